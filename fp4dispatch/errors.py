@@ -1,0 +1,80 @@
+"""Every exception that fp4dispatch raises on purpose.
+
+A message says what failed, why (the value found and the value needed) and what to do next. Each class also derives from
+the built-in exception that a caller would expect, so ``except ValueError`` keeps working.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp4dispatch.decision import Decision
+
+
+class Fp4DispatchError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class SettingsError(Fp4DispatchError, ValueError):
+    """An environment variable or a setting has a value that cannot be understood."""
+
+
+class UnknownBackendError(Fp4DispatchError, ValueError):
+    """A backend was named that is neither built in nor registered by a plug-in."""
+
+
+class InputError(Fp4DispatchError, ValueError):
+    """A tensor or argument has the wrong dtype, shape, device or layout; raised before any launch."""
+
+
+class FormatError(InputError):
+    """Quantised data breaks its format: NaN scales, a negative global scale, codes of the wrong width."""
+
+
+class NoBackendError(Fp4DispatchError, RuntimeError):
+    """Nothing can run the problem; ``decision`` holds every candidate with every reason."""
+
+    def __init__(self, message: str, decision: Decision | None = None) -> None:
+        super().__init__(message)
+        self.decision = decision
+
+
+class BackendUnsupportedError(Fp4DispatchError, RuntimeError):
+    """A backend that was asked for by name cannot run the problem; ``decision`` holds its reasons."""
+
+    def __init__(self, message: str, decision: Decision | None = None) -> None:
+        super().__init__(message)
+        self.decision = decision
+
+
+class CaptureError(Fp4DispatchError, RuntimeError):
+    """Host work (build, plan, tune, workspace growth) was needed while a CUDA graph was being captured."""
+
+
+class CheckpointError(Fp4DispatchError, ValueError):
+    """A checkpoint is missing, truncated, mis-shaped or hostile; the model was left untouched."""
+
+
+class BackwardError(Fp4DispatchError, RuntimeError):
+    """A gradient was asked for through an inference-only layer."""
+
+
+class ToolchainError(Fp4DispatchError, RuntimeError):
+    """nvcc, the CUTLASS headers or a disassembler is missing, too old or unusable."""
+
+
+class CompileError(Fp4DispatchError, RuntimeError):
+    """A kernel did not compile; the message holds the first errors, the log path and the command to rerun."""
+
+
+class ProofError(Fp4DispatchError, RuntimeError):
+    """A compiled kernel lacks an instruction that its flags promise (barrier, tensor-core MMA)."""
+
+
+class CacheError(Fp4DispatchError, RuntimeError):
+    """The kernel cache cannot be used safely: wrong owner, writable by others, corrupt, read-only or full."""
+
+
+class SelfCheckFailed(Fp4DispatchError, RuntimeError):
+    """A backend gave wrong numbers on this machine and has been quarantined."""
