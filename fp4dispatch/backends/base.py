@@ -1,0 +1,151 @@
+"""The contract of a backend: four methods, one file, one class.
+
+The life of a backend::
+
+    reasons  = backend.supports(problem, system)      # pure and cheap: every reason against, empty = can run
+    prepared = backend.prepare(weights)               # once per layer: owns layout, pads zero-filled
+    plan     = backend.plan(problem, prepared)        # host work: JIT, cuDNN graph, tuning; refused during capture
+    backend.run(plan, prepared, x, out)               # launches only: no compile, sync, logging or environment read
+
+A plan never keeps a weight alive and never bakes in its address, so that layers of one shape share it: a 32-layer model
+holds one plan (and one tuning) per distinct shape, and ``torch.compile`` sees the weights as ordinary tensor inputs.
+
+``run`` takes the scratch it needs from torch's caching allocator on the current stream. This is safe on many streams at
+once, and inside a CUDA graph capture the memory belongs to the graph's own pool, so a replay can never read scratch
+that someone else freed or grew (flashinfer#4666 is what a shared, growing workspace does).
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from fp4dispatch.decision import Reason
+from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp4dispatch.system import System
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeights:
+    """Canonical weights of one linear layer, as a checkpoint holds them.
+
+    Parameters
+    ----------
+    op, scaling
+        As in :class:`~fp4dispatch.problem.Problem`.
+    n, k
+        Logical output and input features.
+    weight
+        ``nvfp4_gemm``: uint8 [N, K/2], two e2m1 codes a byte, even element in the low nibble.
+        ``fp8_gemm``: float8_e4m3fn [N, K]. Row-major, contiguous.
+    scale
+        nvfp4: float8_e4m3fn, [N, K/16] where ``sf_layout`` is ``linear``, [pad128(N), pad4(K/16)] in ``128x4``;
+        tensor: f32 []; row: f32 [N]; block128: f32 [ceil(N/128), ceil(K/128)]. The weight is ``q * scale`` (times
+        ``global_scale``).
+    global_scale
+        nvfp4 only: f32 [S], one multiplying global scale per fused shard (ModelOpt's ``weight_scale_2``).
+    shard_rows
+        nvfp4 only: rows of each shard, summing to N; ``(N,)`` for a layer that is not fused.
+    input_scale
+        Static activation scale, f32 [] (value = q * input_scale; for nvfp4 the activation's global scale), or None where
+        the activation is scaled from its own values at run time.
+    sf_layout
+        Layout of ``scale`` for nvfp4.
+    """
+
+    op: Op
+    scaling: Scaling
+    n: int
+    k: int
+    weight: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+    shard_rows: tuple[int, ...] = ()
+    input_scale: torch.Tensor | None = None
+    sf_layout: SfLayout = "linear"
+
+
+class QuantizedActivation(NamedTuple):
+    """An activation that the caller has quantised already (raw operators).
+
+    data: nvfp4 uint8 [M, K/2] or float8_e4m3fn [M, K]; scale: as ``LinearWeights.scale`` with M for N (``block128``
+    activations are scaled 1x128: f32 [M, ceil(K/128)]); global_scale: f32 [] for nvfp4, else None.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A layer's weights in one backend's own layout.
+
+    ``tensors`` are everything on the device, in an order that the backend defines; ``layout`` is plain hashable data
+    (sizes, padding, layout names) and equal for layers of one shape, so that it can key plans.
+    """
+
+    backend: str
+    tensors: tuple[torch.Tensor, ...]
+    layout: tuple[Any, ...]
+
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+@dataclass(eq=False)
+class Plan:
+    """What host work produced for one problem: kernels, handles, tuning. Holds no weights."""
+
+    backend: str
+    problem: Problem
+    state: Any = field(default=None, repr=False)
+
+
+class Backend(abc.ABC):
+    """One way to run the GEMM of a linear layer."""
+
+    name: ClassVar[str]
+    """Public name, as in ``FP4_GEMM_BACKEND``."""
+
+    activations: ClassVar[dict[Op, tuple[Activation, ...]]]
+    """Activation formats per op that the backend runs, preferred first; an op that is absent is not supported."""
+
+    auto: ClassVar[bool] = True
+    """Whether ``auto`` may consider the backend before the reference fallback."""
+
+    @abc.abstractmethod
+    def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
+        """Collect every reason why this backend cannot run the problem; empty means that it can. Pure and cheap."""
+
+    @abc.abstractmethod
+    def prepare(self, weights: LinearWeights) -> Prepared:
+        """Bring weights into this backend's layout, once. Padding is zero-filled. Copies nothing that already fits."""
+
+    @abc.abstractmethod
+    def plan(self, problem: Problem, prepared: Prepared) -> Plan:
+        """Do all host work for a problem (``problem.activation`` is resolved, not ``any``). Refused during capture."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        plan: Plan,
+        prepared: Prepared,
+        x: torch.Tensor | QuantizedActivation,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """Launch ``out[M,N] = x[M,K] @ W^T (+ bias)``; M >= 1. No compile, sync, logging or environment read."""
+
+    def activation_for(self, problem: Problem) -> Activation | None:
+        """Return the activation format this backend would use for a problem, or None where it has none."""
+        formats = self.activations.get(problem.op, ())
+        if problem.activation == "any":
+            return formats[0] if formats else None
+        return problem.activation if problem.activation in formats else None

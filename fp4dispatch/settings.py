@@ -1,0 +1,176 @@
+"""The environment variables that fp4dispatch reads. No other file reads ``os.environ`` (a test enforces it).
+
+Values are read lazily, at each use, and parsed strictly: a value that cannot be understood raises
+:class:`~fp4dispatch.errors.SettingsError` and is never replaced by a default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4dispatch.errors import SettingsError
+
+PREFIX = "FP4DISPATCH_"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable: its name, how it is parsed, its default as text and one sentence for the README."""
+
+    name: str
+    parse: Callable[[str, str], Any]
+    default: str
+    doc: str
+
+
+def _text(name: str, value: str) -> str:
+    return value
+
+
+def _path(name: str, value: str) -> Path:
+    if "\0" in value:
+        raise SettingsError(f"{name}={value!r} is not a path: it contains a NUL byte")
+    return Path(value).expanduser()
+
+
+def _switch(name: str, value: str) -> bool:
+    words = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+    try:
+        return words[value.strip().lower()]
+    except KeyError:
+        raise SettingsError(f"{name}={value!r} is not a switch: use 1/on/true/yes or 0/off/false/no") from None
+
+
+def _choice(*allowed: str) -> Callable[[str, str], str]:
+    def parse(name: str, value: str) -> str:
+        word = value.strip().lower()
+        if word not in allowed:
+            raise SettingsError(
+                f"{name}={value!r} is not known.{did_you_mean(word, allowed)} Known: {', '.join(allowed)}"
+            )
+        return word
+
+    return parse
+
+
+def _jobs(name: str, value: str) -> int:
+    text = value.strip()
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and int(text) >= 1):
+        raise SettingsError(f"{name}={value!r} is not a number of jobs: need an integer from 1 to 999999")
+    return int(text)
+
+
+def _names(name: str, value: str) -> tuple[str, ...]:
+    return tuple(word for word in (part.strip().lower() for part in value.split(",")) if word)
+
+
+SETTINGS: dict[str, Setting] = {
+    "fp4_gemm_backend": Setting(
+        "FP4_GEMM_BACKEND",
+        _text,
+        "auto",
+        "Backend of NVFP4 GEMMs: one of our names or an SGLang/FlashInfer/vLLM name; honoured or refused.",
+    ),
+    "fp8_backend": Setting(PREFIX + "FP8_BACKEND", _text, "auto", "Backend of FP8 GEMMs; honoured or refused."),
+    "disable": Setting(
+        PREFIX + "DISABLE", _names, "", "Comma-separated backends that are never used, not even by name."
+    ),
+    "pdl": Setting(
+        PREFIX + "PDL",
+        _choice("auto", "off"),
+        "auto",
+        "`off` launches every kernel without PDL; `auto` uses PDL only where the binary has its barriers proven.",
+    ),
+    "selfcheck": Setting(
+        PREFIX + "SELFCHECK",
+        _choice("off", "auto", "force"),
+        "auto",
+        "Numeric self-check of a backend before `auto` trusts it.",
+    ),
+    "cache_dir": Setting(
+        PREFIX + "CACHE_DIR", _path, "", "Folder of compiled kernels; default: the user cache folder."
+    ),
+    "arch": Setting(
+        PREFIX + "ARCH",
+        _text,
+        "",
+        "Pretend that the GPU has this capability (e.g. `12.0`) when building or explaining.",
+    ),
+    "jit": Setting(
+        PREFIX + "JIT", _switch, "1", "`0` forbids compiling at run time; only finished cache entries are used."
+    ),
+    "log": Setting(
+        PREFIX + "LOG",
+        _choice("debug", "info", "warning", "error", "off"),
+        "",
+        "Level of the `fp4dispatch` logger with a handler on stderr; unset leaves logging to the application.",
+    ),
+    "nvcc": Setting(PREFIX + "NVCC", _path, "", "The nvcc to compile with, ahead of every other place."),
+    "max_jobs": Setting("MAX_JOBS", _jobs, "", "Upper bound on parallel compile jobs."),
+    "cuda_home": Setting("CUDA_HOME", _path, "", "CUDA toolkit folder."),
+    "cuda_visible_devices": Setting(
+        "CUDA_VISIBLE_DEVICES", _text, "", "Which GPUs exist for this process (indices, UUIDs, MIG)."
+    ),
+    "cuda_device_order": Setting(
+        "CUDA_DEVICE_ORDER", _text, "FASTEST_FIRST", "Numbering of GPUs: `FASTEST_FIRST` or `PCI_BUS_ID`."
+    ),
+    "no_color": Setting("NO_COLOR", _text, "", "Any non-empty value turns colours off."),
+    "xdg_cache_home": Setting("XDG_CACHE_HOME", _path, "", "Parent of the default cache folder."),
+    "cutlass_path": Setting(
+        "CUTLASS_PATH", _path, "", "CUTLASS checkout to compile against, ahead of the one in flashinfer-python."
+    ),
+}
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean X?`` for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+class Settings:
+    """Typed, lazy view of the environment: ``settings.max_jobs`` is an int, or None where unset or empty."""
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            setting = SETTINGS[key]
+        except KeyError:
+            raise AttributeError(key) from None
+        raw = os.environ.get(setting.name)
+        if key == "cuda_visible_devices":
+            return raw  # unset and empty differ: empty hides every GPU
+        if raw is None or raw == "":
+            return setting.parse(setting.name, setting.default) if setting.default else None
+        return setting.parse(setting.name, raw)
+
+    def unknown(self) -> tuple[str, ...]:
+        """Return one sentence per ``FP4DISPATCH_*`` variable that is set but not known."""
+        names = [setting.name for setting in SETTINGS.values()]
+        return tuple(
+            f"{name} is set but is not a setting of fp4dispatch.{did_you_mean(name, names)}"
+            for name in sorted(os.environ)
+            if name.startswith(PREFIX) and name not in names
+        )
+
+    def is_set(self, key: str) -> bool:
+        """Whether the variable is present and not empty."""
+        return bool(os.environ.get(SETTINGS[key].name))
+
+    def environment(self) -> dict[str, str]:
+        """Return a copy of the whole environment, for child processes."""
+        return dict(os.environ)
+
+
+settings = Settings()
+
+
+def markdown_table() -> str:
+    """Return the settings as the table that the README carries."""
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    rows += [f"| `{s.name}` | {f'`{s.default}`' if s.default else ''} | {s.doc} |" for s in SETTINGS.values()]
+    return "\n".join(rows)
