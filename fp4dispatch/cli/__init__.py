@@ -1,1 +1,83 @@
-"""The command line: one file per subcommand."""
+"""The command line: ``fp4dispatch`` and ``python -m fp4dispatch``, one file per subcommand.
+
+A subcommand is a module of this package, named like the command, with two functions::
+
+    def add_parser(subparsers) -> None:   # subparsers.add_parser("name", help=HELP["name"]) and its arguments
+    def run(args: argparse.Namespace) -> int:   # the exit code: 0 ok, 1 failed check
+
+and one line in ``HELP``. Only the module of the command that was asked for is imported, so that ``doctor`` and ``env``
+work on a machine where torch does not. Wrong usage exits with 2 (argparse); an error of this package prints its text
+and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fp4dispatch.errors import Fp4DispatchError
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+OK, FAILED, USAGE = 0, 1, 2
+
+HELP: dict[str, str] = {
+    "env": "print versions, GPUs and settings, ready to paste into an issue",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Parameters
+    ----------
+    argv
+        Arguments without the program name; ``sys.argv[1:]`` by default.
+
+    Raises
+    ------
+    SystemExit
+        From argparse: 0 after ``--help`` or ``--version``, 2 after wrong usage.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        _parser(None).print_help()
+        return OK
+    command = words[0] if words[0] in HELP else None
+    try:
+        args = _parser(command).parse_args(words)
+        code = importlib.import_module(f"{__name__}.{args.command}").run(args)
+        sys.stdout.flush()
+    except Fp4DispatchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except ImportError as error:
+        print(f"{error}\n  run `fp4dispatch doctor` to see what is missing or broken", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:  # `fp4dispatch env | head`: nobody is left to read
+        sys.stdout = None  # keeps the interpreter from flushing it again at exit
+        return FAILED
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as shells do
+    return int(code)
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """Build the parser; only ``command`` gets its own arguments, the others stay one line of help."""
+    from fp4dispatch import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="fp4dispatch", description="NVFP4 and FP8 linear layers for PyTorch: correct first, then fast."
+    )
+    parser.add_argument("--version", action="version", version=f"fp4dispatch {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, line in HELP.items():
+        if name == command:
+            importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=line)
+    return parser

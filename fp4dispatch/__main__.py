@@ -1,0 +1,5 @@
+"""``python -m fp4dispatch``."""
+
+from fp4dispatch.cli import main
+
+raise SystemExit(main())

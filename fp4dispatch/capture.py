@@ -1,0 +1,38 @@
+"""CUDA graph capture: is one going on, and refuse host work while it is."""
+
+from __future__ import annotations
+
+import sys
+
+from fp4dispatch.errors import CaptureError
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is being captured into a graph; never initialises CUDA; False without torch.
+
+    The guard on ``is_initialized`` keeps a forked or CPU-only process away from the driver: no capture can be going on
+    before CUDA is initialised.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def forbid_in_capture(what: str, fix: str) -> None:
+    """Refuse host work (build, plan, tune, growing a workspace) during capture, where it would break the graph.
+
+    Parameters
+    ----------
+    what
+        What would have to be done now, e.g. ``no plan for M=48: building one``.
+    fix
+        The call to make before capturing, e.g. ``fp4dispatch.warmup(model, tokens=[48])``.
+
+    Raises
+    ------
+    CaptureError
+        If the current stream is being captured.
+    """
+    if is_capturing():
+        raise CaptureError(f"{what} would break the CUDA graph that is being captured.\n  Before capturing: {fix}")
