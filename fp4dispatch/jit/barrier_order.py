@@ -1,0 +1,125 @@
+"""Proves from SASS that a kernel touches global memory only after it waited for the previous grid.
+
+Counting ``ACQBULK`` shows that the barrier is in the binary, not that it comes first: a warp role that never waits, or a
+load hoisted above the wait, still reads what the previous kernel has not written. Stock CUTLASS 4.5 kernels for SM100
+do exactly that with the scale vectors of their epilogue. Here the control-flow graph is rebuilt from the text of
+``nvdisasm -c`` and a forward must-analysis finds every global access that some path reaches without the barrier.
+
+Instruction names: https://docs.nvidia.com/cuda/cuda-binary-utilities/ (instruction set reference).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)")
+_LABEL = re.compile(r"^(\.L_x?_?\d+):")
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);")
+_TARGET = re.compile(r"`\((\.L_[^)]+)\)")
+
+_BARRIER = "ACQBULK"
+# Loads and stores of global memory, plain, asynchronous and through TMA. Descriptor prefetches are not accesses.
+_GLOBAL_ACCESS = frozenset(
+    "LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED".split()
+)
+_ENDS = frozenset(("EXIT", "RET", "KILL", "BPT"))
+_JUMPS = frozenset(("BRA", "JMP"))
+_MAY_JUMP = frozenset(("CALL", "WARPSYNC", "BREAK"))
+_INDIRECT = frozenset(("BRX", "JMX", "BRXU", "JMXU"))
+
+
+@dataclass(frozen=True)
+class Access:
+    """One global access that can run before the barrier."""
+
+    kernel: str
+    address: int
+    instruction: str
+
+
+@dataclass
+class _Kernel:
+    name: str
+    instructions: list[tuple[int, bool, str, str]] = field(default_factory=list)  # address, predicated, opcode, operands
+    labels: dict[str, int] = field(default_factory=dict)  # label -> index of the instruction after it
+
+
+def unguarded_accesses(sass: str) -> list[Access]:
+    """Find the global accesses that some path reaches without an ``ACQBULK``.
+
+    Parameters
+    ----------
+    sass
+        Output of ``nvdisasm -c`` for one cubin; it may hold several kernels.
+
+    Returns
+    -------
+    list of Access
+        Empty when every access of every kernel is behind the barrier. A kernel without any ``ACQBULK`` reports all of
+        its accesses.
+
+    Raises
+    ------
+    ValueError
+        When the text holds no instruction, or a branch whose target is unknown: an empty answer would then prove
+        nothing.
+    """
+    kernels = [kernel for kernel in _parse(sass) if kernel.instructions]
+    if not kernels:
+        raise ValueError("no SASS instruction found; expected the output of `nvdisasm -c` for a cubin with code")
+    return [access for kernel in kernels for access in _analyse(kernel)]
+
+
+def _parse(sass: str) -> list[_Kernel]:
+    kernels: list[_Kernel] = []
+    for line in sass.splitlines():
+        if section := _SECTION.match(line):
+            kernels.append(_Kernel(section.group(1)))
+        elif not kernels:
+            continue
+        elif label := _LABEL.match(line):
+            kernels[-1].labels[label.group(1)] = len(kernels[-1].instructions)
+        elif found := _INSTRUCTION.match(line):
+            address, predicate, opcode, operands = found.groups()
+            kernels[-1].instructions.append((int(address, 16), predicate is not None, opcode, operands.strip()))
+    return kernels
+
+
+def _successors(kernel: _Kernel, index: int) -> list[int]:
+    address, predicated, opcode, operands = kernel.instructions[index]
+    base = opcode.split(".")[0]
+    following = [index + 1] if index + 1 < len(kernel.instructions) else []
+    if base in _INDIRECT:
+        return sorted(set(kernel.labels.values()))
+    if base in _ENDS:
+        return following if predicated else []
+    if base not in _JUMPS and base not in _MAY_JUMP:
+        return following
+    targets = _TARGET.findall(operands)
+    unknown = [target for target in targets if target not in kernel.labels]
+    if unknown or (base in _JUMPS and not targets):
+        raise ValueError(f"{kernel.name}: unknown branch target at 0x{address:x}: {opcode} {operands}")
+    jumps = [kernel.labels[target] for target in targets]
+    always = base in _JUMPS and not predicated and operands.startswith("`(")
+    return jumps if always else jumps + following
+
+
+def _analyse(kernel: _Kernel) -> list[Access]:
+    """Spread "not yet guarded" from the entry; a barrier stops it, so what it reaches is unguarded."""
+    seen = {0}
+    work = [0]
+    while work:
+        index = work.pop()
+        _, predicated, opcode, _ = kernel.instructions[index]
+        if opcode.split(".")[0] == _BARRIER and not predicated:
+            continue
+        for following in _successors(kernel, index):
+            if following < len(kernel.instructions) and following not in seen:
+                seen.add(following)
+                work.append(following)
+    return [
+        Access(kernel.name, address, f"{opcode} {operands}".strip())
+        for address, _, opcode, operands in (kernel.instructions[index] for index in sorted(seen))
+        if opcode.split(".")[0] in _GLOBAL_ACCESS
+    ]
