@@ -1,9 +1,9 @@
 """Proves from SASS that a kernel touches global memory only after it waited for the previous grid.
 
-Counting ``ACQBULK`` shows that the barrier is in the binary, not that it comes first: a warp role that never waits, or a
-load hoisted above the wait, still reads what the previous kernel has not written. Stock CUTLASS 4.5 kernels for SM100
+Counting ``ACQBULK`` shows that the barrier is in the binary, not that it comes first: a warp role that never waits, or
+a load hoisted above the wait, still reads what the previous kernel has not written. Stock CUTLASS 4.5 kernels for SM100
 do exactly that with the scale vectors of their epilogue. Here the control-flow graph is rebuilt from the text of
-``nvdisasm -c`` and a forward must-analysis finds every global access that some path reaches without the barrier.
+``nvdisasm -c``, and every global access that some path reaches without the barrier is reported.
 
 Instruction names: https://docs.nvidia.com/cuda/cuda-binary-utilities/ (instruction set reference).
 """
@@ -14,15 +14,14 @@ import re
 from dataclasses import dataclass, field
 
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)")
-_LABEL = re.compile(r"^(\.L_x?_?\d+):")
+_LABEL = re.compile(r"^(\.L_[A-Za-z0-9_]+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);")
 _TARGET = re.compile(r"`\((\.L_[^)]+)\)")
 
 _BARRIER = "ACQBULK"
 # Loads and stores of global memory, plain, asynchronous and through TMA. Descriptor prefetches are not accesses.
-_GLOBAL_ACCESS = frozenset(
-    "LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UTMALDG UTMASTG UTMAREDG UBLKCP UBLKRED".split()
-)
+_PLAIN_ACCESS = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG")
+_GLOBAL_ACCESS = frozenset((*_PLAIN_ACCESS, "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"))
 _ENDS = frozenset(("EXIT", "RET", "KILL", "BPT"))
 _JUMPS = frozenset(("BRA", "JMP"))
 _MAY_JUMP = frozenset(("CALL", "WARPSYNC", "BREAK"))
@@ -41,8 +40,10 @@ class Access:
 @dataclass
 class _Kernel:
     name: str
-    instructions: list[tuple[int, bool, str, str]] = field(default_factory=list)  # address, predicated, opcode, operands
-    labels: dict[str, int] = field(default_factory=dict)  # label -> index of the instruction after it
+    # (address, predicated, opcode, operands) in order of address
+    instructions: list[tuple[int, bool, str, str]] = field(default_factory=list)
+    # label -> index of the instruction after it
+    labels: dict[str, int] = field(default_factory=dict)
 
 
 def unguarded_accesses(sass: str) -> list[Access]:
