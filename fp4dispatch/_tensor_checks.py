@@ -1,0 +1,45 @@
+"""Checks on tensors that the formats share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp4dispatch.errors import FormatError, InputError
+
+
+def check_float(what: str, x: Tensor) -> None:
+    """Refuse anything but float32, bfloat16 and float16; reads no values."""
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(
+            f"{what}: x is {x.dtype}; need torch.float32, torch.bfloat16 or torch.float16: convert it first"
+        )
+
+
+def check_matrix(what: str, x: Tensor) -> None:
+    """Refuse anything but a floating-point [M, K] with K > 0; reads no values."""
+    check_float(what, x)
+    if x.ndim != 2 or x.shape[1] == 0:
+        raise InputError(f"{what}: x has shape {list(x.shape)}; need [M, K] with K > 0: flatten the leading dimensions")
+
+
+def check_contiguous(what: str, x: Tensor) -> None:
+    """Refuse a tensor that is not row-major without gaps; reads no values."""
+    if not x.is_contiguous():
+        raise InputError(
+            f"{what} has strides {list(x.stride())} for shape {list(x.shape)}; need row-major without gaps: "
+            "call .contiguous()"
+        )
+
+
+def check_content(what: str, x: Tensor, *, signed: bool = False) -> None:
+    """Refuse e4m3 bytes that are NaN or, unless ``signed``, carry a sign bit. Synchronises."""
+    code = x.reshape(-1).view(torch.uint8)
+    nan = int(((code & 127) == 127).sum())
+    negative = 0 if signed else int((code > 127).sum())
+    if nan or negative:
+        raise FormatError(
+            f"{what} hold {nan} NaN and {negative} negative values of {code.numel()}; need finite"
+            f"{'' if signed else ', non-negative'} e4m3: the tensor was quantised from NaN or Inf, is not e4m3, or is "
+            "damaged: re-export it"
+        )
