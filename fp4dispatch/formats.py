@@ -337,9 +337,10 @@ class _Parts:
             )
         self.what, self.scaling = what, scaling
         self.m, self.k = x.shape
-        self.bm = {"tensor": max(self.m, 1), "block128": FP8_BLOCK}.get(scaling, 1)
-        self.bk = FP8_BLOCK if scaling in ("block128", "1x128") else max(self.k, 1)
-        self.rows, self.cols = -(-self.m // self.bm), -(-self.k // self.bk)
+        self.bm = {"tensor": self.m, "block128": FP8_BLOCK}.get(scaling, 1)
+        self.bk = FP8_BLOCK if scaling in ("block128", "1x128") else self.k
+        self.rows = 1 if scaling == "tensor" else -(-self.m // self.bm)
+        self.cols = -(-self.k // self.bk)
         shapes = {"tensor": (), "row": (self.m,)}
         self.scale_shape: tuple[int, ...] = shapes.get(scaling, (self.rows, self.cols))
 
@@ -352,8 +353,6 @@ class _Parts:
         return padded[: self.m, : self.k].contiguous()
 
     def grid(self, scale: Tensor) -> Tensor:
-        if self.scaling == "tensor":
-            return scale  # also for an empty matrix, which has no part
         return scale.reshape(self.rows, 1, self.cols, 1)
 
     def check_scale(self, scale: Tensor, x: Tensor) -> None:
