@@ -49,13 +49,22 @@ class Reason:
 
 @dataclass(frozen=True)
 class RuleHit:
-    """A rule of the policy table that applied to a candidate."""
+    """A rule of the policy table that applied to a candidate.
+
+    ``code`` says what a deny rule is about: ``DENIED``, ``UNPROVEN`` (barriers not proven) or ``CAPTURE``.
+    """
 
     id: str
     verb: str
     because: str
     source: str
     checked: str
+    code: ReasonCode = "DENIED"
+    fix: str = ""
+
+    def __str__(self) -> str:
+        fix = f"   -> {self.fix}" if self.fix else ""
+        return f"{self.code:<11} {self.because} [{self.id}; {self.source}, checked {self.checked}]{fix}"
 
 
 @dataclass(frozen=True)
@@ -123,14 +132,13 @@ class Decision:
     def text(self) -> str:
         """Return the whole trace as text: the choice, then every candidate with every reason."""
         rows = [self.line()]
+        width = max((len(verdict.backend) for verdict in self.verdicts), default=0)
         for verdict in self.verdicts:
-            notes = [str(reason) for reason in verdict.reasons]
-            notes += [
-                f"DENIED      {hit.because} [{hit.id}; {hit.source}, checked {hit.checked}]" for hit in verdict.denied
-            ]
-            if not notes:
-                notes = ["chosen" if verdict.backend == self.backend else "can run"]
-            rows += [f"  {verdict.backend if i == 0 else '':<22} {note}" for i, note in enumerate(notes)]
+            notes = [*map(str, verdict.reasons), *map(str, verdict.denied)]
+            if verdict.backend == self.backend:
+                notes.insert(0, "chosen")
+            notes = notes or ["can run"]
+            rows += [f"  {verdict.backend if i == 0 else '':<{width}} {note}" for i, note in enumerate(notes)]
         rows += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join(rows)
 

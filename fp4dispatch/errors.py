@@ -24,6 +24,10 @@ class UnknownBackendError(Fp4DispatchError, ValueError):
     """A backend was named that is neither built in nor registered by a plug-in."""
 
 
+class PluginError(Fp4DispatchError, RuntimeError):
+    """Two plug-ins, or a plug-in and a built-in backend, claim one name."""
+
+
 class InputError(Fp4DispatchError, ValueError):
     """A tensor or argument has the wrong dtype, shape, device or layout; raised before any launch."""
 

@@ -1,0 +1,222 @@
+"""What each backend is able to run: the check that collects every reason against, from ``capabilities.toml``.
+
+Capability is "can", never "should": safety lives in deny rules, preference in prefer rules (:mod:`fp4dispatch.policy`).
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from fp4dispatch.backends.catalogue import ANY_ARCH, TOOLKIT, Capability, Requirement, Toolkit, catalogue, parse_version
+from fp4dispatch.decision import Reason, ReasonCode
+from fp4dispatch.problem import Activation, Op, Problem
+
+if TYPE_CHECKING:
+    from fp4dispatch.system import Library, System
+
+_LABEL = {
+    "cuda": "CUDA",
+    "torch": "torch",
+    "cudnn": "cuDNN",
+    "cudnn_frontend": "cudnn-frontend",
+    "flashinfer": "FlashInfer",
+    "cutlass": "CUTLASS headers",
+    "nvcc": "nvcc",
+}
+_FIX = {
+    "cuda": "install a torch built for CUDA {need} or later",
+    "torch": 'pip install -U "torch>={need}"',
+    "cudnn": "pip install -U nvidia-cudnn-cu{major}",
+    "cudnn_frontend": "pip install -U nvidia-cudnn-frontend",
+    "flashinfer": 'pip install -U "flashinfer-python>={need}"',
+    "cutlass": "pip install flashinfer-python (it carries the headers), or set CUTLASS_PATH",
+    "nvcc": 'pip install "fp4dispatch[jit,cu{major}]", or point CUDA_HOME or FP4DISPATCH_NVCC at CUDA {need} or later',
+}
+_TOOLCHAIN = ("nvcc", "cutlass")
+
+
+def fact(system: System, what: str) -> Library | str | None:
+    """Return one fact of the system by its name in the data files."""
+    value: Library | str | None = getattr(system, what)
+    return value
+
+
+def version_of(system: System, what: str) -> str | None:
+    """Return the version text of one fact, None where it is absent."""
+    value = fact(system, what)
+    return value if value is None or isinstance(value, str) else value.version
+
+
+def check(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
+    """Collect every reason why a backend cannot run a problem, from data alone.
+
+    Parameters
+    ----------
+    name
+        A backend of ``capabilities.toml``.
+    problem, system
+        What to run, and the facts of the machine.
+
+    Returns
+    -------
+    tuple of Reason
+        All of them, most fundamental first; empty means that the backend can run the problem.
+
+    Raises
+    ------
+    KeyError
+        If the backend is not declared.
+    """
+    records = [c for c in catalogue().capabilities if c.backend == name]
+    if not records:
+        raise KeyError(name)
+    reasons = _quarantine(name, problem, system)
+    mine = [c for c in records if c.op == problem.op]
+    if not mine:
+        ops = ", ".join(dict.fromkeys(c.op for c in records))
+        return (*reasons, Reason("DTYPE", f"op is {problem.op}, {name} runs {ops}"))
+    record = next((c for c in mine if problem.scaling in c.scalings), mine[0])
+    reasons += _formats(record, tuple(dict.fromkeys(s for c in mine for s in c.scalings)), problem)
+    reasons += _operands(record, problem)
+    arch = _arch(record, system)
+    if arch:
+        return (*reasons, *arch)  # versions are stated per arch: none can be asked for here
+    return (*reasons, *_versions(record, problem, system))
+
+
+def _quarantine(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
+    arch = system.arch.sm if system.arch else ""
+    if (name, problem.op, arch) not in system.quarantined:
+        return ()
+    return (
+        Reason(
+            "QUARANTINED",
+            f"{name} gave wrong numbers in the self-check of {problem.op} on {arch or 'this machine'}",
+            "FP4DISPATCH_SELFCHECK=force runs the self-check again, e.g. after an update",
+        ),
+    )
+
+
+def _arch(record: Capability, system: System) -> tuple[Reason, ...]:
+    if ANY_ARCH in record.archs:
+        return ()
+    if system.arch is None:
+        return (Reason("ARCH", f"no NVIDIA GPU is visible, needs {' or '.join(record.archs)}", "fp4dispatch doctor"),)
+    if system.arch.sm in record.archs:
+        return ()
+    return (Reason("ARCH", f"GPU is {system.arch.sm}, needs {' or '.join(record.archs)}"),)
+
+
+def _formats(record: Capability, scalings: tuple[str, ...], problem: Problem) -> tuple[Reason, ...]:
+    found = []
+    if problem.scaling not in scalings:
+        found.append(Reason("DTYPE", f"scaling is {problem.scaling}, needs {' or '.join(scalings)}"))
+    if problem.activation not in ("any", *record.activations):
+        found.append(
+            Reason(
+                "DTYPE",
+                f"activation is {problem.activation}, needs {' or '.join(record.activations)}",
+                f"activation={record.activations[0]!r}, or leave it to the policy",
+            )
+        )
+    if problem.out_dtype not in record.out_dtypes:
+        found.append(
+            Reason(
+                "DTYPE",
+                f"output is {problem.out_dtype}, needs {' or '.join(record.out_dtypes)}",
+                f"out_dtype={record.out_dtypes[0]!r}",
+            )
+        )
+    return tuple(found)
+
+
+def _operands(record: Capability, problem: Problem) -> tuple[Reason, ...]:
+    """Check what binds raw operands only: layers pad exactly and own their layout."""
+    if problem.sf_layout is None:
+        return ()
+    found = []
+    for size, value, multiple in (("N", problem.n, record.n_multiple), ("K", problem.k, record.k_multiple)):
+        if value % multiple:
+            found.append(
+                Reason(
+                    "SHAPE",
+                    f"{size}={value} is not a multiple of {multiple}",
+                    "FP4Linear pads; raw op callers must pad, with zeros, values and scales",
+                )
+            )
+    if problem.sf_layout not in record.sf_layouts:
+        found.append(
+            Reason(
+                "LAYOUT",
+                f"b_sf is {problem.sf_layout}, needs {' or '.join(record.sf_layouts)}",
+                "convert the block scales once, when the weights are loaded; FP4Linear does",
+            )
+        )
+    return tuple(found)
+
+
+def _versions(record: Capability, problem: Problem, system: System) -> tuple[Reason, ...]:
+    toolkit = catalogue().toolkits.get(system.arch.sm) if system.arch else None
+    needs = list(record.requires)
+    if record.compiles:
+        needs.insert(0, Requirement("nvcc", TOOLKIT))
+    if record.proof and system.arch is not None and (problem.op, system.arch.sm) in system.proven:
+        needs = [need for need in needs if need.what not in _TOOLCHAIN]  # the binary is there, and proven
+    found = (_version(need, toolkit, system) for need in needs)
+    return tuple(reason for reason in found if reason)
+
+
+def _version(need: Requirement, toolkit: Toolkit | None, system: System) -> Reason | None:
+    lowest = need.min
+    suffix = ""
+    if lowest == TOOLKIT:
+        if toolkit is None:
+            return None
+        lowest = toolkit.nvcc if need.what == "nvcc" else toolkit.cuda
+        suffix = f" for {system.arch}"
+    label = _LABEL[need.what]
+    code: ReasonCode = "TOOLCHAIN" if need.what in _TOOLCHAIN else "LIBRARY"
+    major = int((system.cuda or "13").split(".")[0])
+    if need.what == "nvcc":
+        major = max(major, Version(lowest).major)
+    fix = _FIX[need.what].format(need=lowest, major=major)
+    value = fact(system, need.what)
+    if value is None:
+        return Reason(code, f"{label} not found (needs {lowest}{suffix})", fix)
+    text, path = (value, "") if isinstance(value, str) else (value.version, value.path)
+    if not text:
+        return None  # present, version not stated: only in a what-if question
+    have, want = parse_version(text), Version(lowest)
+    if have is not None and have >= want:
+        return None
+    where = f" loaded from {path}" if path else ""
+    return Reason(code, f"{label} {text}{where} (needs {lowest}{suffix})", fix)
+
+
+class DeclaredBackend:
+    """A backend known from data only: it can say what it supports, and cannot run.
+
+    The golden table is computed with these, so that the policy is reviewed for backends before they are written.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.auto = name != "reference"
+        self._activations: dict[Op, tuple[Activation, ...]] = {}
+        for record in catalogue().capabilities:
+            if record.backend == name:
+                self._activations.setdefault(record.op, record.activations)
+
+    def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
+        """Collect every reason against, as :func:`check` does."""
+        return check(self.name, problem, system)
+
+    def activation_for(self, problem: Problem) -> Activation | None:
+        """Return the activation format that the backend would use, or None where it has none."""
+        formats = self._activations.get(problem.op, ())
+        if problem.activation == "any":
+            return formats[0] if formats else None
+        return problem.activation if problem.activation in formats else None

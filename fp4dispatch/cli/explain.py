@@ -1,0 +1,80 @@
+"""``fp4dispatch explain``: which backend would run a GEMM, on this machine or on any other, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from fp4dispatch import dispatch, registry
+from fp4dispatch.problem import ACTIVATIONS, CAPTURE_MODES, OPS, OUT_DTYPES, SCALINGS, SF_LAYOUTS
+
+if TYPE_CHECKING:
+    from fp4dispatch.cli import Subparsers
+
+_FACTS = {
+    "arch": "capability of the GPU, e.g. 12.0, or none",
+    "cuda": "CUDA version of torch",
+    "torch": "version of torch, or none (there with --cuda by default)",
+    "cudnn": "version of cuDNN",
+    "cudnn-frontend": "version of nvidia-cudnn-frontend, or none (there with --cudnn by default)",
+    "flashinfer": "version of flashinfer-python",
+    "cutlass": "version of the CUTLASS headers, or none (there with --nvcc by default)",
+    "nvcc": "version of nvcc",
+}
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command and its arguments."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="show which backend would run a GEMM, on this machine or any other, and why",
+        description="Which backend would run D[M,N] = A[M,K] @ B[N,K]^T, and why. Without facts of a machine it is "
+        "asked for this one; with at least one fact, what is not given is not there.",
+    )
+    parser.add_argument("op", choices=OPS)
+    for size in ("m", "n", "k"):
+        parser.add_argument(f"-{size}", type=int, required=True, metavar=size.upper())
+    for name, text in _FACTS.items():
+        parser.add_argument(f"--{name}", metavar="VERSION", help=text)
+    parser.add_argument("--proven", action="store_true", help="barriers of the built kernel are proven there")
+    parser.add_argument("--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed there")
+    parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")
+    parser.add_argument("--backend", metavar="NAME", help="ask for one backend by name")
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="any")
+    parser.add_argument("--scaling", choices=SCALINGS)
+    parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16")
+    parser.add_argument("--capture", choices=CAPTURE_MODES, default="none", help="CUDA graph capture mode")
+    parser.add_argument("--m-min", type=int, default=1, help="smallest M that the caller promises")
+    parser.add_argument("--sf-layout", choices=SF_LAYOUTS, help="layout of block scales handed in (raw operands)")
+    parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the decision as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the decision; 1 where nothing can run the problem."""
+    facts = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _FACTS}
+    decision = dispatch.explain(
+        args.op,
+        args.m,
+        args.n,
+        args.k,
+        **facts,
+        proven=args.proven,
+        quarantined=[registry.canonical(name)[0] for name in args.quarantined],
+        disabled=args.disable,
+        backend=args.backend,
+        activation=args.activation,
+        scaling=args.scaling,
+        out_dtype=args.out_dtype,
+        capture=args.capture,
+        m_min=args.m_min,
+        sf_layout=args.sf_layout,
+        bias=args.bias,
+    )
+    print(json.dumps(decision.to_dict(), indent=2) if args.json else decision.text())
+    return 0 if decision.backend else 1
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)

@@ -1,0 +1,292 @@
+"""From the policy to the caller: this machine's facts, the environment, one log line per choice, errors, a cache."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fp4dispatch import capture as _capture
+from fp4dispatch import policy, registry
+from fp4dispatch import system as _system
+from fp4dispatch.backends.catalogue import FACTS, Alias
+from fp4dispatch.decision import Decision
+from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
+from fp4dispatch.problem import (
+    Activation,
+    CaptureMode,
+    Op,
+    OutDtype,
+    Problem,
+    Scaling,
+    SfLayout,
+    m_bucket,
+)
+from fp4dispatch.registry import instance
+from fp4dispatch.settings import SETTINGS, settings
+from fp4dispatch.system import System
+from fp4dispatch.whatif import default_scaling, reproduce, what_if
+
+__all__ = ["explain", "instance", "reset", "select"]
+
+logger = logging.getLogger("fp4dispatch")
+logger.addHandler(logging.NullHandler())
+
+ARGUMENT = "argument"
+
+_SETTING = {"nvfp4_gemm": "fp4_gemm_backend", "fp8_gemm": "fp8_backend"}
+
+_Request = tuple[str, str, tuple[str, ...]]
+
+_lock = threading.RLock()
+_decided: dict[tuple[Problem, _Request, int | None], tuple[System, Decision]] = {}
+_said: set[object] = set()
+
+
+def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu: int | None = 0) -> Decision:
+    """Choose the backend for a problem on this machine; the choice is made once per bucket of M, then looked up.
+
+    A backend asked for by name is honoured or refused, never replaced. Precedence: ``backend`` >
+    ``FP4_GEMM_BACKEND`` (``FP4DISPATCH_FP8_BACKEND`` for ``fp8_gemm``) > the policy.
+
+    Parameters
+    ----------
+    problem
+        What to run.
+    backend
+        A backend name, ``auto``, or None to leave it to the environment.
+    layer
+        Name of the layer, for messages.
+    gpu
+        Index of the CUDA device that the tensors are on, as this process counts; None for the CPU.
+
+    Returns
+    -------
+    Decision
+        ``backend`` is never None.
+
+    Raises
+    ------
+    BackendUnsupportedError
+        If the named backend cannot run the problem.
+    NoBackendError
+        If nothing can.
+    UnknownBackendError, SettingsError
+        If the name, from the argument or from the environment, is not a backend.
+
+    Notes
+    -----
+    Thread-safe, and safe during capture: only facts are read, and nothing is logged then.
+    """
+    request = _request(problem.op, backend)
+    bucket = replace(problem, m=m_bucket(problem.m))
+    machine = _system.current()
+    key = (bucket, request, gpu)
+    cached = _decided.get(key)
+    if cached is None or cached[0] is not machine:
+        with _lock:
+            decision = policy.resolve(
+                bucket,
+                _on(machine, gpu),
+                registry.backends(),
+                requested=request[0],
+                requested_by=request[1],
+                disabled=request[2],
+            )
+            cached = _decided[key] = (machine, decision)
+    decision = replace(cached[1], problem=problem)
+    if decision.backend is None:
+        raise _refusal(decision, layer, _on(machine, gpu), request[2])
+    if not _capture.is_capturing():
+        _report(decision)
+    return decision
+
+
+def explain(
+    op: Op,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    arch: str | None = None,
+    cuda: str | None = None,
+    torch: str | None = None,
+    cudnn: str | None = None,
+    cudnn_frontend: str | None = None,
+    flashinfer: str | None = None,
+    cutlass: str | None = None,
+    nvcc: str | None = None,
+    proven: bool = False,
+    quarantined: Iterable[str] = (),
+    backend: str | None = None,
+    activation: Activation = "any",
+    scaling: Scaling | None = None,
+    out_dtype: OutDtype = "bfloat16",
+    bias: bool = False,
+    capture: CaptureMode = "none",
+    m_min: int = 1,
+    sf_layout: SfLayout | None = None,
+    disabled: Iterable[str] | None = None,
+    system: System | None = None,
+) -> Decision:
+    """Return the whole trace of a choice, for this machine or for any other; no GPU is needed.
+
+    Parameters
+    ----------
+    op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout
+        As in :class:`~fp4dispatch.problem.Problem`; ``scaling`` is ``nvfp4`` or ``tensor`` by default, by op.
+    arch
+        Capability (``12.0``) or arch (``sm_120``) of the GPU, or ``none`` for a machine without one.
+    cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc
+        Versions. If ``arch`` or any of these is given, the question is about another machine, and what is not given is
+        not there. Three are taken to be there with what they accompany, unless given, or given as ``none``: ``torch``
+        with ``cuda``, ``cudnn_frontend`` with ``cudnn``, and the ``cutlass`` headers with ``nvcc``. If none is given,
+        the question is about this machine.
+    proven
+        Whether the barriers of the built kernels for this op and arch are proven.
+    quarantined
+        Backends that failed the self-check there.
+    backend
+        As in :func:`select`. The environment is read only for a question about this machine.
+    disabled
+        Backends that are never used; ``FP4DISPATCH_DISABLE`` for this machine, nothing otherwise.
+    system
+        Facts that are there already; then none of the others may be given.
+
+    Returns
+    -------
+    Decision
+        ``backend`` is None where nothing can run the problem; that is an answer here, not an error.
+
+    Raises
+    ------
+    InputError
+        For a size, format or version that is none.
+    UnknownBackendError, SettingsError
+        As in :func:`select`.
+    """
+    problem = Problem(
+        op, m, n, k, activation, scaling or default_scaling(op), out_dtype, bias, capture, m_min, sf_layout
+    )
+    versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
+    stated = arch is not None or proven or any(versions.values()) or bool(quarantined := tuple(quarantined))
+    if system is not None and stated:
+        raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
+    here = system is None and not stated
+    if system is None:
+        system = what_if(op, arch, versions, proven, quarantined) if stated else _system.current()
+    if here or backend:
+        requested, requested_by, environment = _request(op, backend)
+    else:
+        requested, requested_by, environment = registry.AUTO, registry.AUTO, ()
+    off = tuple(_canonical_all(disabled)) if disabled is not None else environment if here else ()
+    return policy.resolve(
+        problem, system, registry.backends(), requested=requested, requested_by=requested_by, disabled=off
+    )
+
+
+def reset() -> None:
+    """Forget decisions and what has been reported; the next :func:`select` decides and reports anew."""
+    with _lock:
+        _decided.clear()
+        _said.clear()
+
+
+# ------------------------------------------------------------------------------------------------------------- request
+
+
+def _request(op: Op, backend: str | None) -> _Request:
+    """Return who was asked for, by whom, and what is disabled."""
+    disabled = tuple(_canonical_all(settings.disable or (), SETTINGS["disable"].name))
+    if backend:
+        name, alias = registry.canonical(backend)
+        requested_by = ARGUMENT
+    else:
+        requested_by = SETTINGS[_SETTING[op]].name
+        name, alias = _named_by(requested_by, getattr(settings, _SETTING[op]))
+    if alias is not None:
+        _once(("alias", alias.name), logging.INFO, f"{alias.name} means {alias.backend} here: {alias.note}")
+    return (name, requested_by if name != registry.AUTO else registry.AUTO, disabled)
+
+
+def _named_by(variable: str, value: str) -> tuple[str, Alias | None]:
+    try:
+        return registry.canonical(value)
+    except UnknownBackendError as error:
+        raise SettingsError(f"{variable}={error}") from None
+
+
+def _canonical_all(names: Iterable[str], variable: str = "") -> list[str]:
+    found = [_named_by(variable, name)[0] if variable else registry.canonical(name)[0] for name in names]
+    if registry.AUTO in found:
+        raise SettingsError(f"{variable or 'disabled'}: auto is no backend and cannot be disabled")
+    return found
+
+
+def _on(machine: System, gpu: int | None) -> System:
+    """Return the facts as seen from one device: its GPU first, or none."""
+    if gpu == 0:
+        return machine
+    if gpu is None:
+        return replace(machine, gpus=())
+    if gpu >= len(machine.gpus):
+        raise InputError(f"gpu={gpu} is not visible: {len(machine.gpus)} GPUs are")
+    return replace(machine, gpus=(machine.gpus[gpu], *machine.gpus[:gpu], *machine.gpus[gpu + 1 :]))
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+def _refusal(decision: Decision, layer: str, system: System, disabled: Iterable[str]) -> Exception:
+    command = f"  reproduce anywhere: {reproduce(decision, system, disabled)}"
+    if decision.requested != registry.AUTO:
+        asked = decision.verdicts[0]
+        who = "" if decision.requested_by == ARGUMENT else f" by {decision.requested_by}"
+        where = f' for layer "{layer}"' if layer else ""
+        why = "; ".join(f"{r.code} {r.text}" + (f" (fix: {r.fix})" if r.fix else "") for r in asked.reasons)
+        others = ", ".join(v.backend for v in decision.verdicts[1:] if v.accepted) or "nothing"
+        text = (
+            f'backend="{asked.backend}" was requested{who}{where} and cannot run {decision.problem} on '
+            f"{decision.machine}: {why}. Could run it: {others}\n{command}"
+        )
+        return BackendUnsupportedError(text, decision)
+    head = f"nothing can run {decision.problem} on {decision.machine}" + (f', layer "{layer}"' if layer else "")
+    return NoBackendError("\n".join([head, *decision.text().splitlines()[1:], command]), decision)
+
+
+def _report(decision: Decision) -> None:
+    p = decision.problem
+    key = (p.op, decision.arch, p.n, p.k, m_bucket(p.m), p.scaling, p.capture, decision.backend, decision.requested_by)
+    if key in _said:
+        return
+    _once(key, logging.INFO, decision.line())
+    for warning in decision.warnings:
+        _once((key, warning), logging.WARNING, warning)
+    for sentence in settings.unknown():
+        _once(("unknown", sentence), logging.WARNING, sentence)
+
+
+def _once(key: object, level: int, text: str) -> None:
+    with _lock:
+        if key in _said:
+            return
+        if not _said:
+            _set_up_logging()
+        _said.add(key)
+    logger.log(level, "%s", text)
+
+
+def _set_up_logging() -> None:
+    """Honour FP4DISPATCH_LOG; without it logging stays the application's."""
+    level = settings.log
+    if level is None:
+        return
+    if level == "off":
+        logger.setLevel(logging.CRITICAL + 1)
+        return
+    logger.setLevel(level.upper())
+    if all(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fp4dispatch %(levelname)s: %(message)s"))
+        logger.addHandler(handler)

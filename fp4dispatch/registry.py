@@ -1,0 +1,168 @@
+"""Which backends there are: built-ins, then plug-ins from the entry-point group ``fp4dispatch.backends``.
+
+A backend that fails to import or breaks the contract stays in the list, as a candidate that is rejected with its
+exception as the reason: it is never left out in silence, and never stops the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
+from typing import Any
+
+from fp4dispatch.backends.base import Backend
+from fp4dispatch.backends.catalogue import Alias, catalogue
+from fp4dispatch.decision import Reason
+from fp4dispatch.errors import PluginError, UnknownBackendError
+from fp4dispatch.problem import ACTIVATIONS, OPS, Activation, Problem
+from fp4dispatch.settings import did_you_mean
+from fp4dispatch.system import System
+
+GROUP = "fp4dispatch.backends"
+AUTO = "auto"
+
+BUILTINS: dict[str, str] = {
+    "cublaslt": "fp4dispatch.backends.cublaslt:CublasLtBackend",
+    "reference": "fp4dispatch.backends.reference:ReferenceBackend",
+}
+"""Name to ``module:Class``, imported on first use. Names that the capabilities declare and that are not here are known
+to the policy, and unavailable."""
+
+
+class BrokenBackend:
+    """A backend that could not be loaded: a candidate whose one reason is the exception."""
+
+    auto = True
+
+    def __init__(self, name: str, origin: str, error: Exception) -> None:
+        self.name = name
+        self.error = error
+        self.reason = Reason(
+            "UNAVAILABLE",
+            f"{origin} cannot be loaded: {type(error).__name__}: {error}",
+            f"repair or uninstall {origin.split(':')[0]}",
+        )
+
+    def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
+        """Return the exception as the reason."""
+        return (self.reason,)
+
+    def activation_for(self, problem: Problem) -> Activation | None:
+        """Return None: it runs nothing."""
+        return None
+
+
+AnyBackend = Backend | BrokenBackend
+
+
+@functools.cache
+def backends() -> Mapping[str, AnyBackend]:
+    """Return every backend by name: built-ins in their order, then plug-ins by name. Loaded once.
+
+    Raises
+    ------
+    PluginError
+        If two distributions claim one name, or one claims a built-in's.
+    """
+    found = builtins() | plugins(entry_points(group=GROUP))
+    return MappingProxyType(found)
+
+
+def builtins() -> dict[str, AnyBackend]:
+    """Return the backends of this package."""
+    return {name: _load(name, target, f"built-in {target}") for name, target in BUILTINS.items()}
+
+
+def plugins(points: Iterable[EntryPoint]) -> dict[str, AnyBackend]:
+    """Return the backends of other packages.
+
+    Raises
+    ------
+    PluginError
+        As :func:`backends`.
+    """
+    found: dict[str, AnyBackend] = {}
+    owners = dict.fromkeys((*BUILTINS, *catalogue().backends, *catalogue().aliases, AUTO), "fp4dispatch")
+    for point in sorted(points, key=lambda p: (p.name, p.value)):
+        owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+        if point.name in owners:
+            raise PluginError(
+                f"backend {point.name!r} of {owner} clashes with that of {owners[point.name]}: "
+                f"uninstall one of the two, or rename the entry point in the group {GROUP}"
+            )
+        owners[point.name] = owner
+        found[point.name] = _load(point.name, point.value, f"{owner}: {point.value}")
+    return found
+
+
+def _load(name: str, target: str, origin: str) -> AnyBackend:
+    module, _, attribute = target.partition(":")
+    try:
+        made: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            made = getattr(made, part)
+        return _checked(name, made())
+    except Exception as error:
+        return BrokenBackend(name, origin, error)
+
+
+def _checked(name: str, made: Any) -> Backend:
+    """Return an object that is a backend of that name, or raise TypeError."""
+    if not isinstance(made, Backend):
+        raise TypeError(f"{type(made).__name__} is not a fp4dispatch.backends.base.Backend")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise TypeError(f"{name!r} is not a backend name: use lower-case letters, digits and _")
+    if made.name != name:
+        raise TypeError(f"its name is {made.name!r}, its entry point says {name!r}")
+    for op, formats in made.activations.items():
+        if op not in OPS or not formats or not set(formats) <= set(ACTIVATIONS[1:]):
+            raise TypeError(f"activations[{op!r}] is {formats!r}: need ops {OPS} and formats {ACTIVATIONS[1:]}")
+    return made
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+def known() -> tuple[str, ...]:
+    """Return every name that may be asked for: ``auto``, backends, declared backends, then other projects' names."""
+    return tuple(dict.fromkeys((AUTO, *catalogue().backends, *backends(), *catalogue().aliases)))
+
+
+def canonical(name: str) -> tuple[str, Alias | None]:
+    """Return the backend that a user's word means, and the alias it was reached by.
+
+    ``-`` and ``_`` are the same, and so are upper and lower case.
+
+    Raises
+    ------
+    UnknownBackendError
+        With the nearest known name, and all of them.
+    """
+    word = name.strip().lower().replace("-", "_")
+    alias = catalogue().aliases.get(word)
+    if alias is not None:
+        return alias.backend, alias
+    names = known()
+    if word not in names:
+        raise UnknownBackendError(f"{name!r} is not a backend.{did_you_mean(word, names)} Known: {', '.join(names)}")
+    return word, None
+
+
+def instance(name: str) -> Backend:
+    """Return the one instance of a backend, by its canonical name.
+
+    Raises
+    ------
+    UnknownBackendError
+        If there is none of that name, or it could not be loaded.
+    """
+    backend = backends().get(name)
+    if backend is None:
+        raise UnknownBackendError(f"{name!r} is not part of this fp4dispatch. Available: {', '.join(backends())}")
+    if isinstance(backend, BrokenBackend):
+        raise UnknownBackendError(backend.reason.text) from backend.error
+    return backend

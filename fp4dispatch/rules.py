@@ -1,0 +1,194 @@
+"""The rules of the policy: typed, and loaded strictly from ``policy_rules.toml``. No torch, no decisions."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from fp4dispatch.backends.capability import version_of
+from fp4dispatch.backends.catalogue import FACTS, SM, catalogue, keys, parse_version, provenance, subset
+from fp4dispatch.decision import ReasonCode, RuleHit
+from fp4dispatch.errors import SettingsError
+from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Problem, m_bucket
+from fp4dispatch.system import System
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DENY_CODES: tuple[str, ...] = ("DENIED", "UNPROVEN", "CAPTURE")
+
+_COMPARE: dict[str, Callable[[Version, Version], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_BOUND = re.compile(r"\s*(>=|<=|==|>|<)\s*([0-9][0-9A-Za-z.+-]*)\s*")
+
+
+@dataclass(frozen=True)
+class When:
+    """The condition of a rule: every field that is set must hold."""
+
+    archs: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ()
+    captures: tuple[str, ...] = ()
+    m_max: int | None = None
+    m_min_max: int | None = None
+    proven: bool | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def holds(self, problem: Problem, system: System) -> bool:
+        """Whether the condition is true of a problem on a machine."""
+        arch = system.arch.sm if system.arch else ""
+        return (
+            (not self.archs or arch in self.archs)
+            and (not self.ops or problem.op in self.ops)
+            and (not self.scalings or problem.scaling in self.scalings)
+            and (not self.captures or problem.capture in self.captures)
+            and (self.m_max is None or problem.m <= self.m_max)
+            and (self.m_min_max is None or problem.m_min <= self.m_min_max)
+            and (self.proven is None or ((problem.op, arch) in system.proven) == self.proven)
+            and all(in_range(version_of(system, what), bounds) for what, bounds in self.versions)
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the policy; ``backends`` is a set for deny and an order for prefer."""
+
+    id: str
+    verb: Literal["deny", "prefer"]
+    when: When
+    backends: tuple[str, ...]
+    because: str
+    source: str
+    checked: str
+    code: ReasonCode = "DENIED"
+    fix: str = ""
+
+    def hit(self) -> RuleHit:
+        """Return the part of the rule that goes into a decision."""
+        return RuleHit(self.id, self.verb, self.because, self.source, self.checked, self.code, self.fix)
+
+
+def in_range(version: str | None, bounds: str) -> bool:
+    """Whether a version lies in a range such as ``>=0.5.3,<0.6.7``.
+
+    Absent is outside every range. A text that is no version lies inside every range: a build that nobody can place is
+    not assumed to carry the fix. Bounds are plain comparisons, so ``0.6.7rc1`` is below ``0.6.7``.
+    """
+    if version is None:
+        return False
+    found = parse_version(version)
+    return found is None or all(compare(found, bound) for compare, bound in parse_range(bounds))
+
+
+@functools.cache
+def parse_range(bounds: str) -> tuple[tuple[Callable[[Version, Version], bool], Version], ...]:
+    """Read a range such as ``>=0.5.3,<0.6.7``.
+
+    Raises
+    ------
+    SettingsError
+        If it is not one.
+    """
+    parts = []
+    for part in bounds.split(","):
+        match = _BOUND.fullmatch(part)
+        version = parse_version(match[2]) if match else None
+        if match is None or version is None:
+            raise SettingsError(f"{bounds!r} is not a version range; write it like >=0.5.3,<0.6.7")
+        parts.append((_COMPARE[match[1]], version))
+    return tuple(parts)
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """Return the packaged rules, read once, in the file's order."""
+    return load(tomllib.loads(resources.files("fp4dispatch").joinpath("policy_rules.toml").read_text("utf-8")))
+
+
+def load(data: dict[str, Any]) -> tuple[Rule, ...]:
+    """Check the parsed file strictly and return it typed.
+
+    Raises
+    ------
+    SettingsError
+        For an unknown key, verb, arch, op or backend, an unreadable version range, an M bound that is no power of two
+        (decisions are cached per power-of-two bucket of M), a duplicate id, or a missing reason, source or date.
+    """
+    keys("policy_rules.toml", data, required=("rule",))
+    found = tuple(_rule(row) for row in data["rule"])
+    ids = [rule.id for rule in found]
+    if len(set(ids)) != len(ids):
+        raise SettingsError(
+            f"policy_rules.toml: an id is used twice: {sorted(i for i in set(ids) if ids.count(i) > 1)}"
+        )
+    return found
+
+
+def _rule(row: dict[str, Any]) -> Rule:
+    where = f"policy_rules.toml: rule {row.get('id')!r}"
+    keys(
+        where,
+        row,
+        required=("id", "verb", "backends", "because", "source", "checked", "when"),
+        optional=("code", "fix"),
+    )
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
+        raise SettingsError(f"{where}: the id must be lower-case words joined by -")
+    if row["verb"] not in ("deny", "prefer"):
+        raise SettingsError(f"{where}: verb {row['verb']!r} is neither deny nor prefer")
+    if not str(row["because"]).strip():
+        raise SettingsError(f"{where}: because is empty")
+    if row["verb"] == "prefer" and "code" in row:
+        raise SettingsError(f"{where}: code belongs to deny rules")
+    source, checked = provenance(where, row)
+    return Rule(
+        id=row["id"],
+        verb=row["verb"],
+        when=_when(where, row["when"]),
+        backends=subset(where, row["backends"], catalogue().backends),
+        because=row["because"],
+        source=source,
+        checked=checked,
+        code=subset(where, [row.get("code", "DENIED")], DENY_CODES)[0],  # type: ignore[arg-type]  # checked
+        fix=row.get("fix", ""),
+    )
+
+
+def _when(where: str, row: dict[str, Any]) -> When:
+    names = {"archs": SM, "ops": OPS, "scalings": SCALINGS, "captures": CAPTURE_MODES}
+    keys(where, row, required=(), optional=(*names, "m_max", "m_min_max", "proven", *FACTS))
+    if not row:
+        raise SettingsError(f"{where}: when is empty; a rule that always holds is a default, not a rule")
+    m_max, m_min_max, proven = row.get("m_max"), row.get("m_min_max"), row.get("proven")
+    if m_max is not None and (type(m_max) is not int or m_max < 1 or m_bucket(m_max) != m_max):
+        raise SettingsError(f"{where}: m_max {m_max!r} is not a power of two")
+    if m_min_max is not None and (type(m_min_max) is not int or m_min_max < 0):
+        raise SettingsError(f"{where}: m_min_max {m_min_max!r} is not a size")
+    if proven is not None and not isinstance(proven, bool):
+        raise SettingsError(f"{where}: proven {proven!r} is not true or false")
+    for what in FACTS:
+        if what in row:
+            parse_range(row[what])
+    return When(
+        **{key: subset(where, row[key], allowed) for key, allowed in names.items() if key in row},
+        m_max=m_max,
+        m_min_max=m_min_max,
+        proven=proven,
+        versions=tuple((what, row[what]) for what in FACTS if what in row),
+    )
