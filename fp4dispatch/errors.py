@@ -68,6 +68,10 @@ class ToolchainError(Fp4DispatchError, RuntimeError):
     """nvcc, the CUTLASS headers or a disassembler is missing, too old or unusable."""
 
 
+class FlagsError(Fp4DispatchError, ValueError):
+    """A compile-target record or the kernel manifest is malformed or contradicts itself; nothing was compiled."""
+
+
 class CompileError(Fp4DispatchError, RuntimeError):
     """A kernel did not compile; the message holds the first errors, the log path and the command to rerun."""
 
