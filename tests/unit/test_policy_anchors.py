@@ -1,0 +1,148 @@
+"""The rows that must never move, written out by hand; nothing here is generated."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp4dispatch.backends.capability import DeclaredBackend
+from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.decision import Decision
+from fp4dispatch.policy import resolve
+from fp4dispatch.problem import Problem
+from fp4dispatch.system import System
+
+CUDA = {"cuda": "13.0", "torch": "2.11"}
+NVCC = {"nvcc": "13.0", "cutlass": "4.5"}
+CUDNN = {"cudnn": "9.13.0", "cudnn_frontend": "1.14"}
+FULL = CUDA | NVCC | CUDNN
+
+# name: (op, scaling, arch, facts, proven, capture, m_min, chosen)
+ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, str]] = {
+    "sm_120 with cuDNN": ("nvfp4_gemm", "nvfp4", "12.0", FULL, False, "none", 1, "cudnn"),
+    "sm_120 with cuDNN, proven": ("nvfp4_gemm", "nvfp4", "12.0", FULL, True, "none", 1, "cudnn"),
+    "sm_121 with cuDNN": ("nvfp4_gemm", "nvfp4", "12.1", FULL, False, "none", 1, "cudnn"),
+    "sm_120 without cuDNN, proven": ("nvfp4_gemm", "nvfp4", "12.0", CUDA | NVCC, True, "none", 1, "cutlass"),
+    "sm_120 without cuDNN, unproven": ("nvfp4_gemm", "nvfp4", "12.0", CUDA | NVCC, False, "none", 1, "cublaslt"),
+    "sm_120 with nothing": ("nvfp4_gemm", "nvfp4", "12.0", {}, False, "none", 1, "reference"),
+    "sm_100": ("nvfp4_gemm", "nvfp4", "10.0", FULL, False, "none", 1, "cutlass"),
+    "sm_103": ("nvfp4_gemm", "nvfp4", "10.3", FULL, False, "none", 1, "cutlass"),
+    "sm_100, full capture": ("nvfp4_gemm", "nvfp4", "10.0", FULL, False, "full", 0, "cutlass"),
+    "sm_100, piecewise, M >= 1": ("nvfp4_gemm", "nvfp4", "10.0", FULL, False, "piecewise", 1, "cutlass"),
+    "sm_100, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "10.0", FULL, False, "piecewise", 0, "cudnn"),
+    "sm_103, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "10.3", FULL, False, "piecewise", 0, "cudnn"),
+    "sm_120, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "12.0", FULL, False, "piecewise", 0, "cudnn"),
+    "sm_110": ("nvfp4_gemm", "nvfp4", "11.0", FULL, False, "none", 1, "cudnn"),
+    "sm_90": ("nvfp4_gemm", "nvfp4", "9.0", FULL, False, "none", 1, "w4a16"),
+    "sm_89": ("nvfp4_gemm", "nvfp4", "8.9", FULL, False, "none", 1, "w4a16"),
+    "sm_86": ("nvfp4_gemm", "nvfp4", "8.6", FULL, False, "none", 1, "w4a16"),
+    "sm_80": ("nvfp4_gemm", "nvfp4", "8.0", FULL, False, "none", 1, "w4a16"),
+    "sm_75": ("nvfp4_gemm", "nvfp4", "7.5", FULL, False, "none", 1, "reference"),
+    "no GPU": ("nvfp4_gemm", "nvfp4", None, FULL, False, "none", 1, "reference"),
+    "fp8 on sm_89": ("fp8_gemm", "tensor", "8.9", FULL, False, "none", 1, "cublaslt"),
+    "fp8 on sm_90": ("fp8_gemm", "row", "9.0", FULL, False, "none", 1, "cublaslt"),
+    "fp8 on sm_100": ("fp8_gemm", "tensor", "10.0", FULL, False, "none", 1, "cublaslt"),
+    "fp8 on sm_120": ("fp8_gemm", "tensor", "12.0", FULL, False, "none", 1, "cublaslt"),
+    "fp8 on sm_80": ("fp8_gemm", "tensor", "8.0", FULL, False, "none", 1, "reference"),
+    "fp8 block128 on sm_90": ("fp8_gemm", "block128", "9.0", FULL, False, "none", 1, "cutlass"),
+    "fp8 block128 on sm_120, unproven": ("fp8_gemm", "block128", "12.0", FULL, False, "none", 1, "reference"),
+}
+
+
+def ask(op, scaling, arch, facts, proven=False, capture="none", m_min=1, *, m=16, **kwargs) -> Decision:
+    sm = System.fake(arch).arch
+    system = System.fake(arch, **facts, proven=[(op, sm.sm)] if proven else [])
+    problem = Problem(op, m, 4096, 4096, scaling=scaling, capture=capture, m_min=m_min)
+    return resolve(problem, system, {n: DeclaredBackend(n) for n in catalogue().backends}, **kwargs)
+
+
+def mismatches(anchors) -> list[str]:
+    return [name for name, (*question, chosen) in anchors.items() if ask(*question).backend != chosen]
+
+
+def test_anchor_rows():
+    assert mismatches(ANCHORS) == []
+
+
+@pytest.mark.parametrize("name", ANCHORS)
+def test_a_flipped_anchor_row_is_noticed(name):
+    (*question, chosen) = ANCHORS[name]
+    flipped = ANCHORS | {name: (*question, "cublaslt" if chosen != "cublaslt" else "cudnn")}
+    assert mismatches(flipped) == [name]
+
+
+def test_unproven_cutlass_on_sm120_says_unproven():
+    verdict = ask("nvfp4_gemm", "nvfp4", "12.0", CUDA | NVCC).verdict("cutlass")
+    assert verdict.can_run
+    assert not verdict.accepted
+    assert [hit.code for hit in verdict.denied] == ["UNPROVEN"]
+    assert "no proof" in verdict.denied[0].because
+
+
+def test_proven_cutlass_on_sm120_needs_no_compiler():
+    assert ask("nvfp4_gemm", "nvfp4", "12.0", CUDA, True).backend == "cutlass"
+    assert ask("nvfp4_gemm", "nvfp4", "12.0", CUDA, False).verdict("cutlass").reasons[0].code == "TOOLCHAIN"
+
+
+def test_proof_of_another_op_or_arch_does_not_count():
+    problem = Problem("nvfp4_gemm", 16, 4096, 4096)
+    backends = {n: DeclaredBackend(n) for n in catalogue().backends}
+    for pair in (("fp8_gemm", "sm_120"), ("nvfp4_gemm", "sm_121")):
+        system = System.fake("12.0", **CUDA, **NVCC, proven=[pair])
+        assert resolve(problem, system, backends).backend == "cublaslt"
+
+
+def test_flashinfer_0_6_4_cutlass_is_denied_and_0_6_7_is_not():
+    old = ask("nvfp4_gemm", "nvfp4", "12.0", FULL | {"flashinfer": "0.6.4"}).verdict("flashinfer_cutlass")
+    new = ask("nvfp4_gemm", "nvfp4", "12.0", FULL | {"flashinfer": "0.6.7"}).verdict("flashinfer_cutlass")
+    assert [hit.source for hit in old.denied] == ["https://github.com/flashinfer-ai/flashinfer/issues/2708"]
+    assert old.denied[0].code == "DENIED"
+    assert new.denied == ()
+    assert new.accepted
+
+
+@pytest.mark.parametrize("flashinfer", ["0.5.3", "0.6.6", "0.6.6.post1", "0.6.7rc1", "0.6.6+cu130"])
+def test_every_affected_flashinfer_cutlass_is_denied(flashinfer):
+    verdict = ask("nvfp4_gemm", "nvfp4", "10.0", FULL | {"flashinfer": flashinfer}).verdict("flashinfer_cutlass")
+    assert "fi-cutlass-pdl-no-gdc" in [hit.id for hit in verdict.denied]
+
+
+def test_piecewise_warns_once_and_only_where_it_changes_the_choice():
+    piecewise = ask("nvfp4_gemm", "nvfp4", "10.0", FULL, capture="piecewise", m_min=0)
+    assert len(piecewise.warnings) == 1
+    for part in ("runs on cudnn", "cutlass: CAPTURE", "M may be 0", "piecewise-live-m", "sglang/issues/12067"):
+        assert part in piecewise.warnings[0]
+    assert ask("nvfp4_gemm", "nvfp4", "10.0", FULL).warnings == ()
+    assert ask("nvfp4_gemm", "nvfp4", "10.0", FULL, capture="piecewise", m_min=1).warnings == ()
+    assert ask("nvfp4_gemm", "nvfp4", "12.0", FULL, capture="piecewise", m_min=0).warnings == ()
+
+
+def test_cutlass_named_on_sm120_is_honoured_with_one_warning():
+    decision = ask("nvfp4_gemm", "nvfp4", "12.0", FULL, requested="cutlass", requested_by="FP4_GEMM_BACKEND")
+    assert decision.backend == "cutlass"
+    assert len(decision.warnings) == 1
+    assert "FP4_GEMM_BACKEND" in decision.warnings[0]
+    assert "UNPROVEN" in decision.warnings[0]
+    proven = ask("nvfp4_gemm", "nvfp4", "12.0", FULL, True, requested="cutlass", requested_by="argument")
+    assert (proven.backend, proven.warnings) == ("cutlass", ())
+
+
+def test_cudnn_9_12_on_sm120_is_accepted_and_9_7_is_not():
+    assert ask("nvfp4_gemm", "nvfp4", "12.0", FULL | {"cudnn": "9.12.0"}).backend == "cudnn"
+    refused = ask("nvfp4_gemm", "nvfp4", "12.0", FULL | {"cudnn": "9.7.1"}).verdict("cudnn")
+    assert [r.code for r in refused.reasons] == ["LIBRARY"]
+    assert refused.reasons[0].text == "cuDNN 9.7.1 (needs 9.10.2)"
+
+
+def test_trtllm_is_denied_up_to_m_32_only():
+    facts = FULL | {"flashinfer": "0.7.2.post1"}
+    for m, denied in ((1, True), (32, True), (33, False)):
+        verdict = ask("nvfp4_gemm", "nvfp4", "10.0", facts, m=m).verdict("flashinfer_trtllm")
+        assert ("fi-trtllm-8x4-padding" in [hit.id for hit in verdict.denied]) is denied
+
+
+def test_cudnn_fp8_on_sm120_is_denied_below_9_23_1():
+    old = ask("fp8_gemm", "tensor", "12.0", FULL).verdict("cudnn")
+    new = ask("fp8_gemm", "tensor", "12.0", FULL | {"cudnn": "9.23.1"}).verdict("cudnn")
+    assert [hit.id for hit in old.denied] == ["cudnn-fp8-sm12x-fault"]
+    assert new.accepted
+    assert ask("fp8_gemm", "tensor", "9.0", FULL).verdict("cudnn").accepted

@@ -1,0 +1,221 @@
+"""Capabilities: every reason with the value found, the value needed and a fix; the file is read strictly."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from fp4dispatch.backends.capability import DeclaredBackend, check
+from fp4dispatch.backends.catalogue import catalogue, load, parse_version
+from fp4dispatch.errors import SettingsError
+from fp4dispatch.problem import Problem
+from fp4dispatch.system import Library, System
+
+NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)
+FP8 = Problem("fp8_gemm", 16, 4096, 4096, scaling="tensor")
+FACTS = {
+    "cuda": "13.0",
+    "torch": "2.11",
+    "nvcc": "13.0",
+    "cutlass": "4.5",
+    "cudnn": "9.23.1",
+    "cudnn_frontend": "1.25",
+    "flashinfer": "0.7.2.post1",
+}
+
+
+def codes(name, problem, system):
+    return [reason.code for reason in check(name, problem, system)]
+
+
+@pytest.mark.parametrize("name", catalogue().backends)
+def test_each_backend_runs_somewhere_and_not_everywhere(name):
+    record = next(c for c in catalogue().capabilities if c.backend == name)
+    problem = Problem(record.op, 16, 4096, 4096, scaling=record.scalings[0])
+    arch = None if record.archs == ("any",) else record.archs[0]
+    assert check(name, problem, System.fake(arch, **FACTS)) == ()
+    if arch is not None:
+        assert "ARCH" in codes(name, problem, System.fake("7.5", **FACTS))
+        assert codes(name, problem, System.fake(None, **FACTS)) == ["ARCH"]
+
+
+@pytest.mark.parametrize("name", catalogue().backends)
+def test_each_requirement_is_asked_for(name):
+    """Taking one required fact away, or making it ancient, gives exactly one reason more."""
+    for record in catalogue().capabilities:
+        if record.backend != name or record.archs == ("any",):
+            continue
+        problem = Problem(record.op, 16, 4096, 4096, scaling=record.scalings[0])
+        whole = System.fake(record.archs[0], **FACTS)
+        needed = {need.what for need in record.requires} | ({"nvcc"} if record.compiles else set())
+        assert check(name, problem, whole) == ()
+        for what in FACTS:
+            for value in (None, "0.0.1"):
+                facts = FACTS | {what: value}
+                reasons = check(name, problem, System.fake(record.archs[0], **facts))
+                assert len(reasons) == (what in needed), (what, reasons)
+                for reason in reasons:
+                    assert reason.code == ("TOOLCHAIN" if what in ("nvcc", "cutlass") else "LIBRARY")
+                    assert "needs" in reason.text
+                    assert reason.fix
+                    assert (value or "not found") in reason.text
+
+
+def test_toolkit_minimum_depends_on_the_arch():
+    cuda128 = {**FACTS, "cuda": "12.8", "nvcc": "12.9"}
+    assert check("cublaslt", FP8, System.fake("10.0", **cuda128)) == ()
+    (reason,) = check("cublaslt", FP8, System.fake("10.3", **cuda128))
+    assert reason.text == "CUDA 12.8 (needs 12.9 for sm_103)"
+    (reason,) = check("cutlass", NVFP4, System.fake("11.0", **cuda128))
+    assert reason.text == "nvcc 12.9 (needs 13.0 for sm_110)"
+    assert "cu13" in reason.fix
+
+
+def test_the_place_of_a_library_is_told():
+    system = System.fake("12.0", **FACTS | {"cudnn": "9.7.1"}, cudnn_path="/usr/lib/libcudnn.so.9")
+    (reason,) = check("cudnn", NVFP4, system)
+    assert reason.text == "cuDNN 9.7.1 loaded from /usr/lib/libcudnn.so.9 (needs 9.10.2)"
+    assert reason.fix == "pip install -U nvidia-cudnn-cu13"
+
+
+def test_a_proven_binary_replaces_compiler_and_headers_of_that_op_and_arch():
+    bare = System.fake("12.0", proven=[("nvfp4_gemm", "sm_120")])
+    assert check("cutlass", NVFP4, bare) == ()
+    assert codes("cutlass", FP8, bare) == ["TOOLCHAIN", "TOOLCHAIN"]
+    assert codes("w4a16", NVFP4, bare) == ["TOOLCHAIN"]
+
+
+def test_raw_operands_are_held_to_alignment_and_layout_and_layers_are_not():
+    system = System.fake("10.0", **FACTS)
+    ragged = replace(NVFP4, n=100, k=7160)
+    assert check("cutlass", ragged, system) == ()
+    raw = check("cutlass", replace(ragged, sf_layout="linear"), system)
+    assert [r.code for r in raw] == ["SHAPE", "SHAPE", "LAYOUT"]
+    assert [r.text for r in raw] == [
+        "N=100 is not a multiple of 8",
+        "K=7160 is not a multiple of 32",
+        "b_sf is linear, needs 128x4",
+    ]
+    assert check("cutlass", replace(NVFP4, sf_layout="128x4"), system) == ()
+
+
+def test_formats():
+    system = System.fake("10.0", **FACTS)
+    assert codes("cutlass", replace(NVFP4, activation="bf16"), system) == ["DTYPE"]
+    assert codes("cutlass", replace(NVFP4, out_dtype="float32"), system) == ["DTYPE"]
+    assert codes("cublaslt", replace(FP8, scaling="block128"), system) == ["DTYPE"]
+    assert codes("w4a16", FP8, system) == ["DTYPE"]
+    (reason,) = check("cublaslt", replace(FP8, scaling="block128"), system)
+    assert reason.text == "scaling is block128, needs tensor or row"
+
+
+def test_the_scaling_picks_the_record():
+    thor = System.fake("11.0", **FACTS)
+    assert check("flashinfer_cutlass", FP8, thor) == ()
+    assert codes("flashinfer_cutlass", replace(FP8, scaling="block128"), thor) == ["ARCH"]
+
+
+def test_quarantine_is_a_reason_for_that_op_and_arch_only():
+    system = System.fake("10.0", **FACTS, quarantined=[("cutlass", "nvfp4_gemm", "sm_100")])
+    assert codes("cutlass", NVFP4, system) == ["QUARANTINED"]
+    assert check("cutlass", FP8, system) == ()
+    nowhere = System.fake(quarantined=[("reference", "nvfp4_gemm", "")])
+    assert "this machine" in check("reference", NVFP4, nowhere)[0].text
+
+
+def test_a_version_that_nobody_can_place_is_refused_and_an_unstated_one_is_taken():
+    odd = replace(System.fake("10.0", **FACTS), cudnn=Library("custom build"))
+    assert codes("cudnn", NVFP4, odd) == ["LIBRARY"]
+    unstated = replace(System.fake("10.0", **FACTS), cudnn_frontend=Library(""))
+    assert check("cudnn", NVFP4, unstated) == ()
+    assert parse_version("custom build") is None
+
+
+def test_an_arch_that_nobody_declared_is_refused():
+    assert codes("cublaslt", FP8, System.fake("13.0", **FACTS)) == ["ARCH"]
+    assert check("reference", FP8, System.fake("13.0", **FACTS)) == ()
+
+
+def test_unknown_backend():
+    with pytest.raises(KeyError):
+        check("nonsense", NVFP4, System.fake())
+
+
+def test_declared_backends():
+    assert DeclaredBackend("cutlass").auto
+    assert not DeclaredBackend("reference").auto
+    assert DeclaredBackend("cutlass").activation_for(NVFP4) == "nvfp4"
+    assert DeclaredBackend("cutlass").activation_for(replace(NVFP4, activation="bf16")) is None
+    assert DeclaredBackend("w4a16").activation_for(FP8) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- the file
+
+GOOD = {
+    "toolkit": [{"archs": ["sm_90"], "cuda": "12.0", "nvcc": "12.0", "source": "https://x", "checked": "2026-11-20"}],
+    "capability": [
+        {
+            "backend": "toy",
+            "op": "fp8_gemm",
+            "archs": ["sm_90"],
+            "activations": ["fp8"],
+            "scalings": ["row"],
+            "out_dtypes": ["bfloat16"],
+            "source": "https://x",
+            "checked": "2026-11-20",
+        }
+    ],
+    "alias": [{"name": "play", "backend": "toy", "note": "a word"}],
+}
+
+
+def test_a_good_file_loads():
+    loaded = load(GOOD)
+    assert loaded.backends == ("toy",)
+    assert loaded.aliases["play"].backend == "toy"
+    assert loaded.toolkits["sm_90"].nvcc == "12.0"
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "text"),
+    [
+        ("capability", {"surprise": 1}, "unknown keys"),
+        ("capability", {"op": "gemm"}, "must be a list of"),
+        ("capability", {"archs": ["sm_77"]}, "must be a list of"),
+        ("capability", {"archs": "sm_90"}, "must be a list of"),
+        ("capability", {"activations": ["any"]}, "must be a list of"),
+        ("capability", {"n_multiple": 0}, "positive integer"),
+        ("capability", {"k_multiple": "8"}, "positive integer"),
+        ("capability", {"sf_layouts": ["128x4"]}, "belongs to nvfp4_gemm"),
+        ("capability", {"requires": [{"what": "magic", "min": "1"}]}, "must be a list of"),
+        ("capability", {"requires": [{"what": "cuda", "min": "soon"}]}, "not a version"),
+        ("capability", {"requires": [{"what": "cuda"}]}, "missing keys"),
+        ("capability", {"source": "somewhere"}, "https"),
+        ("capability", {"checked": "2026"}, "date"),
+        ("toolkit", {"nvcc": "newest"}, "not a version"),
+        ("toolkit", {"archs": []}, "must be a list of"),
+        ("alias", {"backend": "nobody"}, "alias"),
+        ("alias", {"name": "toy"}, "alias"),
+        ("alias", {"why": "x"}, "unknown keys"),
+    ],
+)
+def test_a_bad_file_is_refused(table, changes, text):
+    data = copy.deepcopy(GOOD)
+    data[table][0].update(changes)
+    with pytest.raises(SettingsError, match=text):
+        load(data)
+
+
+def test_duplicates_and_strange_tables_are_refused():
+    with pytest.raises(SettingsError, match="twice"):
+        load(GOOD | {"capability": GOOD["capability"] * 2})
+    with pytest.raises(SettingsError, match="unknown keys"):
+        load(GOOD | {"capabilities": []})
+
+
+def test_every_known_arch_has_a_toolkit():
+    from fp4dispatch.arch import KNOWN_ARCHS
+
+    assert set(catalogue().toolkits) == {arch.sm for arch in KNOWN_ARCHS}

@@ -1,0 +1,125 @@
+"""The rules file is read strictly, and version ranges mean what they say."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from packaging.version import Version
+
+from fp4dispatch.arch import KNOWN_ARCHS
+from fp4dispatch.errors import SettingsError
+from fp4dispatch.problem import Problem
+from fp4dispatch.rules import in_range, load, rules
+from fp4dispatch.system import System
+
+RULE = {
+    "id": "a-rule",
+    "verb": "deny",
+    "backends": ["cudnn"],
+    "because": "it is unsafe",
+    "source": "https://example.org/1",
+    "checked": "2026-11-20",
+    "when": {"archs": ["sm_120"]},
+}
+
+
+def changed(**changes):
+    row = copy.deepcopy(RULE)
+    for key, value in changes.items():
+        if value is None:
+            del row[key]
+        else:
+            row[key] = value
+    return {"rule": [row]}
+
+
+def test_a_good_rule_loads():
+    (rule,) = load({"rule": [RULE]})
+    assert (rule.id, rule.verb, rule.code, rule.when.archs) == ("a-rule", "deny", "DENIED", ("sm_120",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"surprise": 1}, "unknown keys"),
+        ({"because": None}, "missing keys"),
+        ({"because": " "}, "because is empty"),
+        ({"source": "http://example.org"}, "https"),
+        ({"checked": "yesterday"}, "date"),
+        ({"verb": "allow"}, "neither deny nor prefer"),
+        ({"verb": "prefer", "code": "CAPTURE"}, "belongs to deny"),
+        ({"code": "ARCH"}, "must be a list of DENIED"),
+        ({"id": "Not An Id"}, "lower-case"),
+        ({"backends": ["nonsense"]}, "must be a list of"),
+        ({"backends": []}, "must be a list of"),
+        ({"when": {}}, "when is empty"),
+        ({"when": {"archs": ["sm_121a"]}}, "must be a list of"),
+        ({"when": {"arch": ["sm_120"]}}, "unknown keys"),
+        ({"when": {"ops": ["gemm"]}}, "must be a list of"),
+        ({"when": {"captures": ["some"]}}, "must be a list of"),
+        ({"when": {"scalings": "row"}}, "must be a list of"),
+        ({"when": {"m_max": 33}}, "power of two"),
+        ({"when": {"m_max": True}}, "power of two"),
+        ({"when": {"m_min_max": -1}}, "not a size"),
+        ({"when": {"proven": "no"}}, "true or false"),
+        ({"when": {"flashinfer": "0.6"}}, "not a version range"),
+        ({"when": {"flashinfer": ">=0.6,<oops"}}, "not a version range"),
+        ({"when": {"flashinfer": ">=0.6,,<0.7"}}, "not a version range"),
+    ],
+)
+def test_a_bad_rule_is_refused_and_named(changes, text):
+    with pytest.raises(SettingsError, match=text):
+        load(changed(**changes))
+
+
+def test_ids_are_unique():
+    with pytest.raises(SettingsError, match="twice"):
+        load({"rule": [RULE, RULE]})
+    with pytest.raises(SettingsError, match="unknown keys"):
+        load({"rule": [], "rules": []})
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "inside"),
+    [
+        (None, ">=0", False),
+        ("0.5.2", ">=0.5.3,<0.6.7", False),
+        ("0.5.3", ">=0.5.3,<0.6.7", True),
+        ("0.6.6.post1", ">=0.5.3,<0.6.7", True),
+        ("0.6.7rc1", ">=0.5.3,<0.6.7", True),
+        ("0.6.7", ">=0.5.3,<0.6.7", False),
+        ("0.6.10.post1", "<0.6.11", True),
+        ("0.6.18.post1", ">=0.6.13,<0.7", True),
+        ("0.7.2.post1", "<0.7", False),
+        ("9.23.1", "<9.23.1", False),
+        ("9.23.1.3", "<9.23.1", False),
+        ("9.9.0", "<9.23.1", True),
+        ("0.6.3", "==0.6.3", True),
+        ("0.6.3", ">0.6.3", False),
+        ("0.6.3", "<= 0.6.3", True),
+        ("built-by-hand", "<0.6.7", True),
+    ],
+)
+def test_ranges(version, bounds, inside):
+    assert in_range(version, bounds) is inside
+
+
+def test_every_packaged_rule_can_hold_and_can_fail():
+    """No rule is dead, and none holds for an ordinary problem on a machine without a GPU."""
+    plain = Problem("fp8_gemm", 16, 64, 64, scaling="tensor")
+    for rule in rules():
+        if rule.when.archs:
+            assert not rule.when.holds(plain, System.fake())
+
+
+def test_packaged_rules_are_in_good_order():
+    for rule in rules():
+        assert rule.source.startswith("https://github.com/")
+        assert rule.verb == "prefer" or rule.fix, f"{rule.id}: a deny rule tells the user what to do"
+        for arch in rule.when.archs:
+            assert arch in {a.sm for a in KNOWN_ARCHS}
+        for _, bounds in rule.when.versions:
+            for bound in bounds.split(","):
+                Version(bound.strip("<>=! "))
+    assert len(rules()) >= 24
