@@ -10,6 +10,7 @@
 //     d         bf16 or fp16 (one per build) [M, N], row-major, 16-byte aligned
 //     workspace u8, at least workspace_size(m, n, k) bytes
 //   workspace_size(m, n, k) -> bytes
+//   shared_memory_bytes() -> dynamic shared memory of a block, for the record of what was compiled
 //
 // Capture-safe: only launches. Limits: TMA row strides of A, B and D are multiples of 16 bytes.
 #pragma once
@@ -99,6 +100,8 @@ struct Fp8Entry {
                             {} /*multiply-add*/};
     launch<Gemm>(args, workspace, static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device)), enable_pdl);
   }
+
+  static int64_t shared_memory_bytes() { return Kernel::SharedStorageSize; }
 
   static int64_t workspace_size(int64_t m, int64_t n, int64_t k) {
     return static_cast<int64_t>(Gemm::get_workspace_size(arguments(int(m), int(n), int(k))));

@@ -45,3 +45,4 @@ using Entry = Fp8Entry<cutlass::gemm::device::GemmUniversalAdapter<Kernel>>;
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_gemm, fp4d::Entry::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, fp4d::Entry::workspace_size);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_memory_bytes, fp4d::Entry::shared_memory_bytes);

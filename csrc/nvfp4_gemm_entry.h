@@ -7,6 +7,7 @@
 //     f32, 1 or N elements bias      None or [N] of the output dtype d         bf16 or fp16 (one per build)
 //     [M, N], row-major, 16-byte aligned workspace u8, at least workspace_size(m, n, k) bytes
 //   workspace_size(m, n, k) -> bytes
+//   shared_memory_bytes() -> dynamic shared memory of a block, for the record of what was compiled
 //   scale_offsets(rows, k, out): out i32[rows, K/16] on the CPU receives the position of each block scale in
 //   the
 //     buffer, from the layout that the collective itself uses.
@@ -122,6 +123,8 @@ struct Nvfp4Entry {
                             {}};  // multiply-add
     launch<Gemm>(args, workspace, static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device)), enable_pdl);
   }
+
+  static int64_t shared_memory_bytes() { return Kernel::SharedStorageSize; }
 
   static int64_t workspace_size(int64_t m, int64_t n, int64_t k) {
     return static_cast<int64_t>(Gemm::get_workspace_size(arguments(int(m), int(n), int(k))));

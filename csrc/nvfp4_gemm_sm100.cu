@@ -49,4 +49,5 @@ using Entry = Nvfp4Entry<cutlass::gemm::device::GemmUniversalAdapter<Kernel>>;
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nvfp4_gemm, fp4d::Entry::run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, fp4d::Entry::workspace_size);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_memory_bytes, fp4d::Entry::shared_memory_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scale_offsets, fp4d::Entry::scale_offsets);
