@@ -150,6 +150,23 @@ def test_modelopt_with_a_given_global_scale(modelopt, factor):
     same(ours.data, q._quantized_data)
 
 
+def test_modelopt_block_scales_within_four_ulps_of_every_tie(modelopt):
+    """Where amax / (6 * gs) and (amax / 6) / gs round to different bytes: the order of operations is ModelOpt's."""
+    middle = (E4M3_GRID[:-1] + E4M3_GRID[1:]) / 2
+    orders_differ = 0
+    for gs in (torch.rand(20, generator=torch.Generator().manual_seed(5)) * 1e-2).unbind():
+        centre = (middle * (gs * 6)).view(torch.int32)
+        amax = torch.stack([centre + ulps for ulps in range(-4, 5)], 1).view(torch.float32)
+        x = torch.zeros(*amax.shape, 16)
+        x[..., 3] = -amax
+        q, sf, _ = modelopt.quantize(x.flatten(1), 16, weights_scaling_factor_2=gs)
+        ours = f.nvfp4_quantize(x.flatten(1), gs)
+        same(ours.sf, sf)
+        same(ours.data, q._quantized_data)
+        orders_differ += int((bits((amax / 6 / gs).to(E4M3)) != bits((amax / (gs * 6)).to(E4M3))).sum())
+    assert orders_differ > 100  # else this test would show nothing
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_modelopt_dequantise(modelopt, name):
     x = case(name, torch.float32).contiguous()
@@ -182,10 +199,24 @@ def test_modelopt_fp8_is_bit_equal():
         "1x128": {"block_sizes": {-1: 128}},
         "block128": {"block_sizes": {-1: 128, -2: 128}},
     }.items():
-        q, scale = qtensor.quantize(x, **how)
+        q, scale = qtensor.quantize(x.clone(), **how)
         ours = f.fp8_quantize(x, scaling)
         same(ours.scale, scale.reshape(ours.scale.shape))
         same(ours.data, q._quantized_data)
+
+
+def test_modelopt_fp8_within_four_ulps_of_every_tie():
+    """Where x / scale and x * (1 / scale) round to different bytes: this package divides, as ModelOpt does."""
+    qtensor = load("modelopt.torch.quantization.qtensor.fp8_tensor").FP8QTensor
+    middle = (E4M3_GRID[:-1] + E4M3_GRID[1:]) / 2
+    reciprocals_differ = 0
+    for scale in (torch.rand(20, generator=torch.Generator().manual_seed(6)) * 1e-2).unbind():
+        centre = (middle * scale).view(torch.int32)
+        x = torch.stack([centre + ulps for ulps in range(-4, 5)], 1).view(torch.float32)
+        q, _ = qtensor.quantize(x, scales=scale.reshape(1, 1))
+        same(f.fp8_quantize(x, "tensor", scale).data, q._quantized_data)
+        reciprocals_differ += int((bits((x * (1 / scale)).to(E4M3)) != bits(q._quantized_data)).sum())
+    assert reciprocals_differ > 100  # else this test would show nothing
 
 
 # --- compressed-tensors -----------------------------------------------------------------------------------------------
