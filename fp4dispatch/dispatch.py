@@ -262,7 +262,7 @@ def _report(decision: Decision) -> None:
         return
     _once(key, logging.INFO, decision.line())
     for warning in decision.warnings:
-        _once((key, warning), logging.WARNING, warning)
+        _once(("warning", warning), logging.WARNING, warning)
     for sentence in settings.unknown():
         _once(("unknown", sentence), logging.WARNING, sentence)
 

@@ -16,9 +16,7 @@ from fp4dispatch.system import System
 
 ALL = {name: DeclaredBackend(name) for name in catalogue().backends}
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)
-B200 = System.fake(
-    "10.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5", cudnn="9.13.0", cudnn_frontend="1.14"
-)
+B200 = System.fake("10.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5", cudnn="9.13.0", cudnn_frontend="1.14")
 
 
 class Toy:
@@ -90,7 +88,9 @@ def test_disabled_is_never_used_not_even_by_name():
     assert auto.backend == "cudnn"
     assert auto.verdict("cutlass").reasons[0].code == "DENIED"
     assert "FP4DISPATCH_DISABLE" in auto.verdict("cutlass").reasons[0].fix
-    assert resolve(NVFP4, B200, ALL, requested="cutlass", requested_by="argument", disabled=("cutlass",)).backend is None
+    assert (
+        resolve(NVFP4, B200, ALL, requested="cutlass", requested_by="argument", disabled=("cutlass",)).backend is None
+    )
     assert resolve(NVFP4, System.fake(), ALL, disabled=("reference",)).backend is None
 
 

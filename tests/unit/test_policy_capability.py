@@ -105,10 +105,10 @@ def test_formats():
     system = System.fake("10.0", **FACTS)
     assert codes("cutlass", replace(NVFP4, activation="bf16"), system) == ["DTYPE"]
     assert codes("cutlass", replace(NVFP4, out_dtype="float32"), system) == ["DTYPE"]
-    assert codes("cublaslt", replace(FP8, scaling="block128"), system) == ["DTYPE"]
+    assert codes("cudnn", replace(FP8, scaling="row"), system) == ["DTYPE"]
     assert codes("w4a16", FP8, system) == ["DTYPE"]
-    (reason,) = check("cublaslt", replace(FP8, scaling="block128"), system)
-    assert reason.text == "scaling is block128, needs tensor or row"
+    (reason,) = check("flashinfer_cutlass", replace(FP8, scaling="row"), system)
+    assert reason.text == "scaling is row, needs tensor or block128"
 
 
 def test_the_scaling_picks_the_record():

@@ -1,0 +1,199 @@
+"""Built-ins, plug-ins, broken plug-ins, names and aliases."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import ClassVar
+
+import pytest
+
+from fp4dispatch import registry
+from fp4dispatch.backends.base import Backend
+from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.errors import PluginError, UnknownBackendError
+from fp4dispatch.policy import resolve
+from fp4dispatch.problem import Problem
+from fp4dispatch.system import System
+
+
+class Toy(Backend):
+    name: ClassVar[str] = "toy"
+    activations: ClassVar = {"nvfp4_gemm": ("bf16",)}
+
+    def supports(self, problem, system):
+        return ()
+
+    def prepare(self, weights):
+        raise NotImplementedError
+
+    def plan(self, problem, prepared):
+        raise NotImplementedError
+
+    def run(self, plan, prepared, x, out, bias=None):
+        raise NotImplementedError
+
+
+class WrongName(Toy):
+    name: ClassVar[str] = "other"
+
+
+class WrongFormat(Toy):
+    activations: ClassVar = {"nvfp4_gemm": ("fp5",)}
+
+
+class NoFormat(Toy):
+    activations: ClassVar = {"nvfp4_gemm": ()}
+
+
+class NeedsArguments(Toy):
+    def __init__(self, handle):
+        self.handle = handle
+
+
+class Unfinished(Backend):
+    name: ClassVar[str] = "toy"
+    activations: ClassVar = {}
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    module = ModuleType("toy_plugin")
+    for value in (Toy, WrongName, WrongFormat, NoFormat, NeedsArguments, Unfinished):
+        setattr(module, value.__name__, value)
+    module.Loud = type("Loud", (Toy,), {"name": "Loud"})
+    module.nothing = object
+    monkeypatch.setitem(sys.modules, "toy_plugin", module)
+
+
+def point(name="toy", value="toy_plugin:Toy"):
+    return EntryPoint(name, value, registry.GROUP)
+
+
+def test_a_plugin_is_loaded_by_its_entry_point():
+    found = registry.plugins([point()])
+    assert isinstance(found["toy"], Toy)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("toy_plugin_that_is_not_there:Toy", "ModuleNotFoundError"),
+        ("toy_plugin:Missing", "AttributeError"),
+        ("toy_plugin:nothing", "is not a fp4dispatch.backends.base.Backend"),
+        ("toy_plugin:WrongName", "its name is 'other'"),
+        ("toy_plugin:WrongFormat", "activations"),
+        ("toy_plugin:NoFormat", "activations"),
+        ("toy_plugin:NeedsArguments", "handle"),
+        ("toy_plugin:Unfinished", "abstract"),
+    ],
+)
+def test_a_broken_plugin_is_a_rejected_candidate_with_its_exception(value, text):
+    found = registry.plugins([point(value=value)])
+    decision = resolve(Problem("nvfp4_gemm", 1, 16, 16), System.fake("9.0"), registry.builtins() | found)
+    (reason,) = decision.verdict("toy").reasons
+    assert reason.code == "UNAVAILABLE"
+    assert text in reason.text
+    assert value in reason.text
+    assert reason.fix
+    assert decision.backend != "toy"
+
+
+def test_a_name_must_be_plain():
+    found = registry.plugins([point("Loud", "toy_plugin:Loud")])
+    assert "lower-case" in found["Loud"].supports(None, None)[0].text
+    assert found["Loud"].activation_for(None) is None
+
+
+@pytest.mark.parametrize("name", ["cublaslt", "reference", "flashinfer_trtllm", "marlin", "auto"])
+def test_names_of_ours_cannot_be_taken(name):
+    with pytest.raises(PluginError, match=f"'{name}'.*uninstall"):
+        registry.plugins([point(name)])
+
+
+def test_two_plugins_of_one_name_clash():
+    with pytest.raises(PluginError, match="clashes"):
+        registry.plugins([point(), point(value="toy_plugin:WrongName")])
+
+
+def test_order_is_builtins_then_plugins_by_name(monkeypatch):
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point()] if group == registry.GROUP else [])
+    registry.backends.cache_clear()
+    try:
+        assert list(registry.backends()) == [*registry.BUILTINS, "toy"]
+        assert registry.instance("toy") is registry.instance("toy")
+        assert registry.canonical("toy") == ("toy", None)
+        assert "toy" in registry.known()
+    finally:
+        registry.backends.cache_clear()
+
+
+def test_a_broken_builtin_does_not_stop_the_others(monkeypatch):
+    monkeypatch.setitem(registry.BUILTINS, "cublaslt", "fp4dispatch.backends.not_there:Nothing")
+    found = registry.builtins()
+    assert isinstance(found["cublaslt"], registry.BrokenBackend)
+    assert list(found) == list(registry.BUILTINS)
+
+
+def test_builtins_load_and_are_declared():
+    for name, backend in registry.builtins().items():
+        assert not isinstance(backend, registry.BrokenBackend), backend.reason.text
+        for record in catalogue().capabilities:
+            if record.backend == name:
+                assert backend.activations[record.op] == record.activations
+        assert backend.auto == (name != "reference")
+        assert {c.op for c in catalogue().capabilities if c.backend == name} == set(backend.activations)
+
+
+@pytest.mark.parametrize(
+    ("word", "backend"),
+    [
+        ("auto", "auto"),
+        ("cudnn", "cudnn"),
+        (" CUTLASS ", "cutlass"),
+        ("flashinfer_cudnn", "flashinfer_cudnn"),
+        ("flashinfer-cutlass", "flashinfer_cutlass"),
+        ("flashinfer_trtllm", "flashinfer_trtllm"),
+        ("flashinfer_cutedsl", "flashinfer_cutedsl"),
+        ("marlin", "w4a16"),
+        ("cute-dsl", "flashinfer_cutedsl"),
+        ("trtllm", "flashinfer_trtllm"),
+        ("emulation", "reference"),
+    ],
+)
+def test_names_that_users_know(word, backend):
+    assert registry.canonical(word)[0] == backend
+
+
+def test_an_alias_carries_a_note():
+    name, alias = registry.canonical("marlin")
+    assert name == "w4a16"
+    assert "marlin" in alias.note
+    assert registry.canonical("w4a16")[1] is None
+
+
+@pytest.mark.parametrize("word", ["cudn", "", "flashinfer", "cutlas", "w4a17"])
+def test_unknown_names(word):
+    with pytest.raises(UnknownBackendError, match="Known: auto, ") as raised:
+        registry.canonical(word)
+    for name in ("cutlass", "cudnn", "w4a16", "marlin"):
+        assert name in str(raised.value)
+
+
+def test_the_nearest_name_is_offered():
+    with pytest.raises(UnknownBackendError, match="Did you mean cudnn\\?"):
+        registry.canonical("cudn")
+
+
+def test_instance_of_what_is_not_there():
+    with pytest.raises(UnknownBackendError, match="not part of this fp4dispatch"):
+        registry.instance("flashinfer_b12x")
+
+
+def test_instance_of_what_is_broken(monkeypatch):
+    broken = registry.plugins([point(value="toy_plugin:Missing")])
+    monkeypatch.setattr(registry, "backends", lambda: broken)
+    with pytest.raises(UnknownBackendError, match="cannot be loaded") as raised:
+        registry.instance("toy")
+    assert isinstance(raised.value.__cause__, AttributeError)
