@@ -5,9 +5,9 @@ nothing of ``CUDA_VISIBLE_DEVICES``; :func:`select` applies it to NVML's list as
 
 Sources: the CUDA guide on environment variables
 (https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html), the MIG guide on device
-enumeration (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/), and for what the guides leave open (duplicates,
-``strtoul`` parsing, mixed lists) torch's own reimplementation in ``torch/cuda/__init__.py``, against which
-tests/unit/test_system_visible.py runs ours.
+enumeration (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/). What the guides leave open (duplicates,
+overflow, stray characters, wrong orders) is what driver 580.159.04 answered on an H200, kept in
+tests/unit/test_system_visible.py and asked again by tests/gpu/test_system_gpu.py. MIG was not run on hardware.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from fp4dispatch.arch import Arch
 from fp4dispatch.settings import settings
 
-_ORDINAL = re.compile(r"[+-]?[0-9]+")
+_ORDINAL = re.compile(r"\s*([+-]?[0-9]+)")
+_OLD_MIG = re.compile(r"MIG-(GPU-[^/]+)/(\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def select(boards: Iterable[Board], visible: str | None, order: str) -> tuple[tu
     visible
         Value of ``CUDA_VISIBLE_DEVICES``, None where unset (which differs from empty: empty hides every GPU).
     order
-        Value of ``CUDA_DEVICE_ORDER``; anything but ``PCI_BUS_ID`` is ``FASTEST_FIRST``, as the driver treats it.
+        Value of ``CUDA_DEVICE_ORDER``: ``FASTEST_FIRST`` or ``PCI_BUS_ID``; anything else hides every GPU.
 
     Returns
     -------
@@ -112,15 +113,10 @@ def select(boards: Iterable[Board], visible: str | None, order: str) -> tuple[tu
         GPUs as CUDA will number them, and what a person should know about that list.
     """
     ordered, notes = _in_cuda_order(tuple(boards), order)
-    picks: list[_Pick]
-    if visible is None:
-        picks, why = [(board, None) for board in ordered], ""
-    elif visible.startswith("GPU-"):
-        picks, why = _by_uuid(ordered, visible)
-    elif visible.startswith("MIG-"):
-        picks, why = _by_mig(ordered, visible)
-    else:
-        picks, why = _by_index(ordered, visible)
+    picks: list[_Pick] = [(board, None) for board in ordered]
+    why = ""
+    if visible is not None and ordered:
+        picks, why = _listed(ordered, visible)
     if why:
         notes.append(f"CUDA_VISIBLE_DEVICES={visible!r}: {why}")
     devices, more = _expand_mig(picks)
@@ -138,7 +134,9 @@ _Pick = tuple[Board, "MigDevice | None"]
 
 def _in_cuda_order(boards: tuple[Board, ...], order: str) -> tuple[list[Board], list[str]]:
     """Sort as CUDA would. FASTEST_FIRST is NVIDIA's private heuristic: only equal GPUs make its result certain."""
-    if order.strip() == "PCI_BUS_ID" or len({(b.name, b.arch) for b in boards}) <= 1:
+    if order not in ("FASTEST_FIRST", "PCI_BUS_ID"):
+        return [], [f"CUDA_DEVICE_ORDER={order!r} is neither FASTEST_FIRST nor PCI_BUS_ID, so CUDA shows no GPU at all"]
+    if order == "PCI_BUS_ID" or len({(b.name, b.arch) for b in boards}) <= 1:
         return list(boards), []
     note = (
         "different GPUs in one machine: CUDA's FASTEST_FIRST order is approximated by cores x clock until CUDA is "
@@ -147,58 +145,70 @@ def _in_cuda_order(boards: tuple[Board, ...], order: str) -> tuple[list[Board], 
     return sorted(boards, key=lambda board: -board.speed), [note]
 
 
-def _by_index(boards: list[Board], visible: str) -> tuple[list[_Pick], str]:
-    """``0,2``: ordinals as ``strtoul`` reads them; the first invalid one ends the list, a repeated one empties it."""
-    picks: list[int] = []
+def _listed(boards: list[Board], visible: str) -> tuple[list[_Pick], str]:
+    """Read the list: the first entry that names no device ends it, a device named twice empties it."""
+    by_uuid = visible.startswith(("GPU-", "MIG-"))  # the first entry decides whether ordinals or UUIDs are understood
+    picks: list[_Pick] = []
     for word in visible.split(","):
-        match = _ORDINAL.match(word.strip())
-        ordinal = int(match[0]) if match else -1
-        if ordinal in picks:
-            return [], f"device {ordinal} is listed twice, so CUDA shows no GPU at all"
-        if not 0 <= ordinal < len(boards):
-            hidden = "" if picks else ", so no GPU is visible"
-            why = "" if word.strip() in ("", "-1") else f"{word.strip()!r} is not one of the {len(boards)} GPUs{hidden}"
-            return [(boards[i], None) for i in picks], why
-        picks.append(ordinal)
-    return [(boards[i], None) for i in picks], ""
-
-
-def _by_uuid(boards: list[Board], visible: str) -> tuple[list[_Pick], str]:
-    """``GPU-8932f937``: prefixes of UUIDs; an unknown or ambiguous one ends the list, a repeated GPU empties it."""
-    picks: list[Board] = []
-    words = visible.split(",")
-    for i, word in enumerate(words):
-        if word in words[:i]:
-            return [], f"{word!r} is listed twice, so CUDA shows no GPU at all"
-        if not word.startswith("GPU-"):
-            words = words[:i]
-            break
-    why = ""
-    for word in words:
-        matches = [board for board in boards if board.uuid.startswith(word)]
+        matches = _by_uuid(boards, word) if by_uuid else _by_ordinal(boards, word)
         if len(matches) != 1:
-            why = f"{word!r} matches {len(matches)} GPUs, so it and everything after it is ignored"
-            break
+            expected = word.strip() in ("", "-1") and not by_uuid
+            rest = "it and everything after it is ignored" if picks else "no GPU is visible"
+            return picks, "" if expected else f"{word!r} names {len(matches)} of the {len(boards)} GPUs, so {rest}"
         if matches[0] in picks:
-            return [], f"{word!r} names a GPU that is already listed, so CUDA shows no GPU at all"
-        picks.append(matches[0])
-    return [(board, None) for board in picks], why
+            return [], f"{word!r} names a GPU that is listed already, so CUDA shows no GPU at all"
+        picks += matches
+    return picks, ""
 
 
-def _by_mig(boards: list[Board], visible: str) -> tuple[list[_Pick], str]:
-    """``MIG-<uuid>`` (R470 and later) or ``MIG-GPU-<uuid>/<gi>/<ci>``: only the first entry counts (MIG guide)."""
-    word = visible.split(",")[0]
-    for board in boards:
-        for mig in board.mig or ():
-            if word in (mig.uuid, f"MIG-{board.uuid}/{mig.gi}/{mig.ci}"):
-                return [(board, mig)], ""
-    return [], f"no MIG device is called {word!r}, so no GPU is visible"
+def _by_ordinal(boards: list[Board], word: str) -> list[_Pick]:
+    """``2``, read as ``(int)strtoul(word)``: leading digits count, 4294967296 wraps to 0, overflow gives -1."""
+    match = _ORDINAL.match(word)
+    if match is None:
+        return []
+    number = int(match[1]) if len(match[1]) < 25 else 2**64
+    ordinal = -1 if abs(number) >= 2**64 else (number + 2**31) % 2**32 - 2**31
+    return [(boards[ordinal], None)] if 0 <= ordinal < len(boards) else []
+
+
+def _by_uuid(boards: list[Board], word: str) -> list[_Pick]:
+    """``GPU-8932f937``, ``MIG-8932f937``, or the form of drivers before R470, ``MIG-GPU-<uuid>/<gi>/<ci>``."""
+    old = _OLD_MIG.fullmatch(word)
+    if old:
+        named = (old[1], int(old[2]), int(old[3]))
+        return [(b, mig) for b in boards for mig in b.mig or () if (b.uuid, mig.gi, mig.ci) == named]
+    digits = _hex_digits(word[4:])
+    if not digits or not word.startswith(("GPU-", "MIG-")):
+        return []
+    devices: list[_Pick] = []
+    if word.startswith("MIG-"):
+        devices = [(board, mig) for board in boards for mig in board.mig or ()]
+        boards = [board for board in boards if board.mig is None]
+    devices += [(board, None) for board in boards]
+    return [(b, mig) for b, mig in devices if _hex_digits((mig or b).uuid[4:]).startswith(digits)]
+
+
+def _hex_digits(text: str) -> str:
+    """Hexadecimal digits of a UUID or of its beginning, without dashes; empty where it is none.
+
+    The driver ignores case, dashes, and whatever follows a complete UUID, but no stray character in an incomplete one.
+    """
+    digits = ""
+    for character in text.lower():
+        if character in "0123456789abcdef":
+            digits += character
+        elif character != "-":
+            return ""
+        if len(digits) == 32:
+            break
+    return digits
 
 
 def _expand_mig(picks: list[_Pick]) -> tuple[list[_Pick], list[str]]:
-    """Replace boards in MIG mode by what CUDA enumerates: one compute instance, and then no other GPU (MIG guide)."""
-    if any(mig for _, mig in picks):
-        return picks, []
+    """Apply the MIG guide: CUDA enumerates one compute instance, and then no other GPU."""
+    named = [pick for pick in picks if pick[1]]
+    if named:
+        return named[:1], []
     for board, _ in picks:
         if board.mig:
             note = (

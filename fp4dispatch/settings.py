@@ -35,7 +35,10 @@ def _text(name: str, value: str) -> str:
 def _path(name: str, value: str) -> Path:
     if "\0" in value:
         raise SettingsError(f"{name}={value!r} is not a path: it contains a NUL byte")
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(f"{name}={value!r} is not a path: {error}") from None
 
 
 def _switch(name: str, value: str) -> bool:
@@ -142,7 +145,7 @@ class Settings:
         except KeyError:
             raise AttributeError(key) from None
         raw = os.environ.get(setting.name)
-        if key == "cuda_visible_devices":
+        if raw is not None and key in ("cuda_visible_devices", "cuda_device_order"):
             return raw  # unset and empty differ: empty hides every GPU
         if raw is None or raw == "":
             return setting.parse(setting.name, setting.default) if setting.default else None

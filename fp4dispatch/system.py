@@ -113,7 +113,7 @@ class System:
         gpus
             How many GPUs of that arch (1 by default), or the arch of each one.
         driver, driver_cuda, cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc
-            Versions, e.g. ``"9.10.2"``.
+            Versions, e.g. ``"9.10.2"``; of a library also ``""``: there, in a version that is not stated.
         cudnn_path
             Where cuDNN is loaded from.
         proven, quarantined, notes
@@ -162,7 +162,7 @@ def _fake_archs(arch: str | Arch | None, gpus: int | Sequence[str | Arch] | None
 
 
 def _checked(name: str, version: str | None) -> str | None:
-    if version is not None and not _VERSION.fullmatch(version):
+    if version and not _VERSION.fullmatch(version):
         raise InputError(f"{name}={version!r} is not a version: write it like 12.9 or 9.10.2")
     return version
 
