@@ -5,9 +5,9 @@ multiplies (it is ``amax / 2688``, ModelOpt's ``weight_scale_2``); compressed-te
 ``value = q * scale``.
 
 Everything but the two ``check_*`` functions is free of host synchronisation and safe in CUDA graph capture and under
-``torch.compile(fullgraph=True)``. In eager mode the bits are the same on CPU and CUDA: divisors are tensors, because
-CUDA multiplies by a rounded reciprocal where the divisor is a Python number. A compiler may round divisions its own
-way.
+``torch.compile(fullgraph=True)``. In eager mode the bits are the same on CPU and CUDA (tested on an H200): divisors are
+tensors, because CUDA multiplies by a rounded reciprocal where the divisor is a Python number. A compiler rounds
+divisions its own way: Inductor on the H200 (torch 2.11) changed 0.13 % of the bytes of a random bfloat16 matrix, at ties.
 
 Where public implementations differ, this one follows ModelOpt's weight export (0.47, ``NVFP4QTensor.quantize``),
 byte for byte on the CPU:
@@ -52,7 +52,9 @@ __all__ = [
     "FP8Tensor",
     "NVFP4Tensor",
     "check_fp8",
+    "check_fp8_meta",
     "check_nvfp4",
+    "check_nvfp4_meta",
     "decode_e2m1",
     "encode_e2m1",
     "expand_shards",
@@ -205,7 +207,7 @@ def nvfp4_dequantize(
     InputError
         For wrong dtypes or shapes, or tensors on several devices. No sync; safe to capture and to compile.
     """
-    rows, groups = _check_nvfp4_meta("nvfp4_dequantize", data, sf, global_scale, sf_layout)
+    rows, groups = check_nvfp4_meta("nvfp4_dequantize", data, sf, global_scale, sf_layout)
     linear = from_128x4(sf, rows, groups) if sf_layout == "128x4" else sf
     # All 256 bytes are decoded once and looked up: one gather in place of a dozen passes over [M, K].
     every_byte = torch.arange(256, device=data.device, dtype=torch.int32).to(torch.uint8)
@@ -260,7 +262,7 @@ def fp8_dequantize(data: Tensor, scale: Tensor, scaling: FP8Scaling, dtype: torc
     InputError
         For wrong dtypes or shapes, or tensors on several devices. No sync; safe to capture and to compile.
     """
-    parts = _check_fp8_meta("fp8_dequantize", data, scale, scaling)
+    parts = check_fp8_meta("fp8_dequantize", data, scale, scaling)
     return parts.join(parts.split(data.float()) * parts.grid(scale)).to(dtype)
 
 
@@ -284,7 +286,7 @@ def check_nvfp4(
         For block scales that are NaN or carry a sign, a global scale that is not finite and positive, or 128x4
         padding that is not zero (kernels read it: vllm#48898).
     """
-    rows, groups = _check_nvfp4_meta(name, data, sf, global_scale, sf_layout)
+    rows, groups = check_nvfp4_meta(name, data, sf, global_scale, sf_layout)
     check_contiguous(f"{name}: data", data)
     check_content(f"{name}: block scales", sf)
     bad = int((~((global_scale > 0) & (global_scale < torch.inf))).sum())
@@ -314,7 +316,7 @@ def check_fp8(data: Tensor, scale: Tensor, scaling: FP8Scaling, *, name: str = "
         For NaN elements, or scales that are NaN, infinite or negative. Zero is allowed (a pruned row), but not as
         the only scale of a tensor.
     """
-    _check_fp8_meta(name, data, scale, scaling)
+    check_fp8_meta(name, data, scale, scaling)
     check_contiguous(f"{name}: data", data)
     check_content(f"{name}: data", data, signed=True)
     least = scale > 0 if scaling == "tensor" else scale >= 0
@@ -383,8 +385,8 @@ def _check_layout(what: str, sf_layout: str) -> None:
         raise InputError(f"{what}: sf_layout={sf_layout!r} is not known; use one of {', '.join(map(repr, SF_LAYOUTS))}")
 
 
-def _check_nvfp4_meta(what: str, data: Tensor, sf: Tensor, global_scale: Tensor, sf_layout: str) -> tuple[int, int]:
-    """Check dtypes, shapes and devices without reading values; return M and K/16."""
+def check_nvfp4_meta(what: str, data: Tensor, sf: Tensor, global_scale: Tensor, sf_layout: str) -> tuple[int, int]:
+    """Check dtypes, shapes and devices without reading values, or raise InputError; return M and K/16."""
     _check_layout(what, sf_layout)
     if data.dtype != torch.uint8 or data.ndim != 2 or data.shape[1] == 0 or data.shape[1] % (NVFP4_BLOCK // 2):
         raise InputError(
@@ -414,7 +416,8 @@ def _check_nvfp4_meta(what: str, data: Tensor, sf: Tensor, global_scale: Tensor,
     return rows, groups
 
 
-def _check_fp8_meta(what: str, data: Tensor, scale: Tensor, scaling: FP8Scaling) -> _Parts:
+def check_fp8_meta(what: str, data: Tensor, scale: Tensor, scaling: FP8Scaling) -> _Parts:
+    """Check dtypes, shapes and devices without reading values; raise InputError, with ``what`` in front."""
     if data.dtype != torch.float8_e4m3fn or data.ndim != 2 or data.shape[1] == 0:
         raise InputError(f"{what}: data is {data.dtype} {list(data.shape)}; need torch.float8_e4m3fn [M, K] with K > 0")
     parts = _Parts(what, data, scaling)

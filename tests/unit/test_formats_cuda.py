@@ -81,3 +81,19 @@ def test_cuda_graph_replay_equals_eager():
         graph.replay()
         torch.cuda.synchronize()
         assert_same(captured, everything(x, gs))
+
+
+def test_more_than_two_to_the_31_elements():
+    """flashinfer#4263: 32-bit addresses wrap in the last rows of a large matrix."""
+    rows, cols = 2**17 + 3, 2**14 + 16
+    if torch.cuda.get_device_properties(0).total_memory < 100e9:
+        pytest.skip("needs a GPU with 100 GB of memory")
+    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+    gs = torch.tensor(0.002, device="cuda")
+    q, tail = f.nvfp4_quantize(x, gs), f.nvfp4_quantize(x[-200:], gs)
+    assert torch.equal(q.data[-200:], tail.data)
+    assert torch.equal(raw(q.sf[-200:]), raw(tail.sf))
+    whole = f.nvfp4_dequantize(*q, dtype=torch.bfloat16)
+    assert torch.equal(whole[-200:], f.nvfp4_dequantize(*tail, dtype=torch.bfloat16))
+    del q, whole
+    assert torch.equal(raw(f.fp8_quantize(x, "1x128").data[-200:]), raw(f.fp8_quantize(x[-200:], "1x128").data))
