@@ -7,7 +7,7 @@ multiplies (it is ``amax / 2688``, ModelOpt's ``weight_scale_2``); compressed-te
 Everything but the two ``check_*`` functions is free of host synchronisation and safe in CUDA graph capture and under
 ``torch.compile(fullgraph=True)``. In eager mode the bits are the same on CPU and CUDA (tested on an H200): divisors are
 tensors, because CUDA multiplies by a rounded reciprocal where the divisor is a Python number. A compiler rounds
-divisions its own way: Inductor on the H200 (torch 2.11) changed 0.13 % of the bytes of a random bfloat16 matrix, at ties.
+divisions its own way: Inductor on the H200 (torch 2.11) changed 0.13 % of the bytes of a random bfloat16 matrix.
 
 Where public implementations differ, this one follows ModelOpt's weight export (0.47, ``NVFP4QTensor.quantize``),
 byte for byte on the CPU:
