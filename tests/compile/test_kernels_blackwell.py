@@ -73,6 +73,30 @@ def test_binary(build: Build, library: Callable[[Build], Path]) -> None:
     assert tvm_ffi.load_module(str(path)).shared_memory_bytes() <= MAX_SHARED[build.target[:2]]
 
 
+@pytest.mark.slow
+def test_binary_without_the_define_is_caught(tmp_path: Path) -> None:
+    """The negative control: the same source without the GDC define launches, and waits for nothing."""
+    build, path = BUILDS[CI], tmp_path / "no_gdc.so"
+    command = compile_targets.compile_command(build, path)
+    position = command.index("-DCUTLASS_ENABLE_GDC_FOR_SM100=1")
+    command[position] = "-DFP4D_TEST_ALLOW_NO_GDC"
+    compile_targets.compile_once(command, path.with_suffix(".log"))
+    facts = compile_targets.sass_facts(compile_targets.disassemble(path), build.kernel.mma)
+    assert facts["acqbulk"] == 0
+    assert facts["unguarded_accesses"] > 0
+    assert facts["mma_count"] > 0
+
+
+@pytest.mark.slow
+def test_source_refuses_to_build_without_the_define(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = compile_targets.compile_command(BUILDS[CI], tmp_path / "no_gdc.so")
+    command.remove("-DCUTLASS_ENABLE_GDC_FOR_SM100=1")
+    with pytest.raises(RuntimeError, match="compile failed"):
+        compile_targets.compile_once(command, log)
+    assert "no GDC define" in log.read_text()
+
+
 @pytest.mark.parametrize("build", builds(CI, NVFP4_SM100))
 @pytest.mark.parametrize(("rows", "k"), [(128, 64), (1, 32), (300, 96), (257, 1056), (4096, 512)])
 def test_scale_layout_is_128x4(build: Build, rows: int, k: int, library: Callable[[Build], Path]) -> None:
