@@ -7,7 +7,7 @@ file, no logging set-up, and no import of torch. Names that need torch are loade
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
@@ -19,10 +19,12 @@ from fp4dispatch.errors import (
     CaptureError,
     CheckpointError,
     CompileError,
+    FlagsError,
     FormatError,
     Fp4DispatchError,
     InputError,
     NoBackendError,
+    PluginError,
     ProofError,
     SelfCheckFailed,
     SettingsError,
@@ -32,6 +34,10 @@ from fp4dispatch.errors import (
 from fp4dispatch.problem import Problem
 from fp4dispatch.system import Gpu, Library, System
 
+if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
+    from fp4dispatch.dispatch import explain, select
+    from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
+
 __version__ = "0.1.0"
 
 gpus: tuple[Gpu, ...] = _system.detected().gpus
@@ -40,7 +46,14 @@ gpus: tuple[Gpu, ...] = _system.detected().gpus
 gpu_arch: Arch | None = gpus[0].arch if gpus else None
 """Arch of the first of ``gpus``. (``fp4dispatch.arch`` is the module.)"""
 
-_LAZY: dict[str, str] = {}
+# Public names that need torch, and the module that each one comes from.
+_LAZY: dict[str, str] = {
+    "explain": "dispatch",
+    "select": "dispatch",
+    "fp8_dequantize": "formats",
+    "nvfp4_dequantize": "formats",
+    "nvfp4_global_scale": "formats",
+}
 
 __all__ = [
     "Arch",
@@ -51,12 +64,14 @@ __all__ = [
     "CheckpointError",
     "CompileError",
     "Decision",
+    "FlagsError",
     "FormatError",
     "Fp4DispatchError",
     "Gpu",
     "InputError",
     "Library",
     "NoBackendError",
+    "PluginError",
     "Problem",
     "ProofError",
     "Reason",
@@ -67,8 +82,13 @@ __all__ = [
     "UnknownBackendError",
     "Verdict",
     "__version__",
+    "explain",
+    "fp8_dequantize",
     "gpu_arch",
     "gpus",
+    "nvfp4_dequantize",
+    "nvfp4_global_scale",
+    "select",
 ]
 
 
