@@ -1,0 +1,166 @@
+"""The layout of the package, from its syntax trees: imports point one way, some things are done in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "fp4dispatch"
+
+# A module imports from its own row and the rows above it, never from below. A new file goes into its row here.
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("errors", "settings"),
+    ("arch", "problem", "decision"),
+    ("system", "nvml", "libraries"),
+    ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
+    ("capture",),
+    ("jit", "csrc", "jit_flags"),
+    ("backends",),
+    ("registry",),
+    ("policy", "rules"),
+    ("selfcheck", "race"),
+    ("dispatch", "whatif"),
+    ("routes",),
+    ("ops",),
+    ("linear",),
+    ("checkpoints",),
+    ("graphs",),
+    ("integrations",),
+    ("__init__",),
+    ("cli", "__main__"),
+)
+ROW = {name: i for i, row in enumerate(ROWS) for name in row}
+
+TORCH_FREE = ("arch", "problem", "decision", "policy", "rules", "system", "registry", "dispatch", "whatif", "settings")
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Dotted name below the package -> syntax tree; ``__init__`` is the package itself."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1]) if len(parts) > 1 and parts[-1] == "__init__" else ".".join(parts)
+        found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+def imports(tree: ast.AST, *, deferred: bool = True) -> Iterator[str]:
+    """Every module or name that is imported, dotted; not what is under ``if TYPE_CHECKING``.
+
+    ``deferred``: also what functions import when they are called.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []), deferred=deferred)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import: {ast.unparse(node)}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif deferred or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from imports(node, deferred=deferred)
+
+
+def own(target: str, known: dict[str, ast.Module]) -> str | None:
+    """Which module of ours an import means, None for others'."""
+    head, *rest = target.split(".")
+    if head != "fp4dispatch":
+        return None
+    while rest and ".".join(rest) not in known:
+        rest.pop()
+    return ".".join(rest) or "__init__"
+
+
+def upward(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> list[str]:
+    row = ROW[name.split(".")[0]]
+    wrong = []
+    for target in imports(tree):
+        mine = own(target, known)
+        if mine is not None and ROW[mine.split(".")[0]] > row:
+            wrong.append(f"{name} imports {target}, which is in a row below")
+    return wrong
+
+
+MODULES = modules()
+
+
+def test_every_module_has_a_row():
+    assert {name.split(".")[0] for name in MODULES} - set(ROW) == set()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_one_way(name):
+    assert upward(name, MODULES[name], MODULES) == []
+
+
+def test_imports_have_no_cycle():
+    graph = {
+        name: {m for t in imports(tree, deferred=False) if (m := own(t, MODULES)) not in (None, name)}
+        for name, tree in MODULES.items()
+    }
+    done: set[str] = set()
+    while ready := {name for name in graph if name not in done and graph[name] <= done}:
+        done |= ready
+    assert set(graph) - done == set()
+
+
+def environment_readers(tree: ast.Module) -> list[str]:
+    found = [t for t in imports(tree) if t.startswith("os.") and t.split(".")[1] in ENVIRONMENT]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT:
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_settings_reads_the_environment(name):
+    assert bool(environment_readers(MODULES[name])) == (name == "settings")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_the_prober_imports_nvml(name):
+    uses = [t for t in imports(MODULES[name]) if t.split(".")[0] == "pynvml"]
+    assert bool(uses) == (name == "nvml")
+
+
+def reached(name: str) -> set[str]:
+    """Everything that importing a module imports, ours by module and others' by name."""
+    seen: set[str] = set()
+    todo = [name]
+    while todo:
+        for target in imports(MODULES[todo.pop()], deferred=False):
+            mine = own(target, MODULES)
+            if (mine or target) not in seen:
+                seen.add(mine or target)
+                todo += [mine] if mine else []
+    return seen
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_deciding_needs_no_torch(name):
+    heavy = {"torch", "flashinfer", "cudnn", "numpy"}
+    assert {t for t in reached(name) if t.split(".")[0] in heavy} == set()
+
+
+def test_the_checks_see_what_they_look_for():
+    bad = ast.parse(
+        "import os\nfrom fp4dispatch import linear\nfrom fp4dispatch.cli.env import run\n"
+        "if TYPE_CHECKING:\n    from fp4dispatch.graphs import x\n"
+        "def f():\n    import fp4dispatch.ops\n    os.getenv('A')\n"
+    )
+    known = MODULES | dict.fromkeys(("linear", "ops", "graphs", "cli.env"), bad)
+    assert [line.split()[2].rstrip(",") for line in upward("policy", bad, known)] == [
+        "fp4dispatch.linear",
+        "fp4dispatch.cli.env.run",
+        "fp4dispatch.ops",
+    ]
+    assert environment_readers(bad) == ["os.getenv"]
+    assert environment_readers(ast.parse("from os import environ")) == ["os.environ"]
+    assert list(imports(bad, deferred=False)) == ["os", "fp4dispatch.linear", "fp4dispatch.cli.env.run"]
+    with pytest.raises(AssertionError, match="relative"):
+        list(imports(ast.parse("from . import x")))
