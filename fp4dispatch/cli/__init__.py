@@ -27,6 +27,7 @@ OK, FAILED, USAGE = 0, 1, 2
 
 HELP: dict[str, str] = {
     "env": "print versions, GPUs and settings, ready to paste into an issue",
+    "explain": "show which backend would run a GEMM, on this machine or any other, and why",
 }
 
 
