@@ -172,7 +172,7 @@ def _fallback(problem: Problem, system: System, verdicts: Sequence[Verdict], cho
 def _last_resort(problem: Problem, system: System, verdicts: Sequence[Verdict]) -> str:
     """Say that the slow reference runs, and what to do about it."""
     if system.arch is None:
-        advice = "no NVIDIA GPU is visible; fp4dispatch doctor says why"
+        advice = "the tensors are on the CPU, or no NVIDIA GPU is visible (fp4dispatch doctor says why)"
     else:
         fixes = [
             f"for {v.backend}: {' and '.join(fixes)}" for v in verdicts if not _hopeless(v) and (fixes := _fixes(v))

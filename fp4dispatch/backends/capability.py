@@ -104,7 +104,7 @@ def _arch(record: Capability, system: System) -> tuple[Reason, ...]:
     if ANY_ARCH in record.archs:
         return ()
     if system.arch is None:
-        return (Reason("ARCH", f"no NVIDIA GPU is visible, needs {' or '.join(record.archs)}", "fp4dispatch doctor"),)
+        return (Reason("ARCH", f"no NVIDIA GPU is used, needs {' or '.join(record.archs)}", "fp4dispatch doctor"),)
     if system.arch.sm in record.archs:
         return ()
     return (Reason("ARCH", f"GPU is {system.arch.sm}, needs {' or '.join(record.archs)}"),)
