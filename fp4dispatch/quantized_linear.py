@@ -1,0 +1,327 @@
+"""The base of ``FP4Linear`` and ``FP8Linear``: binding to backends, moving, loading, pickling.
+
+The canonical checkpoint tensors are buffers and make up the ``state_dict``, under ModelOpt's names, so that it moves
+between backends and machines. What a backend makes of them are non-persistent buffers ``layout0``, ``layout1``, ...;
+tensors that the backend uses as they are get no second buffer. They are rebuilt after a move and after a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp4dispatch import ops, routes
+from fp4dispatch import system as _system
+from fp4dispatch.backends.base import LinearWeights, Prepared
+from fp4dispatch.decision import Decision
+from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
+from fp4dispatch.problem import ACTIVATIONS, Activation
+
+_Self = TypeVar("_Self", bound="QuantizedLinear")
+
+
+class QuantizedLinear(nn.Module):
+    """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
+
+    Parameters
+    ----------
+    in_features, out_features
+        K and N.
+    bias
+        Whether there is a bias (a parameter of ``dtype`` without gradient).
+    activation
+        Pins the activation format (``nvfp4`` = w4a4, ``fp8``, ``bf16`` = weight-only); ``any`` leaves it to the policy.
+    backend
+        Pins the backend; None leaves it to the environment and the policy.
+    dtype
+        Dtype of the bias, and the output dtype that backends are chosen for ahead of the first call. Calls with
+        another floating-point dtype work too. Follows ``.half()``, ``.to(torch.bfloat16)``; quantised tensors and
+        scales do not.
+    device
+        Where; ``meta`` allocates nothing.
+    name
+        For messages.
+    """
+
+    quantized: ClassVar[tuple[str, ...]]
+    """Names of the buffers whose dtype is part of the format."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
+        if dtype not in routes.OUT_DTYPE:
+            raise InputError(f"dtype={dtype}; need torch.bfloat16, torch.float16 or torch.float32")
+        if in_features < 1 or out_features < 1:
+            raise InputError(f"in_features={in_features}, out_features={out_features}; both need to be at least 1")
+        self.in_features, self.out_features = in_features, out_features
+        self.activation, self.backend, self.dtype, self.name = activation, backend, dtype, name
+        self.bias = (
+            nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
+        )
+        self.register_buffer("input_scale", None)
+        self._forget()
+
+    # --------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ W^T + bias``.
+
+        Parameters
+        ----------
+        x
+            float32, bfloat16 or float16 [..., K] on the layer's device, any strides. Under autocast it is cast first.
+
+        Returns
+        -------
+        Tensor
+            [..., N] in the dtype of ``x``. Where ``x`` is empty so is the result, and nothing is launched.
+
+        Raises
+        ------
+        InputError
+            For a wrong dtype, shape or device, before any launch.
+        CaptureError
+            During CUDA graph capture, if this number of tokens was never planned: see :func:`warmup`.
+        BackendUnsupportedError, NoBackendError
+            If no backend, or not the one that is asked for, can run this layer.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if torch.compiler.is_compiling():
+            self._ensure(x.dtype)
+            names, spec = self._names[x.dtype]
+            tensors = [getattr(self, name) for name in names]
+            return torch.ops.fp4dispatch.linear.default(x, tensors, self.bias, spec)  # type: ignore[no-any-return]
+        bound = self._bound.get(x.dtype) or self.bind(x.dtype)
+        if type(x) is Tensor and not (x.requires_grad and torch.is_grad_enabled()):
+            return ops.run_linear(x, bound.tensors, self.bias, bound.spec)
+        return ops.linear(x, bound.tensors, self.bias, bound.spec.text)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _ensure(self, dtype: torch.dtype) -> bool:
+        """Bind while ``torch.compile`` traces, outside the trace; what is read after this is guarded as usual."""
+        return dtype in self._bound or bool(self.bind(dtype))
+
+    # --------------------------------------------------------------------------------------------------------- binding
+
+    def bind(self, dtype: torch.dtype | None = None) -> routes.Bound:
+        """Choose backends for every number of tokens and prepare the weights for them. Host work; idempotent.
+
+        Raises
+        ------
+        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, InputError, CaptureError
+            As :meth:`forward`, and while a CUDA graph is being captured.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if dtype in self._bound:
+            return self._bound[dtype]
+        if dtype not in routes.OUT_DTYPE:
+            raise InputError(f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32")
+        if self.weight.is_meta:
+            raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
+        bound = routes.bind(
+            self.weights(),
+            dtype=dtype,
+            bias=self.bias is not None,
+            activation=self.activation,
+            backend=self.backend,
+            layer=self.name,
+            prepared=self._prepared,
+        )
+        self._names[dtype] = ([self._buffer_of(t) for t in bound.tensors], bound.spec.text)
+        self._bound[dtype] = bound
+        return bound
+
+    def decisions(self) -> tuple[tuple[int, Decision], ...]:
+        """Return the Decision for each range of M, with the largest M of the range, for ``self.dtype``."""
+        return self.bind().decisions
+
+    def _buffer_of(self, tensor: Tensor) -> str:
+        for name, buffer in self._buffers.items():
+            if buffer is tensor:
+                return name
+        name = f"layout{sum(name.startswith('layout') for name in self._buffers)}"
+        self.register_buffer(name, tensor, persistent=False)
+        return name
+
+    def _forget(self) -> None:
+        """Drop every backend layout."""
+        for name in [name for name in self._buffers if name.startswith("layout")]:
+            delattr(self, name)
+        self._prepared: dict[str, Prepared] = {}
+        self._bound: dict[torch.dtype, routes.Bound] = {}
+        self._names: dict[torch.dtype, tuple[list[str], str]] = {}
+
+    def _refresh(self) -> None:
+        """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
+
+        A refusal is kept for the first call, so that moving and loading a model leave it whole.
+        """
+        self._forget()
+        if self.weight.is_cuda or (self.weight.device.type == "cpu" and not _system.current().gpus):
+            try:
+                self.bind()
+            except Fp4DispatchError:
+                self._forget()
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def weights(self) -> LinearWeights:
+        """Return the canonical tensors as backends take them; nothing is copied."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Validate the canonical tensors; synchronises.
+
+        Raises
+        ------
+        InputError, FormatError
+            As :func:`fp4dispatch.formats.check_nvfp4` and :func:`fp4dispatch.formats.check_fp8`.
+        """
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the layer, backend layouts included; what is shared counts once."""
+        tensors = [*self._parameters.values(), *self._buffers.values()]
+        unique = {t.data_ptr() or id(t): t.numel() * t.element_size() for t in tensors[::-1] if t is not None}
+        return sum(unique.values())
+
+    def _fill(self: _Self, tensors: Mapping[str, Tensor | None], bias: Tensor | None) -> _Self:
+        """Take over tensors, validate them and bind."""
+        device = tensors["weight"].device if tensors["weight"] is not None else None
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        if bias is not None:
+            if tuple(bias.shape) != (self.out_features,) or bias.dtype not in routes.OUT_DTYPE:
+                raise InputError(
+                    f"{self._label()}: bias is {bias.dtype} {list(bias.shape)}; "
+                    f"need a floating-point [{self.out_features}]"
+                )
+            self.bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
+        if not self.weight.is_meta:
+            self.check()
+            self._refresh()
+        return self
+
+    def _check_input_scale(self) -> None:
+        scale = self.input_scale
+        if scale is None:
+            return
+        if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != self.weight.device:
+            raise InputError(
+                f"{self._label()}: input_scale is {scale.dtype} {list(scale.shape)} on {scale.device}; need "
+                f"torch.float32 with one element on {self.weight.device}"
+            )
+        value = float(scale)
+        if not 0 < value < float("inf"):
+            raise FormatError(f"{self._label()}: input_scale is {value}; need finite and positive")
+
+    def _label(self) -> str:
+        return f'{type(self).__name__} "{self.name}"' if self.name else type(self).__name__
+
+    # ------------------------------------------------------------------------------------------------ nn.Module's hooks
+
+    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
+        """Move, but never convert what is quantised: only the bias follows a change of dtype."""
+        self._forget()
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device))
+        if probe.dtype in routes.OUT_DTYPE:
+            self.dtype = probe.dtype
+        bias = self._parameters.get("bias")
+        super()._apply(lambda t: fn(t) if t is bias else _move(fn, t), recurse)  # type: ignore[no-untyped-call, arg-type]
+        self._refresh()
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load canonical tensors, refusing other dtypes: ``copy_`` would convert them to garbage in silence."""
+        if self.input_scale is None and prefix + "input_scale" in state_dict:
+            self.input_scale = torch.ones((), device=self.weight.device)
+        found = len(error_msgs)
+        for name in self.quantized:
+            buffer, tensor = self._buffers.get(name), state_dict.get(prefix + name)
+            if buffer is None or tensor is None:
+                continue
+            if tensor.dtype != buffer.dtype:
+                error_msgs.append(f"{prefix}{name} is {tensor.dtype}, needs {buffer.dtype}: quantise it first")
+            elif buffer.ndim < 2 and tensor.numel() == buffer.numel():
+                state_dict[prefix + name] = tensor.reshape(buffer.shape)  # [1] for [], [N, 1] for [N]
+        if len(error_msgs) > found:
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if len(error_msgs) == found and not self.weight.is_meta:
+            self.check()
+            self._refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the canonical tensors only, e4m3 as bytes: pickle cannot load float8 storages (torch 2.13)."""
+        buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
+        e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
+        buffers |= {k: getattr(self, k).view(torch.uint8) for k in e4m3}
+        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_non_persistent_buffers_set": set()}
+        return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffers = state["_buffers"] | {k: state["_buffers"][k].view(torch.float8_e4m3fn) for k in state["_e4m3"]}
+        super().__setstate__({k: v for k, v in state.items() if k != "_e4m3"} | {"_buffers": buffers})  # type: ignore[no-untyped-call]
+        self._refresh()
+
+    def extra_repr(self) -> str:
+        """Show sizes, format and backend."""
+        return ", ".join(
+            [
+                f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}",
+                *self._format_repr(),
+                f"backend={self.backend_text()}",
+            ]
+        )
+
+    def _format_repr(self) -> Sequence[str]:
+        return (f"activation={self.activation}",)
+
+    def backend_text(self) -> str:
+        """Return the chosen backends as text, e.g. ``w4a16 (bf16) up to M=64, then cutlass (nvfp4)``."""
+        bound = self._bound.get(self.dtype) or next(iter(self._bound.values()), None)
+        if bound is None:
+            return "not chosen yet"
+        parts = [f"{route.backend} ({route.activation})" for route in bound.spec.routes]
+        limits = [f" up to M={route.m_max}" for route in bound.spec.routes[:-1]]
+        return ", then ".join(part + limit for part, limit in zip(parts, [*limits, ""], strict=True))
+
+
+def _move(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Apply ``fn`` to a tensor unless it converts: then go where it goes, and keep the dtype."""
+    target = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    if target.dtype == tensor.dtype:
+        return fn(tensor)
+    return torch.empty_like(tensor, device=target.device) if tensor.is_meta else tensor.to(target.device)

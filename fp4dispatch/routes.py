@@ -1,0 +1,238 @@
+"""From a layer's shape to kernels: which backend for which M, as plain data, and the plans behind it.
+
+A :class:`LayerSpec` is text (JSON) that says everything about a layer but its tensors: two layers of one shape have the
+same text. It is what ``torch.compile`` bakes into a graph, so it holds no handle and nothing of this process, and
+repeated blocks share one compiled graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import capture, dispatch
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.decision import Decision
+from fp4dispatch.errors import CaptureError, NoBackendError
+from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
+
+M_BUCKETS = tuple(1 << i for i in range(16))
+"""Numbers of tokens that a layer asks the policy about: the powers of two to 32768; the last answer holds beyond."""
+
+OUT_DTYPE: dict[torch.dtype, OutDtype] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+
+class Route(NamedTuple):
+    """Up to ``m_max`` tokens: the backend, its activation format, and its slice ``[start, stop)`` of the tensors."""
+
+    m_max: int
+    backend: str
+    activation: Activation
+    start: int
+    stop: int
+    layout: tuple[Any, ...]
+
+
+class _Launch(NamedTuple):
+    """A route with its plan, ready to run."""
+
+    backend: Backend
+    plan: Plan
+    route: Route
+
+
+class LayerSpec:
+    """What a layer computes and how, apart from its tensors. Immutable; :meth:`parse` returns one object per text."""
+
+    def __init__(self, text: str) -> None:
+        data = json.loads(text)
+        self.text = text
+        self.op: Op = data["op"]
+        self.scaling: Scaling = data["scaling"]
+        self.n: int = data["n"]
+        self.k: int = data["k"]
+        self.routes = tuple(
+            Route(m_max, name, activation, start, stop, _tuples(layout))
+            for m_max, name, activation, start, stop, layout in data["routes"]
+        )
+        self._limits = [route.m_max for route in self.routes[:-1]]
+        self._launches: dict[tuple[int, torch.dtype, bool, torch.device], _Launch] = {}
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> LayerSpec:
+        """Return the spec of a text."""
+        return LayerSpec(text)
+
+    def launch(self, m: int, dtype: torch.dtype, bias: bool, prepared: tuple[Tensor, ...]) -> tuple[_Launch, Prepared]:
+        """Return plan and weights for M tokens; host work only where this M (or bucket of M) was never planned.
+
+        Raises
+        ------
+        CaptureError
+            If host work is needed while a CUDA graph is being captured.
+        """
+        index = bisect_left(self._limits, m)
+        route = self.routes[index]
+        weights = Prepared(route.backend, prepared[route.start : route.stop], route.layout)
+        key = (m, dtype, bias, prepared[0].device)
+        launch = self._launches.get(key) or self._launches.get((-index - 1, *key[1:]))
+        return launch or self._build(key, index, route, weights), weights
+
+    def planned(self) -> list[int]:
+        """Return every M that is planned for; for backends whose plans hold for any M, the largest M of the route."""
+        return sorted({m if m > 0 else self.routes[-m - 1].m_max for m, *_ in self._launches})
+
+    def _build(
+        self, key: tuple[int, torch.dtype, bool, torch.device], index: int, route: Route, weights: Prepared
+    ) -> _Launch:
+        m, dtype, bias, device = key
+        if capture.is_capturing():
+            planned = ", ".join(map(str, self.planned())) or "none"
+            raise CaptureError(
+                f"no plan for M={m} while a CUDA graph is being captured; building one now would break the capture.\n"
+                f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}])   Planned for this layer: M = {planned}"
+            )
+        backend = dispatch.instance(route.backend)
+        if not plans_by_m(backend):
+            key = (-index - 1, dtype, bias, device)
+        problem = Problem(self.op, m, self.n, self.k, route.activation, self.scaling, OUT_DTYPE[dtype], bias)
+        launch = _Launch(backend, plan_for(backend, problem, weights), route)
+        self._launches[key] = launch
+        return launch
+
+
+class Bound(NamedTuple):
+    """A layer bound to backends for one output dtype: its spec, the tensors in the spec's order, and the reasons."""
+
+    spec: LayerSpec
+    tensors: tuple[Tensor, ...]
+    decisions: tuple[tuple[int, Decision], ...]
+
+
+def bind(
+    weights: LinearWeights,
+    *,
+    dtype: torch.dtype,
+    bias: bool,
+    activation: Activation = "any",
+    backend: str | None = None,
+    layer: str = "",
+    prepared: dict[str, Prepared] | None = None,
+) -> Bound:
+    """Ask the policy for every bucket of M and prepare the weights for each backend that it names.
+
+    Parameters
+    ----------
+    weights
+        Canonical weights, on the device that they will run on.
+    dtype
+        Output (and input) dtype: float32, bfloat16 or float16.
+    bias, activation, backend, layer
+        Of the layer; ``activation`` and ``backend`` pin what the policy may choose.
+    prepared
+        What has been prepared already, by backend; extended here.
+
+    Returns
+    -------
+    Bound
+        ``decisions`` holds the largest M and the Decision of each range of M.
+
+    Raises
+    ------
+    BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
+        As :func:`fp4dispatch.dispatch.select` does.
+    """
+    capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", "fp4dispatch.warmup(model, tokens=[...])")
+    prepared = {} if prepared is None else prepared
+    device = weights.weight.device
+    gpu = device.index if device.type == "cuda" else None
+    decisions: list[tuple[int, Decision]] = []
+    for m in M_BUCKETS:
+        problem = Problem(weights.op, m, weights.n, weights.k, activation, weights.scaling, OUT_DTYPE[dtype], bias)
+        decision = dispatch.select(problem, backend=backend, layer=layer, gpu=gpu)
+        if decisions and _same(decisions[-1][1], decision):
+            decisions.pop()
+        decisions.append((m, decision))
+    tensors: list[Tensor] = []
+    spans: dict[str, tuple[int, int]] = {}
+    routes = []
+    for m_max, decision in decisions:
+        name = decision.backend
+        if name is None:
+            raise NoBackendError(f"nothing can run {decision.problem}", decision)
+        if name not in prepared:
+            prepared[name] = dispatch.instance(name).prepare(weights)
+        if name not in spans:
+            spans[name] = (len(tensors), len(tensors) + len(prepared[name].tensors))
+            tensors += prepared[name].tensors
+        routes.append((m_max, name, decision.activation, *spans[name], prepared[name].layout))
+    text = json.dumps(
+        {"op": weights.op, "scaling": weights.scaling, "n": weights.n, "k": weights.k, "routes": routes},
+        separators=(",", ":"),
+    )
+    return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions))
+
+
+_plans: dict[tuple[str, Problem, tuple[Any, ...], torch.device], Plan] = {}
+_lock = threading.Lock()
+
+
+def plans_by_m(backend: Backend) -> bool:
+    """Whether the plans of a backend hold for one M alone; the contract's default."""
+    return bool(getattr(backend, "plans_by_m", True))
+
+
+def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
+    """Return the plan of a problem, made once per layout and device; never dropped, as CUDA graphs may hold on to it.
+
+    Raises
+    ------
+    CaptureError
+        If one would have to be made while a CUDA graph is being captured.
+    """
+    keyed = problem if plans_by_m(backend) else replace(problem, m=1)
+    key = (backend.name, keyed, prepared.layout, prepared.tensors[0].device)
+    plan = _plans.get(key)
+    if plan is None:
+        capture.forbid_in_capture(f"no plan for {problem} on {backend.name}: building one", "run it once, eagerly")
+        with _lock:
+            plan = _plans.get(key)
+            if plan is None:
+                plan = _plans[key] = backend.plan(problem, prepared)
+    return plan
+
+
+def launch(
+    backend: Backend,
+    plan: Plan,
+    prepared: Prepared,
+    x: Tensor | QuantizedActivation,
+    out: Tensor,
+    bias: Tensor | None,
+) -> None:
+    """Run a plan on the device of its operands, whatever the current device is."""
+    if out.is_cuda and out.device.index != torch.cuda.current_device():
+        with torch.cuda.device(out.device):
+            backend.run(plan, prepared, x, out, bias)
+    else:
+        backend.run(plan, prepared, x, out, bias)
+
+
+def _same(a: Decision, b: Decision) -> bool:
+    return (a.backend, a.activation) == (b.backend, b.activation)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
