@@ -18,6 +18,8 @@ _LABEL = re.compile(r"^(\.L_[A-Za-z0-9_]+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);")
 _TARGET = re.compile(r"`\((\.L_[^)]+)\)")
 
+_BRANCH_TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
+
 _BARRIER = "ACQBULK"
 # Loads and stores of global memory, plain, asynchronous and through TMA. Descriptor prefetches are not accesses.
 _PLAIN_ACCESS = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG")
@@ -92,7 +94,10 @@ def _successors(kernel: _Kernel, index: int) -> list[int]:
     base = opcode.split(".")[0]
     following = [index + 1] if index + 1 < len(kernel.instructions) else []
     if base in _INDIRECT:
-        return sorted(set(kernel.labels.values()))
+        # nvdisasm names the targets where it knows them (a jump table); else every label may be one.
+        named = _BRANCH_TARGETS.search(operands)
+        labels = named.group(1).split(",") if named else kernel.labels
+        return sorted({kernel.labels[label.strip()] for label in labels})
     if base in _ENDS:
         return following if predicated else []
     if base not in _JUMPS and base not in _MAY_JUMP:

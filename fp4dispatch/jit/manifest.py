@@ -17,7 +17,7 @@ from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit import flags, strict_toml
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
-OPS = ("nvfp4_gemm", "fp8_gemm", "nvfp4_quantize", "fp8_quantize")
+OPS = ("nvfp4_gemm", "fp8_gemm", "nvfp4_quantize", "fp8_quantize", "race_chain")
 
 
 @dataclass(frozen=True)

@@ -113,3 +113,11 @@ def test_empty_text_is_refused(text: str) -> None:
 def test_an_unknown_branch_target_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown branch target"):
         found("BRA `(.L_x_7)", "EXIT")
+
+
+def test_named_targets_of_a_jump_table_are_the_only_ones() -> None:
+    table = 'BRX R2 -0x10 (*"BRANCH_TARGETS .L_x_1,.L_x_2"*)'
+    roles = (".L_x_1:", "ACQBULK", "LDG.E R2, desc[UR4][R2.64]", "EXIT", ".L_x_2:", "EXIT")
+    behind = (".L_x_3:", "LDG.E R4, desc[UR4][R2.64]", "EXIT")
+    assert found(table, *roles, *behind) == []
+    assert found(table.replace(".L_x_2", ".L_x_3"), *roles, *behind) == ["LDG.E"]

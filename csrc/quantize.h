@@ -1,0 +1,103 @@
+// What the quantisers share: the grid barrier, 16-byte loads, launches, checks. The arithmetic follows
+// fp4dispatch/formats.py operation by operation (IEEE division, round half to even), so the bits are equal.
+#pragma once
+
+#include "gdc_guard.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/extra/cuda/device_guard.h>
+
+#include "ffi_checks.h"
+
+namespace fp4d {
+
+constexpr int kVector = 8;  // bf16 or fp16 elements in a 16-byte load
+constexpr float kE4m3Max = 448.f;
+// Least usable fp32 scale: formats.py explains the value.
+constexpr float kMinScale = 0x1p-116f;
+
+__device__ inline void widen(uint4 raw, float (&out)[kVector], __nv_bfloat16) {
+  uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    out[2 * i] = __uint_as_float(words[i] << 16);
+    out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+
+__device__ inline void widen(uint4 raw, float (&out)[kVector], __half) {
+  uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 const pair = __half22float2(*reinterpret_cast<__half2 const*>(&words[i]));
+    out[2 * i] = pair.x;
+    out[2 * i + 1] = pair.y;
+  }
+}
+
+__device__ inline uint8_t to_e4m3(float value) {
+  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+}
+
+__device__ inline float from_e4m3(uint8_t value) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(value, __NV_E4M3)));
+}
+
+struct Shape {
+  dim3 grid, block;
+};
+
+constexpr int kThreads = 256;
+
+// Blocks of kThreads: a power of two of threads along K (at least `group`, which work together), the rest
+// along rows.
+inline Shape shape_of(int64_t rows, int64_t width, int group) {
+  int64_t x = group;
+  while (x < width && x < kThreads) x *= 2;
+  int64_t const y = kThreads / x;
+  return {dim3(unsigned((rows + y - 1) / y), unsigned((width + x - 1) / x)), dim3(unsigned(x), unsigned(y))};
+}
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), Shape shape, int device, bool enable_pdl, Args... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
+  config.attrs = &attribute;
+  config.numAttrs = enable_pdl ? 1 : 0;
+  TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
+}
+
+// x: bf16 or fp16 [M, K], K contiguous and a multiple of `multiple`, rows 16-byte aligned.
+inline void check_input(TensorView x, int64_t multiple) {
+  Arg const arg{"x", x};
+  check_dtype(arg, {kBF16, kF16});
+  check_ndim(arg, 2);
+  check_at_most("M", x.size(0), kMaxRows, "32-bit problem sizes");
+  check_at_most("K", x.size(1), kMaxRows, "32-bit problem sizes");
+  check_at_least("K", x.size(1), multiple, "x");
+  check_multiple("K", x.size(1), multiple, "whole blocks and 16-byte accesses");
+  if (x.stride(1) != 1)
+    TVM_FFI_THROW(ValueError) << "x: the last dimension has stride " << x.stride(1)
+                              << ", needed 1; call .contiguous()";
+  if (x.size(0) > 1) check_multiple("row stride of x", x.stride(0), kVector, "16-byte accesses");
+  check_aligned(arg, 16);
+}
+
+inline int64_t input_stride(TensorView x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
+
+}  // namespace fp4d
