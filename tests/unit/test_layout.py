@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("dispatch", "whatif"),
     ("routes",),
     ("ops",),
-    ("linear",),
+    ("linear", "quantized_linear", "replace", "warmup"),
     ("checkpoints",),
     ("graphs",),
     ("integrations",),
