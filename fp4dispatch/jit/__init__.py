@@ -1,0 +1,12 @@
+"""Just-in-time and ahead-of-time compiled kernels whose barriers are proved in the binary.
+
+``build(kernel, variant, target)`` returns a finished kernel with its proof, ``load(kernel, variant, arch)`` one that can
+be called, ``find(kernel, variant, target)`` one that needs no compiling, or None. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from fp4dispatch.jit.kernels import Built, LoadedKernel, build, find, load
+from fp4dispatch.jit.toolchain import toolchain_reasons
+
+__all__ = ["Built", "LoadedKernel", "build", "find", "load", "toolchain_reasons"]

@@ -37,7 +37,7 @@ class CommonFlags:
     memory_gb: Mapping[str, float]
 
     def spell(self, word: str, value: str) -> list[str]:
-        """Return the arguments for one define, include folder, dependency file or output."""
+        """Return the arguments for one define, include or library folder, dependency file or output."""
         return [part.replace("{}", value) for part in self.spelling[word]]
 
 
@@ -69,7 +69,9 @@ def load_common(folder: Path) -> CommonFlags:
     tables = ("spelling", "gdc_defines", "minimum", "memory_gb")
     strict_toml.check(where, table, {"command": list, "nvcc": list, "defines": list, **dict.fromkeys(tables, dict)})
     strict_toml.check(
-        f"{where} [spelling]", table["spelling"], dict.fromkeys(("define", "include", "depfile", "output"), list)
+        f"{where} [spelling]",
+        table["spelling"],
+        dict.fromkeys(("define", "include", "library", "depfile", "output"), list),
     )
     strict_toml.check(
         f"{where} [minimum]", table["minimum"], dict.fromkeys(("cutlass", "tvm_ffi", "disassembler"), str)

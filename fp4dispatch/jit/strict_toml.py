@@ -19,7 +19,8 @@ def load(path: Path) -> dict[str, Any]:
     """Parse a file; FlagsError where it is missing or is not TOML."""
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            table: dict[str, Any] = tomllib.load(file)
+            return table
     except OSError as error:
         raise FlagsError(f"{path}: cannot be read ({error.strerror}); reinstall fp4dispatch") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

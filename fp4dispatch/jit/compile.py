@@ -1,0 +1,226 @@
+"""Compiles sources in a build folder: the ninja file, the commands, the errors.
+
+A build folder holds links to the sources and header folders (``src``, ``inc/cutlass``, ...) and every path in a
+command is relative to it. So a home folder with blanks or ``$(...)`` in its name never reaches a command line (nvcc
+starts its own passes through a shell and quotes nothing), and dependency files name headers the same everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp4dispatch.errors import CompileError
+from fp4dispatch.jit.cache import LIBRARY, LOG, OWN, SYSTEM
+from fp4dispatch.jit.flags import CommonFlags, FlagRecord
+from fp4dispatch.jit.limits import limits
+from fp4dispatch.jit.manifest import Kernel, Variant
+from fp4dispatch.jit.progress import progress
+from fp4dispatch.jit.toolchain import CUDA, Toolchain
+from fp4dispatch.settings import settings
+
+_DEPFILE = "kernel.d"
+# Options that would change a build without being part of its cache key.
+_HIDDEN_OPTIONS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NINJA_STATUS")
+_ERROR_LINE = re.compile(r"error|fatal|killed|undefined reference|no space left", re.IGNORECASE)
+_FIRST_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One (kernel, variant, target) to compile, with the flags that apply."""
+
+    kernel: Kernel
+    variant: Variant
+    record: FlagRecord
+    common: CommonFlags
+
+    @property
+    def name(self) -> str:
+        """How people and folders call it."""
+        return f"{self.kernel.name}/{self.variant.id}-{self.record.target}"
+
+    def recipe(self) -> tuple[str, ...]:
+        """Return the command without what depends on the machine: the part that belongs into a cache key."""
+        values = {"flags": self.common.nvcc, "target": self.record.nvcc, "defines": self._defines()}
+        return tuple(part for word in self.common.command for part in values.get(word[1:-1], (word,)))
+
+    def argv(self, toolchain: Toolchain, folder: str) -> list[str]:
+        """Return the whole command, with paths relative to the build folder."""
+        spell = self.common.spell
+        includes = [OWN, *(f"inc/{name}" for name in toolchain.includes)]
+        values = {
+            "nvcc": [str(toolchain.nvcc)],
+            "includes": [word for path in includes for word in spell("include", path)],
+            "libraries": [word for name in toolchain.libraries for word in spell("library", f"lib/{name}")],
+            "depfile": spell("depfile", f"{folder}/{_DEPFILE}"),
+            "output": spell("output", f"{folder}/{LIBRARY}"),
+            "source": [f"{OWN}/{self.kernel.source}"],
+        }
+        return [part for word in self.recipe() for part in values.get(word[1:-1], [word])]
+
+    def _defines(self) -> tuple[str, ...]:
+        macros = (*self.common.defines, *self.record.defines, *self.variant.defines)
+        return tuple(word for macro in macros for word in self.common.spell("define", macro))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one job: its folder, and the first errors (empty where it succeeded)."""
+
+    job: Job
+    folder: Path
+    errors: tuple[str, ...]
+
+
+def compile_jobs(
+    jobs: Sequence[Job], build: Path, csrc: Path, toolchain: Toolchain, *, quiet: bool = False
+) -> list[Outcome]:
+    """Compile all jobs, as many at once as cores and memory allow; one that fails does not stop the others.
+
+    Parameters
+    ----------
+    jobs
+        What to compile.
+    build
+        An empty private folder.
+    csrc
+        Folder of the sources.
+    toolchain
+        Complete for every job.
+    quiet
+        Show no progress.
+
+    Raises
+    ------
+    CompileError
+        Where ninja itself cannot be run. Errors of the compiler are in the outcomes.
+    """
+    size = max(job.common.memory_gb["cutlass" if job.kernel.cutlass else "plain"] for job in jobs)
+    parallel = limits().jobs(size, len(jobs))
+    _lay_out(jobs, build, csrc, toolchain, parallel)
+    (build / "build.ninja").write_text(_ninja_file(len(jobs)))
+    names = ", ".join(sorted({job.kernel.name for job in jobs}))
+    targets = ", ".join(sorted({job.record.target for job in jobs}))
+    title = f"compiling {names} for {targets} ({_count(len(jobs), 'file')}, {_count(parallel, 'job')})"
+    outputs = [build / f"out{i}" / LIBRARY for i in range(len(jobs))]
+    with progress(title, len(jobs), quiet=quiet) as shown:
+        _run_ninja(build, lambda: shown.update(sum(path.exists() for path in outputs)))
+    return [Outcome(job, output.parent, _errors(output.parent)) for job, output in zip(jobs, outputs, strict=True)]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def files_read(folder: Path, toolchain: Toolchain) -> list[tuple[str, str]]:
+    """Return every file that a compilation read, as (root, path below it), from its dependency file.
+
+    The roots are ``src``, those of :meth:`Toolchain.roots`, and ``/`` for everything else.
+    """
+    cuda = toolchain.roots()[CUDA]
+    text = (folder / _DEPFILE).read_text().replace("\\\n", " ")
+    paths = re.split(r"(?<!\\)\s+", text.partition(": ")[2].strip())
+    found: dict[tuple[str, str], None] = {}
+    for escaped in paths:
+        path = re.sub(r"\\(.)", r"\1", escaped)
+        if not path:
+            continue
+        if path.startswith("/"):
+            real = Path(path).resolve()
+            in_cuda = real.is_relative_to(cuda)
+            found[(CUDA, str(real.relative_to(cuda))) if in_cuda else (SYSTEM, str(real.relative_to(SYSTEM)))] = None
+            continue
+        parts = Path(os.path.normpath(path)).parts
+        root, rest = (parts[0], parts[1:]) if parts[0] == OWN else (parts[1], parts[2:])
+        found[root, str(Path(*rest))] = None
+    if not any(root == OWN for root, _ in found):
+        raise CompileError(
+            f"{folder / _DEPFILE} does not name the source: the compiler wrote no usable dependency file"
+        )
+    return list(found)
+
+
+def _lay_out(jobs: Sequence[Job], build: Path, csrc: Path, toolchain: Toolchain, parallel: int) -> None:
+    (build / OWN).symlink_to(csrc.resolve())
+    for folder, links in (("inc", toolchain.includes), ("lib", toolchain.libraries)):
+        (build / folder).mkdir()
+        for name, path in links.items():
+            (build / folder / name).symlink_to(path.resolve())
+    (build / "tmp").mkdir()
+    (build / "run_job.py").write_bytes(Path(__file__).with_name("run_job.py").read_bytes())
+    commands = []
+    for i, job in enumerate(jobs):
+        (build / f"out{i}").mkdir()
+        argv = job.argv(toolchain, f"out{i}")
+        (build / f"out{i}" / LOG).write_text(_log_head(job, argv, csrc, toolchain))
+        commands.append({"argv": argv, "log": f"out{i}/{LOG}"})
+    # -k 0: keep going after a failure, so that what can be built is published
+    ninja = [str(toolchain.ninja), "-k", "0", "-j", str(parallel)]
+    commands.append({"argv": ninja, "log": ""})
+    (build / "commands.json").write_text(json.dumps(commands))
+
+
+def _log_head(job: Job, argv: Sequence[str], csrc: Path, toolchain: Toolchain) -> str:
+    """The command, and what the relative paths in it stand for: enough to repeat it by hand."""
+    links: Mapping[str, Path] = {
+        OWN: csrc,
+        **{f"inc/{name}": path for name, path in toolchain.includes.items()},
+        **{f"lib/{name}": path for name, path in toolchain.libraries.items()},
+    }
+    rows = [f"# {job.name}", f"# nvcc {toolchain.nvcc_version}, {toolchain.host_version}"]
+    rows += [f"# {name} -> {path}" for name, path in links.items()]
+    return "\n".join([*rows, shlex.join(argv), "", ""])
+
+
+def _ninja_file(count: int) -> str:
+    """The only text that a shell reads: the interpreter's path, quoted, and a number."""
+    interpreter = shlex.quote(sys.executable).replace("$", "$$")
+    if "\n" in interpreter:
+        raise CompileError(f"the path of the Python interpreter holds a line break: {sys.executable!r}")
+    rows = ["rule compile", f"  command = exec {interpreter} -I -S run_job.py $number", "  description = $number", ""]
+    for i in range(count):
+        rows += [f"build out{i}/{LIBRARY}: compile", f"  number = {i}", ""]
+    return "\n".join(rows)
+
+
+def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
+    environment = {key: value for key, value in settings.environment().items() if key not in _HIDDEN_OPTIONS}
+    environment |= {"TMPDIR": "tmp", "LC_ALL": "C"}
+    number = len(json.loads((build / "commands.json").read_text())) - 1
+    with (build / "ninja.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "run_job.py", str(number)],
+            cwd=build,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=0.2)
+                tick()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+
+
+def _errors(folder: Path) -> tuple[str, ...]:
+    if (folder / LIBRARY).is_file():
+        return ()
+    lines = [line.strip() for line in (folder / LOG).read_text(errors="replace").splitlines()[1:]]
+    found = [line for line in lines if _ERROR_LINE.search(line)]
+    return tuple((found or lines[-_FIRST_ERRORS:])[:_FIRST_ERRORS])
