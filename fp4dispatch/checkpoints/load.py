@@ -1,0 +1,230 @@
+"""Load a quantised checkpoint into a model: all or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4dispatch._tensor_checks import check_content
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
+from fp4dispatch.checkpoints.quant_config import read_quant_config
+from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
+from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, to_linear
+from fp4dispatch.errors import CheckpointError, FormatError
+from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.quantized_linear import QuantizedLinear
+
+
+@dataclass(frozen=True)
+class LoadedLayer:
+    """A layer that was replaced: its name in the model, its scheme, the stored layers it came from, bytes it holds."""
+
+    name: str
+    scheme: str
+    sources: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What :func:`load_quantized` did.
+
+    Parameters
+    ----------
+    path
+        The checkpoint's directory.
+    layers
+        The layers that are quantised now.
+    excluded
+        Linear layers that the checkpoint holds unquantised.
+    ignored
+        Tensors of the checkpoint that were not needed: scales of a quantised KV cache and, with ``strict=False``, any
+        for which the model has no place.
+    missing
+        Parameters that kept their old values (``strict=False`` only).
+    """
+
+    path: Path
+    layers: tuple[LoadedLayer, ...]
+    excluded: tuple[str, ...]
+    ignored: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def __str__(self) -> str:
+        schemes = ", ".join(sorted({layer.scheme for layer in self.layers}))
+        rest = f"; {len(self.excluded)} linear layers not quantised" if self.excluded else ""
+        return f"{len(self.layers)} layers ({schemes}) from {self.path}{rest}"
+
+
+def load_quantized(
+    model: nn.Module, path: str | Path, *, strict: bool = True, device: torch.device | str | None = None
+) -> LoadReport:
+    """Replace a model's ``nn.Linear`` modules by the quantised layers of a checkpoint, and fill everything else.
+
+    Reads ModelOpt (NVFP4, FP8), compressed-tensors (nvfp4-pack-quantized, float-quantized) and Hugging Face / DeepSeek
+    FP8 checkpoints. A fused layer of the model (``qkv_proj``, ``gate_up_proj``) is put together from its shards, each
+    with its own global scale.
+
+    All headers, shapes and dtypes are checked before anything is read; then the new layers are built beside the model,
+    one at a time; only when all are complete do they take their places, by assignments that cannot fail half-way. So
+    an error leaves the model as it was. Beyond the old and the new model, memory for about one layer is needed; build
+    the model under ``torch.device("meta")`` and there is no old one.
+
+    Parameters
+    ----------
+    model
+        Its linear layers are found by name. Parameters are replaced, not written in place; ties are kept.
+    path
+        Checkpoint directory or file, see :func:`open_checkpoint`.
+    strict
+        Whether a missing or unexpected tensor, or a layer left unquantised against the configuration, is an error.
+    device
+        Where tensors go that are now on the meta device, the CPU by default; all others stay on their devices.
+
+    Raises
+    ------
+    CheckpointError
+        Anything wrong with the checkpoint; the text names file, tensor, what was found and what was expected.
+    """
+    with open_checkpoint(path) as checkpoint:
+        plan = plan_load(model, checkpoint, read_quant_config(checkpoint), strict=strict)
+        swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"))
+        _commit(swaps)
+    return LoadReport(
+        checkpoint.path,
+        tuple(layers),
+        tuple(plan.excluded),
+        tuple(plan.ignored + plan.unexpected),
+        tuple(plan.missing),
+    )
+
+
+Swap = tuple[dict[str, Any], str, Any]
+"""A place in a module's dictionary, and what goes there."""
+
+
+def _stage(
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, device: torch.device
+) -> tuple[list[Swap], list[LoadedLayer]]:
+    """Build everything beside the model, one layer at a time."""
+    swaps: list[Swap] = []
+    layers: list[LoadedLayer] = []
+    for layer in plan.layers:
+        module, nbytes = _build(layer, checkpoint, device)
+        for name in layer.names:
+            parent, _, last = name.rpartition(".")
+            swaps.append((model.get_submodule(parent)._modules, last, module))
+        layers.append(LoadedLayer(layer.names[0], layer.scheme.name, tuple(s.name for s in layer.shards), nbytes))
+    for slot in plan.slots:
+        new = _filled(slot, checkpoint, device)
+        swaps.extend((place, key, new) for place, key in slot.slots)
+    return swaps, layers
+
+
+def _commit(swaps: list[Swap]) -> None:
+    """Put everything in its place; an interrupt in between puts the old things back."""
+    done: list[Swap] = []
+    try:
+        for place, key, new in swaps:
+            done.append((place, key, place[key]))
+            place[key] = new
+    except BaseException:
+        for place, key, old in reversed(done):
+            place[key] = old
+        raise
+
+
+def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, int]:
+    shards, stored = [], []
+    for shard in layer.shards:
+        tensors = {suffix: checkpoint.tensor(info.name) for suffix, info in shard.tensors.items()}
+        stored += [(info, tensors[suffix], suffix == layer.scheme.weight) for suffix, info in shard.tensors.items()]
+        shards.append(to_linear(layer.scheme, tensors))
+    for info, tensor, _ in stored:
+        _check_scales(info, tensor, layer.scheme)
+    old = layer.module
+    target = device if old.weight.is_meta else old.weight.device
+    weights = _owned(fuse_shards(shards), target)
+    bias = None
+    if layer.bias and old.bias is not None:
+        bias = torch.cat([checkpoint.tensor(info.name) for info in layer.bias]).to(target, old.bias.dtype)
+    make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
+    try:
+        module = make.from_weights(weights, bias, name=layer.names[0], **_options(old))
+    except FormatError as error:  # the layer reads all its elements; which tensor is bad is looked for only now
+        for info, tensor, is_weight in stored:
+            _check_e4m3(info, tensor, layer.scheme, is_weight)
+        raise CheckpointError(f"{checkpoint.path}: layer {layer.names[0]!r}: {error}") from error
+    module.train(old.training)
+    held = (weights.weight, weights.scale, weights.global_scale, weights.input_scale, bias)
+    return module, sum(t.numel() * t.element_size() for t in held if t is not None)
+
+
+def _options(old: nn.Linear | QuantizedLinear) -> dict[str, Any]:
+    """What the new layer takes over from the old one."""
+    if isinstance(old, QuantizedLinear):
+        return {"dtype": old.dtype, "activation": old.activation, "backend": old.backend}
+    return {"dtype": old.weight.dtype if old.weight.dtype in (torch.float32, torch.float16) else torch.bfloat16}
+
+
+def _owned(weights: LinearWeights, device: torch.device) -> LinearWeights:
+    """Copy out of the mapped file: the layer must outlive it, and must not change when the file does."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, copy=True).contiguous()
+
+    return LinearWeights(
+        weights.op,
+        weights.scaling,
+        weights.n,
+        weights.k,
+        own(weights.weight),
+        own(weights.scale),
+        None if weights.global_scale is None else own(weights.global_scale),
+        weights.shard_rows,
+        None if weights.input_scale is None else own(weights.input_scale),
+        weights.sf_layout,
+    )
+
+
+def _filled(slot: SlotPlan, checkpoint: Checkpoint, device: torch.device) -> torch.Tensor:
+    parts = [checkpoint.tensor(info.name) for info in slot.sources]
+    target = device if slot.old.is_meta else slot.old.device
+    mapped = parts[0] if len(parts) == 1 else torch.cat(parts)
+    new = mapped.to(target, slot.old.dtype, copy=True).contiguous()
+    if isinstance(slot.old, nn.Parameter):
+        return nn.Parameter(new, requires_grad=slot.old.requires_grad)
+    return new
+
+
+def _check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> None:
+    """Refuse floating-point scales that are NaN, infinite, negative, or zero where one scales a whole layer."""
+    if tensor.element_size() == 1 and tensor.dtype != torch.float8_e8m0fnu:
+        return
+    values = tensor.float()
+    per_layer = values.numel() == 1
+    good = (values > 0 if per_layer else values >= 0) & (values < torch.inf)
+    if scheme.divides:
+        good &= values.reciprocal() < torch.inf
+    if not bool(good.all()):
+        bad = values[~good].flatten()[0].item()
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} ({scheme.name}): found the scale {bad} ({int((~good).sum())} of "
+            f"{values.numel()} are bad), expected finite values {'above 0' if per_layer else 'of at least 0'}: "
+            "export the checkpoint again"
+        )
+
+
+def _check_e4m3(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme, is_weight: bool) -> None:
+    """Refuse e4m3 NaN, and signs in block scales."""
+    if tensor.dtype != torch.float8_e4m3fn:
+        return
+    try:
+        check_content(f"{info.file}: tensor {info.name!r} ({scheme.name}): values", tensor, signed=is_weight)
+    except FormatError as error:
+        raise CheckpointError(str(error)) from error

@@ -1,0 +1,345 @@
+"""Decide where every tensor of a checkpoint goes in a model, from headers alone; nothing is read or changed here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4dispatch.checkpoints.patterns import shard_names
+from fp4dispatch.checkpoints.quant_config import QuantConfig
+from fp4dispatch.checkpoints.reader import TORCH_DTYPES, Checkpoint, TensorInfo
+from fp4dispatch.checkpoints.schemes import Scheme, Spec, detect
+from fp4dispatch.errors import CheckpointError
+from fp4dispatch.quantized_linear import QuantizedLinear
+
+KV_CACHE_SUFFIXES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale")
+"""Scales of a quantised KV cache: they belong to attention and change no linear layer."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One stored layer: ``tensors`` by name below ``name``, and its rows."""
+
+    name: str
+    tensors: dict[str, TensorInfo]
+    rows: int
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A linear layer that becomes quantised; ``bias`` holds one tensor a shard, or nothing."""
+
+    names: tuple[str, ...]
+    module: nn.Linear | QuantizedLinear
+    scheme: Scheme
+    shards: tuple[Shard, ...]
+    bias: tuple[TensorInfo, ...]
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """A parameter or buffer that is filled as it is; ``sources`` are concatenated along dimension 0."""
+
+    names: tuple[str, ...]
+    slots: tuple[tuple[dict[str, Any], str], ...]
+    old: torch.Tensor
+    sources: tuple[TensorInfo, ...]
+
+
+@dataclass
+class Plan:
+    """Everything that loading will do."""
+
+    layers: list[LayerPlan] = field(default_factory=list)
+    slots: list[SlotPlan] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def plan_load(model: nn.Module, checkpoint: Checkpoint, config: QuantConfig | None, *, strict: bool) -> Plan:
+    """Match a model with a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor that is missing, of another shape or dtype than its place needs, or at odds with the configuration;
+        tensors of the checkpoint that have no place (``strict``); nothing quantised at all.
+    """
+    return _Planner(model, checkpoint, config, strict).plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, config: QuantConfig | None, strict: bool) -> None:
+        self.model = model
+        self.checkpoint = checkpoint
+        self.config = config
+        self.strict = strict
+        self.out = Plan()
+        self.used: set[str] = set()
+        self.below: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+        for name in checkpoint:
+            parent, _, last = name.rpartition(".")
+            self.below[parent][last] = checkpoint[name]
+
+    def plan(self) -> Plan:
+        replaced: set[int] = set()
+        fused: dict[str, tuple[TensorInfo, ...]] = {}
+        for names, module in _linears(self.model):
+            if self._quantised(names, module):
+                replaced.add(id(module))
+            else:
+                self.out.excluded.append(names[0])
+                fused |= self._fused_sources(names, module)
+        if not self.out.layers:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: no quantised tensors for any of the model's {len(self.out.excluded)} linear "
+                "layers: expected a ModelOpt, compressed-tensors or FP8 checkpoint of this model; to quantise a model "
+                "that is in memory use fp4dispatch.replace_linears, for a directory `fp4dispatch quantize`"
+            )
+        for names, slots, old, persistent in _slots(self.model, replaced):
+            self._slot(names, slots, old, persistent, fused)
+        self._leftovers()
+        return self.out
+
+    def _quantised(self, names: tuple[str, ...], module: nn.Linear | QuantizedLinear) -> bool:
+        """Plan a layer if the checkpoint holds it quantised; False if it is to stay as it is."""
+        stored = self._stored_names(names)
+        schemes = {name: detect({k: (i.dtype, i.shape) for k, i in self.below[name].items()}) for name in stored}
+        quantised = [name for name in stored if schemes[name]]
+        for name in stored:
+            self._agree_on_whether(name, names[0], bool(schemes[name]))
+        if not quantised:
+            return False
+        if len(quantised) < len(stored):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: layer {names[0]!r} is fused from {', '.join(stored)}; only "
+                f"{', '.join(quantised)} are quantised, expected all or none: keep the layers apart in the model"
+            )
+        chosen = {self._agree_on_scheme(name, schemes[name]) for name in stored}
+        if len(chosen) > 1:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: the shards of layer {names[0]!r} are stored as "
+                f"{', '.join(sorted(s.name for s in chosen))}; expected one scheme: keep the layers apart in the model"
+            )
+        self._plan_layer(names, module, chosen.pop(), stored)
+        return True
+
+    def _stored_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Names under which the checkpoint stores a layer: its own, or those of its shards."""
+        for name in names:
+            if self.below.get(name):
+                return (name,)
+        for name in names:
+            shards = shard_names(name)
+            there = [shard for shard in shards if self.below.get(shard)]
+            if there and len(there) < len(shards):
+                absent = next(s for s in shards if s not in there)
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: layer {name!r} is fused from {', '.join(shards)}; tensor "
+                    f"'{absent}.weight' is missing: expected all of them"
+                )
+            if there:
+                return shards
+        return ()
+
+    def _agree_on_whether(self, name: str, module_name: str, quantised: bool) -> None:
+        if self.config is None:
+            return
+        expected = bool(self.config.schemes_for(name)) and not self.config.excludes(module_name)
+        if quantised == expected or not (quantised or self.strict):
+            return
+        found = ", ".join(f"{k} {i}" for k, i in sorted(self.below[name].items()))
+        raise CheckpointError(
+            f"{self.config.source}: says that {name!r} is {'' if expected else 'not '}quantised, but "
+            f"{self.checkpoint.path} holds {found}: configuration and tensors do not belong together"
+        )
+
+    def _agree_on_scheme(self, name: str, candidates: tuple[Scheme, ...]) -> Scheme:
+        if self.config is None:
+            return candidates[0]
+        expected = self.config.schemes_for(name)
+        for scheme in candidates:
+            if scheme.name in expected:
+                return scheme
+        raise CheckpointError(
+            f"{self.config.source}: says that {name!r} is stored as {' or '.join(expected)}, but the tensors in "
+            f"{self.checkpoint.path} are {' or '.join(s.name for s in candidates)}: they do not belong together"
+        )
+
+    def _plan_layer(
+        self, names: tuple[str, ...], module: nn.Linear | QuantizedLinear, scheme: Scheme, stored: tuple[str, ...]
+    ) -> None:
+        n, k = module.out_features, module.in_features
+        shards = tuple(self._shard(name, scheme, n if len(stored) == 1 else None, k) for name in stored)
+        total = sum(shard.rows for shard in shards)
+        if total != n:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {', '.join(stored)} have {' + '.join(str(s.rows) for s in shards)} = {total} "
+                f"rows, expected the {n} of the model's {names[0]!r}: the checkpoint is of another model"
+            )
+        bias: list[TensorInfo] = []
+        if module.bias is not None:
+            for shard in shards:
+                info = self._take(f"{shard.name}.bias")
+                if info is not None:
+                    _expect_like(info, (shard.rows,), torch.float32)
+                    bias.append(info)
+        if bias and len(bias) < len(shards):
+            raise CheckpointError(f"{self.checkpoint.path}: only some shards of {names[0]!r} have a bias: {bias}")
+        self.out.layers.append(LayerPlan(names, module, scheme, shards, tuple(bias)))
+
+    def _shard(self, name: str, scheme: Scheme, n: int | None, k: int) -> Shard:
+        weight = self.below[name].get(scheme.weight)
+        if n is None and weight is not None and weight.shape:
+            n = weight.shape[0]
+        if scheme.op == "nvfp4_gemm" and k % 16:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: layer {name!r}: the model's K={k} is not a multiple of 16, as NVFP4 needs: "
+                "the checkpoint is of another model"
+            )
+        tensors = {}
+        for suffix, spec in scheme.specs(n or 0, k).items():
+            full = f"{name}.{suffix}"
+            info = self.below[name].get(suffix)
+            if info is not None:
+                _expect(info, spec, scheme)
+                tensors[suffix] = info
+                self.used.add(full)
+            elif spec.required:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: tensor {full!r} is missing: expected {spec} ({scheme.name}); the "
+                    "checkpoint is incomplete: fetch or export it again"
+                )
+        return Shard(name, tensors, n or 0)
+
+    def _fused_sources(
+        self, names: tuple[str, ...], module: nn.Linear | QuantizedLinear
+    ) -> dict[str, tuple[TensorInfo, ...]]:
+        """Sources of a fused layer that is not quantised: its shards' tensors, by the layer's parameter name."""
+        stored = self._stored_names(names)
+        if len(stored) < 2:
+            return {}
+        sources = {}
+        for key in ("weight", "bias"):
+            infos = [self.below[name][key] for name in stored if key in self.below[name]]
+            if len(infos) == len(stored) and getattr(module, key) is not None:
+                sources[f"{names[0]}.{key}"] = tuple(infos)
+        return sources
+
+    def _take(self, name: str) -> TensorInfo | None:
+        if name not in self.checkpoint:
+            self.out.missing.append(name)
+            return None
+        self.used.add(name)
+        return self.checkpoint[name]
+
+    def _slot(
+        self,
+        names: tuple[str, ...],
+        slots: tuple[tuple[dict[str, Any], str], ...],
+        old: torch.Tensor,
+        persistent: bool,
+        fused: dict[str, tuple[TensorInfo, ...]],
+    ) -> None:
+        sources = next((fused[name] for name in names if name in fused), ())
+        there = [name for name in names if name in self.checkpoint]
+        if not sources and there:
+            sources = (self.checkpoint[there[0]],)
+            self.used.update(there)
+        self.used.update(info.name for info in sources)
+        if sources:
+            rows = sum(info.shape[0] if info.shape else 1 for info in sources)
+            for info in sources:
+                shape = tuple(old.shape) if len(sources) == 1 else (info.shape[:1] + tuple(old.shape)[1:])
+                _expect_like(info, shape, old.dtype)
+            if len(sources) > 1 and rows != old.shape[0]:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: {', '.join(i.name for i in sources)} have {rows} rows, expected "
+                    f"{old.shape[0]} for {names[0]!r}"
+                )
+            self.out.slots.append(SlotPlan(names, slots, old, sources))
+        elif persistent:
+            self.out.missing.append(names[0])
+        elif old.is_meta and self.strict:
+            raise CheckpointError(
+                f"buffer {names[0]!r} of the model is on the meta device and no checkpoint stores it: build the model "
+                "on the CPU, or only its parameters on meta (accelerate.init_empty_weights(include_buffers=False))"
+            )
+
+    def _leftovers(self) -> None:
+        for name in self.checkpoint:
+            if name not in self.used:
+                kv = name.rpartition(".")[2] in KV_CACHE_SUFFIXES
+                (self.out.ignored if kv else self.out.unexpected).append(name)
+        if not self.strict:
+            return
+        for what, names, why in (
+            ("missing", self.out.missing, "the model needs it"),
+            ("unexpected", self.out.unexpected, "the model has no place for it"),
+        ):
+            if names:
+                file = self.checkpoint[names[0]].file if what == "unexpected" else self.checkpoint.path
+                more = f" (and {len(names) - 1} more: {', '.join(names[1:4])} ...)" if len(names) > 1 else ""
+                raise CheckpointError(
+                    f"{file}: tensor {names[0]!r}{more} is {what}: {why}; is this a checkpoint of this model? "
+                    "strict=False loads what fits and reports the rest"
+                )
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Linear | QuantizedLinear]]:
+    """Yield every linear layer once, with all names that it has."""
+    names: dict[int, list[str]] = defaultdict(list)
+    modules: dict[int, nn.Linear | QuantizedLinear] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (nn.Linear, QuantizedLinear)) and name:
+            names[id(module)].append(name)
+            modules[id(module)] = module
+    for key, module in modules.items():
+        yield tuple(names[key]), module
+
+
+def _slots(
+    model: nn.Module, replaced: set[int]
+) -> Iterator[tuple[tuple[str, ...], tuple[tuple[dict[str, Any], str], ...], torch.Tensor, bool]]:
+    """Yield every parameter and buffer outside the replaced layers once: names, places, the tensor, persistent."""
+    names: dict[int, list[str]] = defaultdict(list)
+    places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    tensors: dict[int, tuple[torch.Tensor, bool]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if id(module) in replaced:
+            continue
+        for slots in (module._parameters, module._buffers):
+            for key, tensor in slots.items():
+                if tensor is None:
+                    continue
+                names[id(tensor)].append(f"{prefix}.{key}" if prefix else key)
+                places[id(tensor)].append((slots, key))
+                tensors[id(tensor)] = (tensor, key not in module._non_persistent_buffers_set)
+    for number, (tensor, persistent) in tensors.items():
+        yield tuple(names[number]), tuple(places[number]), tensor, persistent
+
+
+def _expect(info: TensorInfo, spec: Spec, scheme: Scheme) -> None:
+    if info.dtype not in spec.dtypes or info.shape not in spec.shapes:
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} is {info}, expected {spec} ({scheme.name}): the checkpoint is damaged "
+            "or of another model"
+        )
+
+
+def _expect_like(info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Require the shape, and the dtype up to the width of a float (F32, BF16, F16 and F64 convert into each other)."""
+    floats = ("F32", "BF16", "F16", "F64")
+    fits = info.dtype in floats if dtype.is_floating_point else TORCH_DTYPES.get(info.dtype) == dtype
+    if info.shape != shape or not (fits or TORCH_DTYPES.get(info.dtype) == dtype):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} is {info}, expected {str(dtype).removeprefix('torch.')} {list(shape)}: "
+            "the checkpoint is damaged or of another model"
+        )

@@ -1,0 +1,208 @@
+"""Quantise a checkpoint directory into another one, one layer at a time, without building the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.companions import copy_companions, write_configs
+from fp4dispatch.checkpoints.publish import atomic_directory
+from fp4dispatch.checkpoints.quant_config import CONFIG_FILE, read_quant_config
+from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
+from fp4dispatch.checkpoints.save import DEFAULT_SHARD_BYTES, layer_entries, producer_version, scheme_for
+from fp4dispatch.checkpoints.schemes import Scheme, from_linear
+from fp4dispatch.checkpoints.write_config import write_quant_config
+from fp4dispatch.checkpoints.writer import Entry, write_tensors
+from fp4dispatch.errors import CheckpointError
+from fp4dispatch.formats import NVFP4_BLOCK, fp8_quantize, nvfp4_quantize
+from fp4dispatch.problem import Scaling
+
+QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]
+FORMATS: dict[QuantizeFormat, tuple[str, Scaling]] = {
+    "modelopt": ("modelopt", "nvfp4"),
+    "compressed-tensors": ("compressed-tensors", "nvfp4"),
+    "fp8": ("fp8", "tensor"),
+    "fp8-channel": ("compressed-tensors", "row"),
+    "fp8-block": ("fp8", "block128"),
+}
+"""What to quantise to -> the tool whose configuration is written, and the scaling."""
+
+assert tuple(FORMATS) == get_args(QuantizeFormat)
+
+Progress = Callable[[str, int, int], None]
+"""Called after each tensor with its name, bytes read so far and bytes in all."""
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A layer that was quantised: name, logical shape [N, K], bytes of its weight before and after (with scales)."""
+
+    name: str
+    n: int
+    k: int
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What :func:`quantize_checkpoint` did; ``skipped`` gives the reason for each linear layer left as it was."""
+
+    out: Path
+    format: QuantizeFormat
+    scheme: str
+    layers: tuple[QuantizedLayer, ...]
+    skipped: dict[str, str]
+    bytes_before: int
+    bytes_after: int
+    files: tuple[str, ...]
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    format: QuantizeFormat,
+    linears: Collection[str],
+    *,
+    excluded: Collection[str] = (),
+    overwrite: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantise the weights of named linear layers; everything else is copied as it is.
+
+    Weights only: without calibration data there are no static activation scales, so the configuration says that
+    activations are scaled at run time (FP8) or not quantised (``W4A16_NVFP4``, ``NVFP4A16``).
+
+    Parameters
+    ----------
+    source
+        Directory of an unquantised safetensors checkpoint.
+    out
+        Directory to create; it appears when all is written.
+    format
+        See ``FORMATS``.
+    linears
+        Names of all ``nn.Linear`` modules, as in the checkpoint (``<name>.weight`` [N, K] in a 16- or 32-bit float).
+    excluded
+        Those of them to leave as they are.
+    overwrite
+        Whether an existing checkpoint directory may be replaced.
+    max_shard_bytes
+        Data bytes a file at most.
+    progress
+        Called after each tensor.
+
+    Raises
+    ------
+    CheckpointError
+        A source that is broken, already quantised, or holds NaN or Inf in a weight; nothing to quantise; an output
+        that exists or cannot be written.
+    """
+    source, out = Path(source), Path(out)
+    method, scaling = FORMATS[format]
+    scheme = scheme_for(method, scaling)
+    with open_checkpoint(source) as checkpoint:
+        _check_source(checkpoint, out)
+        layers, skipped = _choose(checkpoint, scheme, linears, excluded)
+        entries: list[Entry] = []
+        for name in checkpoint:
+            info = checkpoint[name]
+            parent = name.removesuffix(".weight")
+            if name.endswith(".weight") and parent in layers:
+                entries += layer_entries(scheme, parent, *info.shape, static=False)
+            else:
+                entries.append(Entry(name, info.dtype, info.shape))
+        configs = write_quant_config(
+            method, dict.fromkeys(layers, (scheme.name, False)), sorted(skipped), producer_version()
+        )
+        with atomic_directory(out, overwrite=overwrite) as directory:
+            copy_companions(checkpoint.path, directory)
+            write_configs(directory, checkpoint.config(CONFIG_FILE) or {}, configs)
+            files = write_tensors(directory, entries, _stream(checkpoint, scheme, layers, progress), max_shard_bytes)
+        return QuantizeReport(
+            out,
+            format,
+            scheme.name,
+            tuple(_layer_report(scheme, name, info) for name, info in layers.items()),
+            skipped,
+            checkpoint.nbytes,
+            sum(entry.nbytes for entry in entries),
+            tuple(file.name for file in files),
+        )
+
+
+def _check_source(checkpoint: Checkpoint, out: Path) -> None:
+    config = read_quant_config(checkpoint)
+    if config is not None:
+        raise CheckpointError(
+            f"{config.source}: the checkpoint is already quantised ({config.method}), expected an unquantised one: "
+            "quantise the original, since quantising twice loses more"
+        )
+    if checkpoint.path.is_relative_to(out.resolve()):
+        raise CheckpointError(f"{out}: would overwrite the source {checkpoint.path}: choose another directory")
+
+
+def _choose(
+    checkpoint: Checkpoint, scheme: Scheme, linears: Collection[str], excluded: Collection[str]
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    layers: dict[str, TensorInfo] = {}
+    skipped: dict[str, str] = {}
+    for name in linears:
+        if f"{name}.weight" not in checkpoint:
+            skipped[name] = "not in the checkpoint (tied to another weight, or unused)"
+            continue
+        info = checkpoint[f"{name}.weight"]
+        if name in excluded:
+            skipped[name] = "excluded"
+        elif info.dtype not in ("F32", "BF16", "F16") or len(info.shape) != 2 or 0 in info.shape:
+            skipped[name] = f"its weight is {info}, expected F32, BF16 or F16 [N, K]"
+        elif scheme.op == "nvfp4_gemm" and info.shape[1] % NVFP4_BLOCK:
+            skipped[name] = f"K={info.shape[1]} is not a multiple of {NVFP4_BLOCK}, which the format needs"
+        else:
+            layers[name] = info
+    if not layers:
+        reasons = "; ".join(f"{n}: {why}" for n, why in list(skipped.items())[:3])
+        raise CheckpointError(f"{checkpoint.path}: no linear layer to quantise ({reasons or 'none was named'})")
+    return layers, skipped
+
+
+def _stream(
+    checkpoint: Checkpoint, scheme: Scheme, layers: dict[str, TensorInfo], progress: Progress | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    done = 0
+    for name in checkpoint:
+        info = checkpoint[name]
+        parent = name.removesuffix(".weight")
+        if name.endswith(".weight") and parent in layers:
+            weights = _quantize(checkpoint.tensor(name), scheme.scaling, info)
+            for suffix, tensor in from_linear(scheme, weights).items():
+                yield f"{parent}.{suffix}", tensor
+        else:
+            yield name, checkpoint.tensor(name)
+        done += info.nbytes
+        if progress is not None:
+            progress(name, done, checkpoint.nbytes)
+
+
+def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo) -> LinearWeights:
+    n, k = weight.shape
+    if not bool(torch.isfinite(weight).all()):
+        raise CheckpointError(f"{info.file}: tensor {info.name!r} holds NaN or Inf, expected finite weights")
+    if scaling == "nvfp4":
+        packed = nvfp4_quantize(weight)
+        global_scale = packed.global_scale.reshape(1)
+        return LinearWeights("nvfp4_gemm", "nvfp4", n, k, packed.data, packed.sf, global_scale, (n,))
+    data, scale = fp8_quantize(weight, scaling)
+    return LinearWeights("fp8_gemm", scaling, n, k, data, scale)
+
+
+def _layer_report(scheme: Scheme, name: str, info: TensorInfo) -> QuantizedLayer:
+    n, k = info.shape
+    after = sum(entry.nbytes for entry in layer_entries(scheme, name, n, k, static=False))
+    return QuantizedLayer(name, n, k, info.nbytes, after)

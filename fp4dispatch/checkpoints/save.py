@@ -1,0 +1,212 @@
+"""Save a model with quantised layers as a checkpoint in the format of another tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.companions import copy_companions, write_configs
+from fp4dispatch.checkpoints.patterns import shard_names
+from fp4dispatch.checkpoints.publish import atomic_directory
+from fp4dispatch.checkpoints.quant_config import CONFIG_FILE
+from fp4dispatch.checkpoints.reader import MAX_CONFIG_BYTES
+from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
+from fp4dispatch.checkpoints.strict_json import read_object
+from fp4dispatch.checkpoints.write_config import write_quant_config
+from fp4dispatch.checkpoints.writer import SAFETENSORS_DTYPES, Entry, write_tensors
+from fp4dispatch.errors import CheckpointError
+from fp4dispatch.problem import Scaling
+from fp4dispatch.quantized_linear import QuantizedLinear
+
+SaveFormat = Literal["modelopt", "compressed-tensors", "fp8"]
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+METHOD_SCHEMES: dict[str, dict[Scaling, str]] = {
+    "modelopt": {"nvfp4": "modelopt-nvfp4", "tensor": "fp8-tensor", "row": "fp8-channel"},
+    "compressed-tensors": {
+        "nvfp4": "nvfp4-pack-quantized",
+        "tensor": "fp8-tensor",
+        "row": "fp8-channel",
+        "block128": "fp8-block-ct",
+    },
+    "fp8": {"tensor": "fp8-tensor", "row": "fp8-channel", "block128": "fp8-block"},
+}
+
+
+def scheme_for(method: str, scaling: Scaling) -> Scheme:
+    """Return how a tool stores a scaling.
+
+    Raises
+    ------
+    CheckpointError
+        An unknown tool, or one that has no format for this scaling.
+    """
+    if method not in METHOD_SCHEMES:
+        raise CheckpointError(f"format {method!r} is not known: use one of {', '.join(METHOD_SCHEMES)}")
+    if scaling not in METHOD_SCHEMES[method]:
+        able = [name for name, schemes in METHOD_SCHEMES.items() if scaling in schemes]
+        raise CheckpointError(f"format {method!r} cannot store {scaling!r} scaling: use {' or '.join(able)}")
+    scheme = SCHEMES[METHOD_SCHEMES[method][scaling]]
+    # transformers refuses a compressed-tensors checkpoint whose per-tensor scales are not [1].
+    return replace(scheme, scalar=(1,)) if method == "compressed-tensors" else scheme
+
+
+def layer_entries(scheme: Scheme, name: str, n: int, k: int, *, static: bool) -> list[Entry]:
+    """Return the tensors that a layer of N x K is written as; ``static``: with its input scale."""
+    specs = scheme.specs(n, k)
+    return [
+        Entry(f"{name}.{suffix}", spec.dtypes[0], written_shape(scheme, suffix, n, k))
+        for suffix, spec in specs.items()
+        if spec.required or static
+    ]
+
+
+def save_quantized(
+    model: nn.Module,
+    out_dir: str | Path,
+    format: SaveFormat = "modelopt",
+    *,
+    source_dir: str | Path | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> tuple[Path, ...]:
+    """Save a model whose linear layers are :class:`FP4Linear` or :class:`FP8Linear`; returns the safetensors files.
+
+    The directory appears when everything is written and flushed; on an error there is nothing. Fused NVFP4 layers are
+    written as their shards, each with its own global scale. Tied parameters are written once.
+
+    Parameters
+    ----------
+    model
+        At least one layer quantised; any device.
+    out_dir
+        Directory to create.
+    format
+        ``modelopt`` (NVFP4, FP8 per tensor with static input scales, FP8 per channel), ``compressed-tensors``
+        (nvfp4-pack-quantized, float-quantized) or ``fp8`` (Hugging Face / DeepSeek blocks; vLLM per tensor or channel).
+    source_dir
+        Where to copy config.json, tokenizer and other small files from. Without it, config.json is written from
+        ``model.config`` where the model has one.
+    overwrite
+        Whether an existing checkpoint directory may be replaced.
+    max_shard_bytes
+        Data bytes a file at most; a single larger tensor has a file to itself.
+
+    Raises
+    ------
+    CheckpointError
+        Layers that the format cannot store, tensors on the meta device, an existing ``out_dir``, or a failed write.
+    """
+    layers = list(_layers(model, format))
+    if not layers:
+        raise CheckpointError("the model has no quantised layer: use fp4dispatch.replace_linears first")
+    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
+    others = _other_tensors(model, inside)
+    entries = [e for layer in layers for e in layer.entries()]
+    entries += [Entry(name, _dtype_name(name, t), tuple(t.shape)) for name, t in others.items()]
+    ignore = sorted(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    configs = write_quant_config(
+        format, {layer.name: (layer.scheme.name, layer.weights.input_scale is not None) for layer in layers}, ignore,
+        producer_version(),
+    )  # fmt: skip
+
+    def produce() -> Iterator[tuple[str, torch.Tensor]]:
+        for layer in layers:
+            yield from layer.tensors()
+        yield from others.items()
+
+    with atomic_directory(Path(out_dir), overwrite=overwrite) as directory:
+        if source_dir is not None:
+            copy_companions(Path(source_dir).resolve(), directory)
+        write_configs(directory, _base_config(model, source_dir), configs)
+        files = write_tensors(directory, entries, produce(), max_shard_bytes)
+    return tuple(Path(out_dir) / file.name for file in files)
+
+
+def producer_version() -> str:
+    """Return this package's version, as written into ModelOpt's producer field."""
+    try:
+        return version("fp4dispatch")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class _Layer:
+    """A layer, or a shard of a fused one, as it is going to be stored."""
+
+    def __init__(self, name: str, scheme: Scheme, weights: LinearWeights, bias: torch.Tensor | None) -> None:
+        self.name = name
+        self.scheme = scheme
+        self.weights = weights
+        self.bias = bias
+
+    def entries(self) -> list[Entry]:
+        static = self.weights.input_scale is not None
+        entries = layer_entries(self.scheme, self.name, self.weights.n, self.weights.k, static=static)
+        if self.bias is not None:
+            name = f"{self.name}.bias"
+            entries.append(Entry(name, _dtype_name(name, self.bias), tuple(self.bias.shape)))
+        return entries
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for suffix, tensor in from_linear(self.scheme, self.weights).items():
+            yield f"{self.name}.{suffix}", tensor
+        if self.bias is not None:
+            yield f"{self.name}.bias", self.bias
+
+
+def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            continue
+        weights = module.weights()
+        scheme = scheme_for(format, weights.scaling)
+        rows = weights.shard_rows
+        if len(rows) < 2:
+            yield _Layer(name, scheme, weights, module.bias)
+            continue
+        names = shard_names(name)
+        if len(names) != len(rows):
+            raise CheckpointError(
+                f"layer {name!r} is fused from {len(rows)} shards with their own global scales, and the names of its "
+                f"shards are not known (expected a layer called qkv_proj or gate_up_proj): the formats store one "
+                "global scale a layer"
+            )
+        biases = [None] * len(rows) if module.bias is None else list(torch.split(module.bias, list(rows)))
+        for shard_name, shard, bias in zip(names, split_shards(weights), biases, strict=True):
+            yield _Layer(shard_name, scheme, shard, bias)
+
+
+def _other_tensors(model: nn.Module, inside: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Persistent tensors outside the quantised layers, each once: a tie is restored by the model, not by the file."""
+    others: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.startswith(inside) or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        others[name] = tensor
+    return others
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in SAFETENSORS_DTYPES or tensor.is_meta:
+        raise CheckpointError(f"tensor {name!r} is {tensor.dtype} on {tensor.device}: safetensors cannot store it")
+    return SAFETENSORS_DTYPES[tensor.dtype]
+
+
+def _base_config(model: nn.Module, source_dir: str | Path | None) -> dict[str, Any]:
+    if source_dir is not None:
+        file = Path(source_dir) / CONFIG_FILE
+        return read_object(file, max_bytes=MAX_CONFIG_BYTES) if file.exists() else {}
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    config = json.loads(to_json()) if callable(to_json) else {}
+    return config if isinstance(config, dict) else {}
