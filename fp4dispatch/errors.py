@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fp4dispatch.decision import Decision
 
 
@@ -74,6 +76,10 @@ class FlagsError(Fp4DispatchError, ValueError):
 
 class CompileError(Fp4DispatchError, RuntimeError):
     """A kernel did not compile; the message holds the first errors, the log path and the command to rerun."""
+
+    def __init__(self, message: str, log: Path | None = None) -> None:
+        super().__init__(message)
+        self.log = log
 
 
 class ProofError(Fp4DispatchError, RuntimeError):

@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 OK, FAILED, USAGE = 0, 1, 2
 
 HELP: dict[str, str] = {
+    "build": "compile kernels ahead of time, for any GPU",
+    "cache": "list or clear the compiled kernels",
+    "doctor": "check this machine: every failing check says how to fix it",
     "env": "print versions, GPUs and settings, ready to paste into an issue",
     "explain": "show which backend would run a GEMM, on this machine or any other, and why",
+    "quantize": "quantise a model directory to NVFP4 or FP8",
+    "verify": "prove the barriers of the compiled kernels again",
 }
 
 

@@ -43,6 +43,11 @@ class Built:
     cached: bool
 
     @property
+    def proven(self) -> bool:
+        """Whether the disassembler has seen everything in this very binary that its flags promise."""
+        return self.proof is not None and not self.proof.faults(self.entry.request)
+
+    @property
     def pdl_allowed(self) -> bool:
         """Whether this very binary may be launched with PDL."""
         return self.proof is not None and self.proof.pdl_allowed(self.entry.request)
@@ -169,6 +174,11 @@ def build_all(
     return [result for result in results if result is not None]
 
 
+def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built | None]:
+    """Return which jobs are finished in a cache, without compiling any."""
+    return [_find(job, catalog, [cache], _toolchain_or_none(job)) for job in jobs]
+
+
 def caches() -> list[Cache]:
     """Return the user's cache, then the folder of finished kernels that this installation carries, if any."""
     found = [Cache(default_folder())]
@@ -293,7 +303,7 @@ def _compile_error(failed: list[Outcome], total: int, seconds: float, cache: Cac
         rows.append("  it was killed, most likely for want of memory: try MAX_JOBS=1")
     rows.append(f"  full log: {log}")
     rows.append(f"  rerun: fp4dispatch build --arch {job.record.archs[0].capability} --ops {job.kernel.op} --verbose")
-    return CompileError("\n".join(rows))
+    return CompileError("\n".join(rows), log)
 
 
 def _is_full(folder: Path) -> bool:

@@ -1,0 +1,128 @@
+"""``fp4dispatch build``: compile and prove kernels ahead of time, for any GPU, on a machine that needs none.
+
+Without ``--out`` the kernels go into the user's cache. A folder given by ``--out`` can be carried by a container image
+and used there as ``FP4DISPATCH_CACHE_DIR``; what is in it needs neither nvcc nor CUTLASS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp4dispatch import system as machine
+from fp4dispatch.arch import Arch
+from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.cache import Cache, default_folder
+from fp4dispatch.jit.compile import Job
+from fp4dispatch.jit.manifest import OPS, Catalog, installed
+from fp4dispatch.settings import settings
+
+if TYPE_CHECKING:
+    from fp4dispatch.cli import Subparsers
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser("build", help="compile kernels ahead of time", description=__doc__)
+    parser.add_argument(
+        "--arch", type=_archs, metavar="9.0,12.0", help="capabilities to build for (default: of the GPUs here)"
+    )
+    parser.add_argument("--ops", type=_ops, default=OPS, metavar="OP,...", help=f"default: {','.join(OPS)}")
+    parser.add_argument("--variant", action="append", metavar="ID", help="only variants of this id; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the finished kernels (default: the cache)")
+    parser.add_argument("--verbose", action="store_true", help="print the whole log of a file that fails")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build and print one row a kernel; 0 where all are finished and proven, 1 otherwise."""
+    catalog = installed()
+    archs = args.arch or _default_archs()
+    if not archs:
+        print("no GPU is visible here; say what to build for, e.g. fp4dispatch build --arch 9.0,12.0", file=sys.stderr)
+        return 2
+    jobs = _jobs(catalog, archs, args.ops, args.variant)
+    cache = Cache(args.out, portable=True) if args.out else Cache(default_folder())
+    started = time.monotonic()
+    failure: Fp4DispatchError | None = None
+    try:
+        kernels.build_all(jobs, catalog, cache=cache, pinned=args.out is not None, quiet=args.json)
+    except Fp4DispatchError as error:
+        failure = error
+    done = kernels.finished(jobs, catalog, cache)
+    rows = [
+        {
+            "name": job.name,
+            "op": job.kernel.op,
+            "built": built is not None,
+            "proven": built is not None and built.proven,
+        }
+        | ({"pdl": built.pdl_allowed, "folder": str(built.entry.folder)} if built else {})
+        for job, built in zip(jobs, done, strict=True)
+    ]
+    ok = failure is None and all(row["built"] and row["proven"] for row in rows)
+    if args.json:
+        error_text = str(failure) if failure else None
+        print(json.dumps({"ok": ok, "error": error_text, "folder": str(cache.root), "kernels": rows}, indent=2))
+    else:
+        _print(rows, cache.root, time.monotonic() - started, failure, verbose=args.verbose)
+    return 0 if ok else 1
+
+
+def _print(
+    rows: list[dict[str, object]], folder: Path, seconds: float, failure: Fp4DispatchError | None, *, verbose: bool
+) -> None:
+    width = max(len(str(row["name"])) for row in rows)
+    for row in rows:
+        state = "proven" if row["proven"] else "NOT PROVEN" if row["built"] else "NOT BUILT"
+        print(f"{row['name']:<{width}}  {state}{', PDL allowed' if row.get('pdl') else ''}")
+    built = sum(bool(row["built"]) for row in rows)
+    print(f"{built} of {len(rows)} kernels in {folder} after {seconds:.0f} s")
+    if failure is not None:
+        sys.stdout.flush()
+        print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
+        if verbose and isinstance(failure, CompileError) and failure.log is not None:
+            print(failure.log.read_text(errors="replace"), file=sys.stderr)
+
+
+def _jobs(catalog: Catalog, archs: tuple[Arch, ...], ops: tuple[str, ...], variants: list[str] | None) -> list[Job]:
+    jobs = [
+        Job(kernel, variant, catalog.record(target), catalog.common)
+        for kernel, variant, target in catalog.jobs(archs, ops)
+        if not variants or variant.id in variants
+    ]
+    if not jobs:
+        raise FlagsError(
+            f"no kernel matches arch {', '.join(arch.capability for arch in archs)}, ops {', '.join(ops)}"
+            + (f", variants {', '.join(variants)}" if variants else "")
+        )
+    for arch in archs:
+        if not any(arch in job.record.archs for job in jobs):
+            logging.getLogger("fp4dispatch").warning("no kernel of these ops is for %s", arch)
+    return jobs
+
+
+def _default_archs() -> tuple[Arch, ...]:
+    if settings.arch:
+        return (Arch.parse(settings.arch),)
+    return tuple(dict.fromkeys(gpu.arch for gpu in machine.detected().gpus))
+
+
+def _archs(text: str) -> tuple[Arch, ...]:
+    try:
+        return tuple(dict.fromkeys(Arch.parse(part) for part in text.split(",")))
+    except Fp4DispatchError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _ops(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [name for name in names if name not in OPS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not an op; known: {', '.join(OPS)}")
+    return names

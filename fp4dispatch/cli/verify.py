@@ -1,0 +1,116 @@
+"""``fp4dispatch verify``: disassemble every finished kernel again and print what is in it.
+
+The proof that was stored when a kernel was built is compared with what the disassembler sees now. A kernel that has no
+proof yet gets one. Exit code 1 where anything is damaged, unproven or breaks a promise, and where there is nothing to
+verify.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fp4dispatch.errors import Fp4DispatchError, ToolchainError
+from fp4dispatch.jit import prove
+from fp4dispatch.jit.cache import Cache, Entry, verify
+from fp4dispatch.jit.kernels import caches
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.prove import KernelProof, Proof
+from fp4dispatch.jit.toolchain import Disassembler, disassembler
+
+if TYPE_CHECKING:
+    from fp4dispatch.cli import Subparsers
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One cache entry with its proof and everything that is wrong with it."""
+
+    entry: Entry
+    proof: Proof | None
+    faults: tuple[str, ...]
+
+    @property
+    def pdl_allowed(self) -> bool:
+        """Whether a launch of this binary may carry the PDL attribute."""
+        return not self.faults and self.proof is not None and self.proof.pdl_allowed(self.entry.request)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        return {
+            "name": self.entry.name,
+            "folder": str(self.entry.folder),
+            "ok": not self.faults,
+            "pdl_allowed": self.pdl_allowed,
+            "faults": list(self.faults),
+            "proof": dataclasses.asdict(self.proof) if self.proof else None,
+        }
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser("verify", help="prove the finished kernels again", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and print every entry; 0 where all are sound and proven."""
+    note = ""
+    tools: Disassembler | None = None
+    try:
+        tools = disassembler(installed().common.minimum["disassembler"])
+    except ToolchainError as error:
+        note = str(error)
+    searched = caches()
+    checked = [check(cache, entry, tools) for cache in searched for entry in cache.entries()]
+    ok = bool(checked) and not any(row.faults for row in checked)
+    if args.json:
+        print(json.dumps({"ok": ok, "note": note, "entries": [row.to_dict() for row in checked]}, indent=2))
+        return 0 if ok else 1
+    if note:
+        print(f"only stored proofs are shown: {note}")
+    for row in checked:
+        print(text(row))
+    if not checked:
+        print(f"no finished kernel in {', '.join(str(cache.root) for cache in searched)}")
+        print("  fix: fp4dispatch build --arch 12.0 (or any capability)")
+    return 0 if ok else 1
+
+
+def check(cache: Cache, entry: Entry, tools: Disassembler | None) -> Checked:
+    """Verify one entry: its hash, its stored proof, and the proof made now where there is a disassembler."""
+    try:
+        verify(entry)
+        stored = prove.read(entry)
+        seen = prove.prove(entry.library, entry.request, tools) if tools else stored
+        if seen is None:
+            return Checked(entry, None, ("not proven: it will run without PDL",))
+        faults = seen.faults(entry.request)
+        if stored is None and not faults:
+            cache.add_proof(entry, seen.to_json())
+        elif stored is not None and stored.kernels != seen.kernels:
+            faults.append("the stored proof is not what the disassembler sees")
+    except Fp4DispatchError as error:
+        return Checked(entry, None, (str(error),))
+    return Checked(entry, seen, tuple(faults))
+
+
+def text(row: Checked) -> str:
+    """Lay one entry out for people: a line of its own, one line a kernel, one a fault."""
+    state = "FAILED" if row.faults else "proven"
+    lines = [f"{row.entry.name}  {state}{', PDL allowed' if row.pdl_allowed else ''}"]
+    lines += [f"    {_line(kernel)}" for kernel in (row.proof.kernels if row.proof else ())]
+    lines += [f"    FAULT {fault}" for fault in row.faults]
+    return "\n".join(lines)
+
+
+def _line(kernel: KernelProof) -> str:
+    mma = ", ".join(f"{opcode} x{count}" for opcode, count in kernel.mma.items()) or "no tensor-core instruction"
+    order = f", {len(kernel.unguarded)} BEFORE THE BARRIER" if kernel.unguarded else ""
+    return (
+        f"ACQBULK {kernel.wait}, PREEXIT {kernel.signal}{order}; {mma}; {kernel.registers} registers, "
+        f"{kernel.spills} spill instructions, {kernel.shared} B static shared memory  {kernel.short}"
+    )
