@@ -277,6 +277,15 @@ def _once(key: object, level: int, text: str) -> None:
     logger.log(level, "%s", text)
 
 
+def _proven() -> frozenset[tuple[str, str]]:
+    from fp4dispatch.jit.proven import proven  # reads the kernel cache: not at import
+
+    return proven()
+
+
+_system.provide(proven=_proven)
+
+
 def _set_up_logging() -> None:
     """Honour FP4DISPATCH_LOG; without it logging stays the application's."""
     level = settings.log

@@ -32,6 +32,7 @@ from fp4dispatch.settings import settings
 
 _log = logging.getLogger("fp4dispatch")
 _SMALL = 1 << 20
+_builds_done = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def find(kernel: str, variant: str, target: str, *, catalog: Catalog | None = No
     Needs neither nvcc nor ninja nor any header. Parameters as in :func:`build`.
     """
     catalog = catalog or installed()
-    job = _job(catalog, kernel, variant, target)
+    job = job(catalog, kernel, variant, target)
     return _find(job, catalog, caches(), _toolchain_or_none(job))
 
 
@@ -107,7 +108,7 @@ def build(
         Each with what to do.
     """
     catalog = catalog or installed()
-    return build_all([_job(catalog, kernel, variant, target)], catalog, cache=cache)[0]
+    return build_all([job(catalog, kernel, variant, target)], catalog, cache=cache)[0]
 
 
 def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = None) -> LoadedKernel:
@@ -179,6 +180,11 @@ def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built 
     return [_find(job, catalog, [cache], _toolchain_or_none(job)) for job in jobs]
 
 
+def builds_done() -> int:
+    """Return how many kernels this process has published, so that what was read from the cache can be kept."""
+    return _builds_done
+
+
 def caches() -> list[Cache]:
     """Return the user's cache, then the folder of finished kernels that this installation carries, if any."""
     found = [Cache(default_folder())]
@@ -190,7 +196,7 @@ def caches() -> list[Cache]:
     return found
 
 
-def _job(catalog: Catalog, kernel: str, variant: str, target: str) -> Job:
+def job(catalog: Catalog, kernel: str, variant: str, target: str) -> Job:
     known = catalog.kernel(kernel)
     return Job(known, known.variant(variant), catalog.record(target), catalog.common)
 
@@ -265,7 +271,9 @@ def _publish(
     for path_ in outcome.folder.iterdir():
         if path_.name not in ours:
             path_.unlink()
+    global _builds_done
     entry = cache.publish(outcome.folder, wanted, files, toolchain.versions(), pinned=pinned)
+    _builds_done += 1
     return Built(entry, prove.read(entry) if proof else None, cached=False)
 
 

@@ -1,0 +1,92 @@
+"""Which compiled kernel serves a problem: ``cutlass_tiles.toml``, checked against ``csrc/kernels.toml``. No torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from fp4dispatch.arch import Arch
+from fp4dispatch.errors import FlagsError
+from fp4dispatch.jit.manifest import Catalog, installed
+from fp4dispatch.problem import OUT_DTYPES, SCALINGS, Problem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEYS = {"kernel", "scalings", "m_max", "fill", "builds"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One row: a kernel's builds by output dtype, and the problems that they are for.
+
+    ``fill`` is (tile_m, tile_n, SMs a tile), or None where the row needs no minimum of tiles.
+    """
+
+    kernel: str
+    op: str
+    archs: frozenset[Arch]
+    scalings: tuple[str, ...]
+    builds: dict[str, str]
+    m_max: int | None
+    fill: tuple[int, int, int] | None
+
+    def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
+        """Whether the row serves a problem on a GPU with ``sms`` SMs."""
+        if problem.op != self.op or arch not in self.archs or problem.scaling not in self.scalings:
+            return False
+        if problem.out_dtype not in self.builds or (self.m_max is not None and problem.m > self.m_max):
+            return False
+        if self.fill is None:
+            return True
+        tile_m, tile_n, width = self.fill
+        return -(-problem.m // tile_m) * -(-problem.n // tile_n) * width >= sms
+
+
+@functools.cache
+def tiles() -> tuple[Tile, ...]:
+    """Return the packaged rows, in order."""
+    text = resources.files("fp4dispatch.backends").joinpath("cutlass_tiles.toml").read_text("utf-8")
+    return load(tomllib.loads(text), installed())
+
+
+def load(data: dict[str, Any], catalog: Catalog) -> tuple[Tile, ...]:
+    """Check the parsed file and return it typed.
+
+    Raises
+    ------
+    FlagsError
+        For an unknown key, kernel, build, scaling or dtype.
+    """
+    return tuple(_tile(row, catalog) for row in data.get("tile", ()))
+
+
+def _tile(row: dict[str, Any], catalog: Catalog) -> Tile:
+    where = f"cutlass_tiles.toml, {row.get('kernel')}"
+    for what, found, known in (
+        ("key", set(row), _KEYS),
+        ("scaling", set(row["scalings"]), set(SCALINGS)),
+        ("output dtype", set(row["builds"]), set(OUT_DTYPES)),
+        ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms"}),
+    ):
+        if found - known:
+            raise FlagsError(
+                f"{where}: unknown {what} {', '.join(sorted(found - known))}; known: {', '.join(sorted(known))}"
+            )
+    kernel = catalog.kernel(row["kernel"])
+    for build in row["builds"].values():
+        kernel.variant(build)
+    archs = frozenset(arch for target in kernel.targets for arch in catalog.record(target).archs)
+    fill = row.get("fill")
+    size = (fill["tile_m"], fill["tile_n"], fill["sms"]) if fill else None
+    return Tile(kernel.name, kernel.op, archs, tuple(row["scalings"]), dict(row["builds"]), row.get("m_max"), size)
+
+
+def tile_for(problem: Problem, arch: Arch | None, sms: int) -> Tile | None:
+    """Return the first row that serves a problem, or None."""
+    return next((tile for tile in tiles() if tile.fits(problem, arch, sms)), None)

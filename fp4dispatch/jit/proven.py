@@ -1,0 +1,71 @@
+"""Which ops on which archs have finished kernels whose barriers are proven: the fact that the policy asks for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from fp4dispatch.errors import CacheError, Fp4DispatchError
+from fp4dispatch.jit import kernels, prove
+from fp4dispatch.jit.cache import Entry, stale, verify
+from fp4dispatch.jit.compile import Job
+from fp4dispatch.jit.manifest import Catalog, installed
+
+_log = logging.getLogger("fp4dispatch")
+
+
+def proven() -> frozenset[tuple[str, str]]:
+    """Return ``(op, arch)`` pairs, e.g. ``("nvfp4_gemm", "sm_120")``, of the finished kernels of this installation.
+
+    A pair is there if at least one kernel for it is finished and every finished one is proven. Read once; a build in
+    this process is seen at the next call, one of another process after :func:`forget`.
+    """
+    return _proven(kernels.builds_done())
+
+
+def forget() -> None:
+    """Read the caches anew at the next call."""
+    _proven.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _proven(_builds: int) -> frozenset[tuple[str, str]]:
+    catalog = installed()
+    wanted = {job.name: job for job in jobs(catalog)}
+    good: set[tuple[str, str]] = set()
+    bad: set[tuple[str, str]] = set()
+    for cache in kernels.caches():
+        try:
+            entries = list(cache.entries())
+        except Fp4DispatchError as error:
+            _log.warning("%s", error)
+            continue
+        for entry in entries:
+            job = wanted.get(entry.name)
+            if job is None or not _current(entry, job, catalog):
+                continue
+            pairs = {(job.kernel.op, arch.sm) for arch in job.record.archs}
+            proof = prove.read(entry)
+            (good if proof is not None and proof.pdl_allowed(entry.request) else bad).update(pairs)
+    return frozenset(good - bad)
+
+
+def jobs(catalog: Catalog) -> list[Job]:
+    """Return every GEMM build that the manifest allows."""
+    return [
+        Job(kernel, variant, catalog.record(target), catalog.common)
+        for kernel in catalog.kernels.values()
+        if kernel.op.endswith("_gemm")
+        for variant in kernel.variants.values()
+        for target in kernel.targets
+    ]
+
+
+def _current(entry: Entry, job: Job, catalog: Catalog) -> bool:
+    if entry.request != kernels.request(job) or stale(entry, {"src": catalog.csrc}, None):
+        return False
+    try:
+        verify(entry)
+    except CacheError:
+        return False
+    return True

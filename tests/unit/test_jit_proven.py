@@ -1,0 +1,103 @@
+"""Which finished kernels count as proven: the entry's own proof decides, for every entry of the op and arch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fp4dispatch import dispatch, system
+from fp4dispatch.jit import kernels, proven
+from fp4dispatch.jit.cache import OWN, PROOF, Cache, digest
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.prove import KernelProof, Proof
+
+SM120 = {("nvfp4_gemm", "sm_120"), ("nvfp4_gemm", "sm_121")}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path / "cache"))
+    proven.forget()
+    yield Cache(tmp_path / "cache")
+    proven.forget()
+
+
+def publish(cache, tmp_path, *, variant="bf16_128x128", wait=1, source="nvfp4_gemm_sm120.cu"):
+    """Publish an entry as a build does, of a library that is only bytes."""
+    catalog = installed()
+    (job,) = (
+        job
+        for job in proven.jobs(catalog)
+        if (job.kernel.name, job.variant.id, job.record.target) == ("nvfp4_gemm_sm120", variant, "120f")
+    )
+    built = tmp_path / f"built-{variant}"
+    built.mkdir()
+    (built / "kernel.so").write_bytes(variant.encode())
+    request = kernels.request(job)
+    mma = {"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X": 64}
+    kernel = KernelProof("k", wait, 1, mma, (), 0, 168, 0, 0, 0)
+    proof = Proof(digest(built / "kernel.so"), ("sm_120f",), "test", (kernel,))
+    (built / PROOF).write_bytes(proof.to_json())
+    files = {(OWN, source): digest(catalog.csrc / source)}
+    proven.forget()
+    return cache.publish(built, request, files, {}, pinned=True)
+
+
+def test_nothing_built_is_nothing_proven(cache):
+    assert proven.proven() == frozenset()
+
+
+def test_a_proven_entry_reaches_the_policy(cache, tmp_path):
+    publish(cache, tmp_path)
+    assert proven.proven() == SM120
+    assert system.current().proven == SM120
+    dispatch.reset()
+
+
+def test_one_entry_without_barrier_spoils_its_op_and_arch(cache, tmp_path):
+    publish(cache, tmp_path)
+    publish(cache, tmp_path, variant="fp16_128x128", wait=0)
+    assert proven.proven() == frozenset()
+
+
+@pytest.mark.parametrize("damage", ["proof gone", "proof of another file", "library changed"])
+def test_an_entry_whose_proof_does_not_hold_is_not_proven(cache, tmp_path, damage):
+    entry = publish(cache, tmp_path)
+    if damage == "proof gone":
+        (entry.folder / PROOF).unlink()
+    elif damage == "proof of another file":
+        data = json.loads((entry.folder / PROOF).read_text())
+        (entry.folder / PROOF).write_text(json.dumps(data | {"library_sha256": "0" * 64}))
+    else:
+        entry.library.write_bytes(b"something else")
+    proven.forget()
+    assert proven.proven() == frozenset()
+
+
+def test_an_entry_of_other_sources_is_not_current(cache, tmp_path, monkeypatch):
+    entry = publish(cache, tmp_path)
+    record = json.loads((entry.folder / "entry.json").read_text())
+    record["files"][0][2] = "0" * 64
+    (entry.folder / "entry.json").write_text(json.dumps(record))
+    proven.forget()
+    assert proven.proven() == frozenset()
+
+
+def test_a_build_in_this_process_is_seen(cache, tmp_path, monkeypatch):
+    assert proven.proven() == frozenset()
+    publish(cache, tmp_path)
+    monkeypatch.setattr(kernels, "_builds_done", kernels.builds_done() + 1)
+    assert proven.proven() == SM120
+
+
+def test_a_foreign_folder_is_reported_not_trusted(cache, tmp_path, caplog):
+    publish(cache, tmp_path)
+    cache.root.chmod(0o777)
+    proven.forget()
+    assert proven.proven() == frozenset()
+    assert "cache" in caplog.text
+
+
+def test_entries_are_of_gemms_only():
+    assert {job.kernel.op for job in proven.jobs(installed())} == {"nvfp4_gemm", "fp8_gemm"}
