@@ -1,4 +1,4 @@
-"""Compile every Blackwell kernel for every target and record what its binary proves.
+"""Compile every Blackwell GEMM for every target and record what its binary proves.
 
 There is no Blackwell GPU behind these numbers: they say that a kernel compiles for the target, what it costs to
 compile, and which instructions its machine code holds. Speed and results on the hardware are not among them.
@@ -7,16 +7,14 @@ compile, and which instructions its machine code holds. Speed and results on the
     python bench/compile_targets.py --only nvfp4_gemm_sm120/bf16     # ids that start with this, again
     python bench/compile_targets.py --table                          # docs/compiled-targets.md from the JSON
 
-Needs nvcc, the CUTLASS headers, apache-tvm-ffi and the wheels nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm.
+Needs what `pip install fp4dispatch[jit,cu13]` brings and the CUTLASS headers of flashinfer-python.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,127 +27,59 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fp4dispatch.jit import manifest  # noqa: E402
-from fp4dispatch.jit.barrier_order import unguarded_accesses  # noqa: E402
-from fp4dispatch.jit.manifest import Kernel, Variant  # noqa: E402
+from fp4dispatch import libraries  # noqa: E402
+from fp4dispatch.jit import Built, kernels  # noqa: E402
+from fp4dispatch.jit.cache import Cache  # noqa: E402
+from fp4dispatch.jit.manifest import installed  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "2026-11-21-compiled-targets.json"
 TABLE = ROOT / "docs" / "compiled-targets.md"
-_OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_BUILD = """
+import sys
+from pathlib import Path
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.cache import Cache
+kernels.build(*sys.argv[1:4], cache=Cache(Path(sys.argv[4])))
+"""
 
 
 @dataclass(frozen=True)
 class Build:
     """One shared library: a kernel of the manifest, one of its variants, one of its targets."""
 
-    kernel: Kernel
-    variant: Variant
+    kernel: str
+    variant: str
     target: str
 
     @property
     def id(self) -> str:
         """``kernel/variant/target``."""
-        return f"{self.kernel.name}/{self.variant.id}/{self.target}"
+        return f"{self.kernel}/{self.variant}/{self.target}"
+
+    def built(self, cache: Cache | None = None) -> Built:
+        """Compile and prove it, or take it from the cache."""
+        return kernels.build(self.kernel, self.variant, self.target, cache=cache)
 
 
 def blackwell_builds() -> list[Build]:
     """List every GEMM build of the manifest for the 10x, 11x and 12x targets."""
     return [
-        Build(kernel, variant, target)
-        for kernel in manifest.installed().kernels.values()
-        if kernel.mma is not None
-        for variant in kernel.variants.values()
+        Build(kernel.name, variant, target)
+        for kernel in installed().kernels.values()
+        if kernel.op.endswith("_gemm")
+        for variant in kernel.variants
         for target in kernel.targets
         if target.startswith(("10", "11", "12"))
     ]
 
 
-def tool(name: str) -> str:
-    """Find a CUDA binary utility: its pip wheel first, else PATH."""
-    for folder in map(Path, sys.path):
-        for found in folder.glob(f"nvidia/cu*/bin/{name}"):
-            return str(found)
-    return name
-
-
-def disassemble(library: Path) -> str:
-    """Return the SASS of every kernel in a shared library."""
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [tool("cuobjdump"), "-xelf", "all", str(library.resolve())], cwd=folder, check=True, capture_output=True
-        )
-        cubins = sorted(Path(folder).glob("*.cubin"), key=lambda path: path.stat().st_size)
-        command = [tool("nvdisasm"), "-c", cubins[-1].name]  # the others are empty
-        return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-
-
-def sass_facts(sass: str, mma: str) -> dict[str, Any]:
-    """Count what the SASS of one GEMM kernel must show: barriers, MMA, spills, accesses before the barrier."""
-    opcodes = _OPCODE.findall(sass)
-    found = sorted({opcode for opcode in opcodes if re.match(mma, opcode)})
-    return {
-        "acqbulk": opcodes.count("ACQBULK"),
-        "preexit": opcodes.count("PREEXIT"),
-        "mma": found,
-        "mma_count": sum(opcode in found for opcode in opcodes),
-        "local_accesses": sum(opcode.split(".")[0] in ("LDL", "STL") for opcode in opcodes),
-        "unguarded_accesses": len(unguarded_accesses(sass)),
-    }
-
-
-def resource_usage(library: Path) -> dict[str, int]:
-    """Registers and stack bytes a thread, from the cubin."""
-    text = subprocess.run(
-        [tool("cuobjdump"), "--dump-resource-usage", str(library)], check=True, capture_output=True, text=True
-    ).stdout
-    registers, stack = max((int(r), int(s)) for r, s in re.findall(r"REG:(\d+) STACK:(\d+)", text))
-    return {"registers": registers, "stack_bytes": stack}
-
-
-def site_folder(name: str) -> Path:
-    """Find an installed package's folder without importing it."""
-    return next(Path(p) / name for p in sys.path if (Path(p) / name).is_dir())
-
-
-def cutlass_folder() -> Path:
-    """Return the CUTLASS tree of the flashinfer-python wheel."""
-    return site_folder("flashinfer") / "data" / "cutlass"
-
-
-def cutlass_version() -> str:
-    """Read CUTLASS_MAJOR, _MINOR and _PATCH."""
-    text = (cutlass_folder() / "include" / "cutlass" / "version.h").read_text()
-    return ".".join(re.findall(r"define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", text))
-
-
-def compile_command(build: Build, output: Path) -> list[str]:
-    """Make the nvcc command of one build, from the same records as the package."""
-    catalog = manifest.installed()
-    common, record = catalog.common, catalog.record(build.target)
-    cutlass = cutlass_folder()
-    includes = [cutlass / "include", cutlass / "tools" / "util" / "include", site_folder("tvm_ffi") / "include"]
-    defines = (*common.defines, *record.defines, *build.variant.defines)
-    filled = {
-        "{nvcc}": ["nvcc"],
-        "{flags}": common.nvcc,
-        "{target}": record.nvcc,
-        "{defines}": [part for define in defines for part in common.spell("define", define)],
-        "{includes}": [part for path in includes for part in common.spell("include", str(path))],
-        "{depfile}": [],
-        "{output}": common.spell("output", str(output)),
-        "{source}": [str(catalog.csrc / build.kernel.source)],
-    }
-    return [part for word in common.command for part in filled[word]]
-
-
-def compile_once(command: list[str], log: Path) -> dict[str, float]:
-    """Run one compile and return its seconds and the largest resident set of its processes."""
+def cost(build: Build, cache: Path) -> dict[str, float]:
+    """Build once, cold, in a process of its own: seconds and the largest resident set of all its processes."""
     started = time.perf_counter()
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
+    process = subprocess.Popen([sys.executable, "-c", _BUILD, *build.id.split("/"), str(cache)], cwd=ROOT)
+    _, status, usage = os.wait4(process.pid, 0)
     if status != 0:
-        raise RuntimeError(f"compile failed, see {log}: {' '.join(command)}")
+        raise SystemExit(f"{build.id} did not build")
     return {
         "wall_s": round(time.perf_counter() - started, 1),
         "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
@@ -158,48 +88,45 @@ def compile_once(command: list[str], log: Path) -> dict[str, float]:
 
 
 def measure(build: Build, folder: Path) -> dict[str, Any]:
-    """Compile one build and collect its row of the table."""
+    """Build into an empty cache and collect the row of the table."""
     import tvm_ffi
 
-    library = folder / (build.id.replace("/", "-") + ".so")
-    cost = compile_once(compile_command(build, library), library.with_suffix(".log"))
-    module = tvm_ffi.load_module(str(library))
-    sass = disassemble(library)
-    return {
-        "kernel": build.kernel.name,
-        "variant": build.variant.id,
-        "target": build.target,
-        **cost,
-        "library_bytes": library.stat().st_size,
+    cache = folder / build.id.replace("/", "-")
+    if cache.exists():
+        raise SystemExit(f"{cache} exists: a cold build needs an empty cache")
+    row = {"kernel": build.kernel, "variant": build.variant, "target": build.target, **cost(build, cache)}
+    built = build.built(Cache(cache))
+    if not built.cached or built.proof is None:
+        raise SystemExit(f"{build.id} was not built, or not proven")
+    (kernel,) = built.proof.kernels
+    module = tvm_ffi.load_module(str(built.entry.library))
+    return row | {
+        "library_bytes": built.entry.library.stat().st_size,
         "shared_memory_bytes": int(module.shared_memory_bytes()),
-        **resource_usage(library),
-        **sass_facts(sass, build.kernel.mma or ""),
-        "sass_sha256": hashlib.sha256(sass.encode()).hexdigest()[:16],
+        "registers": kernel.registers,
+        "stack_bytes": kernel.stack,
+        "spills": kernel.spills,
+        "acqbulk": kernel.wait,
+        "preexit": kernel.signal,
+        "unguarded": len(kernel.unguarded),
+        "mma": dict(kernel.mma),
     }
-
-
-def nvcc_version() -> str:
-    """Return the release line of nvcc."""
-    text = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
-    return re.search(r"V(\d+\.\d+\.\d+)", text).group(1)  # type: ignore[union-attr]
 
 
 def run(only: str | None, folder: Path) -> None:
     """Measure the chosen builds and write the JSON after each, so that a long run can be stopped."""
-    rows = {row["id"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
     known = {build.id: build for build in blackwell_builds()}
-    rows = {key: row for key, row in rows.items() if key in known}
+    rows = {row["id"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
+    nvcc, cutlass = libraries.nvcc()[0], libraries.cutlass()
+    if nvcc is None or cutlass is None:
+        raise SystemExit("needs nvcc and the CUTLASS headers; `fp4dispatch doctor` says what is missing")
     for key, build in sorted(known.items(), key=lambda item: "fp16" in item[0]):  # one dtype of all kernels first
         if (only is not None and not key.startswith(only)) or (only is None and key in rows):
             continue
         rows[key] = {"id": key, **measure(build, folder)}
         print(json.dumps(rows[key]), flush=True)
-        document = {
-            "nvcc": nvcc_version(),
-            "cutlass": "4.5.0",
-            "jobs": 1,
-            "rows": [rows[k] for k in known if k in rows],
-        }
+        ordered = [rows[known_key] for known_key in known if known_key in rows]
+        document = {"nvcc": nvcc.version, "cutlass": cutlass.version, "rows": ordered}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -207,8 +134,8 @@ _INTRO = """\
 # Blackwell kernels: what was compiled and what the binaries prove
 
 Generated by `python bench/compile_targets.py --table` from `bench/results/{name}`; do not edit.
-nvcc {nvcc}, CUTLASS {cutlass}, one compile at a time on a 2-core machine that had other work: CPU seconds are what a
-compile costs, and about its wall time on a quiet machine.
+nvcc {nvcc}, CUTLASS {cutlass}, each built cold and alone by `fp4dispatch.jit`, disassembly and proof included, on a
+2-core machine that had other work: CPU seconds are what a build costs, and about its wall time on a quiet machine.
 
 **None of these kernels has run on Blackwell hardware for this table.** It says that they compile for the target, that
 the barriers of programmatic dependent launch are in the machine code and precede every access to global memory on every
@@ -230,13 +157,12 @@ def cells(row: dict[str, Any]) -> dict[str, object]:
         "peak GB": f"{row['peak_gb']:.1f}",
         "library KB": f"{row['library_bytes'] / 1024:.0f}",
         "registers": row["registers"],
-        "spills": row["local_accesses"],
+        "spills": row["spills"],
         "shared KB": f"{row['shared_memory_bytes'] / 1024:.1f}",
         "ACQBULK": row["acqbulk"],
         "PREEXIT": row["preexit"],
-        "unguarded": row["unguarded_accesses"],
-        "MMA": " ".join(f"`{name}`" for name in row["mma"]),
-        "count": row["mma_count"],
+        "unguarded": row["unguarded"],
+        "MMA": ", ".join(f"{count} `{opcode}`" for opcode, count in row["mma"].items()),
     }
 
 
@@ -248,20 +174,22 @@ def table(document: dict[str, Any]) -> Iterator[str]:
     yield "|---" * len(lines[0]) + "|"
     for line in lines:
         yield f"| {' | '.join(map(str, line.values()))} |"
+    measured = {row["id"] for row in document["rows"]}
+    if absent := [build.id for build in blackwell_builds() if build.id not in measured]:
+        yield ""
+        yield "In the manifest but not measured for this table: " + ", ".join(f"`{key}`" for key in absent) + "."
 
 
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="build ids that start with this, measured again")
+    parser.add_argument("--keep", type=Path, help="folder for the caches, one a build (default: a temporary one)")
     parser.add_argument("--table", action="store_true", help="write docs/compiled-targets.md and stop")
-    parser.add_argument("--keep", type=Path, help="folder for the libraries and logs")
     arguments = parser.parse_args()
     if not arguments.table:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = arguments.keep or Path(scratch)
-            folder.mkdir(parents=True, exist_ok=True)
-            run(arguments.only, folder)
+        with tempfile.TemporaryDirectory() as folder:
+            run(arguments.only, arguments.keep or Path(folder))
     TABLE.write_text("\n".join(table(json.loads(RESULTS.read_text()))) + "\n")
 
 

@@ -5,7 +5,8 @@ One kernel runs by default; the rest are marked slow (`-m "compile and slow"`), 
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
+import functools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,18 @@ import torch
 
 from bench import compile_targets
 from bench.compile_targets import Build
+from fp4dispatch import libraries
+from fp4dispatch.errors import CompileError, ProofError
+from fp4dispatch.jit import Built, kernels, manifest
+from fp4dispatch.jit.cache import Cache
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 
 pytestmark = [
     pytest.mark.compile,
-    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH to compile"),
+    pytest.mark.skipif(
+        libraries.nvcc()[0] is None or libraries.cutlass() is None, reason="needs nvcc and the CUTLASS headers"
+    ),
 ]
 
 CI = "nvfp4_gemm_sm120/bf16_128x128/120f"
@@ -37,22 +44,18 @@ def builds(*ids: str) -> list[Any]:
     return [pytest.param(BUILDS[key], id=key, marks=() if key == CI else pytest.mark.slow) for key in ids or BUILDS]
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build], Path]:
-    folder = tmp_path_factory.mktemp("blackwell")
+@functools.cache
+def built(build: Build) -> Built:
+    """From the kernel cache, compiled first where needed."""
+    return build.built()
 
-    def compile_or_reuse(build: Build) -> Path:
-        path = folder / (build.id.replace("/", "-") + ".so")
-        if not path.exists():
-            command = compile_targets.compile_command(build, path)
-            compile_targets.compile_once(command, path.with_suffix(".log"))
-        return path
 
-    return compile_or_reuse
+def module(build: Build) -> Any:
+    return tvm_ffi.load_module(str(built(build).entry.library))
 
 
 def test_the_manifest_holds_every_family() -> None:
-    assert {(build.kernel.name, build.target) for build in BUILDS.values()} == {
+    assert {(build.kernel, build.target) for build in BUILDS.values()} == {
         (f"{op}_gemm_{family}", target)
         for op in ("nvfp4", "fp8")
         for family, targets in {"sm100": ("100f", "103a", "110a"), "sm120": ("120f", "121a")}.items()
@@ -61,48 +64,46 @@ def test_the_manifest_holds_every_family() -> None:
 
 
 @pytest.mark.parametrize("build", builds())
-def test_binary(build: Build, library: Callable[[Build], Path]) -> None:
-    path = library(build)
-    facts = compile_targets.sass_facts(compile_targets.disassemble(path), build.kernel.mma)
-    assert facts["acqbulk"] >= 3, "load warp, scheduler warp and epilogue each wait for the previous kernel"
-    assert facts["unguarded_accesses"] == 0
-    assert facts["mma_count"] >= 4
-    assert facts["local_accesses"] == 0, "registers were spilled"
-    assert (facts["preexit"] > 0) == build.kernel.name.endswith("sm100"), "CUTLASS signals early on SM100 alone"
-    assert compile_targets.resource_usage(path)["stack_bytes"] == 0
-    assert tvm_ffi.load_module(str(path)).shared_memory_bytes() <= MAX_SHARED[build.target[:2]]
+def test_binary(build: Build) -> None:
+    assert built(build).pdl_allowed, "the proof of this very library"
+    proof = built(build).proof
+    assert proof is not None
+    (kernel,) = proof.kernels
+    assert kernel.wait >= 3, "load warp, scheduler warp and epilogue each wait for the previous kernel"
+    assert kernel.unguarded == ()
+    assert sum(kernel.mma.values()) >= 4
+    assert (kernel.spills, kernel.stack) == (0, 0)
+    assert (kernel.signal > 0) == build.kernel.endswith("sm100"), "CUTLASS signals early on SM100 alone"
+    assert module(build).shared_memory_bytes() <= MAX_SHARED[build.target[:2]]
 
 
-@pytest.mark.slow
-def test_binary_without_the_define_is_caught(tmp_path: Path) -> None:
-    """The negative control: the same source without the GDC define launches, and waits for nothing."""
-    build, path = BUILDS[CI], tmp_path / "no_gdc.so"
-    command = compile_targets.compile_command(build, path)
-    position = command.index("-DCUTLASS_ENABLE_GDC_FOR_SM100=1")
-    command[position] = "-DFP4D_TEST_ALLOW_NO_GDC"
-    compile_targets.compile_once(command, path.with_suffix(".log"))
-    facts = compile_targets.sass_facts(compile_targets.disassemble(path), build.kernel.mma)
-    assert facts["acqbulk"] == 0
-    assert facts["unguarded_accesses"] > 0
-    assert facts["mma_count"] > 0
+def build_with_defines(build: Build, cache: Path, *defines: str) -> None:
+    """Build with these defines in place of the target's own."""
+    catalog = manifest.installed()
+    record = dataclasses.replace(catalog.record(build.target), defines=defines)
+    changed = dataclasses.replace(catalog, records={**catalog.records, build.target: record})
+    kernels.build(build.kernel, build.variant, build.target, catalog=changed, cache=Cache(cache))
 
 
 @pytest.mark.slow
 def test_source_refuses_to_build_without_the_define(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    command = compile_targets.compile_command(BUILDS[CI], tmp_path / "no_gdc.so")
-    command.remove("-DCUTLASS_ENABLE_GDC_FOR_SM100=1")
-    with pytest.raises(RuntimeError, match="compile failed"):
-        compile_targets.compile_once(command, log)
-    assert "no GDC define" in log.read_text()
+    with pytest.raises(CompileError, match="no GDC define"):
+        build_with_defines(BUILDS[CI], tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_binary_without_the_define_is_caught(tmp_path: Path) -> None:
+    """The negative control: the same source without the GDC define compiles, and waits for nothing."""
+    with pytest.raises(ProofError, match="no grid barrier"):
+        build_with_defines(BUILDS[CI], tmp_path / "cache", "FP4D_TEST_ALLOW_NO_GDC")
 
 
 @pytest.mark.parametrize("build", builds(CI, NVFP4_SM100))
 @pytest.mark.parametrize(("rows", "k"), [(128, 64), (1, 32), (300, 96), (257, 1056), (4096, 512)])
-def test_scale_layout_is_128x4(build: Build, rows: int, k: int, library: Callable[[Build], Path]) -> None:
+def test_scale_layout_is_128x4(build: Build, rows: int, k: int) -> None:
     """The layout of the collective itself against (M/128, 4, 32, K/64, 4) -> (M/128, K/64, 32, 4, 4)."""
     found = torch.full((rows, k // 16), -1, dtype=torch.int32)
-    tvm_ffi.load_module(str(library(build))).scale_offsets(rows, k, found)
+    module(build).scale_offsets(rows, k, found)
     tiles_m, tiles_k = -(-rows // 128), -(-k // 64)
     stored = torch.arange(tiles_m * tiles_k * 512, dtype=torch.int32).view(tiles_m, tiles_k, 32, 4, 4)
     needed = stored.permute(0, 3, 2, 1, 4).reshape(tiles_m * 128, tiles_k * 4)[:rows, : k // 16]
@@ -110,9 +111,10 @@ def test_scale_layout_is_128x4(build: Build, rows: int, k: int, library: Callabl
 
 
 @pytest.mark.parametrize("build", builds(CI, NVFP4_SM100))
-def test_library_needs_no_driver(build: Build, library: Callable[[Build], Path]) -> None:
+def test_library_needs_no_driver(build: Build) -> None:
     """The driver is found at the first launch, so a library loads where there is none."""
-    dynamic = subprocess.run(["readelf", "-d", str(library(build))], check=True, capture_output=True, text=True).stdout
+    command = ["readelf", "-d", str(built(build).entry.library)]
+    dynamic = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "NEEDED" in dynamic
     assert "libcuda.so" not in dynamic
     assert "libcudart.so" not in dynamic
@@ -121,10 +123,9 @@ def test_library_needs_no_driver(build: Build, library: Callable[[Build], Path])
 @pytest.mark.parametrize(
     "build", builds(CI, *(f"{k}/bf16_1sm_128x128/100f" for k in ("nvfp4_gemm_sm100", "fp8_gemm_sm100")))
 )
-def test_workspace_is_empty(build: Build, library: Callable[[Build], Path]) -> None:
+def test_workspace_is_empty(build: Build) -> None:
     """No split-K: nothing to share between streams and nothing to grow during capture."""
-    module = tvm_ffi.load_module(str(library(build)))
-    assert {module.workspace_size(m, 5120, 34816) for m in (1, 16, 128, 257, 8192)} == {0}
+    assert {module(build).workspace_size(m, 5120, 34816) for m in (1, 16, 128, 257, 8192)} == {0}
 
 
 M, N, K = 5, 64, 96
@@ -216,17 +217,17 @@ def cases(refusals: list[Any]) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize("build", builds(CI, NVFP4_SM100))
 @cases(NVFP4_REFUSALS)
-def test_nvfp4_refuses(build, sizes, change, error, text, library) -> None:
+def test_nvfp4_refuses(build, sizes, change, error, text) -> None:
     arguments = nvfp4_arguments(**sizes)
-    entry = tvm_ffi.load_module(str(library(build))).nvfp4_gemm
+    entry = module(build).nvfp4_gemm
     with pytest.raises(error, match=text):
         entry(*{**arguments, **change(arguments)}.values())
 
 
 @pytest.mark.parametrize("build", builds(FP8_SM120, FP8_SM100))
 @cases(FP8_REFUSALS)
-def test_fp8_refuses(build, sizes, change, error, text, library) -> None:
+def test_fp8_refuses(build, sizes, change, error, text) -> None:
     arguments = fp8_arguments(**sizes)
-    entry = tvm_ffi.load_module(str(library(build))).fp8_gemm
+    entry = module(build).fp8_gemm
     with pytest.raises(error, match=text):
         entry(*{**arguments, **change(arguments)}.values())
