@@ -1,0 +1,28 @@
+"""Markers that need something of the machine: tests are skipped with the reason where it is missing."""
+
+import pytest
+
+from fp4dispatch import system
+
+
+def _no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    return "" if torch.cuda.is_available() else "no NVIDIA GPU is visible to torch"
+
+
+def _no_compiler() -> str:
+    facts = system.current()
+    missing = [name for name, fact in (("nvcc", facts.nvcc), ("the CUTLASS headers", facts.cutlass)) if fact is None]
+    return f"not found: {' and '.join(missing)}" if missing else ""
+
+
+def pytest_collection_modifyitems(items):
+    for marker, lacks in (("gpu", _no_gpu), ("compile", _no_compiler)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = lacks() if marked else ""
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
