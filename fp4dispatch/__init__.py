@@ -35,8 +35,11 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.system import Gpu, Library, System
 
 if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
+    from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
     from fp4dispatch.dispatch import explain, select
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
+    from fp4dispatch.linear import FP4Linear, FP8Linear
+    from fp4dispatch.ops import fp8_gemm, fp8_quantize, nvfp4_gemm, nvfp4_quantize
 
 __version__ = "0.1.0"
 
@@ -53,6 +56,16 @@ _LAZY: dict[str, str] = {
     "fp8_dequantize": "formats",
     "nvfp4_dequantize": "formats",
     "nvfp4_global_scale": "formats",
+    "FP4Linear": "linear",
+    "FP8Linear": "linear",
+    "fp8_gemm": "ops",
+    "fp8_quantize": "ops",
+    "nvfp4_gemm": "ops",
+    "nvfp4_quantize": "ops",
+    "load_quantized": "checkpoints",
+    "open_checkpoint": "checkpoints",
+    "quantize_checkpoint": "checkpoints",
+    "save_quantized": "checkpoints",
 }
 
 __all__ = [
@@ -64,6 +77,8 @@ __all__ = [
     "CheckpointError",
     "CompileError",
     "Decision",
+    "FP4Linear",
+    "FP8Linear",
     "FlagsError",
     "FormatError",
     "Fp4DispatchError",
@@ -84,10 +99,18 @@ __all__ = [
     "__version__",
     "explain",
     "fp8_dequantize",
+    "fp8_gemm",
+    "fp8_quantize",
     "gpu_arch",
     "gpus",
+    "load_quantized",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
     "nvfp4_global_scale",
+    "nvfp4_quantize",
+    "open_checkpoint",
+    "quantize_checkpoint",
+    "save_quantized",
     "select",
 ]
 

@@ -131,6 +131,8 @@ class TestCurrent:
         system.provide(proven=frozenset)
         assert system.current().proven == frozenset()
         assert system.current().quarantined == {("a", "b", "c")}
+        system.provide(quarantined=lambda: frozenset({("d", "e", "f")}))
+        assert system.current().quarantined == {("d", "e", "f")}
 
     def test_cuda_corrects_the_list_once_it_is_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = (Gpu(0, "fast", "GPU-1", SM100), Gpu(1, "slow", "GPU-2", SM120))

@@ -1,0 +1,154 @@
+"""``fp4dispatch doctor``: independent checks of this machine; each one that is not fine says how to fix it.
+
+Works where torch is broken or absent: torch and the plug-ins are tried in a child process, which may even crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fp4dispatch import system as machine
+from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts
+from fp4dispatch.errors import SettingsError
+from fp4dispatch.jit.cache import default_folder
+from fp4dispatch.settings import SETTINGS, settings
+
+if TYPE_CHECKING:
+    from fp4dispatch.cli import Subparsers
+
+# Runs in a child: prints one JSON line last. Plug-ins are loaded there too, because they may import anything.
+_CHILD = """
+import importlib.metadata, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+out = {"plugins": {}}
+import torch
+out["cuda"] = torch.version.cuda
+out["archs"] = torch.cuda.get_arch_list() if torch.version.cuda else []
+out["gpus"] = []
+if torch.version.cuda:
+    try:
+        torch.cuda.init()
+        out["gpus"] = ["%d.%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    except Exception as error:
+        out["cuda_error"] = str(error).strip().splitlines()[0]
+from fp4dispatch import registry
+for name, backend in registry.plugins(importlib.metadata.entry_points(group=registry.GROUP)).items():
+    broken = isinstance(backend, registry.BrokenBackend)
+    out["plugins"][name] = backend.reason.text if broken else None
+print()
+print(json.dumps(out))
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser("doctor", help="check this machine", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run every check and print the outcome; 1 if any failed."""
+    checks = diagnose(gather())
+    failed = any(check.status == "fail" for check in checks)
+    if args.json:
+        print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        _show(checks)
+    return int(failed)
+
+
+def diagnose(facts: Facts) -> list[Check]:
+    """Run every check; one that breaks is reported as failed and stops no other."""
+    checks: list[Check] = []
+    for check in CHECKS:
+        name = check.__name__.removeprefix("_check_")
+        try:
+            checks += check(facts)
+        except Exception as error:
+            text = f"the check itself failed: {type(error).__name__}: {error}"
+            checks.append(Check(name, "fail", text, "report this as a bug, with the output of `fp4dispatch env`"))
+    return checks
+
+
+def gather() -> Facts:
+    """Collect the facts of this machine; starts one child process."""
+    errors = []
+    for key in SETTINGS:
+        try:
+            getattr(settings, key)
+        except SettingsError as error:
+            errors.append(str(error))
+    names = (dist.metadata["Name"] for dist in importlib.metadata.distributions())
+    return Facts(
+        system=machine.current(),
+        child=ask_child(),
+        python=sys.version_info[:3],
+        settings_errors=(*errors, *settings.unknown()),
+        cache_dir=default_folder(),
+        distributions=frozenset(name.lower() for name in names if name),
+        library_path=settings.environment().get("LD_LIBRARY_PATH", ""),
+    )
+
+
+def ask_child(timeout: float = 180) -> Child:
+    """Import torch and load the plug-ins in a child process, so that a crash there is an answer and not our end."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD, json.dumps(sys.path)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Child(error=f"importing torch did not finish within {timeout:.0f} s")
+    if child.returncode != 0:
+        lines = child.stderr.strip().splitlines()
+        return Child(error=lines[-1] if lines else f"the process ended with status {child.returncode}")
+    said: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    return Child(
+        cuda=said["cuda"],
+        archs=tuple(said["archs"]),
+        gpus=tuple(said["gpus"]),
+        cuda_error=said.get("cuda_error", ""),
+        plugins=said["plugins"],
+    )
+
+
+def _show(checks: Iterable[Check]) -> None:
+    """Print a table: rich on a terminal, plain text elsewhere, under NO_COLOR and where rich is missing."""
+    if sys.stdout.isatty() and not settings.no_color:
+        try:
+            _show_rich(checks)
+            return
+        except ImportError:
+            pass
+    for check in checks:
+        print(f"{check.status:<4}  {check.name:<16} {check.text}")
+        if check.fix:
+            print(f"{'':<22} -> {check.fix}")
+
+
+def _show_rich(checks: Iterable[Check]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colour = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        text = Text(check.text)
+        if check.fix:
+            text.append(f"\n-> {check.fix}", style="cyan")
+        table.add_row(Text(check.status, style=colour[check.status]), check.name, text)
+    Console().print(table)
