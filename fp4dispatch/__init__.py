@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
     from fp4dispatch.linear import FP4Linear, FP8Linear
     from fp4dispatch.ops import fp8_gemm, fp8_quantize, nvfp4_gemm, nvfp4_quantize
+    from fp4dispatch.replace import replace_linears, warmup
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,8 @@ _LAZY: dict[str, str] = {
     "open_checkpoint": "checkpoints",
     "quantize_checkpoint": "checkpoints",
     "save_quantized": "checkpoints",
+    "replace_linears": "replace",
+    "warmup": "replace",
 }
 
 __all__ = [
@@ -110,8 +113,10 @@ __all__ = [
     "nvfp4_quantize",
     "open_checkpoint",
     "quantize_checkpoint",
+    "replace_linears",
     "save_quantized",
     "select",
+    "warmup",
 ]
 
 
