@@ -7,9 +7,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.errors import CacheError
 from fp4dispatch.jit import prove
-from fp4dispatch.jit.cache import Cache, Entry, default_folder, verify
+from fp4dispatch.jit.cache import Cache, Entry, damage, default_folder
 from fp4dispatch.jit.kernels import caches
 
 if TYPE_CHECKING:
@@ -46,11 +45,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    try:
-        verify(entry)
-        proof = prove.read(entry)
-        state = "proven" if proof and not proof.faults(entry.request) else "unproven"
-    except CacheError:
+    proof = prove.read(entry)
+    state = "proven" if proof and not proof.faults(entry.request) else "unproven"
+    if damage(entry):
         state = "damaged"
     return {
         "name": entry.name,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.errors import Fp4DispatchError, ToolchainError
 from fp4dispatch.jit import prove
-from fp4dispatch.jit.cache import Cache, Entry, verify
+from fp4dispatch.jit.cache import Cache, Entry, damage
 from fp4dispatch.jit.kernels import caches
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.jit.prove import KernelProof, Proof
@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
 def check(cache: Cache, entry: Entry, tools: Disassembler | None) -> Checked:
     """Verify one entry: its hash, its stored proof, and the proof made now where there is a disassembler."""
     try:
-        verify(entry)
+        if fault := damage(entry):
+            return Checked(entry, None, (fault,))
         stored = prove.read(entry)
         seen = prove.prove(entry.library, entry.request, tools) if tools else stored
         if seen is None:

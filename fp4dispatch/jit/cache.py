@@ -167,10 +167,8 @@ class Cache:
                 continue
             if stale(entry, roots, None if entry.pinned else compilers):
                 continue
-            try:
-                verify(entry)
-            except CacheError as error:
-                _log.warning("%s", error)
+            if fault := damage(entry):
+                _log.warning("%s; it will be rebuilt", fault)
                 continue
             return entry
         return None
@@ -213,10 +211,8 @@ class Cache:
             except OSError:
                 if not final.is_dir():
                     raise
-                with suppress(CacheError, OSError, ValueError, KeyError, TypeError):
-                    old = _read_entry(final)
-                    verify(old)
-                    if old.pinned == json.loads((built / MANIFEST).read_bytes())["pinned"]:
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    if not damage(_read_entry(final)):
                         return
                 with suppress(OSError):  # damaged: out of the way first; a process that has it mapped keeps its inode
                     final.rename(self.root / "building" / f"old-{secrets.token_hex(8)}")
@@ -235,7 +231,10 @@ class Cache:
             _sweep(parent)
             folder = parent / f"build-{secrets.token_hex(8)}"
             lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
-            lock.acquire()
+            try:
+                lock.acquire()
+            except (OSError, NotImplementedError) as error:
+                _unless_lockless(error)
             try:
                 folder.mkdir(mode=0o700)
                 yield folder
@@ -269,13 +268,14 @@ class Cache:
                 waited = time.monotonic() - started
                 _log.warning("waiting for %s, which is building %s (%.0f s so far)", owner, path.stem, waited)
             except (OSError, NotImplementedError) as error:
-                if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-                    with private.explained(path):
-                        raise
+                with private.explained(path):
+                    _unless_lockless(error)
                 _log.warning("%s cannot be locked (%s); another process may build the same kernel", path, error)
                 return
             else:
                 with private.explained(holder):
+                    holder.unlink(missing_ok=True)
+                    holder.touch(mode=0o600)
                     holder.write_text(f"process {os.getpid()}")
                 return
 
@@ -332,23 +332,27 @@ def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] 
     return ""
 
 
-def verify(entry: Entry) -> None:
-    """Check that the library is the one that was published and that only its owner can write it.
+def damage(entry: Entry) -> str:
+    """Return what is wrong with the library's content; empty where it is the one that was published.
 
     Raises
     ------
     CacheError
-        Where it is missing, damaged, or someone else could have written it.
+        Where someone else could have written it: that is never answered by a rebuild.
     """
-    for path in (entry.folder, entry.library):
-        try:
+    try:
+        for path in (entry.folder, entry.library):
             private.check(path)
-        except FileNotFoundError:
-            raise CacheError(
-                f"damaged cache entry {entry.folder}: {path.name} is missing; it will be rebuilt"
-            ) from None
-    if digest(entry.library) != entry.library_sha256:
-        raise CacheError(f"damaged cache entry {entry.folder}: the library's hash differs; it will be rebuilt")
+        same = digest(entry.library) == entry.library_sha256
+    except FileNotFoundError as error:
+        return f"damaged cache entry {entry.folder}: {error.filename} is missing"
+    return "" if same else f"damaged cache entry {entry.folder}: the hash of {LIBRARY} is not the one published"
+
+
+def verify(entry: Entry) -> None:
+    """Raise CacheError where :func:`damage` finds any."""
+    if fault := damage(entry):
+        raise CacheError(f"{fault}\n  fix: build it again with `fp4dispatch build`")
 
 
 def _read_entry(folder: Path) -> Entry:
@@ -366,11 +370,17 @@ def _read_entry(folder: Path) -> Entry:
     )
 
 
+def _unless_lockless(error: OSError | NotImplementedError) -> None:
+    """Raise an error again unless it says that the file system has no locks."""
+    if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+        raise error
+
+
 def _sweep(parent: Path) -> None:
     """Remove builds whose process is gone: their lock is free. Folders without a lock are leftovers of a sweep."""
     for lock_file in parent.glob("build-*.lock"):
         lock = filelock.FileLock(lock_file, timeout=0)
-        with suppress(filelock.Timeout, OSError), lock:
+        with suppress(filelock.Timeout, OSError, NotImplementedError), lock:
             shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
             lock_file.unlink(missing_ok=True)
     for folder in parent.iterdir():

@@ -84,8 +84,8 @@ def find(kernel: str, variant: str, target: str, *, catalog: Catalog | None = No
     Needs neither nvcc nor ninja nor any header. Parameters as in :func:`build`.
     """
     catalog = catalog or installed()
-    job = job(catalog, kernel, variant, target)
-    return _find(job, catalog, caches(), _toolchain_or_none(job))
+    wanted = job(catalog, kernel, variant, target)
+    return _find(wanted, catalog, caches(), _toolchain_or_none(wanted))
 
 
 def build(
@@ -197,6 +197,7 @@ def caches() -> list[Cache]:
 
 
 def job(catalog: Catalog, kernel: str, variant: str, target: str) -> Job:
+    """Return the job for names from the catalog; FlagsError for a name that it does not hold."""
     known = catalog.kernel(kernel)
     return Job(known, known.variant(variant), catalog.record(target), catalog.common)
 

@@ -57,7 +57,8 @@ def check_parent(path: Path) -> None:
 def make_folder(path: Path, mode: int) -> None:
     """Create a folder and its missing parents with ``mode``, whatever the umask; check it where it exists already."""
     try:
-        check(path)
+        with explained(path):
+            check(path)
     except FileNotFoundError:
         pass
     else:
