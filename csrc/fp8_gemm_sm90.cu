@@ -157,7 +157,7 @@ inline void check_block_scales(TensorView a_scale, TensorView b_scale, Problem p
   check_size({"a_scale", a_scale}, 0, p.m, "M");
   check_size({"a_scale", a_scale}, 1, blocks, "ceil(K/128)");
   if ((p.m > 1 && a_scale.stride(0) != 1) ||
-      (blocks > 1 && (a_scale.stride(1) < p.m || a_scale.stride(1) % 4 != 0)))
+      (p.m > 0 && blocks > 1 && (a_scale.stride(1) < p.m || a_scale.stride(1) % 4 != 0)))
     TVM_FFI_THROW(ValueError) << "a_scale: strides are (" << a_scale.stride(0) << ", " << a_scale.stride(1)
                               << "), needed (1, s) with s >= M and s a multiple of 4: "
                                  "torch.empty(ceil(K/128), round_up(M, 4)).t()[:M]";
@@ -217,15 +217,18 @@ void set_block_scales(Arguments& mainloop, TensorView a_scale, TensorView b_scal
   auto const shape = kSwap ? cute::make_shape(p.n, p.m, p.k, 1) : cute::make_shape(p.m, p.n, p.k, 1);
   mainloop.layout_SFA = ScaleConfig::tile_atom_to_shape_SFA(shape);
   mainloop.layout_SFB = ScaleConfig::tile_atom_to_shape_SFB(shape);
-  if constexpr (kSwap) {
-    cute::get<1, 1>(mainloop.layout_SFB.stride()) = stride;
-    mainloop.ptr_SFA = data_of<float>(b_scale);
-    mainloop.ptr_SFB = data_of<float>(a_scale);
-  } else {
-    cute::get<1, 1>(mainloop.layout_SFA.stride()) = stride;
-    mainloop.ptr_SFA = data_of<float>(a_scale);
-    mainloop.ptr_SFB = data_of<float>(b_scale);
-  }
+  auto& activation_layout = [&]() -> auto& {
+    if constexpr (kSwap) {
+      return mainloop.layout_SFB;
+    } else {
+      return mainloop.layout_SFA;
+    }
+  }();
+  cute::get<1, 1>(activation_layout.stride()) = stride;
+  cute::get<2>(activation_layout.stride()) =
+      stride * blocks;  // of the batch; TMA checks its alignment all the same
+  mainloop.ptr_SFA = data_of<float>(kSwap ? b_scale : a_scale);
+  mainloop.ptr_SFB = data_of<float>(kSwap ? a_scale : b_scale);
 }
 
 // The arguments of the epilogue tree follow its nesting.
@@ -288,7 +291,10 @@ void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Opt
   set_epilogue(args.epilogue.thread, a_scale, b_scale, bias);
   args.hw_info.device_id = device;
   args.hw_info.sm_count = multiprocessors(device);
-  launch<Gemm>(args, workspace, static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device)), enable_pdl);
+  // No can_implement(): it wants M % 4 == 0 for block scales, where TMA wants aligned strides alone. check()
+  // has covered what TMA needs.
+  auto const stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
+  check_status(Gemm().run(args, nullptr, stream, /*cuda_adapter=*/nullptr, enable_pdl), "launch");
 }
 
 // The data-parallel scheduler needs none.
