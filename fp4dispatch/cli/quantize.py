@@ -58,7 +58,8 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="names of the linear layers, same patterns; needed only for models that transformers does not know",
+        help="names of the linear layers, same patterns; needed only for models that transformers does not "
+        "know; their weights must be [N, K], as nn.Linear has them",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint directory")
     parser.add_argument(
