@@ -28,6 +28,7 @@ OK, FAILED, USAGE = 0, 1, 2
 HELP: dict[str, str] = {
     "build": "compile kernels ahead of time, for any GPU",
     "cache": "list or clear the compiled kernels",
+    "demo": "quantise a real embedding model, say which backend runs each layer and why, compare",
     "doctor": "check this machine: every failing check says how to fix it",
     "env": "print versions, GPUs and settings, ready to paste into an issue",
     "explain": "show which backend would run a GEMM, on this machine or any other, and why",
