@@ -164,10 +164,10 @@ def _nvfp4_gemm_check(
     sf_layout: str,
     backend: str | None,
 ) -> Tensor:
-    formats.check_nvfp4_meta("nvfp4_gemm: b", b, b_sf, alpha, sf_layout)
-    formats.check_nvfp4_meta("nvfp4_gemm: a", a, a_sf, alpha, sf_layout)
     if alpha.numel() != 1:
         raise InputError(f"nvfp4_gemm: alpha has {alpha.numel()} elements; need one. FP4Linear takes fused shards")
+    formats.check_nvfp4_meta("nvfp4_gemm: b", b, b_sf, alpha, sf_layout)
+    formats.check_nvfp4_meta("nvfp4_gemm: a", a, a_sf, alpha, sf_layout)
     return _gemm_check("nvfp4_gemm", a, b, bias, out_dtype)
 
 
@@ -329,6 +329,14 @@ def _nvfp4_quantize_impl(x: Tensor, global_scale: Tensor, sf_layout: SfLayout) -
     return q.data, q.sf
 
 
+def _nvfp4_quantize_fake(x: Tensor, global_scale: Tensor, sf_layout: SfLayout) -> tuple[Tensor, Tensor]:
+    """Return the shapes alone: running the real thing on fakes would guard on M."""
+    m, k = x.shape
+    swizzled = sf_layout == "128x4"
+    sf = ((m + 127) // 128 * 128, (k // 16 + 3) // 4 * 4) if swizzled else (m, k // 16)
+    return x.new_empty(m, k // 2, dtype=torch.uint8), x.new_empty(sf, dtype=torch.float8_e4m3fn)
+
+
 def fp8_quantize(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise ``x`` [M, K] as :func:`fp4dispatch.formats.fp8_quantize` does, as one operator.
 
@@ -344,6 +352,13 @@ def fp8_quantize(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None = 
 def _fp8_quantize_impl(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     q = formats.fp8_quantize(x, scaling, scale)
     return q.data, q.scale if scale is None else scale.clone()
+
+
+def _fp8_quantize_fake(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    blocks = ((m + 127) // 128, (k + 127) // 128)
+    shape = {"tensor": (), "row": (m,), "block128": blocks, "1x128": (m, blocks[1])}[scaling]
+    return x.new_empty(m, k, dtype=torch.float8_e4m3fn), x.new_empty(shape, dtype=torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------------------ register
@@ -404,10 +419,10 @@ _define(
 _define(
     "nvfp4_quantize(Tensor x, Tensor global_scale, str sf_layout) -> (Tensor, Tensor)",
     _nvfp4_quantize_impl,
-    _nvfp4_quantize_impl,
+    _nvfp4_quantize_fake,
 )
 _define(
     "fp8_quantize(Tensor x, str scaling, Tensor? scale) -> (Tensor, Tensor)",
     _fp8_quantize_impl,
-    _fp8_quantize_impl,
+    _fp8_quantize_fake,
 )

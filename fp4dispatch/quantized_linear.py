@@ -105,7 +105,7 @@ class QuantizedLinear(nn.Module):
         BackendUnsupportedError, NoBackendError
             If no backend, or not the one that is asked for, can run this layer.
         """
-        if torch.is_autocast_enabled(x.device.type):
+        if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.compiler.is_compiling():
             self._ensure(x.dtype)

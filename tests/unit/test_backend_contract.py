@@ -63,7 +63,7 @@ def test_row_scales_left_to_the_epilogue_and_rounded_once():
         contract.check(CublasLtBackend(), contract.Case("fp8_gemm", "row", "fp8", 7, 72, 100, dtype, True))
 
 
-# ------------------------------------------------------------------------------- the suite itself can tell good from bad
+# ------------------------------------------------------------------------------ the suite itself can tell good from bad
 
 
 class Broken(ReferenceBackend):

@@ -1,0 +1,213 @@
+"""replace_linears and warmup."""
+
+import pytest
+import torch
+from torch import nn
+
+from fp4dispatch.errors import FormatError, InputError
+from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.replace import replace_linears, warmup
+
+
+class Block(nn.Module):
+    def __init__(self, dim=64):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim, bias=False)
+        self.odd = nn.Linear(20, dim)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(64, 100, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.layers:
+            x = x + block.out(block.qkv(x)[..., :64])
+        return self.lm_head(x)
+
+
+def model(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def kinds(m):
+    return {name: type(x).__name__ for name, x in m.named_modules() if "Linear" in type(x).__name__}
+
+
+def test_replaces_in_place_and_reports():
+    m = model()
+    ids = torch.arange(8)
+    before = m(ids)
+    report = replace_linears(m)
+    assert [layer.name for layer in report.layers] == [f"layers.{i}.{n}" for i in (0, 1) for n in ("qkv", "out")]
+    assert dict(report.skipped) == {
+        "layers.0.odd": "in_features=20 is not a multiple of 16, the NVFP4 block",
+        "layers.1.odd": "in_features=20 is not a multiple of 16, the NVFP4 block",
+        "lm_head": "excluded by name",
+    }
+    assert isinstance(m.layers[0].qkv, FP4Linear)
+    assert type(m.lm_head) is nn.Linear
+    assert torch.nn.functional.cosine_similarity(m(ids).flatten(), before.flatten(), dim=0) > 0.97
+    first = report.layers[0]
+    assert (first.bytes_before, first.bytes_after) == (192 * 64 * 2 + 384, 192 * 64 // 2 + 192 * 4 + 4 + 384)
+    assert report.bytes_after == sum(layer.bytes_after for layer in report.layers) < 0.35 * report.bytes_before
+    assert first.backend == "reference (bf16)"
+    assert "slow reference backend" in first.reason
+    text = str(report)
+    assert "layers.0.qkv" in text
+    assert "192 x 64" in text
+    assert "left alone: lm_head: excluded by name" in text
+    data = report.to_dict()
+    assert data["layers"][0]["format"] == "nvfp4"
+    assert data["skipped"][0]["name"] == "layers.0.odd"
+
+
+@pytest.mark.parametrize(("config", "scaling"), [("fp8", "tensor"), ("fp8_row", "row"), ("fp8_block", "block128")])
+def test_fp8_configs_take_any_size(config, scaling):
+    m = model()
+    report = replace_linears(m, config)
+    assert len(report.layers) == 6
+    assert {x.scaling for x in m.modules() if isinstance(x, FP8Linear)} == {scaling}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "replaced"),
+    [
+        ({"include": "*.qkv"}, {"layers.0.qkv", "layers.1.qkv"}),
+        ({"include": ["re:layers\\.0\\..*"]}, {"layers.0.qkv", "layers.0.out"}),
+        ({"exclude": ["layers.1.*", "lm_head"]}, {"layers.0.qkv", "layers.0.out"}),
+        ({"exclude": ()}, {"layers.0.qkv", "layers.0.out", "layers.1.qkv", "layers.1.out", "lm_head"}),
+        ({"config": {"*.qkv": "nvfp4", "re:.*out": None}}, {"layers.0.qkv", "layers.1.qkv"}),
+    ],
+)
+def test_patterns(kwargs, replaced):
+    m = model()
+    replace_linears(m, **kwargs)
+    assert {n for n, k in kinds(m).items() if k != "Linear"} == replaced
+
+
+def test_a_mapping_mixes_formats_first_match_first():
+    m = model()
+    replace_linears(m, {"*.qkv": "fp8_row", "*": "nvfp4"})
+    assert kinds(m)["layers.0.qkv"] == "FP8Linear"
+    assert kinds(m)["layers.0.out"] == "FP4Linear"
+
+
+def test_an_error_leaves_the_model_untouched():
+    m = model()
+    with torch.no_grad():
+        m.layers[1].out.weight[0, 0] = float("inf")
+    before = {n: id(x) for n, x in m.named_modules()}
+    with pytest.raises(FormatError, match=r"layers\.1\.out"):
+        replace_linears(m)
+    assert {n: id(x) for n, x in m.named_modules()} == before
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"config": "nvfp8"}, "Did you mean"),
+        ({"config": {"*": "int4"}}, "int4"),
+        ({"include": "re:("}, "regular expression"),
+        ({"activation": "int8"}, "int8"),
+    ],
+)
+def test_bad_requests_are_refused(kwargs, says):
+    m = model()
+    with pytest.raises(InputError, match=says):
+        replace_linears(m, **kwargs)
+    assert set(kinds(m).values()) == {"Linear"}
+
+
+def test_models_without_anything_to_replace_are_refused():
+    with pytest.raises(InputError, match=r"no nn\.Linear"):
+        replace_linears(nn.Sequential(nn.ReLU()))
+    with pytest.raises(InputError, match="from_linear"):
+        replace_linears(nn.Linear(16, 16))
+    with torch.device("meta"):
+        m = Model()
+    with pytest.raises(InputError, match="meta device"):
+        replace_linears(m)
+
+
+def test_tied_weights_are_left_alone():
+    m = model()
+    m.lm_head.weight = m.embed.weight
+    report = replace_linears(m, exclude=())
+    assert dict(report.skipped)["lm_head"] == "its weight is tied to embed"
+    assert m.lm_head.weight is m.embed.weight
+
+
+def test_shared_modules_stay_shared():
+    m = model()
+    m.layers[1].qkv = m.layers[0].qkv
+    report = replace_linears(m)
+    assert m.layers[1].qkv is m.layers[0].qkv
+    assert isinstance(m.layers[0].qkv, FP4Linear)
+    assert sum(layer.name.endswith("qkv") for layer in report.layers) == 1
+
+
+def test_parents_that_read_the_weight_and_subclasses_are_left_alone():
+    class Special(nn.Linear):
+        pass
+
+    m = nn.ModuleDict(
+        {"encoder": nn.TransformerEncoderLayer(32, 2, 64), "plain": nn.Linear(32, 32), "special": Special(32, 32)}
+    ).eval()
+    report = replace_linears(m)
+    assert [layer.name for layer in report.layers] == ["plain"]
+    reasons = dict(report.skipped)
+    assert "TransformerEncoderLayer" in reasons["encoder.linear1"]
+    assert reasons["special"] == "is a Special, not a plain nn.Linear"
+    with torch.inference_mode():
+        m["encoder"](torch.randn(1, 3, 32))
+
+
+def test_twice_is_once():
+    m = model()
+    replace_linears(m)
+    before = {n: id(x) for n, x in m.named_modules()}
+    assert replace_linears(m).layers == ()
+    assert {n: id(x) for n, x in m.named_modules()} == before
+
+
+def test_hooks_and_mode_move_along():
+    m, seen = model().eval(), []
+    m.layers[0].qkv.register_forward_hook(lambda module, args, out: seen.append(type(module).__name__))
+    replace_linears(m)
+    m(torch.arange(3))
+    assert seen == ["FP4Linear"]
+    assert not m.layers[0].qkv.training
+
+
+def test_progress_is_told():
+    calls = []
+    replace_linears(model(), progress=lambda done, total, name: calls.append((done, total, name)))
+    assert calls[0] == (0, 4, "layers.0.qkv")
+    assert calls[-1] == (4, 4, "")
+
+
+def test_warmup_plans_each_shape_once():
+    m = model()
+    replace_linears(m)
+    assert warmup(m, tokens=[1, 8, 8]) == 4  # two shapes (one with bias), two numbers of tokens
+    with pytest.raises(InputError, match="at least 1"):
+        warmup(m, tokens=[0])
+    with pytest.raises(InputError, match="replace_linears"):
+        warmup(model(), tokens=[1])
+
+
+def test_warmup_is_refused_during_capture(monkeypatch):
+    from fp4dispatch import capture
+    from fp4dispatch.errors import CaptureError
+
+    m = model()
+    replace_linears(m)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    with pytest.raises(CaptureError):
+        warmup(m, tokens=[1])

@@ -1,0 +1,307 @@
+"""The torch operators: schema, fake and autograd by opcheck, operands refused before any launch, results."""
+
+import pytest
+import torch
+
+from fp4dispatch import capture, dispatch, formats, ops, routes
+from fp4dispatch.backends.base import Plan
+from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.errors import BackwardError, CaptureError, InputError, UnknownBackendError
+from fp4dispatch.linear import FP4Linear, FP8Linear
+
+M, N, K = 5, 48, 64
+
+
+def nvfp4_operands(layout="128x4", m=M):
+    torch.manual_seed(0)
+    a = formats.nvfp4_quantize(torch.randn(m, K), sf_layout=layout)
+    b = formats.nvfp4_quantize(torch.randn(N, K), sf_layout=layout)
+    return a, b, a.global_scale * b.global_scale
+
+
+def fp8_operands(scaling, m=M, k=K):
+    torch.manual_seed(0)
+    a = formats.fp8_quantize(torch.randn(m, k), "1x128" if scaling == "block128" else scaling)
+    return a, formats.fp8_quantize(torch.randn(N, k), scaling)
+
+
+def linear_args(layer, x):
+    bound = layer.bind(x.dtype)
+    return x, list(bound.tensors), layer.bias, bound.spec.text
+
+
+def _allclose(a, b, equal_nan=False, _allclose=torch.allclose):
+    """opcheck compares operands before and after with allclose, which torch (2.13) does not have for float8."""
+    if a.dtype == torch.float8_e4m3fn:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return _allclose(a, b, equal_nan=equal_nan)
+
+
+def every_op():
+    a, b, alpha = nvfp4_operands()
+    bias = torch.randn(N, dtype=torch.bfloat16)
+    raw = (a.data, b.data, a.sf, b.sf, alpha)
+    yield "nvfp4_gemm", (*raw, None, torch.bfloat16, "128x4", None)
+    yield "nvfp4_gemm", (*raw, bias, torch.float32, "128x4", "reference")
+    for scaling in ("tensor", "row", "block128"):
+        fa, fb = fp8_operands(scaling)
+        yield "fp8_gemm", (fa.data, fb.data, fa.scale, fb.scale, bias, torch.bfloat16, scaling, None)
+    yield "nvfp4_quantize", (torch.randn(M, K), torch.tensor(0.01), "128x4")
+    yield "nvfp4_quantize", (torch.randn(M, K), torch.tensor(0.01), "linear")
+    yield "fp8_quantize", (torch.randn(M, K), "row", None)
+    yield "fp8_quantize", (torch.randn(M, K), "tensor", torch.tensor(0.01))
+    x = torch.randn(2, 3, K, dtype=torch.bfloat16)
+    yield "linear", linear_args(FP4Linear.from_linear(torch.nn.Linear(K, N)), x)
+    yield "linear", linear_args(FP8Linear.from_linear(torch.nn.Linear(K, N, bias=False), scaling="row"), x)
+
+
+@pytest.mark.parametrize(("name", "args"), list(every_op()), ids=lambda v: v if isinstance(v, str) else "")
+def test_opcheck(name, args, monkeypatch):
+    monkeypatch.setattr(torch, "allclose", _allclose)
+    op = getattr(torch.ops.fp4dispatch, name).default
+    results = torch.library.opcheck(op, args)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_every_operator_is_checked_here():
+    registered = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("fp4dispatch::")
+    }
+    assert registered - {"refuse_backward"} == {name for name, _ in every_op()}
+
+
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nvfp4_gemm_is_the_product(layout, out_dtype):
+    a, b, alpha = nvfp4_operands(layout)
+    bias = torch.randn(N)
+    y = ops.nvfp4_gemm(a.data, b.data, a.sf, b.sf, alpha, bias, out_dtype=out_dtype, sf_layout=layout)
+    want = (
+        formats.nvfp4_dequantize(*a, sf_layout=layout).double()
+        @ formats.nvfp4_dequantize(*b, sf_layout=layout).double().t()
+        + bias
+    )
+    assert y.dtype == out_dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[out_dtype]
+    torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])
+@pytest.mark.parametrize("k", [K, 200])
+def test_fp8_gemm_is_the_product(scaling, k):
+    a, b = fp8_operands(scaling, k=k)
+    y = ops.fp8_gemm(a.data, b.data, a.scale, b.scale, out_dtype=torch.float32, scaling=scaling)
+    left = formats.fp8_dequantize(*a, "1x128" if scaling == "block128" else scaling).double()
+    want = left @ formats.fp8_dequantize(*b, scaling).double().t()
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_quantisers_are_those_of_formats():
+    x = torch.randn(M, K)
+    gs = formats.nvfp4_global_scale(x)
+    data, sf = ops.nvfp4_quantize(x, gs)
+    want = formats.nvfp4_quantize(x, gs, sf_layout="128x4")
+    assert torch.equal(data, want.data)
+    assert torch.equal(sf.view(torch.uint8), want.sf.view(torch.uint8))
+    data, scale = ops.fp8_quantize(x, "row")
+    assert torch.equal(data.view(torch.uint8), formats.fp8_quantize(x, "row").data.view(torch.uint8))
+    assert torch.equal(scale, formats.fp8_quantize(x, "row").scale)
+
+
+def test_m_zero_is_an_empty_tensor_and_no_launch(monkeypatch):
+    monkeypatch.setattr(routes, "launch", lambda *args: pytest.fail("launched"))
+    a, b, alpha = nvfp4_operands(m=0)
+    assert ops.nvfp4_gemm(a.data, b.data, a.sf, b.sf, alpha).shape == (0, N)
+    fa, fb = fp8_operands("row", m=0)
+    assert ops.fp8_gemm(fa.data, fb.data, fa.scale, fb.scale, scaling="row").shape == (0, N)
+
+
+def spoiled():
+    a, b, alpha = nvfp4_operands()
+    good = {"a": a.data, "b": b.data, "a_sf": a.sf, "b_sf": b.sf, "alpha": alpha}
+    yield good | {"a": a.data.view(torch.int8)}, "torch.int8"
+    yield good | {"a": a.data[:, :-8].contiguous()}, "need one K"
+    yield good | {"a": a.data.repeat(1, 2)[:, ::2]}, "strides"
+    yield good | {"b": torch.cat([b.data, b.data])[::2]}, "strides"
+    yield good | {"a_sf": a.sf[:64]}, "block scales"
+    yield good | {"a_sf": a.sf.float()}, "torch.float32"
+    yield good | {"b_sf": b.sf.t().contiguous().t()}, "strides"
+    yield good | {"alpha": alpha.bfloat16()}, "bfloat16"
+    yield good | {"alpha": torch.ones(2)}, "alpha has 2"
+    yield good | {"alpha": torch.ones(N)}, "alpha has 48"
+    yield good | {"bias": torch.zeros(N + 1)}, "bias"
+    yield good | {"bias": torch.zeros(N, dtype=torch.int32)}, "bias"
+    yield good | {"out_dtype": torch.float64}, "out_dtype"
+    yield good | {"sf_layout": "8x4"}, "8x4"
+    yield good | {"sf_layout": "linear"}, "linear layout"
+    yield good | {"b": b.data.to("meta")}, "meta"
+
+
+@pytest.mark.parametrize(("kwargs", "says"), list(spoiled()), ids=lambda v: v if isinstance(v, str) else "")
+def test_nvfp4_gemm_refuses_before_any_launch(monkeypatch, kwargs, says):
+    monkeypatch.setattr(routes, "launch", lambda *args: pytest.fail("launched"))
+    with pytest.raises(InputError, match=says):
+        ops.nvfp4_gemm(**kwargs)
+
+
+def test_fp8_gemm_refuses_before_any_launch(monkeypatch):
+    monkeypatch.setattr(routes, "launch", lambda *args: pytest.fail("launched"))
+    a, b = fp8_operands("row")
+    for change, says in (
+        ({"scaling": "tensor"}, "'tensor' scaling"),
+        ({"scaling": "mx"}, "not known"),
+        ({"a": a.data.float()}, "torch.float32"),
+        ({"a": a.data[:, :32].contiguous()}, "need one K"),
+        ({"b_scale": b.scale.double()}, "torch.float64"),
+        ({"a_scale": a.scale.reshape(M, 1)}, r"\[5, 1\]"),
+        ({"b": b.data.view(torch.uint8).repeat(1, 2)[:, ::2].view(torch.float8_e4m3fn)}, "strides"),
+    ):
+        good = {"a": a.data, "b": b.data, "a_scale": a.scale, "b_scale": b.scale, "scaling": "row"}
+        with pytest.raises(InputError, match=says):
+            ops.fp8_gemm(**(good | change))
+
+
+def test_an_unknown_backend_is_refused_with_the_nearest():
+    a, b, alpha = nvfp4_operands()
+    with pytest.raises(UnknownBackendError, match="Did you mean reference"):
+        ops.nvfp4_gemm(a.data, b.data, a.sf, b.sf, alpha, backend="referense")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backward_of_a_raw_gemm_raises(compiled):
+    a, b, alpha = nvfp4_operands()
+
+    def f(alpha, bias):
+        return ops.nvfp4_gemm(a.data, b.data, a.sf, b.sf, alpha, bias)
+
+    fn = torch.compile(f, backend="aot_eager", fullgraph=True) if compiled else f
+    y = fn(alpha.clone().requires_grad_(), torch.zeros(N, requires_grad=True))
+    with pytest.raises(BackwardError):
+        y.sum().backward()
+
+
+def test_compile_of_a_chain_with_dynamic_m():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    _, b, _ = nvfp4_operands()
+
+    def chain(x):
+        gs = formats.nvfp4_global_scale(x)
+        data, sf = ops.nvfp4_quantize(x, gs)
+        return ops.nvfp4_gemm(data, b.data, sf, b.sf, gs * b.global_scale)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fn = torch.compile(chain, backend=counter, fullgraph=True, dynamic=True)
+    seen = []
+    for m in (2, 7, 130):
+        x = torch.randn(m, K)
+        torch.testing.assert_close(fn(x), chain(x))
+        seen.append(counter.frame_count)
+    assert seen[0] == seen[-1] > 0
+
+
+# --------------------------------------------------------------------------------------------------------- specs, plans
+
+
+def test_layers_of_one_shape_have_one_spec_and_nothing_of_this_process_in_it():
+    import json
+
+    first, second = (FP4Linear.from_linear(torch.nn.Linear(K, N), name=f"layer.{i}") for i in range(2))
+    text = first.bind().spec.text
+    assert text == second.bind().spec.text
+    assert first.bind().spec is second.bind().spec is routes.LayerSpec.parse(text)
+    data = json.loads(text)
+    assert set(data) == {"op", "scaling", "n", "k", "routes"}
+    assert data["routes"] == [[32768, "reference", "bf16", 0, 3, ["nvfp4_gemm", "nvfp4", N, K, "linear", False]]]
+    assert "layer.0" not in text
+
+
+class Split(ReferenceBackend):
+    """Plans hold for one M; counts them."""
+
+    plans_by_m = True
+
+    def __init__(self):
+        self.planned = []
+
+    def plan(self, problem, prepared):
+        self.planned.append(problem.m)
+        return Plan(self.name, problem)
+
+
+@pytest.fixture
+def split(monkeypatch):
+    backend = Split()
+    monkeypatch.setattr(dispatch, "instance", lambda name: backend)
+    monkeypatch.setattr(routes, "_plans", {})
+    routes.LayerSpec.parse.cache_clear()
+    yield backend
+    routes.LayerSpec.parse.cache_clear()
+
+
+def test_plans_are_shared_by_layers_of_one_shape(split):
+    layers = [FP8Linear.from_linear(torch.nn.Linear(K, N), scaling="row") for _ in range(3)]
+    for layer in layers:
+        for m in (1, 3, 3, 8):
+            layer(torch.zeros(m, K))
+    assert split.planned == [1, 3, 8]
+
+
+def test_a_missing_plan_during_capture_names_the_call(split, monkeypatch):
+    layer = FP8Linear.from_linear(torch.nn.Linear(K, N), scaling="row")
+    for m in (1, 8, 16):
+        layer(torch.zeros(m, K))
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    assert layer(torch.zeros(8, K)).shape == (8, N)
+    with pytest.raises(CaptureError) as error:
+        layer(torch.zeros(48, K))
+    assert str(error.value) == (
+        "no plan for M=48 while a CUDA graph is being captured; building one now would break the capture.\n"
+        "  Before capturing: fp4dispatch.warmup(model, tokens=[48])   Planned for this layer: M = 1, 8, 16"
+    )
+    with pytest.raises(CaptureError, match="warmup"):
+        layer(torch.zeros(8, K, dtype=torch.float16))
+
+
+def test_a_plan_for_any_m_needs_one_warm_up(monkeypatch):
+    layer = FP8Linear.from_linear(torch.nn.Linear(K, N), scaling="tensor")
+    layer(torch.zeros(1, K))
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    assert layer(torch.zeros(48, K)).shape == (48, N)
+
+
+def test_backends_may_change_with_m(monkeypatch):
+    class Small(ReferenceBackend):
+        name = "small"
+
+        def prepare(self, weights):
+            prepared = super().prepare(weights)
+            return type(prepared)("small", tuple(t.clone() for t in prepared.tensors), prepared.layout)
+
+        def run(self, plan, prepared, x, out, bias=None):
+            assert prepared.backend == "small"
+            out.fill_(7)
+
+    real, instance, small = dispatch.select, dispatch.instance, Small()
+
+    def select(problem, **kwargs):
+        from dataclasses import replace
+
+        decision = real(problem, **kwargs)
+        return replace(decision, backend="small") if problem.m <= 16 else decision
+
+    monkeypatch.setattr(dispatch, "select", select)
+    monkeypatch.setattr(dispatch, "instance", lambda name: small if name == "small" else instance(name))
+    layer = FP4Linear.from_linear(torch.nn.Linear(K, N))
+    assert "small (bf16) up to M=16, then reference (bf16)" in repr(layer)
+    assert [m for m, _ in layer.decisions()] == [16, 32768]
+    assert len(layer.bind().tensors) == 6
+    for m, small_one in ((1, True), (16, True), (17, False), (40000, False)):
+        assert bool((layer(torch.ones(m, K)) == 7).all()) is small_one
+    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        assert bool((compiled(torch.ones(16, K)) == 7).all())
+        assert not bool((compiled(torch.ones(17, K)) == 7).all())
