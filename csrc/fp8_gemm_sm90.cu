@@ -43,10 +43,11 @@
 #include "cutlass_epilogue.h"
 #include "cutlass_launch.h"
 
-#if !defined(FP4D_SCALING) || !defined(FP4D_SWAP) || !defined(FP4D_COOPERATIVE) || \
-    !defined(FP4D_CLUSTER_M) || !defined(FP4D_TILE_M) || !defined(FP4D_TILE_N) || !defined(FP4D_TILE_K)
+#if !defined(FP4D_SCALING) || !defined(FP4D_SWAP) || !defined(FP4D_COOPERATIVE) ||                         \
+    !defined(FP4D_CLUSTER_M) || !defined(FP4D_TILE_M) || !defined(FP4D_TILE_N) || !defined(FP4D_TILE_K) || \
+    !defined(FP4D_PROMOTE_K)
 #error \
-    "define FP4D_SCALING, FP4D_SWAP, FP4D_COOPERATIVE, FP4D_CLUSTER_M and FP4D_TILE_M, _N, _K: see kernels.toml"
+    "define FP4D_SCALING, _SWAP, _COOPERATIVE, _CLUSTER_M, _TILE_M, _TILE_N, _TILE_K and _PROMOTE_K: see kernels.toml"
 #endif
 
 namespace fp4d {
@@ -54,7 +55,14 @@ namespace fp4d {
 constexpr bool kBlockScaled = FP4D_SCALING == 1;
 constexpr bool kSwap = FP4D_SWAP == 1;
 constexpr bool kCooperative = FP4D_COOPERATIVE == 1;
+constexpr bool kFastAccumulation = FP4D_PROMOTE_K == 0;
 constexpr int64_t kBlock = 128;
+
+// CUTLASS promotes when its count of MMAs *equals* the interval, and counts a K tile at a time: with an
+// interval that is not a multiple of the tile it would never promote, without a word.
+static_assert(FP4D_PROMOTE_K % FP4D_TILE_K == 0, "the accumulator is promoted after whole K tiles");
+static_assert(!kBlockScaled || FP4D_PROMOTE_K == kBlock, "block scales are applied at every promotion");
+constexpr int kMmaK = 32;
 
 using Tile = cute::Shape<cute::Int<FP4D_TILE_M>, cute::Int<FP4D_TILE_N>, cute::Int<FP4D_TILE_K>>;
 using Cluster = cute::Shape<cute::Int<FP4D_CLUSTER_M>, cute::_1, cute::_1>;
@@ -85,12 +93,17 @@ using Fusion = cute::conditional_t<kBlockScaled, BlockScaledBias,
 
 using EpilogueSchedule = cute::conditional_t<kCooperative, cutlass::epilogue::TmaWarpSpecializedCooperative,
                                              cutlass::epilogue::TmaWarpSpecialized>;
-using MainloopSchedule = cute::conditional_t<
-    kBlockScaled,
+using PlainSchedule = cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                                          cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
+using FastSchedule =
+    cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
+                        cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum>;
+using BlockSchedule =
     cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8Blockwise,
-                        cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8Blockwise>,
-    cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                        cutlass::gemm::KernelTmaWarpSpecializedPingpong>>;
+                        cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8Blockwise>;
+using MainloopSchedule =
+    cute::conditional_t<kBlockScaled, BlockSchedule,
+                        cute::conditional_t<kFastAccumulation, FastSchedule, PlainSchedule>>;
 
 // Activation scales one a row and contiguous along rows, weight scales one a 128x128 block, as checkpoints
 // have them.
@@ -287,7 +300,11 @@ void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Opt
   cute::get<0>(args.mainloop.dB) = row_stride(second);
   args.epilogue.ptr_D = data_of<Out>(d);
   cute::get<kSwap ? 1 : 0>(args.epilogue.dD) = row_stride(d);
-  if constexpr (kBlockScaled) set_block_scales(args.mainloop, a_scale, b_scale, p);
+  if constexpr (kBlockScaled) {
+    set_block_scales(args.mainloop, a_scale, b_scale, p);
+  } else if constexpr (!kFastAccumulation) {
+    args.mainloop.mma_promotion_interval = FP4D_PROMOTE_K / kMmaK;
+  }
   set_epilogue(args.epilogue.thread, a_scale, b_scale, bias);
   args.hw_info.device_id = device;
   args.hw_info.sm_count = multiprocessors(device);

@@ -18,7 +18,7 @@ namespace fp4d {
 
 constexpr int kBlock = 128;
 constexpr int kLanes = kBlock / kVector;  // threads that share a 1x128 block
-constexpr int kCached = 4;  // vectors a thread keeps in registers between the two passes of a row
+constexpr int kCached = 8;  // vectors a thread keeps in registers between the two passes of a row
 
 __device__ inline float finite_amax(float const (&values)[kVector], float amax) {
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ inline float scale_of(float amax) {
   return amax == 0.f ? 1.f : fmaxf(__fdiv_rn(amax, kE4m3Max), kMinScale);
 }
 
-__device__ inline uint2 quantize(float const (&values)[kVector], float scale) {
+__device__ inline uint2 quantize(float const (&values)[kVector], Divisor scale) {
   uint32_t words[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kVector; i += 2) {
@@ -42,13 +42,15 @@ __device__ inline uint2 quantize(float const (&values)[kVector], float scale) {
     for (int j = 0; j < 2; ++j) {
       float const value = values[i + j];
       // Saturation is the conversion's; a NaN scale stays NaN, and so must a non-finite element.
-      q[j] = fabsf(value) < INFINITY ? __fdiv_rn(value, scale) : NAN;
+      q[j] = fabsf(value) < INFINITY ? scale.divide(value) : NAN;
     }
     uint32_t const pair = __nv_cvt_float2_to_fp8x2(make_float2(q[0], q[1]), __NV_SATFINITE, __NV_E4M3);
     words[i / 4] |= pair << (i % 4 * 8);
   }
   return make_uint2(words[0], words[1]);
 }
+
+constexpr int64_t kFewRows = 256;  // about two for each SM
 
 template <class T>
 __device__ inline void load(uint4 const* row, int64_t vector, float (&values)[kVector]) {
@@ -91,18 +93,19 @@ __global__ void __launch_bounds__(1024)
   bits = threadIdx.x % 32 < blockDim.x / 32 ? warp_amax[threadIdx.x % 32] : 0;
   float const row_scale = scale_of(__uint_as_float(__reduce_max_sync(~0u, bits)));
   if (threadIdx.x == 0) scale[row] = row_scale;
+  Divisor const divisor(row_scale);
 
 #pragma unroll
   for (int i = 0; i < kCached; ++i) {
     int const v = threadIdx.x + i * blockDim.x;
     if (v < vectors) {
       widen(cached[i], values, T{});
-      out[v] = quantize(values, row_scale);
+      out[v] = quantize(values, divisor);
     }
   }
   for (int v = threadIdx.x + kCached * blockDim.x; v < vectors; v += blockDim.x) {
     load<T>(in, v, values);
-    out[v] = quantize(values, row_scale);
+    out[v] = quantize(values, divisor);
   }
   grid_dependency_launch_dependents();
 }
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   if (row < rows && vector < k / kVector) {
     float values[kVector];
     load<T>(reinterpret_cast<uint4 const*>(x + row * x_stride), vector, values);
-    float const divisor = *scale >= kMinScale ? *scale : NAN;
+    Divisor const divisor(*scale >= kMinScale ? *scale : NAN);
     reinterpret_cast<uint2*>(q + row * k)[vector] = quantize(values, divisor);
   }
   grid_dependency_launch_dependents();
@@ -137,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int lane = kLanes / 2; lane > 0; lane /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lane));
   float const block_scale = scale_of(amax);
   if (inside) {
-    reinterpret_cast<uint2*>(q + row * k)[vector] = quantize(values, block_scale);
+    reinterpret_cast<uint2*>(q + row * k)[vector] = quantize(values, Divisor(block_scale));
     if (vector % kLanes == 0) scale[row * scale_row + vector / kLanes * scale_block] = block_scale;
   }
   grid_dependency_launch_dependents();
@@ -173,8 +176,11 @@ void row(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   if (device < 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
   int64_t const m = x.size(0), k = x.size(1);
-  // Enough threads that a row is in registers where it fits, whole warps.
-  int64_t const threads = std::min<int64_t>(1024, std::max<int64_t>(128, (k / kVector / 2 + 31) / 32 * 32));
+  // Few rows: many threads each, for latency. Many rows: a row just fits the registers, so that several share
+  // an SM.
+  int64_t const vectors_each = m <= kFewRows ? 2 : kCached;
+  int64_t const threads = std::min<int64_t>(
+      1024, std::max<int64_t>(128, round_up((k / kVector + vectors_each - 1) / vectors_each, 32)));
   dispatch(x, [&](auto const* data) {
     launch(quantize_row<std::decay_t<decltype(*data)>>, Shape{dim3(unsigned(m)), dim3(unsigned(threads))},
            device, enable_pdl, data, input_stride(x), data_of<uint8_t>(q), data_of<float>(scale), k);

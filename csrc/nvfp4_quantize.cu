@@ -69,13 +69,12 @@ __device__ inline uint8_t quantize_block(uint4 const* in, uint2* out, float glob
     amax = fmaxf(amax, magnitude);
   }
   uint8_t const sf = scale_of(amax, finite, global_scale);
-  float const divisor = from_e4m3(sf) * global_scale;
+  Divisor const divisor(from_e4m3(sf) * global_scale);
   uint32_t words[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kBlock; i += 2) {
     float const* pair = &values[i / kVector][i % kVector];
-    words[i / kVector] |= encode_e2m1(__fdiv_rn(pair[0], divisor), __fdiv_rn(pair[1], divisor))
-                          << (i % kVector * 4);
+    words[i / kVector] |= encode_e2m1(divisor.divide(pair[0]), divisor.divide(pair[1])) << (i % kVector * 4);
   }
   *out = make_uint2(words[0], words[1]);
   return sf;

@@ -53,6 +53,34 @@ __device__ inline float from_e4m3(uint8_t value) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(value, __NV_E4M3)));
 }
 
+// Division by one number many times, with the bits of IEEE division.
+//
+// With r = RN(1/b), each step q += RN(a - b q) r squares the error, and the last one rounds correctly once q
+// is within an ulp (Markstein 1990; Muller et al., Handbook of Floating-Point Arithmetic, section 4.7): two
+// steps, 5 instructions in place of about 10 and a branch. Bounds on b keep every step clear of underflow
+// that could be seen in a code (a quotient that small rounds to zero with the sign of a); a quotient that
+// saturates anyway is left alone, because a - b q would be inf - inf.
+class Divisor {
+ public:
+  __device__ explicit Divisor(float b) {
+    b_ = b;
+    reciprocal_ = __frcp_rn(b);
+    plain_ = !(b >= 0x1p-60f && b <= 0x1p15f);
+  }
+
+  __device__ float divide(float a) const {
+    if (plain_) return __fdiv_rn(a, b_);
+    float const first = a * reciprocal_;
+    float const second = fmaf(fmaf(-first, b_, a), reciprocal_, first);
+    float const third = fmaf(fmaf(-second, b_, a), reciprocal_, second);
+    return fabsf(first) < 0x1p20f ? third : first;
+  }
+
+ private:
+  float b_, reciprocal_;
+  bool plain_;
+};
+
 struct Shape {
   dim3 grid, block;
 };
@@ -97,6 +125,9 @@ inline void check_input(TensorView x, int64_t multiple) {
   if (x.size(0) > 1) check_multiple("row stride of x", x.stride(0), kVector, "16-byte accesses");
   check_aligned(arg, 16);
 }
+
+// A positive multiple of `to`.
+inline int64_t round_up(int64_t value, int64_t to) { return std::max(to, (value + to - 1) / to * to); }
 
 inline int64_t input_stride(TensorView x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
 

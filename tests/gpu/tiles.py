@@ -1,0 +1,31 @@
+"""Per-tile comparison of a GEMM's output: a global measure accepts dozens of wrong tiles in a large output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 128
+
+
+def wrong_tiles(wrong: Tensor) -> tuple[int, int]:
+    """Return (tiles with any True, all tiles) of a boolean [M, N]."""
+    rows, columns = (-(-size // TILE) for size in wrong.shape)
+    padded = wrong.new_zeros(rows * TILE, columns * TILE)
+    padded[: wrong.shape[0], : wrong.shape[1]] = wrong
+    return int(padded.view(rows, TILE, columns, TILE).amax(dim=(1, 3)).sum()), rows * columns
+
+
+def beyond_rounding(d: Tensor, reference: Tensor, magnitude: Tensor) -> Tensor:
+    """Where `d` differs from the exact `reference` by more than its type and FP8 accumulation explain.
+
+    One rounding to the output type, and 2^-11 of the sum of magnitudes |a|@|b|: wgmma adds FP8 products with about 14
+    bits before every 128 elements of K are promoted to fp32.
+    """
+    unit = torch.finfo(d.dtype).eps
+    error = (d.double() - reference).abs()
+    return ~(error <= unit * reference.abs() + 2.0**-11 * magnitude)  # NaN is beyond too
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
