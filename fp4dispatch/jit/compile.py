@@ -61,7 +61,6 @@ class Job:
         values = {
             "nvcc": [str(toolchain.nvcc)],
             "includes": [word for path in includes for word in spell("include", path)],
-            "libraries": [word for name in toolchain.libraries for word in spell("library", f"lib/{name}")],
             "depfile": spell("depfile", f"{folder}/{_DEPFILE}"),
             "output": spell("output", f"{folder}/{LIBRARY}"),
             "source": [f"{OWN}/{self.kernel.source}"],
@@ -152,10 +151,9 @@ def files_read(folder: Path, toolchain: Toolchain) -> list[tuple[str, str]]:
 
 def _lay_out(jobs: Sequence[Job], build: Path, csrc: Path, toolchain: Toolchain, parallel: int) -> None:
     (build / OWN).symlink_to(csrc.resolve())
-    for folder, links in (("inc", toolchain.includes), ("lib", toolchain.libraries)):
-        (build / folder).mkdir()
-        for name, path in links.items():
-            (build / folder / name).symlink_to(path.resolve())
+    (build / "inc").mkdir()
+    for name, path in toolchain.includes.items():
+        (build / "inc" / name).symlink_to(path.resolve())
     (build / "tmp").mkdir()
     (build / "run_job.py").write_bytes(Path(__file__).with_name("run_job.py").read_bytes())
     commands = []
@@ -175,7 +173,6 @@ def _log_head(job: Job, argv: Sequence[str], csrc: Path, toolchain: Toolchain) -
     links: Mapping[str, Path] = {
         OWN: csrc,
         **{f"inc/{name}": path for name, path in toolchain.includes.items()},
-        **{f"lib/{name}": path for name, path in toolchain.libraries.items()},
     }
     rows = [f"# {job.name}", f"# nvcc {toolchain.nvcc_version}, {toolchain.host_version}"]
     rows += [f"# {name} -> {path}" for name, path in links.items()]

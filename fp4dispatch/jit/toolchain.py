@@ -52,7 +52,7 @@ class Toolchain:
     """A complete toolchain for one target.
 
     ``includes`` maps the short names under which a build sees header folders (and under which a cache entry remembers
-    the headers it read) to the folders; ``libraries`` the same for folders to link from.
+    the headers it read) to the folders.
     """
 
     nvcc: Path
@@ -61,7 +61,6 @@ class Toolchain:
     host_version: str
     ninja: Path
     includes: dict[str, Path]
-    libraries: dict[str, Path]
     header_versions: dict[str, str]
 
     def roots(self) -> dict[str, Path]:
@@ -97,8 +96,11 @@ def toolchain_reasons(
     tuple of Missing
         Plain (text, fix) pairs; empty means that nothing stands against the build.
     """
-    family = "cu13" if _major(record.min_cuda) >= 13 or nvcc is None or _major(nvcc.version) >= 13 else "cu12"
-    install = f'pip install -U "fp4dispatch[jit,{family}]", or set FP4DISPATCH_NVCC or CUDA_HOME'
+    # nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc, so pip has a compiler for CUDA 13 only
+    install = (
+        f'pip install -U "fp4dispatch[jit,cu13]" for a driver of CUDA 13, or install a CUDA toolkit '
+        f"{record.min_cuda} or newer and set CUDA_HOME"
+    )
     found: list[Missing] = []
     if nvcc is None:
         found.append(Missing(f"no nvcc was found to build target {record.target}", install))
@@ -142,10 +144,7 @@ def locate(record: FlagRecord, common: CommonFlags, *, needs_cutlass: bool) -> T
         root = Path(cutlass.path)
         includes |= {"cutlass": root / "include", "cutlass_util": root / "tools" / "util" / "include"}
         versions["cutlass"] = cutlass.version
-    cuda = _cuda_headers(Path(nvcc.path))
-    if isinstance(cuda, Missing):
-        reasons.append(cuda)
-    if reasons or isinstance(cuda, Missing):
+    if reasons:
         raise _error(record, reasons, notes)
     return Toolchain(
         nvcc=Path(nvcc.path),
@@ -153,8 +152,7 @@ def locate(record: FlagRecord, common: CommonFlags, *, needs_cutlass: bool) -> T
         host=Path(host.path),
         host_version=host.version,
         ninja=Path(ninja.path),
-        includes=includes | cuda,
-        libraries={"cuda_lib": cuda["cudart"].parent / "lib"} if "cudart" in cuda else {},
+        includes=includes,
         header_versions=versions,
     )
 
@@ -231,24 +229,6 @@ def _tvm_ffi(minimum: str) -> Library | Missing:
     return Library(version, str(folder / "include"))
 
 
-def _cuda_headers(nvcc: Path) -> dict[str, Path] | Missing:
-    """Header folders that nvcc does not know by itself: the CUDA 12 wheels split a toolkit into many folders."""
-    if not re.search(r"/nvidia/(?:cu\d\d|cuda_nvcc)/bin/nvcc$", str(nvcc)):
-        return {}
-    if (nvcc.parent.parent / "include" / "cuda_runtime_api.h").is_file():
-        return {}
-    from cuda.pathfinder import find_nvidia_header_directory
-
-    found = {name: find_nvidia_header_directory(name) for name in ("cudart", "cccl")}
-    if absent := [name for name, folder in found.items() if not folder]:
-        packages = {"cudart": "nvidia-cuda-runtime-cu12", "cccl": "nvidia-cuda-cccl-cu12"}
-        return Missing(
-            f"the nvcc wheel at {nvcc} has no headers of {' and '.join(absent)} beside it",
-            f"pip install {' '.join(packages[name] for name in absent)}",
-        )
-    return {name: Path(str(folder)) for name, folder in found.items()}
-
-
 def _utility(name: str) -> Path | None:
     try:
         from cuda.pathfinder import find_nvidia_binary_utility
@@ -282,8 +262,3 @@ def _older(found: str, needed: str) -> bool:
         return Version(found) < Version(needed)
     except InvalidVersion:
         return True
-
-
-def _major(version: str) -> int:
-    head = version.split(".")[0]
-    return int(head) if head.isdigit() else 0
