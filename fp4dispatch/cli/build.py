@@ -20,7 +20,7 @@ from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.cache import Cache, default_folder
 from fp4dispatch.jit.compile import Job
-from fp4dispatch.jit.manifest import OPS, Catalog, installed
+from fp4dispatch.jit.manifest import CHECK_OPS, OPS, Catalog, installed
 from fp4dispatch.settings import settings
 
 if TYPE_CHECKING:
@@ -123,6 +123,6 @@ def _archs(text: str) -> tuple[Arch, ...]:
 
 def _ops(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [name for name in names if name not in OPS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not an op; known: {', '.join(OPS)}")
+    if unknown := [name for name in names if name not in (*OPS, *CHECK_OPS)]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not an op; known: {', '.join((*OPS, *CHECK_OPS))}")
     return names
