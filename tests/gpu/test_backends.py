@@ -1,4 +1,4 @@
-"""Every registered backend keeps the contract on the GPU that is here; what it cannot run is skipped, with its reasons."""
+"""Every registered backend keeps the contract on the GPU that is here; what it cannot run is skipped, with why."""
 
 import pytest
 import torch

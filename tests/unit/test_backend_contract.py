@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp4dispatch import registry
+from fp4dispatch import formats, registry
 from fp4dispatch.backends.base import Plan, Prepared
 from fp4dispatch.backends.cublaslt import CublasLtBackend
 from fp4dispatch.backends.reference import ReferenceBackend
@@ -61,6 +61,50 @@ def test_cublaslt_padding_and_scales_on_torchs_cpu_kernel(case):
 def test_row_scales_left_to_the_epilogue_and_rounded_once():
     for dtype in ("float16", "float32"):
         contract.check(CublasLtBackend(), contract.Case("fp8_gemm", "row", "fp8", 7, 72, 100, dtype, True))
+
+
+@pytest.mark.parametrize(("n", "k", "np", "kp"), [(72, 100, 80, 112), (80, 112, 80, 112), (1, 1, 16, 16)])
+def test_cublaslt_pads_fp8_weights_with_zeros(n, k, np, kp):
+    """torch's CPU kernel takes any size, the GPU's multiples of 16."""
+    for scaling in ("tensor", "row"):
+        w = contract.make_weights(contract.Case("fp8_gemm", scaling, "fp8", 1, n, k, "bfloat16", False), "cpu", 1)
+        data = CublasLtBackend().prepare(w).tensors[0]
+        assert data.shape == (np, kp)
+        assert torch.equal(data[:n, :k].float(), w.weight.float())
+        assert not data.view(torch.uint8)[n:].any()
+        assert not data.view(torch.uint8)[:, k:].any()
+
+
+def test_cublaslt_lays_out_block_scales_and_nvfp4_as_torch_asks():
+    case = contract.Case("fp8_gemm", "block128", "fp8", 1, 200, 700, "bfloat16", False)
+    w = contract.make_weights(case, "cpu", 1)
+    data, scale = CublasLtBackend().prepare(w).tensors
+    assert data.shape == (208, 768)
+    assert scale.t().shape == (8, 2)  # 6 blocks of K, rounded up to 4
+    assert scale.t().stride() == (1, 8)
+    assert torch.equal(scale[:, :6], w.scale)
+    assert not scale[:, 6:].any()
+    case = contract.Case("nvfp4_gemm", "nvfp4", "nvfp4", 1, 72, 80, "bfloat16", False, shards=3)
+    w = contract.make_weights(case, "cpu", 1)
+    data, sf, alpha = CublasLtBackend().prepare(w).tensors
+    assert data.shape == (80, 48)
+    assert not data[72:].any()
+    assert not data[:, 40:].any()
+    linear = formats.from_128x4(sf, 80, 6).view(torch.uint8)
+    assert torch.equal(linear[:72, :5], w.scale.view(torch.uint8))
+    assert not linear[72:].any()
+    assert not linear[:, 5:].any()
+    assert torch.equal(alpha[:72], formats.expand_shards(w.global_scale, w.shard_rows))
+
+
+@pytest.mark.parametrize(("dtype", "row_wise"), [("bfloat16", True), ("float16", False), ("float32", False)])
+def test_row_wise_kernels_are_only_asked_for_bfloat16_away_from_hopper(monkeypatch, dtype, row_wise):
+    calls, real = [], torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, sa, *r, **k: calls.append(sa.numel()) or real(a, b, sa, *r, **k)
+    )
+    contract.check(CublasLtBackend(), contract.Case("fp8_gemm", "row", "fp8", 7, 80, 112, dtype, False))
+    assert set(calls) == {7 if row_wise else 1}
 
 
 # ------------------------------------------------------------------------------ the suite itself can tell good from bad
@@ -216,6 +260,19 @@ def test_the_oracle_ignores_switches_that_trade_f32_away():
         backend.run(backend.plan(case.problem(), prepared), prepared, x, out)
         exact = a @ contract.dequantised(w).t()
         assert ((out - exact).norm() / exact.norm()) < 2e-6
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_oracle_sees_the_switches(precision):
+    """Few CPUs act on them, so the decision is tested beside the result."""
+    from fp4dispatch.backends.reference import _f32_products_are_f32
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        assert _f32_products_are_f32(torch.ones(1)) is (precision == "highest")
     finally:
         torch.set_float32_matmul_precision(before)
 
