@@ -1,0 +1,119 @@
+"""Run what needs a GPU and keep the outcome: the GPU tests and the demo, with commit, card, driver and versions.
+
+    python bench/evidence.py --commit HASH --out bench/results/DATE-CARD.json
+
+Exits with 1 if a test or the demo failed. The support matrix of the README is generated from the files this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OP = {"nvfp4": "nvfp4_gemm", "tensor": "fp8_gemm", "row": "fp8_gemm", "block128": "fp8_gemm"}
+
+
+def environment(commit: str) -> dict[str, Any]:
+    """Return what a result is worth nothing without."""
+    import torch
+
+    from fp4dispatch.system import current
+
+    torch.cuda.init()
+    facts = current().to_dict()
+    return {
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "driver": facts["driver"],
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "cudnn": facts["cudnn"],
+        "cudnn_frontend": facts["cudnn_frontend"],
+        "flashinfer": facts["flashinfer"],
+        "cutlass": facts["cutlass"],
+        "nvcc": facts["nvcc"],
+        "python": sys.version.split()[0],
+    }
+
+
+def run_tests(arguments: list[str]) -> tuple[list[tuple[str, str, str]], int]:
+    """Run pytest on the GPU tests; return (file, test, outcome) rows and the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    rows = []
+    for case in cases:
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        rows.append((case.get("classname", "").rsplit(".", 1)[-1], case.get("name", ""), outcome))
+    return rows, code
+
+
+def ran(rows: list[tuple[str, str, str]], device: str) -> list[dict[str, Any]]:
+    """Return which backends ran which ops here: the contract tests that passed, none of which failed."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for _, test, outcome in rows:
+        if not test.startswith("test_contract["):
+            continue
+        backend, scaling = test.removeprefix("test_contract[").split("-")[:2]
+        counts.setdefault((backend, OP[scaling]), Counter())[outcome] += 1
+    return [
+        {"backend": backend, "op": op, "device": device, "contract_cases": count["passed"]}
+        for (backend, op), count in sorted(counts.items())
+        if count["passed"] and not count["failed"]
+    ]
+
+
+def run_demo(fmt: str) -> dict[str, Any]:
+    """Run the demo and return what it found, less the long parts."""
+    command = [sys.executable, "-m", "fp4dispatch", "demo", "--json", "--format", fmt]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if not done.stdout.strip():
+        return {"format": fmt, "ok": False, "error": done.stderr[-2000:]}
+    result = json.loads(done.stdout)
+    layers = result.pop("report")
+    result["cosine"].pop("each")
+    backends = sorted({layer["backend"] for layer in layers["layers"]})
+    return result | {"backends": backends, "bytes_before": layers["bytes_before"], "bytes_after": layers["bytes_after"]}
+
+
+def main() -> int:
+    """Run everything and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
+    parser.add_argument("pytest", nargs="*", default=["tests/gpu", "tests/unit/test_formats_cuda.py"])
+    arguments = parser.parse_args()
+    result = environment(arguments.commit)
+    rows, code = run_tests(arguments.pytest)
+    files = sorted({file for file, _, _ in rows})
+    result["tests"] = {file: dict(Counter(outcome for f, _, outcome in rows if f == file)) for file in files}
+    result["failed"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "failed"]
+    result["skipped"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "skipped"]
+    result["ran"] = ran(rows, result["device"])
+    result["demo"] = [run_demo(fmt) for fmt in arguments.demo]
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    for file, counts in result["tests"].items():
+        print(f"{file:<28} {counts}")
+    for demo in result["demo"]:
+        found = demo.get("error") or f"{demo['cosine']} {demo['backends']}"
+        print(f"demo {demo['format']:<10} ok={demo['ok']} {found}")
+    print("failed:", *result["failed"], sep="\n  ")
+    return 1 if code or not all(demo["ok"] for demo in result["demo"]) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
