@@ -56,6 +56,7 @@ class Entry:
 
     ``request`` is what was asked for (names, flags, package version), ``files`` the SHA-256 of every file that was
     read, by ``(root, path below it)``, ``compilers`` the versions that made it.
+    ``installed`` entries lie inside this package, whose code runs already, whoever owns it.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Entry:
     compilers: Mapping[str, str]
     library_sha256: str
     pinned: bool
+    installed: bool = False
 
     @property
     def library(self) -> Path:
@@ -118,9 +120,12 @@ class Cache:
         The folder; created at the first build, private to this user.
     portable
         Make folders and files readable for everybody, for a container image that another user will run.
+    installed
+        The folder is part of this package, so its owner is trusted like the package's own.
     """
 
-    def __init__(self, root: Path, *, portable: bool = False) -> None:
+    def __init__(self, root: Path, *, portable: bool = False, installed: bool = False) -> None:
+        self.installed = installed
         self.root = Path(os.path.abspath(root))  # noqa: PTH100  (resolve() would follow a planted link)
         self._folder_mode, self._file_mode = (0o755, 0o644) if portable else (0o700, 0o600)
 
@@ -135,15 +140,17 @@ class Cache:
         kernels = self.root / "kernels"
         if not kernels.is_dir():
             return
-        private.check_parent(self.root)
-        for folder in (self.root, kernels):
-            private.check(folder)
+        if not self.installed:
+            private.check_parent(self.root)
+            for folder in (self.root, kernels):
+                private.check(folder)
         found = [path for path in kernels.glob(f"{below}/*") if (path / MANIFEST).exists()]
         for folder in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
-            for part in (folder.parent.parent, folder.parent, folder, folder / MANIFEST):
+            parts = (folder.parent.parent, folder.parent, folder, folder / MANIFEST)
+            for part in () if self.installed else parts:
                 private.check(part)
             try:
-                yield _read_entry(folder)
+                yield _read_entry(folder, installed=self.installed)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 _log.warning("damaged cache entry %s is ignored and will be rebuilt: %s", folder, error)
 
@@ -341,7 +348,7 @@ def damage(entry: Entry) -> str:
         Where someone else could have written it: that is never answered by a rebuild.
     """
     try:
-        for path in (entry.folder, entry.library):
+        for path in () if entry.installed else (entry.folder, entry.library):
             private.check(path)
         same = digest(entry.library) == entry.library_sha256
     except FileNotFoundError as error:
@@ -355,7 +362,7 @@ def verify(entry: Entry) -> None:
         raise CacheError(f"{fault}\n  fix: build it again with `fp4dispatch build`")
 
 
-def _read_entry(folder: Path) -> Entry:
+def _read_entry(folder: Path, *, installed: bool = False) -> Entry:
     record = json.loads((folder / MANIFEST).read_bytes())
     if record["schema"] != SCHEMA:
         raise ValueError(f"schema {record['schema']}, this version reads {SCHEMA}")
@@ -367,6 +374,7 @@ def _read_entry(folder: Path) -> Entry:
         compilers=dict(record["compilers"]),
         library_sha256=str(record["library_sha256"]),
         pinned=record["pinned"] is True,
+        installed=installed,
     )
 
 

@@ -32,6 +32,7 @@ from fp4dispatch.settings import settings
 
 _log = logging.getLogger("fp4dispatch")
 _SMALL = 1 << 20
+_loaded: dict[tuple[str, str, Arch, Path, Path], LoadedKernel] = {}
 _builds_done = 0
 
 
@@ -112,9 +113,10 @@ def build(
 
 
 def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = None) -> LoadedKernel:
-    """Return a kernel that runs on ``arch``, ready to be called; compiled first where needed, loaded once.
+    """Return a kernel that runs on ``arch``, ready to be called; compiled first where needed, loaded once a process.
 
-    A finished entry loads without any toolchain. The library's hash is checked right before it is opened.
+    Once loaded, asking again costs a dictionary look-up. A finished entry loads without any toolchain. The library's
+    hash is checked right before it is opened.
 
     Raises
     ------
@@ -122,6 +124,13 @@ def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = Non
         Where the kernel has no target for this arch. Otherwise as :func:`build`.
     """
     catalog = catalog or installed()
+    key = (kernel, variant, arch, catalog.csrc, default_folder())
+    if key not in _loaded:
+        _loaded[key] = _load(catalog, kernel, variant, arch)
+    return _loaded[key]
+
+
+def _load(catalog: Catalog, kernel: str, variant: str, arch: Arch) -> LoadedKernel:
     known = catalog.kernel(kernel)
     targets = [target for target in known.targets if arch in catalog.record(target).archs]
     if not targets:
@@ -192,7 +201,7 @@ def caches() -> list[Cache]:
     for location in (spec.submodule_search_locations or ()) if spec else ():
         bundled = Path(location) / "prebuilt"
         if bundled.is_dir():
-            found.append(Cache(bundled))
+            found.append(Cache(bundled, installed=True))
     return found
 
 

@@ -48,6 +48,8 @@ def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progres
         shown = Progress(title, total, None, None)
         if quiet:
             shown._said = float("inf")
+        else:
+            print(title, file=sys.stderr)  # noqa: T201
         yield shown
         return
     from rich.console import Console

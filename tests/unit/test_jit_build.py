@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from fp4dispatch.jit import cache as cache_module
 from fp4dispatch.jit import kernels, private
 from fp4dispatch.jit.cache import Cache
 from fp4dispatch.jit.manifest import Catalog
-from tests.jit_cases import JIT_FLAGS, Fake, fake_toolchain, start_build, tiny_sources
+from tests.jit_cases import BUILD_ONE, JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, start_build, tiny_sources
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make files of another user or mount a tmpfs")
 
@@ -351,8 +352,6 @@ else:
 def test_a_publication_that_is_killed_is_whole_or_absent(
     step: str, count: int, fake: Fake, catalog: Catalog, tmp_path: Path
 ) -> None:
-    from tests.jit_cases import BUILD_ONE, REPOSITORY
-
     cache = tmp_path / "cache"
     killed = subprocess.run(
         [sys.executable, "-c", KILL_AT + BUILD_ONE, str(catalog.csrc), str(JIT_FLAGS), str(cache), step, str(count)],
@@ -475,6 +474,21 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     assert leftovers(small_disk / "cache") == []
 
 
+def test_a_file_size_limit_is_said_like_a_full_disk(fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", BUILD_ONE, str(catalog.csrc), str(JIT_FLAGS), str(tmp_path / "cache")],
+        cwd=REPOSITORY,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert "CacheError: no space is left for the kernel cache" in process.stderr
+    assert list(tmp_path.glob("cache/kernels/*/*/*")) == []
+    assert leftovers(tmp_path / "cache") == []
+
+
 @root_only
 def test_a_read_only_cache_still_serves_what_is_finished(
     fake: Fake, catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -520,6 +534,23 @@ def test_entries_made_ahead_of_time_travel(
     assert found.entry.pinned
     (catalog.csrc / "tiny.h").write_text("#define TINY 4\n")
     assert kernels.find("tiny", "one", "120f", catalog=catalog) is None
+
+
+def test_kernels_inside_the_package_are_trusted_like_the_package(
+    fake: Fake, catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared environment may belong to someone else and be group-writable; its Python code runs all the same."""
+    bundle = tmp_path / "site-packages" / "prebuilt"
+    jobs = [kernels.job(catalog, "tiny", "one", "120f")]
+    kernels.build_all(jobs, catalog, cache=Cache(bundle, portable=True), pinned=True)
+    for path in bundle.rglob("*"):
+        path.chmod(path.stat().st_mode | 0o020)
+    searched = [Cache(tmp_path / "cache"), Cache(bundle, installed=True)]
+    monkeypatch.setattr(kernels, "caches", lambda: searched)
+    assert build(catalog).cached
+    library = next(bundle.glob("kernels/*/*/*/kernel.so"))
+    library.write_bytes(b"changed")
+    assert not build(catalog).cached, "its content is checked like any other's"
 
 
 def test_clear_removes_everything_and_names_the_bytes(fake: Fake, catalog: Catalog) -> None:
