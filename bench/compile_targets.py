@@ -34,13 +34,6 @@ from fp4dispatch.jit.manifest import installed  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "2026-11-21-compiled-targets.json"
 TABLE = ROOT / "docs" / "compiled-targets.md"
-_BUILD = """
-import sys
-from pathlib import Path
-from fp4dispatch.jit import kernels
-from fp4dispatch.jit.cache import Cache
-kernels.build(*sys.argv[1:4], cache=Cache(Path(sys.argv[4])))
-"""
 
 
 @dataclass(frozen=True)
@@ -73,34 +66,16 @@ def blackwell_builds() -> list[Build]:
     ]
 
 
-def cost(build: Build, cache: Path) -> dict[str, float]:
-    """Build once, cold, in a process of its own: seconds and the largest resident set of all its processes."""
-    started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-c", _BUILD, *build.id.split("/"), str(cache)], cwd=ROOT)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status != 0:
-        raise SystemExit(f"{build.id} did not build")
-    return {
-        "wall_s": round(time.perf_counter() - started, 1),
-        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_gb": round(usage.ru_maxrss / 1e6, 2),
-    }
-
-
-def measure(build: Build, folder: Path) -> dict[str, Any]:
-    """Build into an empty cache and collect the row of the table."""
+def facts(build: Build, cache: Path) -> dict[str, Any]:
+    """Build into an empty cache and read the row of the table from the binary and its proof."""
     import tvm_ffi
 
-    cache = folder / build.id.replace("/", "-")
-    if cache.exists():
-        raise SystemExit(f"{cache} exists: a cold build needs an empty cache")
-    row = {"kernel": build.kernel, "variant": build.variant, "target": build.target, **cost(build, cache)}
     built = build.built(Cache(cache))
-    if not built.cached or built.proof is None:
-        raise SystemExit(f"{build.id} was not built, or not proven")
+    if built.cached or built.proof is None:
+        raise SystemExit(f"{build.id}: a row needs a cold build and its proof")
     (kernel,) = built.proof.kernels
     module = tvm_ffi.load_module(str(built.entry.library))
-    return row | {
+    return {
         "library_bytes": built.entry.library.stat().st_size,
         "shared_memory_bytes": int(module.shared_memory_bytes()),
         "registers": kernel.registers,
@@ -110,6 +85,27 @@ def measure(build: Build, folder: Path) -> dict[str, Any]:
         "preexit": kernel.signal,
         "unguarded": len(kernel.unguarded),
         "mma": dict(kernel.mma),
+    }
+
+
+def measure(build: Build, folder: Path) -> dict[str, Any]:
+    """Run :func:`facts` in a process of its own; add its seconds and the largest resident set of all its processes."""
+    answer = folder / (build.id.replace("/", "-") + ".json")
+    cache = answer.with_suffix("")
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, __file__, "--facts", build.id, str(cache), str(answer)])
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        raise SystemExit(f"{build.id} did not build")
+    return {
+        "id": build.id,
+        "kernel": build.kernel,
+        "variant": build.variant,
+        "target": build.target,
+        "wall_s": round(time.perf_counter() - started, 1),
+        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
+        "peak_gb": round(usage.ru_maxrss / 1e6, 2),
+        **json.loads(answer.read_text()),
     }
 
 
@@ -123,7 +119,7 @@ def run(only: str | None, folder: Path) -> None:
     for key, build in sorted(known.items(), key=lambda item: "fp16" in item[0]):  # one dtype of all kernels first
         if (only is not None and not key.startswith(only)) or (only is None and key in rows):
             continue
-        rows[key] = {"id": key, **measure(build, folder)}
+        rows[key] = measure(build, folder)
         print(json.dumps(rows[key]), flush=True)
         ordered = [rows[known_key] for known_key in known if known_key in rows]
         document = {"nvcc": nvcc.version, "cutlass": cutlass.version, "rows": ordered}
@@ -186,7 +182,12 @@ def main() -> None:
     parser.add_argument("--only", help="build ids that start with this, measured again")
     parser.add_argument("--keep", type=Path, help="folder for the caches, one a build (default: a temporary one)")
     parser.add_argument("--table", action="store_true", help="write docs/compiled-targets.md and stop")
+    parser.add_argument("--facts", nargs=3, metavar=("ID", "CACHE", "JSON"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.facts:
+        build_id, cache, answer = arguments.facts
+        Path(answer).write_text(json.dumps(facts(Build(*build_id.split("/")), Path(cache))))
+        return
     if not arguments.table:
         with tempfile.TemporaryDirectory() as folder:
             run(arguments.only, arguments.keep or Path(folder))
