@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
 from fp4dispatch import capture as _capture
-from fp4dispatch import policy, registry
+from fp4dispatch import policy, quarantine, registry
 from fp4dispatch import system as _system
+from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import FACTS, Alias
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
@@ -74,10 +76,14 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
         If nothing can.
     UnknownBackendError, SettingsError
         If the name, from the argument or from the environment, is not a backend.
+    CaptureError
+        If a backend would have to be self-checked while a CUDA graph is being captured.
 
     Notes
     -----
-    Thread-safe, and safe during capture: only facts are read, and nothing is logged then.
+    Thread-safe, and safe during capture: only facts are read, and nothing is logged then. A backend that ``auto``
+    chooses for the first time on a GPU model is self-checked (:mod:`fp4dispatch.selfcheck`); if it fails, the next one
+    is chosen.
     """
     request = _request(problem.op, backend)
     bucket = replace(problem, m=m_bucket(problem.m))
@@ -85,19 +91,10 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
     key = (bucket, request, gpu)
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
-        with _lock:
-            decision = policy.resolve(
-                bucket,
-                _on(machine, gpu),
-                registry.backends(),
-                requested=request[0],
-                requested_by=request[1],
-                disabled=request[2],
-            )
-            cached = _decided[key] = (machine, decision)
+        cached = _decided[key] = _decide(bucket, request, gpu)
     decision = replace(cached[1], problem=problem)
     if decision.backend is None:
-        raise _refusal(decision, layer, _on(machine, gpu), request[2])
+        raise _refusal(decision, layer, _on(cached[0], gpu), request[2])
     if not _capture.is_capturing():
         _report(decision)
     return decision
@@ -175,7 +172,7 @@ def explain(
         raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
     here = system is None and not stated
     if system is None:
-        system = what_if(op, arch, versions, proven, quarantined) if stated else _system.current()
+        system = what_if(op, arch, versions, proven, quarantined) if stated else _here()
     if here or backend:
         requested, requested_by, environment = _request(op, backend)
     else:
@@ -184,6 +181,49 @@ def explain(
     return policy.resolve(
         problem, system, registry.backends(), requested=requested, requested_by=requested_by, disabled=off
     )
+
+
+def _decide(problem: Problem, request: _Request, gpu: int | None) -> tuple[System, Decision]:
+    """Ask the policy until what it chooses has passed its self-check; each failure is a new fact of the machine."""
+    while True:
+        machine = _here()
+        with _lock:
+            decision = policy.resolve(
+                problem,
+                _on(machine, gpu),
+                registry.backends(),
+                requested=request[0],
+                requested_by=request[1],
+                disabled=request[2],
+            )
+        if not _must_check(decision, gpu) or _passes(decision, _on(machine, gpu), gpu):
+            return machine, decision
+
+
+def _here() -> System:
+    """Return the facts of this machine, with what failed the self-check in earlier processes."""
+    quarantine.recall(_system.current(), registry.backends())
+    return _system.current()
+
+
+def _must_check(decision: Decision, gpu: int | None) -> bool:
+    """Whether ``auto`` chose a backend for a GPU that this process uses already: nothing here initialises CUDA."""
+    torch = sys.modules.get("torch")
+    return (
+        decision.requested == registry.AUTO
+        and decision.backend not in (None, policy.REFERENCE)
+        and gpu is not None
+        and isinstance(registry.backends()[str(decision.backend)], Backend)
+        and torch is not None
+        and torch.cuda.is_initialized()
+    )
+
+
+def _passes(decision: Decision, system: System, gpu: int | None) -> bool:
+    from fp4dispatch import selfcheck  # needs torch, which deciding does not
+
+    problem = replace(decision.problem, activation=decision.activation)
+    return selfcheck.trusted(str(decision.backend), problem, system, f"cuda:{gpu}").usable
 
 
 def reset() -> None:
@@ -283,7 +323,7 @@ def _proven() -> frozenset[tuple[str, str]]:
     return proven()
 
 
-_system.provide(proven=_proven)
+_system.provide(proven=_proven, quarantined=quarantine.quarantined)
 
 
 def _set_up_logging() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from fp4dispatch import rules as _rules
+from fp4dispatch.backends.capability import quarantined
 from fp4dispatch.decision import Decision, Reason, RuleHit, Verdict
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.rules import Rule
@@ -141,6 +142,8 @@ def _judge(
     except Exception as error:  # a plug-in may do anything; its mistake is a reason against it alone
         text = f"it failed when asked what it supports: {type(error).__name__}: {error}"
         return Verdict(name, problem.activation, (Reason("UNAVAILABLE", text, f"repair {name}"),), denied)
+    if not any(reason.code == "QUARANTINED" for reason in reasons):  # a plug-in need not look
+        reasons = (*quarantined(name, problem, system), *reasons)
     if name in disabled:
         reasons = (Reason("DENIED", "disabled", f"take {name} out of FP4DISPATCH_DISABLE"), *reasons)
     return Verdict(name, activation, reasons, denied)

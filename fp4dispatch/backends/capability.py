@@ -73,7 +73,7 @@ def check(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
     records = [c for c in catalogue().capabilities if c.backend == name]
     if not records:
         raise KeyError(name)
-    reasons = _quarantine(name, problem, system)
+    reasons = quarantined(name, problem, system)
     mine = [c for c in records if c.op == problem.op]
     if not mine:
         ops = ", ".join(dict.fromkeys(c.op for c in records))
@@ -87,7 +87,8 @@ def check(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
     return (*reasons, *_versions(record, problem, system))
 
 
-def _quarantine(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
+def quarantined(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
+    """Return the reason against a backend that failed the self-check of this op on this arch."""
     arch = system.arch.sm if system.arch else ""
     if (name, problem.op, arch) not in system.quarantined:
         return ()
@@ -95,7 +96,7 @@ def _quarantine(name: str, problem: Problem, system: System) -> tuple[Reason, ..
         Reason(
             "QUARANTINED",
             f"{name} gave wrong numbers in the self-check of {problem.op} on {arch or 'this machine'}",
-            "FP4DISPATCH_SELFCHECK=force runs the self-check again, e.g. after an update",
+            "FP4DISPATCH_SELFCHECK=force checks it again, e.g. after an update; =off uses it all the same",
         ),
     )
 
@@ -160,7 +161,8 @@ def _operands(record: Capability, problem: Problem) -> tuple[Reason, ...]:
 
 def _versions(record: Capability, problem: Problem, system: System) -> tuple[Reason, ...]:
     toolkit = catalogue().toolkits.get(system.arch.sm) if system.arch else None
-    needs = list(record.requires)
+    arch = system.arch.sm if system.arch else ""
+    needs = [need for need in record.requires if not need.archs or arch in need.archs]
     if record.compiles:
         needs.insert(0, Requirement("nvcc", TOOLKIT))
     if record.proof and system.arch is not None and (problem.op, system.arch.sm) in system.proven:

@@ -21,7 +21,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("registry",),
     ("policy", "rules"),
-    ("selfcheck", "race"),
+    ("selfcheck", "canary", "tilecheck", "quarantine", "race"),
     ("dispatch", "whatif"),
     ("routes",),
     ("ops",),
@@ -34,7 +34,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
 )
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
-TORCH_FREE = ("arch", "problem", "decision", "policy", "rules", "system", "registry", "dispatch", "whatif", "settings")
+TORCH_FREE = (
+    *("arch", "problem", "decision", "policy", "rules", "system", "registry"),
+    *("quarantine", "dispatch", "whatif", "settings"),
+)
 VERSION = "fp4dispatch.__version__"  # a constant that anyone may name, e.g. in a cache key
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

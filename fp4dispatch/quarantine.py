@@ -1,0 +1,342 @@
+"""Verdicts of the self-check: what they hold, under which facts they stay true, and where they are kept. No torch.
+
+One JSON file per verdict in ``selfcheck/`` of the cache folder, published by rename, so processes never see half a file
+and never wait for each other. What cannot be read, or was made under other facts, does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fp4dispatch import libraries
+from fp4dispatch.backends.base import Backend
+from fp4dispatch.errors import CacheError, SelfCheckFailed
+from fp4dispatch.jit import cache, manifest, private
+from fp4dispatch.problem import Activation, Op, Scaling
+from fp4dispatch.settings import settings
+from fp4dispatch.system import System
+
+FOLDER = "selfcheck"
+SCHEMA = 1
+Status = Literal["passed", "failed", "unchecked", "off"]
+
+_log = logging.getLogger("fp4dispatch")
+_THIS_CHECK = ("canary", "selfcheck", "tilecheck")
+_RACE = ("never written", "stale", "not repeatable")
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What the self-check found out about one backend, for one op, scaling and activation format on one GPU model.
+
+    Parameters
+    ----------
+    backend, op, scaling, activation
+        The subject.
+    arch
+        Such as ``sm_90``; empty on a machine without a GPU.
+    status
+        ``passed``; ``failed`` (quarantined); ``unchecked`` (nothing could be run, ``notes`` say why); ``off``.
+    ran
+        The canaries that ran, as text.
+    kind, findings
+        The gravest kind of failure, and every finding as text.
+    evidence
+        The findings as plain data (:class:`fp4dispatch.tilecheck.Finding`).
+    gdc
+        Whether the barriers of the kernels are proven: ``yes``, ``no``, or ``not known`` for kernels of others.
+    seconds
+        How long the check took, compilation included.
+    lasting
+        Whether the verdict may be kept on disk: not if something outside the kernel was in the way.
+    notes
+        What was left out, and why.
+    facts
+        Under which the verdict holds; a change of any makes it void.
+    """
+
+    backend: str
+    op: Op
+    scaling: Scaling
+    activation: Activation
+    arch: str
+    status: Status
+    ran: tuple[str, ...] = ()
+    kind: str = ""
+    findings: tuple[str, ...] = ()
+    evidence: tuple[dict[str, Any], ...] = ()
+    gdc: str = "not known"
+    seconds: float = 0.0
+    lasting: bool = True
+    notes: tuple[str, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> bool:
+        """Whether ``auto`` may use the backend: nothing speaks against it."""
+        return self.status != "failed"
+
+    def text(self) -> str:
+        """Return the verdict in a line or two."""
+        subject = f"{self.backend} {self.op}"
+        kind = f"{self.scaling}, {self.activation} activations"
+        if self.status == "failed":
+            race = " Signature of a launch race." if self.kind in _RACE else ""
+            return f"{subject} {self.findings[0]}.{race} GDC proven: {self.gdc}. Quarantined."
+        if self.status == "passed":
+            return f"{subject} ({kind}): {len(self.ran)} canaries passed in {self.seconds * 1e3:.0f} ms"
+        why = "; ".join(self.notes) or "FP4DISPATCH_SELFCHECK=off"
+        return f"{subject} ({kind}): not checked: {why}"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def error(self) -> SelfCheckFailed:
+        """Return a failed verdict as an exception."""
+        return SelfCheckFailed(self.text())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for ``--json``."""
+        plain: dict[str, Any] = json_ready(asdict(self))
+        return plain
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CheckResult:
+        """Read :meth:`to_dict` back.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is not that.
+        """
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        result = cls(**values)
+        texts = (result.backend, result.op, result.scaling, result.activation, result.arch, result.kind, result.gdc)
+        if not all(isinstance(text, str) for text in texts) or result.status not in ("passed", "failed", "unchecked"):
+            raise ValueError("not a verdict")
+        if not isinstance(result.facts, dict) or (result.status == "failed") != bool(result.findings):
+            raise ValueError("not a verdict")
+        return result
+
+
+def json_ready(value: Any) -> Any:
+    """Return plain data as JSON would give it back: lists for tuples."""
+    if isinstance(value, dict):
+        return {str(k): json_ready(v) for k, v in value.items()}
+    return [json_ready(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+# --------------------------------------------------------------------------------------------------------------- facts
+
+
+def facts(system: System, backend: Backend) -> dict[str, str]:
+    """Return everything that a verdict depends on: GPU model (not which one), libraries, kernels, code, PDL."""
+    from fp4dispatch import __version__
+
+    gpu = system.gpus[0] if system.gpus else None
+    versions = {
+        name: library.version if library else "none"
+        for name, library in (
+            ("torch", system.torch),
+            ("cudnn", system.cudnn),
+            ("cudnn_frontend", system.cudnn_frontend),
+            ("flashinfer", system.flashinfer),
+            ("cutlass", system.cutlass),
+            ("nvcc", system.nvcc),
+        )
+    }
+    return {
+        "gpu": gpu.name if gpu else "none",
+        "arch": gpu.arch.sm if gpu else "",
+        "driver": system.driver or "none",
+        "cuda": system.cuda or "none",
+        **versions,
+        "cublas": _cublas(),
+        "fp4dispatch": __version__,
+        "kernels": _own_code(),
+        "backend": _code_of(type(backend)),
+        "pdl": settings.pdl,
+        "proven": ",".join(sorted(op for op, arch in system.proven if gpu and arch == gpu.arch.sm)) or "none",
+    }
+
+
+@functools.cache
+def _cublas() -> str:
+    """Return the versions of cuBLASLt, which is a wheel of its own and may be updated without torch."""
+    found = [libraries.distribution(name, "nvidia") for name in ("nvidia-cublas", "nvidia-cublas-cu12")]
+    return ",".join(library.version for library in found if library) or "none"
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash the sources that decide what a built-in backend computes: kernels, flags, backends, formats, this check."""
+    state = hashlib.sha256()
+    package, csrc = Path(__file__).parent, manifest.installed().csrc
+    parts = [*package.glob("*formats.py"), *package.glob("_*.py"), *(package / f"{name}.py" for name in _THIS_CHECK)]
+    for folder in (csrc, csrc.parent / "jit_flags", package / "backends", package / "jit"):
+        parts += folder.iterdir()
+    for path in sorted(part for part in parts if part.is_file()):
+        state.update(f"{path.parent.name}/{path.name}".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return state.hexdigest()[:32]
+
+
+@functools.cache
+def _code_of(kind: type[Backend]) -> str:
+    """Identify the code of a backend: its class, its module's content and the version of its package."""
+    module = sys.modules.get(kind.__module__)
+    path = getattr(module, "__file__", None)
+    content = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path and Path(path).is_file() else "none"
+    version = getattr(sys.modules.get(kind.__module__.partition(".")[0]), "__version__", "")
+    return f"{kind.__module__}:{kind.__qualname__} {version} {content}".replace("  ", " ")
+
+
+def key(result: CheckResult) -> str:
+    """Return the name of a verdict: the hash of its subject and its facts."""
+    subject = [SCHEMA, result.backend, result.op, result.scaling, result.activation, sorted(result.facts.items())]
+    return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:40]
+
+
+# --------------------------------------------------------------------------------------------------------------- store
+
+_lock = threading.Lock()
+_known: dict[str, CheckResult] = {}
+_shut: frozenset[tuple[str, str, str]] = frozenset()
+_warned: set[str] = set()
+_recalled: object = None
+
+
+def folder() -> Path:
+    """Return where verdicts are kept."""
+    return cache.default_folder() / FOLDER
+
+
+def remember(result: CheckResult) -> None:
+    """Take a verdict into this process: a failed one shuts its backend out for that op and arch."""
+    global _shut
+    with _lock:
+        _known[key(result)] = result
+        _shut = frozenset((r.backend, r.op, r.arch) for r in _known.values() if r.status == "failed")
+
+
+def recalled(name: str) -> CheckResult | None:
+    """Return a verdict of this process by its :func:`key`."""
+    return _known.get(name)
+
+
+def known() -> tuple[CheckResult, ...]:
+    """Return every verdict of this process."""
+    with _lock:
+        return tuple(_known.values())
+
+
+def quarantined() -> frozenset[tuple[str, str, str]]:
+    """Return (backend, op, arch) of what is shut out; :func:`fp4dispatch.system.current` asks this."""
+    return frozenset() if settings.selfcheck == "off" else _shut
+
+
+def reset() -> None:
+    """Forget the verdicts of this process; those on disk stay."""
+    global _shut, _recalled
+    with _lock:
+        _known.clear()
+        _warned.clear()
+        _shut = frozenset()
+        _recalled = None
+
+
+def save(result: CheckResult) -> None:
+    """Keep a verdict on disk. Where that is not possible it holds for this process, with one warning."""
+    text = json.dumps({"schema": SCHEMA, "result": result.to_dict()}, indent=1, sort_keys=True)
+    target = folder() / f"{key(result)}.json"
+    partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        private.make_folder(target.parent, 0o700)
+        try:
+            private.write_synced(partial, text.encode(), 0o600)
+            partial.replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+    except (CacheError, OSError) as error:
+        _warn(f"verdicts of the self-check are kept for this process only: {error}")
+
+
+def load(path: Path) -> CheckResult | None:
+    """Read one verdict; None where there is none that can be trusted."""
+    try:
+        private.check(path.parent)
+        private.check(path)
+        data = json.loads(path.read_text("utf-8"))
+        if data["schema"] != SCHEMA:
+            return None
+        result = CheckResult.from_dict(data["result"])
+        return result if key(result) == path.stem else None
+    except (CacheError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def stored(name: str) -> CheckResult | None:
+    """Return a verdict that is kept on disk by its :func:`key`."""
+    return load(folder() / f"{name}.json")
+
+
+def all_stored() -> Iterator[CheckResult]:
+    """Return every readable verdict on disk, of any machine and version."""
+    try:
+        paths = sorted(folder().glob("[0-9a-f]*.json"))
+    except OSError:
+        return
+    for path in paths:
+        result = load(path)
+        if result is not None:
+            yield result
+
+
+def holding(system: System, backends: Mapping[str, object]) -> Iterator[CheckResult]:
+    """Return the verdicts on disk that hold on a machine, for any of its GPUs."""
+    current: dict[str, list[dict[str, str]]] = {}
+    for result in all_stored():
+        backend = backends.get(result.backend)
+        if not isinstance(backend, Backend):
+            continue
+        if result.backend not in current:
+            each = [replace(system, gpus=(gpu,)) for gpu in dict.fromkeys(system.gpus)] or [system]
+            current[result.backend] = [facts(one, backend) for one in each]
+        if result.facts in current[result.backend]:
+            yield result
+
+
+def recall(system: System, backends: Mapping[str, object]) -> None:
+    """Take the failed verdicts on disk that hold on a machine into this process, once, without running anything."""
+    global _recalled
+    if settings.selfcheck != "auto" or not system.gpus:
+        return
+    about = (system.gpus, system.driver, system.cudnn, system.proven)
+    if about == _recalled:
+        return
+    _recalled = about
+    for result in holding(system, backends):
+        if result.status == "failed" and recalled(key(result)) is None:
+            remember(result)
+
+
+def _warn(text: str) -> None:
+    """Warn once."""
+    with _lock:
+        if text in _warned:
+            return
+        _warned.add(text)
+    _log.warning("%s", text)

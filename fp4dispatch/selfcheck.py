@@ -1,0 +1,341 @@
+"""Run a backend on problems with known answers before ``auto`` trusts it on a machine for the first time.
+
+A kernel can be supported, compiled, and wrong: races that lose tiles, padding that is read, scales of another row. Each
+canary (:mod:`fp4dispatch.canary`) runs three times through one plan, into poisoned memory, from one input buffer that
+is rewritten just before each launch: first input, second, first again. Every output is judged tile by tile
+(:mod:`fp4dispatch.tilecheck`); the first and the last must agree in every bit. Verdicts are kept by
+:mod:`fp4dispatch.quarantine`; a backend that failed is a candidate with the reason ``QUARANTINED`` from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import capture, quarantine, registry
+from fp4dispatch.backends.base import Backend, LinearWeights, QuantizedActivation
+from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.canary import DTYPE, Canary, canaries
+from fp4dispatch.errors import CaptureError, InputError
+from fp4dispatch.problem import Activation, Op, Problem, Scaling
+from fp4dispatch.quarantine import CheckResult
+from fp4dispatch.settings import settings
+from fp4dispatch.system import System
+from fp4dispatch.tilecheck import Finding, Poisoned, first_difference, judge
+
+__all__ = ["CheckResult", "agree", "check", "results", "trusted"]
+
+_log = logging.getLogger("fp4dispatch")
+_lock = threading.RLock()
+
+_RUNS = (0, 1, 0)
+"""Which input each run gets."""
+
+_GRAVITY = (
+    "never written",
+    "NaN",
+    "stale",
+    "zero",
+    "outside",
+    "wrong values",
+    "row gain",
+    "column gain",
+    "not repeatable",
+    "raised",
+)
+
+
+def check(
+    backend: Backend,
+    op: Op,
+    scaling: Scaling,
+    activation: Activation,
+    system: System,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+) -> CheckResult:
+    """Run every canary that a backend supports, and judge it. Neither reads nor changes any kept verdict.
+
+    Parameters
+    ----------
+    backend
+        The subject.
+    op, scaling
+        As in :class:`~fp4dispatch.problem.Problem`.
+    activation
+        ``nvfp4``, ``fp8`` or ``bf16``: one that the backend runs.
+    system
+        The machine, as seen from ``device``: its GPU is the first.
+    device
+        Where to run.
+    seed
+        Of the operands.
+
+    Returns
+    -------
+    CheckResult
+        ``failed`` also where the backend raised; ``unchecked`` where it supports none of the canaries, or memory ran
+        out. The device is synchronised.
+
+    Raises
+    ------
+    CaptureError
+        During CUDA graph capture.
+    """
+    capture.forbid_in_capture(
+        f"the self-check of {backend.name} ({op}, {scaling})", "run one such layer eagerly, or fp4dispatch verify"
+    )
+    started = time.perf_counter()
+    device = torch.device(device)
+    blank = _blank(backend, op, scaling, activation, system)
+    plain = replace(system, quarantined=frozenset())
+    record = _Record()
+    launched: list[tuple[Canary, list[Tensor]]] = []
+    judged: list[str] = []
+    with _plain_torch(device):
+        for canary in canaries(op, scaling, activation, seed):
+            if record.stopped:
+                break
+            with record.of(canary):
+                reasons = backend.supports(canary.problem, plain)
+                if reasons:
+                    record.notes.append(f"{canary}: {'; '.join(f'{r.code} {r.text}' for r in reasons)}")
+                else:
+                    launched.append((canary, _launch(backend, canary, device)))
+        for canary, outputs in launched:
+            with record.of(canary):
+                found = _judge(canary, [output.cpu() for output in outputs])
+                record.findings += [found] if found else []
+                judged.append(str(canary))
+    findings = sorted(record.findings, key=lambda finding: _GRAVITY.index(finding.kind))
+    return replace(
+        blank,
+        status="failed" if findings else "passed" if judged and not record.stopped else "unchecked",
+        ran=tuple(judged),
+        kind=findings[0].kind if findings else "",
+        findings=tuple(map(str, findings)),
+        evidence=tuple(finding.to_dict() for finding in findings),
+        seconds=time.perf_counter() - started,
+        lasting=record.lasting or any(finding.kind != "raised" for finding in findings),
+        notes=tuple(record.notes),
+    )
+
+
+def trusted(backend_name: str, problem: Problem, system: System, device: torch.device | str) -> CheckResult:
+    """Return the verdict on a backend for a kind of problem: known, kept on disk, or made now.
+
+    With ``FP4DISPATCH_SELFCHECK=force`` each process makes its own, with ``off`` none is made or heeded.
+
+    Parameters
+    ----------
+    backend_name
+        A registered backend.
+    problem
+        Its op, scaling and activation format matter, not its sizes.
+    system, device
+        As in :func:`check`.
+
+    Raises
+    ------
+    CaptureError
+        If it would have to be made during CUDA graph capture.
+    """
+    backend = registry.instance(backend_name)
+    activation = backend.activation_for(problem)
+    if activation is None:
+        raise InputError(f"{backend_name} does not run {problem}: there is nothing to check")
+    mode = settings.selfcheck
+    blank = _blank(backend, problem.op, problem.scaling, activation, system)
+    if mode == "off":
+        return replace(blank, status="off")
+    name = quarantine.key(blank)
+    found = quarantine.recalled(name)
+    if found is not None:
+        return found
+    with _lock:
+        found = quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
+        if found is None:
+            found = check(backend, problem.op, problem.scaling, activation, system, device)
+            if found.lasting and found.status != "unchecked":
+                quarantine.save(found)
+        if found.lasting or found.status == "failed":
+            quarantine.remember(found)
+    _log.log(logging.DEBUG if found.status == "passed" else logging.WARNING, "self-check: %s", found.text())
+    return found
+
+
+def results(system: System) -> tuple[CheckResult, ...]:
+    """Return every verdict that holds on a machine: those of this process, then those on disk. Runs nothing."""
+    found = {quarantine.key(result): result for result in quarantine.known()}
+    for result in quarantine.holding(system, registry.backends()):
+        found.setdefault(quarantine.key(result), result)
+    return tuple(found.values())
+
+
+def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = None) -> CheckResult:
+    """Share a verdict with all ranks: a backend that failed on one is quarantined on every one.
+
+    A collective call: every rank of the group makes it, each with its own verdict on one and the same subject. Without
+    ``torch.distributed`` it returns the verdict as it is.
+
+    Parameters
+    ----------
+    result
+        This rank's verdict.
+    group
+        The ranks; all of them by default.
+
+    Returns
+    -------
+    CheckResult
+        This rank's own where it failed or all passed, else a failed one with the evidence of the rank that failed; it
+        is in force in this process, and not kept on disk, because this GPU did not fail.
+
+    Raises
+    ------
+    InputError
+        On every rank, if they do not ask about one subject.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return result
+    everyone: list[dict[str, object]] = [{} for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather_object(everyone, result.to_dict() | {"status": result.status}, group)
+    subjects = {tuple(str(other[name]) for name in ("backend", "op", "scaling", "activation")) for other in everyone}
+    if len(subjects) > 1:
+        listed = "; ".join(" ".join(subject) for subject in sorted(subjects))
+        raise InputError(f"ranks ask about different self-checks: {listed}. Call agree in the same order on every rank")
+    failed = next(((rank, other) for rank, other in enumerate(everyone) if other["status"] == "failed"), None)
+    if failed is None or result.status in ("failed", "off"):
+        return result
+    rank, other = failed
+    theirs = CheckResult.from_dict(other)
+    agreed = replace(
+        result,
+        status="failed",
+        kind=theirs.kind,
+        findings=tuple(f"{finding} (on rank {rank})" for finding in theirs.findings),
+        evidence=theirs.evidence,
+        lasting=False,
+        notes=(*result.notes, f"passed here, failed on rank {rank}"),
+    )
+    quarantine.remember(agreed)
+    return agreed
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def _blank(backend: Backend, op: Op, scaling: Scaling, activation: Activation, system: System) -> CheckResult:
+    """Return the verdict before anything is known: its subject and the facts it will hold under."""
+    arch = system.arch.sm if system.arch else ""
+    provable = any(c.backend == backend.name and c.op == op and c.proof for c in catalogue().capabilities)
+    gdc = "not known" if not provable else "yes" if (op, arch) in system.proven else "no"
+    facts = quarantine.facts(system, backend)
+    return CheckResult(backend.name, op, scaling, activation, arch, "unchecked", gdc=gdc, facts=facts)
+
+
+class _Record:
+    """What comes up during one check. An exception stops it; what ran before is still judged."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []
+        self.lasting = True
+        self.stopped = False
+
+    @contextmanager
+    def of(self, canary: Canary) -> Iterator[None]:
+        try:
+            yield
+        except CaptureError:
+            raise
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self.notes.append(f"{canary}: memory ran out: {error}")
+            self.lasting, self.stopped = False, True
+        except Exception as error:  # whatever a backend or a plug-in does, it must not stop the others
+            self.findings.append(Finding(str(canary), "raised", f"raised {type(error).__name__}: {error}"))
+            self.lasting = "CUDA error" in str(error)  # this process cannot go on, the next one must know
+            self.stopped = True
+
+
+@contextmanager
+def _plain_torch(device: torch.device) -> Iterator[None]:
+    """Leave what the caller may have switched on: inference mode, gradients, another current device."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                yield
+        else:
+            yield
+
+
+def _launch(backend: Backend, canary: Canary, device: torch.device) -> list[Tensor]:
+    """Run a canary; return the memory around each output, still on the device. No sync of ours."""
+    problem = canary.problem
+    prepared = backend.prepare(_weights(canary.weights, device))
+    plan = backend.plan(problem, prepared)
+    bias = None if canary.bias is None else canary.bias.to(device, copy=True)
+    inputs = [_activation(each.x, device) for each in canary.inputs]
+    x = _activation(canary.inputs[0].x, device)
+    target = Poisoned(problem.m, problem.n, DTYPE[problem.out_dtype], device)
+    outputs = []
+    for index in _RUNS:
+        _rewrite(x, inputs[index])
+        target.poison()
+        backend.run(plan, prepared, x, target.out, bias)
+        outputs.append(target.snapshot())
+    return outputs
+
+
+def _judge(canary: Canary, outputs: list[Tensor]) -> Finding | None:
+    """Return the first thing that is wrong with the runs of a canary."""
+    dtype = DTYPE[canary.problem.out_dtype]
+
+    def against(index: int, output: Tensor) -> Finding | None:
+        answer = canary.inputs[index]
+        return judge(str(canary), output, dtype, answer.product, answer.size, answer.allowed, canary.bias)
+
+    for run, (index, output) in enumerate(zip(_RUNS, outputs, strict=True)):
+        found = against(index, output)
+        if found is None:
+            continue
+        if run and against(_RUNS[run - 1], output) is None:
+            return replace(found, kind="stale", detail="holds the result of the call before, whose input was another")
+        return found
+    return first_difference(str(canary), outputs[0], outputs[-1], canary.problem.m, canary.problem.n)
+
+
+def _weights(weights: LinearWeights, device: torch.device) -> LinearWeights:
+    """Return a copy on the device; the canary's own stay as they are whatever a backend does."""
+    moved: dict[str, Any] = {
+        field.name: value.to(device, copy=True)
+        for field in fields(weights)
+        if isinstance(value := getattr(weights, field.name), Tensor)
+    }
+    return replace(weights, **moved)
+
+
+def _activation(x: Tensor | QuantizedActivation, device: torch.device) -> Tensor | QuantizedActivation:
+    if isinstance(x, Tensor):
+        return x.to(device, copy=True)
+    return QuantizedActivation(x.data.to(device, copy=True), x.scale.to(device, copy=True))
+
+
+def _rewrite(target: Tensor | QuantizedActivation, source: Tensor | QuantizedActivation) -> None:
+    """Bring another activation into the memory of one: what is cached by address shows."""
+    if isinstance(target, Tensor):
+        assert isinstance(source, Tensor)
+        target.copy_(source)
+        return
+    assert isinstance(source, QuantizedActivation)
+    target.data.copy_(source.data)
+    target.scale.copy_(source.scale)

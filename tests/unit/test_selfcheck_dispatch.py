@@ -1,0 +1,155 @@
+"""``auto`` and the self-check together: a backend that gives wrong numbers is passed over, on GPUs alone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from fp4dispatch import canary, dispatch, quarantine, registry, selfcheck
+from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.decision import Reason
+from fp4dispatch.errors import BackendUnsupportedError, CaptureError
+from fp4dispatch.problem import Problem
+from fp4dispatch.system import System
+from tests.planted import FAULTS, Honest
+
+FP8 = Problem("fp8_gemm", 16, 64, 64, scaling="row")
+
+
+class Wrong(FAULTS["WritesZeros_first"]):
+    """A plug-in that does not look at the quarantine when it is asked what it supports."""
+
+    name = "wrong"
+
+
+class Fine(Honest):
+    name = "fine"
+
+
+class Other(Fine):
+    name = "other"
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """An sm_90 machine whose first choice gives wrong numbers; CUDA counts as used, the checks run on the CPU."""
+    for name in ("FP4_GEMM_BACKEND", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE", "FP4DISPATCH_SELFCHECK"):
+        monkeypatch.delenv(name, raising=False)
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path / "cache"))
+    backends = {"wrong": Wrong(), "fine": Fine(), "reference": ReferenceBackend()}
+    monkeypatch.setattr(registry, "backends", lambda: backends)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: False)
+    monkeypatch.setattr(selfcheck.capture, "is_capturing", lambda: False)
+    monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
+    real = selfcheck.trusted
+    asked = []
+
+    def trusted(name, problem, system, device):
+        asked.append((name, problem.activation, str(device)))
+        return real(name, problem, system, "cpu")
+
+    monkeypatch.setattr(selfcheck, "trusted", trusted)
+    base = System.fake("9.0", cuda="13.0", torch="2.11")
+    monkeypatch.setattr(
+        dispatch._system, "current", lambda: with_quarantine(base, quarantine.quarantined())
+    )  # as system.current does
+    for forget in (canary.canaries.cache_clear, quarantine.reset, dispatch.reset):
+        forget()
+    yield asked
+    for forget in (canary.canaries.cache_clear, quarantine.reset, dispatch.reset):
+        forget()
+
+
+_systems: dict[object, System] = {}
+
+
+def with_quarantine(base, shut):
+    from dataclasses import replace
+
+    return _systems.setdefault(shut, replace(base, quarantined=shut))
+
+
+def test_auto_takes_the_next_one_and_says_why(machine, caplog):
+    with caplog.at_level(logging.INFO, "fp4dispatch"):
+        decision = dispatch.select(FP8)
+    assert decision.backend == "fine"
+    assert [r.code for r in decision.verdict("wrong").reasons] == ["QUARANTINED"]
+    assert machine == [("wrong", "fp8", "cuda:0"), ("fine", "fp8", "cuda:0")]
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("wrong fp8_gemm M=1" in text and "Quarantined" in text for text in warnings)
+    assert any("wrong: QUARANTINED" in text for text in warnings)
+
+
+def test_it_happens_once(machine):
+    dispatch.select(FP8)
+    asked = list(machine)
+    for m in (16, 12, 9):
+        dispatch.select(Problem("fp8_gemm", m, 64, 64, scaling="row"))
+    assert machine == asked
+
+
+def test_a_named_backend_is_refused_once_it_is_quarantined(machine, monkeypatch):
+    assert dispatch.select(FP8, backend="wrong").backend == "wrong"
+    assert machine == []
+    dispatch.select(FP8)
+    with pytest.raises(BackendUnsupportedError, match="QUARANTINED") as raised:
+        dispatch.select(FP8, backend="wrong")
+    assert "FP4DISPATCH_SELFCHECK=force" in str(raised.value)
+    monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
+    assert dispatch.select(FP8, backend="wrong").backend == "wrong"
+
+
+def test_a_new_process_knows_without_checking(machine):
+    dispatch.select(FP8)
+    quarantine.reset()
+    dispatch.reset()
+    del machine[:]
+    with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):
+        dispatch.select(FP8, backend="wrong")
+    assert dispatch.explain("fp8_gemm", 16, 64, 64, scaling="row").backend == "fine"
+    assert machine == []
+
+
+def test_nothing_left_but_the_reference(machine):
+    backends = registry.backends()
+    backends["fine"] = type("AlsoWrong", (Wrong,), {"name": "fine"})()
+    assert dispatch.select(FP8).backend == "reference"
+    assert [name for name, *_ in machine] == ["wrong", "fine"]
+
+
+def test_tensors_on_the_cpu_are_not_checked(machine):
+    assert dispatch.select(FP8, gpu=None).backend == "wrong"
+    assert machine == []
+
+
+def test_cuda_is_never_initialised_for_it(machine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert dispatch.select(FP8).backend == "wrong"
+    assert machine == []
+
+
+def test_switched_off(machine, monkeypatch):
+    monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
+    assert dispatch.select(FP8).backend == "wrong"
+
+
+def test_never_inside_a_capture(machine, monkeypatch):
+    monkeypatch.setattr(selfcheck.capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="self-check of wrong"):
+        dispatch.select(FP8)
+
+
+def test_a_backend_that_cannot_be_checked_is_used_with_a_warning(machine, monkeypatch, caplog):
+    class Picky(Fine):
+        def supports(self, problem, system):
+            return () if problem.n == 64 else (Reason("SHAPE", "only N=64"),)
+
+    registry.backends()["wrong"] = type("Picky", (Picky,), {"name": "wrong"})()
+    with caplog.at_level(logging.WARNING, "fp4dispatch"):
+        assert dispatch.select(FP8).backend == "wrong"
+    assert "not checked: M=1 N=136 K=256: SHAPE only N=64" in caplog.text
