@@ -28,6 +28,7 @@ AUTO = "auto"
 BUILTINS: dict[str, str] = {
     "cublaslt": "fp4dispatch.backends.cublaslt:CublasLtBackend",
     "cutlass": "fp4dispatch.backends.cutlass:CutlassBackend",
+    "cudnn": "fp4dispatch.backends.cudnn:CudnnBackend",
     "reference": "fp4dispatch.backends.reference:ReferenceBackend",
 }
 """Name to ``module:Class``, imported on first use. Names that the capabilities declare and that are not here are known

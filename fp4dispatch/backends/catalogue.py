@@ -29,10 +29,14 @@ SM = tuple(arch.sm for arch in KNOWN_ARCHS)
 
 @dataclass(frozen=True)
 class Requirement:
-    """A lowest version of something that the machine must have; ``toolkit`` = the first CUDA that knows the arch."""
+    """A lowest version of something that the machine must have; ``toolkit`` = the first CUDA that knows the arch.
+
+    ``archs``: the archs that it holds for; empty = all.
+    """
 
     what: str
     min: str
+    archs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,11 +202,11 @@ def _capability(row: dict[str, Any]) -> Capability:
 
 
 def _requirement(where: str, row: dict[str, Any]) -> Requirement:
-    keys(where, row, required=("what", "min"))
+    keys(where, row, required=("what", "min"), optional=("archs",))
     what = subset(where, [row["what"]], FACTS)[0]
     if row["min"] != TOOLKIT and parse_version(row["min"]) is None:
         raise SettingsError(f"{where}: {what} {row['min']!r} is not a version")
-    return Requirement(what, row["min"])
+    return Requirement(what, row["min"], subset(where, row["archs"], SM) if "archs" in row else ())
 
 
 def _alias(row: dict[str, Any]) -> Alias:

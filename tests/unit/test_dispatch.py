@@ -29,7 +29,7 @@ FACTS = {
     "torch": "2.11",
     "nvcc": "13.0",
     "cutlass": "4.5",
-    "cudnn": "9.13.0",
+    "cudnn": "9.19.0",
     "cudnn_frontend": "1.14",
 }
 VARIABLES = ("FP4_GEMM_BACKEND", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE", "FP4DISPATCH_LOG")
@@ -277,7 +277,7 @@ def test_nothing_can_run(machine, monkeypatch):
         'layer "mlp.up"',
         "nvcc 12.8 (needs 12.9 for sm_120)",
         "K=7160 is not a multiple of 32",
-        "cuDNN 9.7.1 loaded from /usr/lib (needs 9.10.2)",
+        "cuDNN 9.7.1 loaded from /usr/lib (needs 9.14)",
         "--arch 12.0 --cuda 12.8 --torch none --cudnn 9.7.1",
         "--disable reference",
     ):
@@ -378,8 +378,8 @@ def test_explain_takes_companions_for_granted_unless_told():
     def ask(**facts):
         return dispatch.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", **facts)
 
-    assert ask(cuda="13.0", cudnn="9.13.0").backend == "cudnn"
-    without = ask(cuda="13.0", cudnn="9.13.0", cudnn_frontend="none")
+    assert ask(cuda="13.0", cudnn="9.19.0").backend == "cudnn"
+    without = ask(cuda="13.0", cudnn="9.19.0", cudnn_frontend="none")
     assert [r.text for r in without.verdict("cudnn").reasons] == ["cudnn-frontend not found (needs 1.13)"]
     assert ask(nvcc="13.0", proven=False).verdict("cutlass").can_run
     assert not ask(nvcc="13.0", cutlass="none").verdict("cutlass").can_run

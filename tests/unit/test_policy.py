@@ -16,7 +16,7 @@ from fp4dispatch.system import System
 
 ALL = {name: DeclaredBackend(name) for name in catalogue().backends}
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)
-B200 = System.fake("10.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5", cudnn="9.13.0", cudnn_frontend="1.14")
+B200 = System.fake("10.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5", cudnn="9.19.0", cudnn_frontend="1.14")
 
 
 class Toy:
@@ -116,7 +116,7 @@ def test_a_plugin_that_raises_is_rejected_with_its_exception():
 
 
 def test_fallback_is_one_warning_with_the_reasons():
-    no_nvcc = System.fake("10.0", cuda="13.0", torch="2.11", cudnn="9.13.0", cudnn_frontend="1.14")
+    no_nvcc = System.fake("10.0", cuda="13.0", torch="2.11", cudnn="9.19.0", cudnn_frontend="1.14")
     (warning,) = resolve(NVFP4, no_nvcc, ALL).warnings
     assert "runs on cudnn, not on what is preferred there: cutlass: TOOLCHAIN nvcc not found" in warning
     assert "M=" not in warning

@@ -13,7 +13,7 @@ from fp4dispatch.system import System
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}
 NVCC = {"nvcc": "13.0", "cutlass": "4.5"}
-CUDNN = {"cudnn": "9.13.0", "cudnn_frontend": "1.14"}
+CUDNN = {"cudnn": "9.19.0", "cudnn_frontend": "1.14"}
 FULL = CUDA | NVCC | CUDNN
 
 # name: (op, scaling, arch, facts, proven, capture, m_min, chosen)
@@ -126,11 +126,15 @@ def test_cutlass_named_on_sm120_is_honoured_with_one_warning():
     assert (proven.backend, proven.warnings) == ("cutlass", ())
 
 
-def test_cudnn_9_12_on_sm120_is_accepted_and_9_7_is_not():
-    assert ask("nvfp4_gemm", "nvfp4", "12.0", FULL | {"cudnn": "9.12.0"}).backend == "cudnn"
-    refused = ask("nvfp4_gemm", "nvfp4", "12.0", FULL | {"cudnn": "9.7.1"}).verdict("cudnn")
+@pytest.mark.parametrize(
+    ("arch", "needs", "last_without"),
+    [("12.0", "9.14", "9.13.1"), ("12.1", "9.18", "9.17.1"), ("10.3", "9.18", "9.17.1"), ("11.0", "9.12", "9.11.1")],
+)
+def test_cudnn_is_refused_where_its_planner_does_not_know_the_arch_yet(arch, needs, last_without):
+    assert ask("nvfp4_gemm", "nvfp4", arch, FULL | {"cudnn": needs}).verdict("cudnn").accepted
+    refused = ask("nvfp4_gemm", "nvfp4", arch, FULL | {"cudnn": last_without}).verdict("cudnn")
     assert [r.code for r in refused.reasons] == ["LIBRARY"]
-    assert refused.reasons[0].text == "cuDNN 9.7.1 (needs 9.10.2)"
+    assert refused.reasons[0].text == f"cuDNN {last_without} (needs {needs})"
 
 
 def test_trtllm_is_denied_up_to_m_32_only():

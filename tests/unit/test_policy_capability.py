@@ -76,7 +76,7 @@ def test_toolkit_minimum_depends_on_the_arch():
 def test_the_place_of_a_library_is_told():
     system = System.fake("12.0", **FACTS | {"cudnn": "9.7.1"}, cudnn_path="/usr/lib/libcudnn.so.9")
     (reason,) = check("cudnn", NVFP4, system)
-    assert reason.text == "cuDNN 9.7.1 loaded from /usr/lib/libcudnn.so.9 (needs 9.10.2)"
+    assert reason.text == "cuDNN 9.7.1 loaded from /usr/lib/libcudnn.so.9 (needs 9.14)"
     assert reason.fix == "pip install -U nvidia-cudnn-cu13"
 
 
@@ -105,7 +105,7 @@ def test_formats():
     system = System.fake("10.0", **FACTS)
     assert codes("cutlass", replace(NVFP4, activation="bf16"), system) == ["DTYPE"]
     assert codes("cutlass", replace(NVFP4, out_dtype="float32"), system) == ["DTYPE"]
-    assert codes("cudnn", replace(FP8, scaling="row"), system) == ["DTYPE"]
+    assert codes("cudnn", replace(FP8, scaling="block128"), system) == ["DTYPE"]
     assert codes("w4a16", FP8, system) == ["DTYPE"]
     (reason,) = check("flashinfer_cutlass", replace(FP8, scaling="row"), system)
     assert reason.text == "scaling is row, needs tensor or block128"
