@@ -68,7 +68,7 @@ def checked_file(directory: Path, name: str) -> Path:
         A name with a path in it, a link that leaves the directory, something missing or not a regular file.
     """
     file = directory / name
-    if not name or name in (".", "..") or "\0" in name or "/" in name or "\\" in name or file.name != name:
+    if name in ("", ".", "..") or "\0" in name or "\\" in name or file.name != name:
         raise CheckpointError(f"{directory}: file name {name[:200]!r} leaves its directory: expected a plain file name")
     try:
         target = file.resolve(strict=True)

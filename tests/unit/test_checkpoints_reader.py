@@ -51,16 +51,16 @@ def test_a_single_file_can_be_opened(tmp_path):
 
 
 def test_opening_and_mapping_take_no_memory_for_data(tmp_path):
-    save_file({"big": torch.zeros(256 << 20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    save_file({"big": torch.zeros(96 << 20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     before = _anonymous()
     with open_checkpoint(tmp_path) as checkpoint:
         tensor = checkpoint.tensor("big")
-        assert tensor.shape == (256 << 20,)
+        assert tensor.shape == (96 << 20,)
         assert _anonymous() - before < 32 << 20
         tensor.sum()  # the pages belong to the file and can be dropped at any time
         assert _anonymous() - before < 32 << 20
         copy = tensor.clone()
-        assert _anonymous() - before > 200 << 20  # the measurement does see a copy
+        assert _anonymous() - before > 80 << 20  # the measurement does see a copy
         del copy
 
 
