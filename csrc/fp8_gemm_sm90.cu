@@ -244,6 +244,15 @@ void set_block_scales(Arguments& mainloop, TensorView a_scale, TensorView b_scal
   mainloop.ptr_SFB = data_of<float>(kSwap ? a_scale : b_scale);
 }
 
+template <class Arguments>
+void set_mainloop(Arguments& mainloop, TensorView a_scale, TensorView b_scale, Problem p) {
+  if constexpr (kBlockScaled) {
+    set_block_scales(mainloop, a_scale, b_scale, p);
+  } else if constexpr (!kFastAccumulation) {
+    mainloop.mma_promotion_interval = FP4D_PROMOTE_K / kMmaK;
+  }
+}
+
 // The arguments of the epilogue tree follow its nesting.
 template <class Arguments>
 void set_epilogue(Arguments& thread, TensorView a_scale, TensorView b_scale, Optional<TensorView> bias) {
@@ -300,11 +309,7 @@ void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Opt
   cute::get<0>(args.mainloop.dB) = row_stride(second);
   args.epilogue.ptr_D = data_of<Out>(d);
   cute::get<kSwap ? 1 : 0>(args.epilogue.dD) = row_stride(d);
-  if constexpr (kBlockScaled) {
-    set_block_scales(args.mainloop, a_scale, b_scale, p);
-  } else if constexpr (!kFastAccumulation) {
-    args.mainloop.mma_promotion_interval = FP4D_PROMOTE_K / kMmaK;
-  }
+  set_mainloop(args.mainloop, a_scale, b_scale, p);
   set_epilogue(args.epilogue.thread, a_scale, b_scale, bias);
   args.hw_info.device_id = device;
   args.hw_info.sm_count = multiprocessors(device);

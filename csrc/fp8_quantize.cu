@@ -50,6 +50,7 @@ __device__ inline uint2 quantize(float const (&values)[kVector], Divisor scale) 
   return make_uint2(words[0], words[1]);
 }
 
+constexpr int kRowThreads = 512;   // at most, so that the cached vectors fit the registers
 constexpr int64_t kFewRows = 256;  // about two for each SM
 
 template <class T>
@@ -59,9 +60,9 @@ __device__ inline void load(uint4 const* row, int64_t vector, float (&values)[kV
 
 // One block a row.
 template <class T>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(kRowThreads)
     quantize_row(T const* x, int64_t x_stride, uint8_t* q, float* scale, int k) {
-  __shared__ uint32_t warp_amax[32];
+  __shared__ uint32_t warp_amax[kRowThreads / 32];
   grid_dependency_wait();
   int64_t const row = blockIdx.x;
   int const vectors = k / kVector;

@@ -73,7 +73,7 @@ class Divisor {
     float const first = a * reciprocal_;
     float const second = fmaf(fmaf(-first, b_, a), reciprocal_, first);
     float const third = fmaf(fmaf(-second, b_, a), reciprocal_, second);
-    return fabsf(first) < 0x1p20f ? third : first;
+    return fabsf(first) < 0x1p20f ? copysignf(third, a) : first;  // the steps lose the sign of -0
   }
 
  private:

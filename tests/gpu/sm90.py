@@ -24,6 +24,12 @@ def variants_of(family):
     return [variant for variant in VARIANTS if variant.startswith(family)]
 
 
+def promoted_every(variant):
+    """Elements of K between promotions to fp32; 0 = never."""
+    defines = installed().kernel("fp8_gemm_sm90").variant(variant).defines
+    return int(next(d for d in defines if d.startswith("FP4D_PROMOTE_K=")).split("=")[1])
+
+
 @functools.cache
 def gemm_module(variant):
     return jit.load("fp8_gemm_sm90", variant, SM90).module

@@ -7,7 +7,7 @@ import torch
 
 from fp4dispatch.formats import FP8_BLOCK, round_up
 from tests.gpu import tiles
-from tests.gpu.sm90 import OUT_DTYPES, VARIANTS, gemm_module, needs_sm90, variants_of
+from tests.gpu.sm90 import OUT_DTYPES, VARIANTS, gemm_module, needs_sm90, promoted_every, variants_of
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
@@ -84,7 +84,7 @@ def test_long_sums_keep_their_bits(variant):
         exact, _ = problem.reference()
         unit = torch.finfo(problem.dtype).eps / 2
         error = ((problem.d.double() - exact) / exact).abs().max().item()
-        assert error <= unit + 2.0**-11, f"M={m}: relative error {error:.2e}"
+        assert error <= unit + 2.0**-10 * (promoted_every(variant) / 128) ** 2, f"M={m}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("variant", variants_of("row"))
