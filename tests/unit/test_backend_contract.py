@@ -267,12 +267,15 @@ def test_the_oracle_ignores_switches_that_trade_f32_away():
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_the_oracle_sees_the_switches(precision):
     """Few CPUs act on them, so the decision is tested beside the result."""
-    from fp4dispatch.backends.reference import _f32_products_are_f32
+    from fp4dispatch.backends.reference import _f32_products_are_f32, _sums
 
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
         assert _f32_products_are_f32(torch.ones(1)) is (precision == "highest")
+        assert _sums(torch.ones(1, 2), torch.ones(1, 2)).dtype == (
+            torch.float32 if precision == "highest" else torch.float64
+        )
     finally:
         torch.set_float32_matmul_precision(before)
 

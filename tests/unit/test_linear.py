@@ -318,6 +318,8 @@ def test_bytes_are_not_held_twice():
     layer = make("nvfp4", plain(1024, 512, bias=False))
     layer(torch.zeros(1, 1024, dtype=torch.bfloat16))
     assert layer.nbytes() == 512 * 1024 // 2 + 512 * 1024 // 16 + 4
+    names = {name for name, _ in layer.named_buffers(remove_duplicate=False)}
+    assert not {"layout1", "layout2"} & names  # only the [1] view of the [] global scale is a layout of its own
     held = {t.untyped_storage().data_ptr() for t in layer.buffers()}
     assert len(held) == 3
 

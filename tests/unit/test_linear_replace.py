@@ -192,10 +192,15 @@ def test_progress_is_told():
     assert calls[-1] == (4, 4, "")
 
 
-def test_warmup_plans_each_shape_once():
+def test_warmup_plans_each_shape_once(monkeypatch):
+    from fp4dispatch import routes
+
     m = model()
     replace_linears(m)
+    launches, real = [], routes.launch
+    monkeypatch.setattr(routes, "launch", lambda *args: launches.append(args) or real(*args))
     assert warmup(m, tokens=[1, 8, 8]) == 4  # two shapes (one with bias), two numbers of tokens
+    assert len(launches) == 4
     with pytest.raises(InputError, match="at least 1"):
         warmup(m, tokens=[0])
     with pytest.raises(InputError, match="replace_linears"):
