@@ -124,6 +124,7 @@ def run(only: str | None, folder: Path) -> None:
         ordered = [rows[known_key] for known_key in known if known_key in rows]
         document = {"nvcc": nvcc.version, "cutlass": cutlass.version, "rows": ordered}
         RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        write_table()
 
 
 _INTRO = """\
@@ -176,6 +177,11 @@ def table(document: dict[str, Any]) -> Iterator[str]:
         yield "In the manifest but not measured for this table: " + ", ".join(f"`{key}`" for key in absent) + "."
 
 
+def write_table() -> None:
+    """Write docs/compiled-targets.md from the JSON."""
+    TABLE.write_text("\n".join(table(json.loads(RESULTS.read_text()))) + "\n")
+
+
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,10 +194,11 @@ def main() -> None:
         build_id, cache, answer = arguments.facts
         Path(answer).write_text(json.dumps(facts(Build(*build_id.split("/")), Path(cache))))
         return
-    if not arguments.table:
+    if arguments.table:
+        write_table()
+    else:
         with tempfile.TemporaryDirectory() as folder:
             run(arguments.only, arguments.keep or Path(folder))
-    TABLE.write_text("\n".join(table(json.loads(RESULTS.read_text()))) + "\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,6 @@ def build_with_defines(build: Build, cache: Path, *defines: str) -> None:
     kernels.build(build.kernel, build.variant, build.target, catalog=changed, cache=Cache(cache))
 
 
-@pytest.mark.slow
 def test_source_refuses_to_build_without_the_define(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="no GDC define"):
         build_with_defines(BUILDS[CI], tmp_path / "cache")
