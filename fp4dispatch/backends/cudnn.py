@@ -13,8 +13,9 @@ Workspaces come from torch's caching allocator on the current stream, sized by t
 launch: split-K semaphores expect zeros (vllm#55571, flashinfer#4553). Most plans need none; a split-K plan for M=1,
 N=K=4096 on an H200 takes 257 KiB.
 
-What has run: FP8 on an H200 with cuDNN 9.19. NVFP4 has not run on hardware: its graphs are built and compiled for each
-arch by cuDNN itself, without the GPU, and interpreted against the reference (tests/unit/test_backend_cudnn.py).
+What has run: FP8 on an H200 with cuDNN 9.19. NVFP4 has not run on hardware: its graphs are compiled for each arch by
+cuDNN itself, without the GPU, and interpreted against the reference (tests/unit/test_backend_cudnn.py). The kernels
+that cuDNN 9.28 compiled for them hold OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X on sm_120 and UTCOMMA.2CTA.4X on sm_100.
 """
 
 from __future__ import annotations
