@@ -105,7 +105,7 @@ class LayerSpec:
                 f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}])   Planned for this layer: M = {planned}"
             )
         backend = dispatch.instance(route.backend)
-        if not plans_by_m(backend):
+        if not backend.plans_by_m:
             key = (-index - 1, dtype, bias, device)
         problem = Problem(self.op, m, self.n, self.k, route.activation, self.scaling, OUT_DTYPE[dtype], bias)
         launch = _Launch(backend, plan_for(backend, problem, weights), route)
@@ -189,11 +189,6 @@ _plans: dict[tuple[str, Problem, tuple[Any, ...], torch.device], Plan] = {}
 _lock = threading.Lock()
 
 
-def plans_by_m(backend: Backend) -> bool:
-    """Whether the plans of a backend hold for one M alone; the contract's default."""
-    return bool(getattr(backend, "plans_by_m", True))
-
-
 def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
     """Return the plan of a problem, made once per layout and device; never dropped, as CUDA graphs may hold on to it.
 
@@ -202,7 +197,7 @@ def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
     CaptureError
         If one would have to be made while a CUDA graph is being captured.
     """
-    keyed = problem if plans_by_m(backend) else replace(problem, m=1)
+    keyed = problem if backend.plans_by_m else replace(problem, m=1)
     key = (backend.name, keyed, prepared.layout, prepared.tensors[0].device)
     plan = _plans.get(key)
     if plan is None:

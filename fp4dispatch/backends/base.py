@@ -52,8 +52,8 @@ class LinearWeights:
     shard_rows
         nvfp4 only: rows of each shard, summing to N; ``(N,)`` for a layer that is not fused.
     input_scale
-        Static activation scale, f32 [] (value = q * input_scale; for nvfp4 the activation's global scale), or None where
-        the activation is scaled from its own values at run time.
+        Static activation scale, f32 [] (value = q * input_scale; for nvfp4 the activation's global scale), or None
+        where the activation is scaled from its own values at run time.
     sf_layout
         Layout of ``scale`` for nvfp4.
     """
@@ -119,6 +119,9 @@ class Backend(abc.ABC):
 
     auto: ClassVar[bool] = True
     """Whether ``auto`` may consider the backend before the reference fallback."""
+
+    plans_by_m: ClassVar[bool] = True
+    """Whether a plan holds for one M alone. False: one plan serves every M, so one warm-up covers them all."""
 
     @abc.abstractmethod
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:

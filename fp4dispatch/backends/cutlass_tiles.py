@@ -18,7 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_KEYS = {"kernel", "scalings", "m_max", "fill", "builds"}
+_KEYS = {"kernel", "scalings", "m_min", "m_max", "fill", "builds"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Tile:
     archs: frozenset[Arch]
     scalings: tuple[str, ...]
     builds: dict[str, str]
+    m_min: int
     m_max: int | None
     fill: tuple[int, int, int] | None
 
@@ -40,7 +41,9 @@ class Tile:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
         if problem.op != self.op or arch not in self.archs or problem.scaling not in self.scalings:
             return False
-        if problem.out_dtype not in self.builds or (self.m_max is not None and problem.m > self.m_max):
+        if problem.out_dtype not in self.builds or problem.m < self.m_min:
+            return False
+        if self.m_max is not None and problem.m > self.m_max:
             return False
         if self.fill is None:
             return True
@@ -84,7 +87,16 @@ def _tile(row: dict[str, Any], catalog: Catalog) -> Tile:
     archs = frozenset(arch for target in kernel.targets for arch in catalog.record(target).archs)
     fill = row.get("fill")
     size = (fill["tile_m"], fill["tile_n"], fill["sms"]) if fill else None
-    return Tile(kernel.name, kernel.op, archs, tuple(row["scalings"]), dict(row["builds"]), row.get("m_max"), size)
+    return Tile(
+        kernel.name,
+        kernel.op,
+        archs,
+        tuple(row["scalings"]),
+        dict(row["builds"]),
+        row.get("m_min", 0),
+        row.get("m_max"),
+        size,
+    )
 
 
 def tile_for(problem: Problem, arch: Arch | None, sms: int) -> Tile | None:
