@@ -190,13 +190,13 @@ def _gains(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Fit got = gain x product along each row and each column of each tile; return masks of what is off, and gains.
 
-    Elements are brought to one magnitude first, so that no few of them decide. Off means: by more than the tolerance
-    and more than eight standard errors of the fit, over at least twelve elements that count.
+    Elements are brought to one magnitude first, so that no few of them decide. Those that rounding may swallow (a small
+    product beside a large bias) do not count: all of them vanish together, which is no noise. Off means: by more than
+    the tolerance and more than eight standard errors of the fit, over at least twelve elements that count.
     """
-    unit = torch.hypot(size, 8 * allowed)
-    usable = finite & (unit > 0)
-    p = torch.where(usable, product / unit, 0.0)
-    g = torch.where(usable, got / unit, 0.0)
+    usable = finite & (allowed <= 0.5 * size)
+    p = torch.where(usable, product / size, 0.0)
+    g = torch.where(usable, got / size, 0.0)
     masks, gains = [], []
     for along in (1, 0):
         gg, gp, pp, quartic = (_sum_tiles(t, along) for t in (g * g, g * p, p * p, p**4))

@@ -1,4 +1,4 @@
-"""The pure core is covered by its unit tests to more than 95 %, branches included: ``python -m tests.coverage_floor``."""
+"""The pure core is covered by its unit tests to over 95 %, branches included: ``python -m tests.coverage_floor``."""
 
 from __future__ import annotations
 

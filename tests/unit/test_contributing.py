@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -14,6 +13,11 @@ from fp4dispatch import policy, registry
 from fp4dispatch.problem import Problem
 from fp4dispatch.system import System
 from tests import contract
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

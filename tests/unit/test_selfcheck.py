@@ -96,6 +96,14 @@ def test_fourteen_bit_accumulation_passes(cls):
         assert result.status == "passed", (kind, result.findings)
 
 
+def test_a_row_that_vanishes_beside_the_bias_passes():
+    """With this seed one row's products are all smaller than half an ulp of the bias, so all of them round away."""
+    each = next(c for c in canary.canaries(*ROW, 100) if c.problem.bias and c.problem.out_dtype == "bfloat16")
+    result = (each.inputs[0].product + each.bias.double()).bfloat16()
+    assert (result == each.bias).all(1).any()
+    assert run(Honest(), ROW, seed=100).status == "passed"
+
+
 def test_the_bounds_leave_room_and_have_teeth():
     """No product's bound may swallow its typical size; rounding to the output alone must fit with both roundings."""
     for kind in KINDS:
