@@ -161,8 +161,7 @@ def _operands(record: Capability, problem: Problem) -> tuple[Reason, ...]:
 
 def _versions(record: Capability, problem: Problem, system: System) -> tuple[Reason, ...]:
     toolkit = catalogue().toolkits.get(system.arch.sm) if system.arch else None
-    arch = system.arch.sm if system.arch else ""
-    needs = [need for need in record.requires if not need.archs or arch in need.archs]
+    needs = list(record.requires)
     if record.compiles:
         needs.insert(0, Requirement("nvcc", TOOLKIT))
     if record.proof and system.arch is not None and (problem.op, system.arch.sm) in system.proven:

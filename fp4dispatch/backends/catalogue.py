@@ -29,14 +29,10 @@ SM = tuple(arch.sm for arch in KNOWN_ARCHS)
 
 @dataclass(frozen=True)
 class Requirement:
-    """A lowest version of something that the machine must have; ``toolkit`` = the first CUDA that knows the arch.
-
-    ``archs``: the archs that it holds for; empty = all.
-    """
+    """A lowest version of something that the machine must have; ``toolkit`` = the first CUDA that knows the arch."""
 
     what: str
     min: str
-    archs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -202,11 +198,11 @@ def _capability(row: dict[str, Any]) -> Capability:
 
 
 def _requirement(where: str, row: dict[str, Any]) -> Requirement:
-    keys(where, row, required=("what", "min"), optional=("archs",))
+    keys(where, row, required=("what", "min"))
     what = subset(where, [row["what"]], FACTS)[0]
     if row["min"] != TOOLKIT and parse_version(row["min"]) is None:
         raise SettingsError(f"{where}: {what} {row['min']!r} is not a version")
-    return Requirement(what, row["min"], subset(where, row["archs"], SM) if "archs" in row else ())
+    return Requirement(what, row["min"])
 
 
 def _alias(row: dict[str, Any]) -> Alias:

@@ -312,7 +312,7 @@ def _cudnn_floor(system: System) -> str | None:
         for record in catalogue().capabilities
         if record.backend == "cudnn" and archs & set(record.archs)
         for need in record.requires
-        if need.what == "cudnn" and (not need.archs or archs & set(need.archs))
+        if need.what == "cudnn"
     ]
     return max(floors, key=Version, default=None)
 

@@ -277,7 +277,7 @@ def test_nothing_can_run(machine, monkeypatch):
         'layer "mlp.up"',
         "nvcc 12.8 (needs 12.9 for sm_120)",
         "K=7160 is not a multiple of 32",
-        "cuDNN 9.7.1 loaded from /usr/lib (needs 9.14)",
+        "cuDNN 9.7.1 loaded from /usr/lib (needs 9.19)",
         "--arch 12.0 --cuda 12.8 --torch none --cudnn 9.7.1",
         "--disable reference",
     ):

@@ -79,7 +79,7 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("gpu", "warn", "sm_130, is not known", {"arch": "13.0", "child": {"gpus": ("13.0",), "archs": ()}}),
     ("gpu", "warn", "NVML does not", {**NO_GPU, "child": {"gpus": ("11.0",), "archs": ()}}),
     ("cudnn", "warn", "not found", {"cudnn": None, "cudnn_frontend": None}),
-    ("cudnn", "warn", "needs 9.14 here", {"cudnn": "9.7.1"}),
+    ("cudnn", "warn", "needs 9.19 here", {"cudnn": "9.7.1"}),
     ("cudnn", "warn", "does not tell", {"cudnn": ""}),
     ("cudnn frontend", "warn", "not installed", {"cudnn_frontend": None}),
     ("nvcc", "warn", "not found", {"nvcc": None}),

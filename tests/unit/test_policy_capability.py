@@ -76,7 +76,7 @@ def test_toolkit_minimum_depends_on_the_arch():
 def test_the_place_of_a_library_is_told():
     system = System.fake("12.0", **FACTS | {"cudnn": "9.7.1"}, cudnn_path="/usr/lib/libcudnn.so.9")
     (reason,) = check("cudnn", NVFP4, system)
-    assert reason.text == "cuDNN 9.7.1 loaded from /usr/lib/libcudnn.so.9 (needs 9.14)"
+    assert reason.text == "cuDNN 9.7.1 loaded from /usr/lib/libcudnn.so.9 (needs 9.19)"
     assert reason.fix == "pip install -U nvidia-cudnn-cu13"
 
 
