@@ -12,10 +12,10 @@ ROWS = {row["id"]: row for row in json.loads(compile_targets.RESULTS.read_text()
 
 
 def test_every_row_is_a_build_of_the_manifest() -> None:
-    """Builds without a row are listed on the page by name."""
+    """fp16 builds differ from bf16 ones in one conversion; those without a row are listed on the page by name."""
     known = [build.id for build in compile_targets.blackwell_builds()]
     assert [key for key in ROWS if key not in known] == []
-    assert {key.split("/")[0] for key in known} == {key.split("/")[0] for key in ROWS}
+    assert [key for key in known if "bf16" in key and key not in ROWS] == []
 
 
 def test_the_page_is_generated_from_the_results() -> None:
