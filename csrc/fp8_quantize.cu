@@ -181,7 +181,7 @@ void row(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   // an SM.
   int64_t const vectors_each = m <= kFewRows ? 2 : kCached;
   int64_t const threads = std::min<int64_t>(
-      1024, std::max<int64_t>(128, round_up((k / kVector + vectors_each - 1) / vectors_each, 32)));
+      kRowThreads, std::max<int64_t>(128, round_up((k / kVector + vectors_each - 1) / vectors_each, 32)));
   dispatch(x, [&](auto const* data) {
     launch(quantize_row<std::decay_t<decltype(*data)>>, Shape{dim3(unsigned(m)), dim3(unsigned(threads))},
            device, enable_pdl, data, input_stride(x), data_of<uint8_t>(q), data_of<float>(scale), k);

@@ -32,7 +32,7 @@ from fp4dispatch.settings import settings
 
 _log = logging.getLogger("fp4dispatch")
 _SMALL = 1 << 20
-_loaded: dict[tuple[str, str, Arch, Path, Path], LoadedKernel] = {}
+_loaded: dict[tuple[object, ...], LoadedKernel] = {}
 _builds_done = 0
 
 
@@ -124,7 +124,10 @@ def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = Non
         Where the kernel has no target for this arch. Otherwise as :func:`build`.
     """
     catalog = catalog or installed()
-    key = (kernel, variant, arch, catalog.csrc, default_folder())
+    known = catalog.kernel(kernel)
+    # The flags are part of the key: the race test's control is the same kernel built without its barriers.
+    recipes = tuple(tuple(job(catalog, kernel, variant, target).recipe()) for target in known.targets)
+    key = (kernel, variant, arch, catalog.csrc, default_folder(), known.pdl, recipes)
     if key not in _loaded:
         _loaded[key] = _load(catalog, kernel, variant, arch)
     return _loaded[key]

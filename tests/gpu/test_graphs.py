@@ -1,5 +1,7 @@
 """CUDA graphs over the layers: replay equals eager, pools are shared, and nothing is planned during capture."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -102,11 +104,12 @@ def test_capture_allocates_nothing_outside_the_pool(kind):
     warmup(layer, tokens=[16])
     x = torch.randn(16, K, device="cuda", dtype=torch.bfloat16)
     graph, _ = captured(lambda: layer(x))
+    gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
         graph.replay()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less: what the capture's frames held may be freed meanwhile
 
 
 def test_reduce_overhead_mode_of_compile():

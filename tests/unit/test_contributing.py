@@ -21,7 +21,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-FILES = {name: body for name, body in re.findall(r"<!-- file: ([\w. ]+) -->\s*```\w+\n(.*?)```", TEXT, re.DOTALL)}
+FILES = dict(re.findall(r"<!-- file: ([\w. ]+) -->\s*```\w+\n(.*?)```", TEXT, re.DOTALL))
 
 
 @pytest.fixture
