@@ -63,15 +63,15 @@ def run_tests(arguments: list[str]) -> tuple[list[tuple[str, str, str]], int]:
 
 def ran(rows: list[tuple[str, str, str]], device: str) -> list[dict[str, Any]]:
     """Return which backends ran which ops here: the contract tests that passed, none of which failed."""
-    counts: dict[tuple[str, str], Counter[str]] = {}
+    counts: dict[tuple[str, str], Counter[str]] = {}  # by backend and scaling
     for _, test, outcome in rows:
         if not test.startswith("test_contract["):
             continue
         backend, scaling = test.removeprefix("test_contract[").split("-")[:2]
-        counts.setdefault((backend, OP[scaling]), Counter())[outcome] += 1
+        counts.setdefault((backend, scaling), Counter())[outcome] += 1
     return [
-        {"backend": backend, "op": op, "device": device, "contract_cases": count["passed"]}
-        for (backend, op), count in sorted(counts.items())
+        {"backend": backend, "op": OP[scaling], "scaling": scaling, "device": device, "cases": count["passed"]}
+        for (backend, scaling), count in sorted(counts.items())
         if count["passed"] and not count["failed"]
     ]
 

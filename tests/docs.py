@@ -27,21 +27,89 @@ def support() -> str:
     from fp4dispatch import registry
     from fp4dispatch.backends.catalogue import catalogue
 
-    ran: dict[tuple[str, str], str] = {}
+    ran: dict[tuple[str, str, str], str] = {}
+    compiled: dict[str, set[str]] = {}
     for result in results():
         for row in result.get("ran", []):
-            ran[(row["backend"], row["op"])] = f"{row['device']} ({result['date']})"
-    lines = ["| backend | op | GPU archs | activations | state |", "|---|---|---|---|---|"]
+            ran[row["backend"], row["op"], row["scaling"]] = f"ran on {row['device']} ({result['date']})"
+        for row in result.get("rows", []):
+            compiled.setdefault(row["kernel"].rsplit("_", 1)[0], set()).add(f"`{row['target']}`")
+    lines = ["| backend | op | scaling | GPU archs | activations | state |", "|---|---|---|---|---|---|"]
     available = registry.backends()
-    for capability in catalogue().capabilities:
-        archs = ", ".join(str(arch) for arch in capability.archs) if capability.archs else "any, and CPU"
-        key = (capability.backend, capability.op)
-        state = f"ran on {ran[key]}" if key in ran else "not run on hardware"
-        if capability.backend not in available:
-            state = "not part of this version"
-        lines.append(
-            f"| {capability.backend} | {capability.op} | {archs} | {', '.join(capability.activations)} | {state} |"
-        )
+    for c in catalogue().capabilities:
+        for scaling in c.scalings:
+            state = [ran.get((c.backend, c.op, scaling), "not run on hardware")]
+            if c.backend == "cutlass" and scaling != "block128" and c.op in compiled:
+                state.append(f"compiled and proved, not run: {', '.join(sorted(compiled[c.op]))}")
+            if c.backend not in available:
+                state = ["not part of this version"]
+            archs = ", ".join(c.archs).replace("any", "any, and CPU")
+            lines.append(
+                f"| {c.backend} | {c.op} | {scaling} | {archs} | {', '.join(c.activations)} | {'; '.join(state)} |"
+            )
+    return "\n".join(lines)
+
+
+def race() -> str:
+    """Return the counts of the race chain with our build and with the negative control."""
+    lines = [
+        "| GPU | commit | build | launches | wrong launches | 128x128 tiles | wrong tiles | rounds with a wrong tile |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results():
+        for key, build in (("with_barriers", "ours"), ("control", "control: GDC define removed")):
+            if key in result:
+                r = result[key]
+                counts = [
+                    r["launches"],
+                    r["bad_launches"],
+                    r["tiles"],
+                    r["bad_tiles"],
+                    f"{r['bad_rounds']} of {r['rounds']}",
+                ]
+                lines.append(f"| {r['gpu']} | {result['commit']} | {build} | {' | '.join(map(str, counts))} |")
+    return "\n".join(lines)
+
+
+def sm90() -> str:
+    """Return the times of our SM90 kernels, as the backend would choose them, beside torch's."""
+    from fp4dispatch.arch import SM90
+    from fp4dispatch.backends.cutlass_tiles import tile_for
+    from fp4dispatch.problem import Problem
+
+    (result,) = (r for r in results() if "gemm" in r)
+    lines = [
+        f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
+        "",
+        "| N x K | M | bf16 | `_scaled_mm` tensor | row | ours, row | ours, row, PDL | ours, block128, PDL |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["gemm"]:
+        n, k, m, us = row["n"], row["k"], row["m"], row["us"]
+        cells = [us["bf16"], us["scaled_mm tensor"], us["scaled_mm row"]]
+        for scaling, pdl in (("row", ""), ("row", " pdl"), ("block128", " pdl")):
+            tile = tile_for(Problem("fp8_gemm", m, n, k, "fp8", scaling), SM90, 132)
+            cells.append(us[tile.builds["bfloat16"] + pdl])
+        lines.append(f"| {n}x{k} | {m} | {' | '.join(f'{us:.1f}' for us in cells)} |")
+    lines += ["", "| quantiser | " + " | ".join(f"{r['m']}x{r['k']}" for r in result["quantise"]) + " |"]
+    lines.append("|---|" + "---|" * len(result["quantise"]))
+    for name in result["quantise"][0]["us"]:
+        lines.append(f"| {name} | " + " | ".join(f"{r['us'][name]:.1f}" for r in result["quantise"]) + " |")
+    return "\n".join(lines)
+
+
+def demo() -> str:
+    """Return what the demo found on hardware."""
+    lines = [
+        "| GPU | commit | weights | backends | bytes | mean cosine | lowest | rank correlation |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results():
+        for d in result.get("demo", []):
+            size = f"{d['bytes_before'] / 1e6:.1f} -> {d['bytes_after'] / 1e6:.1f} MB"
+            numbers = f"{d['cosine']['mean']:.4f} | {d['cosine']['min']:.4f} | {d['spearman']:.4f}"
+            cells = [result["device"], result["commit"], d["format"], ", ".join(d["backends"]), size, numbers]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -49,9 +117,12 @@ def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
 
-    readme = ROOT / "README.md"
+    readme, measured = ROOT / "README.md", ROOT / "docs" / "measurements.md"
     text = fill(readme.read_text(), "settings", settings.markdown_table())
-    return {readme: fill(text, "support", support())}
+    numbers = measured.read_text()
+    for name, make in (("race", race), ("sm90", sm90), ("demo", demo)):
+        numbers = fill(numbers, name, make())
+    return {readme: fill(text, "support", support()), measured: numbers}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ else:
     import tomli as tomllib
 
 ANY_ARCH = "any"
+MEASURED = "docs/measurements.md"
 TOOLKIT = "toolkit"
 FACTS = ("cuda", "torch", "cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
 """Facts of a :class:`~fp4dispatch.system.System` that the data files may ask a version of."""
@@ -145,10 +146,10 @@ def subset(where: str, values: Any, allowed: tuple[str, ...]) -> tuple[str, ...]
 
 
 def provenance(where: str, row: dict[str, Any]) -> tuple[str, str]:
-    """Return the source URL and the date it was checked."""
+    """Return the source (a URL, or this project's own measurements) and the date it was checked."""
     source, checked = row["source"], str(row["checked"])
-    if not str(source).startswith("https://"):
-        raise SettingsError(f"{where}: source {source!r} is not a https URL")
+    if not str(source).startswith("https://") and source != MEASURED:
+        raise SettingsError(f"{where}: source {source!r} is neither a https URL nor {MEASURED}")
     if len(checked) != 10 or checked[4] != "-":
         raise SettingsError(f"{where}: checked {checked!r} is not a date")
     return source, checked

@@ -25,7 +25,7 @@ _KEYS = {"kernel", "scalings", "m_min", "m_max", "fill", "builds"}
 class Tile:
     """One row: a kernel's builds by output dtype, and the problems that they are for.
 
-    ``fill`` is (tile_m, tile_n, SMs a tile), or None where the row needs no minimum of tiles.
+    ``fill`` is (tile_m, tile_n, SMs a tile, share of all SMs that must get work); None where any number of tiles does.
     """
 
     kernel: str
@@ -35,7 +35,7 @@ class Tile:
     builds: dict[str, str]
     m_min: int
     m_max: int | None
-    fill: tuple[int, int, int] | None
+    fill: tuple[int, int, int, float] | None
 
     def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
@@ -47,8 +47,8 @@ class Tile:
             return False
         if self.fill is None:
             return True
-        tile_m, tile_n, width = self.fill
-        return -(-problem.m // tile_m) * -(-problem.n // tile_n) * width >= sms
+        tile_m, tile_n, width, share = self.fill
+        return -(-problem.m // tile_m) * -(-problem.n // tile_n) * width >= share * sms
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _tile(row: dict[str, Any], catalog: Catalog) -> Tile:
         ("key", set(row), _KEYS),
         ("scaling", set(row["scalings"]), set(SCALINGS)),
         ("output dtype", set(row["builds"]), set(OUT_DTYPES)),
-        ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms"}),
+        ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms", "share"}),
     ):
         if found - known:
             raise FlagsError(
@@ -86,7 +86,7 @@ def _tile(row: dict[str, Any], catalog: Catalog) -> Tile:
         kernel.variant(build)
     archs = frozenset(arch for target in kernel.targets for arch in catalog.record(target).archs)
     fill = row.get("fill")
-    size = (fill["tile_m"], fill["tile_n"], fill["sms"]) if fill else None
+    size = (fill["tile_m"], fill["tile_n"], fill["sms"], fill.get("share", 1.0)) if fill else None
     return Tile(
         kernel.name,
         kernel.op,

@@ -57,7 +57,7 @@ def test_every_build_of_the_gemms_is_used_or_the_manifest_is_too_large():
         (64, "swap_64x64"),
         (128, "swap_64x64"),
         (129, "swap_64x64"),
-        (1024, "128x128"),
+        (385, "128x128"),
     ],
 )
 def test_decode_takes_the_narrow_tile(m, build):

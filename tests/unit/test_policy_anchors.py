@@ -39,7 +39,7 @@ ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, s
     "sm_75": ("nvfp4_gemm", "nvfp4", "7.5", FULL, False, "none", 1, "reference"),
     "no GPU": ("nvfp4_gemm", "nvfp4", None, FULL, False, "none", 1, "reference"),
     "fp8 on sm_89": ("fp8_gemm", "tensor", "8.9", FULL, False, "none", 1, "cublaslt"),
-    "fp8 on sm_90": ("fp8_gemm", "row", "9.0", FULL, False, "none", 1, "cublaslt"),
+    "fp8 on sm_90, few tokens": ("fp8_gemm", "row", "9.0", FULL, False, "none", 1, "cutlass"),
     "fp8 on sm_100": ("fp8_gemm", "tensor", "10.0", FULL, False, "none", 1, "cublaslt"),
     "fp8 on sm_120": ("fp8_gemm", "tensor", "12.0", FULL, False, "none", 1, "cublaslt"),
     "fp8 on sm_80": ("fp8_gemm", "tensor", "8.0", FULL, False, "none", 1, "reference"),
@@ -147,3 +147,9 @@ def test_cudnn_fp8_on_sm120_is_denied_below_9_23_1():
     assert [hit.id for hit in old.denied] == ["cudnn-fp8-sm12x-fault"]
     assert new.accepted
     assert ask("fp8_gemm", "tensor", "9.0", FULL).verdict("cudnn").accepted
+
+
+def test_fp8_on_sm_90_goes_to_cublaslt_from_65_tokens_on():
+    for scaling in ("tensor", "row"):
+        found = [ask("fp8_gemm", scaling, "9.0", FULL, m=m).backend for m in (64, 128, 4096)]
+        assert found == ["cutlass", "cublaslt", "cublaslt"]
