@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+ALONE = ("test_race.py", "test_selfcheck.py", "test_graphs.py", "test_system_gpu.py")
+"""Files that measure time, memory or the whole card: never beside other tests."""
 OP = {"nvfp4": "nvfp4_gemm", "tensor": "fp8_gemm", "row": "fp8_gemm", "block128": "fp8_gemm"}
 
 
@@ -95,10 +97,17 @@ def main() -> int:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
-    parser.add_argument("pytest", nargs="*", default=["tests/gpu", "tests/unit/test_formats_cuda.py"])
+    parser.add_argument("--workers", type=int, default=1, help="processes for the tests that share the card")
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
+    parser.add_argument("pytest", nargs="*", default=[*files, "tests/unit/test_formats_cuda.py"])
     arguments = parser.parse_args()
     result = environment(arguments.commit)
-    rows, code = run_tests(arguments.pytest)
+    alone = [path for path in arguments.pytest if Path(path).name in ALONE]
+    rows, code = run_tests(alone)
+    beside = [path for path in arguments.pytest if path not in alone]
+    workers = ["-n", str(arguments.workers)] if arguments.workers > 1 else []  # needs pytest-xdist
+    more, other_code = run_tests([*workers, *beside])
+    rows, code = rows + more, code or other_code
     files = sorted({file for file, _, _ in rows})
     result["tests"] = {file: dict(Counter(outcome for f, _, outcome in rows if f == file)) for file in files}
     result["failed"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "failed"]
