@@ -19,7 +19,11 @@ def _no_compiler() -> str:
     return f"not found: {' and '.join(missing)}" if missing else ""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason='slow: over 30 s each, run with -m "slow or not slow"'))
     for marker, lacks in (("gpu", _no_gpu), ("compile", _no_compiler)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = lacks() if marked else ""

@@ -16,7 +16,11 @@ TEXT = README.read_text()
 SNIPPETS = re.findall(r"<!-- snippet -->\s*```python\n(.*?)```", TEXT, re.DOTALL)
 BLOCKS = re.findall(r"(<!-- [\w: -]+ -->\s*)?```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = [line for _, kind, body in BLOCKS if kind == "bash" for line in body.strip().splitlines()]
-PLAIN = [line for line in COMMANDS if "fp4dispatch " in line and "venv" not in line and "MODEL_DIR" not in line]
+PLAIN = [
+    line
+    for line in COMMANDS
+    if "fp4dispatch " in line and "venv" not in line and "MODEL_DIR" not in line and "--out DIR" not in line
+]
 
 
 def run_line(line, **kwargs):
@@ -34,8 +38,7 @@ def run_line(line, **kwargs):
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=300,
-        **kwargs,
+        **{"timeout": 300, **kwargs},
     )
 
 
@@ -94,3 +97,12 @@ def test_generated_parts_are_current():
 def test_docs_generator_refuses_a_missing_block():
     with pytest.raises(SystemExit, match="no generated block"):
         docs.fill("# nothing here", "settings", "x")
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_build_command_of_the_readme(tmp_path):
+    (line,) = [line for line in COMMANDS if "--out DIR" in line]
+    done = run_line(line.replace("DIR", str(tmp_path / "out")), timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "out").glob("kernels/*/*/*/proof.json"))
