@@ -6,14 +6,14 @@
 //     a         e4m3 [M, K], K contiguous, row stride a multiple of 16 elements, 16-byte aligned, K % 16 == 0
 //     b         e4m3 [N, K], likewise, N % 8 == 0
 //     d         bf16 or fp16 (FP4D_OUT) [M, N], N contiguous, row stride a multiple of 8 elements, 16-byte
-//     aligned bias      None or [N] of the dtype of d workspace u8, at least workspace_size(m, n, k) bytes
-//     (0)
+//               aligned
+//     bias      None or [N] of the dtype of d
+//     workspace u8, at least workspace_size(m, n, k) bytes (0)
 //   FP4D_SCALING == 0, one build for per-tensor, per-token and per-channel scales:
 //     a_scale   f32, 1 or M elements      b_scale   f32, 1 or N elements
 //   FP4D_SCALING == 1, A in blocks of 1x128, B in blocks of 128x128:
 //     a_scale   f32 [M, ceil(K/128)], strides (1, s), s >= M and s % 4 == 0, 16-byte aligned: TMA loads it,
-//     so M is
-//               the contiguous dimension (torch.empty(ceil(K/128), round_up(M, 4)).t()[:M])
+//               so M is the contiguous dimension (torch.empty(ceil(K/128), round_up(M, 4)).t()[:M])
 //     b_scale   f32 [ceil(N/128), ceil(K/128)], contiguous: as checkpoints store weight_scale_inv
 //   workspace_size(m, n, k) -> bytes
 //   shared_memory_bytes() -> dynamic shared memory of a block
@@ -24,7 +24,7 @@
 // (after the swap).
 //
 // Accumulation: wgmma keeps about 14 bits for FP8 inputs (https://arxiv.org/abs/2412.19437, section 3.3.2),
-// so every 128 elements of K the partial sum is added to an fp32 accumulator.
+// so every FP4D_PROMOTE_K elements of K the partial sum is added to an fp32 accumulator.
 //
 // Capture-safe: only launches.
 #include "gdc_guard.h"

@@ -1,16 +1,19 @@
 // Exports of an NVFP4 GEMM, the same for every architecture: D[M,N] = alpha * A[M,K] @ B[N,K]^T (+ bias[N]).
 //
 //   nvfp4_gemm(a, b, a_sf, b_sf, alpha, bias, d, workspace, enable_pdl)
-//     a         u8 or e2m1x2 [M, K/2], row-major, even element in the low nibble, 16-byte aligned, K % 32 ==
-//     0 b         u8 or e2m1x2 [N, K/2], likewise, N % 8 == 0 a_sf      u8 or e4m3, ceil(M/128)*128 *
-//     ceil(K/64)*4 elements in the 128x4 layout, padding zero, 16-byte aligned b_sf      likewise for N alpha
-//     f32, 1 or N elements bias      None or [N] of the output dtype d         bf16 or fp16 (one per build)
-//     [M, N], row-major, 16-byte aligned workspace u8, at least workspace_size(m, n, k) bytes
+//     a         u8 or e2m1x2 [M, K/2], row-major, even element in the low nibble, 16-byte aligned, K % 32 == 0
+//     b         u8 or e2m1x2 [N, K/2], likewise, N % 8 == 0
+//     a_sf      u8 or e4m3, ceil(M/128)*128 * ceil(K/64)*4 elements in the 128x4 layout, padding zero,
+//               16-byte aligned
+//     b_sf      likewise for N
+//     alpha     f32, 1 or N elements
+//     bias      None or [N] of the output dtype
+//     d         bf16 or fp16 (one per build) [M, N], row-major, 16-byte aligned
+//     workspace u8, at least workspace_size(m, n, k) bytes
 //   workspace_size(m, n, k) -> bytes
 //   shared_memory_bytes() -> dynamic shared memory of a block, for the record of what was compiled
-//   scale_offsets(rows, k, out): out i32[rows, K/16] on the CPU receives the position of each block scale in
-//   the
-//     buffer, from the layout that the collective itself uses.
+//   scale_offsets(rows, k, out): out i32 [rows, K/16] on the CPU receives the position of each block scale in
+//     the buffer, from the layout that the collective itself uses.
 //
 // Capture-safe: only launches. Limits: K % 32 because a TMA row stride is a multiple of 16 bytes, N % 8
 // likewise for D.

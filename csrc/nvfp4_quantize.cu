@@ -1,11 +1,11 @@
 // bf16 or fp16 [M, K] -> NVFP4, value = q * sf * global_scale.
 //
 //   nvfp4_quantize(x, global_scale, q, sf, enable_pdl)
-//     x            bf16 or fp16 [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8, 16-byte
-//     aligned global_scale f32, 1 element, on the device q            u8 or e2m1x2 [M, K/2], contiguous,
-//     8-byte aligned, even element in the low nibble, written sf           u8 or e4m3, round_up(M, 128) *
-//     round_up(K/16, 4) elements in the 128x4 layout, contiguous, 4-byte
-//                  aligned; every byte is written, padding zero
+//     x            bf16 or fp16 [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8, 16-byte aligned
+//     global_scale f32, 1 element, on the device
+//     q            u8 or e2m1x2 [M, K/2], contiguous, 8-byte aligned, even element in the low nibble, written
+//     sf           u8 or e4m3, round_up(M, 128) * round_up(K/16, 4) elements in the 128x4 layout, contiguous,
+//                  4-byte aligned; every byte is written, padding zero
 //
 // sf = amax / (6 * global_scale) clamped to [2^-9, 448]; 1 for a block of zeros; NaN for a block with a NaN
 // or an Inf, or where global_scale is not at least 2^-116. Elements: x / (sf * global_scale), half to even,
