@@ -20,11 +20,13 @@ from fp4dispatch.system import Gpu, Library, System
 
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
-    """Leave no probed facts behind."""
-    system.refresh()
-    yield
+    """Start without probed facts and without the hooks of other modules; leave both as they were."""
+    hooks = {"proven": system._proven, "quarantined": system._quarantined}
     system.refresh()
     system.provide(proven=frozenset, quarantined=frozenset)
+    yield
+    system.refresh()
+    system.provide(**hooks)
 
 
 class TestFake:
