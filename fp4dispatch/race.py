@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp4dispatch import jit
 from fp4dispatch.arch import Arch
+from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.formats import FP8_BLOCK, round_up
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.manifest import Catalog, installed
@@ -177,11 +178,15 @@ def run_race(
 
     Raises
     ------
+    BackendUnsupportedError
+        Where torch sees no GPU that the kernels of the race are built for.
     RuntimeError
-        Without a CUDA device, or if a kernel is wrong even in stream order. Not for use during capture.
+        If a kernel is wrong even in stream order. Not for use during capture.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("the race needs a CUDA GPU and none is visible; `fp4dispatch doctor` says why")
+        raise BackendUnsupportedError(
+            f"the race needs {_needed()}, and torch sees no CUDA GPU\n  fix: `fp4dispatch doctor` says why"
+        )
     load = load or _jit_loader(cases, control)
     rng = random.Random(seed)
     generator = torch.Generator(device="cuda")
@@ -227,13 +232,23 @@ def _report(
     )
 
 
+def _needed() -> str:
+    catalog = installed()
+    targets = catalog.kernel(_GEMM).targets
+    return f"a GPU of {' or '.join(dict.fromkeys(a.sm for target in targets for a in catalog.record(target).archs))}"
+
+
 def _jit_loader(cases: tuple[Case, ...], control: bool) -> Loader:
     """Compile what is missing, all at once, and return a loader."""
     arch = Arch(*torch.cuda.get_device_capability())
     catalog = without_barriers(installed(), _GEMM) if control else installed()
     target = catalog.target_for(catalog.kernel(_GEMM), arch)
-    if target is not None:  # else jit.load says what is wrong
-        kernels.build_all([kernels.job(catalog, _GEMM, case.variant, target) for case in cases], catalog)
+    if target is None:
+        raise BackendUnsupportedError(
+            f"the race needs {_needed()}, and torch runs on {torch.cuda.get_device_name()} ({arch})\n"
+            "  fix: choose another GPU with CUDA_VISIBLE_DEVICES, or run it on a machine that has one"
+        )
+    kernels.build_all([kernels.job(catalog, _GEMM, case.variant, target) for case in cases], catalog)
     # Only the GEMM of a control lacks its barriers: the chain around it is the same in both.
     sources = {_GEMM: catalog}
     return lambda kernel, variant, _: jit.load(kernel, variant, arch, catalog=sources.get(kernel)).module

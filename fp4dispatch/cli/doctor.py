@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch import quarantine
 from fp4dispatch import system as machine
-from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts
+from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.jit.cache import default_folder
 from fp4dispatch.settings import SETTINGS, settings
@@ -42,6 +43,13 @@ from fp4dispatch import registry
 for name, backend in registry.plugins(importlib.metadata.entry_points(group=registry.GROUP)).items():
     broken = isinstance(backend, registry.BrokenBackend)
     out["plugins"][name] = backend.reason.text if broken else None
+try:
+    import fp4dispatch.dispatch  # tells system.current() what is proven, on which verdicts depend
+    from fp4dispatch import selfcheck, system
+    out["verdicts"] = [{"text": v.text(), "findings": v.findings, "status": v.status, "backend": v.backend}
+                       for v in selfcheck.results(system.current())]
+except Exception as error:
+    out["verdicts_error"] = f"{type(error).__name__}: {error}"
 print()
 print(json.dumps(out))
 """
@@ -93,6 +101,8 @@ def gather() -> Facts:
         settings_errors=(*errors, *settings.unknown()),
         cache_dir=default_folder(),
         distributions=frozenset(name.lower() for name in names if name),
+        selfcheck_folder=quarantine.folder(),
+        selfcheck_off=settings.environment().get(SETTINGS["selfcheck"].name, "").strip().lower() == "off",
         library_path=settings.environment().get("LD_LIBRARY_PATH", ""),
     )
 
@@ -119,6 +129,8 @@ def ask_child(timeout: float = 180) -> Child:
         gpus=tuple(said["gpus"]),
         cuda_error=said.get("cuda_error", ""),
         plugins=said["plugins"],
+        verdicts=tuple(Kept(**{**kept, "findings": tuple(kept["findings"])}) for kept in said.get("verdicts", ())),
+        verdicts_error=said.get("verdicts_error", ""),
     )
 
 

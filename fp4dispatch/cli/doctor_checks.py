@@ -32,6 +32,16 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """One verdict of the self-check that holds on this machine."""
+
+    backend: str
+    status: str
+    text: str
+    findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Child:
     """What the child process saw: ``error`` is why torch could not be imported, else None."""
 
@@ -41,6 +51,8 @@ class Child:
     gpus: tuple[str, ...] = ()
     cuda_error: str = ""
     plugins: dict[str, str | None] = field(default_factory=dict)
+    verdicts: tuple[Kept, ...] = ()
+    verdicts_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,8 @@ class Facts:
     cache_dir: Path
     distributions: frozenset[str]
     library_path: str = ""
+    selfcheck_folder: Path = Path("selfcheck")
+    selfcheck_off: bool = False
 
 
 def _check_python(facts: Facts) -> Iterable[Check]:
@@ -288,6 +302,29 @@ def _check_plugins(facts: Facts) -> Iterable[Check]:
             yield Check("plug-ins", "ok", name)
 
 
+def _check_selfcheck(facts: Facts) -> Iterable[Check]:
+    if facts.child.error is not None:
+        yield Check("self-check", "skip", "verdicts not read: they need torch")
+    elif facts.child.verdicts_error:
+        text = f"its verdicts cannot be read: {facts.child.verdicts_error}"
+        yield Check("self-check", "fail", text, f"remove {facts.selfcheck_folder}: backends are then checked again")
+    elif not facts.child.verdicts:
+        yield Check("self-check", "skip", "no verdict yet: a backend is checked when `auto` first chooses it")
+    for kept in facts.child.verdicts:
+        if kept.status != "failed":
+            yield Check("self-check", "ok", kept.text)
+        elif facts.selfcheck_off:
+            text = f"{kept.text} Yet FP4DISPATCH_SELFCHECK=off lets it run"
+            yield Check("self-check", "warn", text, "unset FP4DISPATCH_SELFCHECK")
+        else:
+            more = "".join(f" Also: {finding}." for finding in kept.findings[1:])
+            fix = (
+                f"other backends run instead. Report it with this text; {kept.backend} is checked again after an "
+                f"update of the driver or a library, or once {facts.selfcheck_folder} is removed"
+            )
+            yield Check("self-check", "fail", f"{kept.text}{more}", fix)
+
+
 def _runs_on(built: str, arch: Arch) -> bool:
     """Whether code for ``sm_90`` (or a, f variants) or PTX (``compute_90``) of torch's list runs on a GPU.
 
@@ -340,4 +377,5 @@ CHECKS: tuple[Callable[[Facts], Iterable[Check]], ...] = (
     _check_cache,
     _check_settings,
     _check_plugins,
+    _check_selfcheck,
 )

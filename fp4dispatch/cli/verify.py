@@ -1,8 +1,10 @@
 """``fp4dispatch verify``: disassemble every finished kernel again and print what is in it.
 
 The proof that was stored when a kernel was built is compared with what the disassembler sees now. A kernel that has no
-proof yet gets one. Exit code 1 where anything is damaged, unproven or breaks a promise, and where there is nothing to
-verify.
+proof yet gets one. Then come the verdicts of the self-check that hold on this machine. Exit code 1 where anything is
+damaged, unproven or breaks a promise, where a backend failed its self-check, and where there is nothing to verify.
+
+``--race`` instead shows the race that the barriers prevent, on a GPU (:mod:`fp4dispatch.cli.verify_race`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch import system as machine
+from fp4dispatch.cli import verify_race
 from fp4dispatch.errors import Fp4DispatchError, ToolchainError
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.cache import Cache, Entry, damage
@@ -23,6 +27,7 @@ from fp4dispatch.jit.toolchain import Disassembler, disassembler
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
+    from fp4dispatch.quarantine import CheckResult
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,13 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser("verify", help="prove the finished kernels again", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    verify_race.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check and print every entry; 0 where all are sound and proven."""
+    """Check and print every entry and verdict; 0 where all are sound and proven."""
+    if args.race:
+        return verify_race.run(args)
     note = ""
     tools: Disassembler | None = None
     try:
@@ -66,9 +74,11 @@ def run(args: argparse.Namespace) -> int:
         note = str(error)
     searched = caches()
     checked = [check(cache, entry, tools) for cache in searched for entry in cache.entries()]
-    ok = bool(checked) and not any(row.faults for row in checked)
+    verdicts, unread = selfchecks()
+    ok = bool(checked) and not any(row.faults for row in checked) and all(verdict.usable for verdict in verdicts)
     if args.json:
-        print(json.dumps({"ok": ok, "note": note, "entries": [row.to_dict() for row in checked]}, indent=2))
+        plain = {"entries": [row.to_dict() for row in checked], "selfcheck": [v.to_dict() for v in verdicts]}
+        print(json.dumps({"ok": ok, "note": note, "selfcheck_note": unread, **plain}, indent=2))
         return 0 if ok else 1
     if note:
         print(f"only stored proofs are shown: {note}")
@@ -77,7 +87,27 @@ def run(args: argparse.Namespace) -> int:
     if not checked:
         print(f"no finished kernel in {', '.join(str(cache.root) for cache in searched)}")
         print("  fix: fp4dispatch build --arch 12.0 (or any capability)")
+    for verdict in verdicts:
+        print(verdict_text(verdict))
+    if unread:
+        print(unread)
     return 0 if ok else 1
+
+
+def selfchecks() -> tuple[tuple[CheckResult, ...], str]:
+    """Return the verdicts of the self-check that hold on this machine, or why they cannot be known without torch."""
+    try:
+        import fp4dispatch.dispatch  # noqa: F401  (tells system.current() what is proven; verdicts depend on it)
+        from fp4dispatch import selfcheck
+    except ImportError as error:
+        return (), f"self-check: not shown, it needs torch ({error})"
+    return selfcheck.results(machine.current()), ""
+
+
+def verdict_text(verdict: CheckResult) -> str:
+    """Lay one verdict out for people: a line of its own, then every finding of a failed one."""
+    findings = [f"    FAULT {finding}" for finding in verdict.findings]
+    return "\n".join([f"self-check: {verdict.text()}", *findings])
 
 
 def check(cache: Cache, entry: Entry, tools: Disassembler | None) -> Checked:

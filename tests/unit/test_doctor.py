@@ -15,7 +15,7 @@ import pytest
 import fp4dispatch
 from fp4dispatch import cli
 from fp4dispatch.cli import doctor, doctor_checks
-from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts
+from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
 from fp4dispatch.system import System
 
 GOOD: dict[str, Any] = {
@@ -61,13 +61,15 @@ def only(checks: list[Check]) -> Check:
 def test_a_healthy_machine(examine: Any) -> None:
     checks = examine()
     assert [check for check in checks if check.status not in ("ok", "skip")] == []
-    assert len(checks) >= len(CHECKS) == 14
+    assert len(checks) >= len(CHECKS) == 15
     assert next(c for c in checks if c.name == "nvcc").text.endswith("builds for sm_120")
 
 
 NO_GPU: dict[str, Any] = {"arch": None, "driver": None, "driver_cuda": None}
 
 CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("self-check", "fail", "is NaN", {"child": {"verdicts": (Kept("cudnn", "failed", "a tile is NaN"),)}}),
+    ("self-check", "fail", "OSError: no", {"child": {"verdicts_error": "OSError: no"}}),
     ("python", "fail", "3.9.1", {"facts": {"python": (3, 9, 1)}}),
     ("torch", "fail", "undefined symbol", {"child": {"error": "ImportError: undefined symbol"}}),
     ("torch CUDA", "fail", "CPU build", {"child": {"cuda": None, "archs": (), "gpus": ()}, "cuda": None}),
@@ -123,7 +125,9 @@ def test_every_check_is_exercised_by_a_fault() -> None:
     names = {name.split()[0] for name, *_ in CASES} | {"flashinfer", "cache"}
     checks = {check.__name__.removeprefix("_check_").split("_")[0] for check in CHECKS}
     assert {"plug-ins": "plugins", "nvidia-ml-py": "nvml"}.keys() <= names
-    renamed = {{"plug-ins": "plugins", "nvidia-ml-py": "nvml"}.get(name, name) for name in names}
+    renamed = {
+        {"plug-ins": "plugins", "nvidia-ml-py": "nvml", "self-check": "selfcheck"}.get(name, name) for name in names
+    }
     assert renamed == checks
 
 
@@ -345,6 +349,7 @@ class TestForReal:
         assert words in checks["torch"]["text"]
         assert checks["torch"]["fix"]
         assert checks["plug-ins"]["status"] == "skip"
+        assert checks["self-check"]["status"] == "skip"
         assert checks["python"]["status"] == "ok"
 
     def test_wrong_settings_and_a_broken_plugin(self, tmp_path: Path) -> None:

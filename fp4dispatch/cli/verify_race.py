@@ -1,0 +1,73 @@
+"""``fp4dispatch verify --race``: whether the barriers work, and whether this check would see it if they did not.
+
+Runs the chain of :mod:`fp4dispatch.race` with our builds, which must give no bad tile, then with the same kernels
+compiled without their barriers, each of which must be caught. A check that cannot see the race proves nothing, so a
+control that is not caught fails it as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fp4dispatch.race import RaceReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the race."""
+    parser.add_argument("--race", action="store_true", help="run the race test and its control instead (SM90 GPU)")
+    parser.add_argument("--rounds", type=_count, default=50, metavar="N", help="of the race (default: 50)")
+    parser.add_argument("--requests", type=_count, default=64, metavar="N", help="in flight in a round (default: 64)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run both and print the counts; 0 where ours has no bad tile and the control was caught in every case."""
+    from fp4dispatch.race import run_race
+
+    ours = run_race(rounds=args.rounds, requests=args.requests)
+    control = run_race(rounds=args.rounds, requests=args.requests, control=True)
+    faults = found(ours, control)
+    if args.json:
+        both = {"ours": ours.to_dict(), "control": control.to_dict()}
+        print(json.dumps({"ok": not faults, "faults": faults, **both}, indent=2))
+        return 1 if faults else 0
+    print(f"{ours.gpu}: {ours.rounds} rounds of {ours.requests} requests on {ours.streams} streams, under PDL")
+    for title, report in (("with barriers", ours), ("control, without barriers", control)):
+        print(f"{title}: {report.bad_tiles} of {report.tiles} tiles bad, in {report.bad_rounds} rounds")
+        for case in report.cases:
+            tiles, launches = (
+                f"{case.bad_tiles} of {case.tiles} tiles",
+                f"{case.bad_launches} of {case.launches} launches",
+            )
+            print(f"    {case.variant}: {tiles}, {launches}")
+    for fault in faults:
+        print(f"FAULT {fault}")
+    if not faults:
+        print("the barriers work: the race is there without them and gone with them")
+    return 1 if faults else 0
+
+
+def found(ours: RaceReport, control: RaceReport) -> list[str]:
+    """Return what speaks against the barriers or against the check; empty where the race is there and prevented."""
+    faults = [f"{case.variant}: not run, use more --requests" for case in ours.cases if not case.launches]
+    faults += [
+        f"{case.variant}: {case.bad_tiles} bad tiles although it has its barriers: do not use PDL on this machine "
+        "(FP4DISPATCH_PDL=off), and report it"
+        for case in ours.cases
+        if case.bad_tiles
+    ]
+    faults += [
+        f"{case.variant}: the build without barriers was not caught. A check that cannot see the race proves nothing: "
+        "repeat with more --rounds or --requests"
+        for case in control.cases
+        if not case.bad_launches
+    ]
+    return faults
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)

@@ -1,0 +1,152 @@
+"""``verify --race`` with made-up counts, and the verdicts of the self-check in ``verify``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fp4dispatch import cli, quarantine, race, registry
+from fp4dispatch import system as machine
+from fp4dispatch.quarantine import CheckResult
+from fp4dispatch.race import CaseCount, RaceReport
+
+
+def report(bad: tuple[int, ...], *, control: bool = False, launches: int = 100) -> RaceReport:
+    cases = tuple(CaseCount(f"case{i}", launches, int(b > 0), 1000, b) for i, b in enumerate(bad))
+    total = launches * len(bad)
+    return RaceReport("A GPU", control, 50, 64, 4, 0, total, 0, 1000 * len(bad), sum(bad), 0, cases)
+
+
+@pytest.fixture
+def outcome(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Decide what the race finds; returns the calls."""
+
+    def decide(ours: RaceReport, control: RaceReport) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+
+        def run_race(**options: Any) -> RaceReport:
+            calls.append(options)
+            return control if options.get("control") else ours
+
+        monkeypatch.setattr(race, "run_race", run_race)
+        return calls
+
+    return decide
+
+
+CAUGHT = report((5, 7), control=True)
+
+
+@pytest.mark.parametrize(
+    ("ours", "control", "code", "words"),
+    [
+        (report((0, 0)), CAUGHT, 0, "the barriers work"),
+        (report((0, 3)), CAUGHT, 1, "case1: 3 bad tiles although"),
+        (report((0, 0)), report((5, 0), control=True), 1, "case1: the build without barriers was not caught"),
+        (report((0, 0), launches=0), CAUGHT, 1, "case0: not run"),
+    ],
+)
+def test_the_race(
+    outcome: Any, capsys: pytest.CaptureFixture[str], ours: RaceReport, control: RaceReport, code: int, words: str
+) -> None:
+    calls = outcome(ours, control)
+    assert cli.main(["verify", "--race", "--rounds", "3", "--requests", "9"]) == code
+    out = capsys.readouterr().out
+    assert words in out
+    assert f"with barriers: {ours.bad_tiles} of 2000 tiles bad" in out
+    assert f"control, without barriers: {control.bad_tiles} of 2000 tiles bad" in out
+    assert ("proves nothing" in out) == ("not caught" in words)
+    assert calls == [{"rounds": 3, "requests": 9}, {"rounds": 3, "requests": 9, "control": True}]
+    assert cli.main(["verify", "--race", "--json"]) == code
+    data = json.loads(capsys.readouterr().out)
+    assert (data["ok"], data["control"]["bad_tiles"]) == (code == 0, control.bad_tiles)
+
+
+def test_the_race_needs_an_sm90_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["verify", "--race"]) == 1
+    assert "BackendUnsupportedError: the race needs a GPU of sm_90" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (12, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Some GPU")
+    assert cli.main(["verify", "--race"]) == 1
+    assert "needs a GPU of sm_90, and torch runs on Some GPU (sm_120)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "many", "1.5"])
+def test_counts_are_positive(number: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["verify", "--race", "--rounds", number])
+    assert caught.value.code == 2
+
+
+@pytest.fixture
+def kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Keep a verdict of a built-in backend on disk, under the facts of this machine."""
+    import fp4dispatch.dispatch  # noqa: F401  (system.current() says what is proven once it is there)
+
+    monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path / "cache"))
+    quarantine.reset()
+
+    def keep(*findings: str) -> CheckResult:
+        facts = quarantine.facts(machine.current(), registry.instance("reference"))
+        result = CheckResult("reference", "fp8_gemm", "row", "fp8", "", "passed", ran=("one",), facts=facts)
+        if findings:
+            result = replace(result, status="failed", kind="NaN", findings=findings)
+        quarantine.save(result)
+        return result
+
+    yield keep
+    quarantine.reset()
+
+
+def test_verify_shows_the_verdicts_that_hold(kept: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    kept()
+    cli.main(["verify"])
+    assert "self-check: reference fp8_gemm (row, fp8 activations): 1 canaries passed" in capsys.readouterr().out
+    kept("first tile is NaN", "second tile is NaN")
+    assert cli.main(["verify"]) == 1
+    out = capsys.readouterr().out
+    assert "    FAULT second tile is NaN" in out
+    assert cli.main(["verify", "--json"]) == 1
+    (verdict,) = json.loads(capsys.readouterr().out)["selfcheck"]
+    assert verdict["findings"] == ["first tile is NaN", "second tile is NaN"]
+
+
+def test_a_failed_verdict_alone_fails_verify(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4dispatch.cli import verify
+
+    class Row:
+        faults = ()
+
+    class OneEntry:
+        root = "nowhere"
+
+        @staticmethod
+        def entries() -> list[object]:
+            return [object()]
+
+    monkeypatch.setattr(verify, "caches", lambda: [OneEntry()])
+    monkeypatch.setattr(verify, "check", lambda *_: Row())
+    monkeypatch.setattr(verify, "text", lambda _: "")
+    kept()
+    assert cli.main(["verify"]) == 0
+    kept("a tile is NaN")
+    assert cli.main(["verify"]) == 1
+
+
+def test_doctor_fails_on_a_backend_in_quarantine(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4dispatch.cli import doctor
+
+    kept("a tile is NaN", "another is zero")
+    (check,) = (check for check in doctor.diagnose(doctor.gather()) if check.name == "self-check")
+    assert check.status == "fail"
+    assert "a tile is NaN" in check.text
+    assert "another is zero" in check.text
+    assert str(quarantine.folder()) in check.fix
+    monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
+    (check,) = (check for check in doctor.diagnose(doctor.gather()) if check.name == "self-check")
+    assert (check.status, check.fix) == ("warn", "unset FP4DISPATCH_SELFCHECK")
