@@ -204,11 +204,18 @@ def test_a_wheel_with_kernels_is_of_one_platform_and_they_are_found(
     found = ask(sys.executable, tmp_path, PYTHONPATH=str(tmp_path / "site"), FP4DISPATCH_CACHE_DIR=str(tmp_path / "c"))
     assert found["caches"] == [str(tmp_path / "c"), str(prebuilt)]
     assert found["found"]
-    # The same source tree, built again without: nothing is left over from build/.
-    assert wheel(source, tmp_path / "plain").returncode == 0
-    (plain,) = (tmp_path / "plain").glob("*-py3-none-any.whl")
-    with zipfile.ZipFile(plain) as archive:
-        assert not any("prebuilt" in name for name in archive.namelist())
+
+
+@pytest.mark.parametrize("bundle", [True, False])
+def test_kernels_of_an_earlier_build_are_not_left_over(
+    source: Path, made_ahead: Path, tmp_path: Path, bundle: bool
+) -> None:
+    prebuilt = tmp_path / "lib" / "fp4dispatch" / "prebuilt"
+    (prebuilt / "kernels" / "old").mkdir(parents=True)
+    words = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    must(words, source, BUNDLE_KERNELS=str(made_ahead) if bundle else "")
+    assert not (prebuilt / "kernels" / "old").exists()
+    assert prebuilt.exists() is bundle
 
 
 def record_of(folder: Path) -> Path:
