@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = ("test_race.py", "test_selfcheck.py", "test_graphs.py", "test_system_gpu.py")
 """Files that measure time, memory or the whole card: never beside other tests."""
+LIBRARIES = ("cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
 OP = {"nvfp4": "nvfp4_gemm", "tensor": "fp8_gemm", "row": "fp8_gemm", "block128": "fp8_gemm"}
 
 
@@ -32,6 +33,7 @@ def environment(commit: str) -> dict[str, Any]:
 
     torch.cuda.init()
     facts = current().to_dict()
+    versions = {name: fact["version"] for name in LIBRARIES if (fact := facts[name])}
     return {
         "commit": commit,
         "date": datetime.date.today().isoformat(),
@@ -39,11 +41,7 @@ def environment(commit: str) -> dict[str, Any]:
         "driver": facts["driver"],
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
-        "cudnn": facts["cudnn"],
-        "cudnn_frontend": facts["cudnn_frontend"],
-        "flashinfer": facts["flashinfer"],
-        "cutlass": facts["cutlass"],
-        "nvcc": facts["nvcc"],
+        **versions,
         "python": sys.version.split()[0],
     }
 

@@ -87,6 +87,7 @@ def test_locate_says_everything_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_locate_finds_the_headers_without_importing_their_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)  # another test may have imported it
     fake = fake_toolchain(tmp_path / "toolchain")
     monkeypatch.setenv("FP4DISPATCH_NVCC", str(fake.nvcc))
     monkeypatch.setenv("PATH", f"{fake.nvcc.parent}:{os.environ['PATH']}")
