@@ -1,0 +1,101 @@
+"""Time from an empty cache to the first NVFP4 GEMM for sm_120: ours and FlashInfer's, one after the other, same jobs.
+
+No GPU takes part: both builds end with a library on disk. Ours is what the first call needs, one GEMM and the
+activation quantiser; FlashInfer's is the module that its `cutlass` backend compiles before its first call, through
+its own `JitSpec.build`.
+
+    python bench/cold_jit.py --jobs 2 --out bench/results/DATE-cold-jit.json
+
+FlashInfer's module includes a header of cuRAND and links the driver: where they are not beside nvcc, say so with
+`CPATH` and `FLASHINFER_EXTRA_LDFLAGS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+OURS = """
+from pathlib import Path
+import sys
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.cache import Cache
+from fp4dispatch.jit.manifest import installed
+catalog, cache = installed(), Cache(Path(sys.argv[1]) / "cache")
+needed = (("nvfp4_gemm_sm120", "bf16_128x128"), ("nvfp4_quantize", "any"))
+for built in kernels.build_all([kernels.job(catalog, *name, "120f") for name in needed], catalog, cache=cache):
+    assert not built.cached and built.proven
+    print("built", built.entry.library)
+"""
+
+THEIRS = """
+from flashinfer.jit.gemm import gen_gemm_sm120_module_cutlass_fp4
+spec = gen_gemm_sm120_module_cutlass_fp4()
+spec.build()
+print("built", spec.get_library_path())
+"""
+
+
+def timed(code: str, folder: str, jobs: int) -> dict[str, Any]:
+    """Run ``code`` in a fresh process with an empty cache; wall seconds, CPU seconds and the libraries it left."""
+    env = dict(
+        os.environ,
+        MAX_JOBS=str(jobs),
+        FLASHINFER_WORKSPACE_BASE=folder,
+        FLASHINFER_CUDA_ARCH_LIST="12.0f",
+        PYTHONPATH=str(ROOT),
+    )
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, folder], env=env, capture_output=True, text=True, check=False)
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    built = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("built ")]
+    if done.returncode or not built or not all(Path(path).is_file() for path in built):
+        sys.exit(f"the build failed ({done.returncode}):\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    objects = len(list(Path(folder).rglob("*.o")))
+    return {"wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "libraries": len(built), "objects_left": objects}
+
+
+def main() -> None:
+    """Measure both and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    record: dict[str, Any] = {
+        "what": "cold JIT of the first NVFP4 GEMM for sm_120",
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip(),
+        "jobs": args.jobs,
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "nvcc": subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True)
+        .stdout.split("release ")[1]
+        .split(",")[0],
+        "flashinfer": metadata.version("flashinfer-python"),
+    }
+    for name, code in (("fp4dispatch", OURS), ("flashinfer", THEIRS)):
+        with tempfile.TemporaryDirectory() as folder:
+            record[name] = timed(code, folder, args.jobs)
+        print(name, record[name], flush=True)
+        record["ratio"] = round(record["fp4dispatch"]["wall_s"] / record[name]["wall_s"], 3)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"ours takes {record['ratio']:.3f} of FlashInfer's wall time")
+
+
+if __name__ == "__main__":
+    main()

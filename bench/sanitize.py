@@ -1,0 +1,83 @@
+"""Run GPU tests under compute-sanitizer and keep what it found.
+
+    python bench/sanitize.py --commit HASH --out bench/results/DATE-CARD-sanitizer.json
+
+memcheck looks for accesses out of bounds, racecheck for hazards in shared memory. Exits with 1 if a tool reported an
+error, if no test ran, or if a tool cannot run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SUMMARY = {
+    "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
+    "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
+}
+PASSED = re.compile(r"(\d+) passed")
+
+
+def check(tool: str, tests: list[str], limit_s: float) -> dict[str, Any]:
+    """Run pytest on ``tests`` below one tool; what it printed last decides, and a missing summary is an error."""
+    command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", sys.executable]
+    command += ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+        text = done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        text = ""
+    found, passed = SUMMARY[tool].search(text), PASSED.search(text)
+    row = {
+        "tool": tool,
+        "tests": tests,
+        "passed": int(passed[1]) if passed else 0,
+        "found": int(found[1]) if found else None,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    if not (row["found"] == 0 and row["passed"]):
+        print(text[-6000:])
+    return row
+
+
+def main() -> int:
+    """Run both tools and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--memcheck", action="append", default=[], help="pytest arguments of one run, space separated")
+    parser.add_argument("--racecheck", action="append", default=[])
+    parser.add_argument("--limit-s", type=float, default=200)
+    arguments = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
+    import torch
+
+    rows = [check(tool, tests.split(), arguments.limit_s) for tool in SUMMARY for tests in getattr(arguments, tool)]
+    record = {
+        "commit": arguments.commit,
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "sanitizer": rows,
+    }
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    for row in rows:
+        outcome = f"{row['passed']:>4} passed  found {row['found']}  {row['seconds']} s"
+        print(f"{row['tool']:<10} {outcome}  {' '.join(row['tests'])}")
+    return 0 if rows and all(row["found"] == 0 and row["passed"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
