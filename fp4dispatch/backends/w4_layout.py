@@ -1,7 +1,7 @@
 """W4P: NVFP4 weights in the order that tensor cores read them. One copy serves every weight-only kernel of ours.
 
-A weight [N, K] is padded with zero codes and zero scales to multiples Np and Kp of 64, and cut into chunks of 64 rows by
-64 k, each 2304 bytes, so that the chunks of one 64-row block along K are one contiguous stream: uint8
+A weight [N, K] is padded with zero codes and zero scales to multiples Np and Kp of 64, and cut into chunks of 64 rows
+by 64 k, each 2304 bytes, so that the chunks of one 64-row block along K are one contiguous stream: uint8
 [Np/64, Kp/64, 2304]. In a chunk, with unit ``u`` = 0..3 (rows 16u .. 16u+15) and lane ``l`` = 0..31 of a warp
 (``r = l // 4``, ``c = l % 4``):
 
