@@ -2,8 +2,9 @@
 
     python bench/sanitize.py --commit HASH --out bench/results/DATE-CARD-sanitizer.json
 
-memcheck looks for accesses out of bounds, racecheck for hazards in shared memory. Exits with 1 if a tool reported an
-error, if no test ran, or if a tool cannot run.
+memcheck looks for accesses out of bounds, with torch's caching allocator off, because the tool sees only what
+cudaMalloc returned; racecheck looks for hazards in shared memory. Each tool is first shown a program that has the fault
+it looks for. Exits with 1 if it misses that, if it reports an error in ours, if no test ran, or if it cannot run.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,33 @@ SUMMARY = {
     "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
 }
 PASSED = re.compile(r"(\d+) passed")
+CONTROL = """
+__global__ void faulty(int* out) {
+  __shared__ int shared[64];
+  shared[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = shared[63 - threadIdx.x];
+}
+int main() {
+  int* out;
+  cudaMalloc(&out, 63 * sizeof(int));
+  faulty<<<1, 64>>>(out);
+  return cudaDeviceSynchronize() == cudaErrorInvalidDevice;
+}
+"""
+"""One access past the end of an allocation, and shared memory that two warps exchange without a barrier."""
+
+
+def sees_a_fault(tool: str) -> bool:
+    """Show ``tool`` a program with both faults; whether it reported one."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder) / "faulty.cu", Path(folder) / "faulty"
+        source.write_text(CONTROL)
+        subprocess.run(["nvcc", "-o", str(program), str(source)], check=True)
+        done = subprocess.run(
+            ["compute-sanitizer", "--tool", tool, str(program)], capture_output=True, text=True, check=False
+        )
+    found = SUMMARY[tool].search(done.stdout + done.stderr)
+    return found is not None and int(found[1]) > 0
 
 
 def check(tool: str, tests: list[str], limit_s: float) -> dict[str, Any]:
@@ -32,8 +62,9 @@ def check(tool: str, tests: list[str], limit_s: float) -> dict[str, Any]:
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only", sys.executable]
     command += ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     start = time.perf_counter()
+    env = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
         text = done.stdout + done.stderr
     except subprocess.TimeoutExpired:
         text = ""
@@ -63,6 +94,7 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     import torch
 
+    controls = {tool: sees_a_fault(tool) for tool in SUMMARY if getattr(arguments, tool)}
     rows = [check(tool, tests.split(), arguments.limit_s) for tool in SUMMARY for tests in getattr(arguments, tool)]
     record = {
         "commit": arguments.commit,
@@ -70,13 +102,16 @@ def main() -> int:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "controls": controls,
         "sanitizer": rows,
     }
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         outcome = f"{row['passed']:>4} passed  found {row['found']}  {row['seconds']} s"
         print(f"{row['tool']:<10} {outcome}  {' '.join(row['tests'])}")
-    return 0 if rows and all(row["found"] == 0 and row["passed"] for row in rows) else 1
+    print("control with the fault reported:", controls)
+    clean = all(row["found"] == 0 and row["passed"] for row in rows)
+    return 0 if rows and clean and all(controls.values()) else 1
 
 
 if __name__ == "__main__":
