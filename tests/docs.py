@@ -71,6 +71,34 @@ def race() -> str:
     return "\n".join(lines)
 
 
+def sanitizer() -> str:
+    """Return what compute-sanitizer found in the kernel tests."""
+    lines = ["| GPU | commit | tool | sees a planted fault | tests run | found |", "|---|---|---|---|---|---|"]
+    for result in results():
+        for row in result.get("sanitizer", []):
+            seen = "yes" if result["controls"][row["tool"]] else "NO"
+            cells = [result["gpu"], result["commit"], row["tool"], seen, row["passed"], row["found"]]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def cold_jit() -> str:
+    """Return the cold build of the first NVFP4 GEMM for sm_120 beside FlashInfer's."""
+    lines = [
+        "| commit | nvcc | cores | jobs | | wall s | CPU s | of FlashInfer's CPU time |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results():
+        if "cold_jit" in result:
+            theirs = result["cold_jit"]["flashinfer"]
+            for name, r in result["cold_jit"].items():
+                label = f"flashinfer {result['flashinfer']}" if r is theirs else name
+                head = [result["commit"], result["nvcc"], result["cores"], result["jobs"], label]
+                cells = [*head, r["wall_s"], r["cpu_s"], f"{r['cpu_s'] / theirs['cpu_s']:.3f}"]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def sm90() -> str:
     """Return the times of our SM90 kernels, as the backend would choose them, beside torch's."""
     from fp4dispatch.arch import SM90
@@ -120,7 +148,13 @@ def generate() -> dict[Path, str]:
     readme, measured = ROOT / "README.md", ROOT / "docs" / "measurements.md"
     text = fill(readme.read_text(), "settings", settings.markdown_table())
     numbers = measured.read_text()
-    for name, make in (("race", race), ("sm90", sm90), ("demo", demo)):
+    for name, make in (
+        ("race", race),
+        ("sanitizer", sanitizer),
+        ("cold jit", cold_jit),
+        ("sm90", sm90),
+        ("demo", demo),
+    ):
         numbers = fill(numbers, name, make())
     return {readme: fill(text, "support", support()), measured: numbers}
 
