@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.folding import FOLD, fold_e4m3
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling, SfLayout
 
 DTYPE: dict[OutDtype, torch.dtype] = {
@@ -301,8 +302,11 @@ class _Maker:
         shards = self.shape.shards or (n,)
         factor = torch.tensor((1.0, 2.7, 0.4), dtype=torch.float64, device="cpu")[: len(shards)]
         global_scale = (factor * _TYPICAL / (14 * typical)).float()
-        ones = torch.ones((), dtype=torch.float32, device="cpu")
-        values = formats.nvfp4_dequantize(data, sf, ones).double()
+        if self.p.activation == "fp8":  # w4a8 is defined by the folded weights, and they are multiplied exactly
+            values = fold_e4m3(data, sf).double() * FOLD
+        else:
+            ones = torch.ones((), dtype=torch.float32, device="cpu")
+            values = formats.nvfp4_dequantize(data, sf, ones).double()
         values *= formats.expand_shards(global_scale, shards).double().unsqueeze(1)
         stored = formats.to_128x4(sf) if self.shape.sf_layout == "128x4" else sf
         weights = LinearWeights(

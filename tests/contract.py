@@ -121,8 +121,8 @@ def make_weights(case: Case, device: str, seed: int) -> LinearWeights:
     )
 
 
-def dequantised(w: LinearWeights) -> torch.Tensor:
-    """Return W [N, K] in float64, exactly."""
+def dequantised(w: LinearWeights, activation: str = "bf16") -> torch.Tensor:
+    """Return W [N, K] in float64 as it is multiplied: exactly, but NVFP4 weights under FP8 activations are folded."""
     if w.scaling != "nvfp4":
         bn, bk = (1, w.k) if w.scaling in ("tensor", "row") else (128, 128)
         scale = w.scale.double().expand(w.n) if w.scaling == "tensor" else w.scale.double()
@@ -131,8 +131,10 @@ def dequantised(w: LinearWeights) -> torch.Tensor:
         return w.weight.double() * grid
     sf = formats.from_128x4(w.scale, w.n, w.k // 16) if w.sf_layout == "128x4" else w.scale
     codes = formats.decode_e2m1(formats.unpack_e2m1(w.weight)).double()
-    glob = formats.expand_shards(w.global_scale, w.shard_rows).double()
-    return codes * sf.double().repeat_interleave(16, 1) * glob[:, None]
+    values = codes * sf.double().repeat_interleave(16, 1)
+    if activation == "fp8":
+        values = (values.float() / 8).to(torch.float8_e4m3fn).double() * 8
+    return values * formats.expand_shards(w.global_scale, w.shard_rows).double()[:, None]
 
 
 def make_activation(case: Case, w: LinearWeights, device: str, seed: int):
@@ -186,7 +188,7 @@ def check(backend: Backend, case: Case, device: str = "cpu") -> None:
     bias = torch.randn(case.n, generator=torch.Generator().manual_seed(4)).to(device, dtype) if case.bias else None
     out = _run(backend, case, plan, prepared, x, bias, device, dtype)
     again = _run(backend, case, plan, prepared, x, bias, device, dtype)
-    w = dequantised(second)
+    w = dequantised(second, case.activation)
     exact = a @ w.t() + (0 if bias is None else bias.double())
     oracle = ReferenceBackend()
     ours = oracle.prepare(second)

@@ -17,6 +17,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
+from fp4dispatch.backends.folding import FOLD, fold_e4m3
 from fp4dispatch.decision import Reason
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.system import System
@@ -28,9 +29,10 @@ BLOCK_ELEMENTS = 1 << 25
 class ReferenceBackend(Backend):
     """Weights in exact f32 (16-bit where that is exact too), products summed in f32, one rounding to the output.
 
-    Block-scaled codes (at most 6 significant bits) and e4m3 codes are exact in bfloat16 and float16, so on CUDA the
-    tensor cores multiply them exactly and hand over the f32 sums; global, row and activation scales multiply the sums.
-    ``prepare`` keeps the canonical tensors as they are.
+    NVFP4 weights under FP8 activations are folded to e4m3 first (:mod:`~fp4dispatch.backends.folding`): that is what
+    w4a8 means. Block-scaled codes (at most 6 significant bits) and e4m3 codes are exact in bfloat16 and float16, so on
+    CUDA the tensor cores multiply them exactly and hand over the f32 sums; global, row and activation scales multiply
+    the sums. ``prepare`` keeps the canonical tensors as they are.
     """
 
     name = "reference"
@@ -75,7 +77,7 @@ class ReferenceBackend(Backend):
         input_scale = prepared.tensors[-1] if has_input_scale else None
         a, a_scale = _activation(plan.problem, scaling, x, input_scale)
         for start, stop in _blocks(n, k):
-            codes, scale = _weight(prepared, start, stop, a.dtype)
+            codes, scale = _weight(prepared, plan.problem.activation, start, stop, a.dtype)
             acc = _sums(a, codes)
             for factor in (scale, a_scale):
                 if factor is not None:
@@ -113,17 +115,21 @@ def _activation(
     return x.data.to(dtype), x.scale.reshape(-1, 1)
 
 
-def _weight(prepared: Prepared, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return rows ``start`` to ``stop`` of W in ``dtype``, exactly, and the scale of their sums."""
+def _weight(
+    prepared: Prepared, activation: Activation, start: int, stop: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return rows ``start`` to ``stop`` of W in ``dtype``, as they are multiplied, and the scale of their sums."""
     _, scaling, _, _, sf_layout, _ = prepared.layout
     weight, scale = prepared.tensors[:2]
     data = weight[start:stop]
     if scaling == "nvfp4":
         rows = slice(start, formats.round_up(stop, 128) if sf_layout == "128x4" else stop)
-        ones = torch.ones((), device=weight.device)
         global_scale = prepared.tensors[2]
-        codes = formats.nvfp4_dequantize(data, scale[rows], ones, sf_layout=sf_layout, dtype=dtype)
-        return codes, global_scale if global_scale.numel() == 1 else global_scale[start:stop]
+        factor = global_scale if global_scale.numel() == 1 else global_scale[start:stop]
+        if activation == "fp8":
+            return fold_e4m3(data, scale[rows], sf_layout=sf_layout).to(dtype), factor * FOLD
+        ones = torch.ones((), device=weight.device)
+        return formats.nvfp4_dequantize(data, scale[rows], ones, sf_layout=sf_layout, dtype=dtype), factor
     if scaling == "block128":
         blocks = slice(start // formats.FP8_BLOCK, -(-stop // formats.FP8_BLOCK))
         return formats.fp8_dequantize(data, scale[blocks], "block128").to(dtype), None

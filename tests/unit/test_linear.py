@@ -140,7 +140,7 @@ def test_activation_pins_the_format():
         assert f"({activation})" in repr(layer)
         want = exact(layer, x)
         errors.append(float((layer(x).double() - want).norm() / want.norm()))
-    assert errors[0] < 0.003 < 0.01 < errors[1] < 0.04 < 0.06 < errors[2] < 0.15
+    assert errors[0] < 0.003 < 0.01 < errors[1] < 0.045 < 0.06 < errors[2] < 0.15
     with pytest.raises(InputError, match="nvfp4"):
         make("tensor", activation="nvfp4")
 
