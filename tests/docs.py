@@ -141,6 +141,33 @@ def demo() -> str:
     return "\n".join(lines)
 
 
+def w4_error() -> str:
+    """Return what each activation format loses against the exact product of the same NVFP4 weights."""
+    (result,) = (r for r in results() if "w4_error" in r)
+    names = ("w4a16", "w4a8", "w4a4")
+    lines = [
+        f"Reference backend, CPU, torch {result['torch']}, commit {result['commit']}. Relative error, root mean square "
+        "(worst token); bfloat16 activations and outputs.",
+        "",
+        "| data | M x N x K | w4a16 | w4a8 | w4a4, emulated | w4a4 / w4a8 | quantising the weights |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["w4_error"]:
+        size = f"{row['m']}x{row['n']}x{row['k']}" if "n" in row else f"{row['layers']} layers"
+        cells = [f"{100 * row[x]['rms']:.2f} % ({100 * row[x]['worst token']:.1f} %)" for x in names]
+        ratio, weights = row["w4a4"]["rms"] / row["w4a8"]["rms"], f"{100 * row['weights']['rms']:.2f} %"
+        lines.append(f"| {row['data']} | {size} | {' | '.join(cells)} | {ratio:.1f} | {weights} |")
+    lines += [
+        "",
+        "| all-MiniLM-L6-v2 against the unquantised model | w4a16 | w4a8 | w4a4, emulated |",
+        "|---|---|---|---|",
+    ]
+    found = result["w4_error"][-1]["embedding"]
+    for what in found[names[0]]:
+        lines.append(f"| {what} | {' | '.join(f'{found[name][what]:.4f}' for name in names)} |")
+    return "\n".join(lines)
+
+
 def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
@@ -153,6 +180,7 @@ def generate() -> dict[Path, str]:
         ("sanitizer", sanitizer),
         ("cold jit", cold_jit),
         ("sm90", sm90),
+        ("w4 error", w4_error),
         ("demo", demo),
     ):
         numbers = fill(numbers, name, make())
