@@ -10,8 +10,8 @@ from importlib import resources, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.cli.progress import Progress
 from fp4dispatch.errors import InputError
+from fp4dispatch.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
     pairs = sentence_pairs()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with Progress(total=2 * -(-2 * len(pairs) // BATCH) + 2, quiet=args.json) as progress:
+    with Progress("demo", 2 * -(-2 * len(pairs) // BATCH) + 2, quiet=args.json) as progress:
         progress.note("loading all-MiniLM-L6-v2")
         tokenizer, model = load(model_dir(), device)
         progress.step()

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_checkpoint, quantize_checkpoint
 from fp4dispatch.checkpoints.patterns import matches
-from fp4dispatch.checkpoints.quantize import Progress as OnProgress
 from fp4dispatch.cli import HELP, OK
 from fp4dispatch.errors import CheckpointError
+from fp4dispatch.progress import Progress
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
 DEFAULT_EXCLUDE = ("lm_head", "*.lm_head", "*router*", "*.gate")
 """Left alone by default, as ModelOpt does: the output head, and the routers of mixtures of experts."""
-
-LINE_EVERY_S = 10.0
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -79,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"--exclude {unused[0]} matches none of the {len(linears)} linear layers: {linears[:3]} ..."
         )
-    with _progress(quiet=args.json) as progress:
+    with Progress("quantize", 0, unit="bytes", quiet=args.json) as shown:
         report = quantize_checkpoint(
             args.model_dir,
             args.out,
@@ -88,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             excluded=excluded,
             overwrite=args.overwrite,
             max_shard_bytes=args.max_shard_size,
-            progress=progress,
+            progress=lambda name, done, total: shown.update(done, total, name),
         )
     if args.json:
         print(json.dumps(_as_json(report), indent=2))
@@ -150,37 +141,6 @@ def _linears_by_transformers(checkpoint: Checkpoint) -> list[str]:
             f"that transformers {transformers.__version__} uses (e.g. {names[:1]}): {advice}"
         )
     return stored
-
-
-@contextmanager
-def _progress(*, quiet: bool) -> Iterator[OnProgress]:
-    """A bar on a terminal, else a line every ten seconds; both on stderr, so that stdout holds the report alone."""
-    console = Console(stderr=True)
-    if console.is_terminal and not quiet:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("quantize")
-
-            def advance(name: str, done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total, description=name[-48:])
-
-            yield advance
-        return
-    last = time.monotonic()
-
-    def line(name: str, done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_EVERY_S:
-            last = time.monotonic()
-            print(f"quantize: {done / 1e9:.2f} of {total / 1e9:.2f} GB, at {name}", file=sys.stderr, flush=True)
-
-    yield line
 
 
 def _as_json(report: QuantizeReport) -> dict[str, Any]:

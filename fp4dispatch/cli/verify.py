@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     """Check and print every entry and verdict; 0 where all are sound and proven."""
     if args.race:
         return verify_race.run(args)
+    if args.rounds is not None or args.requests is not None:
+        args.wrong_usage("--rounds and --requests are about the race: add --race")
     note = ""
     tools: Disassembler | None = None
     try:

@@ -14,20 +14,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fp4dispatch.race import RaceReport
 
+ROUNDS, REQUESTS = 50, 64
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the race."""
     parser.add_argument("--race", action="store_true", help="run the race test and its control instead (SM90 GPU)")
-    parser.add_argument("--rounds", type=_count, default=50, metavar="N", help="of the race (default: 50)")
-    parser.add_argument("--requests", type=_count, default=64, metavar="N", help="in flight in a round (default: 64)")
+    parser.add_argument("--rounds", type=_count, metavar="N", help=f"of the race (default: {ROUNDS})")
+    parser.add_argument("--requests", type=_count, metavar="N", help=f"in flight in a round (default: {REQUESTS})")
+    parser.set_defaults(wrong_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run both and print the counts; 0 where ours has no bad tile and the control was caught in every case."""
     from fp4dispatch.race import run_race
 
-    ours = run_race(rounds=args.rounds, requests=args.requests)
-    control = run_race(rounds=args.rounds, requests=args.requests, control=True)
+    size = {"rounds": args.rounds or ROUNDS, "requests": args.requests or REQUESTS}
+    ours, control = run_race(**size), run_race(**size, control=True)
     faults = found(ours, control)
     if args.json:
         both = {"ours": ours.to_dict(), "control": control.to_dict()}

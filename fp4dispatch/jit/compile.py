@@ -24,8 +24,8 @@ from fp4dispatch.jit.cache import LIBRARY, LOG, OWN, SYSTEM
 from fp4dispatch.jit.flags import CommonFlags, FlagRecord
 from fp4dispatch.jit.limits import limits
 from fp4dispatch.jit.manifest import Kernel, Variant
-from fp4dispatch.jit.progress import progress
 from fp4dispatch.jit.toolchain import CUDA, Toolchain
+from fp4dispatch.progress import Progress
 from fp4dispatch.settings import settings
 
 _DEPFILE = "kernel.d"
@@ -112,7 +112,7 @@ def compile_jobs(
     targets = ", ".join(sorted({job.record.target for job in jobs}))
     title = f"compiling {names} for {targets} ({_count(len(jobs), 'file')}, {_count(parallel, 'job')})"
     outputs = [build / f"out{i}" / LIBRARY for i in range(len(jobs))]
-    with progress(title, len(jobs), quiet=quiet) as shown:
+    with Progress(title, len(jobs), unit="files", announce=True, quiet=quiet) as shown:
         _run_ninja(build, lambda: shown.update(sum(path.exists() for path in outputs)))
     return [Outcome(job, output.parent, _errors(output.parent)) for job, output in zip(jobs, outputs, strict=True)]
 

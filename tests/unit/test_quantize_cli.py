@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
+from fp4dispatch import progress
 from fp4dispatch.checkpoints import FORMATS, load_quantized, open_checkpoint
-from fp4dispatch.cli import main, quantize
+from fp4dispatch.cli import main
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from tests.checkpoint_cases import K, N, write
 
@@ -181,7 +182,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, capsys, m
     command = ["quantize", str(source), "--format", "fp8", "--include", "?"]
     assert main([*command, str(tmp_path / "a")]) == 0
     assert capsys.readouterr().err == ""  # it took less than ten seconds
-    monkeypatch.setattr(quantize, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     assert main([*command, str(tmp_path / "b")]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5

@@ -83,6 +83,16 @@ def test_counts_are_positive(number: str) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize("words", [["--rounds", "3"], ["--requests", "9"], ["--rounds", "3", "--json"]])
+def test_sizes_of_the_race_without_the_race_are_wrong_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["verify", *words])
+    assert caught.value.code == 2
+    assert "add --race" in capsys.readouterr().err
+
+
 @pytest.fixture
 def kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Keep a verdict of a built-in backend on disk, under the facts of this machine."""
