@@ -13,6 +13,7 @@ FlashInfer's module includes a header of cuRAND and links the driver: where they
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -80,6 +81,7 @@ def main() -> None:
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip(),
+        "date": datetime.date.today().isoformat(),
         "jobs": args.jobs,
         "cores": os.cpu_count(),
         "processor": platform.machine(),
