@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fp4dispatch import capture as _capture
 from fp4dispatch import policy, quarantine, registry
 from fp4dispatch import system as _system
+from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import FACTS, Alias
 from fp4dispatch.decision import Decision
@@ -23,9 +24,9 @@ from fp4dispatch.problem import (
     Problem,
     Scaling,
     SfLayout,
-    m_bucket,
 )
 from fp4dispatch.registry import instance
+from fp4dispatch.rules import m_bucket
 from fp4dispatch.settings import SETTINGS, settings
 from fp4dispatch.system import System
 from fp4dispatch.whatif import default_scaling, reproduce, what_if
@@ -86,8 +87,8 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
     is chosen.
     """
     request = _request(problem.op, backend)
-    bucket = replace(problem, m=m_bucket(problem.m))
     machine = _system.current()
+    bucket = replace(problem, m=m_bucket(problem.m, problem.op, _arch(machine, gpu)))
     key = (bucket, request, gpu)
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
@@ -98,6 +99,24 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
     if not _capture.is_capturing():
         _report(decision)
     return decision
+
+
+def m_ranges(op: Op, gpu: int | None, last: int) -> Iterator[int]:
+    """Yield the end of each range of M that is decided apart, ascending, up to ``last`` (included).
+
+    Parameters
+    ----------
+    op
+        As in :class:`~fp4dispatch.problem.Problem`.
+    gpu
+        As in :func:`select`.
+    last
+        A power of two.
+    """
+    arch, m = _arch(_system.current(), gpu), 0
+    while m < last:
+        m = m_bucket(m + 1, op, arch)
+        yield m
 
 
 def explain(
@@ -114,7 +133,7 @@ def explain(
     flashinfer: str | None = None,
     cutlass: str | None = None,
     nvcc: str | None = None,
-    proven: bool = False,
+    proven: bool | Iterable[str] = False,
     quarantined: Iterable[str] = (),
     backend: str | None = None,
     activation: Activation = "any",
@@ -141,7 +160,8 @@ def explain(
         with ``cuda``, ``cudnn_frontend`` with ``cudnn``, and the ``cutlass`` headers with ``nvcc``. If none is given,
         the question is about this machine.
     proven
-        Whether the barriers of the built kernels for this op and arch are proven.
+        Whether the built kernels for this op and arch are proven: all, or those of these names (``nvfp4_gemm`` is
+        cutlass's, ``w4_gemm`` that of w4a16 and w4a8).
     quarantined
         Backends that failed the self-check there.
     backend
@@ -167,7 +187,8 @@ def explain(
         op, m, n, k, activation, scaling or default_scaling(op), out_dtype, bias, capture, m_min, sf_layout
     )
     versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
-    stated = arch is not None or proven or any(versions.values()) or bool(quarantined := tuple(quarantined))
+    proven = proven if isinstance(proven, bool) else tuple(proven)
+    stated = arch is not None or bool(proven) or any(versions.values()) or bool(quarantined := tuple(quarantined))
     if system is not None and stated:
         raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
     here = system is None and not stated
@@ -264,6 +285,11 @@ def _canonical_all(names: Iterable[str], variable: str = "") -> list[str]:
     return found
 
 
+def _arch(machine: System, gpu: int | None) -> Arch | None:
+    """Return the arch of one device, None for the CPU or a device that is not there (:func:`_on` refuses that)."""
+    return machine.gpus[gpu].arch if gpu is not None and gpu < len(machine.gpus) else None
+
+
 def _on(machine: System, gpu: int | None) -> System:
     """Return the facts as seen from one device: its GPU first, or none."""
     if gpu == 0:
@@ -297,7 +323,8 @@ def _refusal(decision: Decision, layer: str, system: System, disabled: Iterable[
 
 def _report(decision: Decision) -> None:
     p = decision.problem
-    key = (p.op, decision.arch, p.n, p.k, m_bucket(p.m), p.scaling, p.capture, decision.backend, decision.requested_by)
+    m = m_bucket(p.m, p.op, decision.arch)
+    key = (p.op, decision.arch, p.n, p.k, m, p.scaling, p.capture, decision.backend, decision.requested_by)
     if key in _said:
         return
     _once(key, logging.INFO, decision.line())

@@ -84,7 +84,7 @@ def resolve(
     else:
         chosen = next((v for v in verdicts if v.accepted and _offered(v.backend, backends)), None)
         rule = placed[chosen.backend] if chosen else None
-        warning = _fallback(problem, system, verdicts, chosen)
+        warning = _fallback(problem, system, verdicts, chosen, backends)
         if chosen is None:
             chosen = next((v for v in verdicts if v.backend == REFERENCE and v.accepted), None)
             warning = _last_resort(problem, system, verdicts) if chosen else ""
@@ -159,11 +159,18 @@ def _named_anyway(asked: Verdict, requested_by: str) -> str:
     return f"{asked.backend} was named by {requested_by} and runs, though auto would not choose it here: {why}"
 
 
-def _fallback(problem: Problem, system: System, verdicts: Sequence[Verdict], chosen: Verdict | None) -> str:
+def _fallback(
+    problem: Problem,
+    system: System,
+    verdicts: Sequence[Verdict],
+    chosen: Verdict | None,
+    backends: Mapping[str, SupportsProblem],
+) -> str:
     """Say what stood in the way of the candidates ahead of the chosen one; nothing a user can do = nothing to say."""
     if chosen is None:
         return ""
-    ahead = [v for v in verdicts[: verdicts.index(chosen)] if not _missing(v)]
+    before = verdicts[: verdicts.index(chosen)]
+    ahead = [v for v in before if not _missing(v) and not _not_asked(v, problem, backends)]
     if not ahead:
         return ""
     why = "; ".join(f"{v.backend}: {_why(v)}" for v in ahead)
@@ -191,6 +198,13 @@ def _what(problem: Problem) -> str:
 
 def _missing(verdict: Verdict) -> bool:
     return any(r.code == "UNAVAILABLE" and not r.fix for r in verdict.reasons)
+
+
+def _not_asked(verdict: Verdict, problem: Problem, backends: Mapping[str, SupportsProblem]) -> bool:
+    """Whether the caller pinned an activation format that this backend does not have: then nothing was fallen back."""
+    if problem.activation == "any" or not any(r.code == "DTYPE" for r in verdict.reasons):
+        return False
+    return backends[verdict.backend].activation_for(problem) is None
 
 
 def _hopeless(verdict: Verdict) -> bool:

@@ -89,7 +89,7 @@ class Problem:
 
 
 def m_bucket(m: int) -> int:
-    """Return the smallest power of two that is at least ``m``: decisions and tunings are kept per bucket."""
+    """Return the smallest power of two that is at least ``m``."""
     return 1 << max(m - 1, 0).bit_length()
 
 

@@ -23,8 +23,8 @@ from fp4dispatch.decision import Decision
 from fp4dispatch.errors import CaptureError, NoBackendError
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 
-M_BUCKETS = tuple(1 << i for i in range(16))
-"""Numbers of tokens that a layer asks the policy about: the powers of two to 32768; the last answer holds beyond."""
+LARGEST_M = 1 << 15
+"""The largest number of tokens that a layer asks the policy about; that answer holds beyond."""
 
 OUT_DTYPE: dict[torch.dtype, OutDtype] = {
     torch.bfloat16: "bfloat16",
@@ -142,7 +142,7 @@ def bind(
     bias, activation, backend, layer
         Of the layer; ``activation`` and ``backend`` pin what the policy may choose.
     prepared
-        What has been prepared already, by backend; extended here.
+        What has been prepared already, by layout (:attr:`~fp4dispatch.backends.base.Backend.layout_name`); extended.
 
     Returns
     -------
@@ -159,7 +159,7 @@ def bind(
     device = weights.weight.device
     gpu = device.index if device.type == "cuda" else None
     decisions: list[tuple[int, Decision]] = []
-    for m in M_BUCKETS:
+    for m in dispatch.m_ranges(weights.op, gpu, LARGEST_M):
         problem = Problem(weights.op, m, weights.n, weights.k, activation, weights.scaling, OUT_DTYPE[dtype], bias)
         decision = dispatch.select(problem, backend=backend, layer=layer, gpu=gpu)
         if decisions and _same(decisions[-1][1], decision):
@@ -172,12 +172,13 @@ def bind(
         name = decision.backend
         if name is None:
             raise NoBackendError(f"nothing can run {decision.problem}", decision)
-        if name not in prepared:
-            prepared[name] = dispatch.instance(name).prepare(weights)
-        if name not in spans:
-            spans[name] = (len(tensors), len(tensors) + len(prepared[name].tensors))
-            tensors += prepared[name].tensors
-        routes.append((m_max, name, decision.activation, *spans[name], prepared[name].layout))
+        layout = dispatch.instance(name).layout_name
+        if layout not in prepared:
+            prepared[layout] = dispatch.instance(name).prepare(weights)
+        if layout not in spans:
+            spans[layout] = (len(tensors), len(tensors) + len(prepared[layout].tensors))
+            tensors += prepared[layout].tensors
+        routes.append((m_max, name, decision.activation, *spans[layout], prepared[layout].layout))
     text = json.dumps(
         {"op": weights.op, "scaling": weights.scaling, "n": weights.n, "k": weights.k, "routes": routes},
         separators=(",", ":"),

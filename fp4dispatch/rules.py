@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
+from fp4dispatch.arch import Arch
 from fp4dispatch.backends.capability import version_of
 from fp4dispatch.backends.catalogue import FACTS, SM, catalogue, keys, parse_version, provenance, subset
 from fp4dispatch.decision import ReasonCode, RuleHit
 from fp4dispatch.errors import SettingsError
-from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Problem, m_bucket
+from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Op, Problem
+from fp4dispatch.problem import m_bucket as power_of_two
 from fp4dispatch.system import System
 
 if sys.version_info >= (3, 11):
@@ -116,6 +118,23 @@ def parse_range(bounds: str) -> tuple[tuple[Callable[[Version, Version], bool], 
 
 
 @functools.cache
+def bounds(op: Op, arch: Arch | None) -> tuple[int, ...]:
+    """Return every M at which a packaged rule ends that may hold for this op and arch."""
+    sm = arch.sm if arch else ""
+    found = (
+        when.m_max
+        for when in (rule.when for rule in rules())
+        if when.m_max is not None and (not when.ops or op in when.ops) and (not when.archs or sm in when.archs)
+    )
+    return tuple(sorted(set(found)))
+
+
+def m_bucket(m: int, op: Op, arch: Arch | None) -> int:
+    """Return the largest M that is decided like ``m``: a power of two, or the end of a rule where that comes first."""
+    return min([power_of_two(m), *(bound for bound in bounds(op, arch) if bound >= m)])
+
+
+@functools.cache
 def rules() -> tuple[Rule, ...]:
     """Return the packaged rules, read once, in the file's order."""
     return load(tomllib.loads(resources.files("fp4dispatch").joinpath("policy_rules.toml").read_text("utf-8")))
@@ -127,8 +146,8 @@ def load(data: dict[str, Any]) -> tuple[Rule, ...]:
     Raises
     ------
     SettingsError
-        For an unknown key, verb, arch, op or backend, an unreadable version range, an M bound that is no power of two
-        (decisions are cached per power-of-two bucket of M), a duplicate id, or a missing reason, source or date.
+        For an unknown key, verb, arch, op or backend, an unreadable version range, an M bound that is no size, a
+        duplicate id, or a missing reason, source or date.
     """
     keys("policy_rules.toml", data, required=("rule",))
     found = tuple(_rule(row) for row in data["rule"])
@@ -176,8 +195,8 @@ def _when(where: str, row: dict[str, Any]) -> When:
     if not row:
         raise SettingsError(f"{where}: when is empty; a rule that always holds is a default, not a rule")
     m_max, m_min_max, proven = row.get("m_max"), row.get("m_min_max"), row.get("proven")
-    if m_max is not None and (type(m_max) is not int or m_max < 1 or m_bucket(m_max) != m_max):
-        raise SettingsError(f"{where}: m_max {m_max!r} is not a power of two")
+    if m_max is not None and (type(m_max) is not int or m_max < 1):
+        raise SettingsError(f"{where}: m_max {m_max!r} is not a positive integer")
     if m_min_max is not None and (type(m_min_max) is not int or m_min_max < 0):
         raise SettingsError(f"{where}: m_min_max {m_min_max!r} is not a size")
     if proven is not None and not isinstance(proven, bool):

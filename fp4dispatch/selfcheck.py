@@ -237,8 +237,8 @@ def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = No
 def _blank(backend: Backend, op: Op, scaling: Scaling, activation: Activation, system: System) -> CheckResult:
     """Return the verdict before anything is known: its subject and the facts it will hold under."""
     arch = system.arch.sm if system.arch else ""
-    provable = any(c.backend == backend.name and c.op == op and c.proof for c in catalogue().capabilities)
-    gdc = "not known" if not provable else "yes" if (op, arch) in system.proven else "no"
+    ours = {c.proven_by for c in catalogue().capabilities if c.backend == backend.name and c.op == op and c.proof}
+    gdc = "not known" if not ours else "yes" if all((name, arch) in system.proven for name in ours) else "no"
     facts = quarantine.facts(system, backend)
     return CheckResult(backend.name, op, scaling, activation, arch, "unchecked", gdc=gdc, facts=facts)
 

@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fp4dispatch.backends.catalogue import FACTS
+from fp4dispatch.backends.catalogue import FACTS, kernel_ops
 from fp4dispatch.decision import Decision
+from fp4dispatch.errors import InputError
 from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.registry import AUTO
 from fp4dispatch.system import Library, System
@@ -23,9 +24,23 @@ def default_scaling(op: Op) -> Scaling:
 
 
 def what_if(
-    op: Op, arch: str | None, versions: Mapping[str, str | None], proven: bool, quarantined: Iterable[str]
+    op: Op,
+    arch: str | None,
+    versions: Mapping[str, str | None],
+    proven: bool | Iterable[str],
+    quarantined: Iterable[str],
 ) -> System:
-    """Return the facts of a machine that is described, as :func:`explain` does it."""
+    """Return the facts of a machine that is described, as :func:`explain` does it.
+
+    Raises
+    ------
+    InputError
+        For a proven kernel that no backend runs this op with.
+    """
+    known = kernel_ops(op)
+    kernels = known if proven is True else tuple(proven or ())
+    if unknown := [name for name in kernels if name not in known]:
+        raise InputError(f"proven={', '.join(unknown)}: no kernel of {op}; known: {', '.join(known)}")
     given = {name: None if value == ABSENT else value for name, value in versions.items()}
     system = System.fake(None if arch in (None, ABSENT) else arch, **given)  # type: ignore[arg-type]  # checked names
     for companion, of in _COMPANIONS.items():
@@ -34,7 +49,7 @@ def what_if(
     sm = system.arch.sm if system.arch else ""
     return replace(
         system,
-        proven=frozenset({(op, sm)} if proven else ()),
+        proven=frozenset((name, sm) for name in kernels),
         quarantined=frozenset((name, op, sm) for name in quarantined),
     )
 
@@ -52,7 +67,9 @@ def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) 
         elif version is None and name in _COMPANIONS and getattr(system, _COMPANIONS[name]) is not None:
             words += [_flag(name), ABSENT]
     sm = system.arch.sm if system.arch else ""
-    words += ["--proven"] * ((p.op, sm) in system.proven)
+    proven = [name for name in kernel_ops(p.op) if (name, sm) in system.proven]
+    if proven:
+        words += ["--proven"] if len(proven) == len(kernel_ops(p.op)) else ["--proven", ",".join(proven)]
     shut = sorted(name for name, op, where in system.quarantined if (op, where) == (p.op, sm))
     options = {
         "--quarantined": ",".join(shut),

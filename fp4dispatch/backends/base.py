@@ -86,8 +86,9 @@ class QuantizedActivation(NamedTuple):
 class Prepared:
     """A layer's weights in one backend's own layout.
 
-    ``tensors`` are everything on the device, in an order that the backend defines; ``layout`` is plain hashable data
-    (sizes, padding, layout names) and equal for layers of one shape, so that it can key plans.
+    ``backend`` is who runs it. ``tensors`` are everything on the device, in an order that the backend defines;
+    ``layout`` is plain hashable data (sizes, padding, layout names) and equal for layers of one shape, so that it can
+    key plans.
     """
 
     backend: str
@@ -122,6 +123,17 @@ class Backend(abc.ABC):
 
     plans_by_m: ClassVar[bool] = True
     """Whether a plan holds for one M alone. False: one plan serves every M, so one warm-up covers them all."""
+
+    layout: ClassVar[str] = ""
+    """Name of the weights' layout, where backends share one; empty: this backend's own.
+
+    Backends of one layout make the same ``tensors`` and ``layout`` of the same weights, so that a layer that switches
+    between them by M holds the weights once."""
+
+    @property
+    def layout_name(self) -> str:
+        """Name of the weights' layout; that of the backend where it is no other's."""
+        return self.layout or self.name
 
     @abc.abstractmethod
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:

@@ -164,7 +164,7 @@ def _versions(record: Capability, problem: Problem, system: System) -> tuple[Rea
     needs = list(record.requires)
     if record.compiles:
         needs.insert(0, Requirement("nvcc", TOOLKIT))
-    if record.proof and system.arch is not None and (problem.op, system.arch.sm) in system.proven:
+    if record.proof and system.arch is not None and (record.proven_by, system.arch.sm) in system.proven:
         needs = [need for need in needs if need.what not in _TOOLCHAIN]  # the binary is there, and proven
     found = (_version(need, toolkit, system) for need in needs)
     return tuple(reason for reason in found if reason)

@@ -54,6 +54,12 @@ class Capability:
     compiles: bool = False
     proof: bool = False
     requires: tuple[Requirement, ...] = ()
+    kernel_op: str = ""
+
+    @property
+    def proven_by(self) -> str:
+        """The op of the kernels whose proof counts, as ``csrc/kernels.toml`` names it."""
+        return self.kernel_op or self.op
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,11 @@ def load(data: dict[str, Any]) -> Catalogue:
     return Catalogue(records, toolkits, aliases)
 
 
+def kernel_ops(op: Op) -> tuple[str, ...]:
+    """Return the ops of our own kernels, as ``csrc/kernels.toml`` names them, that backends run an op with."""
+    return tuple(dict.fromkeys(c.proven_by for c in catalogue().capabilities if c.op == op and c.proof))
+
+
 def keys(where: str, row: dict[str, Any], *, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     """Refuse a table with a missing or an unknown key (a misspelt key must never be ignored)."""
     missing = [key for key in required if key not in row]
@@ -172,12 +183,14 @@ def _capability(row: dict[str, Any]) -> Capability:
         where,
         row,
         required=("backend", "op", "archs", "activations", "scalings", "out_dtypes", "source", "checked"),
-        optional=("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires"),
+        optional=("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op"),
     )
     source, checked = provenance(where, row)
     for key in ("n_multiple", "k_multiple"):
         if not isinstance(row.get(key, 1), int) or row.get(key, 1) < 1:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a positive integer")
+    if "kernel_op" in row and not (row.get("proof") and isinstance(row["kernel_op"], str)):
+        raise SettingsError(f"{where}: kernel_op is the op of the kernels whose proof counts, and belongs to proof")
     if (row["op"] == "nvfp4_gemm") != ("sf_layouts" in row):
         raise SettingsError(f"{where}: sf_layouts belongs to nvfp4_gemm, and is needed there")
     return Capability(
@@ -195,6 +208,7 @@ def _capability(row: dict[str, Any]) -> Capability:
         compiles=row.get("compiles", False),
         proof=row.get("proof", False),
         requires=tuple(_requirement(where, need) for need in row.get("requires", ())),
+        kernel_op=row.get("kernel_op", ""),
     )
 
 

@@ -12,6 +12,7 @@ from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import tile_for
+from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
@@ -62,7 +63,7 @@ class CutlassBackend(Backend):
         np, kp = round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE[w.op])
         layout = _Layout(w.scaling, w.n, w.k, np, kp, w.input_scale is not None)
         if w.op == "nvfp4_gemm":
-            tensors = [zero_pad(w.weight, np, kp // 2), _sf_128x4(w.scale, w, np, kp), _per_column(w, np)]
+            tensors = [zero_pad(w.weight, np, kp // 2), _sf_128x4(w.scale, w, np, kp), per_column(w, np)]
         else:
             scale = zero_pad(w.scale.reshape(1, -1), 1, np).reshape(np) if w.scaling == "row" else w.scale
             tensors = [zero_pad(w.weight, np, kp), scale.contiguous()]
@@ -106,15 +107,13 @@ class CutlassBackend(Backend):
         layout = _Layout(*prepared.layout)
         kernels: _Kernels = plan.state
         m = out.shape[0]
-        direct = layout.np == layout.n and out.is_contiguous() and out.data_ptr() % 16 == 0
-        d = out if direct else out.new_empty(m, layout.np)
-        if bias is not None:
-            bias = zero_pad(bias.to(out.dtype).reshape(1, -1), 1, layout.np).reshape(-1).contiguous()
+        d = out if direct(out, layout.np) else out.new_empty(m, layout.np)
+        bias = bias_row(bias, out.dtype, layout.np)
         if layout.scaling == "nvfp4":
             _run_nvfp4(kernels, layout, prepared, x, plan.problem, d, bias)
         else:
             _run_fp8(kernels, layout, prepared, x, d, bias)
-        if not direct:
+        if d is not out:
             out.copy_(d[:, : layout.n])
 
 
@@ -129,22 +128,7 @@ def _sf_128x4(sf: Tensor, w: LinearWeights, np: int, kp: int) -> Tensor:
     return formats.to_128x4(zero_pad(sf, np, kp // formats.NVFP4_BLOCK))
 
 
-def _per_column(w: LinearWeights, np: int) -> Tensor:
-    """Return the global scale of each output column, f32 [np] where shards differ, else f32 [1]."""
-    assert w.global_scale is not None
-    if len(w.shard_rows) <= 1:
-        return w.global_scale.reshape(1)
-    return zero_pad(formats.expand_shards(w.global_scale, w.shard_rows).reshape(1, -1), 1, np).reshape(np).contiguous()
-
-
 # ----------------------------------------------------------------------------------------------------------------- run
-
-
-def _aligned(x: Tensor, k: int) -> Tensor:
-    """Return x [M, K] padded to ``k`` columns, with rows that 16-byte loads can read."""
-    x = zero_pad(x, x.shape[0], k)
-    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) * x.element_size()) % 16 == 0
-    return x if ok else x.clone(memory_format=torch.contiguous_format)
 
 
 def _workspace(kernels: _Kernels, d: Tensor, k: int) -> Tensor:
@@ -161,9 +145,9 @@ def _run_fp8(
 ) -> None:
     w, w_scale = prepared.tensors[:2]
     if isinstance(x, Tensor):
-        a, a_scale = _quantize_fp8(kernels, layout, prepared, _aligned(x, layout.kp))
+        a, a_scale = _quantize_fp8(kernels, layout, prepared, aligned(x, layout.kp))
     else:
-        a, a_scale = _aligned(x.data, layout.kp), x.scale
+        a, a_scale = aligned(x.data, layout.kp), x.scale
         if layout.scaling == "block128":
             a_scale = _tokens_fastest(a_scale, a)
     workspace = _workspace(kernels, d, layout.kp)
@@ -206,14 +190,14 @@ def _run_nvfp4(
     w, w_sf, w_global = prepared.tensors[:3]
     m = d.shape[0]
     if isinstance(x, Tensor):
-        x = _aligned(x, layout.kp)
+        x = aligned(x, layout.kp)
         a_global = prepared.tensors[3] if layout.has_input_scale else formats.nvfp4_global_scale(x)
         a = x.new_empty(m, layout.kp // 2, dtype=torch.uint8)
         a_sf = x.new_empty(round_up(m, 128), round_up(layout.kp // 16, 4), dtype=torch.float8_e4m3fn)
         kernels.quantize.nvfp4_quantize(x, a_global.reshape(1), a, a_sf, kernels.quantize_pdl)
         alpha = w_global * a_global
     else:
-        a, a_sf = _aligned(x.data, layout.kp // 2), x.scale
+        a, a_sf = aligned(x.data, layout.kp // 2), x.scale
         if problem.sf_layout != "128x4" or layout.kp != layout.k:
             columns = layout.k // formats.NVFP4_BLOCK
             linear = formats.from_128x4(a_sf, m, columns) if problem.sf_layout == "128x4" else a_sf

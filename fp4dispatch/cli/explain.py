@@ -37,7 +37,15 @@ def add_parser(subparsers: Subparsers) -> None:
         parser.add_argument(f"-{size}", type=int, required=True, metavar=size.upper())
     for name, text in _FACTS.items():
         parser.add_argument(f"--{name}", metavar="VERSION", help=text)
-    parser.add_argument("--proven", action="store_true", help="barriers of the built kernel are proven there")
+    parser.add_argument(
+        "--proven",
+        nargs="?",
+        const=True,
+        default=False,
+        type=_names,
+        metavar="KERNELS",
+        help="the built kernels are proven there: all for this op, or nvfp4_gemm (cutlass), w4_gemm (w4a16, w4a8)",
+    )
     parser.add_argument("--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed there")
     parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")
     parser.add_argument("--backend", metavar="NAME", help="ask for one backend by name")

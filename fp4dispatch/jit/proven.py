@@ -17,8 +17,9 @@ _log = logging.getLogger("fp4dispatch")
 def proven() -> frozenset[tuple[str, str]]:
     """Return ``(op, arch)`` pairs, e.g. ``("nvfp4_gemm", "sm_120")``, of the finished kernels of this installation.
 
-    A pair is there if at least one kernel for it is finished and every finished one is proven. Read once; a build in
-    this process is seen at the next call, one of another process after :func:`forget`.
+    A pair is there if at least one kernel for it is finished and every finished one is proven; where a target has no
+    grid barriers and hence no PDL (sm_80, sm_89), by the rest of its promises. Read once; a build in this process is
+    seen at the next call, one of another process after :func:`forget`.
     """
     return _proven(kernels.builds_done())
 
@@ -46,7 +47,7 @@ def _proven(_builds: int) -> frozenset[tuple[str, str]]:
                 continue
             pairs = {(job.kernel.op, arch.sm) for arch in job.record.archs}
             proof = prove.read(entry)
-            (good if proof is not None and proof.pdl_allowed(entry.request) else bad).update(pairs)
+            (good if proof is not None and not proof.faults(entry.request) else bad).update(pairs)
     return frozenset(good - bad)
 
 

@@ -5,7 +5,8 @@ Regenerate after a change of rules, capabilities or backends, then read the diff
     python -m tests.golden.regenerate
 
 Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
-backends that this version has. ``denied`` are the deny rules that hold for a candidate. M=16, N=K=4096 throughout.
+backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=16, but 4096 for
+``nvfp4-many``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from fp4dispatch import registry
 from fp4dispatch.arch import KNOWN_ARCHS
 from fp4dispatch.backends.capability import DeclaredBackend
-from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.backends.catalogue import catalogue, kernel_ops
 from fp4dispatch.decision import Decision
 from fp4dispatch.policy import SupportsProblem, resolve
 from fp4dispatch.problem import Problem
@@ -35,10 +36,11 @@ TABLE = HERE / "decisions.txt"
 
 ARCHS = ("none", *(arch.sm for arch in KNOWN_ARCHS))
 PROBLEMS = {
-    "nvfp4": ("nvfp4_gemm", "nvfp4"),
-    "fp8-tensor": ("fp8_gemm", "tensor"),
-    "fp8-row": ("fp8_gemm", "row"),
-    "fp8-block128": ("fp8_gemm", "block128"),
+    "nvfp4": ("nvfp4_gemm", "nvfp4", 16),
+    "nvfp4-many": ("nvfp4_gemm", "nvfp4", 4096),
+    "fp8-tensor": ("fp8_gemm", "tensor", 16),
+    "fp8-row": ("fp8_gemm", "row", 16),
+    "fp8-block128": ("fp8_gemm", "block128", 16),
 }
 CAPTURES = {"none": ("none", 1), "full": ("full", 1), "piecewise": ("piecewise", 1), "piecewise,M>=0": ("piecewise", 0)}
 PROVEN = {"no": False, "yes": True}
@@ -57,15 +59,15 @@ class Cell:
     proven: str
 
     def ask(self, backends: Mapping[str, SupportsProblem], some: Sequence[Rule]) -> Decision:
-        op, scaling = PROBLEMS[self.problem]
+        op, scaling, m = PROBLEMS[self.problem]
         capture, m_min = CAPTURES[self.capture]
         system = System.fake(
             None if self.arch == "none" else self.arch,
             **STACKS[self.stack],
-            proven=[(op, self.arch)] if PROVEN[self.proven] else [],
+            proven=[(kernels, self.arch) for kernels in kernel_ops(op)] if PROVEN[self.proven] else [],
         )
         return resolve(
-            Problem(op, 16, 4096, 4096, scaling=scaling, capture=capture, m_min=m_min), system, backends, rules=some
+            Problem(op, m, 4096, 4096, scaling=scaling, capture=capture, m_min=m_min), system, backends, rules=some
         )
 
 

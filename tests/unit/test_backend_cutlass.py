@@ -9,7 +9,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.arch import KNOWN_ARCHS, SM90, SM100, SM120
-from fp4dispatch.backends import cutlass, cutlass_tiles
+from fp4dispatch.backends import cutlass, cutlass_tiles, operands
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.errors import FlagsError
@@ -138,9 +138,9 @@ def test_activation_scales_of_blocks_are_laid_out_for_tma():
 
 def test_misaligned_activations_are_copied_and_others_are_not():
     x = torch.randn(4, 64, dtype=torch.bfloat16)
-    assert cutlass._aligned(x, 64).data_ptr() == x.data_ptr()
+    assert operands.aligned(x, 64).data_ptr() == x.data_ptr()
     odd = torch.randn(4 * 64 + 1, dtype=torch.bfloat16)[1:].view(4, 64)
-    copied = cutlass._aligned(odd, 64)
+    copied = operands.aligned(odd, 64)
     assert copied.data_ptr() % 16 == 0
     assert torch.equal(copied, odd)
-    assert cutlass._aligned(x, 80).shape == (4, 80)
+    assert operands.aligned(x, 80).shape == (4, 80)

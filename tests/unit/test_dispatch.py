@@ -322,6 +322,8 @@ MACHINES = {
     "quarantine": System.fake(
         "10.3", **FACTS, quarantined=[("cutlass", "nvfp4_gemm", "sm_103"), ("cudnn", "fp8_gemm", "sm_103")]
     ),
+    "weight-only kernels": System.fake("12.0", **FACTS, proven=[("w4_gemm", "sm_120")]),
+    "all kernels": System.fake("12.0", proven=[("nvfp4_gemm", "sm_120"), ("w4_gemm", "sm_120")]),
     "two gpus": replace(System.fake(**FACTS), gpus=System.fake(gpus=["12.0", "9.0"]).gpus),
 }
 QUESTIONS = {
@@ -386,6 +388,11 @@ def test_explain_takes_companions_for_granted_unless_told():
     assert ask(cuda="13.0").backend == "cublaslt"
     assert ask(cuda="13.0", torch="none").backend == "reference"
     assert ask(proven=True).backend == "cutlass"
+    some = ask(proven=["w4_gemm"])
+    assert some.verdict("cutlass").reasons
+    assert some.verdict("w4a16").reasons == () or some.verdict("w4a16").reasons[0].code == "UNAVAILABLE"
+    with pytest.raises(InputError, match="proven=w4_gem: no kernel of nvfp4_gemm; known: nvfp4_gemm, w4_gemm"):
+        ask(proven=["w4_gem"])
 
 
 def test_explain_never_raises_for_no_backend():

@@ -273,6 +273,62 @@ def test_a_plan_for_any_m_needs_one_warm_up(monkeypatch):
     assert layer(torch.zeros(48, K)).shape == (48, N)
 
 
+def by_m(monkeypatch, m_max, small, large):
+    """Let the policy choose one backend up to some M and another one beyond."""
+    from dataclasses import replace
+
+    real, instance, both = dispatch.select, dispatch.instance, {b.name: b for b in (small, large)}
+    monkeypatch.setattr(
+        dispatch,
+        "select",
+        lambda problem, **kwargs: replace(
+            real(problem, **kwargs), backend=(small if problem.m <= m_max else large).name
+        ),
+    )
+    monkeypatch.setattr(dispatch, "instance", lambda name: both.get(name) or instance(name))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_backends_of_one_layout_hold_the_weights_once(monkeypatch, shared):
+    made = []
+
+    class Copies(ReferenceBackend):
+        layout = "copied" if shared else ""
+
+        def prepare(self, weights):
+            made.append(self.name)
+            prepared = super().prepare(weights)
+            return type(prepared)(self.name, tuple(t.clone() for t in prepared.tensors), prepared.layout)
+
+        def run(self, plan, prepared, x, out, bias=None):
+            assert prepared.backend == plan.backend == self.name
+            super().run(plan, prepared, x, out, bias)
+
+    class Few(Copies):
+        name = "few"
+
+    class Many(Copies):
+        name = "many"
+
+    by_m(monkeypatch, 16, Few(), Many())
+    layer = FP4Linear.from_linear(torch.nn.Linear(K, N))
+    canonical = sum(t.numel() * t.element_size() for t in layer.state_dict().values())
+    copies = layer.bind().spec.routes[0].stop
+    assert "few (bf16) up to M=16, then many (bf16)" in repr(layer)
+    assert made == (["few"] if shared else ["few", "many"])
+    assert len(layer.bind().tensors) == (copies if shared else 2 * copies)
+    weights = canonical - layer.bias.numel() * layer.bias.element_size()
+    assert layer.nbytes() == canonical + weights * (1 if shared else 2)
+    for m in (1, 17):
+        x = torch.randn(m, K)
+        want = (
+            x.double() @ formats.nvfp4_dequantize(layer.weight, layer.weight_scale, layer.weight_scale_2).double().t()
+        )
+        torch.testing.assert_close(layer(x).double(), want + layer.bias.double(), rtol=1e-4, atol=1e-4)
+    layer.bind(torch.bfloat16)  # another output dtype takes the same copies
+    assert made == (["few"] if shared else ["few", "many"])
+
+
 def test_backends_may_change_with_m(monkeypatch):
     class Small(ReferenceBackend):
         name = "small"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,18 @@ def test_disabled_is_never_used_not_even_by_name():
     assert resolve(NVFP4, System.fake(), ALL, disabled=("reference",)).backend is None
 
 
+def test_a_pinned_activation_is_no_fallback():
+    """What the caller ruled out is not a candidate that something stood in the way of."""
+    hopper = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+    for m, activation, chosen in ((4096, "bf16", "w4a16"), (1, "fp8", "w4a8"), (1, "any", "w4a16")):
+        decision = resolve(Problem("nvfp4_gemm", m, 4096, 4096, activation), hopper, ALL)
+        assert (decision.backend, decision.warnings) == (chosen, ())
+    (warning,) = resolve(Problem("nvfp4_gemm", 4096, 4096, 4096), hopper, ALL, disabled=("w4a8",)).warnings
+    assert "w4a8: DENIED disabled" in warning
+    (warning,) = resolve(Problem("nvfp4_gemm", 1, 64, 64, "fp8"), System.fake("9.0"), ALL).warnings
+    assert "for w4a8: pip install" in warning
+
+
 def test_nothing_at_all():
     decision = resolve(NVFP4, System.fake(), {})
     assert (decision.backend, decision.warnings) == (None, ())
@@ -146,10 +159,10 @@ def test_activation_pins_the_format():
 
 
 def test_quarantined_backends_are_passed_over_and_refused_by_name():
-    system = System.fake("10.0", nvcc="13.0", cutlass="4.5", quarantined=[("cutlass", "nvfp4_gemm", "sm_100")])
+    system = replace(B200, quarantined=frozenset({("cutlass", "nvfp4_gemm", "sm_100")}))
     decision = resolve(NVFP4, system, ALL)
     assert decision.verdict("cutlass").reasons[0].code == "QUARANTINED"
-    assert decision.backend == "w4a16"
+    assert decision.backend == "cudnn"
     assert resolve(NVFP4, system, ALL, requested="cutlass", requested_by="argument").backend is None
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from fp4dispatch.arch import SM90
 from fp4dispatch.backends.capability import DeclaredBackend
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.decision import Decision
 from fp4dispatch.policy import resolve
 from fp4dispatch.problem import Problem
+from fp4dispatch.rules import bounds
 from fp4dispatch.system import System
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}
@@ -48,10 +50,12 @@ ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, s
 }
 
 
-def ask(op, scaling, arch, facts, proven=False, capture="none", m_min=1, *, m=16, **kwargs) -> Decision:
+def ask(
+    op, scaling, arch, facts, proven=False, capture="none", m_min=1, *, m=16, activation="any", **kwargs
+) -> Decision:
     sm = System.fake(arch).arch
     system = System.fake(arch, **facts, proven=[(op, sm.sm)] if proven else [])
-    problem = Problem(op, m, 4096, 4096, scaling=scaling, capture=capture, m_min=m_min)
+    problem = Problem(op, m, 4096, 4096, activation, scaling, capture=capture, m_min=m_min)
     return resolve(problem, system, {n: DeclaredBackend(n) for n in catalogue().backends}, **kwargs)
 
 
@@ -147,6 +151,32 @@ def test_cudnn_fp8_on_sm120_is_denied_below_9_23_1():
     assert [hit.id for hit in old.denied] == ["cudnn-fp8-sm12x-fault"]
     assert new.accepted
     assert ask("fp8_gemm", "tensor", "9.0", FULL).verdict("cudnn").accepted
+
+
+def test_nvfp4_on_sm_90_changes_to_fp8_activations_with_m():
+    (crossover,) = bounds("nvfp4_gemm", SM90)
+    for m, chosen, activation, rule in (
+        (1, "w4a16", "bf16", "nvfp4-sm90-decode-w4a16"),
+        (crossover, "w4a16", "bf16", "nvfp4-sm90-decode-w4a16"),
+        (crossover + 1, "w4a8", "fp8", "nvfp4-sm90-w4a8"),
+        (8192, "w4a8", "fp8", "nvfp4-sm90-w4a8"),
+    ):
+        decision = ask("nvfp4_gemm", "nvfp4", "9.0", FULL, m=m)
+        assert (decision.backend, decision.activation, decision.rule.id) == (chosen, activation, rule)
+
+
+@pytest.mark.parametrize(("activation", "chosen"), [("bf16", "w4a16"), ("fp8", "w4a8"), ("nvfp4", "reference")])
+def test_a_pinned_activation_holds_for_every_m_on_sm_90(activation, chosen):
+    for m in (1, 48, 49, 8192):
+        decision = ask("nvfp4_gemm", "nvfp4", "9.0", FULL, m=m, activation=activation)
+        assert (decision.backend, decision.activation) == (chosen, activation)
+
+
+@pytest.mark.parametrize("arch", ["8.0", "8.6", "8.9"])
+def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
+    for m in (1, 49, 8192):
+        decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m)
+        assert (decision.backend, decision.rule.id) == ("w4a16", "nvfp4-weight-only")
 
 
 def test_fp8_on_sm_90_goes_to_cublaslt_from_65_tokens_on():

@@ -85,6 +85,9 @@ def test_a_proven_binary_replaces_compiler_and_headers_of_that_op_and_arch():
     assert check("cutlass", NVFP4, bare) == ()
     assert codes("cutlass", FP8, bare) == ["TOOLCHAIN", "TOOLCHAIN"]
     assert codes("w4a16", NVFP4, bare) == ["TOOLCHAIN"]
+    weight_only = System.fake("12.0", proven=[("w4_gemm", "sm_120")])
+    assert check("w4a16", NVFP4, weight_only) == ()
+    assert codes("cutlass", NVFP4, weight_only) == ["TOOLCHAIN", "TOOLCHAIN"]
 
 
 def test_raw_operands_are_held_to_alignment_and_layout_and_layers_are_not():
@@ -193,6 +196,8 @@ def test_a_good_file_loads():
         ("capability", {"requires": [{"what": "cuda", "min": "soon"}]}, "not a version"),
         ("capability", {"requires": [{"what": "cuda"}]}, "missing keys"),
         ("capability", {"source": "somewhere"}, "https"),
+        ("capability", {"kernel_op": "w4_gemm"}, "belongs to proof"),
+        ("capability", {"kernel_op": 4, "proof": True}, "belongs to proof"),
         ("capability", {"checked": "2026"}, "date"),
         ("toolkit", {"nvcc": "newest"}, "not a version"),
         ("toolkit", {"archs": []}, "must be a list of"),

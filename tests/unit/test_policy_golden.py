@@ -6,7 +6,20 @@ import pytest
 
 from fp4dispatch import registry
 from fp4dispatch.rules import rules
-from tests.golden.regenerate import ARCHS, CAPTURES, PROVEN, STACKS, TABLE, Cell, answer, compare, declared, read, table
+from tests.golden.regenerate import (
+    ARCHS,
+    CAPTURES,
+    PROBLEMS,
+    PROVEN,
+    STACKS,
+    TABLE,
+    Cell,
+    answer,
+    compare,
+    declared,
+    read,
+    table,
+)
 
 GOLDEN = read(TABLE.read_text())
 RULES = [rule.id for rule in rules()]
@@ -22,7 +35,7 @@ def test_the_table_has_every_arch_stack_and_mode():
         "none", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"
     }  # fmt: skip
     assert {row[2] for row in GOLDEN} == set(STACKS)
-    assert len({(row[0], row[1], row[2]) for row in GOLDEN}) == len(ARCHS) * 4 * len(STACKS)
+    assert len({(row[0], row[1], row[2]) for row in GOLDEN}) == len(ARCHS) * len(PROBLEMS) * len(STACKS)
 
 
 @pytest.mark.parametrize("rule", RULES)

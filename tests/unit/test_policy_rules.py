@@ -7,11 +7,11 @@ import copy
 import pytest
 from packaging.version import Version
 
-from fp4dispatch.arch import KNOWN_ARCHS
+from fp4dispatch.arch import KNOWN_ARCHS, SM90, SM120
 from fp4dispatch.backends.catalogue import MEASURED
 from fp4dispatch.errors import SettingsError
-from fp4dispatch.problem import Problem
-from fp4dispatch.rules import in_range, load, rules
+from fp4dispatch.problem import OPS, Problem
+from fp4dispatch.rules import bounds, in_range, load, m_bucket, rules
 from fp4dispatch.system import System
 
 RULE = {
@@ -60,8 +60,9 @@ def test_a_good_rule_loads():
         ({"when": {"ops": ["gemm"]}}, "must be a list of"),
         ({"when": {"captures": ["some"]}}, "must be a list of"),
         ({"when": {"scalings": "row"}}, "must be a list of"),
-        ({"when": {"m_max": 33}}, "power of two"),
-        ({"when": {"m_max": True}}, "power of two"),
+        ({"when": {"m_max": 0}}, "not a positive integer"),
+        ({"when": {"m_max": True}}, "not a positive integer"),
+        ({"when": {"m_max": 48.0}}, "not a positive integer"),
         ({"when": {"m_min_max": -1}}, "not a size"),
         ({"when": {"proven": "no"}}, "true or false"),
         ({"when": {"flashinfer": "0.6"}}, "not a version range"),
@@ -72,6 +73,31 @@ def test_a_good_rule_loads():
 def test_a_bad_rule_is_refused_and_named(changes, text):
     with pytest.raises(SettingsError, match=text):
         load(changed(**changes))
+
+
+def test_m_is_decided_in_ranges_that_end_at_powers_of_two_and_where_rules_end(monkeypatch):
+    monkeypatch.setattr("fp4dispatch.rules.bounds", lambda op, arch: (48, 64))
+    found = [m_bucket(m, "nvfp4_gemm", SM90) for m in (0, 1, 3, 32, 33, 48, 49, 64, 65, 128)]
+    assert found == [1, 1, 4, 32, 48, 48, 64, 64, 128, 128]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_rule_ends_inside_a_range_of_m(op):
+    bounded = [rule.when for rule in rules() if rule.when.m_max]
+    assert bounded
+    for arch in KNOWN_ARCHS:
+        system = System.fake(arch.capability, flashinfer="0.7.2", cudnn="9.19")
+        for m in {when.m_max + step for when in bounded for step in (-1, 0, 1)}:
+            for scaling in ("nvfp4",) if op == "nvfp4_gemm" else ("tensor", "row", "block128"):
+                mine = Problem(op, m, 64, 64, scaling=scaling)
+                theirs = Problem(op, m_bucket(m, op, arch), 64, 64, scaling=scaling)
+                assert [w.holds(mine, system) for w in bounded] == [w.holds(theirs, system) for w in bounded]
+
+
+def test_rules_of_other_archs_do_not_cut_ranges():
+    assert 48 in bounds("nvfp4_gemm", SM90)
+    assert bounds("nvfp4_gemm", SM120) == bounds("nvfp4_gemm", None) == ()
+    assert m_bucket(33, "nvfp4_gemm", SM120) == 64
 
 
 def test_ids_are_unique():
@@ -120,7 +146,7 @@ def test_packaged_rules_are_in_good_order():
         assert rule.verb == "prefer" or rule.fix, f"{rule.id}: a deny rule tells the user what to do"
         for arch in rule.when.archs:
             assert arch in {a.sm for a in KNOWN_ARCHS}
-        for _, bounds in rule.when.versions:
-            for bound in bounds.split(","):
+        for _, span in rule.when.versions:
+            for bound in span.split(","):
                 Version(bound.strip("<>=! "))
     assert len(rules()) >= 24
