@@ -19,6 +19,12 @@ def is_capturing() -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
+def stream_is_capturing() -> bool:
+    """Do what :func:`is_capturing` does in one call, for code that holds a CUDA tensor: CUDA is known to be up."""
+    torch = sys.modules["torch"]
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+
 def forbid_in_capture(what: str, fix: str) -> None:
     """Refuse host work (build, plan, tune, growing a workspace) during capture, where it would break the graph.
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch import dispatch, formats, routes
+from fp4dispatch import capture, dispatch, formats, routes
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.errors import BackwardError, InputError
 from fp4dispatch.problem import Op, Problem, Scaling, SfLayout
-from fp4dispatch.routes import OUT_DTYPE, LayerSpec
+from fp4dispatch.routes import OUT_DTYPE, Bound, LayerSpec
 
 _library = torch.library.Library("fp4dispatch", "DEF")  # type: ignore[no-untyped-call]
 
@@ -57,7 +57,7 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
 
 
 def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> Tensor:
-    """Do what :func:`linear` does without crossing the operator boundary: the eager fast path."""
+    """Do what :func:`linear` does without crossing the operator boundary."""
     _check_linear(x, tensors, bias, spec)
     lead = x.shape[:-1]
     m = math.prod(lead)
@@ -68,6 +68,24 @@ def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: 
             rows = rows.contiguous()
         ready, prepared = spec.launch(m, x.dtype, bias is not None, tuple(tensors))
         routes.launch(ready.backend, ready.plan, prepared, rows, out, bias)
+    return out.reshape(*lead, spec.n)
+
+
+def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
+    """Do what :func:`linear` does for a layer, without the operator boundary; the next call for this M is fast."""
+    spec = bound.spec
+    _check_linear(x, bound.tensors, bias, spec)
+    lead = x.shape[:-1]
+    m = math.prod(lead)
+    out = x.new_empty(m, spec.n)
+    if m:
+        rows = x.reshape(m, spec.k)
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
+        backend, plan, prepared = bound.launch(m, bias is not None)
+        if bound.cuda and capture.stream_is_capturing():
+            bound.captured = True
+        routes.launch(backend, plan, prepared, rows, out, bias)
     return out.reshape(*lead, spec.n)
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch import ops, routes
+from fp4dispatch import capture, ops, routes
 from fp4dispatch import system as _system
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.decision import Decision
@@ -75,9 +75,8 @@ class QuantizedLinear(nn.Module):
             raise InputError(f"in_features={in_features}, out_features={out_features}; both need to be at least 1")
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.backend, self.dtype, self.name = activation, backend, dtype, name
-        self.bias = (
-            nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
-        )
+        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
         self.register_buffer("input_scale", None)
         self._forget()
 
@@ -105,16 +104,43 @@ class QuantizedLinear(nn.Module):
         BackendUnsupportedError, NoBackendError
             If no backend, or not the one that is asked for, can run this layer.
         """
-        if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         if torch.compiler.is_compiling():
+            x = _autocast(x)
             self._ensure(x.dtype)
             names, spec = self._names[x.dtype]
             tensors = [getattr(self, name) for name in names]
             return torch.ops.fp4dispatch.linear.default(x, tensors, self.bias, spec)  # type: ignore[no-any-return]
+        bound = self._bound.get(x.dtype)
+        # The eager fast path, which decides half of what a small layer costs: what is common and has run before goes
+        # straight to its kernels. Whatever differs from it takes the long way, which also says what is wrong.
+        if bound is not None and type(x) is Tensor and not _any_autocast() and not _wants_grad(x):
+            shape = x.shape
+            m, bias = shape.numel() // self.in_features, self._parameters["bias"]
+            ready = bound.ready.get(m)
+            if (
+                ready is not None
+                and shape[-1] == self.in_features
+                and bias is bound.bias
+                and x.device == bound.device
+                and x.is_contiguous()
+            ):
+                if bound.cuda and capture.stream_is_capturing():
+                    bound.captured = True
+                run, plan, prepared = ready
+                out = x.new_empty(m, self.out_features)
+                if len(shape) == 2:
+                    run(plan, prepared, x, out, bias)
+                    return out
+                run(plan, prepared, x.view(m, self.in_features), out, bias)
+                return out.view(*shape[:-1], self.out_features)
+        return self._call(x)
+
+    def _call(self, x: Tensor) -> Tensor:
+        """Run eagerly, whatever it takes."""
+        x = _autocast(x)
         bound = self._bound.get(x.dtype) or self.bind(x.dtype)
-        if type(x) is Tensor and not (x.requires_grad and torch.is_grad_enabled()):
-            return ops.run_linear(x, bound.tensors, self.bias, bound.spec)
+        if type(x) is Tensor and not _wants_grad(x):
+            return ops.run_bound(x, bound, self.bias)
         return ops.linear(x, bound.tensors, self.bias, bound.spec.text)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -142,7 +168,7 @@ class QuantizedLinear(nn.Module):
         bound = routes.bind(
             self.weights(),
             dtype=dtype,
-            bias=self.bias is not None,
+            bias=self.bias,
             activation=self.activation,
             backend=self.backend,
             layer=self.name,
@@ -168,7 +194,7 @@ class QuantizedLinear(nn.Module):
         """Drop every backend layout."""
         for name in [name for name in self._buffers if name.startswith("layout")]:
             delattr(self, name)
-        self._prepared: dict[str, Prepared] = {}
+        self._prepared: dict[str, Prepared] = {}  # by layout
         self._bound: dict[torch.dtype, routes.Bound] = {}
         self._names: dict[torch.dtype, tuple[list[str], str]] = {}
 
@@ -317,6 +343,20 @@ class QuantizedLinear(nn.Module):
         parts = [f"{route.backend} ({route.activation})" for route in bound.spec.routes]
         limits = [f" up to M={route.m_max}" for route in bound.spec.routes[:-1]]
         return ", then ".join(part + limit for part, limit in zip(parts, [*limits, ""], strict=True))
+
+
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Cast as ``torch.autocast`` asks for."""
+    if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _wants_grad(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _move(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

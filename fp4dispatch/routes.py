@@ -11,6 +11,7 @@ import functools
 import json
 import threading
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -83,12 +84,24 @@ class LayerSpec:
         CaptureError
             If host work is needed while a CUDA graph is being captured.
         """
-        index = bisect_left(self._limits, m)
+        index = self.index(m)
+        weights = self.weights(index, prepared)
+        return self.launch_on(m, dtype, bias, index, weights), weights
+
+    def index(self, m: int) -> int:
+        """Return which route serves M tokens."""
+        return bisect_left(self._limits, m)
+
+    def weights(self, index: int, prepared: tuple[Tensor, ...]) -> Prepared:
+        """Return the weights of one route, out of those of all."""
         route = self.routes[index]
-        weights = Prepared(route.backend, prepared[route.start : route.stop], route.layout)
-        key = (m, dtype, bias, prepared[0].device)
+        return Prepared(route.backend, prepared[route.start : route.stop], route.layout)
+
+    def launch_on(self, m: int, dtype: torch.dtype, bias: bool, index: int, weights: Prepared) -> _Launch:
+        """Do what :meth:`launch` does, for weights that are at hand."""
+        key = (m, dtype, bias, weights.tensors[0].device)
         launch = self._launches.get(key) or self._launches.get((-index - 1, *key[1:]))
-        return launch or self._build(key, index, route, weights), weights
+        return launch or self._build(key, index, self.routes[index], weights)
 
     def planned(self) -> list[int]:
         """Return every M that is planned for; for backends whose plans hold for any M, the largest M of the route."""
@@ -113,19 +126,69 @@ class LayerSpec:
         return launch
 
 
-class Bound(NamedTuple):
-    """A layer bound to backends for one output dtype: its spec, the tensors in the spec's order, and the reasons."""
+Run = Callable[[Plan, Prepared, Tensor, Tensor, Tensor | None], None]
 
-    spec: LayerSpec
-    tensors: tuple[Tensor, ...]
-    decisions: tuple[tuple[int, Decision], ...]
+READY_M = 512
+"""Up to so many tokens a layer keeps what it runs by M: beyond, a kernel takes longer than finding it."""
+
+
+class Bound:
+    """A layer bound to backends for one output dtype.
+
+    Parameters
+    ----------
+    spec
+        What the layer computes and how.
+    tensors
+        The prepared weights of all backends, in the spec's order.
+    decisions
+        The largest M and the Decision of each range of M.
+    dtype, bias
+        Output dtype, and the bias it is bound with, which has been checked.
+    """
+
+    __slots__ = ("_prepared", "bias", "captured", "cuda", "decisions", "device", "dtype", "ready", "spec", "tensors")
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        tensors: tuple[Tensor, ...],
+        decisions: tuple[tuple[int, Decision], ...],
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> None:
+        self.spec, self.tensors, self.decisions, self.dtype, self.bias = spec, tensors, decisions, dtype, bias
+        self.device = tensors[0].device
+        self.cuda = self.device.type == "cuda"
+        self.captured = False
+        """Whether a CUDA graph may hold the addresses of ``tensors``."""
+        self.ready: dict[int, tuple[Run, Plan, Prepared]] = {}
+        """By M, what has run before: the eager fast path is one look-up here."""
+        self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
+
+    def launch(self, m: int, bias: bool) -> tuple[Backend, Plan, Prepared]:
+        """Return what to run for M tokens; host work only where this M (or bucket of M) was never planned.
+
+        Raises
+        ------
+        CaptureError
+            If host work is needed while a CUDA graph is being captured.
+        """
+        index = self.spec.index(m)
+        prepared = self._prepared[index]
+        found = self.spec.launch_on(m, self.dtype, bias, index, prepared)
+        if m <= READY_M and bias == (self.bias is not None):
+            many = self.cuda and torch.cuda.device_count() > 1
+            run = functools.partial(launch, found.backend) if many else found.backend.run
+            self.ready[m] = (run, found.plan, prepared)
+        return found.backend, found.plan, prepared
 
 
 def bind(
     weights: LinearWeights,
     *,
     dtype: torch.dtype,
-    bias: bool,
+    bias: Tensor | None,
     activation: Activation = "any",
     backend: str | None = None,
     layer: str = "",
@@ -139,7 +202,9 @@ def bind(
         Canonical weights, on the device that they will run on.
     dtype
         Output (and input) dtype: float32, bfloat16 or float16.
-    bias, activation, backend, layer
+    bias
+        [N], floating point, on the device of the weights, or None.
+    activation, backend, layer
         Of the layer; ``activation`` and ``backend`` pin what the policy may choose.
     prepared
         What has been prepared already, by layout (:attr:`~fp4dispatch.backends.base.Backend.layout_name`); extended.
@@ -160,7 +225,9 @@ def bind(
     gpu = device.index if device.type == "cuda" else None
     decisions: list[tuple[int, Decision]] = []
     for m in dispatch.m_ranges(weights.op, gpu, LARGEST_M):
-        problem = Problem(weights.op, m, weights.n, weights.k, activation, weights.scaling, OUT_DTYPE[dtype], bias)
+        problem = Problem(
+            weights.op, m, weights.n, weights.k, activation, weights.scaling, OUT_DTYPE[dtype], bias is not None
+        )
         decision = dispatch.select(problem, backend=backend, layer=layer, gpu=gpu)
         if decisions and _same(decisions[-1][1], decision):
             decisions.pop()
@@ -183,7 +250,7 @@ def bind(
         {"op": weights.op, "scaling": weights.scaling, "n": weights.n, "k": weights.k, "routes": routes},
         separators=(",", ":"),
     )
-    return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions))
+    return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions), dtype, bias)
 
 
 _plans: dict[tuple[str, Problem, tuple[Any, ...], torch.device], Plan] = {}

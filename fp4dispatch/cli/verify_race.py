@@ -29,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
     """Run both and print the counts; 0 where ours has no bad tile and the control was caught in every case."""
     from fp4dispatch.race import run_race
 
-    size = {"rounds": args.rounds or ROUNDS, "requests": args.requests or REQUESTS}
-    ours, control = run_race(**size), run_race(**size, control=True)
+    rounds, requests = args.rounds or ROUNDS, args.requests or REQUESTS
+    ours = run_race(rounds=rounds, requests=requests)
+    control = run_race(rounds=rounds, requests=requests, control=True)
     faults = found(ours, control)
     if args.json:
         both = {"ours": ours.to_dict(), "control": control.to_dict()}

@@ -1,0 +1,190 @@
+"""The eager fast path of the layers: taken once an M has run, and only where nothing differs from then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fp4dispatch import capture, dispatch, ops, registry, routes
+from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.errors import BackwardError, CaptureError, InputError
+from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.quantized_linear import QuantizedLinear
+
+K, N = 64, 48
+
+
+class Split(ReferenceBackend):
+    """The reference with one plan an M; counts its launches."""
+
+    plans_by_m = True
+    runs = 0
+
+    def run(self, plan, prepared, x, out, bias=None):
+        assert plan.problem.m == out.shape[0] == x.shape[0]
+        type(self).runs += 1
+        super().run(plan, prepared, x, out, bias)
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch):
+    found = Split()
+    real = dict(registry.backends())
+    monkeypatch.setattr(registry, "backends", lambda: real | {"reference": found})
+    monkeypatch.setattr(Split, "runs", 0)
+    monkeypatch.setattr(routes, "_plans", {})
+    for forget in (routes.LayerSpec.parse.cache_clear, dispatch.reset):
+        forget()
+    yield found
+    for forget in (routes.LayerSpec.parse.cache_clear, dispatch.reset):
+        forget()
+
+
+@pytest.fixture
+def long_way(monkeypatch):
+    """Count the calls that took the long way."""
+    calls, real = [], QuantizedLinear._call
+    monkeypatch.setattr(QuantizedLinear, "_call", lambda self, x: calls.append(x) or real(self, x))
+    return calls
+
+
+def make(bias=True, fp4=False):
+    torch.manual_seed(0)
+    linear = nn.Linear(K, N, bias=bias).bfloat16()
+    return FP4Linear.from_linear(linear) if fp4 else FP8Linear.from_linear(linear, scaling="row")
+
+
+def rows(*shape):
+    torch.manual_seed(1)
+    return torch.randn(*shape, K, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("fp4", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (16,), (2, 3), (1, 1), (2, 1, 4), ()])
+def test_the_second_call_is_fast_and_the_same(shape, bias, fp4, long_way):
+    layer, x = make(bias, fp4), rows(*shape)
+    want = layer(x)
+    assert len(long_way) == 1
+    got = layer(x)
+    assert len(long_way) == 1
+    assert torch.equal(got, want)
+    assert got.shape == (*shape, N)
+    assert got.is_contiguous()
+    assert Split.runs == 2
+
+
+def test_each_m_is_found_by_its_own_number_of_tokens(long_way):
+    layer = make()
+    for m in (1, 2, 7, 8):
+        layer(rows(m))
+    assert len(long_way) == 4
+    for shape in ((8,), (2, 4), (7,), (2,), (1, 2), (1,)):
+        layer(rows(*shape))  # Split checks that the plan is for this M
+    assert len(long_way) == 4
+
+
+@pytest.mark.parametrize(
+    ("x", "says"),
+    [
+        (torch.zeros(4, K + 16, dtype=torch.bfloat16), "in_features"),
+        (torch.zeros(K, 4, dtype=torch.bfloat16), "in_features"),  # as many elements as a good one
+        (torch.zeros(2, 2 * K, dtype=torch.bfloat16), "in_features"),
+        (torch.zeros((), dtype=torch.bfloat16), "in_features"),
+        (torch.zeros(4, K, dtype=torch.bfloat16, device="meta"), "meta"),
+        (torch.zeros(4, K, dtype=torch.int16), "int16"),
+    ],
+)
+def test_bad_input_is_refused_by_a_layer_that_is_warm(x, says):
+    layer = make()
+    for m in (0, 1, 4, 5):
+        layer(rows(m))
+    runs = Split.runs
+    with pytest.raises(InputError, match=says):
+        layer(x)
+    assert Split.runs == runs
+
+
+def test_what_differs_takes_the_long_way_and_is_right(long_way):
+    layer, x = make(), rows(4)
+    want = layer(x)
+    for other in (x.t().contiguous().t(), rows(8)[::2], nn.Parameter(x)):
+        del long_way[:]
+        got = layer(other)
+        assert len(long_way) == 1, type(other)
+        assert torch.equal(got, layer(other.detach().clone()))
+    assert torch.equal(layer(x.t().contiguous().t()), want)
+    del long_way[:]
+    with torch.autocast("cpu", torch.float16):
+        assert layer(x.float()).dtype == torch.float16
+    assert len(long_way) == 1
+
+
+def test_a_gradient_is_still_refused_by_a_layer_that_is_warm():
+    layer, x = make(), rows(4)
+    layer(x)
+    y = layer(x.clone().requires_grad_())
+    with pytest.raises(BackwardError):
+        y.sum().backward()
+
+
+def test_a_bias_that_is_exchanged_is_seen():
+    layer, x = make(), rows(4)
+    with_bias = layer(x)
+    layer(x)
+    bias, layer.bias = layer.bias, None
+    without = layer(x)
+    torch.testing.assert_close(without + bias, with_bias, rtol=0.02, atol=0.02)
+    assert torch.equal(layer(x), without)
+    layer.bias = nn.Parameter(bias + 1, requires_grad=False)
+    torch.testing.assert_close(layer(x), with_bias + 1, rtol=0.02, atol=0.02)
+    layer.bias = nn.Parameter(torch.zeros(N + 1), requires_grad=False)
+    with pytest.raises(InputError, match="bias"):
+        layer(x)
+
+
+@pytest.mark.parametrize("change", ["load", "half"])
+def test_nothing_stale_survives_a_load_or_a_cast(change):
+    layer, x = make(), rows(4)
+    before = layer(x)
+    layer(x)
+    if change == "load":
+        state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        state["weight_scale"] *= 2
+        state["bias"].zero_()
+        layer.load_state_dict(state)
+        fresh = make()
+        fresh.load_state_dict(state)
+        assert torch.equal(layer(x), fresh(x))
+        assert not torch.equal(layer(x), before)
+    else:
+        layer.half()
+        y = layer(x.half())
+        assert y.dtype == torch.float16
+        torch.testing.assert_close(y.float(), before.float(), rtol=0.02, atol=0.02)
+
+
+def test_only_small_m_are_kept():
+    layer = make()
+    for m in (1, routes.READY_M, routes.READY_M + 1):
+        layer(rows(m))
+    assert sorted(layer.bind().ready) == [1, routes.READY_M]
+
+
+def test_a_warm_m_needs_no_host_work_in_capture_and_another_is_refused(monkeypatch):
+    layer = make()
+    layer(rows(4))
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    assert layer(rows(4)).shape == (4, N)
+    with pytest.raises(CaptureError, match=r"warmup\(model, tokens=\[5\]\)"):
+        layer(rows(5))
+
+
+def test_no_dispatcher_no_environment_no_log_on_the_fast_path(monkeypatch):
+    layer, x = make(), rows(4)
+    layer(x)
+    for owner, name in ((ops, "linear"), (ops, "run_bound"), (dispatch, "select"), (routes, "plan_for")):
+        monkeypatch.setattr(owner, name, lambda *a, **k: pytest.fail("on the fast path"))
+    monkeypatch.setattr("fp4dispatch.settings.Settings.__getattr__", lambda *a: pytest.fail("the environment"))
+    layer(x)
