@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, Qu
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import tile_for
 from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
+from fp4dispatch.backends.scratch import Part, Scratch
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
+from fp4dispatch.jit.kernels import LoadedKernel
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
@@ -35,13 +38,24 @@ class _Layout(NamedTuple):
     has_input_scale: bool
 
 
-class _Kernels(NamedTuple):
-    """A plan's functions, and whether each may be launched with PDL: the binary's own proof, and the setting."""
+class _State(NamedTuple):
+    """All that a plan knows.
 
-    gemm: Any
+    ``launch`` quantises and multiplies, with ``gemm`` and ``quantize``; each with PDL where its binary's proof and the
+    setting allow it. ``scratch``: quantised activation, its scales unless they are static, workspace. ``fits``: nothing
+    is padded, so that operands may be launched on as they come.
+    """
+
+    m: int
+    layout: _Layout
+    fits: bool
+    launch: Callable[[_State, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]
+    gemm: Callable[..., None]
     gemm_pdl: bool
-    quantize: Any
+    quantize: Callable[..., None]
     quantize_pdl: bool
+    workspace: Part
+    scratch: Scratch
 
 
 class CutlassBackend(Backend):
@@ -91,9 +105,7 @@ class CutlassBackend(Backend):
             )
         gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
         quantize = jit.load("nvfp4_quantize" if problem.op == "nvfp4_gemm" else "fp8_quantize", "any", arch)
-        pdl = settings.pdl != "off"
-        kernels = _Kernels(gemm.module, pdl and gemm.pdl_allowed, quantize.module, pdl and quantize.pdl_allowed)
-        return Plan(self.name, problem, kernels)
+        return Plan(self.name, problem, _state(problem, _Layout(*prepared.layout), device, gemm, quantize))
 
     def run(
         self,
@@ -104,15 +116,30 @@ class CutlassBackend(Backend):
         bias: Tensor | None = None,
     ) -> None:
         """Quantise the activation where that is still to do, and launch the GEMM."""
-        layout = _Layout(*prepared.layout)
-        kernels: _Kernels = plan.state
-        m = out.shape[0]
-        d = out if direct(out, layout.np) else out.new_empty(m, layout.np)
+        s: _State = plan.state
+        # As a layer calls it: straight to the launches. Each test and view that is left out is a microsecond.
+        if (
+            s.fits
+            and isinstance(x, Tensor)
+            and out.shape[0] == s.m
+            and not (x.data_ptr() | out.data_ptr()) % 16
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+        ):
+            s.launch(s, x, prepared.tensors, out, bias)
+            return
+        if out.shape[0] != s.m:
+            raise InputError(f"cutlass: out has {out.shape[0]} rows, the plan is for M={s.m}: make one for this M")
+        layout = s.layout
+        d = out if direct(out, layout.np) else out.new_empty(s.m, layout.np)
         bias = bias_row(bias, out.dtype, layout.np)
-        if layout.scaling == "nvfp4":
-            _run_nvfp4(kernels, layout, prepared, x, plan.problem, d, bias)
+        if isinstance(x, Tensor):
+            s.launch(s, aligned(x, layout.kp), prepared.tensors, d, bias)
+        elif layout.scaling == "nvfp4":
+            _raw_nvfp4(s, prepared, x, plan.problem, d, bias)
         else:
-            _run_fp8(kernels, layout, prepared, x, d, bias)
+            _raw_fp8(s, prepared, x, d, bias)
         if d is not out:
             out.copy_(d[:, : layout.n])
 
@@ -128,79 +155,107 @@ def _sf_128x4(sf: Tensor, w: LinearWeights, np: int, kp: int) -> Tensor:
     return formats.to_128x4(zero_pad(sf, np, kp // formats.NVFP4_BLOCK))
 
 
-# ----------------------------------------------------------------------------------------------------------------- run
+# ---------------------------------------------------------------------------------------------------------------- plan
 
 
-def _workspace(kernels: _Kernels, d: Tensor, k: int) -> Tensor:
-    return d.new_empty(kernels.gemm.workspace_size(d.shape[0], d.shape[1], k), dtype=torch.uint8)
-
-
-def _run_fp8(
-    kernels: _Kernels,
-    layout: _Layout,
-    prepared: Prepared,
-    x: Tensor | QuantizedActivation,
-    d: Tensor,
-    bias: Tensor | None,
-) -> None:
-    w, w_scale = prepared.tensors[:2]
-    if isinstance(x, Tensor):
-        a, a_scale = _quantize_fp8(kernels, layout, prepared, aligned(x, layout.kp))
-    else:
-        a, a_scale = aligned(x.data, layout.kp), x.scale
-        if layout.scaling == "block128":
-            a_scale = _tokens_fastest(a_scale, a)
-    workspace = _workspace(kernels, d, layout.kp)
-    kernels.gemm.fp8_gemm(a, w, a_scale, w_scale, bias, d, workspace, kernels.gemm_pdl)
-
-
-def _quantize_fp8(kernels: _Kernels, layout: _Layout, prepared: Prepared, x: Tensor) -> tuple[Tensor, Tensor]:
-    m = x.shape[0]
-    q = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    if layout.scaling == "block128":
-        scale = _token_major(x, m, layout.kp)
-        kernels.quantize.fp8_quantize_1x128(x, q, scale, kernels.quantize_pdl)
+def _state(
+    problem: Problem, layout: _Layout, device: torch.device, gemm: LoadedKernel, quantize: LoadedKernel
+) -> _State:
+    """Return what a plan of loaded kernels knows."""
+    m, pdl = problem.m, settings.pdl != "off"
+    workspace = Part((gemm.module.workspace_size(m, layout.np, layout.kp),), torch.uint8)
+    view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple
+    launch, function = _launch_fp8, quantize.module
+    parts = [Part((m, layout.kp), torch.float8_e4m3fn)]
+    if problem.op == "nvfp4_gemm":
+        launch, function = _launch_nvfp4, function.nvfp4_quantize
+        sf = (round_up(m, 128), round_up(layout.kp // formats.NVFP4_BLOCK, 4))
+        parts = [Part((m, layout.kp // 2), torch.uint8), Part(sf, torch.float8_e4m3fn)]
+    elif layout.scaling == "block128":
+        function = function.fp8_quantize_1x128
+        parts.append(Part(_columns(m, layout.kp), torch.float32))
+        view = _transposed(m)
     elif layout.has_input_scale:
-        scale = prepared.tensors[-1].reshape(1)
-        kernels.quantize.fp8_quantize_tensor(x, q, scale, kernels.quantize_pdl)
+        launch, function = _launch_fp8_static, function.fp8_quantize_tensor
     else:
-        scale = x.new_empty(m, dtype=torch.float32)
-        kernels.quantize.fp8_quantize_row(x, q, scale, kernels.quantize_pdl)
-    return q, scale
+        function = function.fp8_quantize_row
+        parts.append(Part((m,), torch.float32))
+    return _State(
+        m,
+        layout,
+        (layout.np, layout.kp) == (layout.n, layout.k),
+        launch,
+        gemm.module.nvfp4_gemm if problem.op == "nvfp4_gemm" else gemm.module.fp8_gemm,
+        pdl and gemm.pdl_allowed,
+        function,
+        pdl and quantize.pdl_allowed,
+        workspace,
+        Scratch(device, [*parts, workspace], view),
+    )
 
 
-def _token_major(x: Tensor, m: int, k: int) -> Tensor:
-    """Return an empty f32 [M, ceil(K/128)], tokens contiguous, column stride a multiple of 4: TMA loads it."""
-    return x.new_empty(-(-k // formats.FP8_BLOCK), round_up(m, 4), dtype=torch.float32).t()[:m]
+def _columns(m: int, k: int) -> tuple[int, int]:
+    """Return the sizes of the scales of 1x128 blocks of [M, K], tokens last and padded to 16 bytes, as TMA loads it."""
+    return -(-k // formats.FP8_BLOCK), round_up(m, 4)
+
+
+def _transposed(m: int) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+    return lambda parts: (parts[0], parts[1].t()[:m], *parts[2:])
+
+
+# -------------------------------------------------------------------------------------------------------------- launch
+
+
+def _launch_fp8(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    q, scale, workspace = s.scratch()
+    s.quantize(x, q, scale, s.quantize_pdl)
+    s.gemm(q, tensors[0], scale, tensors[1], bias, d, workspace, s.gemm_pdl)
+
+
+def _launch_fp8_static(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    q, workspace = s.scratch()
+    scale = tensors[2]
+    s.quantize(x, q, scale, s.quantize_pdl)
+    s.gemm(q, tensors[0], scale, tensors[1], bias, d, workspace, s.gemm_pdl)
+
+
+def _launch_nvfp4(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    w, w_sf, w_global = tensors[:3]
+    a_global = tensors[3] if s.layout.has_input_scale else formats.nvfp4_global_scale(x)
+    q, sf, workspace = s.scratch()
+    s.quantize(x, a_global, q, sf, s.quantize_pdl)
+    s.gemm(q, w, sf, w_sf, w_global * a_global, bias, d, workspace, s.gemm_pdl)
+
+
+# ------------------------------------------------------------------------------------------------------- raw operands
+
+
+def _workspace(s: _State, d: Tensor) -> Tensor:
+    return d.new_empty(s.workspace.shape, dtype=s.workspace.dtype)
+
+
+def _raw_fp8(s: _State, prepared: Prepared, x: QuantizedActivation, d: Tensor, bias: Tensor | None) -> None:
+    w, w_scale = prepared.tensors[:2]
+    a, a_scale = aligned(x.data, s.layout.kp), x.scale
+    if s.layout.scaling == "block128":
+        a_scale = _tokens_fastest(a_scale, a)
+    s.gemm(a, w, a_scale, w_scale, bias, d, _workspace(s, d), s.gemm_pdl)
 
 
 def _tokens_fastest(scale: Tensor, a: Tensor) -> Tensor:
-    return _token_major(a, a.shape[0], a.shape[1]).copy_(scale)
+    m, k = a.shape
+    return a.new_empty(_columns(m, k), dtype=torch.float32).t()[:m].copy_(scale)
 
 
-def _run_nvfp4(
-    kernels: _Kernels,
-    layout: _Layout,
-    prepared: Prepared,
-    x: Tensor | QuantizedActivation,
-    problem: Problem,
-    d: Tensor,
-    bias: Tensor | None,
+def _raw_nvfp4(
+    s: _State, prepared: Prepared, x: QuantizedActivation, problem: Problem, d: Tensor, bias: Tensor | None
 ) -> None:
     w, w_sf, w_global = prepared.tensors[:3]
-    m = d.shape[0]
-    if isinstance(x, Tensor):
-        x = aligned(x, layout.kp)
-        a_global = prepared.tensors[3] if layout.has_input_scale else formats.nvfp4_global_scale(x)
-        a = x.new_empty(m, layout.kp // 2, dtype=torch.uint8)
-        a_sf = x.new_empty(round_up(m, 128), round_up(layout.kp // 16, 4), dtype=torch.float8_e4m3fn)
-        kernels.quantize.nvfp4_quantize(x, a_global.reshape(1), a, a_sf, kernels.quantize_pdl)
-        alpha = w_global * a_global
-    else:
-        a, a_sf = aligned(x.data, layout.kp // 2), x.scale
-        if problem.sf_layout != "128x4" or layout.kp != layout.k:
-            columns = layout.k // formats.NVFP4_BLOCK
-            linear = formats.from_128x4(a_sf, m, columns) if problem.sf_layout == "128x4" else a_sf
-            a_sf = formats.to_128x4(zero_pad(linear, m, layout.kp // formats.NVFP4_BLOCK))
-        alpha = w_global if x.global_scale is None else w_global * x.global_scale
-    kernels.gemm.nvfp4_gemm(a, w, a_sf, w_sf, alpha, bias, d, _workspace(kernels, d, layout.kp), kernels.gemm_pdl)
+    layout = s.layout
+    a, a_sf = aligned(x.data, layout.kp // 2), x.scale
+    if problem.sf_layout != "128x4" or layout.kp != layout.k:
+        columns = layout.k // formats.NVFP4_BLOCK
+        linear = formats.from_128x4(a_sf, s.m, columns) if problem.sf_layout == "128x4" else a_sf
+        a_sf = formats.to_128x4(zero_pad(linear, s.m, layout.kp // formats.NVFP4_BLOCK))
+    alpha = w_global if x.global_scale is None else w_global * x.global_scale
+    s.gemm(a, w, a_sf, w_sf, alpha, bias, d, _workspace(s, d), s.gemm_pdl)
