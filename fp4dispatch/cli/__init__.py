@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 OK, FAILED, USAGE = 0, 1, 2
 
 HELP: dict[str, str] = {
+    "bench": "check and time our layers beside their peers",
     "build": "compile kernels ahead of time, for any GPU",
     "cache": "list or clear the compiled kernels",
     "demo": "quantise a real embedding model, say which backend runs each layer and why, compare",

@@ -29,6 +29,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("graphs",),
     ("integrations",),
+    ("benchmark",),
     ("__init__",),
     ("cli", "__main__"),
 )

@@ -1,0 +1,138 @@
+"""Two runs beside each other: what became slower by more than the noise, and what is not right any more.
+
+Times of two machines cannot be compared, and those of one card drift with its clocks and neighbours. So each time is
+divided by the baseline's of the same problem in the same run first, and only that ratio is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark.report import Document, by_problem
+from fp4dispatch.errors import InputError
+
+THRESHOLD = 0.05
+"""Noise: what two runs of one commit may differ by, beside the spreads that they measured."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row in both runs. ``ratio`` = time now / time then, both over the baseline; ``allowed`` its noise."""
+
+    n: int
+    k: int
+    m: int
+    method: str
+    ratio: float | None
+    allowed: float
+    what: str
+
+    def __str__(self) -> str:
+        return f"N={self.n} K={self.k} M={self.m} {self.method}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of the rows that both runs have; ``shared`` is how many.
+
+    ``worse`` fails the command; ``better`` and ``peers`` (theirs, either way) are told. ``gone``: rows of ours that the
+    old run had and this one did not measure.
+    """
+
+    worse: tuple[Change, ...]
+    better: tuple[Change, ...]
+    peers: tuple[Change, ...]
+    shared: int
+    gone: int
+    threshold: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing of ours became worse."""
+        return not self.worse
+
+    def text(self) -> str:
+        """Return the outcome for people."""
+        lines = [
+            f"compared {self.shared} rows, times over the baseline's of the same run; noise: {self.threshold:.0%} plus "
+            "the spreads of the rows",
+            *(f"WORSE: {change}" for change in self.worse),
+            *(f"better: {change}" for change in self.better),
+            *(f"a peer: {change}" for change in self.peers),
+        ]
+        if self.gone:
+            lines.append(f"{self.gone} rows of the old run were not measured in this one")
+        lines.append("no regression" if self.ok else f"{len(self.worse)} regressions")
+        return "\n".join(lines)
+
+
+def compare(old: Document, new: Document, threshold: float = THRESHOLD) -> Comparison:
+    """Compare two runs on one kind of card.
+
+    Parameters
+    ----------
+    old, new
+        Documents.
+    threshold
+        Share by which a time may grow without being called a regression, beside the spreads of the rows it depends on.
+
+    Raises
+    ------
+    InputError
+        For different cards, runs that share no row, or a threshold that is negative.
+    """
+    if not 0 <= threshold < 10:
+        raise InputError(f"threshold={threshold!r}: need a share of at least 0, e.g. 0.05 for 5 %")
+    cards = [doc["facts"]["device"] for doc in (old, new)]
+    if cards[0] != cards[1]:
+        raise InputError(f"the old run is of {cards[0]}, this one of {cards[1]}: compare runs of one kind of card")
+    before, now = by_problem(old), by_problem(new)
+    keys = [key for key in before if key in now]
+    if not keys:
+        raise InputError("the two runs have no row in common: measure the same suite, shapes and methods")
+    ours = {name for name, about in new["methods"].items() if about["ours"]}
+    ours |= {name for name, about in old["methods"].items() if about["ours"]}
+    changes = [
+        (change, bad) for key in keys if (found := _change(key, before, now, threshold)) for change, bad in [found]
+    ]
+    mine = [(change, bad) for change, bad in changes if change.method in ours]
+    return Comparison(
+        tuple(change for change, bad in mine if bad),
+        tuple(change for change, bad in mine if not bad),
+        tuple(change for change, _ in changes if change.method not in ours),
+        len(keys),
+        sum(key not in now and key[3] in ours for key in before),
+        threshold,
+    )
+
+
+_Key = tuple[int, int, int, str]
+_Rows = Mapping[_Key, Mapping[str, Any]]
+
+
+def _change(key: _Key, before: _Rows, now: _Rows, threshold: float) -> tuple[Change, bool] | None:
+    """Return what changed in a row by more than the noise, and whether for the worse."""
+    old, new = before[key], now[key]
+    if old["status"] != new["status"]:
+        detail = f" ({new['detail']})" if new["detail"] else ""
+        return Change(*key, None, 0.0, f"was {old['status']}, is {new['status']}{detail}"), old["status"] == "ok"
+    if new["status"] != "ok":
+        return None
+    base = (*key[:3], BASELINE)
+    base_then, base_now = (rows.get(base, {}).get("us") for rows in (before, now))
+    relative = bool(base_then and base_now and key[3] != BASELINE)
+    spreads = old["spread"] + new["spread"]
+    ratio = new["us"] / old["us"]
+    if base_then and base_now and relative:
+        ratio *= base_then / base_now
+        spreads += before[base]["spread"] + now[base]["spread"]
+    allowed = threshold + spreads
+    if 1 / (1 + allowed) <= ratio <= 1 + allowed:
+        return None
+    what = f"{old['us']:.1f} us -> {new['us']:.1f} us, {ratio:.3f} times" + (
+        f" over the baseline's (noise {allowed:.0%})" if relative else f" (noise {allowed:.0%})"
+    )
+    return Change(*key, ratio, allowed, what), ratio > 1

@@ -1,0 +1,118 @@
+"""Ours: what ``FP4Linear`` and ``FP8Linear`` run, with the backends that the policy chooses, and the raw operators."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import formats, ops
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared
+from fp4dispatch.benchmark.operands import Entering, Format, Operands
+from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.problem import Activation
+from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.routes import Bound
+
+
+def methods() -> tuple[Method, ...]:
+    """Return every method of this package."""
+    layers = [Layer("nvfp4", pin) for pin in (None, "bf16", "fp8")]
+    layers += [Layer(fmt, None) for fmt in ("tensor", "row", "block128")]
+    return (*layers, RawFp8("tensor"), RawFp8("row"))
+
+
+class Layer(Method):
+    """A layer as ``replace_linears`` makes it: the policy chooses by M, activation quantisation is included.
+
+    Each call goes through the operator behind the layer, on rotating copies of the layer's prepared tensors.
+    """
+
+    ours = True
+
+    def __init__(self, fmt: Format, pin: Activation | None) -> None:
+        self.format, self.pin = fmt, pin
+        kind = "FP4Linear" if fmt == "nvfp4" else f"FP8Linear/{fmt}"
+        self.name = kind + (f"/{pin}" if pin else "")
+        self.what = f"{kind}, " + (f"activation={pin!r}" if pin else "the policy's choice")
+
+    def lacks(self, card: Card) -> str:
+        """Return nothing: the reference backend runs anywhere."""
+        return ""
+
+    def layer(self, operands: Operands) -> QuantizedLinear:
+        """Make the layer."""
+        weights = operands.weights(self.format)
+        activation = self.pin or "any"
+        if self.format == "nvfp4":
+            return FP4Linear.from_weights(weights, activation=activation)
+        return FP8Linear.from_weights(weights, activation=activation)
+
+    def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:
+        """Bind the layer and clone what it prepared."""
+        bound = self.layer(operands).bind(torch.bfloat16)
+        tensors = [bound.tensors, *(tuple(t.clone() for t in bound.tensors) for _ in range(copies - 1))]
+
+        def at(x: Tensor) -> Launch:
+            backend, activation = chosen(bound, x.shape[0])
+            entering = _entering(self.format, activation)
+            call = lambda i: ops.run_linear(x, tensors[i], None, bound.spec)  # noqa: E731
+            return Launch(call, entering, f"{backend} ({activation})")
+
+        return at
+
+
+class RawFp8(Method):
+    """``fp4dispatch.fp8_gemm`` on an activation that is quantised already."""
+
+    ours = True
+    takes = "fp8"
+
+    def __init__(self, fmt: Literal["tensor", "row"]) -> None:
+        self.format, self.scaling = fmt, fmt
+        self.name = f"fp8_gemm/{fmt}"
+        self.what = f"fp4dispatch.fp8_gemm, one scale a {fmt}, the policy's choice"
+
+    def lacks(self, card: Card) -> str:
+        """Return nothing: the reference backend runs anywhere."""
+        return ""
+
+    def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:
+        """Clone the weight."""
+        w = operands.weights(self.format)
+        weights = [w.weight, *(w.weight.clone() for _ in range(copies - 1))]
+
+        def at(x: Tensor) -> Launch:
+            a = formats.fp8_quantize(x, self.scaling)
+
+            def call(i: int) -> Tensor:
+                return ops.fp8_gemm(a.data, weights[i], a.scale, w.scale, scaling=w.scaling)
+
+            return Launch(call, self.scaling, _raw_backend(w, x.shape[0], x.device))
+
+        return at
+
+
+def chosen(bound: Bound, m: int) -> tuple[str, Activation]:
+    """Return the backend that a bound layer runs M tokens on, and the activation format there."""
+    route = next((route for route in bound.spec.routes if m <= route.m_max), bound.spec.routes[-1])
+    return route.backend, route.activation
+
+
+def _raw_backend(w: LinearWeights, m: int, device: torch.device) -> str:
+    """Return what the policy has chosen for a raw GEMM; asked again, not guessed."""
+    from fp4dispatch import dispatch
+    from fp4dispatch.problem import Problem
+
+    problem = Problem(w.op, m, w.n, w.k, "fp8", w.scaling)
+    decision = dispatch.select(problem, gpu=device.index if device.type == "cuda" else None)
+    return f"{decision.backend} ({decision.activation})"
+
+
+def _entering(fmt: Format, activation: Activation) -> Entering:
+    """Return how an activation enters the multiplication in a layer without a static input scale."""
+    if activation == "fp8":
+        return "1x128" if fmt == "block128" else "row"
+    return "nvfp4" if activation == "nvfp4" else "bf16"

@@ -1,0 +1,76 @@
+"""The speed-up over bfloat16 by number of tokens, one panel a shape; needs matplotlib (extra ``bench``)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark.report import Document, by_problem, shapes_of, tokens_of
+from fp4dispatch.errors import InputError
+
+PANELS = 12
+"""Shapes that are drawn: the first ones, which are the most important."""
+
+
+def draw(doc: Document, path: Path) -> None:
+    """Write a picture; the format follows the file's ending (png, svg, pdf).
+
+    Raises
+    ------
+    InputError
+        If matplotlib is not installed, does not know the ending, or nothing with a baseline was measured.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError(f"--plot needs matplotlib ({error})\n  pip install 'fp4dispatch[bench]'") from error
+    shapes = [shape for shape in shapes_of(doc) if _lines(doc, *shape)][:PANELS]
+    if not shapes:
+        raise InputError(f"nothing to draw: no method was measured beside {BASELINE}")
+    columns = min(3, len(shapes))
+    rows = math.ceil(len(shapes) / columns)
+    figure = Figure(figsize=(5.2 * columns, 3.8 * rows + 0.8), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    names = [name for name in doc["methods"] if name != BASELINE]
+    for place, axis in enumerate(axes.flat):
+        if place >= len(shapes):
+            axis.set_visible(False)
+            continue
+        _panel(axis, doc, *shapes[place], names)
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(f"{doc['facts']['device']}, {doc['facts']['date']}: time of bfloat16 cuBLAS / time")
+    try:
+        figure.savefig(path)
+    except (ValueError, OSError) as error:
+        raise InputError(f"cannot draw to {path}: {error}") from error
+
+
+def _panel(axis: Any, doc: Document, n: int, k: int, names: list[str]) -> None:
+    axis.axhline(1, color="0.6", linewidth=1)
+    for name, points in _lines(doc, n, k).items():
+        style = "-" if doc["methods"][name]["ours"] else "--"
+        axis.plot(*zip(*points, strict=True), style, marker=".", label=name, color=f"C{names.index(name) % 10}")
+    axis.set_xscale("log", base=2)
+    ticks = tokens_of(doc)
+    axis.set_xticks(ticks, [str(m) for m in ticks], fontsize=7, rotation=45)
+    axis.set_xticks([], minor=True)
+    axis.set_title(f"{n} x {k}", fontsize=10)
+    axis.set_xlabel("tokens", fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def _lines(doc: Document, n: int, k: int) -> dict[str, list[tuple[int, float]]]:
+    """Return (M, speed-up) of every method but the baseline."""
+    rows = by_problem(doc)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for name in doc["methods"]:
+        for m in tokens_of(doc):
+            base, mine = (rows.get((n, k, m, each), {}).get("us") for each in (BASELINE, name))
+            if base and mine and name != BASELINE:
+                lines.setdefault(name, []).append((m, base / mine))
+    return lines

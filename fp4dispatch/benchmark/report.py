@@ -1,0 +1,311 @@
+"""What a run found: plain data (the JSON document), and a table, CSV and Markdown made from that document alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp4dispatch.benchmark.host import HostRow
+from fp4dispatch.benchmark.methods import BASELINE, Method, rivals
+from fp4dispatch.benchmark.roofline import Peaks
+from fp4dispatch.benchmark.run import Outcome
+from fp4dispatch.benchmark.shapes import Suite, catalogue
+from fp4dispatch.errors import InputError
+
+KIND, SCHEMA = "bench", 1
+NOISY = 0.05
+"""A row whose spread is larger is marked in the table."""
+COLUMNS = 7
+"""Numbers of tokens side by side in the table."""
+
+Document = dict[str, Any]
+_KEYS = ("kind", "schema", "suite", "facts", "peaks", "methods", "absent", "left", "stopped", "measured", "host")
+
+
+def document(
+    suite: Suite,
+    facts: Mapping[str, Any],
+    peaks: Peaks,
+    methods: Iterable[Method],
+    outcome: Outcome,
+    host: Iterable[HostRow],
+) -> Document:
+    """Return everything that a run found, as plain data."""
+    every = tuple(methods)
+    return {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "suite": suite.name,
+        "facts": dict(facts),
+        "peaks": peaks.to_dict(),
+        "methods": {
+            method.name: {
+                "what": method.what,
+                "format": method.format,
+                "takes": method.takes,
+                "ours": method.ours,
+                "rivals": list(rivals(method, every)) if method.ours else [],
+            }
+            for method in every
+        },
+        "absent": dict(outcome.absent),
+        "left": [list(problem) for problem in outcome.left],
+        "stopped": outcome.stopped,
+        "seconds": round(outcome.seconds, 1),
+        "measured": [row.to_dict() for row in outcome.rows],
+        "host": [row.to_dict() for row in host],
+    }
+
+
+def json_text(doc: Document) -> str:
+    """Return the document as JSON, one measured row a line."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in doc["measured"])
+    rest = json.dumps({**doc, "measured": []}, indent=1)
+    return rest.replace('"measured": []', f'"measured": [\n{lines}\n ]' if lines else '"measured": []', 1) + "\n"
+
+
+def read(path: Path) -> Document:
+    """Read a document back.
+
+    Raises
+    ------
+    InputError
+        If there is no such file, or it is not the JSON of a benchmark of this schema.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} cannot be read as a benchmark's JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise InputError(f"{path} is not a benchmark's JSON: write one with `fp4dispatch bench --json FILE`")
+    missing = [key for key in _KEYS if key not in data]
+    if data.get("schema") != SCHEMA or missing:
+        raise InputError(
+            f"{path} has schema {data.get('schema')!r}"
+            + (f" and lacks {', '.join(missing)}" if missing else "")
+            + f"; need schema {SCHEMA}: measure again with this version"
+        )
+    return data
+
+
+# ------------------------------------------------------------------------------------------------------------- derived
+
+
+def by_problem(doc: Document) -> dict[tuple[int, int, int, str], dict[str, Any]]:
+    """Return the rows by (N, K, M, method)."""
+    return {(row["n"], row["k"], row["m"], row["method"]): row for row in doc["measured"]}
+
+
+def shapes_of(doc: Document) -> list[tuple[int, int]]:
+    """Return the (N, K) that were measured, in their order."""
+    return list(dict.fromkeys((row["n"], row["k"]) for row in doc["measured"]))
+
+
+def tokens_of(doc: Document) -> list[int]:
+    """Return the M that were measured, ascending."""
+    return sorted({row["m"] for row in doc["measured"]})
+
+
+def speedups(doc: Document, shapes: Sequence[tuple[int, int]] | None = None) -> dict[str, dict[int, tuple[float, int]]]:
+    """Return baseline time / method time by method and M: the geometric mean over shapes, and over how many.
+
+    A shape counts where both were measured and right.
+    """
+    rows = by_problem(doc)
+    found: dict[str, dict[int, tuple[float, int]]] = {}
+    for method in doc["methods"]:
+        for m in tokens_of(doc):
+            logs = []
+            for n, k in shapes or shapes_of(doc):
+                base, mine = (rows.get((n, k, m, name), {}).get("us") for name in (BASELINE, method))
+                if base and mine:
+                    logs.append(math.log(base / mine))
+            if logs:
+                found.setdefault(method, {})[m] = (math.exp(sum(logs) / len(logs)), len(logs))
+    return found
+
+
+def versus(doc: Document) -> list[dict[str, Any]]:
+    """Return, for every shape and method of ours, where it stands worst against the best rival.
+
+    ``ratio`` is our time over the best rival's at that M, over 1 where we are slower; ``rival`` that peer.
+    """
+    rows = by_problem(doc)
+    found = []
+    for n, k in shapes_of(doc):
+        for method, about in doc["methods"].items():
+            worst: dict[str, Any] | None = None
+            for m in tokens_of(doc):
+                mine = rows.get((n, k, m, method), {}).get("us")
+                theirs = {r: us for r in about["rivals"] if (us := rows.get((n, k, m, r), {}).get("us"))}
+                if not mine or not theirs:
+                    continue
+                best = min(theirs, key=lambda name: theirs[name])
+                ratio = mine / theirs[best]
+                if worst is None or ratio > worst["ratio"]:
+                    worst = {"n": n, "k": k, "method": method, "ratio": ratio, "m": m, "rival": best}
+            if worst:
+                found.append(worst)
+    return found
+
+
+def target_shapes(doc: Document) -> list[tuple[int, int]]:
+    """Return the shapes that the targets are stated over where all of them were measured, else all that were."""
+    wanted = catalogue().suite("targets").shapes
+    measured = shapes_of(doc)
+    return list(wanted) if set(wanted) <= set(measured) else measured
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+def text(doc: Document) -> str:
+    """Return everything for people."""
+    return "\n\n".join(part for part in _parts(doc, _plain) if part)
+
+
+def markdown(doc: Document) -> str:
+    """Return the same as GitHub's Markdown."""
+    return "\n\n".join(part for part in _parts(doc, _github) if part) + "\n"
+
+
+def csv_text(doc: Document) -> str:
+    """Return the rows as CSV, one line a method and problem."""
+    if not doc["measured"]:
+        return ""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(doc["measured"][0]), lineterminator="\n")
+    writer.writeheader()
+    for row in doc["measured"]:
+        writer.writerow(row | {"tile": "x".join(map(str, row["tile"])) if row["tile"] else ""})
+    return out.getvalue()
+
+
+_Grid = Callable[[Sequence[Sequence[str]]], str]
+
+
+def _parts(doc: Document, grid: _Grid) -> Iterable[str]:
+    on_gpu = bool(doc["facts"]["arch"])
+    yield _head(doc)
+    for n, k in shapes_of(doc):
+        owners = catalogue().owners(n, k)
+        yield f"N={n} K={k}" + (f": {', '.join(owners)}" if owners else "")
+        for some in _chunks(tokens_of(doc), COLUMNS):
+            yield grid(_block(doc, n, k, some, on_gpu))
+    if doc["measured"]:
+        meaning = f" (times as fast as {BASELINE}, share of the measured roofline)" if on_gpu else ""
+        yield f"microseconds{meaning}; ~ spread over {NOISY:.0%}" + (", * weights may stay in the cache" * on_gpu)
+    if on_gpu and len(shapes_of(doc)) > 1:
+        over = target_shapes(doc)
+        yield f"times as fast as {BASELINE}, geometric mean over {len(over)} shapes:"
+        for some in _chunks(tokens_of(doc), 2 * COLUMNS):
+            yield grid(_means(doc, over, some))
+    if on_gpu and (against := versus(doc)):
+        yield "ours / the best peer in time, at the M where it is worst (over 1: slower):"
+        yield grid(_standing(against))
+    if doc["host"]:
+        yield "host time of a call, microseconds:"
+        yield grid(_host(doc["host"]))
+    yield _notes(doc)
+
+
+def _head(doc: Document) -> str:
+    facts, peaks = doc["facts"], doc["peaks"]
+    known = [("driver", facts["driver"]), ("torch", facts["torch"]), ("commit", facts["commit"])]
+    where = f"{facts['device']}{' ' + facts['arch'] if facts['arch'] else ''}"
+    line = ", ".join([where, *(f"{name} {value}" for name, value in known if value), facts["date"]])
+    units = (("copy", 1e12, "TB/s"), ("bf16", 1e12, "TFLOP/s"), ("fp8", 1e12, "TFLOP/s"))
+    best = [f"{name} {peaks[name] / unit:.3g} {word}" for name, unit, word in units if peaks[name]]
+    return line + (f"; measured ceilings: {', '.join(best)}" if best else "")
+
+
+def _block(doc: Document, n: int, k: int, ms: Sequence[int], on_gpu: bool) -> list[list[str]]:
+    rows = by_problem(doc)
+    grid = [["", *(f"M={m}" for m in ms)]]
+    for method in doc["methods"]:
+        bases = [rows.get((n, k, m, BASELINE)) if on_gpu else None for m in ms]
+        cells = [_cell(rows.get((n, k, m, method)), base, on_gpu) for m, base in zip(ms, bases, strict=True)]
+        if any(cells):
+            grid.append([method, *cells])
+    return grid
+
+
+def _cell(row: Mapping[str, Any] | None, base: Mapping[str, Any] | None, on_gpu: bool) -> str:
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return str(row["status"])
+    marks = ("~" if row["spread"] > NOISY else "") + ("*" if on_gpu and not row["cold"] else "")
+    extra = [f"{base['us'] / row['us']:.2f}x"] if base and base["us"] and row["method"] != BASELINE else []
+    extra += [f"{100 * row['roofline']:.0f}%"] if row["roofline"] else []
+    return f"{row['us']:.1f}{marks}" + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _means(doc: Document, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> list[list[str]]:
+    found = speedups(doc, shapes)
+    grid = [["", *(f"M={m}" for m in ms)]]
+    for method, by_m in found.items():
+        if method != BASELINE:
+            cells = []
+            for m in ms:
+                mean, count = by_m.get(m, (0.0, 0))
+                cells.append("" if not count else f"{mean:.2f}" + ("" if count == len(shapes) else f" ({count})"))
+            grid.append([method, *cells])
+    return grid
+
+
+def _standing(against: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    head = ["N x K", "ours", "worst", "at M", "best peer there"]
+    return [
+        head,
+        *([f"{a['n']}x{a['k']}", a["method"], f"{a['ratio']:.3f}", str(a["m"]), a["rival"]] for a in against),
+    ]
+
+
+def _host(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    grid = [["call", "us", "spread", "of it not the backend's"]]
+    for row in rows:
+        adds = f"{row['adds']:.1f}" if row["adds"] is not None else ""
+        grid.append([row["what"], f"{row['us']:.1f}", f"{row['spread']:.0%}", adds])
+    return grid
+
+
+def _notes(doc: Document) -> str:
+    bad: dict[tuple[str, ...], list[str]] = {}
+    for row in doc["measured"]:
+        if row["status"] != "ok":
+            what = (row["status"], row["method"], f"N={row['n']} K={row['k']}", row["detail"])
+            bad.setdefault(what, []).append(str(row["m"]))
+    lines = [f"{status}: {name} {nk} M={','.join(ms)}: {why}" for (status, name, nk, why), ms in bad.items()]
+    lines += [f"not measured: {name}: {why}" for name, why in doc["absent"].items()]
+    if doc["left"]:
+        first = ", ".join(f"{n}x{k} M={m}" for n, k, m in doc["left"][:3])
+        more = ", ..." if len(doc["left"]) > 3 else ""
+        why = "the run stopped" if doc["stopped"] else "the time budget was used up"
+        lines.append(f"not measured: {len(doc['left'])} problems ({first}{more}): {why}")
+    lines += [f"STOPPED: {doc['stopped']}"] if doc["stopped"] else []
+    return "\n".join(lines)
+
+
+def _plain(grid: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = []
+    for row in grid:
+        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _github(grid: Sequence[Sequence[str]]) -> str:
+    head, *rows = grid
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _chunks(values: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [values[i : i + size] for i in range(0, len(values), size)]

@@ -1,0 +1,90 @@
+"""What the card can do at best, measured: a copy, a large product in bfloat16, one in FP8; and what a problem needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from fp4dispatch.benchmark.methods import Card
+from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Entering, Format
+from fp4dispatch.benchmark.timing import Engine, take_turns
+
+COPY_BYTES = 1 << 30
+SIDE = 8192
+_UNIT: dict[Entering, str] = {"bf16": "bf16", "tensor": "fp8", "row": "fp8", "1x128": "fp8", "nvfp4": "nvfp4"}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Measured ceilings: bytes a second of a copy (read and written), operations a second; None where not measured."""
+
+    copy: float | None = None
+    bf16: float | None = None
+    fp8: float | None = None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Return plain data."""
+        return asdict(self)
+
+    def operations(self, entering: Entering) -> float | None:
+        """Return the peak of the unit that multiplies such activations."""
+        return {"bf16": self.bf16, "fp8": self.fp8}.get(_UNIT[entering])
+
+
+def least_us(peaks: Peaks, n: int, k: int, m: int, fmt: Format, entering: Entering) -> float | None:
+    """Return the microseconds under which no kernel can stay: the slower of moving the bytes and multiplying.
+
+    Bytes: the weight in its format, a bfloat16 activation read, a bfloat16 output written, each once. None where the
+    card was not measured, or has a unit for the format that was not.
+    """
+    operations = peaks.operations(entering)
+    if peaks.copy is None or operations is None:
+        return None
+    moved = n * k * WEIGHT_BYTES[fmt] + 2 * m * (k + n)
+    return 1e6 * max(moved / peaks.copy, 2 * m * n * k / operations)
+
+
+def measure(card: Card, engine: Engine, *, side: int = SIDE, copy_bytes: int = COPY_BYTES) -> Peaks:
+    """Measure the ceilings of a GPU, in a fifth of a second; nothing is measured on a CPU.
+
+    ``side`` and ``copy_bytes`` are smaller where a test runs it.
+    """
+    if card.arch is None:
+        return Peaks()
+    calls = {"copy": _copy(card.device, copy_bytes), "bf16": _product(card.device, side)}
+    try:
+        calls["fp8"] = _fp8_product(card.device, side)
+        calls["fp8"](0)
+    except RuntimeError:  # this card or this torch has no FP8 product: its peak stays unknown
+        del calls["fp8"]
+    for call in calls.values():
+        call(0)
+    replays = {name: engine.record(call, 4, 1).replay for name, call in calls.items()}
+    us = {name: sample.us for name, sample in take_turns(replays, dict.fromkeys(calls, 4), rounds=9).items()}
+    flop = 2.0 * side**3
+    return Peaks(
+        copy=2 * copy_bytes / us["copy"] * 1e6,
+        bf16=flop / us["bf16"] * 1e6,
+        fp8=flop / us["fp8"] * 1e6 if "fp8" in us else None,
+    )
+
+
+def _copy(device: torch.device, size: int) -> Callable[[int], object]:
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda i: target.copy_(source)
+
+
+def _product(device: torch.device, side: int) -> Callable[[int], object]:
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda i: torch.mm(a, b.t(), out=out)
+
+
+def _fp8_product(device: torch.device, side: int) -> Callable[[int], object]:
+    a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+    out = torch.empty(side, side, device=device, dtype=torch.bfloat16)
+    return lambda i: torch._scaled_mm(a, b.t(), one, one, out_dtype=out.dtype, out=out)

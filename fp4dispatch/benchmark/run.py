@@ -1,0 +1,279 @@
+"""Measure: for every (N, K) and M check each method, then let the methods that are right take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp4dispatch.benchmark import check, roofline, timing
+from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared, tolerance
+from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Operands, Truth
+from fp4dispatch.benchmark.roofline import Peaks
+from fp4dispatch.benchmark.timing import Engine, Recording, Sample
+
+Status = Literal["ok", "WRONG", "failed"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one problem. Only an ``ok`` row has a time.
+
+    ``us`` median, ``low`` least, ``spread`` quartile distance over median, of one call; ``off`` the worst tile's error
+    against what the method multiplies, ``tile`` that tile; ``error`` the whole output's against the exact product of
+    the stored weight and the activation as it was given; ``least_us`` what the measured ceilings allow; ``cold``
+    whether every weight came from memory. ``detail`` says why there is no time.
+    """
+
+    n: int
+    k: int
+    m: int
+    method: str
+    status: Status
+    us: float | None = None
+    low: float | None = None
+    spread: float | None = None
+    rounds: int = 0
+    backend: str = ""
+    entering: str = ""
+    off: float | None = None
+    tile: tuple[int, int] | None = None
+    error: float | None = None
+    least_us: float | None = None
+    cold: bool = False
+    detail: str = ""
+
+    @property
+    def roofline(self) -> float | None:
+        """Return the share of the measured roofline that is reached, 1 for all of it."""
+        return self.least_us / self.us if self.us and self.least_us else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; numbers with the digits that mean something."""
+        data = asdict(self) | {"roofline": self.roofline, "tile": list(self.tile) if self.tile else None}
+        return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in data.items()}
+
+
+@dataclass
+class Outcome:
+    """Everything that a run found. ``absent``: method -> what it lacks here; ``left``: (N, K, M) not measured."""
+
+    rows: list[Row] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    left: list[tuple[int, int, int]] = field(default_factory=list)
+    stopped: str = ""
+    seconds: float = 0.0
+
+
+Say = Callable[[int, str], None]
+"""Told how many problems are done, and what is being done now."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A method that is right, with its recording; what the recording reads lives as long as this does."""
+
+    method: Method
+    launch: Launch
+    recording: Recording
+    calls: int
+
+
+class Runner:
+    """Runs methods on problems.
+
+    Parameters
+    ----------
+    card, engine
+        Where, and what times it.
+    methods
+        What to compare, the baseline first.
+    peaks
+        What the card can do at best.
+    budget_s
+        Seconds after which no further problem is begun; None for all.
+    clock
+        Seconds, for the budget.
+    say
+        Told what is being measured.
+    rounds
+        Rounds of each problem.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        engine: Engine,
+        methods: Sequence[Method],
+        *,
+        peaks: Peaks | None = None,
+        budget_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        say: Say = lambda done, text: None,
+        rounds: int = 15,
+    ) -> None:
+        self.card, self.engine, self.peaks, self.rounds = card, engine, peaks or Peaks(), rounds
+        self.clock, self.say = clock, say
+        self.began = clock()
+        self.ends = None if budget_s is None else self.began + budget_s
+        self.outcome = Outcome()
+        self._done = 0
+        self.methods: list[Method] = []
+        for method in methods:
+            lacks = method.lacks(card)
+            if lacks:
+                self.outcome.absent[method.name] = lacks
+            else:
+                self.methods.append(method)
+
+    def run(self, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> Outcome:
+        """Measure every (N, K) with every M, in this order, as far as the budget reaches."""
+        todo = [(n, k, m) for n, k in shapes for m in ms]
+        for n, k in shapes:
+            if self.over() or self.outcome.stopped:
+                break
+            self.outcome.rows += self._shape(n, k, ms)
+        self.outcome.left = todo[self._done :]
+        self.outcome.seconds = self.clock() - self.began
+        return self.outcome
+
+    def over(self) -> bool:
+        """Whether the budget is used up."""
+        return self.ends is not None and self.clock() >= self.ends
+
+    # ------------------------------------------------------------------------------------------------------- one shape
+
+    def _shape(self, n: int, k: int, ms: Sequence[int]) -> Iterator[Row]:
+        self.say(self._done, f"{n}x{k}: weights")
+        operands = Operands(n, k, self.card.device)
+        ready: dict[str, Prepared] = {}
+        broken: dict[str, str] = {}
+        for method in self.methods:
+            try:
+                ready[method.name] = method.prepare(operands, self._copies(method, n, k), self.card)
+            except Exception as error:  # a peer may raise anything; it must not stop the others
+                broken[method.name] = _words(error)
+        for m in ms:
+            if self.over() or self.outcome.stopped:
+                return
+            self.say(self._done, f"{n}x{k}, M={m}")
+            yield from self._problem(operands, m, ready, broken)
+            self._done += 1
+        del ready
+        self._release()
+
+    def _release(self) -> None:
+        """Give the memory of captured graphs back: each had a pool of its own."""
+        if self.card.device.type == "cuda" and not self.outcome.stopped:
+            torch.cuda.empty_cache()
+
+    def _copies(self, method: Method, n: int, k: int) -> int:
+        return timing.copies_for(n * k * WEIGHT_BYTES[method.format], self.engine.cache_bytes)
+
+    # ----------------------------------------------------------------------------------------------------- one problem
+
+    def _problem(
+        self, operands: Operands, m: int, ready: Mapping[str, Prepared], broken: Mapping[str, str]
+    ) -> list[Row]:
+        truth = Truth(operands, m)
+        rows: dict[str, Row] = {}
+        recorded: dict[str, _Recorded] = {}
+        for method in self.methods:
+            blank = Row(operands.n, operands.k, m, method.name, "failed")
+            if method.name in broken:
+                rows[method.name] = replace(blank, detail=broken[method.name])
+                continue
+            try:
+                launch = ready[method.name](truth.x)
+                rows[method.name] = self._checked(method, launch, truth, blank)
+                if rows[method.name].status == "ok":
+                    recorded[method.name] = self._record(method, launch, rows[method.name])
+            except Exception as error:
+                rows[method.name] = replace(blank, detail=_words(error))
+                recorded.pop(method.name, None)
+                if self._stop_if_dead(rows[method.name]):
+                    return list(rows.values())
+        try:
+            self._time(recorded, rows, truth)
+        except Exception as error:
+            failed = {name: replace(rows[name], status="failed", us=None, detail=_words(error)) for name in recorded}
+            rows |= failed
+            self._stop_if_dead(next(iter(failed.values())))
+        return list(rows.values())
+
+    def _record(self, method: Method, launch: Launch, row: Row) -> _Recorded:
+        copies = self._copies(method, row.n, row.k)
+        count = timing.calls_for(copies, row.least_us, self.engine.once(launch.call), self.engine.replay_us)
+        return _Recorded(method, launch, self.engine.record(launch.call, count, copies), count)
+
+    def _time(self, recorded: Mapping[str, _Recorded], rows: dict[str, Row], truth: Truth) -> None:
+        """Let the methods take turns; then check what the replays left: a race shows in a chain, not in a lone call."""
+        for each in recorded.values():
+            for output in each.recording.latest:
+                if isinstance(output, Tensor):
+                    output.fill_(torch.nan)
+        replays = {name: each.recording.replay for name, each in recorded.items()}
+        calls = {name: each.calls for name, each in recorded.items()}
+        times = timing.take_turns(replays, calls, rounds=self.rounds, limit_us=self.engine.limit_us)
+        for name, each in recorded.items():
+            (output,) = each.recording.latest
+            assert isinstance(output, Tensor)
+            row = self._judged(each.method, each.launch, truth, rows[name], output)
+            right = row.status == "ok"
+            rows[name] = _timed(row, times[name]) if right else replace(row, detail=f"{row.detail}, in replays")
+
+    def _checked(self, method: Method, launch: Launch, truth: Truth, blank: Row) -> Row:
+        """Run once into poisoned memory and judge."""
+        _poison(launch, blank.m, blank.n, self.card.device)
+        got = launch.call(0)
+        self.engine.finish()
+        copies, size = self._copies(method, blank.n, blank.k), blank.n * blank.k * WEIGHT_BYTES[method.format]
+        row = replace(
+            blank,
+            backend=launch.backend,
+            entering=launch.entering,
+            error=check.relative_error(got, truth.want(method.format, "bf16")),
+            least_us=roofline.least_us(self.peaks, blank.n, blank.k, blank.m, method.format, launch.entering),
+            cold=timing.is_cold(copies, size, self.engine.cache_bytes),
+        )
+        return self._judged(method, launch, truth, row, got)
+
+    def _judged(self, method: Method, launch: Launch, truth: Truth, row: Row, got: Tensor) -> Row:
+        """Compare an output tile by tile with the exact product of what the method multiplies."""
+        worst = check.worst_tile(got, truth.want(method.format, launch.entering))
+        limit = tolerance(method.format, launch.entering)
+        right = worst.error <= limit
+        why = "" if right else f"tile {worst.tile} is off by {worst.error:.2g}, allowed {limit:.2g}"
+        return replace(row, status="ok" if right else "WRONG", off=worst.error, tile=worst.tile, detail=why)
+
+    def _stop_if_dead(self, row: Row) -> bool:
+        """End the run where the device cannot go on after an error."""
+        try:
+            self.engine.finish()
+        except Exception as error:
+            where = f"{row.method} at {row.n}x{row.k}, M={row.m}"
+            self.outcome.stopped = f"{where}: {row.detail}; the device cannot go on: {_words(error)}"
+        return bool(self.outcome.stopped)
+
+
+def _poison(launch: Launch, m: int, n: int, device: torch.device) -> None:
+    """Fill with NaN what the call will write; for outputs made anew, the memory that the allocator hands out next."""
+    if launch.out is not None:
+        launch.out.fill_(torch.nan)
+    else:
+        fresh: Tensor | None = torch.full((m, n), torch.nan, dtype=torch.bfloat16, device=device)
+        del fresh
+
+
+def _timed(row: Row, sample: Sample) -> Row:
+    return replace(row, us=sample.us, low=sample.low, spread=sample.spread, rounds=sample.rounds)
+
+
+def _words(error: Exception) -> str:
+    """Return an exception in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

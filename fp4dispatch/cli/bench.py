@@ -1,0 +1,172 @@
+"""``fp4dispatch bench``: check and time our layers beside their peers, on the GPU that is here.
+
+Every method is checked tile by tile before it is timed; a wrong one prints WRONG and no time. On a CPU the reference is
+run on small layers, the host's side of a call is measured, and what cannot be measured there is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp4dispatch.errors import InputError
+from fp4dispatch.progress import Progress
+
+if TYPE_CHECKING:
+    from fp4dispatch.benchmark.methods import Card, Method
+    from fp4dispatch.benchmark.shapes import Suite
+    from fp4dispatch.cli import Subparsers
+
+QUICK_S = 45.0
+"""Seconds after which --quick begins no further problem."""
+STDOUT = "-"
+CPU_NOTE = (
+    "no GPU: kernel times, speed-ups over cuBLAS and rooflines cannot be measured here; run this on one.\n"
+    "Below: the reference backend on this CPU, and what a call costs the host."
+)
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command's arguments."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="check and time our layers beside their peers",
+        description="Exits with 1 if one of ours is wrong or, with --compare, slower than it was by more than noise.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--quick", action="store_true", help="three shapes, in under a minute (the default)")
+    what.add_argument("--suite", help="quick, targets, full or cpu: which problems (fp4dispatch/benchmark/shapes.toml)")
+    parser.add_argument("--shape", action="append", metavar="NxK", help="this shape instead; may be repeated")
+    parser.add_argument("-m", action="append", type=int, metavar="M", help="these tokens instead; may be repeated")
+    parser.add_argument("--methods", action="append", metavar="GLOB", help="these methods beside torch/bf16")
+    parser.add_argument("--list", action="store_true", help="list suites and methods, and what each method lacks here")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU where torch sees one, by default")
+    parser.add_argument("--rounds", type=int, default=15, help="replays of each method that count (default: 15)")
+    parser.add_argument(
+        "--budget-s", type=float, metavar="S", help=f"begin nothing after S seconds (--quick: {QUICK_S:.0f})"
+    )
+    for name, of in (("json", "everything"), ("csv", "the rows"), ("md", "the tables")):
+        said = f"write {of} as {name.upper()} to FILE, or instead of the table where none is named"
+        parser.add_argument(f"--{name}", nargs="?", const=STDOUT, metavar="FILE", help=said)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-ups by tokens (png, svg, pdf)")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="fail where ours is slower than in OLD.json")
+    parser.add_argument(
+        "--threshold", type=float, metavar="SHARE", help="noise of --compare beside the spreads (default: 0.05)"
+    )
+    parser.add_argument("--commit", default="", help="recorded in the result")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report; 1 where one of ours is wrong, the device gave up, or --compare finds a regression."""
+    from fp4dispatch.benchmark import compare, machine, report
+
+    streams = [name for name in ("json", "csv", "md") if getattr(args, name) == STDOUT]
+    if len(streams) > 1:
+        raise InputError(f"--{' and --'.join(streams)} would both print: name a FILE for all but one")
+    old = report.read(args.compare) if args.compare else None  # a bad file must not cost a run
+    card = machine.card(args.device)
+    suite, methods, budget = plan(args, card)
+    if args.list:
+        print(listing(methods, card))
+        return 0
+    if card.arch is None and not streams:
+        print(CPU_NOTE, "\n", flush=True)
+    doc = measure(args, card, suite, methods, budget, quiet=bool(streams))
+    _write(args, doc, streams)
+    failed = bool(doc["stopped"]) or any(
+        row["status"] != "ok" and doc["methods"][row["method"]]["ours"] for row in doc["measured"]
+    )
+    if old is not None:
+        comparison = compare.compare(old, doc, compare.THRESHOLD if args.threshold is None else args.threshold)
+        print(comparison.text(), file=sys.stderr if streams else sys.stdout)
+        failed = failed or not comparison.ok
+    return 1 if failed else 0
+
+
+def plan(args: argparse.Namespace, card: Card) -> tuple[Suite, Sequence[Method], float | None]:
+    """Return what to measure, with what, in which time."""
+    from dataclasses import replace
+
+    from fp4dispatch.benchmark import methods, shapes
+
+    named = args.suite or ("quick" if card.arch else "cpu")
+    suite = shapes.catalogue().suite(named)
+    if args.shape:
+        suite = replace(suite, shapes=tuple(parse_shape(text) for text in args.shape))
+    if args.m:
+        suite = replace(suite, m=tuple(sorted(set(args.m))))
+    if min(suite.m) < 1 or args.rounds < 2:
+        raise InputError(f"-m {min(suite.m)} --rounds {args.rounds}: need at least one token and two rounds")
+    every = methods.everything()
+    quick = suite.name == "quick"
+    chosen = (
+        methods.choose(every, args.methods) if args.methods else tuple(m for m in every if not (quick and m.slow_start))
+    )
+    budget = args.budget_s if args.budget_s is not None else QUICK_S if quick else None
+    return suite, chosen, budget
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Return (N, K) of e.g. ``4096x14336``."""
+    found = re.fullmatch(r"([1-9]\d{0,6})[x,]([1-9]\d{0,6})", text.strip().lower())
+    if not found:
+        raise InputError(f"--shape {text!r}: need NxK, e.g. 4096x14336")
+    n, k = int(found[1]), int(found[2])
+    if k % 16:
+        raise InputError(f"--shape {text!r}: K={k} is not a multiple of 16, the NVFP4 block")
+    return n, k
+
+
+def measure(
+    args: argparse.Namespace, card: Card, suite: Suite, methods: Sequence[Method], budget: float | None, quiet: bool
+) -> dict[str, Any]:
+    """Run everything and return the document."""
+    from fp4dispatch.benchmark import host, machine, report, roofline
+    from fp4dispatch.benchmark import run as runs
+
+    engine = machine.engine_for(card)
+    with Progress("measuring", len(suite.shapes) * len(suite.m), unit="problems", quiet=quiet) as progress:
+
+        def say(done: int, text: str) -> None:
+            progress.update(done, note=text)
+
+        runner = runs.Runner(card, engine, methods, budget_s=budget, say=say, rounds=args.rounds)
+        say(0, "what the card can do at best")
+        runner.peaks = roofline.measure(card, engine)
+        outcome = runner.run(suite.shapes, suite.m)
+        calls = [] if outcome.stopped else host.measure(card, engine)
+    return report.document(suite, machine.facts(card, args.commit), runner.peaks, methods, outcome, calls)
+
+
+def _write(args: argparse.Namespace, doc: dict[str, Any], streams: Sequence[str]) -> None:
+    from fp4dispatch.benchmark import plot, report
+
+    make = {"json": report.json_text, "csv": report.csv_text, "md": report.markdown}
+    for name, render in make.items():
+        target = getattr(args, name)
+        if target == STDOUT:
+            print(render(doc), end="")
+        elif target is not None:
+            try:
+                Path(target).write_text(render(doc))
+            except OSError as error:
+                raise InputError(f"--{name} {target}: cannot be written: {error}") from error
+    if not streams:
+        print(report.text(doc))
+    if args.plot:
+        plot.draw(doc, args.plot)
+
+
+def listing(methods: Sequence[Method], card: Card) -> str:
+    """Return the suites, and the methods with what each one lacks on this card."""
+    from fp4dispatch.benchmark import shapes
+
+    lines = [f"{s.name:<24}{len(s.shapes)} shapes, {len(s.m)} M: {s.why}" for s in shapes.catalogue().suites.values()]
+    for method in methods:
+        lacks = method.lacks(card)
+        lines.append(f"{method.name:<24}{method.what}" + (f"; not here: {lacks}" if lacks else ""))
+    return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""Peers and ours: who is compared with whom, and what each adapter hands to what it measures."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from fp4dispatch import formats
+from fp4dispatch.arch import Arch
+from fp4dispatch.benchmark import methods, ours, peers
+from fp4dispatch.benchmark.check import worst_tile
+from fp4dispatch.benchmark.methods import BASELINE, Card, choose, everything, rivals
+from fp4dispatch.benchmark.operands import Operands, Truth
+from fp4dispatch.errors import InputError
+from tests.bench_cases import CPU, HOPPER_ON_PAPER
+
+NAMES = [method.name for method in everything()]
+
+
+def test_everything_that_the_contract_names_is_there():
+    assert NAMES[0] == BASELINE
+    assert {"torch/tensor", "torch/row", "torch/tensor+q", "torch/row+q"} < set(NAMES)
+    assert {"flashinfer/block128+q", "humming/nvfp4"} < set(NAMES)
+    assert {"FP4Linear", "FP4Linear/bf16", "FP4Linear/fp8", "FP8Linear/row", "fp8_gemm/row"} < set(NAMES)
+    assert len(set(NAMES)) == len(NAMES)
+    assert all(method.what for method in everything())
+
+
+def test_methods_are_chosen_by_pattern_and_the_baseline_always():
+    assert [m.name for m in choose(everything(), ["FP4*"])] == [
+        BASELINE,
+        "FP4Linear",
+        "FP4Linear/bf16",
+        "FP4Linear/fp8",
+    ]
+    assert [m.name for m in choose(everything(), ["torch/row", BASELINE])] == [BASELINE, "torch/row"]
+    with pytest.raises(InputError, match=r"matches no method\. Did you mean FP4Linear"):
+        choose(everything(), ["FP4Liner"])
+
+
+def test_rivals_take_the_same_activation():
+    found = {method.name: rivals(method, everything()) for method in everything() if method.ours}
+    assert found["FP4Linear"] == (BASELINE, "humming/nvfp4")
+    assert found["FP8Linear/row"] == (BASELINE, "torch/row+q")
+    assert found["FP8Linear/block128"] == (BASELINE, "flashinfer/block128+q")
+    assert found["fp8_gemm/tensor"] == ("torch/tensor",)  # the quantisation is in neither time
+
+
+def test_what_a_method_lacks_is_said():
+    lacks = {method.name: method.lacks(CPU) for method in everything()}
+    assert [name for name, why in lacks.items() if not why] == [
+        BASELINE,
+        *(n for n in NAMES if n.startswith(("FP", "fp8"))),
+    ]
+    assert "no GPU" in lacks["torch/row"]
+    ada = Card(torch.device("cpu"), "an L4", Arch(8, 9), 48e6, 24e9)
+    ampere = Card(torch.device("cpu"), "an A100", Arch(8, 0), 40e6, 80e9)
+    by_name = {method.name: method for method in everything()}
+    assert by_name["torch/row"].lacks(ada) == ""
+    assert "found sm_80" in by_name["torch/row"].lacks(ampere)
+    assert "needs sm_90, found sm_89" in by_name["flashinfer/block128+q"].lacks(ada)
+
+
+@pytest.mark.parametrize(
+    ("package", "method"), [("flashinfer", peers.FlashInferBlock()), ("humming", peers.HummingNvfp4())]
+)
+def test_a_package_that_is_not_installed_is_named(package, method, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert "is not installed" in method.lacks(HOPPER_ON_PAPER)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object() if name == package else None)
+    assert method.lacks(HOPPER_ON_PAPER) == ""
+
+
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.fixture
+def problem():
+    operands = Operands(256, 384, torch.device("cpu"))
+    return operands, Truth(operands, 37)
+
+
+def off(method, problem, card=HOPPER_ON_PAPER, copies=3):
+    """Return the worst tile of each copy, from poisoned outputs."""
+    operands, truth = problem
+    launch = method.prepare(operands, copies, card)(truth.x)
+    errors = []
+    for i in range(copies):
+        if launch.out is not None:
+            launch.out.fill_(torch.nan)
+        got = launch.call(i)
+        assert got.dtype == torch.bfloat16
+        errors.append(worst_tile(got, truth.want(method.format, launch.entering)).error)
+    return max(errors)
+
+
+@pytest.mark.parametrize("method", [m for m in everything() if not m.lacks(CPU)], ids=lambda m: m.name)
+def test_what_runs_on_a_cpu_is_right(method, problem):
+    assert off(method, problem, CPU) < methods.ROUNDING
+
+
+def scaled_mm(a, b, scale_a, scale_b, *, out_dtype, out):
+    """torch._scaled_mm in float64, with the operands' layout checked as the real one does."""
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    if scale_a.ndim:
+        assert (scale_a.shape, scale_b.shape) == ((a.shape[0], 1), (1, b.shape[1]))
+    out.copy_((a.double() * scale_a.double()) @ (b.double() * scale_b.double()))
+    assert out.dtype == out_dtype
+
+
+class Quantiser:
+    """Our quantiser's functions, in torch; ``lazy`` writes nothing."""
+
+    def __init__(self, lazy=False):
+        self.lazy, self.calls = lazy, []
+
+    def fp8_quantize_row(self, x, q, scale, pdl):
+        self.calls.append(("row", pdl))
+        if not self.lazy:
+            made = formats.fp8_quantize(x, "row")
+            q.copy_(made.data)
+            scale.copy_(made.scale)
+
+    def fp8_quantize_tensor(self, x, q, scale, pdl):
+        assert scale.shape == (1,)
+        self.calls.append(("tensor", pdl))
+        if not self.lazy:
+            q.copy_(formats.fp8_quantize(x, "tensor", scale.reshape(())).data)
+
+
+@pytest.mark.parametrize("fmt", ["tensor", "row"])
+@pytest.mark.parametrize("quantise", [False, True])
+def test_scaled_mm(fmt, quantise, problem, monkeypatch):
+    kernels = Quantiser()
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(peers.jit, "load", lambda *a: types.SimpleNamespace(module=kernels))
+    method = peers.ScaledMm(fmt, quantise)
+    assert method.takes == ("bf16" if quantise else "fp8")
+    assert off(method, problem) < methods.ROUNDING
+    assert kernels.calls == [(fmt, False)] * (3 if quantise else 0)
+
+
+@pytest.mark.parametrize("fmt", ["tensor", "row"])
+def test_a_quantiser_that_writes_nothing_is_seen(fmt, problem, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(peers.jit, "load", lambda *a: types.SimpleNamespace(module=Quantiser(lazy=True)))
+    assert off(peers.ScaledMm(fmt, True), problem) > 1
+
+
+def test_flashinfer(problem, monkeypatch):
+    def gemm(x, w, input_scale, weight_scale, out):
+        assert x.dtype == torch.bfloat16
+        assert input_scale is None
+        assert weight_scale.shape == (2, 3)
+        a = formats.fp8_dequantize(*formats.fp8_quantize(x, "1x128"), "1x128")
+        out.copy_(a @ formats.fp8_dequantize(w, weight_scale, "block128").t())
+
+    fake = types.ModuleType("flashinfer.gemm")
+    fake.fp8_blockscale_gemm_sm90 = gemm
+    monkeypatch.setitem(sys.modules, "flashinfer.gemm", fake)
+    assert off(peers.FlashInferBlock(), problem) < methods.ROUNDING
+
+
+class HummingLayer(torch.nn.Module):
+    """Takes and checks what the real one takes (humming-kernels 0.1.19: layer.py, schema/modelopt.py)."""
+
+    def __init__(self, shape_n, shape_k, weight_config, *, torch_dtype):
+        super().__init__()
+        assert weight_config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+        assert torch_dtype == torch.bfloat16
+        sizes = {
+            "weight": ((shape_n, shape_k // 2), torch.uint8),
+            "weight_scale": ((shape_n, shape_k // 16), torch.float8_e4m3fn),
+            "weight_scale_2": ((1,), torch.float32),
+        }
+        for name, (shape, dtype) in sizes.items():
+            setattr(self, name, torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+        self.ready = False
+
+    def load_from_tensors(self, tensors):
+        assert set(tensors) == {"weight", "weight_scale", "weight_scale_2"}
+        self.load_state_dict(tensors, strict=False)
+
+    def transform(self):
+        self.ready = True
+
+    def forward(self, x, outputs=None):
+        assert self.ready
+        w = formats.nvfp4_dequantize(self.weight, self.weight_scale, self.weight_scale_2)
+        outputs.copy_(x.float() @ w.t())
+        return outputs
+
+
+def test_humming(problem, monkeypatch):
+    fake = types.ModuleType("humming.layer")
+    fake.HummingLayer = HummingLayer
+    monkeypatch.setitem(sys.modules, "humming.layer", fake)
+    assert off(peers.HummingNvfp4(), problem) < methods.ROUNDING
+
+
+def test_rotating_copies_do_not_share_memory(problem):
+    operands, truth = problem
+    for method in (ours.Layer("nvfp4", None), ours.Layer("row", None), ours.RawFp8("row"), peers.Bf16()):
+        launch = method.prepare(operands, 2, CPU)(truth.x)
+        stores = [set(), set()]
+        for i in range(2):
+            for cell in launch.call.__closure__:
+                if isinstance(cell.cell_contents, list):
+                    held = cell.cell_contents[i]
+                    stores[i] |= {t.data_ptr() for t in (held if isinstance(held, tuple) else [held])}
+        assert stores[0]
+        assert not stores[0] & stores[1], method.name
+
+
+def test_a_layer_says_what_ran_it(problem):
+    operands, truth = problem
+    assert ours.Layer("nvfp4", None).prepare(operands, 2, CPU)(truth.x).backend == "reference (bf16)"
+    launch = ours.Layer("nvfp4", "fp8").prepare(operands, 2, CPU)(truth.x)
+    assert (launch.backend, launch.entering) == ("reference (fp8)", "row")
+    assert ours.Layer("nvfp4", "fp8").name == "FP4Linear/fp8"
+    assert ours._entering("block128", "fp8") == "1x128"
+    assert ours._entering("nvfp4", "nvfp4") == "nvfp4"
