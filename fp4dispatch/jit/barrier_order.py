@@ -11,6 +11,7 @@ Instruction names: https://docs.nvidia.com/cuda/cuda-binary-utilities/ (instruct
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)")
@@ -24,6 +25,9 @@ _BARRIER = "ACQBULK"
 # Loads and stores of global memory, plain, asynchronous and through TMA. Descriptor prefetches are not accesses.
 _PLAIN_ACCESS = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG")
 _GLOBAL_ACCESS = frozenset((*_PLAIN_ACCESS, "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"))
+# What a kernel may declare to do before it waits, and the spellings that this allows, whole: UBLKCP.S.G copies from
+# global to shared memory, UBLKCP.G.S would write global memory.
+_DECLARED = {"UBLKCP": frozenset(("UBLKCP.S.G",))}
 _ENDS = frozenset(("EXIT", "RET", "KILL", "BPT"))
 _JUMPS = frozenset(("BRA", "JMP"))
 _MAY_JUMP = frozenset(("CALL", "WARPSYNC", "BREAK"))
@@ -48,13 +52,16 @@ class _Kernel:
     labels: dict[str, int] = field(default_factory=dict)
 
 
-def unguarded_accesses(sass: str) -> list[Access]:
+def unguarded_accesses(sass: str, before_wait: Collection[str] = ()) -> list[Access]:
     """Find the global accesses that some path reaches without an ``ACQBULK``.
 
     Parameters
     ----------
     sass
         Output of ``nvdisasm -c`` for one cubin; it may hold several kernels.
+    before_wait
+        Accesses that the kernels declare (``before_wait`` in ``csrc/kernels.toml``) and that are not reported:
+        ``UBLKCP``, bulk copies from global to shared memory. Nothing else can be declared.
 
     Returns
     -------
@@ -66,12 +73,15 @@ def unguarded_accesses(sass: str) -> list[Access]:
     ------
     ValueError
         When the text holds no instruction, or a branch whose target is unknown: an empty answer would then prove
-        nothing.
+        nothing. When ``before_wait`` names something that cannot be declared.
     """
+    if unknown := sorted(set(before_wait) - set(_DECLARED)):
+        raise ValueError(f"{', '.join(unknown)} cannot be declared to come before the barrier")
+    declared = frozenset().union(*(_DECLARED[name] for name in before_wait))
     kernels = [kernel for kernel in _parse(sass) if kernel.instructions]
     if not kernels:
         raise ValueError("no SASS instruction found; expected the output of `nvdisasm -c` for a cubin with code")
-    return [access for kernel in kernels for access in _analyse(kernel)]
+    return [access for kernel in kernels for access in _analyse(kernel, declared)]
 
 
 def _parse(sass: str) -> list[_Kernel]:
@@ -111,7 +121,7 @@ def _successors(kernel: _Kernel, index: int) -> list[int]:
     return jumps if always else jumps + following
 
 
-def _analyse(kernel: _Kernel) -> list[Access]:
+def _analyse(kernel: _Kernel, declared: Collection[str]) -> list[Access]:
     """Spread "not yet guarded" from the entry; a barrier stops it, so what it reaches is unguarded."""
     seen = {0}
     work = [0]
@@ -127,5 +137,5 @@ def _analyse(kernel: _Kernel) -> list[Access]:
     return [
         Access(kernel.name, address, f"{opcode} {operands}".strip())
         for address, _, opcode, operands in (kernel.instructions[index] for index in sorted(seen))
-        if opcode.split(".")[0] in _GLOBAL_ACCESS
+        if opcode.split(".")[0] in _GLOBAL_ACCESS and opcode not in declared
     ]

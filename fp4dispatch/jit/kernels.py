@@ -66,6 +66,8 @@ class LoadedKernel:
 
 def request(job: Job) -> dict[str, Any]:
     """Return what identifies a build before any file is read: names, flags, promises and package version."""
+    # Left out where it says nothing, so that kernels without it keep their entries.
+    before_wait = {"before_wait": list(job.kernel.before_wait)} if job.kernel.before_wait else {}
     return {
         "package": _package_version(),
         "kernel": job.kernel.name,
@@ -76,6 +78,7 @@ def request(job: Job) -> dict[str, Any]:
         "pdl": job.kernel.pdl and job.record.gdc,
         "mma": job.kernel.mma,
         "expect_sass": dict(job.record.expect_sass),
+        **before_wait,
     }
 
 

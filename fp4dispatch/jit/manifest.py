@@ -20,6 +20,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 OPS = ("nvfp4_gemm", "fp8_gemm", "w4_gemm", "nvfp4_quantize", "fp8_quantize", "w4_activations")
 """What kernels are for. ``w4_gemm``: NVFP4 weights by 16-bit or FP8 activations. It is not ``nvfp4_gemm``, which is
 NVFP4 by NVFP4: a proof of the one says nothing about the other."""
+BEFORE_WAIT = ("UBLKCP",)
+"""What a kernel may declare to do before it waits for the previous grid: bulk copies from global to shared memory."""
 CHECK_OPS = ("race_chain",)  # kernels that only check others; built when asked for by name
 
 
@@ -37,7 +39,8 @@ class Kernel:
 
     ``targets`` are in order of preference. ``pdl``: every kernel of the binary must wait for the previous grid before
     its first access of global memory. ``mma``: regular expression of the tensor-core opcode that every kernel of the
-    binary must hold; None for kernels that need none.
+    binary must hold; None for kernels that need none. ``before_wait``: the only accesses of global memory that may come
+    before that wait, of what no kernel writes (weights); see :data:`BEFORE_WAIT`.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Kernel:
     pdl: bool
     mma: str | None
     variants: Mapping[str, Variant]
+    before_wait: tuple[str, ...] = ()
 
     def variant(self, variant_id: str) -> Variant:
         """Return a variant; FlagsError that lists the known ones where there is none of this id."""
@@ -130,7 +134,7 @@ def _kernel(path: Path, row: object, records: Mapping[str, flags.FlagRecord]) ->
         **dict.fromkeys(("targets", "variants"), list),
         **dict.fromkeys(("cutlass", "pdl"), bool),
     }
-    strict_toml.check(where, row, required, {"mma": str})
+    strict_toml.check(where, row, required, {"mma": str, "before_wait": list})
     assert isinstance(row, dict)
     kernel = Kernel(
         name=_name(where, row["name"]),
@@ -141,6 +145,7 @@ def _kernel(path: Path, row: object, records: Mapping[str, flags.FlagRecord]) ->
         pdl=row["pdl"],
         mma=row.get("mma"),
         variants=_variants(where, row["variants"]),
+        before_wait=_before_wait(where, row),
     )
     if kernel.op not in (*OPS, *CHECK_OPS):
         raise FlagsError(f"{where}: op {kernel.op!r} is not known; use one of {', '.join((*OPS, *CHECK_OPS))}")
@@ -155,6 +160,19 @@ def _kernel(path: Path, row: object, records: Mapping[str, flags.FlagRecord]) ->
     elif kernel.op.endswith("_gemm"):
         raise FlagsError(f"{where}: a GEMM must name the tensor-core instruction that it is for (mma)")
     return kernel
+
+
+def _before_wait(where: str, row: Mapping[str, object]) -> tuple[str, ...]:
+    if "before_wait" not in row:
+        return ()
+    found = strict_toml.texts(f"{where} before_wait", row["before_wait"])
+    if not found or len(set(found)) < len(found) or not set(found) <= set(BEFORE_WAIT):
+        raise FlagsError(
+            f"{where}: before_wait is {list(found)}; it may list {', '.join(BEFORE_WAIT)}, once, or be left out"
+        )
+    if not row["pdl"]:
+        raise FlagsError(f"{where}: before_wait without pdl = true: nothing waits, so nothing can come before")
+    return found
 
 
 def _variants(where: str, rows: list[object]) -> dict[str, Variant]:

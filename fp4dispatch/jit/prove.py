@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,8 @@ def prove(library: Path, request: Mapping[str, Any], tools: Disassembler) -> Pro
     library
         Shared library with machine code for one target.
     request
-        The build request: ``expect_sass`` holds the opcodes to look for, ``pdl`` whether barriers matter.
+        The build request: ``expect_sass`` holds the opcodes to look for, ``pdl`` whether barriers matter,
+        ``before_wait``, where it is there, what may come before them.
     tools
         Where ``cuobjdump`` and ``nvdisasm`` are.
 
@@ -153,7 +154,7 @@ def prove(library: Path, request: Mapping[str, Any], tools: Disassembler) -> Pro
     kernels: list[KernelProof] = []
     for sass in texts:
         opcodes = _opcodes(sass)
-        unguarded = _unguarded(sass) if request["pdl"] and opcodes else {}
+        unguarded = _unguarded(sass, request.get("before_wait", ())) if request["pdl"] and opcodes else {}
         kernels += [_kernel(name, seen, unguarded, usage, request) for name, seen in opcodes.items()]
     if {kernel.name for kernel in kernels} != set(usage):
         raise ProofError(
@@ -202,9 +203,9 @@ def _opcodes(sass: str) -> dict[str, Counter[str]]:
     return {name: seen for name, seen in kernels.items() if seen}
 
 
-def _unguarded(sass: str) -> dict[str, list[str]]:
+def _unguarded(sass: str, before_wait: Collection[str]) -> dict[str, list[str]]:
     try:
-        accesses = barrier_order.unguarded_accesses(sass)
+        accesses = barrier_order.unguarded_accesses(sass, before_wait)
     except ValueError as error:
         raise ProofError(f"the order of barrier and memory accesses cannot be read from the binary: {error}") from error
     found: dict[str, list[str]] = {}

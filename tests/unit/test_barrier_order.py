@@ -20,8 +20,8 @@ def sass(*lines: str, name: str = "kernel") -> str:
     return "\n".join(text)
 
 
-def found(*lines: str) -> list[str]:
-    return [access.instruction.split()[0] for access in unguarded_accesses(sass(*lines))]
+def found(*lines: str, before_wait: tuple[str, ...] = ()) -> list[str]:
+    return [access.instruction.split()[0] for access in unguarded_accesses(sass(*lines), before_wait)]
 
 
 def test_loads_behind_the_barrier_are_accepted() -> None:
@@ -121,3 +121,41 @@ def test_named_targets_of_a_jump_table_are_the_only_ones() -> None:
     behind = (".L_x_3:", "LDG.E R4, desc[UR4][R2.64]", "EXIT")
     assert found(table, *roles, *behind) == []
     assert found(table.replace(".L_x_2", ".L_x_3"), *roles, *behind) == ["LDG.E"]
+
+
+PREFETCH = "UBLKCP.S.G [UR12], [UR8], UR5, desc[UR6]"
+
+
+def test_a_declared_bulk_copy_may_come_before_the_barrier() -> None:
+    lines = (PREFETCH, f"@!UP0 {PREFETCH}", "ACQBULK", PREFETCH, "STG.E desc[UR4][R2.64], R3", "EXIT")
+    assert found(*lines) == ["UBLKCP.S.G", "UBLKCP.S.G"]
+    assert found(*lines, before_wait=("UBLKCP",)) == []
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        "UBLKCP.G.S [UR8], [UR12], UR5",
+        "UBLKCP [UR12], [UR8], UR5",
+        "UBLKCP.S.G.MORE [UR12], [UR8], UR5",
+        "UBLKRED.G.S.ADD [UR8], [UR12], UR5",
+        "UTMALDG.3D [UR8], [UR24], desc[UR6]",
+        "LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64]",
+        "LDG.E R2, desc[UR4][R2.64]",
+        "STG.E desc[UR4][R2.64], R3",
+        "ATOMG.E.ADD R2, desc[UR4][R2.64], R3",
+    ],
+)
+def test_nothing_else_is_declared_with_it(access: str) -> None:
+    assert found(PREFETCH, access, "ACQBULK", "EXIT", before_wait=("UBLKCP",)) == [access.split()[0]]
+
+
+def test_the_declaration_needs_no_less_of_a_barrier() -> None:
+    lines = ("@P0 BRA `(.L_x_1)", PREFETCH, "ACQBULK", "EXIT", ".L_x_1:", "LDG.E R2, desc[UR4][R2.64]", "EXIT")
+    assert found(*lines, before_wait=("UBLKCP",)) == ["LDG.E"]
+
+
+@pytest.mark.parametrize("name", ["LDG", "UTMALDG", "", "ublkcp"])
+def test_what_cannot_be_declared_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot be declared"):
+        found("ACQBULK", "EXIT", before_wait=("UBLKCP", name))

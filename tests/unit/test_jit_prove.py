@@ -160,6 +160,23 @@ def test_an_access_above_the_barrier_is_seen(tmp_path: Path, library: Path) -> N
     assert "0x0 LDG.E" in proof.faults(REQUEST)[0]
 
 
+def test_only_a_declared_bulk_copy_may_stand_above_the_barrier(tmp_path: Path, library: Path) -> None:
+    sass = SASS.format(name="gemm").replace("LDC R1, c[0x0][0x37c]", "UBLKCP.S.G [UR12], [UR8], UR5")
+    disassembler = tools(tmp_path, sass, USAGE)
+    assert "0x0 UBLKCP.S.G" in prove.prove(library, REQUEST, disassembler).faults(REQUEST)[0]
+    declared = {**REQUEST, "before_wait": ["UBLKCP"]}
+    assert prove.prove(library, declared, disassembler).faults(declared) == []
+    with pytest.raises(ProofError, match="LDG cannot be declared"):
+        prove.prove(library, {**REQUEST, "before_wait": ["LDG"]}, disassembler)
+
+
+def test_a_declaration_does_not_replace_the_barrier(tmp_path: Path, library: Path) -> None:
+    declared = {**REQUEST, "before_wait": ["UBLKCP"]}
+    sass = SASS.format(name="gemm").replace("ACQBULK", "UBLKCP.S.G [UR12], [UR8], UR5")
+    proof = prove.prove(library, declared, tools(tmp_path, sass, USAGE))
+    assert "no grid barrier" in proof.faults(declared)[0]
+
+
 def test_a_kernel_whose_code_is_not_seen_is_an_error(tmp_path: Path, library: Path) -> None:
     hidden = USAGE + " Function hidden:\n  REG:8 STACK:0\n"
     with pytest.raises(ProofError, match="hidden"):
