@@ -55,11 +55,11 @@ class Build:
 
 
 def blackwell_builds() -> list[Build]:
-    """List every GEMM build of the manifest for the 10x, 11x and 12x targets."""
+    """List every CUTLASS GEMM build of the manifest for the 10x, 11x and 12x targets."""
     return [
         Build(kernel.name, variant, target)
         for kernel in installed().kernels.values()
-        if kernel.op.endswith("_gemm")
+        if kernel.cutlass and kernel.op.endswith("_gemm")
         for variant in kernel.variants
         for target in kernel.targets
         if target.startswith(("10", "11", "12"))

@@ -11,7 +11,7 @@ import pytest
 
 from fp4dispatch.arch import KNOWN_ARCHS, SM75, SM120, SM121, Arch
 from fp4dispatch.errors import FlagsError
-from fp4dispatch.jit import flags
+from fp4dispatch.jit import flags, kernels
 from fp4dispatch.jit.manifest import Catalog, installed
 from tests.jit_cases import JIT_FLAGS, MANIFEST, REPOSITORY, tiny_catalog, tiny_sources
 
@@ -52,7 +52,15 @@ def test_shipped_manifest_loads_and_its_pdl_gemms_have_barriers_to_prove() -> No
     assert gemms
     for kernel in gemms:
         assert kernel.pdl
-        assert all(catalog.record(target).gdc for target in kernel.targets)
+        plain = {target for target in kernel.targets if not catalog.record(target).gdc}
+        assert plain <= {"80", "89"}, f"{kernel.name}: griddepcontrol exists from sm_90 on"
+        assert plain < set(kernel.targets)
+
+
+def test_only_the_weight_stream_may_come_before_the_barrier() -> None:
+    declared = {kernel.name for kernel in installed().kernels.values() if kernel.before_wait}
+    assert declared <= {kernel.name for kernel in installed().kernels.values() if kernel.op == "w4_gemm"}
+    assert "w4a16_small" in declared
 
 
 @pytest.mark.parametrize(
@@ -130,12 +138,26 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
         ("ADD=2", "ADD=2 -w", "is not a definition"),
         ("pdl = true", "pdl = true\nmma = ''", "matches the empty text"),
         ('id = "two"', 'name = "two"', "unknown key 'name'"),
+        ("pdl = true", "pdl = true\nbefore_wait = 'UBLKCP'", "before_wait must be list, found str"),
+        ("pdl = true", "pdl = true\nbefore_wait = []", "it may list UBLKCP, once, or be left out"),
+        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'LDG']", "it may list UBLKCP, once"),
+        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'UBLKCP']", "it may list UBLKCP, once"),
+        ("pdl = true", "pdl = true\nbefore_wait = [1]", "before_wait"),
+        ("pdl = true", "pdl = false\nbefore_wait = ['UBLKCP']", "nothing waits"),
     ],
 )
 def test_a_broken_manifest_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in MANIFEST
     with pytest.raises(FlagsError, match=message):
         tiny_catalog(tmp_path / "csrc", manifest=MANIFEST.replace(old, new))
+
+
+def test_what_may_come_before_the_barrier_is_part_of_the_build(tmp_path: Path) -> None:
+    plain = tiny_catalog(tmp_path / "plain")
+    manifest = MANIFEST.replace("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP']")
+    declared = tiny_catalog(tmp_path / "declared", manifest=manifest)
+    requests = [kernels.request(kernels.job(catalog, "tiny", "one", "90a")) for catalog in (plain, declared)]
+    assert requests[1] == {**requests[0], "before_wait": ["UBLKCP"]}
 
 
 def test_a_kernel_may_not_stand_twice(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""The W4P kernels without a GPU: they compile, the binary is proved, the host code plans and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp4dispatch import jit, libraries
+from fp4dispatch.jit.manifest import installed
+
+tvm_ffi = pytest.importorskip("tvm_ffi")
+
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
+
+SMALL = "w4a16_small"
+H200 = (132, 233472, 232448, True)
+A100 = (108, 167936, 166912, False)
+RTX4090 = (128, 102400, 101376, False)
+RTX5090 = (170, 102400, 101376, True)
+CONSUMER_THREADS = {(4, 1): 256, (2, 2): 256, (2, 1): 128, (1, 4): 256}
+
+
+def builds() -> list[Any]:
+    return [
+        pytest.param(variant, target, marks=() if (variant, target) == ("bf16", "90a") else pytest.mark.slow)
+        for variant in installed().kernel(SMALL).variants
+        for target in installed().kernel(SMALL).targets
+    ]
+
+
+def module() -> Any:
+    return tvm_ffi.load_module(str(jit.build(SMALL, "bf16", "90a").entry.library))
+
+
+@pytest.mark.parametrize(("variant", "target"), builds())
+def test_small_is_proved(variant: str, target: str) -> None:
+    built = jit.build(SMALL, variant, target)
+    assert built.proven
+    assert built.proof is not None
+    assert built.pdl_allowed == (target not in ("80", "89"))
+    assert len(built.proof.kernels) == 12
+    for kernel in built.proof.kernels:
+        assert (kernel.spills, kernel.stack) == (0, 0)
+        assert kernel.registers <= 112  # two CTAs of 288 threads
+        if built.pdl_allowed:
+            assert kernel.wait == 2  # the producer and the consumers
+            assert kernel.signal >= 1
+
+
+def test_the_early_copies_are_there_and_only_their_declaration_lets_them_pass() -> None:
+    from fp4dispatch.jit import prove
+    from fp4dispatch.jit.toolchain import disassembler
+
+    built = jit.build(SMALL, "bf16", "90a")
+    request = {key: value for key, value in built.entry.request.items() if key != "before_wait"}
+    proof = prove.prove(built.entry.library, request, disassembler(installed().common.minimum["disassembler"]))
+    for kernel in proof.kernels:
+        assert kernel.unguarded
+        assert all(" UBLKCP.S.G " in access for access in kernel.unguarded)
+    assert not proof.pdl_allowed(request)
+
+
+def shared_bytes(plan: list[int]) -> int:
+    """As csrc/w4a16_small.h has it, written down once more."""
+    tokens, row_blocks, groups, cluster, stages, _ = plan
+    ring = groups * stages * (row_blocks * 4608 + tokens * 272)
+    sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
+    return 512 + (max(ring, sums) if tokens >= 32 else ring + sums)
+
+
+@pytest.mark.parametrize("machine", [H200, A100, RTX4090, RTX5090], ids=["H200", "A100", "RTX4090", "RTX5090"])
+def test_every_plan_fits_the_machine(machine: tuple[int, int, int, bool]) -> None:
+    plan_of = module().w4a16_small_plan
+    for m in (1, 8, 9, 16, 17, 32, 33, 500):
+        for n in (8, 64, 1024, 4096, 28672, 151936):
+            for k in (16, 64, 128, 4096, 14336, 28672):
+                plan = list(plan_of(m, n, k, *machine))
+                tokens, row_blocks, groups, cluster, stages, trigger = plan
+                assert tokens == (8 if m <= 8 else 16 if m <= 16 else 32)
+                assert (row_blocks, groups) in CONSUMER_THREADS
+                assert cluster in (1, 2, 4, 8)
+                assert machine[3] or cluster == 1
+                assert stages >= 2
+                assert groups * stages <= 31
+                assert trigger >= 0
+                assert shared_bytes(plan) <= machine[2]
+
+
+def test_launch_shape_does_not_depend_on_the_number_of_tokens_of_a_tile() -> None:
+    """So a token has the same bits whether it decodes alone or with others of its tile."""
+    plan_of = module().w4a16_small_plan
+    for n, k in ((4096, 4096), (28672, 4096), (1024, 4096)):
+        for few, many in ((1, 8), (9, 16), (17, 32)):
+            assert list(plan_of(few, n, k, *H200)) == list(plan_of(many, n, k, *H200))
+
+
+def arguments(**replaced: Any) -> list[Any]:
+    operands: dict[str, Any] = {
+        "x": torch.zeros(5, 208, dtype=torch.bfloat16),
+        "w": torch.zeros(3, 4, 2304, dtype=torch.uint8),
+        "alpha": torch.ones(1),
+        "bias": None,
+        "out": torch.zeros(5, 136, dtype=torch.bfloat16),
+    }
+    return [*(operands | replaced).values(), False]
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({}, "x: is not on a CUDA device"),
+        ({"x": torch.zeros(5, 208)}, "x: dtype is float32, needed bfloat16"),
+        ({"x": torch.zeros(5, 200, dtype=torch.bfloat16)}, "K is 200, needed a multiple of 16"),
+        ({"x": torch.zeros(5, 2, 208, dtype=torch.bfloat16)[:, 0, :].t()[:16].t()}, "w: size of dimension 1 is 4"),
+        ({"w": torch.zeros(2, 4, 2304, dtype=torch.uint8)}, r"w: size of dimension 0 is 2, needed 3 \(ceil\(N/64\)\)"),
+        ({"w": torch.zeros(3, 4, 2048, dtype=torch.uint8)}, "w: size of dimension 2 is 2048, needed 2304"),
+        ({"alpha": torch.ones(5)}, "alpha: has 5 elements, needed 1 or 136"),
+        ({"bias": torch.zeros(136)}, "bias: dtype is float32, needed bfloat16"),
+        ({"out": torch.zeros(5, 132, dtype=torch.bfloat16)}, "N is 132, needed a multiple of 8"),
+        ({"out": torch.zeros(136, 5, dtype=torch.bfloat16).t()}, "out: not contiguous"),
+    ],
+)
+def test_small_refuses_before_any_cuda_call(replaced: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        module().w4a16_small(*arguments(**replaced))
+
+
+def test_a_launch_shape_that_is_not_built_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel for 8 tokens, 8 row blocks and 1 groups"):
+        module().w4a16_small_shaped(*arguments()[:-1], [8, 8, 1, 1, 2, 0], False)
