@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fp4dispatch import dispatch
 from fp4dispatch.benchmark.methods import Card
-from fp4dispatch.benchmark.timing import Call, Engine, Sample, WallEngine, take_turns
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.problem import Problem
 from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.timing import Call, Engine, Sample, WallEngine, take_turns
 
 CALLS = 200
 """Calls in a row: fewer than the thousand or so launches after which a driver makes the host wait."""

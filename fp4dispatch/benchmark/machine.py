@@ -12,8 +12,8 @@ from fp4dispatch import __version__
 from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
 from fp4dispatch.benchmark.methods import Card
-from fp4dispatch.benchmark.timing import Engine, GraphEngine, WallEngine
 from fp4dispatch.errors import InputError
+from fp4dispatch.timing import Engine, GraphEngine, WallEngine
 
 _LIBRARIES = ("cudnn", "flashinfer", "cutlass", "nvcc")
 

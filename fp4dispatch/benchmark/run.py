@@ -10,11 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp4dispatch.benchmark import check, roofline, timing
+from fp4dispatch import timing
+from fp4dispatch.benchmark import check, roofline
 from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared, tolerance
 from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Operands, Truth
 from fp4dispatch.benchmark.roofline import Peaks
-from fp4dispatch.benchmark.timing import Engine, Recording, Sample
+from fp4dispatch.timing import Engine, Recording, Sample
 
 Status = Literal["ok", "WRONG", "failed"]
 
