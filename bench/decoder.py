@@ -1,0 +1,353 @@
+"""A whole decoder in bfloat16, FP8 and NVFP4: tokens per second, memory and what happens to the logits, in one table.
+
+The model has the layer sizes of Llama-3.1-8B and random weights (normal, 0.02): nothing is downloaded. Its linear
+layers are replaced by ``replace_linears``, one decoder layer after the other; attention, norms, embedding and the head
+stay bfloat16. Decoding is greedy, with Hugging Face's static cache, one CUDA graph a step; it is checked against the
+same steps without a graph before it is timed. Prefill runs without a graph.
+
+    python bench/decoder.py --json out.json --commit HASH
+    python bench/decoder.py --tiny --device cpu            # a small model, no graph: that the script works
+
+A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp4dispatch
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.check import relative_error
+from fp4dispatch.benchmark.methods import Card
+from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.timing import Sample, summarise
+
+SIZES = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+"""https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json"""
+TINY = SIZES | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+INIT_STD = 0.02
+PROMPT = 128
+"""Tokens that are in the cache before decoding starts."""
+PROBE = (4, 128)
+"""Sequences and tokens whose logits are compared."""
+CHECKED_STEPS = 3
+SAME = 2e-2
+"""Relative error of logits between steps with and without a graph: other kernels may be chosen, no other numbers."""
+REPEATS = 5
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create floating-point parameters in another dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(sizes: dict[str, Any], device: torch.device, seed: int = 0) -> nn.Module:
+    """Return the bfloat16 model, made on the device; the same weights for the same seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**sizes, attn_implementation="sdpa", tie_word_embeddings=False)
+    with torch.device(device), default_dtype(torch.bfloat16):
+        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    generator = torch.Generator(device)
+    generator.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, INIT_STD, generator=generator)
+        else:
+            parameter.fill_(1.0)
+    return model
+
+
+def quantise(model: nn.Module, fmt: str) -> dict[str, int]:
+    """Replace the linear layers, one decoder layer at a time; return how many layers each choice of backends runs."""
+    name, _, activation = fmt.partition(":")
+    if name == "bf16":
+        return {}
+    for layer in model.model.layers:
+        fp4dispatch.replace_linears(layer, name, activation=activation or "any")
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return dict(Counter(layer.backend_text() for layer in layers))
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of every parameter and buffer, shared memory once."""
+    stores = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
+    }
+    return sum(stores.values())
+
+
+# -------------------------------------------------------------------------------------------------------------- timing
+
+
+def elapsed(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that work takes, the device's included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def rate(tokens: int, work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> dict[str, float]:
+    """Return tokens per second: the median and the spread, after one run that does not count."""
+    work()
+    times: Sample = summarise([elapsed(work, device) * 1e6 for _ in range(repeats)])
+    return {"tokens_per_s": tokens / (times.us * 1e-6), "spread": times.spread}
+
+
+class Decoder:
+    """Greedy decoding of a batch with a static cache; the state lives in tensors, so that a graph can replay a step."""
+
+    def __init__(self, model: nn.Module, prompts: Tensor, room: int) -> None:
+        from transformers import StaticCache
+
+        self.model, self.prompts = model, prompts
+        self.cache = StaticCache(config=model.config, max_cache_len=room)
+        self.token = prompts.new_zeros(prompts.shape[0], 1)
+        vocabulary = model.config.vocab_size
+        self.logits = torch.zeros(prompts.shape[0], vocabulary, device=prompts.device, dtype=model.dtype)
+
+    def start(self) -> None:
+        """Forget everything but the prompt, and choose the first token."""
+        self.cache.reset()
+        self._advance(self.prompts)
+
+    def step(self) -> None:
+        """Feed the last token and choose the next one."""
+        self._advance(self.token)
+
+    def _advance(self, tokens: Tensor) -> None:
+        out = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.logits.copy_(out.logits[:, -1])
+        self.token.copy_(self.logits.argmax(-1, keepdim=True))
+
+    def captured(self) -> Callable[[], None]:
+        """Return a step as one CUDA graph; it continues from whatever state there is."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+
+def run_steps(decoder: Decoder, step: Callable[[], object], steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Start and run steps; return logits and token of each."""
+    decoder.start()
+    found = []
+    for _ in range(steps):
+        step()
+        found.append((decoder.logits.float().clone(), decoder.token.clone()))
+    return found
+
+
+def difference(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the worst relative error of the logits as long as every token before was the same."""
+    worst = 0.0
+    for (x, token_x), (y, token_y) in zip(a, b, strict=True):
+        worst = max(worst, relative_error(x, y))
+        if not torch.equal(token_x, token_y):
+            break
+    return worst
+
+
+def decode(model: nn.Module, batch: int, steps: int, device: torch.device, vocabulary: int) -> dict[str, Any]:
+    """Check a decode step against the same steps without a graph, then time it."""
+    generator = torch.Generator(device)
+    generator.manual_seed(batch)
+    prompts = torch.randint(vocabulary, (batch, PROMPT), device=device, generator=generator)
+    decoder = Decoder(model, prompts, PROMPT + max(steps, CHECKED_STEPS) + 2)
+    eager = run_steps(decoder, decoder.step, CHECKED_STEPS)
+    graph = device.type == "cuda"
+    step = decoder.captured() if graph else decoder.step
+    off = difference(run_steps(decoder, step, CHECKED_STEPS), eager)
+    result: dict[str, Any] = {"batch": batch, "steps": steps, "graph": graph, "off": off, "status": "ok"}
+    if not off <= SAME or not all(bool(logits.isfinite().all()) for logits, _ in eager):
+        return result | {"status": "WRONG"}
+
+    def work() -> None:
+        for _ in range(steps):
+            step()
+
+    times = []
+    for repeat in range(REPEATS + 1):
+        decoder.start()
+        took = elapsed(work, device)
+        times += [took] if repeat else []
+    sample = summarise([1e6 * t for t in times])
+    return result | {"tokens_per_s": batch * steps / statistics.median(times), "spread": sample.spread}
+
+
+def prefill(model: nn.Module, tokens: int, device: torch.device, vocabulary: int) -> dict[str, Any]:
+    """Time one prompt, head on its last token."""
+    prompt = torch.randint(vocabulary, (1, tokens), device=device)
+    return {"tokens": tokens} | rate(tokens, lambda: model(input_ids=prompt, use_cache=False, logits_to_keep=1), device)
+
+
+def probe(model: nn.Module, device: torch.device, vocabulary: int) -> Tensor:
+    """Return the logits of the probe, f32 [sequences * tokens, vocabulary]."""
+    generator = torch.Generator(device)
+    generator.manual_seed(7)
+    tokens = torch.randint(vocabulary, PROBE, device=device, generator=generator)
+    return torch.cat([model(input_ids=row.unsqueeze(0), use_cache=False).logits.float()[0] for row in tokens])
+
+
+def against(logits: Tensor, reference: Tensor) -> dict[str, float]:
+    """Return how far logits are from the reference's: relative error, mean cosine, top-1 agreement, mean KL (nats)."""
+    log_p, log_q = reference.log_softmax(-1), logits.log_softmax(-1)
+    return {
+        "relative_error": relative_error(logits, reference),
+        "cosine": float(nn.functional.cosine_similarity(logits, reference).mean()),
+        "top1": float((logits.argmax(-1) == reference.argmax(-1)).float().mean()),
+        "kl": float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def run_format(
+    fmt: str, arguments: argparse.Namespace, card: Card, reference: Tensor | None
+) -> tuple[dict[str, Any], Tensor]:
+    """Build, quantise and measure the model in one format; return the result and the logits of the probe."""
+    device, sizes = card.device, TINY if arguments.tiny else SIZES
+    vocabulary = sizes["vocab_size"]
+    began = time.perf_counter()
+    model = build(sizes, device)
+    backends = quantise(model, fmt)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    built = time.perf_counter() - began
+    logits = probe(model, device, vocabulary)
+    result: dict[str, Any] = {
+        "format": fmt,
+        "backends": backends,
+        "weights_gb": held_bytes(model) / 1e9,
+        "logits": against(logits, logits if reference is None else reference),
+        "prefill": prefill(model, arguments.prefill, device, vocabulary),
+    }
+    if backends:
+        fp4dispatch.warmup(model, tokens=arguments.batches)
+    result["decode"] = [decode(model, batch, arguments.steps, device, vocabulary) for batch in arguments.batches]
+    if device.type == "cuda":
+        result["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return result | {"build_s": built, "seconds": time.perf_counter() - began}, logits
+
+
+def table(document: dict[str, Any]) -> str:
+    """Return the results as a Markdown table; speeds also as multiples of the first format's."""
+    first = document["formats"][0]
+    batches = [d["batch"] for d in first["decode"]]
+    head = ["format", "weights GB", "peak GB", *(f"decode b{b}, tok/s" for b in batches)]
+    head += [f"prefill {first['prefill']['tokens']}, tok/s", "logits error", "cosine", "top-1", "KL"]
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    for each in document["formats"]:
+        cells = [each["format"], f"{each['weights_gb']:.3g}", f"{each['peak_gb']:.1f}" if "peak_gb" in each else "-"]
+        for mine, base in zip(each["decode"], first["decode"], strict=True):
+            cells.append(_speed(mine, base) if mine["status"] == "ok" else "WRONG")
+        logits = each["logits"]
+        cells += [
+            _speed(each["prefill"], first["prefill"]),
+            f"{logits['relative_error']:.4f}",
+            f"{logits['cosine']:.4f}",
+        ]
+        cells += [f"{logits['top1']:.3f}", f"{logits['kl']:.4f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _speed(mine: dict[str, Any], base: dict[str, Any]) -> str:
+    ratio = f" ({mine['tokens_per_s'] / base['tokens_per_s']:.2f}x)" if base.get("tokens_per_s") else ""
+    return f"{mine['tokens_per_s']:.0f}{ratio}"
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "nvfp4"], help="the first is the reference")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
+    parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt that is timed")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
+    parser.add_argument("--device", help="cuda or cpu; the GPU where torch sees one, by default")
+    parser.add_argument("--commit", default="unknown")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure every format; 1 where a decode step is wrong."""
+    arguments = parse(words)
+    card = machine.card(arguments.device)
+    facts = machine.facts(card, arguments.commit)
+    document: dict[str, Any] = {
+        "kind": "decoder",
+        "facts": facts,
+        "tiny": arguments.tiny,
+        "prompt": PROMPT,
+        "formats": [],
+    }
+    reference: Tensor | None = None
+    with torch.inference_mode():
+        for fmt in arguments.formats:
+            result, logits = run_format(fmt, arguments, card, reference)
+            reference = logits if reference is None else reference
+            document["formats"].append(result)
+            print(f"{fmt}: {result['seconds']:.0f} s, of it building {result['build_s']:.0f} s", flush=True)
+            for backend, count in result["backends"].items():
+                print(f"  {count} layers: {backend}", flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+            gc.collect()
+            if card.device.type == "cuda":
+                torch.cuda.empty_cache()
+    print(table(document))
+    wrong = [
+        (each["format"], d["batch"]) for each in document["formats"] for d in each["decode"] if d["status"] != "ok"
+    ]
+    if wrong:
+        print(f"WRONG: a step in a graph differs from the same step without one: {wrong}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

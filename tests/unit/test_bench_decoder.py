@@ -1,0 +1,188 @@
+"""The end-to-end script on a tiny model: it runs, its decoding is that of the model, and it can say WRONG."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers (extra `demo`) is not installed")
+
+from bench import decoder
+from fp4dispatch.benchmark.check import relative_error
+from fp4dispatch.quantized_linear import QuantizedLinear
+
+CPU = torch.device("cpu")
+VOCABULARY = decoder.TINY["vocab_size"]
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def model():
+    return decoder.build(decoder.TINY, CPU)
+
+
+def prompts(batch, length=9):
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_sizes_are_those_of_the_model():
+    from fp4dispatch.benchmark.shapes import catalogue
+
+    layers = {layer.name: (layer.n, layer.k) for layer in catalogue().models[0].layers}
+    s = decoder.SIZES
+    head = s["hidden_size"] // s["num_attention_heads"]
+    assert layers["qkv"] == ((s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * head, s["hidden_size"])
+    assert layers["gate_up"] == (2 * s["intermediate_size"], s["hidden_size"])
+    assert s["num_hidden_layers"] == catalogue().models[0].depth
+
+
+def test_weights_are_scaled_and_the_same_every_time(model):
+    again = decoder.build(decoder.TINY, CPU)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, again.get_parameter(name)), name
+        if parameter.ndim > 1:
+            assert float(parameter.float().std()) == pytest.approx(decoder.INIT_STD, rel=0.1)
+    assert torch.get_default_dtype() == torch.float32
+    logits = decoder.probe(model, CPU, VOCABULARY)
+    assert 0.05 < float(logits.std()) < 5
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decoding_is_the_model_without_a_cache(model, batch):
+    model = model.float()
+    steps = decoder.Decoder(model, prompts(batch), 16)
+    found = decoder.run_steps(steps, steps.step, 4)
+    tokens = prompts(batch)
+    for logits, token in [(None, None), *found]:
+        whole = model(input_ids=tokens, use_cache=False).logits[:, -1]
+        if logits is not None:
+            assert relative_error(logits, whole) < 1e-4
+            assert torch.equal(token, whole.argmax(-1, keepdim=True))
+        tokens = torch.cat([tokens, whole.argmax(-1, keepdim=True)], 1)
+
+
+def test_starting_again_forgets_everything(model):
+    steps = decoder.Decoder(model, prompts(2), 16)
+    first = decoder.run_steps(steps, steps.step, 3)
+    assert decoder.difference(decoder.run_steps(steps, steps.step, 3), first) == 0
+
+
+def test_the_state_stays_where_a_graph_reads_and_writes_it(model):
+    def places():
+        layer = steps.cache.layers[0]
+        return [t.data_ptr() for t in (steps.token, steps.logits, layer.keys, layer.values, layer.cumulative_length)]
+
+    steps = decoder.Decoder(model, prompts(2), 16)
+    steps.start()
+    before = places()
+    steps.step()
+    steps.start()
+    assert places() == before
+
+
+def test_a_step_never_waits_for_the_device(model):
+    """Under fake tensors, reading a value back on the host raises: what would break a capture."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    steps = decoder.Decoder(model, prompts(2), 16)
+    steps.start()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        steps.token = mode.from_tensor(steps.token)
+        steps.logits = mode.from_tensor(steps.logits)
+        for layer in steps.cache.layers:
+            layer.keys, layer.values = mode.from_tensor(layer.keys), mode.from_tensor(layer.values)
+            layer.cumulative_length = mode.from_tensor(layer.cumulative_length)
+        steps.step()
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            steps.token.sum().item()  # what the mode would have caught
+
+
+def test_quantising_replaces_every_linear_layer_but_the_head(model):
+    before = decoder.held_bytes(model)
+    backends = decoder.quantise(model, "nvfp4:fp8")
+    assert backends == {"reference (fp8)": 14}
+    left = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert left == ["lm_head"]
+    assert sum(isinstance(m, QuantizedLinear) for m in model.modules()) == 14
+    assert decoder.held_bytes(model) < before
+    assert decoder.quantise(decoder.build(decoder.TINY, CPU), "bf16") == {}
+
+
+def test_logits_errors():
+    torch.manual_seed(0)
+    reference = torch.randn(8, 100)
+    same = decoder.against(reference, reference)
+    assert same == {
+        "relative_error": 0.0,
+        "cosine": pytest.approx(1.0),
+        "top1": 1.0,
+        "kl": pytest.approx(0.0, abs=1e-6),
+    }
+    other = decoder.against(reference + 0.1 * torch.randn(8, 100), reference)
+    assert other["relative_error"] == pytest.approx(0.1, rel=0.1)
+    assert 0 < other["kl"] < 0.02
+
+
+def test_a_wrong_step_gets_no_speed(model, monkeypatch):
+    real = decoder.Decoder._advance
+    count = [0]
+
+    def later_wrong(self, tokens):
+        real(self, tokens)
+        count[0] += 1
+        if count[0] > 1 + decoder.CHECKED_STEPS:  # the steps that stand for the graph's
+            self.logits.mul_(1.1)
+
+    monkeypatch.setattr(decoder.Decoder, "_advance", later_wrong)
+    found = decoder.decode(model, 1, 2, CPU, VOCABULARY)
+    assert found["status"] == "WRONG"
+    assert found["off"] == pytest.approx(0.1, rel=0.1)
+    assert "tokens_per_s" not in found
+
+
+def test_what_differs_after_a_different_token_does_not_count():
+    a = [(torch.ones(1, 4), torch.tensor([[1]])), (torch.ones(1, 4), torch.tensor([[2]]))]
+    b = [(torch.ones(1, 4), torch.tensor([[0]])), (2 * torch.ones(1, 4), torch.tensor([[2]]))]
+    assert decoder.difference(a, b) == 0
+    assert decoder.difference(a[1:], b[1:]) == pytest.approx(0.5)
+
+
+def test_the_script(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(decoder, "REPEATS", 2)
+    path = tmp_path / "decoder.json"
+    words = ["--tiny", "--device", "cpu", "--prefill", "32", "--steps", "2", "--batches", "1", "2"]
+    assert decoder.main([*words, "--json", str(path), "--commit", "abc1234"]) == 0
+    document = json.loads(path.read_text())
+    assert document["facts"]["commit"] == "abc1234"
+    assert [each["format"] for each in document["formats"]] == ["bf16", "fp8_row", "nvfp4"]
+    for each in document["formats"]:
+        assert each["prefill"]["tokens_per_s"] > 0
+        assert [(d["batch"], d["status"], d["graph"]) for d in each["decode"]] == [(1, "ok", False), (2, "ok", False)]
+        assert all(d["tokens_per_s"] > 0 for d in each["decode"])
+    errors = [each["logits"]["relative_error"] for each in document["formats"]]
+    assert errors[0] == 0
+    assert 0.005 < errors[1] < 0.1 < errors[2] < 0.3
+    sizes = [each["weights_gb"] for each in document["formats"]]
+    assert sizes[0] > sizes[1] > sizes[2]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(lines) == 5
+    assert len({line.count("|") for line in lines}) == 1
+    assert "(1.00x)" in lines[2]
+
+
+def test_the_script_fails_where_a_step_is_wrong(monkeypatch, capsys):
+    wrong = {"batch": 1, "status": "WRONG", "off": 1.0}
+    monkeypatch.setattr(decoder, "decode", lambda *a: wrong)
+    monkeypatch.setattr(decoder, "REPEATS", 2)
+    assert decoder.main(["--tiny", "--device", "cpu", "--prefill", "8", "--batches", "1", "--formats", "bf16"]) == 1
+    out = capsys.readouterr().out
+    assert "| WRONG |" in out
+    assert "('bf16', 1)" in out
