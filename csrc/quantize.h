@@ -81,6 +81,40 @@ class Divisor {
   bool plain_;
 };
 
+// ---- To e4m3: value = q * scale, scale = amax / 448 ----
+
+__device__ inline float finite_amax(float const (&values)[kVector], float amax) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    float const magnitude = fabsf(values[i]);
+    if (magnitude < INFINITY) amax = fmaxf(amax, magnitude);
+  }
+  return amax;
+}
+
+__device__ inline float scale_of(float amax) {
+  return amax == 0.f ? 1.f : fmaxf(__fdiv_rn(amax, kE4m3Max), kMinScale);
+}
+
+__device__ inline uint2 quantize(float const (&values)[kVector], Divisor scale) {
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kVector; i += 2) {
+    float q[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float const value = values[i + j];
+      // Saturation is the conversion's; a NaN scale stays NaN, and so must a non-finite element.
+      q[j] = fabsf(value) < INFINITY ? scale.divide(value) : NAN;
+    }
+    uint32_t const pair = __nv_cvt_float2_to_fp8x2(make_float2(q[0], q[1]), __NV_SATFINITE, __NV_E4M3);
+    words[i / 4] |= pair << (i % 4 * 8);
+  }
+  return make_uint2(words[0], words[1]);
+}
+
+// ---- Launches and checks ----
+
 struct Shape {
   dim3 grid, block;
 };

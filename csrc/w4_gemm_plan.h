@@ -1,0 +1,69 @@
+// How the W4P GEMM shares a problem out over the multiprocessors: a pure function of sizes, and the model behind it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fp4d {
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of a build: its tile, and what a stage along K holds.
+struct TileSizes {
+  int64_t tokens, rows, stage_k, weight_bytes, token_bytes;
+  double dequantize_clocks;  // of a stage, where nothing else is in the way
+};
+
+// CTAs of a cluster that share activations (1, 2, 4), that share out K (1, 2, 4, 8), and how many token tiles are done
+// side by side before the next rows. `clocks`: what the model expects.
+struct LaunchPlan {
+  int64_t multicast = 1, split = 1, raster = 1;
+  double clocks = 0;
+};
+
+// Clocks are a model's of an H200, to order the choices by; bench/NOTES.md has what was measured.
+constexpr double kCacheBytes = 28;     // from the L2 cache, a clock and multiprocessor
+constexpr double kMemoryBytes = 2350;  // from memory, a clock
+constexpr double kTileClocks = 3000;   // before the first and after the last stage
+constexpr double kSplitClocks = 3500;  // barriers of a cluster, twice
+constexpr double kSplitBytes = 40;     // of sums from other CTAs, a clock
+constexpr int64_t kRaster = 8;
+constexpr int64_t kLargestCluster = 8;  // what every GPU with clusters has
+constexpr int64_t kFewestStages = 4;    // a part of K shorter than that is all start and end
+
+inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n, int64_t k,
+                        int64_t multiprocessors) {
+  int64_t const cluster = plan.multicast * plan.split, token_tiles = divide_up(m, tile.tokens);
+  int64_t const clusters = divide_up(divide_up(n, tile.rows), plan.multicast) * token_tiles;
+  // Larger clusters than pairs do not fill groups of multiprocessors that are no multiple of them.
+  int64_t const usable = cluster > 2 ? multiprocessors / 16 * 16 : multiprocessors;
+  int64_t const slots = std::max<int64_t>(usable / cluster, 1), waves = divide_up(clusters, slots);
+  double const running = double(std::min(clusters, slots) * cluster);
+  double const tensor = double(tile.rows / 64 * 4 * tile.tokens / 2);
+  double const cache =
+      (double(tile.weight_bytes) + double(tile.token_bytes) / double(plan.multicast)) / kCacheBytes;
+  double const memory =
+      running * double(tile.weight_bytes) / double(std::min(token_tiles, plan.raster)) / kMemoryBytes;
+  double const stage = std::max({tensor, tile.dequantize_clocks, cache, memory});
+  double const end = plan.split == 1 ? 0 : kSplitClocks + double(tile.rows * tile.tokens * 4) / kSplitBytes;
+  double const stages = double(divide_up(divide_up(k, tile.stage_k), plan.split));
+  // A tile's start and end hide behind others' only in part.
+  return double(waves) * (stages * stage + end) + kTileClocks * (1 + 0.5 * double(waves - 1));
+}
+
+inline LaunchPlan plan_launch(TileSizes const& tile, int64_t m, int64_t n, int64_t k,
+                              int64_t multiprocessors) {
+  LaunchPlan best;
+  int64_t const stages = divide_up(k, tile.stage_k), rows = divide_up(n, tile.rows);
+  for (int64_t multicast = 1; multicast <= std::min<int64_t>(2, rows); multicast *= 2) {
+    for (int64_t split = 1; multicast * split <= kLargestCluster; split *= 2) {
+      if (split > 1 && stages < split * kFewestStages) break;
+      LaunchPlan plan{multicast, split, kRaster};
+      plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);
+      if (best.clocks == 0 || plan.clocks < best.clocks) best = plan;
+    }
+  }
+  return best;
+}
+
+}  // namespace fp4d

@@ -1,0 +1,106 @@
+// wgmma with operand A in registers and operand B in shared memory: thin names for PTX, one function for the three
+// operand types and token counts that the W4P GEMM uses.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
+#pragma once
+
+#include <cstdint>
+
+namespace fp4d {
+
+enum class Operand { kE4M3, kBF16, kF16 };
+
+// Operand B along K in rows of 128 bytes, in 128-byte-swizzled blocks of 8 rows = 1024 contiguous bytes, each at a
+// multiple of 1024. The next 32 bytes along K (one MMA) are 2 further on in the descriptor.
+// Bits 0..13 address / 16, 16..29 unused with a swizzle, 32..45 bytes between blocks of 8 rows / 16, 49..51 zero where
+// blocks are aligned, 62..63 = 1: 128-byte swizzle.
+constexpr uint64_t kOperandB = (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 16);
+constexpr int kDescriptorStep = 32 >> 4;
+
+__device__ __forceinline__ uint64_t operand_b(uint32_t address) {
+  return kOperandB | ((address & 0x3ffff) >> 4);
+}
+
+// Before the first wgmma, and again after registers that a wgmma reads were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int pending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+#define FP4D_R32                                                           \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FP4D_R64                                                                         \
+  FP4D_R32                                                                               \
+      ", "                                                                               \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FP4D_R128                                                                                    \
+  FP4D_R64                                                                                           \
+      ", "                                                                                           \
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FP4D_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FP4D_D32(i)                                                                              \
+  FP4D_D4(i), FP4D_D4(i + 4), FP4D_D4(i + 8), FP4D_D4(i + 12), FP4D_D4(i + 16), FP4D_D4(i + 20), \
+      FP4D_D4(i + 24), FP4D_D4(i + 28)
+#define FP4D_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+// The second `1` adds to d; a predicate, so it comes from a register.
+#define FP4D_WGMMA(shape, types, registers, a_registers, flags, ...)                             \
+  asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\nwgmma.mma_async.sync.aligned." shape \
+               ".f32." types " {" registers "}, " a_registers ", add, " flags ";\n}"             \
+               : __VA_ARGS__                                                                     \
+               : FP4D_A)
+
+// d[64 rows][T tokens] += A[64][32 bytes] B[T][32 bytes]^T. d[4 j ..]: rows r, r, r + 8, r + 8 of the warp's 16 and
+// tokens 8 j + 2 c, + 1, with r = lane / 4 and c = lane % 4.
+template <Operand type, int T>
+__device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b) {
+  static_assert(T == 64 || T == 128 || T == 256);
+  if constexpr (T == 64) {
+    if constexpr (type == Operand::kE4M3) {
+      FP4D_WGMMA("m64n64k32", "e4m3.e4m3", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1", FP4D_D32(0));
+    } else if constexpr (type == Operand::kBF16) {
+      FP4D_WGMMA("m64n64k16", "bf16.bf16", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));
+    } else if constexpr (type == Operand::kF16) {
+      FP4D_WGMMA("m64n64k16", "f16.f16", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));
+    }
+  } else if constexpr (T == 128) {
+    if constexpr (type == Operand::kE4M3) {
+      FP4D_WGMMA("m64n128k32", "e4m3.e4m3", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1", FP4D_D32(0),
+                 FP4D_D32(32));
+    } else if constexpr (type == Operand::kBF16) {
+      FP4D_WGMMA("m64n128k16", "bf16.bf16", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),
+                 FP4D_D32(32));
+    } else if constexpr (type == Operand::kF16) {
+      FP4D_WGMMA("m64n128k16", "f16.f16", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),
+                 FP4D_D32(32));
+    }
+  } else if constexpr (T == 256) {
+    if constexpr (type == Operand::kE4M3) {
+      FP4D_WGMMA("m64n256k32", "e4m3.e4m3", FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1", FP4D_D32(0),
+                 FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));
+    } else if constexpr (type == Operand::kBF16) {
+      FP4D_WGMMA("m64n256k16", "bf16.bf16", FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1, 0",
+                 FP4D_D32(0), FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));
+    } else if constexpr (type == Operand::kF16) {
+      FP4D_WGMMA("m64n256k16", "f16.f16", FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1, 0", FP4D_D32(0),
+                 FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));
+    }
+  }
+}
+
+#undef FP4D_WGMMA
+#undef FP4D_A
+#undef FP4D_D32
+#undef FP4D_D4
+#undef FP4D_R128
+#undef FP4D_R64
+#undef FP4D_R32
+
+}  // namespace fp4d
