@@ -56,6 +56,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   }
 }
 
+// The same for a barrier to which other CTAs of the cluster report what they sent.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+#if FP4D_BULK
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (done == 0);
+#endif
+}
+
 // ---- Copies from global to shared memory ----
 
 // 16 bytes, of which `bytes` (0 or 16) are read and the rest are zero.

@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     if (Tile::kReuse) cluster_arrive();
     cluster_wait();
     reduction.put(sums, source, group_warp, lane);
-    barrier_wait(reduction.barrier, 0);
+    barrier_wait_cluster(reduction.barrier, 0);
   } else {
     if (Tile::kReuse) sync_consumers<Tile::kConsumerThreads>();
     reduction.put(sums, source, group_warp, lane);
