@@ -29,6 +29,8 @@ BUILTINS: dict[str, str] = {
     "cublaslt": "fp4dispatch.backends.cublaslt:CublasLtBackend",
     "cutlass": "fp4dispatch.backends.cutlass:CutlassBackend",
     "cudnn": "fp4dispatch.backends.cudnn:CudnnBackend",
+    "w4a16": "fp4dispatch.backends.w4:W4A16Backend",
+    "w4a8": "fp4dispatch.backends.w4:W4A8Backend",
     "reference": "fp4dispatch.backends.reference:ReferenceBackend",
 }
 """Name to ``module:Class``, imported on first use. Names that the capabilities declare and that are not here are known

@@ -1,4 +1,6 @@
-"""Which compiled kernel serves a problem: ``cutlass_tiles.toml``, checked against ``csrc/kernels.toml``. No torch."""
+"""Which compiled kernel serves a problem: ``cutlass_tiles.toml`` and ``w4_tiles.toml``, checked against
+``csrc/kernels.toml``. No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,31 @@ from typing import Any
 from fp4dispatch.arch import Arch
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.manifest import Catalog, installed
-from fp4dispatch.problem import OUT_DTYPES, SCALINGS, Problem
+from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-_KEYS = {"kernel", "scalings", "m_min", "m_max", "fill", "builds"}
+_KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "fill", "builds"}
+_SERVES = {"w4_gemm": "nvfp4_gemm"}
+"""Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
 
 @dataclass(frozen=True)
 class Tile:
     """One row: a kernel's builds by output dtype, and the problems that they are for.
 
-    ``fill`` is (tile_m, tile_n, SMs a tile, share of all SMs that must get work); None where any number of tiles does.
+    ``activations``: formats that the kernel multiplies; empty for the one that its op has. ``fill`` is (tile_m, tile_n,
+    SMs a tile, share of all SMs that must get work); None where any number of tiles does.
     """
 
     kernel: str
     op: str
     archs: frozenset[Arch]
     scalings: tuple[str, ...]
+    activations: tuple[str, ...]
     builds: dict[str, str]
     m_min: int
     m_max: int | None
@@ -40,6 +46,8 @@ class Tile:
     def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
         if problem.op != self.op or arch not in self.archs or problem.scaling not in self.scalings:
+            return False
+        if self.activations and problem.activation not in self.activations:
             return False
         if problem.out_dtype not in self.builds or problem.m < self.m_min:
             return False
@@ -52,28 +60,28 @@ class Tile:
 
 
 @functools.cache
-def tiles() -> tuple[Tile, ...]:
-    """Return the packaged rows, in order."""
-    text = resources.files("fp4dispatch.backends").joinpath("cutlass_tiles.toml").read_text("utf-8")
-    return load(tomllib.loads(text), installed())
+def tiles(table: str = "cutlass") -> tuple[Tile, ...]:
+    """Return the packaged rows of ``<table>_tiles.toml``, in order."""
+    text = resources.files("fp4dispatch.backends").joinpath(f"{table}_tiles.toml").read_text("utf-8")
+    return load(tomllib.loads(text), installed(), table)
 
 
-def load(data: dict[str, Any], catalog: Catalog) -> tuple[Tile, ...]:
+def load(data: dict[str, Any], catalog: Catalog, table: str = "cutlass") -> tuple[Tile, ...]:
     """Check the parsed file and return it typed.
 
     Raises
     ------
     FlagsError
-        For an unknown key, kernel, build, scaling or dtype.
+        For an unknown key, kernel, build, scaling, activation format or dtype.
     """
-    return tuple(_tile(row, catalog) for row in data.get("tile", ()))
+    return tuple(_tile(row, catalog, f"{table}_tiles.toml, {row.get('kernel')}") for row in data.get("tile", ()))
 
 
-def _tile(row: dict[str, Any], catalog: Catalog) -> Tile:
-    where = f"cutlass_tiles.toml, {row.get('kernel')}"
+def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
     for what, found, known in (
         ("key", set(row), _KEYS),
         ("scaling", set(row["scalings"]), set(SCALINGS)),
+        ("activation", set(row.get("activations", ())), set(ACTIVATIONS[1:])),
         ("output dtype", set(row["builds"]), set(OUT_DTYPES)),
         ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms", "share"}),
     ):
@@ -89,9 +97,10 @@ def _tile(row: dict[str, Any], catalog: Catalog) -> Tile:
     size = (fill["tile_m"], fill["tile_n"], fill["sms"], fill.get("share", 1.0)) if fill else None
     return Tile(
         kernel.name,
-        kernel.op,
+        _SERVES.get(kernel.op, kernel.op),
         archs,
         tuple(row["scalings"]),
+        tuple(row.get("activations", ())),
         dict(row["builds"]),
         row.get("m_min", 0),
         row.get("m_max"),
@@ -99,6 +108,6 @@ def _tile(row: dict[str, Any], catalog: Catalog) -> Tile:
     )
 
 
-def tile_for(problem: Problem, arch: Arch | None, sms: int) -> Tile | None:
-    """Return the first row that serves a problem, or None."""
-    return next((tile for tile in tiles() if tile.fits(problem, arch, sms)), None)
+def tile_for(problem: Problem, arch: Arch | None, sms: int, table: str = "cutlass") -> Tile | None:
+    """Return the first row of a table that serves a problem, or None."""
+    return next((tile for tile in tiles(table) if tile.fits(problem, arch, sms)), None)

@@ -91,7 +91,11 @@ def _op_args():
     yield "nvfp4_quantize", (x, torch.tensor(0.01, device="cuda"), "128x4")
     yield "fp8_quantize", (x, "row", None)
     linear = torch.nn.Linear(64, 48, device="cuda", dtype=torch.bfloat16)
-    for layer in (FP4Linear.from_linear(linear), FP8Linear.from_linear(linear, scaling="row")):
+    layers = [FP4Linear.from_linear(linear), FP8Linear.from_linear(linear, scaling="row")]
+    for name, activation in (("w4a16", "bf16"), ("w4a8", "fp8")):
+        if not registry.instance(name).supports(Problem("nvfp4_gemm", 5, 48, 64, activation), system.current()):
+            layers.append(FP4Linear.from_linear(linear, backend=name))
+    for layer in layers:
         bound = layer.bind(x.dtype)
         yield "linear", (x, list(bound.tensors), layer.bias, bound.spec.text)
 

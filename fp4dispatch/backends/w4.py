@@ -1,0 +1,219 @@
+"""NVFP4 weights by 16-bit (w4a16) or FP8 (w4a8) activations: our own kernels, on one packed copy of the weights.
+
+What the kernels compute: w4a16 multiplies ``e2m1 * block_scale`` exactly and sums in f32; w4a8 multiplies what
+:mod:`~fp4dispatch.backends.folding` defines by activations that are scaled per token. Global scales (one per output
+column for fused shards), activation scales and the bias are applied to the f32 sums, which are rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import formats, jit
+from fp4dispatch.arch import Arch
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.capability import check
+from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
+from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
+from fp4dispatch.backends.scratch import Part, Scratch
+from fp4dispatch.backends.w4_layout import pack_w4p
+from fp4dispatch.decision import Reason
+from fp4dispatch.errors import InputError
+from fp4dispatch.formats import round_up
+from fp4dispatch.problem import Activation, Op, Problem
+from fp4dispatch.settings import settings
+from fp4dispatch.system import System
+
+SMALL = "w4a16_small"
+"""The kernel that reads activations as they are; the others read what ``w4_activations`` has packed."""
+
+_N_MULTIPLE = 8  # kernels store 16 bytes of a row of the output at a time
+_PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 bytes of each of 8 tokens
+
+
+class _Layout(NamedTuple):
+    """Sizes of prepared weights; the output has ``np`` columns where N is not a multiple of 8."""
+
+    n: int
+    k: int
+    np: int
+
+
+class _State(NamedTuple):
+    """All that a plan knows.
+
+    ``launch`` packs where that is needed, and multiplies, with ``pack`` and ``gemm``; each with PDL where its binary's
+    proof and the setting allow it. ``scratch``: the packed activation, and its scales in FP8. ``fits``: N is not
+    padded, so that operands may be launched on as they come.
+    """
+
+    m: int
+    layout: _Layout
+    fits: bool
+    launch: Callable[[_State, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]
+    gemm: Callable[..., None]
+    gemm_pdl: bool
+    pack: Callable[..., None]
+    pack_pdl: bool
+    scratch: Callable[[], tuple[Tensor, ...]]
+
+
+class _W4Backend(Backend):
+    """What both have in common: the weights, and from the table ``w4_tiles.toml`` to kernels."""
+
+    layout = "w4p"
+
+    def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
+        """Collect every reason why this backend cannot run the problem."""
+        reasons = check(self.name, problem, system)
+        if problem.sf_layout is None:
+            return reasons
+        raw = Reason(
+            "LAYOUT",
+            f"operands are quantised already (raw operator, b_sf {problem.sf_layout}), needs 16-bit activations",
+            "FP4Linear, or a backend that multiplies NVFP4 by NVFP4",
+        )
+        return (*reasons, raw)
+
+    def prepare(self, weights: LinearWeights) -> Prepared:
+        """Pack the weights, padded with zeros, into W4P (:mod:`~fp4dispatch.backends.w4_layout`). Synchronises.
+
+        Tensors: packed uint8 [ceil(N/64), ceil(K/64), 2304]; global scale f32 [1], or [np] where shards differ. A
+        static input scale belongs to 4-bit activations and is not used.
+
+        Raises
+        ------
+        InputError, FormatError
+            As :func:`~fp4dispatch.backends.w4_layout.pack_w4p`.
+        """
+        w = weights
+        scale = formats.from_128x4(w.scale, w.n, w.k // formats.NVFP4_BLOCK) if w.sf_layout == "128x4" else w.scale
+        np = round_up(w.n, _N_MULTIPLE)
+        tensors = (pack_w4p(w.weight, scale), per_column(w, np))
+        if tensors[0].is_cuda:
+            # Under PDL the kernels read weights before the kernel ahead of them has finished: it must not be this one.
+            torch.cuda.current_stream(tensors[0].device).synchronize()
+        return Prepared(self.name, tensors, tuple(_Layout(w.n, w.k, np)))
+
+    def plan(self, problem: Problem, prepared: Prepared) -> Plan:
+        """Load the kernels for this M, compiling and proving them first where they are not in the cache.
+
+        Raises
+        ------
+        ToolchainError, CompileError, ProofError, CacheError
+            Each with what to do.
+        InputError
+            Where no kernel serves the problem.
+        """
+        device = prepared.tensors[0].device
+        arch, sms = _gpu(device)
+        tile = tile_for(problem, arch, sms, "w4")
+        if tile is None:
+            raise InputError(
+                f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
+            )
+        return Plan(self.name, problem, _state(problem, _Layout(*prepared.layout), device, tile, arch))
+
+    def run(
+        self,
+        plan: Plan,
+        prepared: Prepared,
+        x: Tensor | QuantizedActivation,
+        out: Tensor,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Pack the activation where the kernel needs that, and launch the GEMM."""
+        s: _State = plan.state
+        if not isinstance(x, Tensor):
+            raise InputError(f"{self.name} takes 16-bit activations, not quantised ones: use FP4Linear")
+        if out.shape[0] != s.m:
+            raise InputError(f"{self.name}: out has {out.shape[0]} rows, the plan is for M={s.m}: make one for this M")
+        # As a layer calls it: straight to the launches. Each test and view that is left out is a microsecond.
+        if (
+            s.fits
+            and not (x.data_ptr() | out.data_ptr()) % 16
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+        ):
+            s.launch(s, x, prepared.tensors, out, bias)
+            return
+        n, k, np = s.layout
+        d = out if direct(out, np) else out.new_empty(s.m, np)
+        s.launch(s, aligned(x, k), prepared.tensors, d, bias_row(bias, d.dtype, np))
+        if d is not out:
+            out.copy_(d[:, :n])
+
+
+class W4A16Backend(_W4Backend):
+    """NVFP4 weights by bfloat16 or float16 activations, exactly dequantised."""
+
+    name = "w4a16"
+    activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("bf16",)}
+
+
+class W4A8Backend(_W4Backend):
+    """NVFP4 weights, block scales folded into e4m3, by FP8 activations that are scaled per token."""
+
+    name = "w4a8"
+    activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("fp8",)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def _gpu(device: torch.device) -> tuple[Arch, int]:
+    """Return arch and number of SMs of a device."""
+    properties = torch.cuda.get_device_properties(device)
+    return Arch(properties.major, properties.minor), properties.multi_processor_count
+
+
+def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, arch: Arch) -> _State:
+    """Load the kernels of a tile and return what a plan knows."""
+    m, fits, pdl = problem.m, layout.np == layout.n, settings.pdl != "off"
+    gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
+    gemm_pdl = pdl and gemm.pdl_allowed
+    if tile.kernel == SMALL:
+        small = gemm.module.w4a16_small
+        return _State(m, layout, fits, _launch_small, small, gemm_pdl, _nothing, False, tuple)
+    packer = jit.load("w4_activations", "any", arch)
+    pack_pdl = pdl and packer.pdl_allowed
+    if problem.activation == "fp8":
+        launch, pack = _launch_fp8, packer.module.w4_quantize_row
+        scratch = Scratch(device, [_packed(m, layout.k, 1), Part((m,), torch.float32)])
+    else:
+        launch, pack = _launch_16, packer.module.w4_pack
+        scratch = Scratch(device, [_packed(m, layout.k, 2)])
+    return _State(m, layout, fits, launch, gemm.module.w4_gemm, gemm_pdl, pack, pack_pdl, scratch)
+
+
+def _packed(m: int, k: int, itemsize: int) -> Part:
+    """Return the memory of a packed activation: blocks of 8 tokens by 128 bytes of K."""
+    return Part((-(-k * itemsize // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
+
+
+def _nothing(*_: object) -> None:
+    raise AssertionError("the kernel for few tokens packs nothing")
+
+
+# -------------------------------------------------------------------------------------------------------------- launch
+
+
+def _launch_small(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    s.gemm(x, tensors[0], tensors[1], bias, d, s.gemm_pdl)
+
+
+def _launch_16(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    (packed,) = s.scratch()
+    s.pack(x, packed, s.pack_pdl)
+    s.gemm(packed, None, tensors[0], tensors[1], bias, d, s.gemm_pdl)
+
+
+def _launch_fp8(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    packed, scale = s.scratch()
+    s.pack(x, packed, scale, s.pack_pdl)
+    s.gemm(packed, scale, tensors[0], tensors[1], bias, d, s.gemm_pdl)

@@ -1,0 +1,247 @@
+"""w4a16 and w4a8 without a GPU: the contract on emulated kernels, which build serves what, one copy of the weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fp4dispatch import formats
+from fp4dispatch.arch import KNOWN_ARCHS
+from fp4dispatch.backends import cutlass_tiles, w4
+from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.backends.w4_layout import unpack_w4p
+from fp4dispatch.errors import FormatError, InputError
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.problem import Problem
+from fp4dispatch.system import System
+from tests import contract, w4_fake
+
+BACKENDS = {"w4a16": w4.W4A16Backend(), "w4a8": w4.W4A8Backend()}
+ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
+CLAIMS = [
+    (c.backend, arch, dtype)
+    for c in catalogue().capabilities
+    if c.backend in BACKENDS
+    for arch, dtype in itertools.product(c.archs, c.out_dtypes)
+]
+TOKENS = (1, 8, 16, 31, 32, 33, 48, 64, 65, 128, 129, 4096, 100_000)
+
+
+def problem(name, m, n=4096, k=4096, out="bfloat16"):
+    return Problem("nvfp4_gemm", m, n, k, BACKENDS[name].activation_for(Problem("nvfp4_gemm", m, n, k)), out_dtype=out)
+
+
+def weights(n, k, shards=(), layout="linear", seed=0):
+    torch.manual_seed(seed)
+    q = formats.nvfp4_quantize(torch.randn(n, k), sf_layout=layout)
+    scales = torch.rand(max(len(shards), 1)) + 0.5
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, scales, shards or (n,), sf_layout=layout)
+
+
+# ------------------------------------------------------------------------------------------------------- the emulation
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_emulated_activations_are_packed_as_the_kernel_documents(dtype):
+    """csrc/w4_activations.cu, one element at a time."""
+    m, k, wide = 13, 336, 128 // dtype.itemsize
+    x = torch.randn(m, k).to(dtype)
+    packed = w4_fake.pack_activation(x)
+    assert packed.shape == (-(-k // wide), 2, 1024)
+    seen = torch.zeros_like(packed)
+    bits = x.view(torch.uint8).view(m, k, dtype.itemsize)
+    for row, column in itertools.product(range(16), range(packed.shape[0] * wide)):
+        c, r = column % 64 // 16, column % 16
+        if dtype == torch.bfloat16:
+            j, byte = 2 * (r // 4) + r % 4 // 2, 4 * c + 2 * (r % 2)
+        else:
+            j, byte = 4 * (column // 64 % 2) + 2 * (r // 8) + r % 2, 4 * c + r % 8 // 2
+        for part in range(dtype.itemsize):
+            at = (column // wide, row // 8, 128 * (row % 8) + 16 * (j ^ (row % 8)) + byte + part)
+            assert packed[at] == (bits[row, column, part] if row < m and column < k else 0)
+            seen[at] += 1
+    assert bool((seen == 1).all())
+    back = w4_fake.unpack_activation(packed, m, k, dtype)
+    assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
+
+
+# ------------------------------------------------------------------------------------------------------------ contract
+
+
+def cases():
+    """Everything on sm_90; on the other archs, which have one kernel for every M, some."""
+    for name, arch in [(c[0], c[1]) for c in CLAIMS if c[2] == "bfloat16"]:
+        for case in contract.cases(BACKENDS[name])[:: 1 if arch == "sm_90" else 5]:
+            yield pytest.param(name, arch, case, id=f"{name}-{arch}-{case}")
+
+
+@pytest.mark.parametrize(("name", "arch", "case"), list(cases()))
+def test_contract_on_emulated_kernels(monkeypatch, name, arch, case):
+    kernels = w4_fake.install(monkeypatch, ARCH[arch].capability)
+    contract.check(BACKENDS[name], case)
+    assert kernels.launched
+
+
+# --------------------------------------------------------------------------------------------------------------- tiles
+
+
+@pytest.mark.parametrize(("name", "sm", "dtype"), CLAIMS)
+def test_everything_that_the_capabilities_claim_has_a_build(name, sm, dtype):
+    for m in TOKENS:
+        assert cutlass_tiles.tile_for(problem(name, m, out=dtype), ARCH[sm], 132, "w4"), (m, sm)
+
+
+def test_nothing_has_a_build_that_is_not_claimed():
+    claimed = {(name, sm) for name, sm, _ in CLAIMS}
+    for name, (sm, arch) in itertools.product(BACKENDS, ARCH.items()):
+        found = cutlass_tiles.tile_for(problem(name, 1), arch, 132, "w4")
+        assert (found is not None) == ((name, sm) in claimed), (name, sm)
+
+
+def test_every_build_is_used_or_the_manifest_is_too_large():
+    used = {(tile.kernel, build) for tile in cutlass_tiles.tiles("w4") for build in tile.builds.values()}
+    kernels = [kernel for kernel in installed().kernels.values() if kernel.op == "w4_gemm"]
+    assert used == {(kernel.name, variant) for kernel in kernels for variant in kernel.variants}
+
+
+def test_only_what_an_m_needs_is_loaded(monkeypatch):
+    for name, m, wanted in (
+        ("w4a16", 1, [("w4a16_small", "bf16")]),
+        ("w4a16", 32, [("w4a16_small", "bf16")]),
+        ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")]),
+        ("w4a8", 1, [("w4_gemm_sm90", "a8_bf16_64"), ("w4_activations", "any")]),
+        ("w4a8", 100, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
+        ("w4a8", 8192, [("w4_gemm_sm90", "a8_bf16_256"), ("w4_activations", "any")]),
+    ):
+        kernels = w4_fake.install(monkeypatch)
+        BACKENDS[name].plan(problem(name, m, 64, 64), BACKENDS[name].prepare(weights(64, 64)))
+        assert kernels.loaded == wanted
+    kernels = w4_fake.install(monkeypatch, "8.9")
+    BACKENDS["w4a16"].plan(problem("w4a16", 8192, 64, 64), BACKENDS["w4a16"].prepare(weights(64, 64)))
+    assert kernels.loaded == [("w4a16_small", "bf16")]
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize(("n", "k", "shards"), [(64, 64, ()), (100, 48, (60, 40)), (1, 16, ()), (200, 1040, ())])
+def test_prepared_weights_hold_every_value_and_one_alpha_a_column(n, k, shards, layout):
+    w = weights(n, k, shards, layout)
+    packed, alpha = BACKENDS["w4a16"].prepare(w).tensors
+    data, sf = unpack_w4p(packed, n, k)
+    assert torch.equal(data, w.weight)
+    linear = formats.from_128x4(w.scale, n, k // 16) if layout == "128x4" else w.scale
+    assert torch.equal(sf.view(torch.uint8), linear.view(torch.uint8))
+    if shards:
+        assert alpha.shape == (formats.round_up(n, 8),)
+        assert torch.equal(alpha[:n], formats.expand_shards(w.global_scale, shards))
+        assert not alpha[n:].any()
+    else:
+        assert torch.equal(alpha, w.global_scale)
+
+
+def test_both_backends_prepare_the_same_and_say_so():
+    w = weights(100, 48, (60, 40))
+    one, other = (backend.prepare(w) for backend in BACKENDS.values())
+    assert BACKENDS["w4a16"].layout_name == BACKENDS["w4a8"].layout_name == "w4p"
+    assert one.layout == other.layout
+    for a, b in zip(one.tensors, other.tensors, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_broken_scales_are_refused_at_preparation():
+    w = weights(64, 64)
+    w.scale.view(torch.uint8)[3, 2] = 0xFF
+    with pytest.raises(FormatError, match="1 NaN"):
+        BACKENDS["w4a8"].prepare(w)
+
+
+# ------------------------------------------------------------------------------------------------------------ supports
+
+
+def test_raw_operators_are_refused_with_a_reason():
+    hopper = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+    for backend in BACKENDS.values():
+        assert backend.supports(Problem("nvfp4_gemm", 16, 128, 128), hopper) == ()
+        raw = Problem("nvfp4_gemm", 16, 128, 128, "nvfp4", sf_layout="128x4")
+        reasons = backend.supports(raw, hopper)
+        assert [r.code for r in reasons] == ["DTYPE", "LAYOUT"]
+        assert "operands are quantised already (raw operator, b_sf 128x4)" in reasons[1].text
+        assert "FP4Linear" in reasons[1].fix
+
+
+def test_quantised_activations_are_refused_before_any_launch(monkeypatch):
+    kernels = w4_fake.install(monkeypatch)
+    backend = BACKENDS["w4a16"]
+    prepared = backend.prepare(weights(64, 64))
+    plan = backend.plan(problem("w4a16", 2, 64, 64), prepared)
+    x = QuantizedActivation(torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 4).to(torch.float8_e4m3fn))
+    with pytest.raises(InputError, match="w4a16 takes 16-bit activations"):
+        backend.run(plan, prepared, x, torch.empty(2, 64, dtype=torch.bfloat16))
+    assert kernels.launched == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize("arch", ["10.0", "7.5"])
+def test_no_build_is_an_error_that_says_where_to_look(monkeypatch, arch):
+    w4_fake.install(monkeypatch, arch)
+    backend = BACKENDS["w4a16"]
+    with pytest.raises(InputError, match=r"w4a16 has no kernel for .* on sm_.*fp4dispatch explain"):
+        backend.plan(problem("w4a16", 2, 64, 64), backend.prepare(weights(64, 64)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed", "used"), [("auto", True, True), ("off", True, False), ("auto", False, False)]
+)
+def test_pdl_only_where_the_proof_and_the_setting_allow_it(monkeypatch, setting, allowed, used):
+    monkeypatch.setenv("FP4DISPATCH_PDL", setting)
+    kernels = w4_fake.install(monkeypatch, pdl_allowed=allowed)
+    for name, m in (("w4a16", 1), ("w4a16", 200), ("w4a8", 200)):
+        backend = BACKENDS[name]
+        prepared = backend.prepare(weights(64, 64))
+        out = torch.empty(m, 64, dtype=torch.bfloat16)
+        backend.run(backend.plan(problem(name, m, 64, 64), prepared), prepared, torch.zeros(m, 64).bfloat16(), out)
+    assert {launch[-1] for launch in kernels.launched} == {used}
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def test_an_output_that_the_kernel_cannot_write_gets_a_copy(monkeypatch):
+    w4_fake.install(monkeypatch)
+    backend, w = BACKENDS["w4a16"], weights(96, 64)
+    prepared = backend.prepare(w)
+    plan = backend.plan(problem("w4a16", 3, 96, 64), prepared)
+    x = torch.randn(3, 64).bfloat16()
+    want = torch.empty(3, 96, dtype=torch.bfloat16)
+    backend.run(plan, prepared, x, want)
+    wide = torch.full((3, 200), float("nan"), dtype=torch.bfloat16)
+    backend.run(plan, prepared, x, wide[:, 8:104])  # rows apart
+    assert torch.equal(wide[:, 8:104], want)
+    odd = torch.full((3 * 96 + 1,), float("nan"), dtype=torch.bfloat16)
+    backend.run(plan, prepared, x, odd[1:].view(3, 96))  # not on 16 bytes
+    assert torch.equal(odd[1:].view(3, 96), want)
+    assert wide[:, :8].isnan().all()
+    assert wide[:, 104:].isnan().all()
+    assert odd[:1].isnan().all()
+
+
+def test_an_activation_that_the_kernel_cannot_read_gets_a_copy(monkeypatch):
+    w4_fake.install(monkeypatch)
+    backend = BACKENDS["w4a16"]
+    prepared = backend.prepare(weights(64, 80))
+    plan = backend.plan(problem("w4a16", 5, 64, 80), prepared)
+    x = torch.randn(5, 80).bfloat16()
+    outs = []
+    shifted = torch.zeros(5 * 80 + 1, dtype=torch.bfloat16)
+    shifted[1:] = x.flatten()
+    for each in (x, shifted[1:].view(5, 80), x.t().contiguous().t(), torch.cat([x, x[:, :3]], 1)[:, :80]):
+        outs.append(torch.empty(5, 64, dtype=torch.bfloat16))
+        backend.run(plan, prepared, each, outs[-1])
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -1,0 +1,200 @@
+"""The W4 kernels in torch, on any device, from the packed bytes: what the backends launch where there is no GPU.
+
+Each entry has the signature of its CUDA namesake and refuses what that refuses. The numbers are made from the packed
+weights alone (decoded here from the documented bytes), so packing, padding, alpha, bias and slicing are all under test.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from fp4dispatch import capture, formats
+from fp4dispatch.arch import Arch
+from fp4dispatch.backends import scratch, w4
+from fp4dispatch.jit.manifest import installed
+
+
+def chunk_index():
+    """For each byte nibble of a chunk: its row and k; ``[2048, 2]`` of (row, k), low nibble first."""
+    rows, columns = torch.empty(2048, 2, dtype=torch.long), torch.empty(2048, 2, dtype=torch.long)
+    for byte in range(2048):
+        unit, lane, word, place = byte // 512, byte // 16 % 32, byte // 4 % 4, byte % 4
+        for nibble in range(2):
+            pair = 2 * (place % 2) + nibble  # of four even k in the low half of the word, of four odd k in the high one
+            rows[byte, nibble] = 16 * unit + lane // 4 + 8 * (word % 2)
+            columns[byte, nibble] = 16 * (lane % 4) + 8 * (word // 2) + 2 * pair + place // 2
+    return rows, columns
+
+
+ROWS, COLUMNS = chunk_index()
+PLACE = torch.arange(256)  # of a scale: two bytes a unit, eight a lane
+SCALE_ROWS, SCALE_BLOCKS = 16 * (PLACE // 2 % 4) + PLACE // 32 + 8 * (PLACE % 2), PLACE // 8 % 4
+
+
+def decode(packed):
+    """Codes [Np, Kp] (0..15) and scales f32 [Np, Kp/16] of W4P."""
+    blocks, chunks, _ = packed.shape
+    codes = torch.zeros(blocks, chunks, 64, 64, dtype=torch.uint8)
+    codes[:, :, ROWS[:, 0], COLUMNS[:, 0]] = packed[..., :2048] & 15
+    codes[:, :, ROWS[:, 1], COLUMNS[:, 1]] = packed[..., :2048] >> 4
+    scale = torch.zeros(blocks, chunks, 64, 4, dtype=torch.uint8)
+    scale[:, :, SCALE_ROWS, SCALE_BLOCKS] = packed[..., 2048:]
+    codes = codes.permute(0, 2, 1, 3).reshape(blocks * 64, chunks * 64)
+    scale = scale.permute(0, 2, 1, 3).reshape(blocks * 64, chunks * 4)
+    return codes, scale.view(torch.float8_e4m3fn).float()
+
+
+def activation_index(itemsize):
+    """Which k each of the 128 bytes of each of 8 tokens belongs to, and which byte of it: csrc/w4_activations.cu."""
+    token, place = torch.arange(8).view(8, 1), torch.arange(128).view(1, 128)
+    column, byte = (place // 16) ^ token, (place % 16).expand(8, 128)
+    if itemsize == 1:
+        return 64 * (column // 4) + 16 * (byte // 4) + 8 * (column // 2 % 2) + 2 * (byte % 4) + column % 2, 0 * byte
+    return 16 * (byte // 4) + 4 * (column // 2) + 2 * (column % 2) + byte % 4 // 2, byte % 2
+
+
+def pack_activation(x):
+    """[M, K] of one or two bytes -> what the kernel multiplies, uint8 [ceil(K/wide), ceil(M/8), 1024]."""
+    (m, k), size = x.shape, x.element_size()
+    wide = 128 // size
+    columns, blocks = -(-k // wide), -(-m // 8)
+    padded = torch.zeros(blocks * 8, columns * wide, size, dtype=torch.uint8, device=x.device)
+    padded[:m, :k] = x.contiguous().view(torch.uint8).view(m, k, size)
+    at, byte = activation_index(size)
+    tiles = padded.view(blocks, 8, columns, wide, size)
+    return tiles[:, torch.arange(8).view(8, 1), :, at, byte].permute(3, 2, 0, 1).reshape(columns, blocks, 1024)
+
+
+def unpack_activation(packed, m, k, dtype):
+    """The inverse, to [m, k]."""
+    columns, blocks, _ = packed.shape
+    size = dtype.itemsize
+    wide = 128 // size
+    assert (columns, blocks) == (-(-k // wide), -(-m // 8))
+    at, byte = activation_index(size)
+    tiles = torch.zeros(columns, blocks, 8, wide, size, dtype=torch.uint8, device=packed.device)
+    tiles[:, :, torch.arange(8).view(8, 1), at, byte] = packed.view(columns, blocks, 8, 128)
+    rows = tiles.permute(1, 2, 0, 3, 4).reshape(blocks * 8, columns * wide * size)
+    return rows.contiguous().view(dtype)[:m, :k]
+
+
+def exact_weights(packed):
+    codes, scale = decode(packed)
+    return formats.decode_e2m1(codes) * scale.repeat_interleave(16, 1)
+
+
+def folded_weights(packed):
+    return (exact_weights(packed) / 8).to(torch.float8_e4m3fn).float()
+
+
+def check_operands(packed, alpha, bias, out, n, k):
+    assert packed.dtype == torch.uint8
+    assert tuple(packed.shape) == (-(-n // 64), -(-k // 64), 2304)
+    assert packed.is_contiguous()
+    assert alpha.dtype == torch.float32
+    assert alpha.numel() in (1, n)
+    assert alpha.is_contiguous()
+    assert n % 8 == 0
+    assert out.is_contiguous()
+    assert out.data_ptr() % 16 == 0
+    assert bias is None or (tuple(bias.shape) == (n,) and bias.dtype == out.dtype and bias.is_contiguous())
+
+
+def finish(sums, alpha, bias, out):
+    result = sums * alpha
+    out.copy_(result if bias is None else result + bias.float())
+
+
+class Kernels:
+    """The modules that ``jit.load`` would return, and a record of what was loaded and launched."""
+
+    def __init__(self, pdl_allowed=True):
+        self.pdl_allowed = pdl_allowed
+        self.loaded, self.launched = [], []
+
+    def load(self, kernel, build, arch):
+        self.loaded.append((kernel, build))
+        made = {"w4a16_small": self.small, "w4_gemm_sm90": self.large, "w4_activations": self.packer}
+        module = made[kernel](build)
+        return SimpleNamespace(module=module, pdl_allowed=self.pdl_allowed)
+
+    def small(self, build):
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[build]
+
+        def w4a16_small(x, w, alpha, bias, out, enable_pdl):
+            (m, k), n = x.shape, out.shape[1]
+            assert (x.dtype, out.dtype) == (dtype, dtype)
+            assert m >= 1
+            assert k % 16 == 0
+            assert x.stride(1) == 1
+            assert x.stride(0) % 8 == 0
+            assert x.data_ptr() % 16 == 0
+            check_operands(w, alpha, bias, out, n, k)
+            self.launched.append(("w4a16_small", m, n, k, enable_pdl))
+            finish(x.float() @ exact_weights(w)[:n, :k].t(), alpha, bias, out)
+
+        return SimpleNamespace(w4a16_small=w4a16_small)
+
+    def packer(self, build):
+        def check(x):
+            assert x.dtype in (torch.bfloat16, torch.float16)
+            assert x.stride(1) == 1
+            assert x.stride(0) % 8 == 0
+            assert x.data_ptr() % 16 == 0
+
+        def w4_quantize_row(x, packed, scale, enable_pdl):
+            check(x)
+            assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (x.shape[0],))
+            q = formats.fp8_quantize(x, "row")
+            scale.copy_(q.scale)
+            fill(packed, pack_activation(q.data))
+            self.launched.append(("w4_quantize_row", *x.shape, enable_pdl))
+
+        def w4_pack(x, packed, enable_pdl):
+            check(x)
+            fill(packed, pack_activation(x))
+            self.launched.append(("w4_pack", *x.shape, enable_pdl))
+
+        return SimpleNamespace(w4_quantize_row=w4_quantize_row, w4_pack=w4_pack)
+
+    def large(self, build):
+        defines = dict(d.split("=") for d in installed().kernel("w4_gemm_sm90").variant(build).defines)
+        dtype = {"0": torch.bfloat16, "1": torch.float16}[defines["FP4D_OUT"]]
+        fp8 = defines["FP4D_ACT"] == "8"
+
+        def w4_gemm(x, x_scale, w, alpha, bias, out, enable_pdl):
+            m, n = out.shape
+            k = w.shape[1] * 64
+            assert out.dtype == dtype
+            assert (x_scale is not None) == fp8
+            check_operands(w, alpha, bias, out, n, k)
+            a = unpack_activation(x, m, k, torch.float8_e4m3fn if fp8 else dtype).float()
+            weight = folded_weights(w) * 8 if fp8 else exact_weights(w)
+            sums = a @ weight[:n].t()
+            if fp8:
+                assert tuple(x_scale.shape) == (m,)
+                sums *= x_scale.reshape(-1, 1)
+            self.launched.append((f"w4_gemm {build}", m, n, k, enable_pdl))
+            finish(sums, alpha, bias, out)
+
+        return SimpleNamespace(w4_gemm=w4_gemm)
+
+
+def fill(packed, values):
+    assert (packed.dtype, packed.shape) == (torch.uint8, values.shape)
+    assert packed.is_contiguous()
+    assert packed.data_ptr() % 16 == 0
+    packed.copy_(values)
+
+
+def install(monkeypatch, capability="9.0", sms=132, **options):
+    """Let both backends plan as on a GPU and launch these; returns the record."""
+    kernels = Kernels(**options)
+    monkeypatch.setattr(w4.jit, "load", kernels.load)
+    monkeypatch.setattr(w4, "_gpu", lambda device: (Arch.parse(capability), sms))
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
+    monkeypatch.setattr(scratch, "_stream", lambda index: 7)
+    monkeypatch.setattr(scratch, "_arenas", {})
+    return kernels
