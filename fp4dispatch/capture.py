@@ -25,6 +25,11 @@ def stream_is_capturing() -> bool:
     return bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
+def may_log(record: object) -> bool:
+    """Let a log record pass outside a capture alone; a filter of :mod:`logging`. A handler may do anything."""
+    return not is_capturing()
+
+
 def forbid_in_capture(what: str, fix: str) -> None:
     """Refuse host work (build, plan, tune, growing a workspace) during capture, where it would break the graph.
 

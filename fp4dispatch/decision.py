@@ -72,13 +72,14 @@ class Verdict:
     """What the policy thinks of one candidate backend.
 
     ``reasons`` (capability) and ``denied`` (safety) are kept apart: a denied backend that has no reasons may still be
-    named explicitly, a backend with reasons may not.
+    named explicitly, a backend with reasons may not. ``measured`` is its time here, where ``tune`` took it.
     """
 
     backend: str
     activation: Activation
     reasons: tuple[Reason, ...] = ()
     denied: tuple[RuleHit, ...] = ()
+    measured: str = ""
 
     @property
     def can_run(self) -> bool:
@@ -137,6 +138,8 @@ class Decision:
             notes = [*map(str, verdict.reasons), *map(str, verdict.denied)]
             if verdict.backend == self.backend:
                 notes.insert(0, "chosen")
+            if verdict.measured:
+                notes.append(f"measured {verdict.measured}")
             notes = notes or ["can run"]
             rows += [f"  {verdict.backend if i == 0 else '':<{width}} {note}" for i, note in enumerate(notes)]
         rows += [f"  warning: {warning}" for warning in self.warnings]

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fp4dispatch import capture as _capture
-from fp4dispatch import policy, quarantine, registry
+from fp4dispatch import policy, quarantine, registry, tuned
 from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import FACTS, Alias
-from fp4dispatch.decision import Decision
+from fp4dispatch.decision import Decision, Reason
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
 from fp4dispatch.problem import (
     Activation,
@@ -31,10 +31,11 @@ from fp4dispatch.settings import SETTINGS, settings
 from fp4dispatch.system import System
 from fp4dispatch.whatif import default_scaling, reproduce, what_if
 
-__all__ = ["explain", "instance", "reset", "select"]
+__all__ = ["decide_anew", "exclude", "explain", "instance", "reset", "select"]
 
 logger = logging.getLogger("fp4dispatch")
 logger.addHandler(logging.NullHandler())
+logger.addFilter(_capture.may_log)
 
 ARGUMENT = "argument"
 
@@ -43,7 +44,8 @@ _SETTING = {"nvfp4_gemm": "fp4_gemm_backend", "fp8_gemm": "fp8_backend"}
 _Request = tuple[str, str, tuple[str, ...]]
 
 _lock = threading.RLock()
-_decided: dict[tuple[Problem, _Request, int | None], tuple[System, Decision]] = {}
+_decided: dict[tuple[Problem, _Request, int | None, str], tuple[System, Decision]] = {}
+_elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 _said: set[object] = set()
 
 
@@ -89,15 +91,14 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
     request = _request(problem.op, backend)
     machine = _system.current()
     bucket = replace(problem, m=m_bucket(problem.m, problem.op, _arch(machine, gpu)))
-    key = (bucket, request, gpu)
+    key = (bucket, request, gpu, settings.tuned)
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
         cached = _decided[key] = _decide(bucket, request, gpu)
     decision = replace(cached[1], problem=problem)
     if decision.backend is None:
         raise _refusal(decision, layer, _on(cached[0], gpu), request[2])
-    if not _capture.is_capturing():
-        _report(decision)
+    _report(decision)
     return decision
 
 
@@ -199,25 +200,63 @@ def explain(
     else:
         requested, requested_by, environment = registry.AUTO, registry.AUTO, ()
     off = tuple(_canonical_all(disabled)) if disabled is not None else environment if here else ()
+    measured = None
+    if here and requested == registry.AUTO:
+        bucket = replace(problem, m=m_bucket(problem.m, op, system.arch))
+        measured = tuned.find(bucket, system, registry.backends())
     return policy.resolve(
-        problem, system, registry.backends(), requested=requested, requested_by=requested_by, disabled=off
+        problem,
+        system,
+        registry.backends(),
+        requested=requested,
+        requested_by=requested_by,
+        disabled=off,
+        elsewhere=_elsewhere.get((op, problem.scaling)) if here else None,
+        measured=measured,
     )
+
+
+def decide_anew() -> None:
+    """Forget decisions, not what has been reported: what they were made from has changed (tuned times, other ranks)."""
+    with _lock:
+        _decided.clear()
+
+
+def exclude(backend: str, op: Op, scaling: Scaling, reason: Reason) -> None:
+    """Take a backend away from ``auto`` in this process, because another rank cannot use it."""
+    with _lock:
+        _elsewhere.setdefault((op, scaling), {})[backend] = reason
+        _decided.clear()
+
+
+def facts(gpu: int | None = 0) -> System:
+    """Return the facts that decisions for a device are made from: its GPU first, and the quarantine."""
+    return _on(_here(), gpu)
+
+
+def bucket(m: int, op: Op, gpu: int | None = 0) -> int:
+    """Return the largest M that is decided like ``m`` on a device."""
+    return m_bucket(m, op, _arch(_system.current(), gpu))
 
 
 def _decide(problem: Problem, request: _Request, gpu: int | None) -> tuple[System, Decision]:
     """Ask the policy until what it chooses has passed its self-check; each failure is a new fact of the machine."""
     while True:
         machine = _here()
+        system = _on(machine, gpu)
+        auto = request[0] == registry.AUTO
         with _lock:
             decision = policy.resolve(
                 problem,
-                _on(machine, gpu),
+                system,
                 registry.backends(),
                 requested=request[0],
                 requested_by=request[1],
                 disabled=request[2],
+                elsewhere=_elsewhere.get((problem.op, problem.scaling)),
+                measured=tuned.find(problem, system, registry.backends()) if auto else None,
             )
-        if not _must_check(decision, gpu) or _passes(decision, _on(machine, gpu), gpu):
+        if not _must_check(decision, gpu) or _passes(decision, system, gpu):
             return machine, decision
 
 
@@ -248,9 +287,10 @@ def _passes(decision: Decision, system: System, gpu: int | None) -> bool:
 
 
 def reset() -> None:
-    """Forget decisions and what has been reported; the next :func:`select` decides and reports anew."""
+    """Forget decisions, what other ranks lack, and what has been reported; the next :func:`select` starts anew."""
     with _lock:
         _decided.clear()
+        _elsewhere.clear()
         _said.clear()
 
 
@@ -336,7 +376,7 @@ def _report(decision: Decision) -> None:
 
 def _once(key: object, level: int, text: str) -> None:
     with _lock:
-        if key in _said:
+        if key in _said or _capture.is_capturing():  # what is not said during a capture is said after it
             return
         if not _said:
             _set_up_logging()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from fp4dispatch import rules as _rules
 from fp4dispatch.backends.capability import quarantined
 from fp4dispatch.decision import Decision, Reason, RuleHit, Verdict
+from fp4dispatch.measurement import Measurement
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.rules import Rule
 from fp4dispatch.system import System
 
 REFERENCE = "reference"
+
+TUNED = "tuned"
+"""Id of the rule that a measurement is."""
 
 
 class SupportsProblem(Protocol):
@@ -37,6 +42,8 @@ def resolve(
     requested: str = "auto",
     requested_by: str = "auto",
     disabled: Sequence[str] = (),
+    elsewhere: Mapping[str, Reason] | None = None,
+    measured: Measurement | None = None,
     rules: Sequence[Rule] | None = None,
 ) -> Decision:
     """Choose a backend, judging every candidate.
@@ -49,6 +56,9 @@ def resolve(
     3. The first with no reason against it (capability) and no ``deny`` rule that holds (safety) is chosen.
     4. Where there is none, ``reference`` is, if it can run the problem, with a warning that says what to install.
     5. Where that cannot either, ``backend`` is None.
+    6. A measurement replaces the third step's choice by a faster candidate that could have been chosen as well
+       (:meth:`~fp4dispatch.measurement.Measurement.faster`). The rule is then called ``tuned``. It can make nothing
+       acceptable: what has a reason or a deny rule against it stays out however fast it is.
 
     Every candidate gets a verdict with all reasons and all deny rules, also those behind the chosen one. A backend that
     a matching rule names and that is not in ``backends`` is ``UNAVAILABLE``, and never chosen.
@@ -63,6 +73,10 @@ def resolve(
         ``auto`` or the canonical name of one backend, and who asked: ``argument`` or the name of a variable.
     disabled
         Names that are never used, not even by name.
+    elsewhere
+        Backends that other ranks cannot use, and why: out of the question for ``auto``.
+    measured
+        Times of the candidates on this machine, if there are any.
     rules
         The rules; those of ``policy_rules.toml`` by default.
 
@@ -76,7 +90,10 @@ def resolve(
     if requested != "auto":
         first: dict[str, RuleHit | None] = {requested: None}
         placed = first | placed
-    verdicts = tuple(_judge(name, problem, system, backends, held, disabled) for name in placed)
+    apart = elsewhere if elsewhere and requested == "auto" else {}
+    verdicts = tuple(
+        _timed(_judge(name, problem, system, backends, held, disabled, apart.get(name)), measured) for name in placed
+    )
     if requested != "auto":
         asked = verdicts[0]
         chosen = asked if asked.can_run else None
@@ -84,7 +101,10 @@ def resolve(
     else:
         chosen = next((v for v in verdicts if v.accepted and _offered(v.backend, backends)), None)
         rule = placed[chosen.backend] if chosen else None
-        warning = _fallback(problem, system, verdicts, chosen, backends)
+        default = chosen
+        if chosen is not None and measured is not None:
+            chosen, rule = _tuned(measured, chosen, rule, [v for v in verdicts if _offered(v.backend, backends)])
+        warning = _fallback(problem, system, verdicts, default, chosen, backends)
         if chosen is None:
             chosen = next((v for v in verdicts if v.backend == REFERENCE and v.accepted), None)
             warning = _last_resort(problem, system, verdicts) if chosen else ""
@@ -131,6 +151,7 @@ def _judge(
     backends: Mapping[str, SupportsProblem],
     held: Sequence[Rule],
     disabled: Sequence[str],
+    elsewhere: Reason | None,
 ) -> Verdict:
     denied = tuple(rule.hit() for rule in held if rule.verb == "deny" and name in rule.backends)
     backend = backends.get(name)
@@ -146,7 +167,30 @@ def _judge(
         reasons = (*quarantined(name, problem, system), *reasons)
     if name in disabled:
         reasons = (Reason("DENIED", "disabled", f"take {name} out of FP4DISPATCH_DISABLE"), *reasons)
+    if elsewhere is not None:
+        reasons = (elsewhere, *reasons)
     return Verdict(name, activation, reasons, denied)
+
+
+def _timed(verdict: Verdict, measured: Measurement | None) -> Verdict:
+    timing = measured.of(verdict.backend, verdict.activation) if measured is not None else None
+    return verdict if timing is None else replace(verdict, measured=str(timing))
+
+
+def _tuned(
+    measured: Measurement, default: Verdict, rule: RuleHit | None, offered: Sequence[Verdict]
+) -> tuple[Verdict, RuleHit | None]:
+    """Return what a measurement makes of the choice of the rules, and the rule to cite."""
+    accepted = {(v.backend, v.activation): v for v in offered if v.accepted}
+    found = measured.faster((default.backend, default.activation), accepted)
+    if found is None:
+        return default, rule
+    new, old = found
+    by = f" by {rule.id}" if rule is not None else ""
+    because = f"measured here: {new}; {old.backend} ({old.activation}), preferred{by}, {old}"
+    ranks = f", {measured.ranks} ranks" if measured.ranks > 1 else ""
+    hit = RuleHit(TUNED, "prefer", because, f"fp4dispatch tune, {measured.name[:12]}{ranks}", measured.date)
+    return accepted[new.backend, new.activation], hit
 
 
 # ------------------------------------------------------------------------------------------------------------ warnings
@@ -163,13 +207,14 @@ def _fallback(
     problem: Problem,
     system: System,
     verdicts: Sequence[Verdict],
+    default: Verdict | None,
     chosen: Verdict | None,
     backends: Mapping[str, SupportsProblem],
 ) -> str:
-    """Say what stood in the way of the candidates ahead of the chosen one; nothing a user can do = nothing to say."""
-    if chosen is None:
+    """Say what stood in the way of what comes before the rules' choice; nothing a user can do = nothing to say."""
+    if default is None or chosen is None:
         return ""
-    before = verdicts[: verdicts.index(chosen)]
+    before = verdicts[: verdicts.index(default)]
     ahead = [v for v in before if not _missing(v) and not _not_asked(v, problem, backends)]
     if not ahead:
         return ""

@@ -1,18 +1,14 @@
 """Verdicts of the self-check: what they hold, under which facts they stay true, and where they are kept. No torch.
 
-One JSON file per verdict in ``selfcheck/`` of the cache folder, published by rename, so processes never see half a file
-and never wait for each other. What cannot be read, or was made under other facts, does not exist.
+One record per verdict (:mod:`fp4dispatch.records`) in ``selfcheck/`` of the cache folder. What cannot be read, or was
+made under other facts, does not exist.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import json
 import logging
-import os
-import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,10 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fp4dispatch import libraries
+from fp4dispatch import libraries, records
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import CacheError, SelfCheckFailed
-from fp4dispatch.jit import cache, manifest, private
+from fp4dispatch.jit import cache, manifest
 from fp4dispatch.problem import Activation, Op, Scaling
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
@@ -143,6 +139,13 @@ def json_ready(value: Any) -> Any:
 
 def facts(system: System, backend: Backend) -> dict[str, str]:
     """Return everything that a verdict depends on: GPU model (not which one), libraries, kernels, code, PDL."""
+    arch = system.arch
+    proven = ",".join(sorted(op for op, where in system.proven if arch and where == arch.sm))
+    return {**machine(system), "backend": code_of(type(backend)), "proven": proven or "none"}
+
+
+def machine(system: System) -> dict[str, str]:
+    """Return the facts that are the same for every backend."""
     from fp4dispatch import __version__
 
     gpu = system.gpus[0] if system.gpus else None
@@ -166,9 +169,7 @@ def facts(system: System, backend: Backend) -> dict[str, str]:
         "cublas": _cublas(),
         "fp4dispatch": __version__,
         "kernels": _own_code(),
-        "backend": _code_of(type(backend)),
         "pdl": settings.pdl,
-        "proven": ",".join(sorted(op for op, arch in system.proven if gpu and arch == gpu.arch.sm)) or "none",
     }
 
 
@@ -193,7 +194,7 @@ def _own_code() -> str:
 
 
 @functools.cache
-def _code_of(kind: type[Backend]) -> str:
+def code_of(kind: type[Backend]) -> str:
     """Identify the code of a backend: its class, its module's content and the version of its package."""
     module = sys.modules.get(kind.__module__)
     path = getattr(module, "__file__", None)
@@ -205,7 +206,7 @@ def _code_of(kind: type[Backend]) -> str:
 def key(result: CheckResult) -> str:
     """Return the name of a verdict: the hash of its subject and its facts."""
     subject = [SCHEMA, result.backend, result.op, result.scaling, result.activation, sorted(result.facts.items())]
-    return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:40]
+    return records.name_of(subject)
 
 
 # --------------------------------------------------------------------------------------------------------------- store
@@ -258,33 +259,21 @@ def reset() -> None:
 
 def save(result: CheckResult) -> None:
     """Keep a verdict on disk. Where that is not possible it holds for this process, with one warning."""
-    text = json.dumps({"schema": SCHEMA, "result": result.to_dict()}, indent=1, sort_keys=True)
-    target = folder() / f"{key(result)}.json"
-    partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        private.make_folder(target.parent, 0o700)
-        try:
-            private.write_synced(partial, text.encode(), 0o600)
-            partial.replace(target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+        records.write(folder() / f"{key(result)}.json", {"schema": SCHEMA, "result": result.to_dict()})
     except (CacheError, OSError) as error:
         _warn(f"verdicts of the self-check are kept for this process only: {error}")
 
 
 def load(path: Path) -> CheckResult | None:
     """Read one verdict; None where there is none that can be trusted."""
+    data = records.read(path)
     try:
-        private.check(path.parent)
-        private.check(path)
-        data = json.loads(path.read_text("utf-8"))
-        if data["schema"] != SCHEMA:
+        if data is None or data["schema"] != SCHEMA:
             return None
         result = CheckResult.from_dict(data["result"])
         return result if key(result) == path.stem else None
-    except (CacheError, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -295,11 +284,7 @@ def stored(name: str) -> CheckResult | None:
 
 def all_stored() -> Iterator[CheckResult]:
     """Return every readable verdict on disk, of any machine and version."""
-    try:
-        paths = sorted(folder().glob("[0-9a-f]*.json"))
-    except OSError:
-        return
-    for path in paths:
+    for path in records.paths(folder()):
         result = load(path)
         if result is not None:
             yield result

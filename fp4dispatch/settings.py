@@ -95,6 +95,12 @@ SETTINGS: dict[str, Setting] = {
         "auto",
         "Numeric self-check of a backend before `auto` trusts it.",
     ),
+    "tuned": Setting(
+        PREFIX + "TUNED",
+        _choice("off", "auto"),
+        "auto",
+        "`off` ignores the times that `tune` has stored; `auto` lets a faster backend replace the rules' choice.",
+    ),
     "cache_dir": Setting(
         PREFIX + "CACHE_DIR", _path, "", "Folder of compiled kernels; default: the user cache folder."
     ),

@@ -40,7 +40,7 @@ def test_json(capsys):
     assert data["backend"] == "reference"
     assert data["arch"] == "9.0"
     assert data["problem"]["k"] == 4096
-    assert {"backend", "activation", "reasons", "denied"} == set(data["verdicts"][0])
+    assert {"backend", "activation", "reasons", "denied", "measured"} == set(data["verdicts"][0])
 
 
 def test_a_backend_not_written_yet_is_listed_and_never_chosen(capsys):

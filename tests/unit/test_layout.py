@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2] / "fp4dispatch"
 # A module imports from its own row and the rows above it, never from below. A new file goes into its row here.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "settings", "progress"),
-    ("arch", "problem", "decision"),
+    ("arch", "problem", "decision", "measurement"),
     ("system", "nvml", "libraries"),
     ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
     ("capture",),
@@ -21,8 +21,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("registry",),
     ("policy", "rules"),
-    ("selfcheck", "canary", "tilecheck", "quarantine", "race"),
-    ("dispatch", "whatif"),
+    ("selfcheck", "canary", "tilecheck", "quarantine", "tuned", "records", "race"),
+    ("dispatch", "whatif", "timing"),
+    ("tuning", "agreement"),
     ("routes",),
     ("ops",),
     ("linear", "quantized_linear", "replace", "warmup"),
@@ -36,8 +37,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
 ROW = {name: i for i, row in enumerate(ROWS) for name in row}
 
 TORCH_FREE = (
-    *("arch", "problem", "decision", "policy", "rules", "system", "registry"),
-    *("quarantine", "dispatch", "whatif", "settings"),
+    *("arch", "problem", "decision", "measurement", "policy", "rules", "system", "registry"),
+    *("quarantine", "records", "tuned", "dispatch", "whatif", "settings"),
 )
 VERSION = "fp4dispatch.__version__"  # a constant that anyone may name, e.g. in a cache key
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -148,7 +148,7 @@ def test_code_and_pdl_count(monkeypatch):
     for change in (
         lambda: monkeypatch.setenv("FP4DISPATCH_PDL", "off"),
         lambda: monkeypatch.setattr(quarantine, "_own_code", lambda: "another kernel"),
-        lambda: monkeypatch.setattr(quarantine, "_code_of", lambda kind: "another plug-in"),
+        lambda: monkeypatch.setattr(quarantine, "code_of", lambda kind: "another plug-in"),
         lambda: monkeypatch.setattr(quarantine, "_cublas", lambda: "another cuBLAS"),
         lambda: monkeypatch.setattr("fp4dispatch.__version__", "99"),
     ):
@@ -337,7 +337,7 @@ def test_nothing_half_written_stays_behind(monkeypatch):
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(quarantine.private, "write_synced", full_disk)
+    monkeypatch.setattr(quarantine.records.private, "write_synced", full_disk)
     assert ask("good").status == "passed"
     assert files() == []
 

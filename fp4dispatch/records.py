@@ -1,0 +1,62 @@
+"""Records on disk: one JSON file each, named by the hash of what it is about. No torch.
+
+Published by rename, so processes never see half a file and never wait for each other. Only private files are read
+(:mod:`fp4dispatch.jit.private`); what cannot be read does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fp4dispatch.errors import CacheError
+from fp4dispatch.jit import private
+
+
+def name_of(subject: list[Any]) -> str:
+    """Return the name of a record: the hash of plain data."""
+    return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:40]
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Publish a record.
+
+    Raises
+    ------
+    CacheError, OSError
+        Where that is not possible; nothing half written stays behind.
+    """
+    text = json.dumps(data, indent=1, sort_keys=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    private.make_folder(path.parent, 0o700)
+    try:
+        private.write_synced(partial, text.encode(), 0o600)
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> Any:
+    """Return a record's data; None where there is none that can be trusted."""
+    try:
+        private.check(path.parent)
+        private.check(path)
+        return json.loads(path.read_text("utf-8"))
+    except (CacheError, OSError, ValueError, RecursionError):
+        return None
+
+
+def paths(folder: Path) -> Iterator[Path]:
+    """Return the files of a folder that are named like records."""
+    try:
+        yield from sorted(folder.glob("[0-9a-f]*.json"))
+    except OSError:
+        return
