@@ -141,6 +141,30 @@ def demo() -> str:
     return "\n".join(lines)
 
 
+def bench() -> str:
+    """Return the summary of every run of the benchmark suite that is kept."""
+    from fp4dispatch.benchmark import report
+
+    runs = [report.summary(result) for result in results() if result.get("kind") == "bench"]
+    return "\n\n".join(runs) or "No run is kept yet."
+
+
+def decoder() -> str:
+    """Return the table of every end-to-end run that is kept, with the backends of each format."""
+    from bench import decoder as script
+
+    parts = []
+    for result in results():
+        if result.get("kind") == "decoder":
+            facts = result["facts"]
+            head = f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, commit {facts['commit']}."
+            chosen = [
+                f"{f['format']}: {count} layers {b}" for f in result["formats"] for b, count in f["backends"].items()
+            ]
+            parts += [head, script.table(result), "; ".join(chosen)]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
 def w4_error() -> str:
     """Return what each activation format loses against the exact product of the same NVFP4 weights."""
     (result,) = (r for r in results() if "w4_error" in r)
@@ -180,6 +204,8 @@ def generate() -> dict[Path, str]:
         ("sanitizer", sanitizer),
         ("cold jit", cold_jit),
         ("sm90", sm90),
+        ("bench", bench),
+        ("decoder", decoder),
         ("w4 error", w4_error),
         ("demo", demo),
     ):

@@ -20,6 +20,8 @@ from fp4dispatch.errors import InputError
 KIND, SCHEMA = "bench", 1
 NOISY = 0.05
 """A row whose spread is larger is marked in the table."""
+LOSS = 0.02
+"""Losing less than this to a peer is a tie."""
 COLUMNS = 7
 """Numbers of tokens side by side in the table."""
 
@@ -154,6 +156,25 @@ def versus(doc: Document) -> list[dict[str, Any]]:
     return found
 
 
+def overall(doc: Document) -> list[dict[str, Any]]:
+    """Return, for each method of ours, its worst shape and how many problems lose more than ``LOSS`` to a peer."""
+    rows = by_problem(doc)
+    found: dict[str, dict[str, Any]] = {}
+    for worst in versus(doc):
+        best_so_far = found.get(worst["method"])
+        if best_so_far is None or worst["ratio"] > best_so_far["ratio"]:
+            found[worst["method"]] = dict(worst)
+    for method, worst in found.items():
+        ratios = []
+        for (n, k, m, name), row in rows.items():
+            theirs = [rows.get((n, k, m, rival), {}).get("us") for rival in doc["methods"][method]["rivals"]]
+            times = [us for us in theirs if us]
+            if name == method and row["us"] and times:
+                ratios.append(row["us"] / min(times))
+        worst |= {"problems": len(ratios), "lost": sum(ratio > 1 + LOSS for ratio in ratios)}
+    return list(found.values())
+
+
 def target_shapes(doc: Document) -> list[tuple[int, int]]:
     """Return the shapes that the targets are stated over where all of them were measured, else all that were."""
     wanted = catalogue().suite("targets").shapes
@@ -172,6 +193,38 @@ def text(doc: Document) -> str:
 def markdown(doc: Document) -> str:
     """Return the same as GitHub's Markdown."""
     return "\n\n".join(part for part in _parts(doc, _github) if part) + "\n"
+
+
+def summary(doc: Document) -> str:
+    """Return what the documentation keeps of a run, as Markdown: means, where ours stands worst, errors."""
+    over = target_shapes(doc)
+    parts = [_head(doc), f"Times as fast as {BASELINE}, geometric mean over {len(over)} shapes:"]
+    parts += [_github(_means(doc, over, some)) for some in _chunks(tokens_of(doc), 2 * COLUMNS)]
+    if standing := overall(doc):
+        head = ["ours", "worst time / best peer's", "N x K", "M", "that peer", f"over {1 + LOSS:.2f}"]
+        lines = [
+            [
+                *(w["method"], f"{w['ratio']:.3f}", f"{w['n']}x{w['k']}", str(w["m"]), w["rival"]),
+                f"{w['lost']} of {w['problems']}",
+            ]
+            for w in standing
+        ]
+        parts += [f"Ours beside the best peer, over {len(shapes_of(doc))} shapes:", _github([head, *lines])]
+    wrong = sum(row["status"] != "ok" for row in doc["measured"])
+    parts.append(
+        f"{len(doc['measured'])} rows were checked tile by tile, {wrong} of them are wrong or failed. Relative error "
+        f"against the exact product of the stored weight, mean over all problems:"
+    )
+    parts.append(_github(_errors(doc)))
+    return "\n\n".join(parts)
+
+
+def _errors(doc: Document) -> list[list[str]]:
+    found: dict[str, list[float]] = {}
+    for row in doc["measured"]:
+        if row["status"] == "ok":
+            found.setdefault(row["method"], []).append(row["error"])
+    return [["method", "error"], *([name, f"{sum(e) / len(e):.4f}"] for name, e in found.items())]
 
 
 def csv_text(doc: Document) -> str:

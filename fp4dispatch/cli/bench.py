@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 QUICK_S = 45.0
 """Seconds after which --quick begins no further problem."""
+CPU_SUITE = "cpu"
 STDOUT = "-"
 CPU_NOTE = (
     "no GPU: kernel times, speed-ups over cuBLAS and rooflines cannot be measured here; run this on one.\n"
@@ -93,8 +94,13 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Suite, Sequence[Method],
 
     from fp4dispatch.benchmark import methods, shapes
 
-    named = args.suite or ("quick" if card.arch else "cpu")
+    named = args.suite or ("quick" if card.arch else CPU_SUITE)
     suite = shapes.catalogue().suite(named)
+    if card.arch is None and named != CPU_SUITE and not args.list:
+        raise InputError(
+            f"the suite {named} is for a GPU, and this is a CPU: run `fp4dispatch bench` here (suite {CPU_SUITE}), or "
+            "name single shapes with --shape"
+        )
     if args.shape:
         suite = replace(suite, shapes=tuple(parse_shape(text) for text in args.shape))
     if args.m:

@@ -149,6 +149,7 @@ def test_what_is_measured(planted):
     assert planned("--device", "cpu", "--quick")[0].name == "cpu"
     for words, said in (
         (("--suite", "huge"), "not a suite"),
+        (("--suite", "full", "--device", "cpu"), "is for a GPU, and this is a CPU"),
         (("--shape", "12"), "need NxK"),
         (("--shape", "64x40"), "not a multiple of 16"),
         (("--shape", "0x16"), "need NxK"),

@@ -12,6 +12,7 @@ from fp4dispatch.benchmark import plot, report, shapes
 from fp4dispatch.benchmark.host import HostRow
 from fp4dispatch.benchmark.methods import BASELINE
 from fp4dispatch.errors import InputError
+from tests import docs
 from tests.bench_cases import FACTS, document, row
 
 SIX = shapes.catalogue().suite("targets").shapes
@@ -143,6 +144,39 @@ def test_where_ours_stands_worst_against_the_best_peer():
     }
     lines = [line.split() for line in report.text(document(rows)).splitlines()]
     assert ["64x64", "FP8Linear/row", "1.100", "64", "torch/row+q"] in lines
+
+
+def test_the_summary_for_the_documentation():
+    rows = []
+    for n, k in SIX:
+        for m, ours in ((1, 10.0), (64, 30.5), (1024, 33.0 if n == 8192 else 20.0)):
+            rows += [row(n, k, m, BASELINE, 40.0), row(n, k, m, "torch/row+q", 30.0)]
+            rows += [row(n, k, m, "FP8Linear/row", ours, error=0.036)]
+    rows += [row(*SIX[0], 1, "FP4Linear", 1.0) | {"status": "WRONG", "us": None}]
+    doc = document(rows)
+    (found,) = report.overall(doc)
+    assert (found["n"], found["k"], found["m"], found["rival"]) == (8192, 8192, 1024, "torch/row+q")
+    assert (found["ratio"], found["lost"], found["problems"]) == (pytest.approx(1.1), 2, 18)
+    text = report.summary(doc)
+    assert "| FP8Linear/row | 1.100 | 8192x8192 | 1024 | torch/row+q | 2 of 18 |" in text
+    assert "| FP8Linear/row | 4.00 | 1.31 |" in text
+    assert "55 rows were checked tile by tile, 1 of them are wrong or failed" in text
+    assert "| FP8Linear/row | 0.0360 |" in text
+
+
+def test_the_documentation_takes_its_tables_from_kept_runs(monkeypatch):
+    made = {"format": "nvfp4", "backends": {"w4a16 (bf16)": 224}, "weights_gb": 6.1, "peak_gb": 9.0}
+    made |= {"logits": dict.fromkeys(("relative_error", "cosine", "top1", "kl"), 0.5)}
+    made |= {"prefill": {"tokens": 4096, "tokens_per_s": 1e4}}
+    made |= {"decode": [{"batch": 1, "status": "ok", "tokens_per_s": 200.0}, {"batch": 16, "status": "WRONG"}]}
+    kept = [document(), {"kind": "decoder", "facts": FACTS, "formats": [made]}, {"device": "another kind"}]
+    monkeypatch.setattr(docs, "results", lambda: kept)
+    assert docs.bench() == report.summary(kept[0])
+    text = docs.decoder()
+    assert "| nvfp4 | 6.1 | 9.0 | 200 (1.00x) | WRONG | 10000 (1.00x) | 0.5000 |" in text
+    assert "nvfp4: 224 layers w4a16 (bf16)" in text
+    monkeypatch.setattr(docs, "results", lambda: kept[2:])
+    assert docs.bench() == docs.decoder() == "No run is kept yet."
 
 
 def test_a_cpu_run_claims_no_speed():

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests import docs
+from fp4dispatch.benchmark import report
+from tests import bench_cases, docs
 from tests.readme import README, commands
 
 TEXT = README.read_text()
@@ -19,7 +20,7 @@ COMMANDS = [line for _, kind, body in BLOCKS if kind == "bash" for line in body.
 PLAIN = [
     line
     for line in COMMANDS
-    if "fp4dispatch " in line and "venv" not in line and "MODEL_DIR" not in line and "--out DIR" not in line
+    if "fp4dispatch " in line and not any(word in line for word in ("venv", "MODEL_DIR", "--out DIR", "--suite"))
 ]
 
 
@@ -65,6 +66,26 @@ def test_command_runs(line):
     named = "BACKEND=reference" in line or "--backend cutlass" in line
     assert not named or ", FP4_GEMM_BACKEND\n" in done.stdout or "named by argument" in done.stdout, done.stdout
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if "--suite" in line])
+def test_benchmark_commands_for_a_gpu_are_understood(line, tmp_path):
+    old = tmp_path / "bench.json"
+    old.write_text(report.json_text(bench_cases.document()))
+    done = run_line(line.replace("--compare bench.json", f"--compare {old}") + " --list")
+    assert done.returncode == 0, done.stderr
+    assert "FP4Linear" in done.stdout
+
+
+def test_the_decoder_command_of_the_readme(tmp_path):
+    pytest.importorskip("transformers", reason="transformers (extra `demo`) is not installed")
+    (line,) = [line for line in COMMANDS if "bench/decoder.py" in line]
+    words = shlex.split(line.replace("decoder.json", str(tmp_path / "decoder.json")))
+    small = ["--tiny", "--device", "cpu", "--prefill", "16", "--steps", "1", "--batches", "1", "--formats", "nvfp4"]
+    command = [sys.executable, *words[1:], *small]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=README.parent)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "decoder.json").is_file()
 
 
 def test_two_commands_install_from_files_that_exist():
