@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fp4dispatch import formats
+from fp4dispatch import dispatch, formats, routes, rules, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS
 from fp4dispatch.backends import cutlass_tiles, w4
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
@@ -15,6 +16,7 @@ from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.backends.w4_layout import unpack_w4p
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.jit.manifest import installed
+from fp4dispatch.linear import FP4Linear
 from fp4dispatch.problem import Problem
 from fp4dispatch.system import System
 from tests import contract, w4_fake
@@ -245,3 +247,117 @@ def test_an_activation_that_the_kernel_cannot_read_gets_a_copy(monkeypatch):
         outs.append(torch.empty(5, 64, dtype=torch.bfloat16))
         backend.run(plan, prepared, each, outs[-1])
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize(("name", "m"), [("w4a16", 3), ("w4a16", 70), ("w4a8", 70)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ragged_n_with_shards_and_a_bias_of_any_dtype(monkeypatch, name, m, dtype):
+    w4_fake.install(monkeypatch)
+    backend, w = BACKENDS[name], weights(101, 48, (61, 40))
+    prepared = backend.prepare(w)
+    x = torch.randn(m, 48).bfloat16()
+    bias = (torch.randn(101) * contract.dequantised(w).norm(dim=1)).bfloat16().to(dtype)  # as large as the products
+    out = torch.full((m, 101), float("nan"), dtype=torch.bfloat16)
+    plan = backend.plan(problem(name, m, 101, 48), prepared)
+    backend.run(plan, prepared, x, out, bias)
+    a = x.double()
+    if name == "w4a8":
+        a = formats.fp8_dequantize(*formats.fp8_quantize(x, "row"), "row").double()
+    want = a @ contract.dequantised(w, "fp8" if name == "w4a8" else "bf16").t() + bias.double()
+    assert float((out.double() - want).abs().max() / want.abs().max()) < 2**-8
+
+
+def test_a_plan_is_for_one_m(monkeypatch):
+    kernels = w4_fake.install(monkeypatch)
+    backend = BACKENDS["w4a8"]
+    prepared = backend.prepare(weights(64, 64))
+    plan = backend.plan(problem("w4a8", 70, 64, 64), prepared)
+    with pytest.raises(InputError, match="w4a8: out has 72 rows, the plan is for M=70"):
+        backend.run(plan, prepared, torch.zeros(72, 64).bfloat16(), torch.empty(72, 64, dtype=torch.bfloat16))
+    assert kernels.launched == []
+
+
+# ---------------------------------------------------------------------------------------------------------- self-check
+
+
+HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+
+
+def checked(name):
+    backend = BACKENDS[name]
+    return selfcheck.check(backend, "nvfp4_gemm", "nvfp4", backend.activations["nvfp4_gemm"][0], HOPPER, "cpu")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_self_check_passes_emulated_kernels(monkeypatch, name):
+    kernels = w4_fake.install(monkeypatch)
+    result = checked(name)
+    assert (result.status, result.findings) == ("passed", ())
+    assert len(result.ran) == 4  # of five; the one in float32 is not theirs
+    assert "output is float32" in result.notes[0]
+    entries = {launch[0].split()[0] for launch in kernels.launched}
+    assert entries == ({"w4a16_small", "w4_gemm", "w4_pack"} if name == "w4a16" else {"w4_gemm", "w4_quantize_row"})
+
+
+def swap_units(w):
+    return torch.cat([w[..., 512:1024], w[..., :512], w[..., 1024:]], -1)
+
+
+def swap_scale_rows(w):
+    return torch.cat([w[..., :2048], w[..., 2048:].unflatten(-1, (-1, 2)).flip(-1).flatten(-2)], -1)
+
+
+def drop_last_chunk(w):
+    return torch.cat([w[:, :-1], torch.zeros_like(w[:, -1:])], 1)
+
+
+@pytest.mark.parametrize("spoil", [swap_units, swap_scale_rows, drop_last_chunk])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_self_check_sees_wrong_weights(monkeypatch, name, spoil):
+    w4_fake.install(monkeypatch)
+    real = w4.pack_w4p
+    monkeypatch.setattr(w4, "pack_w4p", lambda codes, scale: spoil(real(codes, scale)).contiguous())
+    assert checked(name).status == "failed"
+
+
+def test_gdc_is_told_of_the_kernels_that_run():
+    proven = replace(HOPPER, proven=frozenset({("w4_gemm", "sm_90")}))
+    other = replace(HOPPER, proven=frozenset({("nvfp4_gemm", "sm_90")}))
+    for system, gdc in ((proven, "yes"), (other, "no"), (HOPPER, "no")):
+        assert selfcheck._blank(BACKENDS["w4a8"], "nvfp4_gemm", "nvfp4", "fp8", system).gdc == gdc
+
+
+# --------------------------------------------------------------------------------------------------------------- layers
+
+
+@pytest.mark.parametrize("shards", [(), (40, 24, 8)])
+def test_a_layer_on_hopper_changes_with_m_and_holds_its_packed_weights_once(monkeypatch, shards):
+    """The whole way of a layer, but for the GPU: policy, packing, plans, launches."""
+    kernels = w4_fake.install(monkeypatch)
+    monkeypatch.setattr(dispatch, "_on", lambda machine, gpu: HOPPER)
+    monkeypatch.setattr(dispatch, "_arch", lambda machine, gpu: HOPPER.arch)
+    monkeypatch.setattr(routes, "_plans", {})
+    dispatch.reset()
+    routes.LayerSpec.parse.cache_clear()
+    w = weights(72, 208, shards)
+    layer = FP4Linear.from_weights(w, torch.randn(72).bfloat16())
+    try:
+        bound = layer.bind()
+        few, many = bound.spec.routes
+        assert [(r.backend, r.activation) for r in (few, many)] == [("w4a16", "bf16"), ("w4a8", "fp8")]
+        assert (few.m_max, (few.start, few.stop)) == (
+            rules.bounds("nvfp4_gemm", HOPPER.arch)[0],
+            (many.start, many.stop),
+        )
+        packed = [t for name, t in layer.named_buffers() if name.startswith("layout") and t.dtype == torch.uint8]
+        assert [tuple(t.shape) for t in packed] == [(2, 4, 2304)]
+        scale = formats.expand_shards(w.global_scale, w.shard_rows)
+        dense = formats.nvfp4_dequantize(w.weight, w.scale, scale).double()
+        for m, bound_of_error in ((1, 0.003), (few.m_max, 0.003), (few.m_max + 1, 0.05), (300, 0.05)):
+            x = torch.randn(m, 208).bfloat16()
+            want = x.double() @ dense.t() + layer.bias.double()
+            assert float((layer(x).double() - want).norm() / want.norm()) < bound_of_error
+        assert {launch[0].split()[0] for launch in kernels.launched} >= {"w4a16_small", "w4_gemm"}
+    finally:
+        dispatch.reset()
+        routes.LayerSpec.parse.cache_clear()
