@@ -17,6 +17,9 @@ from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Operands, Truth
 from fp4dispatch.benchmark.roofline import Peaks
 from fp4dispatch.timing import Engine, Recording, Sample
 
+LARGE = 64e6
+"""Bytes of an output from which the memory of a problem's graphs is given back before the next problem."""
+
 Status = Literal["ok", "WRONG", "failed"]
 
 
@@ -164,6 +167,8 @@ class Runner:
             self.say(self._done, f"{n}x{k}, M={m}")
             yield from self._problem(operands, m, ready, broken)
             self._done += 1
+            if n * m * 2 > LARGE:
+                self._release()
         del ready
         self._release()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 QUICK_S = 45.0
 """Seconds after which --quick begins no further problem."""
 CPU_SUITE = "cpu"
+SLOW = "compiles for minutes on first use: ask for it with --methods, e.g. --methods '*'"
 STDOUT = "-"
 CPU_NOTE = (
     "no GPU: kernel times, speed-ups over cuBLAS and rooflines cannot be measured here; run this on one.\n"
@@ -108,11 +109,8 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Suite, Sequence[Method],
     if min(suite.m) < 1 or args.rounds < 2:
         raise InputError(f"-m {min(suite.m)} --rounds {args.rounds}: need at least one token and two rounds")
     every = methods.everything()
-    quick = suite.name == "quick"
-    chosen = (
-        methods.choose(every, args.methods) if args.methods else tuple(m for m in every if not (quick and m.slow_start))
-    )
-    budget = args.budget_s if args.budget_s is not None else QUICK_S if quick else None
+    chosen = methods.choose(every, args.methods) if args.methods else tuple(m for m in every if not m.slow_start)
+    budget = args.budget_s if args.budget_s is not None else QUICK_S if suite.name == "quick" else None
     return suite, chosen, budget
 
 
@@ -133,6 +131,7 @@ def measure(
     """Run everything and return the document."""
     from fp4dispatch.benchmark import host, machine, report, roofline
     from fp4dispatch.benchmark import run as runs
+    from fp4dispatch.benchmark.methods import everything
 
     engine = machine.engine_for(card)
     with Progress("measuring", len(suite.shapes) * len(suite.m), unit="problems", quiet=quiet) as progress:
@@ -145,6 +144,9 @@ def measure(
         runner.peaks = roofline.measure(card, engine)
         outcome = runner.run(suite.shapes, suite.m)
         calls = [] if outcome.stopped else host.measure(card, engine)
+    if not args.methods:
+        slow = [method for method in everything() if method.slow_start]
+        outcome.absent |= {method.name: method.lacks(card) or SLOW for method in slow}
     return report.document(suite, machine.facts(card, args.commit), runner.peaks, methods, outcome, calls)
 
 

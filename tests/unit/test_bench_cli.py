@@ -39,7 +39,8 @@ def test_the_table_is_the_default(planted, capsys):
     out = capsys.readouterr().out
     assert "N=64 K=32" in out
     assert "4.0 (2.50x" in out
-    assert "tardy" not in out  # compiles for minutes: not in the quick run
+    assert "not measured: tardy: compiles for minutes on first use: ask for it with --methods" in out
+    assert out.count("tardy") == 1
 
 
 def test_every_format_at_once(planted, capsys, tmp_path):
@@ -142,7 +143,8 @@ def test_what_is_measured(planted):
     assert [m.name for m in some] == [BASELINE, "peer", "FP4Linear"]
     assert planned("--quick")[0].name == "quick"
     suite, some, budget = planned("--suite", "targets")
-    assert (len(suite.shapes), len(some), budget) == (6, 4, None)
+    assert (len(suite.shapes), len(some), budget) == (6, 3, None)
+    assert len(planned("--suite", "targets", "--methods", "*")[1]) == 4
     assert planned("--suite", "full", "--budget-s", "300")[2] == 300
     assert [m.name for m in planned("--methods", "tardy", "--methods", "FP*")[1]] == [BASELINE, "FP4Linear", "tardy"]
     assert planned("--device", "cpu")[0].name == "cpu"

@@ -38,11 +38,11 @@ def test_a_weight_too_small_to_rotate_is_called_warm():
 
 
 def test_calls_fill_a_replay_and_use_every_copy():
-    assert calls_for(20, 2.0, 30.0) == 500  # a millisecond at the floor
+    assert calls_for(20, 2.0, 30.0) == 260 >= timing.REPLAY_US / 2.0  # that long at the floor
     assert calls_for(7, 2.0, 30.0) % 7 == 0
     assert calls_for(2, 11_000.0, 11_000.0) == 2
     assert calls_for(20, 2.0, 20_000.0) == 20  # slow: no more than one turn of the copies
-    assert calls_for(4, None, 100.0) == 12
+    assert calls_for(4, None, 100.0) == 8
     assert calls_for(2, None, 100.0, 0.0) == 2
 
 
