@@ -65,7 +65,7 @@ struct Tile {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kRows = 64 * kConsumers;
   // 65536 registers, shared out evenly at the start; the producer gives its up.
-  static constexpr int kProducerRegisters = T == 256 ? 40 : 24, kConsumerRegisters = T == 256 ? 232 : 112;
+  static constexpr int kProducerRegisters = T == 256 ? 40 : 32, kConsumerRegisters = T == 256 ? 232 : 112;
 
   static constexpr int kStageChunks = kFp8 ? 2 : 1;  // a stage is 128 bytes of activations along K
   static constexpr int kGroups = 2;                  // of two MMAs in a stage
@@ -156,74 +156,95 @@ __device__ __forceinline__ Corner corner_of(Params const& p, Place const& place,
 
 // ---- Producer: one thread ----
 
+// A stage of one of this CTA's tiles, in the order in which they are loaded.
 template <class Tile>
-struct Producer {
+struct Cursor {
   Params const& p;
   Place const& place;
-  Ring<Tile> ring;
+  int tile, stage;  // stage of all K
+  Corner corner;
 
-  __device__ int tokens_of(Corner corner) const {
-    return min(Tile::kTokens, p.token_blocks * 8 - corner.token);
-  }
-  __device__ Corner corner(int i) const {
-    return corner_of<Tile>(p, place, place.cluster + i / place.count * p.clusters);
-  }
+  __device__ Cursor(Params const& params, Place const& own)
+      : p(params),
+        place(own),
+        tile(own.cluster),
+        stage(own.first),
+        corner(corner_of<Tile>(params, own, tile)) {}
 
-  // Weights of stage i, counted over all tiles, and the arrival that expects all its bytes. Warpgroups beyond the last
-  // row block take that one again, and so does the second half of a last stage with one chunk: its activations are zero.
-  __device__ void load_weights(int i, int slot) const {
-    Corner const at = corner(i);
-    int const chunk = (place.first + i % place.count) * Tile::kStageChunks;
-    uint32_t const full = ring.full(slot);
-    barrier_arrive_expect(full, Tile::kWeightBytes + tokens_of(at) * 128);
-    bool const whole = chunk + Tile::kStageChunks <= p.chunks;
-    for (int i_block = 0; i_block < Tile::kConsumers; ++i_block) {
-      int64_t const block = min(at.row_block + i_block, p.row_blocks - 1);
-      uint8_t const* const from = p.w + (block * p.chunks + chunk) * w4::kChunkBytes;
-      uint32_t const to = ring.weights(slot, i_block);
-      if (whole) {
-        copy_bulk(to, from, Tile::kBlockBytes, full);
-      } else {
-        copy_bulk(to, from, w4::kChunkBytes, full);
-        copy_bulk(to + w4::kChunkBytes, from, w4::kChunkBytes, full);
-      }
-    }
+  __device__ void advance() {
+    if (++stage < place.first + place.count) return;
+    stage = place.first;
+    tile += p.clusters;
+    corner = corner_of<Tile>(p, place, tile);
   }
-
-  // This CTA's share of the activations of stage i, to all that have the same tokens.
-  __device__ void load_tokens(int i, int slot) const {
-    Corner const at = corner(i);
-    int const share = Tile::kTokens >> p.multicast_log2, skip = place.multicast * share;
-    int const count = min(share, tokens_of(at) - skip);
-    if (count <= 0) return;
-    int64_t const stage = place.first + i % place.count;
-    uint8_t const* const from = p.x + (stage * p.token_blocks * 8 + at.token + skip) * 128;
-    uint32_t const to = ring.tokens(slot) + skip * 128;
-    if (p.multicast_log2 == 0) {
-      copy_bulk(to, from, count * 128, ring.full(slot));
-    } else {
-      uint32_t const all = (1 << (1 << p.multicast_log2)) - 1;
-      copy_bulk_multicast(to, from, count * 128, ring.full(slot), all << place.with_multicast(p, 0));
-    }
-  }
-
-  __device__ void run(bool clustered) const {
-    int const tiles = p.row_tiles * p.token_tiles;
-    int const mine = place.cluster < tiles ? (tiles - 1 - place.cluster) / p.clusters + 1 : 0;
-    int const all = mine * place.count, ahead = min(all, Tile::kStages);
-    for (int i = 0; i < ahead; ++i) load_weights(i, i);  // before the previous grid has finished
-    if (clustered) cluster_wait_acquire();
-    grid_dependency_wait();
-    for (int i = 0; i < ahead; ++i) load_tokens(i, i);
-    Position<Tile> at;
-    for (int i = ahead; i < all; ++i) {
-      barrier_wait(ring.empty(at.slot), at.parity);
-      load_weights(i, at.slot);
-      load_tokens(i, at.slot);
-      at.advance();
-    }
-  }
+  __device__ int tokens() const { return min(Tile::kTokens, p.token_blocks * 8 - corner.token); }
 };
+
+// Weights of a stage, and the arrival that expects all its bytes. Warpgroups beyond the last row block take that one
+// again, and so does the second half of a last stage with one chunk: its activations are zero.
+template <class Tile>
+__device__ __forceinline__ void load_weights(Cursor<Tile> const& at, Ring<Tile> ring, int slot) {
+  Params const& p = at.p;
+  int const chunk = at.stage * Tile::kStageChunks;
+  bool const whole = chunk + Tile::kStageChunks <= p.chunks;
+  uint32_t const full = ring.full(slot);
+  barrier_arrive_expect(full, Tile::kWeightBytes + at.tokens() * 128);
+#pragma unroll
+  for (int i = 0; i < Tile::kConsumers; ++i) {
+    int const block = min(at.corner.row_block + i, p.row_blocks - 1);
+    uint8_t const* const from = p.w + (int64_t(block) * p.chunks + chunk) * w4::kChunkBytes;
+    copy_bulk(ring.weights(slot, i), from, whole ? Tile::kBlockBytes : w4::kChunkBytes, full);
+    if (!whole) copy_bulk(ring.weights(slot, i) + w4::kChunkBytes, from, w4::kChunkBytes, full);
+  }
+}
+
+// This CTA's share of the activations of a stage, to all that have the same tokens.
+template <class Tile>
+__device__ __forceinline__ void load_tokens(Cursor<Tile> const& at, Ring<Tile> ring, int slot) {
+  Params const& p = at.p;
+  int const share = Tile::kTokens >> p.multicast_log2, skip = at.place.multicast * share;
+  int const count = min(share, at.tokens() - skip);
+  if (count <= 0) return;
+  uint8_t const* const from = p.x + (int64_t(at.stage) * p.token_blocks * 8 + at.corner.token + skip) * 128;
+  uint32_t const to = ring.tokens(slot) + skip * 128;
+  if (p.multicast_log2 == 0) {
+    copy_bulk(to, from, count * 128, ring.full(slot));
+  } else {
+    uint32_t const all = (1 << (1 << p.multicast_log2)) - 1;
+    copy_bulk_multicast(to, from, count * 128, ring.full(slot), all << at.place.with_multicast(p, 0));
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void produce(Params const& p, Place const& place, Ring<Tile> ring,
+                                        bool clustered) {
+  int const tiles = p.row_tiles * p.token_tiles;
+  int const mine = place.cluster < tiles ? (tiles - 1 - place.cluster) / p.clusters + 1 : 0;
+  int const all = mine * place.count, ahead = min(all, Tile::kStages);
+  Cursor<Tile> weights(p, place);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) {  // before the previous grid has finished
+    load_weights(weights, ring, i);
+    weights.advance();
+  }
+  if (clustered) cluster_wait_acquire();
+  grid_dependency_wait();
+  Cursor<Tile> at(p, place);
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) {
+    load_tokens(at, ring, i);
+    at.advance();
+  }
+  Position<Tile> slot;
+#pragma unroll 1
+  for (int i = ahead; i < all; ++i) {
+    barrier_wait(ring.empty(slot.slot), slot.parity);
+    load_weights(at, ring, slot.slot);
+    load_tokens(at, ring, slot.slot);
+    at.advance();
+    slot.advance();
+  }
+}
 
 // ---- Weights to registers ----
 
@@ -509,7 +530,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) w4_gemm_kernel(__grid_const
   if (warp < 4) {
     give_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      Producer<Tile>{p, place, ring}.run(clustered);
+      produce(p, place, ring, clustered);
     } else if (clustered) {
       cluster_wait_acquire();
     }
