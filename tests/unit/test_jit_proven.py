@@ -23,21 +23,24 @@ def cache(tmp_path, monkeypatch):
     proven.forget()
 
 
-def publish(cache, tmp_path, *, variant="bf16_128x128", wait=1, source="nvfp4_gemm_sm120.cu"):
+OMMA = "OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X"
+
+
+def publish(cache, tmp_path, *, kernel="nvfp4_gemm_sm120", variant="bf16_128x128", target="120f", mma=OMMA, wait=1):
     """Publish an entry as a build does, of a library that is only bytes."""
     catalog = installed()
     (job,) = (
         job
         for job in proven.jobs(catalog)
-        if (job.kernel.name, job.variant.id, job.record.target) == ("nvfp4_gemm_sm120", variant, "120f")
+        if (job.kernel.name, job.variant.id, job.record.target) == (kernel, variant, target)
     )
-    built = tmp_path / f"built-{variant}"
+    source = job.kernel.source
+    built = tmp_path / f"built-{variant}-{target}"
     built.mkdir()
     (built / "kernel.so").write_bytes(variant.encode())
     request = kernels.request(job)
-    mma = {"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X": 64}
-    kernel = KernelProof("k", wait, 1, mma, (), 0, 168, 0, 0, 0)
-    proof = Proof(digest(built / "kernel.so"), ("sm_120f",), "test", (kernel,))
+    found = KernelProof("k", wait, 1, {mma: 64}, (), 0, 168, 0, 0, 0)
+    proof = Proof(digest(built / "kernel.so"), (f"sm_{target}",), "test", (found,))
     (built / PROOF).write_bytes(proof.to_json())
     files = {(OWN, source): digest(catalog.csrc / source)}
     proven.forget()
@@ -58,6 +61,22 @@ def test_a_proven_entry_reaches_the_policy(cache, tmp_path):
 def test_one_entry_without_barrier_spoils_its_op_and_arch(cache, tmp_path):
     publish(cache, tmp_path)
     publish(cache, tmp_path, variant="fp16_128x128", wait=0)
+    assert proven.proven() == frozenset()
+
+
+HMMA = {"kernel": "w4a16_small", "variant": "bf16", "mma": "HMMA.16816.F32.BF16", "wait": 0}
+
+
+def test_a_target_without_barriers_is_proven_by_its_other_promises(cache, tmp_path):
+    """sm_80 knows no PDL, so there is nothing to wait for; a missing tensor-core instruction still counts."""
+    publish(cache, tmp_path, **HMMA, target="80")
+    assert proven.proven() == {("w4_gemm", "sm_80"), ("w4_gemm", "sm_86"), ("w4_gemm", "sm_89")}
+    publish(cache, tmp_path, **HMMA | {"variant": "fp16", "mma": "FFMA"}, target="80")
+    assert proven.proven() == frozenset()
+
+
+def test_a_target_with_barriers_needs_them(cache, tmp_path):
+    publish(cache, tmp_path, **HMMA, target="90a")
     assert proven.proven() == frozenset()
 
 
