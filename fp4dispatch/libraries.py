@@ -36,12 +36,16 @@ class Library:
 
 
 def distribution(name: str, package: str) -> Library | None:
-    """Return version and folder of an installed distribution, from metadata alone."""
+    """Return version and folder of an installed distribution, from metadata alone.
+
+    None too where the package's folder has no code to import, as where someone unpacked a wheel's headers only.
+    """
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return Library(version, str(package_folder(package) or ""))
+    folder = package_folder(package)
+    return None if folder and not (folder / "__init__.py").is_file() else Library(version, str(folder or ""))
 
 
 def package_folder(package: str) -> Path | None:

@@ -31,6 +31,12 @@ BUILTINS: dict[str, str] = {
     "cudnn": "fp4dispatch.backends.cudnn:CudnnBackend",
     "w4a16": "fp4dispatch.backends.w4:W4A16Backend",
     "w4a8": "fp4dispatch.backends.w4:W4A8Backend",
+    "flashinfer_cudnn": "fp4dispatch.backends.flashinfer:FlashInferCudnnBackend",
+    "flashinfer_cutlass": "fp4dispatch.backends.flashinfer:FlashInferCutlassBackend",
+    "flashinfer_trtllm": "fp4dispatch.backends.flashinfer:FlashInferTrtllmBackend",
+    "flashinfer_cutedsl": "fp4dispatch.backends.flashinfer:FlashInferCuteDslBackend",
+    "flashinfer_b12x": "fp4dispatch.backends.flashinfer:FlashInferB12xBackend",
+    "flashinfer_deepgemm": "fp4dispatch.backends.flashinfer_deepgemm:FlashInferDeepGemmBackend",
     "reference": "fp4dispatch.backends.reference:ReferenceBackend",
 }
 """Name to ``module:Class``, imported on first use. Names that the capabilities declare and that are not here are known

@@ -6,6 +6,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from packaging.version import Version
@@ -78,10 +79,11 @@ def check(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
     if not mine:
         ops = ", ".join(dict.fromkeys(c.op for c in records))
         return (*reasons, Reason("DTYPE", f"op is {problem.op}, {name} runs {ops}"))
-    record = next((c for c in mine if problem.scaling in c.scalings), mine[0])
+    scaled = [c for c in mine if problem.scaling in c.scalings] or mine[:1]
+    record = next((c for c in scaled if _knows(c, system)), scaled[0])
     reasons += _formats(record, tuple(dict.fromkeys(s for c in mine for s in c.scalings)), problem)
     reasons += _operands(record, problem)
-    arch = _arch(record, system)
+    arch = _arch(scaled, system)
     if arch:
         return (*reasons, *arch)  # versions are stated per arch: none can be asked for here
     return (*reasons, *_versions(record, problem, system))
@@ -101,14 +103,17 @@ def quarantined(name: str, problem: Problem, system: System) -> tuple[Reason, ..
     )
 
 
-def _arch(record: Capability, system: System) -> tuple[Reason, ...]:
-    if ANY_ARCH in record.archs:
+def _knows(record: Capability, system: System) -> bool:
+    return ANY_ARCH in record.archs or (system.arch is not None and system.arch.sm in record.archs)
+
+
+def _arch(records: Sequence[Capability], system: System) -> tuple[Reason, ...]:
+    if any(_knows(record, system) for record in records):
         return ()
+    needs = " or ".join(dict.fromkeys(arch for record in records for arch in record.archs))
     if system.arch is None:
-        return (Reason("ARCH", f"no NVIDIA GPU is used, needs {' or '.join(record.archs)}", "fp4dispatch doctor"),)
-    if system.arch.sm in record.archs:
-        return ()
-    return (Reason("ARCH", f"GPU is {system.arch.sm}, needs {' or '.join(record.archs)}"),)
+        return (Reason("ARCH", f"no NVIDIA GPU is used, needs {needs}", "fp4dispatch doctor"),)
+    return (Reason("ARCH", f"GPU is {system.arch.sm}, needs {needs}"),)
 
 
 def _formats(record: Capability, scalings: tuple[str, ...], problem: Problem) -> tuple[Reason, ...]:

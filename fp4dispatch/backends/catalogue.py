@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from dataclasses import dataclass
 from importlib import resources
@@ -38,7 +39,7 @@ class Requirement:
 
 @dataclass(frozen=True)
 class Capability:
-    """What one backend can do for one op and some of its scalings."""
+    """What one backend can do for one op, some of its scalings, and some archs."""
 
     backend: str
     op: Op
@@ -121,10 +122,9 @@ def load(data: dict[str, Any]) -> Catalogue:
     keys("capabilities.toml", data, required=("capability", "toolkit"), optional=("alias",))
     toolkits = {arch: tk for row in data["toolkit"] for arch, tk in _toolkit(row).items()}
     records = tuple(_capability(row) for row in data["capability"])
-    seen: set[tuple[str, str, str]] = set()
+    seen: set[tuple[str, ...]] = set()
     for record in records:
-        for scaling in record.scalings:
-            key = (record.backend, record.op, scaling)
+        for key in itertools.product([record.backend], [record.op], record.scalings, record.archs):
             if key in seen:
                 raise SettingsError(f"capabilities.toml: {' '.join(key)} is declared twice")
             seen.add(key)

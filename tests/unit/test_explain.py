@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fp4dispatch import dispatch
+from fp4dispatch import dispatch, registry
 from fp4dispatch.cli import HELP, main
 
 ASK = ["explain", "nvfp4_gemm", "-m", "16", "-n", "4096", "-k", "4096"]
@@ -27,7 +27,7 @@ def test_text(capsys):
         "nvfp4_gemm M=16 N=4096 K=4096 (nvfp4) -> bfloat16 on sm_120 (CUDA 12.8, cuDNN 9.7.1)",
         "cublaslt, auto".replace(",", " (nvfp4 activations),"),
         "cutlass",
-        "UNAVAILABLE not part of this fp4dispatch",
+        "LIBRARY     FlashInfer not found (needs 0.2.9)",
         "UNPROVEN    on sm_120/121",
         "https://github.com/sgl-project/sglang/issues/20043",
     ):
@@ -43,7 +43,9 @@ def test_json(capsys):
     assert {"backend", "activation", "reasons", "denied", "measured"} == set(data["verdicts"][0])
 
 
-def test_a_backend_not_written_yet_is_listed_and_never_chosen(capsys):
+def test_a_backend_that_is_not_there_is_listed_and_never_chosen(capsys, monkeypatch):
+    fewer = {name: made for name, made in registry.backends().items() if name != "flashinfer_cutlass"}
+    monkeypatch.setattr(registry, "backends", lambda: fewer)
     assert main([*ASK, "--arch", "12.0", "--cuda", "13.0", "--cudnn", "9.19", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     absent = [v for v in data["verdicts"] if any(r["code"] == "UNAVAILABLE" for r in v["reasons"])]

@@ -120,6 +120,23 @@ def test_the_scaling_picks_the_record():
     assert codes("flashinfer_cutlass", replace(FP8, scaling="block128"), thor) == ["ARCH"]
 
 
+def test_the_arch_picks_among_records_of_one_scaling():
+    datacenter, consumer, thor = (System.fake(arch, **FACTS) for arch in ("10.0", "12.0", "11.0"))
+    half = replace(NVFP4, out_dtype="float16")
+    assert check("flashinfer_cutedsl", half, datacenter) == ()
+    assert codes("flashinfer_cutedsl", half, consumer) == ["DTYPE"]
+    raw = replace(NVFP4, n=200, k=96, sf_layout="128x4")
+    assert check("flashinfer_cutedsl", raw, datacenter) == ()
+    assert [r.text for r in check("flashinfer_cutedsl", raw, consumer)] == [
+        "N=200 is not a multiple of 64",
+        "K=96 is not a multiple of 64",
+    ]
+    (reason,) = check("flashinfer_cutedsl", NVFP4, thor)
+    assert reason.text == "GPU is sm_110, needs sm_100 or sm_103 or sm_120 or sm_121"
+    (reason,) = check("flashinfer_cutedsl", NVFP4, System.fake(None, **FACTS))
+    assert reason.text.startswith("no NVIDIA GPU is used, needs sm_100 or")
+
+
 def test_quarantine_is_a_reason_for_that_op_and_arch_only():
     system = System.fake("10.0", **FACTS, quarantined=[("cutlass", "nvfp4_gemm", "sm_100")])
     assert codes("cutlass", NVFP4, system) == ["QUARANTINED"]
@@ -216,6 +233,11 @@ def test_a_bad_file_is_refused(table, changes, text):
 def test_duplicates_and_strange_tables_are_refused():
     with pytest.raises(SettingsError, match="twice"):
         load(GOOD | {"capability": GOOD["capability"] * 2})
+    (record,) = GOOD["capability"]
+    other = record | {"archs": ["sm_120"]}
+    assert len(load(GOOD | {"capability": [record | {"archs": ["sm_100"]}, other]}).capabilities) == 2
+    with pytest.raises(SettingsError, match="sm_120 is declared twice"):
+        load(GOOD | {"capability": [record | {"archs": ["sm_100", "sm_120"]}, other]})
     with pytest.raises(SettingsError, match="unknown keys"):
         load(GOOD | {"capabilities": []})
 

@@ -188,7 +188,11 @@ def test_the_nearest_name_is_offered():
 
 def test_instance_of_what_is_not_there():
     with pytest.raises(UnknownBackendError, match="not part of this fp4dispatch"):
-        registry.instance("flashinfer_b12x")
+        registry.instance("float64")
+
+
+def test_every_declared_backend_is_part_of_this_package():
+    assert set(catalogue().backends) == set(registry.BUILTINS)
 
 
 def test_instance_of_what_is_broken(monkeypatch):

@@ -1,0 +1,230 @@
+"""FlashInfer's runners on a GPU: numbers, captured graphs, streams and threads, memory.
+
+The first plan of flashinfer_deepgemm builds FlashInfer's SM90 module, about 100 s on 16 cores; each shape adds a kernel
+of some seconds.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+
+from fp4dispatch import formats, registry, routes, system
+from fp4dispatch.backends import flashinfer_package as package
+from fp4dispatch.errors import CaptureError
+from fp4dispatch.linear import FP8Linear
+from fp4dispatch.replace import warmup
+from tests import contract
+
+pytestmark = pytest.mark.gpu
+
+N, K = 1024, 2048
+TOKENS = (1, 3, 64, 129, 1000)
+KINDS = {"flashinfer_deepgemm": "block128", "flashinfer_cudnn": "tensor"}
+"""What of FlashInfer's FP8 a Hopper GPU runs."""
+
+
+def case_of(name, m, *, n=N, k=K, bias=False, raw="", static=False):
+    """Return a case, or skip where this machine cannot run it."""
+    case = contract.Case("fp8_gemm", KINDS[name], "fp8", m, n, k, "bfloat16", bias, static=static, raw=raw)
+    why = contract.unsupported(registry.instance(name), case, system.current())
+    if why:
+        pytest.skip(f"{name}: {why}")
+    return case
+
+
+def layer_of(name, seed=0):
+    case_of(name, 1)
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(K, N, device="cuda", dtype=torch.bfloat16)
+    return FP8Linear.from_linear(linear, scaling=KINDS[name], backend=name)
+
+
+def tokens(m, seed=0):
+    return torch.randn(m, K, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
+
+
+def captured(fn):
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = fn()
+    return graph, out
+
+
+def test_hopper_runs_what_it_should():
+    """No skip below may hide that a runner does not run here: this fails where its parts are installed."""
+    facts = system.current()
+    if facts.flashinfer is None or facts.nvcc is None or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs flashinfer-python, nvcc and sm_90")
+    for name, scaling in KINDS.items():
+        if name == "flashinfer_cudnn" and facts.cudnn_frontend is None:
+            continue
+        case = contract.Case("fp8_gemm", scaling, "fp8", 16, N, K, "bfloat16", False)
+        assert registry.instance(name).supports(case.problem(), facts) == ()
+
+
+@pytest.mark.parametrize(("n", "k", "bias"), [(N, K, False), (1000, 1040, True)])
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_tile_is_right_and_every_run_the_same(name, m, n, k, bias):
+    contract.check(registry.instance(name), case_of(name, m, n=n, k=k, bias=bias), "cuda")
+
+
+@pytest.mark.parametrize("m", [3, 129])
+@pytest.mark.parametrize("name", KINDS)
+def test_activations_that_the_caller_quantised(name, m):
+    contract.check(registry.instance(name), case_of(name, m, raw="linear"), "cuda")
+
+
+def test_deepgemm_agrees_with_flashinfers_own_function():
+    """Same weights, activations quantised by FlashInfer itself: they differ at ties, and no more."""
+    name = "flashinfer_deepgemm"
+    backend = registry.instance(name)
+    weights = contract.make_weights(case_of(name, 1), "cuda", 1)
+    prepared = backend.prepare(weights)
+    for m in TOKENS:
+        x, ours = tokens(m), torch.empty(m, N, device="cuda", dtype=torch.bfloat16)
+        backend.run(routes.plan_for(backend, case_of(name, m).problem(), prepared), prepared, x, ours)
+        theirs = torch.full_like(ours, float("nan"))
+        package.gemm_module().fp8_blockscale_gemm_sm90(x, weights.weight, None, weights.scale, out=theirs)
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert float(error) < 0.01, f"M={m}: {float(error):.3g}"
+
+
+def test_deepgemm_needs_no_scratch_of_the_size_of_the_weight():
+    layer = layer_of("flashinfer_deepgemm")
+    x = tokens(64)
+    with torch.inference_mode():
+        layer(x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer(x)
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < N * K / 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_replay_equals_eager_and_survives_what_is_planned_later(name):
+    layer = layer_of(name)
+    sizes = (1, 3, 64, 129)
+    warmup(layer, tokens=list(sizes))
+    xs = [tokens(m, m) for m in sizes]
+    graphs = [captured(lambda x=x: layer(x)) for x in xs]
+    with torch.inference_mode():
+        expected = [layer(x) for x in xs]
+        warmup(layer, tokens=[33, 300])
+        other = layer_of(name, 1)
+        for m in (1, 64):
+            other(tokens(m))
+        torch.cuda.empty_cache()
+        poison = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
+        for _ in range(3):
+            for (graph, out), want in zip(graphs, expected, strict=True):
+                out.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(out, want)
+        for (graph, out), x in zip(graphs, xs, strict=True):
+            x.copy_(tokens(x.shape[0], 99))
+            graph.replay()
+            assert torch.equal(out, layer(x))
+    del poison
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_m_that_was_never_planned_is_refused_in_capture(name):
+    layer = layer_of(name)
+    warmup(layer, tokens=[64])
+    x = tokens(500)
+    with pytest.raises(CaptureError, match=r"warmup\(model, tokens=\[500\]\)"):
+        captured(lambda: layer(x))
+    graph, out = captured(lambda: layer(x[:64]))
+    graph.replay()
+    with torch.inference_mode():
+        assert torch.equal(out, layer(x[:64]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_many_threads_and_streams_at_once(name):
+    layers = [layer_of(name, seed) for seed in range(2)]
+    sizes = (1, 64, 129)
+    for layer in layers:
+        warmup(layer, tokens=list(sizes))
+    xs = {m: tokens(m, m) for m in sizes}
+    with torch.inference_mode():
+        expected = {(i, m): layer(xs[m]) for i, layer in enumerate(layers) for m in sizes}
+    torch.cuda.synchronize()
+    wrong, raised = [], []
+
+    def work(seed):
+        try:
+            stream, order = torch.cuda.Stream(), random.Random(seed)
+            with torch.cuda.stream(stream), torch.inference_mode():
+                for _ in range(100):
+                    i, m = order.randrange(2), order.choice(sizes)
+                    if not torch.equal(layers[i](xs[m]), expected[i, m]):
+                        wrong.append((i, m))
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == []
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_launches_go_to_the_current_stream(name):
+    """A launch on another stream (flashinfer#1303) would not wait for the one that fills x."""
+    layer = layer_of(name)
+    warmup(layer, tokens=[64])
+    with torch.inference_mode():
+        final = tokens(64, 1)
+        expected = layer(final)
+        x, stream = torch.zeros_like(final), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            x.copy_(final)
+            out = layer(x)
+        stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_call_costs_memory(name):
+    """flashinfer#1887, #2139: memory that grows with each call."""
+    layer = layer_of(name)
+    with torch.inference_mode():
+        for m in (3, 64):
+            layer(tokens(m))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(), len(routes._plans)
+        for _ in range(200):
+            layer(tokens(3))
+            layer(tokens(64))
+        torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), len(routes._plans)) == before
+
+
+def test_a_tail_of_n_gets_its_own_block_of_scales():
+    """N = 192 has a half block: its scale must reach its 64 columns, and no others."""
+    name = "flashinfer_deepgemm"
+    backend, case = registry.instance(name), case_of(name, 7, n=192, k=384)
+    weights = contract.make_weights(case, "cuda", 1)
+    weights.scale[1] *= 1024
+    prepared = backend.prepare(weights)
+    x, a = contract.make_activation(case, weights, "cuda", 2)
+    out = torch.full((7, 192), float("nan"), device="cuda", dtype=torch.bfloat16)
+    backend.run(routes.plan_for(backend, case.problem(), prepared), prepared, x, out)
+    expected = a @ contract.dequantised(weights).t()
+    for columns in (slice(0, 128), slice(128, 192)):
+        part = expected[:, columns]
+        assert float((out[:, columns].double() - part).norm() / part.norm()) < 0.01
+    assert weights.scale.shape == (formats.round_up(192, 128) // 128, 3)
