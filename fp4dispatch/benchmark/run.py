@@ -251,7 +251,7 @@ class Runner:
     def _judged(self, method: Method, launch: Launch, truth: Truth, row: Row, got: Tensor) -> Row:
         """Compare an output tile by tile with the exact product of what the method multiplies."""
         worst = check.worst_tile(got, truth.want(method.format, launch.entering))
-        limit = tolerance(method.format, launch.entering)
+        limit = tolerance(method.format, launch.entering, row.k)
         right = worst.error <= limit
         why = "" if right else f"tile {worst.tile} is off by {worst.error:.2g}, allowed {limit:.2g}"
         return replace(row, status="ok" if right else "WRONG", off=worst.error, tile=worst.tile, detail=why)

@@ -61,7 +61,7 @@ def test_nvfp4_beside_fp8_activations_is_multiplied_folded(operands):
     want = as_entering(truth.x, "row").double() @ folded.t()
     assert worst_tile(truth.want("nvfp4", "row"), want.float()).error < 1e-6
     unfolded = operands.product(as_entering(truth.x, "row"), "nvfp4")
-    assert worst_tile(unfolded, want.float()).error > tolerance("nvfp4", "row")  # mixing the two up is seen
+    assert worst_tile(unfolded, want.float()).error > tolerance("nvfp4", "row", 256)  # mixing the two up is seen
 
 
 def test_a_product_is_computed_once_per_kind(operands):
@@ -87,13 +87,21 @@ def test_numbers_are_the_same_every_time_and_differ_by_shape():
     assert not torch.equal(a.bf16, c.bf16[:32])
 
 
-def test_shortcuts_of_the_application_are_stepped_around(operands):
+def test_shortcuts_of_the_application_are_stepped_around(operands, monkeypatch):
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        seen = []
+        real = operands.rows
+        monkeypatch.setattr(
+            operands,
+            "rows",
+            lambda *a, **k: seen.append(torch.backends.mkldnn.matmul.fp32_precision) or real(*a, **k),
+        )
         x = operands.activation(64).float()
         exact = x.double() @ dense(operands, "row").t()
         assert worst_tile(operands.product(x, "row"), exact.float()).error < 1e-6
+        assert seen == ["ieee"]  # this processor may have no shortcut to take
         assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
