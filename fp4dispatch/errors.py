@@ -90,5 +90,9 @@ class CacheError(Fp4DispatchError, RuntimeError):
     """The kernel cache cannot be used safely: wrong owner, writable by others, corrupt, read-only or full."""
 
 
+class RankError(Fp4DispatchError, RuntimeError):
+    """Another rank of this job failed or chose otherwise, and this one stops with it instead of waiting for ever."""
+
+
 class SelfCheckFailed(Fp4DispatchError, RuntimeError):
     """A backend gave wrong numbers on this machine and has been quarantined."""

@@ -320,7 +320,7 @@ def _gemm(
         bias is not None,
         sf_layout=sf_layout,
     )
-    decision = dispatch.select(problem, backend=name, gpu=out.device.index if out.is_cuda else None)
+    decision = dispatch.select(problem, backend=name, gpu=routes.gpu_of(out.device))
     backend = dispatch.instance(str(decision.backend))
     prepared = backend.prepare(weights)
     routes.launch(backend, routes.plan_for(backend, problem, prepared), prepared, x, out, bias)

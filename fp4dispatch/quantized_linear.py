@@ -7,6 +7,7 @@ tensors that the backend uses as they are get no second buffer. They are rebuilt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +19,7 @@ from fp4dispatch import system as _system
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
-from fp4dispatch.problem import ACTIVATIONS, Activation
+from fp4dispatch.problem import ACTIVATIONS, Activation, Problem
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
@@ -53,6 +54,12 @@ class QuantizedLinear(nn.Module):
     weight_scale: Tensor
     input_scale: Tensor | None
     bias: nn.Parameter | None
+    _prepared: dict[str, Prepared]
+    """By layout."""
+    _bound: dict[torch.dtype, routes.Bound]
+    _names: dict[torch.dtype, tuple[list[str], str]]
+    _captured: list[routes.Bound]
+    """Replaced, but a CUDA graph may hold the addresses of their tensors."""
 
     def __init__(
         self,
@@ -165,7 +172,36 @@ class QuantizedLinear(nn.Module):
             raise InputError(f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32")
         if self.weight.is_meta:
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
-        bound = routes.bind(
+        return self._take(self._choose(dtype))
+
+    def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
+        """Do what :meth:`bind` does, but choose anew: what choices are made from has changed.
+
+        Layouts that nothing uses any more are dropped, unless a CUDA graph may hold their addresses. Raises as
+        :meth:`bind`.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        old = self._bound.get(dtype)
+        if old is None:
+            return self.bind(dtype)
+        fresh = self._choose(dtype)
+        if fresh.spec is old.spec:
+            old.decisions = fresh.decisions
+            return old
+        if old.captured:
+            self._captured.append(old)
+        self._take(fresh)
+        self._drop_unused()
+        return fresh
+
+    def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
+        """Return what this layer asks of the policy for M tokens."""
+        w = self.weights()
+        out_dtype = routes.OUT_DTYPE[self.dtype if dtype is None else dtype]
+        return Problem(w.op, m, w.n, w.k, self.activation, w.scaling, out_dtype, self.bias is not None)
+
+    def _choose(self, dtype: torch.dtype) -> routes.Bound:
+        return routes.bind(
             self.weights(),
             dtype=dtype,
             bias=self.bias,
@@ -174,9 +210,23 @@ class QuantizedLinear(nn.Module):
             layer=self.name,
             prepared=self._prepared,
         )
-        self._names[dtype] = ([self._buffer_of(t) for t in bound.tensors], bound.spec.text)
-        self._bound[dtype] = bound
+
+    def _take(self, bound: routes.Bound) -> routes.Bound:
+        self._names[bound.dtype] = ([self._buffer_of(t) for t in bound.tensors], bound.spec.text)
+        self._bound[bound.dtype] = bound
         return bound
+
+    def _drop_unused(self) -> None:
+        """Drop layouts and buffers that no bound dtype uses."""
+        used = {id(tensor) for bound in self._bound.values() for tensor in bound.tensors}
+        for name in [name for name in self._buffers if name.startswith("layout")]:
+            if id(self._buffers[name]) not in used:
+                delattr(self, name)
+        self._prepared = {
+            layout: prepared
+            for layout, prepared in self._prepared.items()
+            if all(id(tensor) in used for tensor in prepared.tensors)
+        }
 
     def decisions(self) -> tuple[tuple[int, Decision], ...]:
         """Return the Decision for each range of M, with the largest M of the range, for ``self.dtype``."""
@@ -186,7 +236,7 @@ class QuantizedLinear(nn.Module):
         for name, buffer in self._buffers.items():
             if buffer is tensor:
                 return name
-        name = f"layout{sum(name.startswith('layout') for name in self._buffers)}"
+        name = next(name for i in itertools.count() if (name := f"layout{i}") not in self._buffers)
         self.register_buffer(name, tensor, persistent=False)
         return name
 
@@ -194,9 +244,7 @@ class QuantizedLinear(nn.Module):
         """Drop every backend layout."""
         for name in [name for name in self._buffers if name.startswith("layout")]:
             delattr(self, name)
-        self._prepared: dict[str, Prepared] = {}  # by layout
-        self._bound: dict[torch.dtype, routes.Bound] = {}
-        self._names: dict[torch.dtype, tuple[list[str], str]] = {}
+        self._prepared, self._bound, self._names, self._captured = {}, {}, {}, []
 
     def _refresh(self) -> None:
         """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
@@ -314,7 +362,8 @@ class QuantizedLinear(nn.Module):
         buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
         buffers |= {k: getattr(self, k).view(torch.uint8) for k in e4m3}
-        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_non_persistent_buffers_set": set()}
+        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": []}
+        empty["_non_persistent_buffers_set"] = set()
         return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
 
     def __setstate__(self, state: dict[str, Any]) -> None:

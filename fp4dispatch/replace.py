@@ -1,23 +1,25 @@
-"""``replace_linears``: quantise a model's linear layers in place. ``warmup``: build what they need before capture."""
+"""``replace_linears``: quantise a model's linear layers in place."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from fp4dispatch import capture, routes
+from fp4dispatch import routes
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.problem import Activation
 from fp4dispatch.quantized_linear import QuantizedLinear
 from fp4dispatch.settings import did_you_mean
+from fp4dispatch.warming import warmup
+
+__all__ = ["FORMATS", "LayerReport", "ReplaceReport", "replace_linears", "warmup"]
 
 FORMATS: dict[str, Callable[..., QuantizedLinear]] = {
     "nvfp4": FP4Linear.from_linear,
@@ -177,54 +179,6 @@ def replace_linears(
     if progress:
         progress(len(plan), len(plan), "")
     return ReplaceReport(tuple(reports), tuple(skipped))
-
-
-def warmup(model: nn.Module, tokens: Iterable[int], dtype: torch.dtype | None = None) -> int:
-    """Build every plan, workspace and tuning that the layers need for these numbers of tokens, before capture.
-
-    Parameters
-    ----------
-    model
-        A module with ``FP4Linear`` or ``FP8Linear`` in it, on the device that it will run on.
-    tokens
-        Numbers of rows that the layers will see, e.g. the batch sizes that are going to be captured.
-    dtype
-        Dtype of the activations; each layer's own ``dtype`` by default.
-
-    Returns
-    -------
-    int
-        How many (shape, tokens) pairs were run, once each, on zeros. Layers of one shape share their plans.
-
-    Raises
-    ------
-    InputError
-        If the model has no quantised layer, or a number of tokens is not positive.
-    CaptureError
-        If a CUDA graph is being captured already.
-    BackendUnsupportedError, NoBackendError
-        If a layer cannot run.
-    """
-    capture.forbid_in_capture("warming up", "fp4dispatch.warmup(model, tokens=[...])")
-    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    if not layers:
-        raise InputError(
-            f"{type(model).__name__} contains no FP4Linear or FP8Linear: call replace_linears(model) first"
-        )
-    rows = sorted(set(tokens))
-    if any(not isinstance(m, int) or m < 1 for m in rows):
-        raise InputError(f"tokens={rows}: need numbers of at least 1")
-    seen = set()
-    for layer in layers:
-        layer_dtype = layer.dtype if dtype is None else dtype
-        bound = layer.bind(layer_dtype)
-        for m in rows:
-            key = (bound.spec.text, layer.weight.device, layer.bias is None, layer_dtype, m)
-            if key not in seen:
-                seen.add(key)
-                with torch.inference_mode():
-                    layer(torch.zeros(m, layer.in_features, dtype=layer_dtype, device=layer.weight.device))
-    return len(seen)
 
 
 def _picker(

@@ -222,7 +222,7 @@ def bind(
     capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", "fp4dispatch.warmup(model, tokens=[...])")
     prepared = {} if prepared is None else prepared
     device = weights.weight.device
-    gpu = device.index if device.type == "cuda" else None
+    gpu = gpu_of(device)
     decisions: list[tuple[int, Decision]] = []
     for m in dispatch.m_ranges(weights.op, gpu, LARGEST_M):
         problem = Problem(
@@ -251,6 +251,11 @@ def bind(
         separators=(",", ":"),
     )
     return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions), dtype, bias)
+
+
+def gpu_of(device: torch.device) -> int | None:
+    """Return the index of a CUDA device, as :func:`fp4dispatch.dispatch.select` takes it; None for a CPU."""
+    return device.index if device.type == "cuda" else None
 
 
 _plans: dict[tuple[str, Problem, tuple[Any, ...], torch.device], Plan] = {}

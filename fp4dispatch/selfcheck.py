@@ -31,7 +31,7 @@ from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 from fp4dispatch.tilecheck import Finding, Poisoned, first_difference, judge
 
-__all__ = ["CheckResult", "agree", "check", "results", "trusted"]
+__all__ = ["CheckResult", "agree", "check", "condemn", "results", "trusted"]
 
 _log = logging.getLogger("fp4dispatch")
 _lock = threading.RLock()
@@ -173,6 +173,33 @@ def trusted(backend_name: str, problem: Problem, system: System, device: torch.d
     return found
 
 
+def condemn(backend: Backend, problem: Problem, system: System, finding: Finding) -> CheckResult:
+    """Put a backend into quarantine for numbers that were wrong elsewhere than in the canaries; return the verdict.
+
+    Parameters
+    ----------
+    backend, problem
+        What ran, with the activation format resolved.
+    system
+        As in :func:`check`.
+    finding
+        What was wrong.
+    """
+    blank = _blank(backend, problem.op, problem.scaling, problem.activation, system)
+    found = replace(
+        blank,
+        status="failed",
+        ran=(finding.canary,),
+        kind=finding.kind,
+        findings=(str(finding),),
+        evidence=(finding.to_dict(),),
+    )
+    quarantine.save(found)
+    quarantine.remember(found)
+    _log.warning("self-check: %s", found.text())
+    return found
+
+
 def results(system: System) -> tuple[CheckResult, ...]:
     """Return every verdict that holds on a machine: those of this process, then those on disk. Runs nothing."""
     found = {quarantine.key(result): result for result in quarantine.known()}
@@ -225,7 +252,7 @@ def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = No
         findings=tuple(f"{finding} (on rank {rank})" for finding in theirs.findings),
         evidence=theirs.evidence,
         lasting=False,
-        notes=(*result.notes, f"passed here, failed on rank {rank}"),
+        notes=(*result.notes, f"{result.status} here, failed on rank {rank}"),
     )
     quarantine.remember(agreed)
     return agreed

@@ -27,7 +27,7 @@ FOLDER = "tuning"
 _log = logging.getLogger("fp4dispatch")
 _lock = threading.Lock()
 _known: dict[str, Measurement | None] = {}
-_ignored: set[str] = set()
+_ignored: set[Problem] = set()
 _warned: set[str] = set()
 
 
@@ -47,9 +47,9 @@ def find(problem: Problem, system: System, backends: Mapping[str, object]) -> Me
     """
     if settings.tuned == "off" or not system.gpus:
         return None
-    name = name_of(problem, facts(system, backends))
-    if name in _ignored:
+    if _any_m(problem) in _ignored:
         return None
+    name = name_of(problem, facts(system, backends))
     if name not in _known:
         found = load(folder() / f"{name}.json")
         with _lock:
@@ -59,16 +59,19 @@ def find(problem: Problem, system: System, backends: Mapping[str, object]) -> Me
 
 def remember(measurement: Measurement) -> None:
     """Take a measurement into this process, in place of an older one."""
-    name = measurement.name
     with _lock:
-        _known[name] = measurement
-        _ignored.discard(name)
+        _known[measurement.name] = measurement
+        _ignored.discard(_any_m(measurement.problem))
 
 
-def ignore(measurement: Measurement) -> None:
-    """Do not use a measurement in this process, because not every rank has it."""
+def ignore(problem: Problem) -> None:
+    """Do not use what is kept for a problem, of any M, in this process: not every rank has it."""
     with _lock:
-        _ignored.add(measurement.name)
+        _ignored.add(_any_m(problem))
+
+
+def _any_m(problem: Problem) -> Problem:
+    return replace(problem, m=1, m_min=1, capture="none")
 
 
 def reset() -> None:

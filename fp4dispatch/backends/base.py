@@ -158,6 +158,9 @@ class Backend(abc.ABC):
     ) -> None:
         """Launch ``out[M,N] = x[M,K] @ W^T (+ bias)``; M >= 1. No compile, sync, logging or environment read."""
 
+    def release(self, plan: Plan) -> None:  # noqa: B027  (most plans hold nothing)
+        """Give back what this backend itself keeps for a plan. Only for plans that neither a layer nor a graph uses."""
+
     def activation_for(self, problem: Problem) -> Activation | None:
         """Return the activation format this backend would use for a problem, or None where it has none."""
         formats = self.activations.get(problem.op, ())

@@ -128,6 +128,14 @@ class CudnnBackend(Backend):
                 executable = state.executables[key] = _first_that_runs(cudnn, key, state, prepared)
         return Plan(self.name, problem, executable)
 
+    def release(self, plan: Plan) -> None:
+        """Forget the graph of a plan; plans that share it keep it alive."""
+        executable: Executable = plan.state
+        with self._lock:
+            for state in self._devices.values():
+                if state.executables.get(executable.key) is executable:
+                    del state.executables[executable.key]
+
     def run(
         self,
         plan: Plan,

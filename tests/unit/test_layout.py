@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("tuning", "agreement"),
     ("routes",),
     ("ops",),
-    ("linear", "quantized_linear", "replace", "warmup"),
+    ("linear", "quantized_linear", "replace", "warming"),
     ("checkpoints",),
     ("graphs",),
     ("integrations",),

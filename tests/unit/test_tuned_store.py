@@ -158,7 +158,7 @@ def test_no_gpu_no_measurement():
 def test_ignored_is_ignored_until_it_is_measured_anew():
     made = store()
     assert dispatch.select(PROBLEM).backend == "cudnn"
-    tuned.ignore(made)
+    tuned.ignore(replace(PROBLEM, m=4))
     dispatch.decide_anew()
     assert dispatch.select(PROBLEM).backend == "cutlass"
     tuned.remember(made)

@@ -1,0 +1,131 @@
+"""``warmup``: everything that may not happen while a CUDA graph is captured, done before, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from fp4dispatch import agreement, capture, registry, routes, tuning
+from fp4dispatch.agreement import Decisions, Group, Ranks
+from fp4dispatch.errors import InputError
+from fp4dispatch.problem import Problem
+from fp4dispatch.quantized_linear import QuantizedLinear
+
+_Subjects = list[tuple[QuantizedLinear, torch.dtype]]
+
+
+def warmup(
+    model: nn.Module,
+    tokens: Iterable[int],
+    dtype: torch.dtype | None = None,
+    *,
+    tune: bool = False,
+    group: Group = None,
+    agree: bool = True,
+) -> int:
+    """Build every plan, workspace and tuning that the layers need for these numbers of tokens, before capture.
+
+    Where ``torch.distributed`` is initialised this is a collective call: the ranks agree on what failed its self-check
+    and on every choice before any plan is built, and an error of one is an error of all.
+
+    Parameters
+    ----------
+    model
+        A module with ``FP4Linear`` or ``FP8Linear`` in it, on the device that it will run on.
+    tokens
+        Numbers of rows that the layers will see, e.g. the batch sizes that are going to be captured.
+    dtype
+        Dtype of the activations; each layer's own ``dtype`` by default.
+    tune
+        Measure the backends that may run each shape first (:mod:`fp4dispatch.tuning`), unless that has been done on
+        such a machine, and use the fastest where it is faster than the rules' choice by more than the noise. Layers
+        whose backend is named are left alone. On a CPU nothing is measured.
+    group
+        The ranks that run this model together, e.g. a tensor-parallel group; all ranks by default.
+    agree
+        False for a call that not all ranks of the group make.
+
+    Returns
+    -------
+    int
+        How many (shape, tokens) pairs were run, once each, on zeros. Layers of one shape share their plans.
+
+    Raises
+    ------
+    InputError
+        If the model has no quantised layer, a number of tokens is not positive, or ranks tune different shapes.
+    CaptureError
+        If a CUDA graph is being captured already.
+    BackendUnsupportedError, NoBackendError
+        If a layer cannot run.
+    RankError
+        If any of this happened on another rank.
+    """
+    capture.forbid_in_capture("warming up", "fp4dispatch.warmup(model, tokens=[...])")
+    ranks = Ranks(group, alone=not agree)
+    subjects, rows = ranks.attempt("warming up", lambda: _subjects(model, tokens, dtype))
+    if tune:
+        _tune(ranks, subjects, rows)
+    if tune or ranks.size > 1:
+        agreement.settle(ranks, lambda: _decisions(subjects))
+    return ranks.attempt("warming up", lambda: _run(subjects, rows))
+
+
+def _subjects(model: nn.Module, tokens: Iterable[int], dtype: torch.dtype | None) -> tuple[_Subjects, list[int]]:
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    if not layers:
+        raise InputError(
+            f"{type(model).__name__} contains no FP4Linear or FP8Linear: call replace_linears(model) first"
+        )
+    rows = sorted(set(tokens))
+    if any(not isinstance(m, int) or m < 1 for m in rows):
+        raise InputError(f"tokens={rows}: need numbers of at least 1")
+    return [(layer, layer.dtype if dtype is None else dtype) for layer in layers], rows
+
+
+def _run(subjects: _Subjects, rows: list[int]) -> int:
+    """Run each shape once for each number of tokens."""
+    seen = set()
+    for layer, dtype in subjects:
+        bound = layer.bind(dtype)
+        for m in rows:
+            key = (bound.spec.text, layer.weight.device, layer.bias is None, dtype, m)
+            if key not in seen:
+                seen.add(key)
+                with torch.inference_mode():
+                    layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.weight.device))
+    return len(seen)
+
+
+def _decisions(subjects: _Subjects) -> Mapping[str, Decisions]:
+    """Bind every layer anew; return what was chosen, by the name of the problem."""
+    found: dict[str, Decisions] = {}
+    for layer, dtype in subjects:
+        decisions = layer.rebind(dtype).decisions
+        decision = decisions[0][1]
+        named = "" if decision.requested == registry.AUTO else f", {decision.requested} by {decision.requested_by}"
+        found[agreement.problem_name(decision.problem) + named] = decisions
+    return found
+
+
+def _tune(ranks: Ranks, subjects: _Subjects, rows: list[int]) -> None:
+    """Measure each shape once for each bucket of the numbers of tokens, on all ranks in one order."""
+    todo: dict[Problem, QuantizedLinear] = {}
+
+    def collect() -> list[str]:
+        for layer, dtype in subjects:
+            if layer.bind(dtype).decisions[0][1].requested == registry.AUTO:
+                for m in rows:
+                    todo.setdefault(layer.problem(m, dtype), layer)
+        return [str(problem) for problem in todo]
+
+    everyone = ranks.gather(ranks.attempt("tuning", collect))
+    if any(other != everyone[0] for other in everyone):
+        raise InputError(
+            "ranks tune different shapes or numbers of tokens: pass group= with the ranks that run the same layers, "
+            "e.g. the tensor-parallel group"
+        )
+    for problem, layer in todo.items():
+        tuning.tune(problem, layer.weights(), gpu=routes.gpu_of(layer.weight.device), ranks=ranks)
