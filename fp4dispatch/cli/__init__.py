@@ -34,6 +34,7 @@ HELP: dict[str, str] = {
     "env": "print versions, GPUs and settings, ready to paste into an issue",
     "explain": "show which backend would run a GEMM, on this machine or any other, and why",
     "quantize": "quantise a model directory to NVFP4 or FP8",
+    "tune": "measure the backends of a GEMM on this GPU, so that auto uses the fastest",
     "verify": "prove the barriers of the compiled kernels again",
 }
 
