@@ -65,30 +65,47 @@ class Kernel:
             getattr(module, f"{self.entry}_shaped")(*operands, list(shape), pdl)
 
 
-def small_stage_bytes(tokens: int, row_blocks: int) -> int:
-    """Bytes of a stage of csrc/w4a16_small.h."""
-    return row_blocks * 2 * 2304 + tokens * 272
+# Row blocks, groups and units of what csrc/w4a16_small.cu builds for 8, 16 and 32 tokens; 1 unit is wgmma, sm_90 alone.
+SMALL_TILES = {
+    8: ((1, 4, 2), (2, 2, 2), (1, 4, 4), (2, 4, 4), (2, 2, 4), (2, 1, 1), (1, 2, 1)),
+    16: ((1, 4, 2), (2, 2, 2), (2, 4, 4), (2, 2, 4), (2, 1, 1), (1, 2, 1), (4, 1, 1)),
+    32: ((1, 4, 2), (2, 2, 2), (2, 2, 4), (4, 1, 4), (2, 1, 1), (4, 1, 1), (2, 2, 1)),
+}
+
+
+def small_bytes(tokens: int, row_blocks: int, groups: int, units: int, cluster: int) -> tuple[int, int]:
+    """Shared memory of csrc/w4a16_small.h: of a stage of all groups, and what a CTA needs beside its ring."""
+    stage = row_blocks * 2 * 2304 + tokens * (256 if units == 1 else 272)
+    if units == 1:
+        stage = -(-stage // 1024) * 1024
+    sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4) if tokens < 32 else 0
+    return stage * groups, (1024 if units == 1 else 512) + sums
+
+
+def small_tokens(m: int) -> int:
+    """Tokens of the smallest tile that takes them all, or of the largest."""
+    return 8 if m <= 8 else 16 if m <= 16 else 32
 
 
 def small_shapes(m: int, n: int, k: int) -> Iterator[Shape]:
-    """(tokens, row blocks, groups, cluster, stages, trigger) for w4a16_small on an H200."""
-    tokens = 8 if m <= 8 else 16 if m <= 16 else 32
+    """(tokens, row blocks, groups, units, cluster, stages, trigger) for w4a16_small on an H200."""
+    tokens = small_tokens(m)
     blocks, k_stages = -(-n // 64), -(-k // 128)
-    for row_blocks, groups in ((4, 1), (2, 2), (2, 1), (1, 4)):
+    for row_blocks, groups, units in SMALL_TILES[tokens]:
         for cluster in (1, 2, 4, 8):
             ctas = -(-blocks // row_blocks) * cluster
             if not 60 <= ctas <= 1000 and not (ctas < 60 and cluster == 8):
                 continue
             needed = max(2, -(-k_stages // (cluster * groups)))
-            sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4) if tokens < 32 else 0
-            stage = small_stage_bytes(tokens, row_blocks) * groups
-            for resident in (1, 2, 3):
-                stages = min(needed, 31 // groups, (233472 // resident - 1536 - sums) // stage)
-                if stages < 2 or (resident == 1 and stages == needed):
+            stage, rest = small_bytes(tokens, row_blocks, groups, units, cluster)
+            tried = set()
+            for resident in (1, 2, 3, 4):
+                stages = min(needed, 31 // groups, (233472 // resident - 1024 - rest) // stage)
+                if stages < 2 or stages in tried or (resident == 1 and stages == needed):
                     continue
-                triggers = {0, stages, 2 * stages, 10**6} if resident == 2 else {stages}
-                for trigger in sorted(t for t in triggers if t < needed or t == 10**6 or t == stages):
-                    yield tokens, row_blocks, groups, cluster, stages, trigger
+                tried.add(stages)
+                for trigger in sorted({stages, 10**6} if resident == 2 else {stages}):
+                    yield tokens, row_blocks, groups, units, cluster, stages, trigger
 
 
 KERNELS = {"small": Kernel("w4a16_small", "w4a16_small", 32, small_shapes)}
@@ -214,7 +231,7 @@ def check_chain(kernel: Kernel, module: Any, dtype: torch.dtype, m: int) -> str:
     return ""
 
 
-def check_kernel(kernel: Kernel, module: Any, name: str, clusters: bool) -> dict[str, Any]:
+def check_kernel(kernel: Kernel, module: Any, name: str, sm90: bool) -> dict[str, Any]:
     """Return the number of problems and what was wrong."""
     dtype = DTYPES[name.split()[0]]
     faults, count = [], 0
@@ -223,10 +240,13 @@ def check_kernel(kernel: Kernel, module: Any, name: str, clusters: bool) -> dict
         for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 70):
             shapes: list[Shape | None] = [None]
             if m in (1, 9, 17, 70):
-                tokens = 8 if m <= 8 else 16 if m <= 16 else 32
-                for rows, groups in ((4, 1), (2, 2), (2, 1), (1, 4)):
-                    for cluster in (1, 2, 4, 8) if clusters else (1,):
-                        shapes += [(tokens, rows, groups, cluster, 2, 1), (tokens, rows, groups, cluster, 3, 9)]
+                tokens = small_tokens(m)
+                for rows, groups, units in SMALL_TILES[tokens]:
+                    if units == 1 and not sm90:
+                        continue
+                    for cluster in (1, 2, 4, 8) if sm90 else (1,):
+                        first = (tokens, rows, groups, units, cluster)
+                        shapes += [(*first, 2, 1), (*first, 3, 9)]
             for shape in shapes:
                 count += 1
                 try:
@@ -361,6 +381,10 @@ def print_problem(row: dict[str, Any]) -> None:
     print(f"N={row['n']} K={row['k']} M={row['m']} floor {row['floor_us']:.2f}: {others}; ratio {bf16 / default:.2f}")
     for shape in row["shapes"][:5]:
         print(f"    {shape['us']:8.2f} us  ratio {bf16 / shape['us']:.2f}  {shape['shape']}")
+    best: dict[tuple[int, ...], dict[str, Any]] = {}
+    for shape in row["shapes"]:
+        best.setdefault(tuple(shape["shape"][1:4]), shape)
+    print("    best of " + "; ".join(f"{tile} {tried['us']:.2f} {tried['shape'][4:]}" for tile, tried in best.items()))
     for line in row["wrong"][:5]:
         print(f"    WRONG {line}")
     sys.stdout.flush()
@@ -459,7 +483,7 @@ def main() -> None:
     modules = build_all(kernel, arguments.ptx80)
     if not arguments.no_check:
         for name, module in modules.items():
-            result["checks"].append(check_kernel(kernel, module, name, clusters="ptx80" not in name))
+            result["checks"].append(check_kernel(kernel, module, name, sm90="ptx80" not in name))
     print(f"after the checks: {time.perf_counter() - begin:.1f} s", flush=True)
     timed_modules = {name: module for name, module in modules.items() if name != "fp16"}
     for n, k in (*NK, *EXTRA_NK):

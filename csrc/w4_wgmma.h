@@ -30,6 +30,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
+#define FP4D_R4 "%0, %1, %2, %3"
+#define FP4D_R8 FP4D_R4 ", %4, %5, %6, %7"
+#define FP4D_R16 FP4D_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FP4D_R32                                                           \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -50,6 +53,16 @@ __device__ __forceinline__ void wgmma_wait() {
   FP4D_D4(i), FP4D_D4(i + 4), FP4D_D4(i + 8), FP4D_D4(i + 12), FP4D_D4(i + 16), FP4D_D4(i + 20), \
       FP4D_D4(i + 24), FP4D_D4(i + 28)
 #define FP4D_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+// Few tokens, 16-bit operands. `types` is a literal.
+#define FP4D_WGMMA_FEW(types)                                                                                \
+  if constexpr (T == 8) {                                                                                    \
+    FP4D_WGMMA("m64n8k16", types, FP4D_R4, "{%4, %5, %6, %7}, %8", "1, 1, 0", FP4D_D4(0));                   \
+  } else if constexpr (T == 16) {                                                                            \
+    FP4D_WGMMA("m64n16k16", types, FP4D_R8, "{%8, %9, %10, %11}, %12", "1, 1, 0", FP4D_D4(0), FP4D_D4(4));   \
+  } else if constexpr (T == 32) {                                                                            \
+    FP4D_WGMMA("m64n32k16", types, FP4D_R16, "{%16, %17, %18, %19}, %20", "1, 1, 0", FP4D_D4(0), FP4D_D4(4), \
+               FP4D_D4(8), FP4D_D4(12));                                                                     \
+  }
 // The second `1` adds to d; a predicate, so it comes from a register.
 #define FP4D_WGMMA(shape, types, registers, a_registers, flags, ...)                             \
   asm volatile("{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\nwgmma.mma_async.sync.aligned." shape \
@@ -61,7 +74,12 @@ __device__ __forceinline__ void wgmma_wait() {
 // tokens 8 j + 2 c, + 1, with r = lane / 4 and c = lane % 4.
 template <Operand type, int T>
 __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b) {
-  static_assert(T == 64 || T == 128 || T == 256);
+  static_assert(T == 64 || T == 128 || T == 256 || (T <= 32 && type != Operand::kE4M3));
+  if constexpr (type == Operand::kBF16) {
+    FP4D_WGMMA_FEW("bf16.bf16");
+  } else if constexpr (type == Operand::kF16) {
+    FP4D_WGMMA_FEW("f16.f16");
+  }
   if constexpr (T == 64) {
     if constexpr (type == Operand::kE4M3) {
       FP4D_WGMMA("m64n64k32", "e4m3.e4m3", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1", FP4D_D32(0));
@@ -95,6 +113,7 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
   }
 }
 
+#undef FP4D_WGMMA_FEW
 #undef FP4D_WGMMA
 #undef FP4D_A
 #undef FP4D_D32
@@ -102,5 +121,8 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_R128
 #undef FP4D_R64
 #undef FP4D_R32
+#undef FP4D_R16
+#undef FP4D_R8
+#undef FP4D_R4
 
 }  // namespace fp4d

@@ -2,8 +2,8 @@
 // dequantisation, fp32 sums. A decode step is the read of the weights, so everything here serves that stream.
 //
 //   w4a16_small(x, w, alpha, bias, out, enable_pdl)                   launch shape from plan()
-//   w4a16_small_shaped(x, w, alpha, bias, out, shape, enable_pdl)     shape: the 6 numbers of Plan
-//   w4a16_small_plan(m, n, k, multiprocessors, shared_sm, shared_block, clusters)    those 6 numbers, pure
+//   w4a16_small_shaped(x, w, alpha, bias, out, shape, enable_pdl)     shape: the 7 numbers of Plan
+//   w4a16_small_plan(m, n, k, multiprocessors, shared_sm, shared_block, clusters)    those 7 numbers, pure
 //     x      bf16 or fp16 (the build's type) [M, K], K contiguous, K % 16 == 0, rows 16-byte aligned
 //     w      uint8 [ceil(N/64), ceil(K/64), 2304], W4P, contiguous, 16-byte aligned
 //     alpha  f32, 1 element or [N]
@@ -30,10 +30,10 @@ namespace fp4d {
 
 constexpr DLDataType kElement = FP4D_OUT == 0 ? kBF16 : kF16;
 
-// tokens (8, 16, 32), row blocks, groups: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
+// tokens (8, 16, 32), row blocks, groups, units: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
 // stages before its end a CTA lets the next grid start (PDL).
 struct Plan {
-  int64_t tokens, row_blocks, groups, cluster, stages, trigger;
+  int64_t tokens, row_blocks, groups, units, cluster, stages, trigger;
 };
 
 struct Machine {
@@ -47,28 +47,39 @@ using Kernel = void (*)(Params const);
 
 // One row a Tile that is built.
 struct Instance {
-  int64_t tokens, row_blocks, groups;
-  int threads;
+  int64_t tokens, row_blocks, groups, units;
+  int threads, fewest_stages, most_stages;
   int (*shared_bytes)(int cluster, int stages);
   Kernel kernel;
 };
 
-template <int T, int RB, int KG>
+template <int T, int RB, int KG, int U>
 constexpr Instance instance() {
-  using Used = Tile<T, RB, KG>;
-  return {T, RB, KG, Used::kThreads, Used::shared_bytes, w4a16_small_kernel<Used>};
+  using Used = Tile<T, RB, KG, U>;
+  return {T,
+          RB,
+          KG,
+          U,
+          Used::kThreads,
+          Used::kFewestStages,
+          Used::kMaxSlots / KG,
+          Used::shared_bytes,
+          w4a16_small_kernel<Used>};
 }
 
-// In the order in which plan() tries them: more row blocks share the activations that a CTA reads, fewer leave more
-// CTAs.
 Instance const kInstances[] = {
-    instance<8, 4, 1>(),  instance<8, 2, 2>(),  instance<8, 2, 1>(),  instance<8, 1, 4>(),
-    instance<16, 4, 1>(), instance<16, 2, 2>(), instance<16, 2, 1>(), instance<16, 1, 4>(),
-    instance<32, 4, 1>(), instance<32, 2, 2>(), instance<32, 2, 1>(), instance<32, 1, 4>(),
+    instance<8, 1, 4, 2>(),  instance<8, 2, 2, 2>(),  instance<8, 1, 4, 4>(),  instance<8, 2, 4, 4>(),
+    instance<8, 2, 2, 4>(),  instance<16, 1, 4, 2>(), instance<16, 2, 2, 2>(), instance<16, 2, 4, 4>(),
+    instance<16, 2, 2, 4>(), instance<32, 1, 4, 2>(), instance<32, 2, 2, 2>(), instance<32, 2, 2, 4>(),
+    instance<32, 4, 1, 4>(),
+#if FP4D_WGMMA
+    instance<8, 2, 1, 1>(),  instance<8, 1, 2, 1>(),  instance<16, 2, 1, 1>(), instance<16, 1, 2, 1>(),
+    instance<16, 4, 1, 1>(), instance<32, 2, 1, 1>(), instance<32, 4, 1, 1>(), instance<32, 2, 2, 1>(),
+#endif
 };
 
 constexpr int64_t kMaxCluster = 8;   // portable
-constexpr double kFilled = 0.9;      // of the multiprocessors that must have a CTA
+constexpr double kFilled = 0.7;      // of the multiprocessors that must have a CTA
 constexpr int64_t kReserved = 1024;  // bytes of shared memory that a CTA costs beside its own
 constexpr int64_t kFewestStages = 2;
 
@@ -77,41 +88,50 @@ int64_t stages_that_fit(Instance const& used, Machine const& on, int64_t chunks,
                         int64_t ctas) {
   int64_t const bytes = std::min(on.shared_block, on.shared_sm / ctas - kReserved);
   int64_t const needed = divide_up(divide_up(chunks, kStageChunks), cluster * used.groups);
-  int64_t stages = std::min(std::max<int64_t>(needed, kFewestStages), kMaxSlots / used.groups);
+  int64_t stages = std::min(std::max<int64_t>(needed, kFewestStages), int64_t(used.most_stages));
   while (stages > 0 && used.shared_bytes(int(cluster), int(stages)) > bytes) --stages;
   return stages;
 }
 
+// A launch of this tile, with no stages where not even two fit.
+Plan plan_of(Instance const& used, int64_t row_blocks, int64_t chunks, Machine const& on) {
+  int64_t const tiles = divide_up(row_blocks, used.row_blocks);
+  int64_t cluster = 1;
+  while (on.clusters && cluster < kMaxCluster &&
+         double(tiles * cluster) < kFilled * double(on.multiprocessors))
+    cluster *= 2;
+  int64_t stages = stages_that_fit(used, on, chunks, cluster, 2);
+  if (stages < kFewestStages) stages = stages_that_fit(used, on, chunks, cluster, 1);
+  if (stages < kFewestStages) return {};
+  int64_t const needed = divide_up(divide_up(chunks, kStageChunks), cluster * used.groups);
+  if (stages < needed && needed <= 4) stages = kFewestStages;
+  return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, 2 * stages};
+}
+
+// Measured on an H200: many small CTAs win; two row blocks share the activations only where that leaves two CTAs for
+// each multiprocessor.
 Plan plan(int64_t m, int64_t n, int64_t k, Machine const& on) {
   int64_t const tokens = m <= 8 ? 8 : m <= 16 ? 16 : 32;
   int64_t const row_blocks = divide_up(n, w4::kChunkRows), chunks = divide_up(k, w4::kChunkK);
+  int64_t const wanted = row_blocks >= 2 * on.multiprocessors ? 2 : 1;
   Plan best{};
   for (Instance const& used : kInstances) {
-    if (used.tokens != tokens) continue;
-    int64_t const tiles = divide_up(row_blocks, used.row_blocks);
-    int64_t cluster = 1;
-    while (on.clusters && cluster < kMaxCluster &&
-           double(tiles * cluster) < kFilled * double(on.multiprocessors))
-      cluster *= 2;
-    int64_t stages = stages_that_fit(used, on, chunks, cluster, 2);
-    if (stages < kFewestStages) stages = stages_that_fit(used, on, chunks, cluster, 1);
-    if (stages < kFewestStages) continue;
-    best = {tokens, used.row_blocks, used.groups, cluster, stages, stages};
-    if (double(tiles * cluster) >= kFilled * double(on.multiprocessors)) break;
+    if (used.tokens != tokens || used.units != 2) continue;
+    Plan const found = plan_of(used, row_blocks, chunks, on);
+    if (found.stages > 0 && (best.stages == 0 || used.row_blocks == wanted)) best = found;
   }
   return best;
 }
 
 Instance const& instance_of(Plan const& plan) {
   for (Instance const& used : kInstances) {
-    if (used.tokens == plan.tokens && used.row_blocks == plan.row_blocks && used.groups == plan.groups)
+    if (used.tokens == plan.tokens && used.row_blocks == plan.row_blocks && used.groups == plan.groups &&
+        used.units == plan.units)
       return used;
   }
-  TVM_FFI_THROW(ValueError)
-      << "shape: no kernel for " << plan.tokens << " tokens, " << plan.row_blocks << " row blocks and "
-      << plan.groups
-      << " groups; needed 8, 16 or 32 tokens and, of row blocks and groups, 4 and 1, 2 and "
-         "2, 2 and 1 or 1 and 4";
+  TVM_FFI_THROW(ValueError) << "shape: no kernel for " << plan.tokens << " tokens, " << plan.row_blocks
+                            << " row blocks, " << plan.groups << " groups and " << plan.units
+                            << " units a warp; csrc/w4a16_small.cu lists what is built";
   return kInstances[0];  // not reached
 }
 
@@ -149,9 +169,9 @@ void check_plan(Plan const& plan, Instance const& used, Machine const& on) {
   if (plan.cluster > 1 && !on.clusters)
     TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster
                               << ", but this build has no clusters (needs sm_90)";
-  if (plan.stages < 1 || plan.stages * plan.groups > kMaxSlots)
-    TVM_FFI_THROW(ValueError) << "shape: " << plan.stages << " stages, needed 1 to "
-                              << kMaxSlots / plan.groups;
+  if (plan.stages < used.fewest_stages || plan.stages > used.most_stages)
+    TVM_FFI_THROW(ValueError) << "shape: " << plan.stages << " stages, needed " << used.fewest_stages
+                              << " to " << used.most_stages;
   int64_t const bytes = used.shared_bytes(int(plan.cluster), int(plan.stages));
   if (bytes > on.shared_block)
     TVM_FFI_THROW(ValueError) << "shape: needs " << bytes << " bytes of shared memory, a CTA has "
@@ -240,8 +260,8 @@ void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias
 void run_shaped(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
                 tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
   Params const params = check(x, w, alpha, bias, out);
-  if (shape.size() != 6) TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed 6";
-  Plan const chosen{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+  if (shape.size() != 7) TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed 7";
+  Plan const chosen{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
   Instance const& used = instance_of(chosen);
   int const device = device_of(x, w, alpha, bias, out);
   if (params.m == 0) return;
@@ -253,7 +273,7 @@ void run_shaped(TensorView x, TensorView w, TensorView alpha, Optional<TensorVie
 tvm::ffi::Array<int64_t> plan_numbers(int64_t m, int64_t n, int64_t k, int64_t multiprocessors,
                                       int64_t shared_sm, int64_t shared_block, bool clusters) {
   Plan const p = plan(m, n, k, {multiprocessors, shared_sm, shared_block, clusters});
-  return {p.tokens, p.row_blocks, p.groups, p.cluster, p.stages, p.trigger};
+  return {p.tokens, p.row_blocks, p.groups, p.units, p.cluster, p.stages, p.trigger};
 }
 
 }  // namespace fp4d

@@ -19,6 +19,15 @@
 #include "async_copy.h"
 #include "gdc_guard.h"
 #include "w4_dequant.h"
+#include "w4_wgmma.h"
+
+// Hopper's wgmma: the build for 90a alone.
+#if defined(CUTLASS_ENABLE_GDC_FOR_SM90)
+#define FP4D_WGMMA 1
+#include "w4_sm90.h"
+#else
+#define FP4D_WGMMA 0
+#endif
 
 namespace fp4d {
 
@@ -30,12 +39,6 @@ using Element = __half;
 
 constexpr int kStageChunks = 2;
 constexpr int kStageK = kStageChunks * w4::kChunkK;
-// Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
-constexpr int kTokenBytes = kStageK * 2 + 16;
-constexpr int kWarpUnits = 2;
-constexpr int kBlockWarps = w4::kUnits / kWarpUnits;  // warps that share a row block
-constexpr int kBarrierBytes = 512;                    // of shared memory, before everything else
-constexpr int kMaxSlots = kBarrierBytes / 16 - 1;     // stages of all rings together
 
 struct Params {
   uint8_t const* w;
@@ -50,16 +53,30 @@ struct Params {
   int cluster_log2, stages, trigger;
 };
 
-template <int T, int RB, int KG>
+// T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
+// with 1 the four warps of a row block multiply together by wgmma.
+template <int T, int RB, int KG, int U>
 struct Tile {
-  static_assert(RB * KG == 4 || RB * KG == 2, "indices below are shifts and masks");
-  static constexpr int kTokens = T, kRowBlocks = RB, kGroups = KG;
+  static_assert((RB & (RB - 1)) == 0 && (KG & (KG - 1)) == 0 && (U == 1 || U == 2 || U == 4));
+  static constexpr int kTokens = T, kRowBlocks = RB, kGroups = KG, kUnits = U;
+  static constexpr bool kWgmma = U == 1;
   static constexpr int kRows = RB * w4::kChunkRows;
+  static constexpr int kBlockWarps = w4::kUnits / U;   // warps that share a row block
   static constexpr int kConsumers = RB * kBlockWarps;  // warps of a group
   static constexpr int kConsumerThreads = 32 * KG * kConsumers;
-  static constexpr int kThreads = kConsumerThreads + 32 * KG;
+  // Of a group, beside the producer: warps that put tokens in wgmma's order.
+  static constexpr int kLoaders = !kWgmma ? 0 : KG == 1 && T > 8 ? 2 : 1;
+  static constexpr int kThreads = kConsumerThreads + 32 * KG * (1 + kLoaders);
   static constexpr int kWeightBytes = kStageChunks * w4::kChunkBytes;  // of a row block in a stage
-  static constexpr int kStageBytes = RB * kWeightBytes + T * kTokenBytes;
+  // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
+  static constexpr int kTokenPitch = kStageK * 2 + 16;
+  static constexpr int kTokenBytes = T * (kWgmma ? kStageK * 2 : kTokenPitch);
+  static constexpr int kStageAlign = kWgmma ? 1024 : 16;
+  static constexpr int kStageBytes =
+      (RB * kWeightBytes + kTokenBytes + kStageAlign - 1) / kStageAlign * kStageAlign;
+  static constexpr int kBarrierBytes = kWgmma ? 1024 : 512;  // of shared memory, before everything else
+  static constexpr int kMaxSlots = kBarrierBytes / 16 - 1;   // stages of all rings together
+  static constexpr int kFewestStages = kWgmma ? 2 : 1;  // wgmma still reads a stage when the next one begins
   // Sums of the whole cluster's groups for the rows that a CTA owns: [source][token][row], fp32. The 4 floats more
   // keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
   static constexpr int kPadRows = 4;
@@ -71,18 +88,18 @@ struct Tile {
     return kBarrierBytes + (kReuse ? std::max(ring, sums) : ring + sums);
   }
   // Two CTAs an SM, so that the next grid's loads start under this one, where the registers allow it.
-  static constexpr int kCtas = kThreads <= 320 || T <= 16 ? 2 : 1;
+  static constexpr int kRegisters = kWgmma ? 80 : U == 4 ? 72 + 2 * T : T <= 16 ? 72 : 96;
+  static constexpr int kCtas = 65536 / ((kThreads + 127) / 128 * 128 * kRegisters) >= 2 ? 2 : 1;
 };
 
 // ---- Consumers ----
 
-__device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+// Not volatile: a function of its operands, free to move.
+__device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
 #if FP4D_OUT == 0
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
 #endif
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -90,42 +107,56 @@ __device__ __forceinline__ void mma(float (&d)[4], uint32_t const (&a)[4], uint3
 }
 
 // [unit][8 tokens][row c0, c1; row + 8: c2, c3]
-template <int T>
-using Sums = float[kWarpUnits][T / 8][4];
+template <class Tile>
+using Sums = float[Tile::kUnits * Tile::kTokens / 2];
 
-// Two units of a chunk times T tokens. `words`: the lane's first word of the warp's first unit. `scales`: the lane's
-// bytes of both units. `tokens`: the lane's 32 bytes of token lane/4.
-template <int T>
-__device__ __forceinline__ void multiply_chunk(uint32_t words, uint32_t scales, uint32_t tokens,
-                                               Sums<T>& sums) {
+// Operand A of two steps from words A and B (half 0) or C and D of a unit.
+__device__ __forceinline__ void dequantize_half(uint4 words, int half, w4::Dequant<Element>::Pair scale,
+                                                uint32_t (&a)[2][4]) {
   using D = w4::Dequant<Element>;
-  uint4 packed[kWarpUnits];
+  uint32_t upper[4], lower[4];
+  w4::dequantize<Element>(half ? words.z : words.x, D::low(scale), upper);
+  w4::dequantize<Element>(half ? words.w : words.y, D::high(scale), lower);
 #pragma unroll
-  for (int u = 0; u < kWarpUnits; ++u) packed[u] = load_16(words + u * w4::kUnitBytes);
-  uint32_t const bytes = load_4(scales);
-  uint32_t b[T / 8][8];
+  for (int s = 0; s < 2; ++s) {
+    a[s][0] = upper[2 * s], a[s][1] = lower[2 * s], a[s][2] = upper[2 * s + 1], a[s][3] = lower[2 * s + 1];
+  }
+}
+
+// A warp's units of a chunk times T tokens. `words`: the lane's first word of the warp's first unit. `scales`: the
+// lane's bytes of these units. `tokens`: the lane's 32 bytes of token lane/4.
+template <class Tile>
+__device__ __forceinline__ void multiply_chunk(uint32_t words, uint32_t scales, uint32_t tokens,
+                                               Sums<Tile>& sums) {
+  constexpr int T = Tile::kTokens, U = Tile::kUnits;
+  uint4 packed[U];
+  w4::Dequant<Element>::Pair scale[U];
 #pragma unroll
-  for (int t = 0; t < T / 8; ++t) {
+  for (int u = 0; u < U; ++u) packed[u] = load_16(words + u * w4::kUnitBytes);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint4 const v = load_16(tokens + t * 8 * kTokenBytes + half * 16);
-      b[t][4 * half] = v.x, b[t][4 * half + 1] = v.y, b[t][4 * half + 2] = v.z, b[t][4 * half + 3] = v.w;
-    }
+  for (int u = 0; u < U; u += 2) {
+    uint32_t const bytes = load_4(scales + u * 2);
+    scale[u] = w4::unit_scales<Element>(bytes, 0), scale[u + 1] = w4::unit_scales<Element>(bytes, 1);
   }
 #pragma unroll
-  for (int u = 0; u < kWarpUnits; ++u) {
-    typename D::Pair const scale = w4::unit_scales<Element>(bytes, u);
+  for (int half = 0; half < 2; ++half) {  // words A and B, then C and D
+    uint4 b[T / 8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // words A and B, then C and D
-      uint32_t upper[4], lower[4];
-      w4::dequantize<Element>(half ? packed[u].z : packed[u].x, D::low(scale), upper);
-      w4::dequantize<Element>(half ? packed[u].w : packed[u].y, D::high(scale), lower);
+    for (int t = 0; t < T / 8; ++t) b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
+    // Units in pairs, so that two MMAs in a row never add to the same sums.
+#pragma unroll
+    for (int u = 0; u < U; u += 2) {
+      uint32_t a[2][2][4];
+      dequantize_half(packed[u], half, scale[u], a[0]);
+      dequantize_half(packed[u + 1], half, scale[u + 1], a[1]);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
-        uint32_t const a[4] = {upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]};
-        int const step = 2 * half + s;
 #pragma unroll
-        for (int t = 0; t < T / 8; ++t) mma(sums[u][t], a, b[t][2 * step], b[t][2 * step + 1]);
+        for (int t = 0; t < T / 8; ++t) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            mma(sums + 4 * ((u + i) * (T / 8) + t), a[i][s], s ? b[t].z : b[t].x, s ? b[t].w : b[t].y);
+        }
       }
     }
   }
@@ -151,17 +182,17 @@ struct Ring {
 
   __device__ uint32_t full(int slot) const { return barriers + slot * 16; }
   __device__ uint32_t empty(int slot) const { return barriers + slot * 16 + 8; }
+  __device__ uint32_t tokens(int slot) const { return stages_at + slot * Tile::kStageBytes; }
   __device__ uint32_t weights(int slot, int row_block) const {
-    return stages_at + slot * Tile::kStageBytes + row_block * Tile::kWeightBytes;
+    return tokens(slot) + Tile::kTokenBytes + row_block * Tile::kWeightBytes;
   }
-  __device__ uint32_t tokens(int slot) const { return weights(slot, Tile::kRowBlocks); }
 
-  // One arrival for the weights and one for each lane's tokens; one of each consumer warp that has rows.
+  // One arrival for the weights and one for each lane's tokens or each loader; one of each consumer warp that has rows.
   __device__ void init(int row_blocks) const {
 #pragma unroll 1
     for (int slot = 0; slot < stages; ++slot) {
-      barrier_init(full(slot), 1 + 32);
-      barrier_init(empty(slot), row_blocks * kBlockWarps);
+      barrier_init(full(slot), 1 + (Tile::kWgmma ? Tile::kLoaders : 32));
+      barrier_init(empty(slot), row_blocks * Tile::kBlockWarps);
     }
   }
 };
@@ -176,11 +207,14 @@ struct Producer {
   __device__ void load_weights(int i, int slot) const {
     int const chunk = (range.first + i) * kStageChunks;
     uint32_t const bytes = min(kStageChunks, p.chunks - chunk) * w4::kChunkBytes;
-    if (lane == 0) barrier_arrive_expect(ring.full(slot), row_blocks * bytes);
+    // Wgmma multiplies whole stages; a chunk beyond the last is that one again and meets zeros.
+    bool const again = Tile::kWgmma && bytes < Tile::kWeightBytes;
+    if (lane == 0) barrier_arrive_expect(ring.full(slot), row_blocks * (again ? 2 * bytes : bytes));
     uint8_t const* from = p.w + (int64_t(row_block) * p.chunks + chunk) * w4::kChunkBytes;
 #pragma unroll 1
     for (int block = 0; block < row_blocks; ++block) {
       copy_stream(ring.weights(slot, block), from, bytes, ring.full(slot), lane);
+      if (again) copy_stream(ring.weights(slot, block) + bytes, from, bytes, ring.full(slot), lane);
       from += int64_t(p.chunks) * w4::kChunkBytes;
     }
   }
@@ -194,7 +228,7 @@ struct Producer {
 #pragma unroll 2
     for (int t = lane / kPieces; t < tokens; t += 32 / kPieces) {
       Element const* const from = p.x + (token + t) * p.x_stride + (inside ? k : 0);
-      copy_16(ring.tokens(slot) + t * kTokenBytes + piece * 16, from, inside ? 16 : 0);
+      copy_16(ring.tokens(slot) + t * Tile::kTokenPitch + piece * 16, from, inside ? 16 : 0);
     }
     barrier_arrive_after_copies(ring.full(slot));
   }
@@ -205,32 +239,144 @@ struct Producer {
     int const trigger_at = max(range.count - p.trigger, 0);
     if (triggers && trigger_at < ahead) grid_dependency_launch_dependents();
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
-    grid_dependency_wait();
-    for (int i = 0; i < ahead; ++i) load_tokens(i, i);
+    if constexpr (!Tile::kWgmma) {
+      grid_dependency_wait();
+      for (int i = 0; i < ahead; ++i) load_tokens(i, i);
+    }
     int slot = 0;
     uint32_t parity = 0;
     for (int i = ahead; i < range.count; ++i) {
       if (triggers && i == trigger_at) grid_dependency_launch_dependents();
       barrier_wait(ring.empty(slot), parity);
       load_weights(i, slot);
-      load_tokens(i, slot);
+      if constexpr (!Tile::kWgmma) load_tokens(i, slot);
       if (++slot == ring.stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
   }
 };
 
+#if FP4D_WGMMA
+// Tokens for wgmma. Of a chunk, MMA step s multiplies 32 bytes of a token's row: pair c of the 16 bytes 2s is k = 16c +
+// 4s, + 1 and pair c of the next 16 is k = 16c + 4s + 2, + 3. So a lane that loads the same half of the four blocks
+// of 16 k has whole 16-byte pieces of the row, once it has transposed 4 by 4 pairs. 128-byte swizzle.
+template <class Tile>
+struct Loader {
+  static constexpr int T = Tile::kTokens;
+  static constexpr int kItems = kStageChunks * T * 2 / 32 / Tile::kLoaders;  // of a lane in a stage
+  static constexpr int kDepth = 2;                                           // items on their way
+  struct Item {
+    uint4 v[4];  // of block c
+  };
+  Params const& p;
+  Ring<Tile> ring;
+  Range range;
+  int token, tokens, index;  // index: of the lane, of all loaders
+
+  __device__ void load(int stage, int item, Item& to) const {
+    if (stage >= range.count) return;
+    int const at = index + item * 32 * Tile::kLoaders, t = at / 2 % T;
+    int const k = (range.first + stage) * kStageK + at / (2 * T) * w4::kChunkK + at % 2 * 8;
+    Element const* const from = p.x + (token + t) * p.x_stride + k;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      to.v[c] = {};
+      if (t < tokens && k + 16 * c < p.k) to.v[c] = *reinterpret_cast<uint4 const*>(from + 16 * c);
+    }
+  }
+
+  __device__ void store(int slot, int item, uint4 const (&v)[4]) const {
+    int const at = index + item * 32 * Tile::kLoaders, t = at / 2 % T, swizzle = t % 8 * 16;
+    if (t >= tokens) return;
+    uint32_t const row = ring.tokens(slot) + at / (2 * T) * (T * 128) + t * 128, column = at % 2 * 64;
+    store_16(row + ((column + 0) ^ swizzle), v[0].x, v[1].x, v[2].x, v[3].x);
+    store_16(row + ((column + 16) ^ swizzle), v[0].y, v[1].y, v[2].y, v[3].y);
+    store_16(row + ((column + 32) ^ swizzle), v[0].z, v[1].z, v[2].z, v[3].z);
+    store_16(row + ((column + 48) ^ swizzle), v[0].w, v[1].w, v[2].w, v[3].w);
+  }
+
+  __device__ void run(int lane) const {
+    static_assert(kDepth % kItems == 0 || kItems % kDepth == 0);
+    constexpr int kRound = kDepth > kItems ? kDepth / kItems : 1;  // stages
+    Item items[kDepth];
+    grid_dependency_wait();
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) load(d / kItems, d % kItems, items[d]);
+    int slot = 0;
+    uint32_t parity = 1;
+#pragma unroll 1
+    for (int round = 0; round < range.count; round += kRound) {
+#pragma unroll
+      for (int i = 0; i < kRound * kItems; ++i) {
+        int const stage = round + i / kItems, item = i % kItems;
+        if (stage >= range.count) break;
+        if (item == 0) barrier_wait(ring.empty(slot), parity);
+        store(slot, item, items[i % kDepth].v);
+        load(round + (i + kDepth) / kItems, (i + kDepth) % kItems, items[i % kDepth]);
+        if (item < kItems - 1) continue;
+        visible_to_async();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(ring.full(slot));
+        if (++slot == ring.stages) slot = 0, parity ^= 1;
+      }
+    }
+  }
+};
+
+// As consume(), with the four warps of a row block. Registers of operand A are double-buffered by groups of two MMAs:
+// a group is waited for when the one after it has started.
+template <class Tile>
+__device__ __forceinline__ void consume_wgmma(Params const& p, Ring<Tile> ring, Range range, int warp,
+                                              int lane, Sums<Tile>& sums) {
+  constexpr int T = Tile::kTokens;
+  constexpr Operand kOperand = FP4D_OUT == 0 ? Operand::kBF16 : Operand::kF16;
+  uint32_t const unit = ring.weights(0, warp / Tile::kBlockWarps);
+  uint32_t const words = unit + warp % 4 * w4::kUnitBytes + lane * 16;
+  uint32_t const scales = unit + w4::kScaleOffset + lane * 8 + warp % 4 * 2;
+  uint32_t const last = ring.full(ring.stages);
+  uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0;
+  uint32_t a[2][2][4] = {};
+#pragma unroll 1
+  for (int i = 0; i < range.count; ++i) {
+    barrier_wait(full, parity);
+    uint4 packed[kStageChunks];
+    uint32_t bytes[kStageChunks];
+#pragma unroll
+    for (int chunk = 0; chunk < kStageChunks; ++chunk) {
+      packed[chunk] = load_16(words + offset + chunk * w4::kChunkBytes);
+      bytes[chunk] = load_2(scales + offset + chunk * w4::kChunkBytes);
+    }
+    uint64_t const b = operand_b(ring.tokens(0) + offset);
+#pragma unroll
+    for (int group = 0; group < 2 * kStageChunks; ++group) {
+      int const chunk = group / 2, half = group % 2;
+      wgmma_wait<1>();
+      if (group == 1 && release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
+      dequantize_half(packed[chunk], half, w4::unit_scales<Element>(bytes[chunk], 0), a[half]);
+      wgmma_fence();
+      uint64_t const at = b + (chunk * T * 128 >> 4) + half * 2 * kDescriptorStep;
+      wgmma<kOperand, T>(sums, a[half][0], at);
+      wgmma<kOperand, T>(sums, a[half][1], at + kDescriptorStep);
+      wgmma_commit();
+    }
+    release = full + 8;
+    offset += Tile::kStageBytes, full += 16;
+    if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
+  }
+  wgmma_wait<0>();
+}
+#endif
+
 // Keeps a value in a register, where the compiler would compute it again in every round.
 __device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 template <class Tile>
 __device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range range, int warp, int lane,
-                                        Sums<Tile::kTokens>& sums) {
-  constexpr int T = Tile::kTokens;
-  int const block = warp / kBlockWarps, half = warp % kBlockWarps;
-  uint32_t words = ring.weights(0, block) + half * kWarpUnits * w4::kUnitBytes + lane * 16;
-  uint32_t scales = ring.weights(0, block) + w4::kScaleOffset + lane * 8 + half * 4;
-  uint32_t tokens = ring.tokens(0) + lane / 4 * kTokenBytes + lane % 4 * 32;
+                                        Sums<Tile>& sums) {
+  int const block = warp / Tile::kBlockWarps, part = warp % Tile::kBlockWarps;
+  uint32_t words = ring.weights(0, block) + part * Tile::kUnits * w4::kUnitBytes + lane * 16;
+  uint32_t scales = ring.weights(0, block) + w4::kScaleOffset + lane * 8 + part * Tile::kUnits * 2;
+  uint32_t tokens = ring.tokens(0) + lane / 4 * Tile::kTokenPitch + lane % 4 * 32;
   keep(words), keep(scales), keep(tokens);
   // The last stage of K may be short; then it has one chunk.
   static_assert(kStageChunks == 2);
@@ -244,7 +390,7 @@ __device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range 
 #pragma unroll
     for (int chunk = 0; chunk < kStageChunks; ++chunk) {
       uint32_t const at = offset + chunk * w4::kChunkBytes;
-      multiply_chunk<T>(words + at, scales + at, tokens + offset + chunk * w4::kChunkK * 2, sums);
+      multiply_chunk<Tile>(words + at, scales + at, tokens + offset + chunk * w4::kChunkK * 2, sums);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(full + 8);
@@ -253,7 +399,7 @@ __device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range 
   }
   if (short_end) {
     barrier_wait(full, parity);
-    multiply_chunk<T>(words + offset, scales + offset, tokens + offset, sums);
+    multiply_chunk<Tile>(words + offset, scales + offset, tokens + offset, sums);
   }
 }
 
@@ -279,19 +425,19 @@ struct Reduction {
   }
 
   // Sends a warp's sums to the owners of their rows. `from` counts the groups of all CTAs of the cluster.
-  __device__ void put(Sums<Tile::kTokens> const& values, int from, int warp, int lane) const {
+  __device__ void put(Sums<Tile> const& values, int from, int warp, int lane) const {
 #pragma unroll
-    for (int u = 0; u < kWarpUnits; ++u) {
+    for (int u = 0; u < Tile::kUnits; ++u) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // rows 0..7 and 8..15 of the unit
-        int const first = (warp * kWarpUnits + u) * 16 + half * 8, owner = first / owned();
+        int const first = (warp * Tile::kUnits + u) * 16 + half * 8, owner = first / owned();
         uint32_t const here = source(from) + 4 * (first % owned() + lane / 4 + lane % 4 * 2 * pitch());
         uint32_t const to = cluster_log2 > 0 ? address_in(here, owner) : here;
         uint32_t const tells = cluster_log2 > 0 ? address_in(barrier, owner) : 0;
 #pragma unroll
         for (int t = 0; t < Tile::kTokens; ++t) {
           if (t % 8 > 1) continue;
-          float const value = values[u][t / 8][2 * half + t % 8];
+          float const value = values[4 * (u * (Tile::kTokens / 8) + t / 8) + 2 * half + t % 8];
           if (cluster_log2 > 0) {
             send(to + 4 * t * pitch(), value, tells);
           } else {
@@ -360,14 +506,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const row_blocks = min(Tile::kRowBlocks, p.row_blocks - row_block);
   int const token = blockIdx.y * T, tokens = min(T, p.m - token);
   bool const produces = warp >= Tile::kGroups * Tile::kConsumers, clustered = p.cluster_log2 > 0;
-  int const group = produces ? warp - Tile::kGroups * Tile::kConsumers : warp / Tile::kConsumers;
+  int const helper = warp - Tile::kGroups * Tile::kConsumers;  // producers, then loaders
+  int const group = produces ? helper % Tile::kGroups : warp / Tile::kConsumers;
   int const source = cluster_rank * Tile::kGroups + group;
   Range const range = range_of(p.chunks, source, p.cluster_log2 + log2_of(Tile::kGroups));
-  uint32_t const base = shared_address(shared), rings = base + kBarrierBytes;
+  uint32_t const base = shared_address(shared), rings = base + Tile::kBarrierBytes;
   Ring<Tile> const ring{base + group * p.stages * 16, rings + group * p.stages * Tile::kStageBytes, p.stages};
   Reduction<Tile> const reduction{rings + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
                                   rings - 16, p.cluster_log2};
 
+#if FP4D_WGMMA
+  if constexpr (Tile::kWgmma) {
+    if (helper >= Tile::kGroups) {
+      if (clustered && !Tile::kReuse) cluster_arrive();
+      asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
+      Loader<Tile>{p, ring, range, token, tokens, helper / Tile::kGroups * 32 - 32 + lane}.run(lane);
+      __syncwarp();
+      if (clustered && Tile::kReuse) cluster_arrive();
+      if (clustered) cluster_wait();
+      return;
+    }
+  }
+#endif
   if (produces) {
     if (lane == 0) {
       ring.init(row_blocks);
@@ -386,9 +546,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   if (clustered && !Tile::kReuse) cluster_arrive();
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   grid_dependency_wait();
-  Sums<T> sums = {};
+  Sums<Tile> sums = {};
   int const group_warp = warp % Tile::kConsumers;
-  if (group_warp < row_blocks * kBlockWarps) consume<Tile>(p, ring, range, group_warp, lane, sums);
+  if (group_warp < row_blocks * Tile::kBlockWarps) {
+#if FP4D_WGMMA
+    if constexpr (Tile::kWgmma) consume_wgmma<Tile>(p, ring, range, group_warp, lane, sums);
+#endif
+    if constexpr (!Tile::kWgmma) consume<Tile>(p, ring, range, group_warp, lane, sums);
+  }
   __syncwarp();
 
   int const quad = threadIdx.x & (reduction.quads() - 1);
