@@ -344,6 +344,29 @@ def test_operands_at_odd_addresses_are_moved(cls, monkeypatch, deepgemm):
     assert torch.equal(out, expected)
 
 
+def odd(tensor):
+    """Return the same values one byte past an aligned address."""
+    raw = tensor.contiguous().view(torch.uint8)
+    moved = torch.empty(raw.numel() + 64, dtype=torch.uint8)
+    start = (-moved.data_ptr()) % 32 + tensor.element_size()
+    return moved[start : start + raw.numel()].copy_(raw.flatten()).view(tensor.dtype).view(tensor.shape)
+
+
+@pytest.mark.parametrize("cls", [*RUNNERS, DEEPGEMM])
+def test_weights_and_quantised_operands_at_odd_addresses_are_moved(cls, monkeypatch, deepgemm):
+    install(monkeypatch, "12.0" if cls is backends.FlashInferB12xBackend else "10.0")
+    changes = {"op": "fp8_gemm", "scaling": "block128", "activation": "fp8"} if cls is DEEPGEMM else {}
+    _, case, _ = one(cls, raw="linear" if cls is DEEPGEMM else "128x4", **changes)
+    weights = contract.make_weights(case, "cpu", 1)
+    x, a = contract.make_activation(case, weights, "cpu", 3)
+    backend = deepgemm[0] if cls is DEEPGEMM else cls()
+    prepared = backend.prepare(replace(weights, weight=odd(weights.weight), scale=odd(weights.scale)))
+    out = torch.empty(5, 256, dtype=torch.bfloat16)
+    moved = QuantizedActivation(odd(x.data), odd(x.scale), x.global_scale)
+    backend.run(backend.plan(case.problem(), prepared), prepared, moved, out)
+    torch.testing.assert_close(out, (a @ contract.dequantised(weights).t()).bfloat16(), rtol=2**-7, atol=2**-7)
+
+
 # ----------------------------------------------------------------------------------------------------- loading, support
 
 
