@@ -92,7 +92,7 @@ def cold_jit() -> str:
         if "cold_jit" in result:
             theirs = result["cold_jit"]["flashinfer"]
             for name, r in result["cold_jit"].items():
-                label = f"flashinfer {result['flashinfer']}" if r is theirs else name
+                label = f"flashinfer {result.get('flashinfer', '')}".strip() if r is theirs else name
                 head = [result["commit"], result["nvcc"], result["cores"], result["jobs"], label]
                 cells = [*head, r["wall_s"], r["cpu_s"], f"{r['cpu_s'] / theirs['cpu_s']:.3f}"]
                 lines.append(f"| {' | '.join(map(str, cells))} |")

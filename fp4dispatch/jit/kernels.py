@@ -19,7 +19,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from fp4dispatch import libraries
+from fp4dispatch import capture, libraries
 from fp4dispatch.arch import Arch
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.jit import private, prove
@@ -132,6 +132,7 @@ def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = Non
     recipes = tuple(tuple(job(catalog, kernel, variant, target).recipe()) for target in known.targets)
     key = (kernel, variant, arch, catalog.csrc, default_folder(), known.pdl, recipes)
     if key not in _loaded:
+        capture.forbid_in_capture(f"loading the kernel {kernel}/{variant}", "fp4dispatch.warmup(model, tokens=[...])")
         _loaded[key] = _load(catalog, kernel, variant, arch)
     return _loaded[key]
 
@@ -221,6 +222,9 @@ def _build_missing(
     jobs: list[Job], results: list[Built | None], catalog: Catalog, cache: Cache, *, pinned: bool, quiet: bool
 ) -> None:
     missing = [job for job, result in zip(jobs, results, strict=True) if result is None]
+    capture.forbid_in_capture(
+        f"compiling {', '.join(job.name for job in missing)}", "fp4dispatch build, or fp4dispatch.warmup(model, [...])"
+    )
     if settings.jit is False and not pinned:
         raise ToolchainError(
             f"{', '.join(job.name for job in missing)} must be compiled, and FP4DISPATCH_JIT=0 forbids it\n"

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from fp4dispatch import cli
 from fp4dispatch.benchmark import report
 from tests import bench_cases, docs
 from tests.readme import README, commands
@@ -20,7 +21,8 @@ COMMANDS = [line for _, kind, body in BLOCKS if kind == "bash" for line in body.
 PLAIN = [
     line
     for line in COMMANDS
-    if "fp4dispatch " in line and not any(word in line for word in ("venv", "MODEL_DIR", "--out DIR", "--suite"))
+    if "fp4dispatch " in line
+    and not any(word in line for word in ("venv", "MODEL_DIR", "--out DIR", "--suite", "tune fp8_gemm"))
 ]
 
 
@@ -75,6 +77,14 @@ def test_benchmark_commands_for_a_gpu_are_understood(line, tmp_path):
     done = run_line(line.replace("--compare bench.json", f"--compare {old}") + " --list")
     assert done.returncode == 0, done.stderr
     assert "FP4Linear" in done.stdout
+
+
+def test_the_tune_command_is_understood_and_refused_without_a_gpu(monkeypatch, capsys):
+    """Not measured here: the times would be kept for this user."""
+    (line,) = [line for line in COMMANDS if "tune fp8_gemm" in line]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(shlex.split(line)[1:]) == 1
+    assert "torch sees none" in capsys.readouterr().err
 
 
 def test_the_decoder_command_of_the_readme(tmp_path):
