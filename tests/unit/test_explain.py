@@ -27,7 +27,7 @@ def test_text(capsys):
         "nvfp4_gemm M=16 N=4096 K=4096 (nvfp4) -> bfloat16 on sm_120 (CUDA 12.8, cuDNN 9.7.1)",
         "cublaslt, auto".replace(",", " (nvfp4 activations),"),
         "cutlass",
-        "LIBRARY     FlashInfer not found (needs 0.2.9)",
+        "LIBRARY     FlashInfer not found (needs 0.6)",
         "UNPROVEN    on sm_120/121",
         "https://github.com/sgl-project/sglang/issues/20043",
     ):
