@@ -18,103 +18,95 @@ namespace fp4d {
 
 constexpr int kBlock = 128;
 constexpr int kLanes = kBlock / kVector;  // threads that share a 1x128 block
-constexpr int kCached = 8;  // vectors a thread keeps in registers between the two passes of a row
-
-constexpr int kRowThreads = 512;   // at most, so that the cached vectors fit the registers
-constexpr int64_t kFewRows = 256;  // about two for each SM
+constexpr int kMostEach = 8;  // vectors that a thread keeps in registers between the two passes of a row
+constexpr int kRowThreads = 512;
+constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
 
 template <class T>
-__device__ inline void load(uint4 const* row, int64_t vector, float (&values)[kVector]) {
-  widen(row[vector], values, T{});
+__device__ inline uint2 quantize(uint4 raw, E4m3Divisor divisor, bool finite) {
+  float q[kVector];
+  divisor.divide<T>(raw, finite, q);
+  return make_uint2(to_e4m3(q[0], q[1], q[2], q[3]), to_e4m3(q[4], q[5], q[6], q[7]));
 }
 
 // One block a row.
-template <class T>
+template <class T, int each>
 __global__ void __launch_bounds__(kRowThreads)
     quantize_row(T const* x, int64_t x_stride, uint8_t* q, float* scale, int k) {
   __shared__ uint32_t warp_amax[kRowThreads / 32];
+  grid_dependency_launch_dependents();
   grid_dependency_wait();
   int64_t const row = blockIdx.x;
   int const vectors = k / kVector;
   auto const* in = reinterpret_cast<uint4 const*>(x + row * x_stride);
   auto* out = reinterpret_cast<uint2*>(q + row * k);
 
-  uint4 cached[kCached];
-  float values[kVector];
-  float amax = 0.f;
+  uint4 cached[each];
 #pragma unroll
-  for (int i = 0; i < kCached; ++i) {
+  for (int i = 0; i < each; ++i) {
     int const v = threadIdx.x + i * blockDim.x;
     cached[i] = v < vectors ? in[v] : uint4{};
   }
-#pragma unroll
-  for (int i = 0; i < kCached; ++i) {
-    widen(cached[i], values, T{});
-    amax = finite_amax(values, amax);
-  }
-  for (int v = threadIdx.x + kCached * blockDim.x; v < vectors; v += blockDim.x) {
-    load<T>(in, v, values);
-    amax = finite_amax(values, amax);
+  Amax amax = amax_of<T>(cached);
+  for (int v = threadIdx.x + each * blockDim.x; v < vectors; v += blockDim.x) {
+    uint4 const raw[1] = {in[v]};
+    Amax const other = amax_of<T>(raw);
+    amax = {max(amax.bits, other.bits), amax.finite && other.finite};
   }
 
-  // Magnitudes order like their bits.
-  uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(amax));
+  uint32_t bits = __reduce_max_sync(~0u, amax.bits);
   if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = bits;
   __syncthreads();
   bits = threadIdx.x % 32 < blockDim.x / 32 ? warp_amax[threadIdx.x % 32] : 0;
-  float const row_scale = scale_of(__uint_as_float(__reduce_max_sync(~0u, bits)));
+  float const row_scale = scale_of<T>(__reduce_max_sync(~0u, bits));
   if (threadIdx.x == 0) scale[row] = row_scale;
-  Divisor const divisor(row_scale);
+  E4m3Divisor const divisor(row_scale);
 
 #pragma unroll
-  for (int i = 0; i < kCached; ++i) {
+  for (int i = 0; i < each; ++i) {
     int const v = threadIdx.x + i * blockDim.x;
-    if (v < vectors) {
-      widen(cached[i], values, T{});
-      out[v] = quantize(values, divisor);
-    }
+    if (v < vectors) out[v] = quantize<T>(cached[i], divisor, amax.finite);
   }
-  for (int v = threadIdx.x + kCached * blockDim.x; v < vectors; v += blockDim.x) {
-    load<T>(in, v, values);
-    out[v] = quantize(values, divisor);
+  for (int v = threadIdx.x + each * blockDim.x; v < vectors; v += blockDim.x) {
+    out[v] = quantize<T>(in[v], divisor, amax.finite);
   }
-  grid_dependency_launch_dependents();
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     quantize_tensor(T const* x, int64_t x_stride, uint8_t* q, float const* scale, int rows, int k) {
+  grid_dependency_launch_dependents();
   grid_dependency_wait();
   int64_t const row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   int64_t const vector = int64_t(blockIdx.y) * blockDim.x + threadIdx.x;
   if (row < rows && vector < k / kVector) {
-    float values[kVector];
-    load<T>(reinterpret_cast<uint4 const*>(x + row * x_stride), vector, values);
-    Divisor const divisor(*scale >= kMinScale ? *scale : NAN);
-    reinterpret_cast<uint2*>(q + row * k)[vector] = quantize(values, divisor);
+    uint4 const raw[1] = {reinterpret_cast<uint4 const*>(x + row * x_stride)[vector]};
+    E4m3Divisor const divisor(*scale >= kMinScale ? *scale : NAN);
+    reinterpret_cast<uint2*>(q + row * k)[vector] = quantize<T>(raw[0], divisor, amax_of<T>(raw).finite);
   }
-  grid_dependency_launch_dependents();
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     quantize_1x128(T const* x, int64_t x_stride, uint8_t* q, float* scale, int64_t scale_row,
                    int64_t scale_block, int rows, int k) {
+  grid_dependency_launch_dependents();
   grid_dependency_wait();
   int64_t const row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   int64_t const vector = int64_t(blockIdx.y) * blockDim.x + threadIdx.x;
   bool const inside = row < rows && vector < k / kVector;
-  float values[kVector] = {};
-  if (inside) load<T>(reinterpret_cast<uint4 const*>(x + row * x_stride), vector, values);
-  float amax = finite_amax(values, 0.f);
+  uint4 raw[1] = {};
+  if (inside) raw[0] = reinterpret_cast<uint4 const*>(x + row * x_stride)[vector];
+  Amax const amax = amax_of<T>(raw);
+  uint32_t bits = amax.bits;
 #pragma unroll
-  for (int lane = kLanes / 2; lane > 0; lane /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lane));
-  float const block_scale = scale_of(amax);
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, lane));
+  float const block_scale = scale_of<T>(bits);
   if (inside) {
-    reinterpret_cast<uint2*>(q + row * k)[vector] = quantize(values, Divisor(block_scale));
+    reinterpret_cast<uint2*>(q + row * k)[vector] =
+        quantize<T>(raw[0], E4m3Divisor(block_scale), amax.finite);
     if (vector % kLanes == 0) scale[row * scale_row + vector / kLanes * scale_block] = block_scale;
   }
-  grid_dependency_launch_dependents();
 }
 
 // Returns the device, or -1 when there is nothing to do.
@@ -147,14 +139,25 @@ void row(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   if (device < 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
   int64_t const m = x.size(0), k = x.size(1);
-  // Few rows: many threads each, for latency. Many rows: a row just fits the registers, so that several share
-  // an SM.
-  int64_t const vectors_each = m <= kFewRows ? 2 : kCached;
-  int64_t const threads = std::min<int64_t>(
-      kRowThreads, std::max<int64_t>(128, round_up((k / kVector + vectors_each - 1) / vectors_each, 32)));
+  // As few vectors a thread as let all rows run at once, for latency; with more rows a row just fits the
+  // registers, so that several share an SM.
+  int64_t const vectors = k / kVector;
+  int64_t const wanted =
+      std::max(m * vectors / 32 / kWaveWarps + 1, (vectors + kRowThreads - 1) / kRowThreads);
   dispatch(x, [&](auto const* data) {
-    launch(quantize_row<std::decay_t<decltype(*data)>>, Shape{dim3(unsigned(m)), dim3(unsigned(threads))},
-           device, enable_pdl, data, input_stride(x), data_of<uint8_t>(q), data_of<float>(scale), k);
+    using T = std::decay_t<decltype(*data)>;
+    auto const go = [&](auto each) {
+      int64_t const threads = std::min<int64_t>(kRowThreads, round_up((vectors + each - 1) / each, 32));
+      launch(quantize_row<T, each>, Shape{dim3(unsigned(m)), dim3(unsigned(threads)), 1}, device, enable_pdl,
+             data, input_stride(x), data_of<uint8_t>(q), data_of<float>(scale), k);
+    };
+    if (wanted <= 2) {
+      go(std::integral_constant<int, 2>{});
+    } else if (wanted <= 4) {
+      go(std::integral_constant<int, 4>{});
+    } else {
+      go(std::integral_constant<int, kMostEach>{});
+    }
   });
 }
 

@@ -22,7 +22,6 @@
 namespace fp4d {
 
 constexpr int kVector = 8;  // bf16 or fp16 elements in a 16-byte load
-constexpr float kE4m3Max = 448.f;
 // Least usable fp32 scale: formats.py explains the value.
 constexpr float kMinScale = 0x1p-116f;
 
@@ -83,40 +82,109 @@ class Divisor {
 
 // ---- To e4m3: value = q * scale, scale = amax / 448 ----
 
-__device__ inline float finite_amax(float const (&values)[kVector], float amax) {
+// Elements stay two in a word, 16 bits each, as long as possible; magnitudes order like their bits.
+template <class T>
+using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+template <class T>
+constexpr uint32_t kInfinityBits = std::is_same_v<T, __nv_bfloat16> ? 0x7f80 : 0x7c00;
+
+// The greater magnitudes of `so_far` and of 8 elements, even and odd ones apart. Infinities are the greatest, and NaN
+// stays; or, with `finite_only`, neither enters.
+template <class T, bool finite_only>
+__device__ inline uint32_t greater_magnitudes(uint4 raw, uint32_t so_far) {
+  uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    float const magnitude = fabsf(values[i]);
-    if (magnitude < INFINITY) amax = fmaxf(amax, magnitude);
+  for (int i = 0; i < 4; ++i) {
+    Pair<T> magnitudes = __habs2(reinterpret_cast<Pair<T> const&>(words[i]));
+    uint32_t pair = reinterpret_cast<uint32_t&>(magnitudes);
+    if constexpr (finite_only) {
+      uint32_t const infinities = kInfinityBits<T> * 0x10001u;
+      pair &= __hlt2_mask(magnitudes, reinterpret_cast<Pair<T> const&>(infinities));
+    }
+    magnitudes = __hmax2_nan(reinterpret_cast<Pair<T>&>(pair), reinterpret_cast<Pair<T> const&>(so_far));
+    so_far = reinterpret_cast<uint32_t&>(magnitudes);
+  }
+  return so_far;
+}
+
+// What a thread knows of the elements it holds: the bits of the greatest finite magnitude, and whether any is not.
+struct Amax {
+  uint32_t bits;
+  bool finite;
+};
+
+template <class T, int count>
+__device__ inline Amax amax_of(uint4 const (&raw)[count]) {
+  auto const greater = [](uint32_t pair) { return max(pair & 0xffffu, pair >> 16); };
+  uint32_t pair = 0;
+#pragma unroll
+  for (int i = 0; i < count; ++i) pair = greater_magnitudes<T, false>(raw[i], pair);
+  Amax amax{greater(pair), true};
+  if (amax.bits >= kInfinityBits<T>) {  // rare
+    pair = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) pair = greater_magnitudes<T, true>(raw[i], pair);
+    amax = {greater(pair), false};
   }
   return amax;
 }
 
-__device__ inline float scale_of(float amax) {
-  return amax == 0.f ? 1.f : fmaxf(__fdiv_rn(amax, kE4m3Max), kMinScale);
+// b to a / b: high + low is 1/b to about 46 bits, so fma(a, high, a * low) is at most an ulp from the IEEE quotient.
+// That it gives the same e4m3 code is checked for all significands of 24 bits of b and 11 of a: no quotient is on
+// another side of a number of 5 bits, or wrongly such a number (bench/e4m3_division.cpp). high is rounded
+// towards zero, so low is not negative and -0 stays -0. Of the exponents: for b in [2^-125, 2^100] high and low are
+// normal, or low is exact enough; greater b are divided by 2^64 first, and so must `a` be ("far"). What is lost there
+// when `a` becomes subnormal is far below the least code, as are quotients that underflow.
+class E4m3Divisor {
+ public:
+  __device__ explicit E4m3Divisor(float b) {
+    far_ = b > 0x1p64f;
+    float const near =
+        far_ ? fminf(b * 0x1p-64f, 0x1p100f) : b;  // 2^100: all codes are zero, as for infinity
+    high_ = __frcp_rz(near);
+    low_ = fmaf(-high_, near, 1.f) *
+           __uint_as_float(__float_as_uint(high_) + 1);  // not too small: 1 / (2 - 2^-23)
+  }
+
+  // 8 quotients to be converted to e4m3. Non-finite elements give NaN if `finite` is false, which may be said of any.
+  template <class T>
+  __device__ void divide(uint4 raw, bool finite, float (&quotients)[kVector]) const {
+    widen(raw, quotients, T{});
+    if (!finite || far_) {
+#pragma unroll
+      for (float& value : quotients) {
+        value = fabsf(value) < INFINITY ? value * (far_ ? 0x1p-64f : 1.f) : NAN;
+      }
+    }
+#pragma unroll
+    for (float& value : quotients) value = fmaf(value, high_, __fmul_rn(value, low_));
+  }
+
+ private:
+  float high_, low_;
+  bool far_;
+};
+
+// From bits of T; with the divisor 448 as above, exhaustively checked too.
+template <class T>
+__device__ inline float scale_of(uint32_t amax_bits) {
+  constexpr float high = 0x1.249248p-9f, low = 0x1.249248p-33f;
+  float const amax = float(reinterpret_cast<T const&>(amax_bits));
+  return amax == 0.f ? 1.f : fmaxf(fmaf(amax, high, __fmul_rn(amax, low)), kMinScale);
 }
 
-__device__ inline uint2 quantize(float const (&values)[kVector], Divisor scale) {
-  uint32_t words[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kVector; i += 2) {
-    float q[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float const value = values[i + j];
-      // Saturation is the conversion's; a NaN scale stays NaN, and so must a non-finite element.
-      q[j] = fabsf(value) < INFINITY ? scale.divide(value) : NAN;
-    }
-    uint32_t const pair = __nv_cvt_float2_to_fp8x2(make_float2(q[0], q[1]), __NV_SATFINITE, __NV_E4M3);
-    words[i / 4] |= pair << (i % 4 * 8);
-  }
-  return make_uint2(words[0], words[1]);
+// Four codes, the first in the lowest byte. Saturates; NaN stays NaN.
+__device__ inline uint32_t to_e4m3(float a, float b, float c, float d) {
+  uint32_t const low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  uint32_t const high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+  return low | high << 16;
 }
 
 // ---- Launches and checks ----
 
 struct Shape {
   dim3 grid, block;
+  unsigned cluster = 1;  // along x
 };
 
 constexpr int kThreads = 256;
@@ -127,20 +195,28 @@ inline Shape shape_of(int64_t rows, int64_t width, int group) {
   int64_t x = group;
   while (x < width && x < kThreads) x *= 2;
   int64_t const y = kThreads / x;
-  return {dim3(unsigned((rows + y - 1) / y), unsigned((width + x - 1) / x)), dim3(unsigned(x), unsigned(y))};
+  return {dim3(unsigned((rows + y - 1) / y), unsigned((width + x - 1) / x)), dim3(unsigned(x), unsigned(y)),
+          1};
 }
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), Shape shape, int device, bool enable_pdl, Args... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (enable_pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {shape.cluster, 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
   config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  config.attrs = &attribute;
-  config.numAttrs = enable_pdl ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
 

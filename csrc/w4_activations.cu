@@ -16,140 +16,193 @@
 // the weights' registers (w4_dequant.h), so that a lane there holds whole scale blocks:
 //   e4m3     column 4 (k / 64 % 2) + 2 s + o, byte 4 c + j:       k = 16 c + 8 s + 2 j + o
 //   16 bits  column 2 s + h,                  bytes 4 c .. 4c+3:  k = 16 c + 4 s + 2 h, + 1
-// A thread packs 32 k: r in 8 v .. 8 v + 7 for all c. It reads four times 16 bytes and writes whole columns.
+// Lane p of 16 (e4m3) or 8 reads 16 bytes, 8 elements, of the 128-byte row: p = 8 (k / 64 % 2) + 2 c + r / 8. A column
+// has one word of each of the four lanes that differ in c alone, so words change places between these (transpose), and
+// both loads and stores are whole lines.
 //
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
+#include "async_copy.h"
 #include "quantize.h"
 
 namespace fp4d {
 
-constexpr int kUnitK = 32;  // of a thread
 constexpr int64_t kBlockTokens = 8, kBlockBytes = 1024;
-constexpr int kCachedUnits = 2;  // that a thread keeps in registers between the two passes of a row
-constexpr int kMaxThreads = 512;
-constexpr int64_t kFewTokens = 256;  // about two blocks for each SM
+constexpr int kWarpBlocks = 4;  // of 128 bytes, that a warp writes at once
+constexpr int kMaxWarps = 16, kMaxThreads = kMaxWarps * 32;
+constexpr int kMaxPartsLog2 = 3;  // blocks that share a token
+constexpr int kMostEach = 4;  // times 512 k that a warp keeps in registers between the two passes of a row
+constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
 
-// A thread's 32 k.
-struct Unit {
-  int chunk, half;  // k / 64, v
+// A token's 16-byte column in the first 128 bytes along K.
+__device__ inline uint8_t* column_of(uint8_t* packed, int64_t token, int column) {
+  return packed + token / kBlockTokens * kBlockBytes + token % kBlockTokens * 128 +
+         (column ^ int(token % kBlockTokens)) * 16;
+}
 
-  __device__ explicit Unit(int index) : chunk(index / 2), half(index % 2) {}
-  __device__ int k(int c) const { return chunk * 64 + c * 16 + half * 8; }
+__device__ inline uint4 load_vector(void const* row, int vector, int k) {
+  return vector * kVector < k ? static_cast<uint4 const*>(row)[vector] : uint4{};
+}
+
+__device__ inline void store_vector(uint8_t* to, uint4 value) { *reinterpret_cast<uint4*>(to) = value; }
+
+// Among the four lanes that differ in bits 1 and 2: word i of the one where these bits are j becomes word j of the
+// one where they are i.
+__device__ inline uint4 transpose(uint4 words) {
+  auto const swap = [](uint32_t& low, uint32_t& high, int lanes) {
+    bool const upper = threadIdx.x & lanes;
+    uint32_t const other = __shfl_xor_sync(~0u, upper ? low : high, lanes);
+    (upper ? low : high) = other;
+  };
+  swap(words.x, words.y, 2);
+  swap(words.z, words.w, 2);
+  swap(words.x, words.z, 4);
+  swap(words.y, words.w, 4);
+  return words;
+}
+
+// The greatest of all warps that share a token, in one block or a cluster, where each warp sends its own to all.
+class TokenAmax {
+ public:
+  // Before anything else; lets the other blocks know that this one runs.
+  __device__ explicit TokenAmax(int parts) : parts_(parts) {
+    if (parts == 1) return;
+    if (threadIdx.x == 0) {
+      uint32_t const barrier = shared_address(shared().barrier);
+      barrier_init(barrier, 1);
+      barriers_visible();
+      barrier_arrive_expect(barrier, parts * (blockDim.x / 32) * 4);
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+
+  __device__ uint32_t operator()(uint32_t bits, int part) const {
+    int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    bits = __reduce_max_sync(~0u, bits);
+    uint32_t* const mine = shared().bits + part * warps + threadIdx.x / 32;
+    if (parts_ == 1) {
+      if (lane == 0) *mine = bits;
+      __syncthreads();
+    } else {
+      uint32_t const barrier = shared_address(shared().barrier);
+      cluster_wait();
+      if (lane < parts_) {
+        send(address_in(shared_address(mine), lane), __uint_as_float(bits), address_in(barrier, lane));
+      }
+      barrier_wait_cluster(barrier, 0);
+      __syncwarp();
+    }
+    bits = 0;
+    for (int i = lane; i < parts_ * warps; i += 32) bits = max(bits, shared().bits[i]);
+    return __reduce_max_sync(~0u, bits);
+  }
+
+ private:
+  struct Shared {
+    uint64_t barrier[1];
+    uint32_t bits[kMaxWarps << kMaxPartsLog2];
+  };
+  __device__ static Shared& shared() {
+    __shared__ Shared instance;
+    return instance;
+  }
+  int parts_;
 };
 
-__device__ inline void load_unit(void const* row, Unit unit, int k, uint4 (&raw)[4]) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    raw[c] = row != nullptr && unit.k(c) < k ? static_cast<uint4 const*>(row)[unit.k(c) / kVector] : uint4{};
-  }
-}
-
-// Where a token's 128 bytes start.
-__device__ inline uint8_t* token_bytes(uint8_t* packed, int64_t block_k, int64_t token_blocks,
-                                       int64_t token) {
-  return packed + (block_k * token_blocks + token / kBlockTokens) * kBlockBytes + token % kBlockTokens * 128;
-}
-
-__device__ inline void store_column(uint8_t* bytes, int64_t token, int column, uint4 value) {
-  reinterpret_cast<uint4*>(bytes)[column ^ int(token % kBlockTokens)] = value;
-}
-
 template <class T>
-__device__ inline void store_e4m3(uint4 const (&raw)[4], Divisor scale, uint8_t* packed, Unit unit,
-                                  int64_t token_blocks, int64_t token) {
-  uint32_t even[4], odd[4];
+__device__ inline uint4 quantize_and_transpose(uint4 const (&raw)[2], E4m3Divisor divisor, bool finite) {
+  uint32_t words[4];
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    float values[kVector];
-    widen(raw[c], values, T{});
-    uint2 const q = quantize(values, scale);
-    even[c] = __byte_perm(q.x, q.y, 0x6420);
-    odd[c] = __byte_perm(q.x, q.y, 0x7531);
+  for (int i = 0; i < 2; ++i) {
+    float q[kVector];
+    divisor.divide<T>(raw[i], finite, q);
+    words[2 * i] = to_e4m3(q[0], q[2], q[4], q[6]);
+    words[2 * i + 1] = to_e4m3(q[1], q[3], q[5], q[7]);
   }
-  uint8_t* const bytes = token_bytes(packed, unit.chunk / 2, token_blocks, token);
-  int const column = unit.chunk % 2 * 4 + unit.half * 2;
-  store_column(bytes, token, column, make_uint4(even[0], even[1], even[2], even[3]));
-  store_column(bytes, token, column + 1, make_uint4(odd[0], odd[1], odd[2], odd[3]));
+  return transpose(make_uint4(words[0], words[1], words[2], words[3]));
 }
 
-template <class T>
-__device__ inline float unit_amax(uint4 const (&raw)[4], float amax) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    float values[kVector];
-    widen(raw[c], values, T{});
-    amax = finite_amax(values, amax);
-  }
-  return amax;
-}
-
-// One block a token; `units` of 32 k cover the padded K.
-template <class T, bool dynamic>
-__global__ void __launch_bounds__(kMaxThreads)
+// 2^`parts_log2` blocks a token, a cluster where they look for a scale; their warps take turns along K, 512 k at a
+// time. `blocks` of 128 k.
+template <class T, bool dynamic, int each>
+__global__ void __launch_bounds__(kMaxThreads, 2)
     quantize_tokens(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
-                    int rows, int k, int units) {
-  __shared__ uint32_t warp_amax[kMaxThreads / 32];
+                    int rows, int k, int blocks, int parts_log2) {
   grid_dependency_launch_dependents();
+  TokenAmax const greatest(dynamic ? 1 << parts_log2 : 1);
   grid_dependency_wait();
-  int64_t const token = blockIdx.x;
-  T const* const row = token < rows ? x + token * x_stride : nullptr;
+  int64_t const token = blockIdx.x >> parts_log2;
+  int const part = blockIdx.x & ((1 << parts_log2) - 1), warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  int const step = warps << parts_log2, first = part * warps + threadIdx.x / 32;
+  bool const padding = token >= rows;
+  T const* const row = padding ? x : x + token * x_stride;
+  int const row_k = padding ? 0 : k, tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
+  auto const load = [&](int tile, int i) { return load_vector(row, (tile * 2 + i) * 32 + lane, row_k); };
 
-  uint4 cached[kCachedUnits][4];
+  uint4 cached[2 * each];
 #pragma unroll
-  for (int i = 0; i < kCachedUnits; ++i) {
-    load_unit(row, Unit(threadIdx.x + i * blockDim.x), k, cached[i]);
-  }
+  for (int i = 0; i < 2 * each; ++i) cached[i] = load(first + i / 2 * step, i % 2);
+  Amax amax = amax_of<T>(cached);
   float token_scale;
   if constexpr (dynamic) {
-    float amax = 0.f;
-#pragma unroll
-    for (int i = 0; i < kCachedUnits; ++i) amax = unit_amax<T>(cached[i], amax);
-    for (int u = threadIdx.x + kCachedUnits * blockDim.x; u < units; u += blockDim.x) {
-      uint4 raw[4];
-      load_unit(row, Unit(u), k, raw);
-      amax = unit_amax<T>(raw, amax);
+    for (int tile = first + each * step; tile < tiles; tile += step) {
+      uint4 const raw[2] = {load(tile, 0), load(tile, 1)};
+      Amax const other = amax_of<T>(raw);
+      amax = {max(amax.bits, other.bits), amax.finite && other.finite};
     }
-    // Magnitudes order like their bits.
-    uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(amax));
-    if (threadIdx.x % 32 == 0) warp_amax[threadIdx.x / 32] = bits;
-    __syncthreads();
-    bits = threadIdx.x % 32 < blockDim.x / 32 ? warp_amax[threadIdx.x % 32] : 0;
-    token_scale = scale_of(__uint_as_float(__reduce_max_sync(~0u, bits)));
-    if (threadIdx.x == 0 && token < rows) scale[token] = token_scale;
+    token_scale = scale_of<T>(greatest(amax.bits, part));
+    if (part == 0 && threadIdx.x == 0 && !padding) scale[token] = token_scale;
   } else {
     token_scale = *scale >= kMinScale ? *scale : NAN;
-    if (token >= rows) token_scale = 1.f;
+    if (padding) token_scale = 1.f;
   }
   // Zeros of the padding stay zero under any scale but NaN.
-  Divisor const divisor(token_scale);
+  E4m3Divisor const divisor(token_scale);
+
+  // After the transposition lanes differ in bit 2 where the warp's 128 k do by 2, in bit 1 where columns are of even
+  // and odd k.
+  int const lane_block = lane / 4 % 2 * 2 + lane / 16;
+  int64_t const block_bytes = token_blocks * kBlockBytes;
+  uint8_t* to = column_of(packed, token, lane / 8 % 2 * 4 + lane % 2 * 2 + lane / 2 % 2) +
+                (first * kWarpBlocks + lane_block) * block_bytes;
+  auto const store = [&](int tile, uint4 value) {
+    if (tile * kWarpBlocks + lane_block < blocks) store_vector(to, value);
+    to += step * kWarpBlocks * block_bytes;
+  };
 #pragma unroll
-  for (int i = 0; i < kCachedUnits; ++i) {
-    int const u = threadIdx.x + i * blockDim.x;
-    if (u < units) store_e4m3<T>(cached[i], divisor, packed, Unit(u), token_blocks, token);
+  for (int i = 0; i < each; ++i) {
+    uint4 const raw[2] = {cached[2 * i], cached[2 * i + 1]};
+    store(first + i * step, quantize_and_transpose<T>(raw, divisor, amax.finite));
   }
-  for (int u = threadIdx.x + kCachedUnits * blockDim.x; u < units; u += blockDim.x) {
-    uint4 raw[4];
-    load_unit(row, Unit(u), k, raw);
-    store_e4m3<T>(raw, divisor, packed, Unit(u), token_blocks, token);
+  for (int tile = first + each * step; tile < tiles; tile += step) {
+    uint4 const raw[2] = {load(tile, 0), load(tile, 1)};
+    bool const finite = dynamic ? amax.finite : amax_of<T>(raw).finite;
+    store(tile, quantize_and_transpose<T>(raw, divisor, finite));
   }
 }
 
-// A thread a unit.
-__global__ void __launch_bounds__(kThreads) pack_tokens(uint16_t const* x, int64_t x_stride, uint8_t* packed,
-                                                        int64_t token_blocks, int rows, int k, int units) {
+// A warp a token, eight tokens a block, `each` times 256 k; `tiles` blocks along K, `blocks` of 64 k.
+template <int each>
+__global__ void __launch_bounds__(kThreads)
+    pack_tokens(uint16_t const* x, int64_t x_stride, uint8_t* packed, int64_t token_blocks, int rows, int k,
+                int blocks, int tiles) {
   grid_dependency_launch_dependents();
   grid_dependency_wait();
-  int64_t const token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  int const index = blockIdx.y * blockDim.x + threadIdx.x;
-  if (token >= token_blocks * kBlockTokens || index >= units) return;
-  Unit const unit(index);
-  uint4 raw[4];
-  load_unit(token < rows ? x + token * x_stride : nullptr, unit, k, raw);
-  uint8_t* const bytes = token_bytes(packed, unit.chunk, token_blocks, token);
-  store_column(bytes, token, unit.half * 4, make_uint4(raw[0].x, raw[1].x, raw[2].x, raw[3].x));
-  store_column(bytes, token, unit.half * 4 + 1, make_uint4(raw[0].y, raw[1].y, raw[2].y, raw[3].y));
-  store_column(bytes, token, unit.half * 4 + 2, make_uint4(raw[0].z, raw[1].z, raw[2].z, raw[3].z));
-  store_column(bytes, token, unit.half * 4 + 3, make_uint4(raw[0].w, raw[1].w, raw[2].w, raw[3].w));
+  int64_t const token = int64_t(blockIdx.x / unsigned(tiles)) * kBlockTokens + threadIdx.x / 32;
+  int const lane = threadIdx.x % 32, first = blockIdx.x % unsigned(tiles) * each;
+  bool const padding = token >= rows;
+  uint16_t const* const row = padding ? x : x + token * x_stride;
+  uint4 raw[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) raw[i] = load_vector(row, (first + i) * 32 + lane, padding ? 0 : k);
+  int const block = first * kWarpBlocks + lane / 8;
+  int64_t const block_bytes = token_blocks * kBlockBytes;
+  uint8_t* const to = column_of(packed, token, lane % 2 * 4 + lane / 2 % 4) + block * block_bytes;
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    uint4 const value = transpose(raw[i]);
+    if (block + i * kWarpBlocks < blocks) store_vector(to + i * kWarpBlocks * block_bytes, value);
+  }
 }
 
 // `block_k`: elements of a token in 128 bytes.
@@ -174,20 +227,35 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}, {"scale", scale}});
   if (x.size(0) == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
-  int64_t const units = packed.size(0) * 128 / kUnitK, tokens = packed.size(1) * kBlockTokens;
-  // Few tokens: many threads each, for latency. Many: a token just fits the registers, and several share an SM.
-  int64_t const each = x.size(0) <= kFewTokens ? 1 : kCachedUnits;
-  int64_t const threads = std::min<int64_t>(kMaxThreads, round_up((units + each - 1) / each, 32));
-  Shape const shape{dim3(unsigned(tokens)), dim3(unsigned(threads))};
-  auto const go = [&](auto const* data) {
-    launch(quantize_tokens<std::decay_t<decltype(*data)>, dynamic>, shape, device, enable_pdl, data,
-           input_stride(x), data_of<uint8_t>(packed), data_of<float>(scale), packed.size(1), x.size(0),
-           x.size(1), units);
+  int64_t const blocks = packed.size(0), tokens = packed.size(1) * kBlockTokens;
+  int64_t const tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
+  // As little a warp as lets all tokens run at once, for latency.
+  int64_t const wanted = tokens * tiles / kWaveWarps + 1;
+  auto const go = [&](auto const* data, auto each) {
+    using T = std::decay_t<decltype(*data)>;
+    int64_t const warps = (tiles + each - 1) / each;
+    int64_t parts_log2 = 0;
+    while (parts_log2 < kMaxPartsLog2 && kMaxWarps << parts_log2 < warps) ++parts_log2;
+    unsigned const parts = 1u << parts_log2;
+    int64_t const threads = std::min<int64_t>(kMaxThreads, (warps + parts - 1) / parts * 32);
+    Shape const shape{dim3(unsigned(tokens * parts)), dim3(unsigned(threads)), dynamic ? parts : 1u};
+    launch(quantize_tokens<T, dynamic, each>, shape, device, enable_pdl, data, input_stride(x),
+           data_of<uint8_t>(packed), data_of<float>(scale), packed.size(1), x.size(0), x.size(1), blocks,
+           parts_log2);
+  };
+  auto const sized = [&](auto const* data) {
+    if (wanted <= 1) {
+      go(data, std::integral_constant<int, 1>{});
+    } else if (wanted <= 2) {
+      go(data, std::integral_constant<int, 2>{});
+    } else {
+      go(data, std::integral_constant<int, kMostEach>{});
+    }
   };
   if (same(x.dtype(), kBF16)) {
-    go(data_of<__nv_bfloat16>(x));
+    sized(data_of<__nv_bfloat16>(x));
   } else {
-    go(data_of<__half>(x));
+    sized(data_of<__half>(x));
   }
 }
 
@@ -204,10 +272,22 @@ void pack(TensorView x, TensorView packed, bool enable_pdl) {
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}});
   if (x.size(0) == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
-  int64_t const units = packed.size(0) * 64 / kUnitK;
-  launch(pack_tokens, shape_of(packed.size(1) * kBlockTokens, units, 1), device, enable_pdl,
-         data_of<uint16_t>(x), input_stride(x), data_of<uint8_t>(packed), packed.size(1), x.size(0),
-         x.size(1), units);
+  int64_t const blocks = packed.size(0), token_blocks = packed.size(1);
+  int64_t const warp_tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
+  auto const go = [&](auto each) {
+    int64_t const tiles = (warp_tiles + each - 1) / each;
+    Shape const shape{dim3(unsigned(token_blocks * tiles)), dim3(kThreads), 1};
+    launch(pack_tokens<each>, shape, device, enable_pdl, data_of<uint16_t>(x), input_stride(x),
+           data_of<uint8_t>(packed), token_blocks, x.size(0), x.size(1), blocks, tiles);
+  };
+  int64_t const wanted = token_blocks * kBlockTokens * warp_tiles / kWaveWarps + 1;
+  if (wanted <= 1) {
+    go(std::integral_constant<int, 1>{});
+  } else if (wanted <= 2) {
+    go(std::integral_constant<int, 2>{});
+  } else {
+    go(std::integral_constant<int, 4>{});
+  }
 }
 
 }  // namespace fp4d

@@ -93,6 +93,15 @@ def test_division_is_exact_for_many_scales():
     generator = torch.Generator().manual_seed(0)
     exponents = torch.linspace(-124, 126, 200)
     scales = torch.exp2(exponents) * (1 + torch.rand(200, generator=generator))
+    # Quotients right beside ties; the first once gave a wrong code at 2^-10 (its reciprocal was a bit too small).
+    near_ties = [(2 - 2**-23) * 2.0**e for e in range(-40, 41, 8)] + [
+        1 + 2**-23,
+        1.5 - 2**-23,
+        1 / 3,
+        2.0**64,
+        2.0**100,
+    ]
+    scales = torch.cat([scales, torch.tensor([*near_ties, torch.inf])])
     for dtype in DTYPES:
         x = every_finite_pattern(dtype)
         for scale in scales:

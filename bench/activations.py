@@ -1,0 +1,240 @@
+"""Check, then time the kernels that quantise or pack activations, in one run, well under half a minute.
+
+Bits against formats.py and the element-wise model of the packed operand (tests/w4_model.py). Times: a CUDA graph of
+calls on rotating copies of input and output (300 MB or a thousand of them, so that the bytes come from
+memory), with and without PDL, kernels in turn, medians; "floor" is their bytes at the speed of a copy. "hot"
+is one input and output, PDL: what a layer sees whose input was just written.
+
+    python bench/activations.py --out activations.json [--no-check] [--old DIRECTORY]
+
+--old: another csrc/ (kernels.toml and all), timed beside this one; its bits must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from kernels_w4 import COPY_BYTES_PER_US, capture, environment, microseconds, watched
+from torch import Tensor
+
+from fp4dispatch import formats, jit
+from fp4dispatch.arch import Arch
+from fp4dispatch.jit.manifest import Catalog, installed
+from tests.w4_model import place
+
+COLD_BYTES = 300e6
+ROUNDS = 7
+M = (8, 64, 128, 256, 512, 1024, 4096)
+K = (4096, 8192, 14336, 28672)
+Call = Callable[[Any, Tensor, Tensor, Tensor, bool], None]
+
+
+# The middle ones have quotients right beside ties.
+STATIC = (0.013, 2.0**-30, 2.0**-20 * (2 - 2.0**-23), 2.0**-7 * (1 + 2.0**-23), (1.5 - 2.0**-23) / 8, 2.0**70, math.inf)
+
+
+def packed_like(m: int, k: int, block: int) -> Tensor:
+    """Return an output of the packing kernels, full of 0xA5."""
+    return torch.full((-(-k // block), -(-m // 8), 1024), 0xA5, device="cuda", dtype=torch.uint8)
+
+
+def pack(x: Tensor) -> Tensor:
+    """Return what tests/w4_model.py packs from [M, K], all tokens at once."""
+    (m, k), size = x.shape, x.element_size()
+    block = 128 // size
+    column, byte = (
+        torch.tensor(part, device=x.device) for part in zip(*(place(i, size) for i in range(block)), strict=True)
+    )
+    token, element = torch.arange(m, device=x.device)[:, None], torch.arange(k, device=x.device)[None]
+    where = ((element // block * -(-m // 8) + token // 8) * 8 + token % 8) * 128
+    where = where + (column[element % block] ^ token % 8) * 16 + byte[element % block]
+    packed = torch.zeros(-(-k // block), -(-m // 8), 1024, dtype=torch.uint8, device=x.device)
+    raw = x.contiguous().view(torch.uint8).view(m, k, size)
+    for part in range(size):
+        packed.view(-1)[where + part] = raw[..., part]
+    return packed
+
+
+class Kernel:
+    """One entry: how to call it, what it writes, and the bits it must write."""
+
+    def __init__(self, library: str, entry: str, scaling: formats.FP8Scaling | None, block: int) -> None:
+        self.library, self.entry, self.scaling, self.block = library, entry, scaling, block
+
+    def outputs(self, m: int, k: int) -> tuple[Tensor, Tensor]:
+        """Return (data, scales), to be written."""
+        blocks = -(-k // 128)
+        count = (m, blocks) if self.scaling == "1x128" else (m,)
+        scale = torch.full(count, torch.nan, device="cuda")
+        if self.block:
+            return packed_like(m, k, self.block), scale
+        return torch.zeros(m, k, device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn), scale
+
+    def call(self, modules: Any, x: Tensor, data: Tensor, scale: Tensor, pdl: bool) -> None:
+        """Launch it."""
+        function = getattr(modules[self.library], self.entry)
+        if self.scaling is None:
+            function(x, data, pdl)
+        else:
+            function(x, data, scale, pdl)
+
+    def fault(self, modules: Any, x: Tensor, what: str) -> str:
+        """Return what is wrong with its bits, or nothing."""
+        data, scale = self.outputs(*x.shape)
+        with watched(f"{self.entry} {what}"):
+            self.call(modules, x, data, scale, False)
+            torch.cuda.synchronize()
+        if self.scaling is None:
+            expected, scale_expected = x, None
+        else:
+            expected, scale_expected = formats.fp8_quantize(x, self.scaling)
+        if self.block:
+            expected = pack(expected)
+        wrong = int((data.view(torch.uint8) != expected.view(torch.uint8)).sum())
+        if wrong:
+            return f"{self.entry} {what}: {wrong} bytes differ"
+        if scale_expected is not None and not torch.equal(scale, scale_expected):
+            return f"{self.entry} {what}: scales differ"
+        return ""
+
+
+KERNELS = {
+    "a8 pack": Kernel("w4_activations", "w4_quantize_row", "row", 128),
+    "a16 pack": Kernel("w4_activations", "w4_pack", None, 64),
+    "fp8 row": Kernel("fp8_quantize", "fp8_quantize_row", "row", 0),
+    "fp8 1x128": Kernel("fp8_quantize", "fp8_quantize_1x128", "1x128", 0),
+}
+# Every number of words in registers, of blocks that share a token, and rows that do not fit the registers.
+CHECKED = ((1, 16), (13, 208), (65, 144), (300, 272), (3, 8208), (9, 16_400), (2, 40_000), (1, 140_000), (600, 4096))
+CHECKED += ((1500, 4112), (90, 28_672), (300, 4096), (110, 40_000))
+
+
+def inputs() -> Any:
+    """Yield (x on the CPU, what it is)."""
+    for (m, k), dtype in itertools.product(CHECKED, (torch.bfloat16, torch.float16)):
+        draw = torch.Generator().manual_seed(m + k)
+        x = (torch.randn(m, k, generator=draw) * 3).to(dtype)
+        x[m // 2] = 0
+        x[m // 2, 0] = -0.0
+        if m > 2:
+            x[-1, k // 2], x[0, k - 1], x[0, 3] = torch.inf, torch.nan, -torch.inf
+        yield x, f"{dtype} M={m} K={k}"
+    for dtype in (torch.bfloat16, torch.float16):
+        draw = torch.Generator().manual_seed(0)
+        raw = torch.randint(-(2**15), 2**15, (64, 1040), generator=draw).to(torch.int16).view(dtype)
+        yield raw, f"{dtype} any bits"
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        every = torch.where(every.isfinite(), every, torch.zeros_like(every))
+        yield every.view(256, 256), f"{dtype} every finite number"
+        # Rows of one exponent and one amax each: near-ties of every significand against every scale that there is.
+        exponent, mantissa = (7, 7) if dtype == torch.bfloat16 else (4, 10)
+        rows = torch.arange(2**mantissa)[:: max(1, 2**mantissa // 256), None]
+        top = (1 + rows / 2**mantissa) * 2**exponent
+        below = (1 + torch.arange(2**mantissa) / 2**mantissa)[None]
+        x = torch.cat([torch.where(below * 2**e <= top, below * 2**e, 0.0) for e in range(exponent - 11, exponent)], 1)
+        x[:, -1:] = top
+        yield x.to(dtype), f"{dtype} near ties"
+
+
+def check(modules: Any) -> dict[str, Any]:
+    """Return how many problems there were, and what was wrong."""
+    faults, count = [], 0
+    for on_cpu, what in inputs():
+        x = on_cpu.cuda()
+        for kernel in KERNELS.values():
+            count += 1
+            faults += [fault] if (fault := kernel.fault(modules, x, what)) else []
+        for static in STATIC:
+            scale = torch.full((1,), static, device="cuda")
+            expected = formats.fp8_quantize(x, "tensor", scale[0]).data.view(torch.uint8)
+            data, _ = KERNELS["fp8 row"].outputs(*x.shape)
+            modules["fp8_quantize"].fp8_quantize_tensor(x, data, scale, False)
+            count += 1
+            if not torch.equal(data.view(torch.uint8), expected):
+                faults.append(f"fp8_quantize_tensor {what} scale {static}: differs")
+            if x.shape[1] % 16 == 0:
+                data, _ = KERNELS["a8 pack"].outputs(*x.shape)
+                modules["w4_activations"].w4_quantize_tensor(x, data, scale, False)
+                count += 1
+                if not torch.equal(data, pack(expected)):
+                    faults.append(f"w4_quantize_tensor {what} scale {static}: differs")
+    print(f"check: {count - len(faults)} of {count} right", *faults[:8], sep="\n  ", flush=True)
+    return {"problems": count, "faults": faults}
+
+
+def graphs(kernel: Kernel, modules: dict[str, Any], m: int, k: int) -> dict[str, Any]:
+    """Return the graphs of one kernel and problem, by name."""
+    x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+    data, scale = kernel.outputs(m, k)
+    size = x.numel() * 2 + data.numel()
+    copies = min(1000, math.ceil(COLD_BYTES / size) + 1)
+    xs = [x] + [x.clone() for _ in range(copies - 1)]
+    outs = [(data, scale)] + [kernel.outputs(m, k) for _ in range(copies - 1)]
+    made = {}
+    for build, module in modules.items():
+        for name, pdl, count in (("cold", True, copies), ("no PDL", False, copies), ("hot", True, 1)):
+            calls = max(count, 16 if size > 50e6 else 64)
+
+            def call(i: int, module: Any = module, pdl: bool = pdl) -> None:
+                kernel.call(module, xs[i], *outs[i], pdl)
+
+            made[f"{name}{build}"] = capture(call, count, calls)
+    if len(modules) > 1:
+        results = []
+        for module in modules.values():
+            data.view(torch.uint8).zero_()
+            kernel.call(module, x, data, scale, False)
+            results.append((data.view(torch.uint8).clone(), scale.clone()))
+        if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and kernel.scaling is not None:
+            raise AssertionError(f"{kernel.entry} M={m} K={k}: the two builds differ")
+    return made
+
+
+def main() -> int:
+    """Check and time; the JSON file is written at the end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--old", type=Path, help="another csrc/ to time beside this one")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--seconds", type=float, default=60, help="start no new problem after this")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    arch = Arch(*torch.cuda.get_device_capability())
+    libraries = sorted({kernel.library for kernel in KERNELS.values()})
+    modules = {"": {name: jit.load(name, "any", arch).module for name in libraries}}
+    if arguments.old:
+        other = Catalog.load(arguments.old, installed().csrc.parent / "jit_flags")
+        modules[" old"] = {name: jit.load(name, "any", arch, catalog=other).module for name in libraries}
+    result: dict[str, Any] = environment(arguments.commit) | {"problems": []}
+    if not arguments.no_check:
+        result["check"] = check(modules[""])
+    print(f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
+    for (name, kernel), k, m in itertools.product(KERNELS.items(), K, M):
+        if time.perf_counter() - begin > arguments.seconds:
+            print("out of time", flush=True)
+            break
+        times = microseconds(graphs(kernel, modules, m, k), ROUNDS)
+        floor = m * k * (3 if kernel.scaling else 4) / COPY_BYTES_PER_US
+        result["problems"].append({"kernel": name, "m": m, "k": k, "us": times, "floor_us": floor})
+        texts = ", ".join(f"{what} {us:.1f}" for what, us in times.items())
+        print(f"{name} M={m} K={k}: {texts}; floor {floor:.1f}", flush=True)
+        torch.cuda.empty_cache() if m * k > 5e7 else None
+    arguments.out.write_text(json.dumps(result, indent=1))
+    return 1 if result.get("check", {}).get("faults") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
