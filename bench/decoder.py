@@ -1,9 +1,12 @@
 """A whole decoder in bfloat16, FP8 and NVFP4: tokens per second, memory and what happens to the logits, in one table.
 
-The model has the layer sizes of Llama-3.1-8B and random weights (normal, 0.02): nothing is downloaded. Its linear
-layers are replaced by ``replace_linears``, one decoder layer after the other; attention, norms, embedding and the head
-stay bfloat16. Decoding is greedy, with Hugging Face's static cache, one CUDA graph a step; it is checked against the
-same steps without a graph before it is timed. Prefill runs without a graph.
+The model has the layer sizes of Llama-3.1-8B and random weights: nothing is downloaded. They are normal, 0.02, but for
+the embedding (1) and what writes to the residual stream (0.02 / sqrt(2 layers), as GPT-2 starts): a layer then changes
+the stream by little, as trained ones do, while with 0.02 everywhere a random network multiplies the smallest error,
+that of another bfloat16 kernel included, with each layer. Its linear layers are replaced by ``replace_linears``, one
+decoder layer after the other; attention, norms, embedding and the head stay bfloat16. Decoding is greedy, with Hugging
+Face's static cache, one CUDA graph a step; it is checked against the same steps without a graph before it is timed.
+Prefill runs without a graph.
 
     python bench/decoder.py --json out.json --commit HASH
     python bench/decoder.py --tiny --device cpu            # a small model, no graph: that the script works
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import time
 from collections import Counter
@@ -86,11 +90,15 @@ def build(sizes: dict[str, Any], device: torch.device, seed: int = 0) -> nn.Modu
         model = LlamaForCausalLM(config).eval().requires_grad_(False)
     generator = torch.Generator(device)
     generator.manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, INIT_STD, generator=generator)
-        else:
+    into_residual = INIT_STD / math.sqrt(2 * sizes["num_hidden_layers"])
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
             parameter.fill_(1.0)
+        elif "embed_tokens" in name:
+            parameter.normal_(0.0, 1.0, generator=generator)
+        else:
+            writes = "o_proj" in name or "down_proj" in name
+            parameter.normal_(0.0, into_residual if writes else INIT_STD, generator=generator)
     return model
 
 
