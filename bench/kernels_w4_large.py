@@ -40,9 +40,19 @@ from fp4dispatch.jit.manifest import installed
 from tests.w4_model import pack_activations
 
 M = (64, 128, 256, 512, 1024, 2048, 4096)
-TILES = (64, 128, 256)
+TILES = (64, 128, 192, 256)
+
+
+def tiles_of(modules: dict[str, Any], act: str, m: int) -> Iterator[int]:
+    """Yield the tiles of a format that are worth a try for m tokens."""
+    for tile in TILES:
+        sensible = not (tile > 128 and m <= 64) and not (tile == 64 and m > 192)
+        if sensible and f"{act}_bf16_{tile}" in modules:
+            yield tile
+
+
 SHAPES = ((8, 16), (72, 48), (200, 144), (264, 400), (520, 2064), (1032, 1040), (768, 4096))
-TOKENS = (1, 64, 65, 77, 127, 200, 256, 333)
+TOKENS = (1, 64, 65, 77, 127, 192, 200, 256, 385)
 LAUNCHES = ((1, 1, 8), (2, 1, 1), (4, 1, 2), (1, 2, 1), (2, 2, 1), (1, 4, 3), (4, 2, 1), (2, 4, 1), (1, 8, 1))
 """multicast, split, raster"""
 ROUNDS = 7
@@ -318,9 +328,7 @@ def methods(modules: dict[str, Any], timed: Timed, x: Tensor, out: Tensor) -> It
             operand.pack(True)
 
         yield f"{act} pack", packing, 1, exact
-        for tile in TILES:
-            if (tile == 256 and m <= 64) or (tile == 64 and m > 128):
-                continue
+        for tile in tiles_of(modules, act, m):
             module = modules[f"{act}_bf16_{tile}"]
 
             def gemm(i: int, module: Any = module, operand: Operand = operand) -> None:
@@ -417,19 +425,18 @@ def tune(modules: dict[str, Any], timed: Timed, m: int, acts: tuple[str, ...]) -
         operand.pack(False)
         graphs: dict[Any, Any] = {}
         alive = []
-        for tile in TILES:
-            if (tile == 256 and m <= 64) or (tile == 64 and m > 128):
-                continue
+        for tile in tiles_of(modules, act, m):
             module = modules[f"{act}_bf16_{tile}"]
             sms = torch.cuda.get_device_properties(0).multi_processor_count
             auto = tuple(module.w4_gemm_plan(m, n, k, sms))[:3]
-            tiles = -(-n // (128 if tile == 256 else 256)) * -(-m // tile)
+            tiles = -(-n // (128 if tile == 256 or act == "a8" else 256)) * -(-m // tile)
             shapes = {auto}
             for multicast, split in itertools.product((1, 2, 4), (1, 2, 4, 8)):
-                fits = multicast * split <= 8 and (split == 1 or tiles * split <= 4 * sms)
-                if fits and k // 128 >= 2 * split:
+                slots = sms * (2 if tile == 64 and act == "a8" else 1)
+                fits = multicast * split <= 8 and (split == 1 or tiles * split <= 2 * slots)
+                if fits and k // 128 >= 2 * split and multicast <= 2:
                     shapes.add((multicast, split, auto[2]))
-            for raster in (2, 4, 16) if m // tile > 2 else ():
+            for raster in (4, 16) if m // tile > 4 else ():
                 shapes.add((auto[0], auto[1], raster))
             for shape in sorted(shapes):
 
@@ -479,6 +486,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="time every launch shape too")
     parser.add_argument("--no-check", action="store_true", help="times alone")
     parser.add_argument("--no-time", action="store_true", help="checks (and tuning) alone")
+    parser.add_argument("--tune-acts", nargs="*", default=("a8", "a16"), help="formats that --tune takes")
     parser.add_argument("--m", type=int, nargs="*", default=M)
     parser.add_argument("--seconds", type=float, default=140, help="start no new weight after this")
     parser.add_argument("--commit", default="unknown")
@@ -501,7 +509,7 @@ def main() -> None:
         for variant, module in modules.items():
             if variant != "activations":
                 result["checks"].append(check_build(module, activations, variant, weights))
-        result["sums"] = sum_errors(modules["a8_fp16_256"], activations)
+        result["sums"] = sum_errors(modules["a8_fp16_192"], activations)
         print(f"after the checks: {time.perf_counter() - begin:.1f} s", flush=True)
         save()
     for n, k in NK:
@@ -513,7 +521,9 @@ def main() -> None:
             if not arguments.no_time:
                 result["problems"].append(time_problem(modules, timed, m))
             if arguments.tune and m <= 1024:
-                result["tune"] += tune(modules, timed, m, ("a8", "a16") if m >= 256 else ("a8",))
+                result["tune"] += tune(
+                    modules, timed, m, tuple(act for act in arguments.tune_acts if act == "a8" or m >= 256)
+                )
         save()
         del timed
     print(*table(result["problems"]), sep="\n")

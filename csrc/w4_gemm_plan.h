@@ -10,7 +10,7 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Of a build: its tile, and what a stage along K holds.
 struct TileSizes {
-  int64_t tokens, rows, stage_k, weight_bytes, token_bytes;
+  int64_t tokens, rows, stage_k, weight_bytes, token_bytes, ctas;  // ctas: of a multiprocessor
   double dequantize_clocks;  // of a stage, where nothing else is in the way
 };
 
@@ -35,16 +35,18 @@ inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m
                         int64_t multiprocessors) {
   int64_t const cluster = plan.multicast * plan.split, token_tiles = divide_up(m, tile.tokens);
   int64_t const clusters = divide_up(divide_up(n, tile.rows), plan.multicast) * token_tiles;
-  // Larger clusters than pairs do not fill groups of multiprocessors that are no multiple of them.
-  int64_t const usable = cluster > 2 ? multiprocessors / 16 * 16 : multiprocessors;
+  // Larger clusters than pairs do not fill groups of multiprocessors (14, 16 or 18 of them) that are no multiple of them.
+  int64_t const usable = (cluster > 2 ? multiprocessors * 15 / 16 : multiprocessors) * tile.ctas;
   int64_t const slots = std::max<int64_t>(usable / cluster, 1), waves = divide_up(clusters, slots);
   double const running = double(std::min(clusters, slots) * cluster);
+  // CTAs that share a multiprocessor share all it has.
+  double const shared = std::min(std::max(running / double(multiprocessors), 1.), double(tile.ctas));
   double const tensor = double(tile.rows / 64 * 4 * tile.tokens / 2);
   double const cache =
       (double(tile.weight_bytes) + double(tile.token_bytes) / double(plan.multicast)) / kCacheBytes;
   double const memory =
       running * double(tile.weight_bytes) / double(std::min(token_tiles, plan.raster)) / kMemoryBytes;
-  double const stage = std::max({tensor, tile.dequantize_clocks, cache, memory});
+  double const stage = std::max(std::max({tensor, tile.dequantize_clocks, cache}) * shared, memory);
   double const end = plan.split == 1 ? 0 : kSplitClocks + double(tile.rows * tile.tokens * 4) / kSplitBytes;
   double const stages = double(divide_up(divide_up(k, tile.stage_k), plan.split));
   // A tile's start and end hide behind others' only in part.

@@ -13,10 +13,10 @@
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens (64, 128, 256); every build takes every M.
+// FP4D_TOKENS is the tile's number of tokens (64, 128, and 192 for FP8 or 256 for 16 bits); every build takes every M.
 // FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
-// and sums are what FP8 wgmma keeps: 13 bits behind the point of the largest addend, truncated at every MMA of 32 k
-// (https://arxiv.org/abs/2412.19437, section 3.3.2), and not promoted: with T = 256 registers hold one set of sums.
+// and sums of 256 k are what FP8 wgmma keeps (13 bits behind the point of the largest addend, truncated at every MMA of
+// 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
 // The same inputs give the same bits, whatever ran before; another launch shape may give others (order of sums).
 //
 // With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
@@ -24,7 +24,8 @@
 #include "gdc_guard.h"
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
-#error "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 64, 128 or 256"
+#error \
+    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 64, 128, 192 or 256"
 #endif
 
 #include <array>
@@ -46,11 +47,15 @@ constexpr int64_t kStageK = Used::kStageChunks * w4::kChunkK;
 constexpr int64_t kTokenBlock = 8, kBlockBytes = 1024;  // of packed activations
 constexpr int64_t kMaxRaster = 1 << 20;
 // A warp's instructions for a chunk on the half-rate pipe, two clocks each: counted in the machine code.
-constexpr double kDequantizeClocks = 2 * (kFp8 ? 45 : 50);
+constexpr double kDequantizeClocks = 2 * (kFp8 ? 35 : 50);
 
-constexpr TileSizes kSizes{Used::kTokens,     Used::kRows,
-                           kStageK,           Used::kWeightBytes,
-                           Used::kTokenBytes, kDequantizeClocks * Used::kStageChunks * Used::kConsumers};
+constexpr TileSizes kSizes{Used::kTokens,
+                           Used::kRows,
+                           kStageK,
+                           Used::kWeightBytes,
+                           Used::kTokenBytes,
+                           Used::kCtas,
+                           kDequantizeClocks * Used::kStageChunks * Used::kConsumers};
 
 int log2_of(int64_t value) {
   int log = 0;
@@ -136,7 +141,8 @@ void set_shape(Params& p, int64_t multicast, int64_t split, int64_t raster, int6
   p.raster = int(std::min(raster, token_tiles));
   int64_t const tiles = row_tiles * token_tiles;
   // A split's sums take the place of the ring: one tile a cluster.
-  p.clusters = int(split > 1 ? tiles : std::min(tiles, std::max<int64_t>(multiprocessors / multicast, 1)));
+  p.clusters = int(
+      split > 1 ? tiles : std::min(tiles, std::max<int64_t>(multiprocessors * Used::kCtas / multicast, 1)));
 }
 
 void launch(Params const& p, int device, bool enable_pdl) {

@@ -1,8 +1,13 @@
 // The kernel of w4_gemm_sm90.cu.
 //
 // Weights are operand A of wgmma, dequantised into registers; tokens are operand B, as w4_activations.cu packs them.
-// A CTA takes 64 rows a consumer warpgroup and T tokens. One producer thread keeps a ring of stages full: of the
-// weights one bulk copy a warpgroup, of the activations one copy, because both are packed in the order of the stages.
+// A CTA takes 64 rows a consumer warpgroup and T tokens. One thread of each producer warp keeps a ring of stages full:
+// of the weights one bulk copy a warpgroup, of the activations one copy, because both are packed in the order of the
+// stages. A thread needs some 50 instructions for a copy, each waiting for the one before: one thread for all copies
+// was slower than the tensor cores.
+//
+// FP8 wgmma keeps 13 bits of a sum. So every kPromoteStages stages the partial sums, which the first MMA has started
+// from zero, are added to f32 ones; the other warpgroup's MMAs run meanwhile.
 //
 // Registers are double-buffered by groups of two MMAs: while group i runs, the words of group i + 1 are dequantised
 // into the registers that group i - 1 has finished with. So a warpgroup waits for group i - 1 right after it has
@@ -61,11 +66,16 @@ struct Params {
 template <int T>
 struct Tile {
   static constexpr int kTokens = T;
-  static constexpr int kConsumers = T == 256 ? 2 : 4;  // warpgroups
+  static constexpr int kConsumers = kFp8 || T == 256 ? 2 : 4;  // warpgroups
+  static constexpr int kCtas =
+      kFp8 && T == 64 ? 2 : 1;  // of a multiprocessor: one's ends hide under the other
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kRows = 64 * kConsumers;
   // 65536 registers, shared out evenly at the start; the producer gives its up.
-  static constexpr int kProducerRegisters = T == 256 ? 40 : 32, kConsumerRegisters = T == 256 ? 232 : 112;
+  static constexpr int kProducerRegisters = kConsumers == 2 && kCtas == 1 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kCtas == 2 ? 104 : kConsumers == 2 ? 232 : 112;
+  static constexpr int kPromoteStages =
+      2;  // 256 k: the largest error of sums of one sign is a few tenths of a percent
 
   static constexpr int kStageChunks = kFp8 ? 2 : 1;  // a stage is 128 bytes of activations along K
   static constexpr int kGroups = 2;                  // of two MMAs in a stage
@@ -78,14 +88,21 @@ struct Tile {
   static constexpr int kPieces = T / kPieceTokens;
   static constexpr int kOutBytes = kConsumers * 2 * kPieceBytes;
 
-  static constexpr int kBarrierBytes = 128, kMaxShared = 232448;
+  // FP8: what the 8 magnitudes of e2m1 become under every scale, 16 times, so that no two lanes of half a warp meet in a
+  // bank. Looking 8 bytes up costs a sixth of making them.
+  static constexpr int kLutCopies = 16, kLutPitch = kLutCopies * 8, kLutBytes = kFp8 ? 128 * kLutPitch : 0;
+
+  static constexpr int kBarrierBytes = 128, kMaxShared = kCtas == 2 ? 115712 : 232448;
   static constexpr int kStages =
-      std::min(8, (kMaxShared - kOutBytes - kBarrierBytes) / (kTokenBytes + kWeightBytes));
+      std::min(8, (kMaxShared - kOutBytes - kLutBytes - kBarrierBytes) / (kTokenBytes + kWeightBytes));
   static constexpr int kWeightsAt = kStages * kTokenBytes, kOutAt = kWeightsAt + kStages * kWeightBytes,
-                       kBarriersAt = kOutAt + kOutBytes, kShared = kBarriersAt + kBarrierBytes;
+                       kLutAt = kOutAt + kOutBytes, kBarriersAt = kLutAt + kLutBytes,
+                       kShared = kBarriersAt + kBarrierBytes;
   static_assert(kStages >= 4 && kStages * 16 <= kBarrierBytes);
   static_assert(kRows * T * 4 <= kOutAt, "the sums of a split take the place of the ring");
 };
+
+constexpr int kWeightThreads = 2;  // that copy weights
 
 template <class Tile>
 struct Ring {
@@ -98,10 +115,10 @@ struct Ring {
   __device__ uint32_t full(int slot) const { return base + Tile::kBarriersAt + slot * 16; }
   __device__ uint32_t empty(int slot) const { return full(slot) + 8; }
 
-  // One arrival, and bytes; one arrival of each consumer warp of each CTA that gets the same activations.
+  // An arrival with its bytes of each copying thread; one of each consumer warp of each CTA with the same activations.
   __device__ void init(int multicast) const {
     for (int slot = 0; slot < Tile::kStages; ++slot) {
-      barrier_init(full(slot), 1);
+      barrier_init(full(slot), 1 + kWeightThreads);
       barrier_init(empty(slot), multicast * Tile::kConsumers * 4);
     }
   }
@@ -154,110 +171,153 @@ __device__ __forceinline__ Corner corner_of(Params const& p, Place const& place,
           (band * p.raster + in_band - row * width) * Tile::kTokens};
 }
 
-// ---- Producer: one thread ----
+// ---- Producers: one thread for the activations, two for the weights ----
 
-// A stage of one of this CTA's tiles, in the order in which they are loaded.
+// Weights of a consumer warpgroup, or of two. A warpgroup beyond the last row block takes that one again, and so does
+// the second half of a last stage with one chunk: its activations are zero.
 template <class Tile>
-struct Cursor {
+struct WeightCopies {
+  static constexpr int kWarpgroups = Tile::kConsumers / kWeightThreads, kBytes = Tile::kBlockBytes;
   Params const& p;
   Place const& place;
-  int tile, stage;  // stage of all K
-  Corner corner;
+  Ring<Tile> ring;
+  int first;  // warpgroup
+  uint8_t const* from[kWarpgroups] = {};
 
-  __device__ Cursor(Params const& params, Place const& own)
-      : p(params),
-        place(own),
-        tile(own.cluster),
-        stage(own.first),
-        corner(corner_of<Tile>(params, own, tile)) {}
-
-  __device__ void advance() {
-    if (++stage < place.first + place.count) return;
-    stage = place.first;
-    tile += p.clusters;
-    corner = corner_of<Tile>(p, place, tile);
+  __device__ void start(Corner corner, int in_tile) {
+#pragma unroll
+    for (int i = 0; i < kWarpgroups; ++i) {
+      int const block = min(corner.row_block + first + i, p.row_blocks - 1);
+      int64_t const chunk = int64_t(block) * p.chunks + (place.first + in_tile) * Tile::kStageChunks;
+      from[i] = p.w + chunk * w4::kChunkBytes;
+    }
   }
-  __device__ int tokens() const { return min(Tile::kTokens, p.token_blocks * 8 - corner.token); }
+  __device__ void copy(int stage, int slot) {
+    uint32_t const full = ring.full(slot);
+    bool const whole = Tile::kStageChunks == 1 || (stage + 1) * Tile::kStageChunks <= p.chunks;
+    barrier_arrive_expect(full, kWarpgroups * kBytes);
+#pragma unroll
+    for (int i = 0; i < kWarpgroups; ++i) {
+      uint32_t const to = ring.weights(slot, first + i);
+      copy_bulk(to, from[i], whole ? kBytes : w4::kChunkBytes, full);
+      if (!whole) copy_bulk(to + w4::kChunkBytes, from[i], w4::kChunkBytes, full);
+      from[i] += kBytes;
+    }
+  }
 };
 
-// Weights of a stage, and the arrival that expects all its bytes. Warpgroups beyond the last row block take that one
-// again, and so does the second half of a last stage with one chunk: its activations are zero.
+// This CTA's share of the activations, to all that have the same tokens; each expects all of them.
 template <class Tile>
-__device__ __forceinline__ void load_weights(Cursor<Tile> const& at, Ring<Tile> ring, int slot) {
-  Params const& p = at.p;
-  int const chunk = at.stage * Tile::kStageChunks;
-  bool const whole = chunk + Tile::kStageChunks <= p.chunks;
-  uint32_t const full = ring.full(slot);
-  barrier_arrive_expect(full, Tile::kWeightBytes + at.tokens() * 128);
-#pragma unroll
-  for (int i = 0; i < Tile::kConsumers; ++i) {
-    int const block = min(at.corner.row_block + i, p.row_blocks - 1);
-    uint8_t const* const from = p.w + (int64_t(block) * p.chunks + chunk) * w4::kChunkBytes;
-    copy_bulk(ring.weights(slot, i), from, whole ? Tile::kBlockBytes : w4::kChunkBytes, full);
-    if (!whole) copy_bulk(ring.weights(slot, i) + w4::kChunkBytes, from, w4::kChunkBytes, full);
+struct TokenCopies {
+  Params const& p;
+  Place const& place;
+  Ring<Tile> ring;
+  uint8_t const* from = nullptr;
+  uint32_t all = 0, mine = 0, skip = 0;  // bytes
+
+  __device__ void start(Corner corner, int in_tile) {
+    int const tokens = min(Tile::kTokens, p.token_blocks * 8 - corner.token);
+    int const share = Tile::kTokens >> p.multicast_log2;
+    all = tokens * 128, skip = place.multicast * share * 128;
+    mine = max(0, min(share, tokens - place.multicast * share)) * 128;
+    from = p.x + (int64_t(place.first + in_tile) * p.token_blocks * 8 + corner.token) * 128 + skip;
+  }
+  __device__ void copy(int, int slot) {
+    uint32_t const full = ring.full(slot), to = ring.tokens(slot) + skip;
+    barrier_arrive_expect(full, all);
+    if (mine > 0) {
+      if (p.multicast_log2 == 0) {
+        copy_bulk(to, from, mine, full);
+      } else {
+        uint32_t const ctas = (1 << (1 << p.multicast_log2)) - 1;
+        copy_bulk_multicast(to, from, mine, full, ctas << place.with_multicast(p, 0));
+      }
+    }
+    from += int64_t(p.token_blocks) * 1024;
+  }
+};
+
+// Stages from number `from` to before `to`, counted over all tiles of this CTA.
+template <class Tile, class Copies>
+__device__ __forceinline__ void copy_stages(Copies& copies, int from, int to) {
+  if (from >= to) return;
+  Params const& p = copies.p;
+  Place const& place = copies.place;
+  int in_tile = from % place.count, tile = place.cluster + from / place.count * p.clusters;
+  Position<Tile> at{from % Tile::kStages, uint32_t(from / Tile::kStages) & 1};
+  copies.start(corner_of<Tile>(p, place, tile), in_tile);
+#pragma unroll 1
+  for (int i = from; i < to; ++i) {
+    if (i >= Tile::kStages) barrier_wait(copies.ring.empty(at.slot), at.parity ^ 1);
+    copies.copy(place.first + in_tile, at.slot);
+    at.advance();
+    if (++in_tile == place.count && i + 1 < to) {
+      in_tile = 0;
+      tile += p.clusters;
+      copies.start(corner_of<Tile>(p, place, tile), 0);
+    }
   }
 }
 
-// This CTA's share of the activations of a stage, to all that have the same tokens.
+// One thread of each producer warp: the first copies activations.
 template <class Tile>
-__device__ __forceinline__ void load_tokens(Cursor<Tile> const& at, Ring<Tile> ring, int slot) {
-  Params const& p = at.p;
-  int const share = Tile::kTokens >> p.multicast_log2, skip = at.place.multicast * share;
-  int const count = min(share, at.tokens() - skip);
-  if (count <= 0) return;
-  uint8_t const* const from = p.x + (int64_t(at.stage) * p.token_blocks * 8 + at.corner.token + skip) * 128;
-  uint32_t const to = ring.tokens(slot) + skip * 128;
-  if (p.multicast_log2 == 0) {
-    copy_bulk(to, from, count * 128, ring.full(slot));
-  } else {
-    uint32_t const all = (1 << (1 << p.multicast_log2)) - 1;
-    copy_bulk_multicast(to, from, count * 128, ring.full(slot), all << at.place.with_multicast(p, 0));
-  }
-}
-
-template <class Tile>
-__device__ __forceinline__ void produce(Params const& p, Place const& place, Ring<Tile> ring,
+__device__ __forceinline__ void produce(Params const& p, Place const& place, Ring<Tile> ring, int warp,
                                         bool clustered) {
   int const tiles = p.row_tiles * p.token_tiles;
   int const mine = place.cluster < tiles ? (tiles - 1 - place.cluster) / p.clusters + 1 : 0;
   int const all = mine * place.count, ahead = min(all, Tile::kStages);
-  Cursor<Tile> weights(p, place);
-#pragma unroll 1
-  for (int i = 0; i < ahead; ++i) {  // before the previous grid has finished
-    load_weights(weights, ring, i);
-    weights.advance();
-  }
-  if (clustered) cluster_wait_acquire();
-  grid_dependency_wait();
-  Cursor<Tile> at(p, place);
-#pragma unroll 1
-  for (int i = 0; i < ahead; ++i) {
-    load_tokens(at, ring, i);
-    at.advance();
-  }
-  Position<Tile> slot;
-#pragma unroll 1
-  for (int i = ahead; i < all; ++i) {
-    barrier_wait(ring.empty(slot.slot), slot.parity);
-    load_weights(at, ring, slot.slot);
-    load_tokens(at, ring, slot.slot);
-    at.advance();
-    slot.advance();
+  if (warp == 0) {
+    if (clustered) cluster_wait_acquire();
+    grid_dependency_wait();
+    TokenCopies<Tile> tokens{p, place, ring};
+    copy_stages<Tile>(tokens, 0, all);
+  } else {
+    WeightCopies<Tile> weights{p, place, ring, (warp - 1) * WeightCopies<Tile>::kWarpgroups};
+    bool const copies = warp <= kWeightThreads;
+    copy_stages<Tile>(weights, 0, copies ? ahead : 0);  // before the previous grid has finished
+    if (clustered) cluster_wait_acquire();
+    grid_dependency_wait();
+    copy_stages<Tile>(weights, ahead, copies ? all : 0);
   }
 }
 
 // ---- Weights to registers ----
 
-// A lane's words of a chunk (A, B, C, D) and its two scales.
+// A lane's words of a chunk (A, B, C, D) and its two scales; FP8: what they make of magnitudes.
 struct Words {
   uint4 codes;
   uint32_t scales;
+  w4::Lut luts[2];
 
-  __device__ void load(uint32_t chunk, int warp, int lane) {
+  // `luts_at`: this lane's copy of the table.
+  __device__ void load(uint32_t chunk, uint32_t luts_at, int warp, int lane) {
+    uint32_t const scales_at = chunk + w4::kScaleOffset + lane * 8 + warp * 2;
     codes = load_16(chunk + warp * w4::kUnitBytes + lane * 16);
-    scales = load_2(chunk + w4::kScaleOffset + lane * 8 + warp * 2);
+    if constexpr (kFp8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint2 const lut = load_8(luts_at + load_1(scales_at + i) * Tile<FP4D_TOKENS>::kLutPitch);
+        luts[i] = {lut.x, lut.y};
+      }
+    } else {
+      scales = load_2(scales_at);
+    }
   }
 };
+
+// By all consumers, before they load words.
+template <class Tile>
+__device__ __forceinline__ void make_luts(uint32_t at, int thread) {
+  constexpr int kThreads = Tile::kConsumers * 128, kRound = kThreads / Tile::kLutCopies;
+  static_assert(128 % kRound == 0);
+#pragma unroll
+  for (int i = 0; i < 128 / kRound; ++i) {
+    uint32_t const scale = thread / Tile::kLutCopies + i * kRound, raw = scale * 0x00800080;
+    w4::Lut const lut = w4::e4m3_lut(reinterpret_cast<__half2 const&>(raw));
+    store_8(at + (thread + i * kThreads) * 8, lut.low, lut.high);
+  }
+  sync_threads(1 + Tile::kConsumers, kThreads);
+}
 
 // __byte_perm() spends an instruction on clearing bits of the selector that are clear already.
 __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
@@ -278,8 +338,7 @@ __device__ __forceinline__ void word_to_e4m3(uint32_t word, w4::Lut lut, uint32_
 template <int group>
 __device__ __forceinline__ void dequantize(Words const& words, uint32_t (&a)[2][4]) {
   if constexpr (kFp8) {
-    w4::Lut luts[2];
-    w4::e4m3_luts(__byte_perm(words.scales, 0, w4::kLowPair), luts);
+    w4::Lut const(&luts)[2] = words.luts;
     word_to_e4m3(words.codes.x, luts[0], a[0][0], a[0][2]);
     word_to_e4m3(words.codes.y, luts[1], a[0][1], a[0][3]);
     word_to_e4m3(words.codes.z, luts[0], a[1][0], a[1][2]);
@@ -301,11 +360,13 @@ __device__ __forceinline__ void dequantize(Words const& words, uint32_t (&a)[2][
 
 template <class Tile>
 struct Consumer {
-  static constexpr int T = Tile::kTokens;
+  static constexpr int T = Tile::kTokens, kPromoted = kFp8 ? T / 2 : 1;
+  static constexpr bool kLate = T == 192;  // words wait until a group has given its registers back
   Params const& p;
   Place const& place;
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup
+  uint32_t luts_at;
 
   // This warp is done with a slot.
   __device__ void release(int slot) const {
@@ -316,41 +377,64 @@ struct Consumer {
     }
   }
 
-  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[2][4], uint64_t b) {
+  // `add` == 0: sums start from zero (FP8 alone).
+  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[2][4], uint64_t b, int add) {
     wgmma_fence();
-    wgmma<kOperand, T>(sums, a[0], b);
-    wgmma<kOperand, T>(sums, a[1], b + kDescriptorStep);
+    if constexpr (kFp8) {
+      wgmma_e4m3<T>(sums, a[0], b, add);
+      wgmma_e4m3<T>(sums, a[1], b + kDescriptorStep, 1);
+    } else {
+      wgmma<kOperand, T>(sums, a[0], b);
+      wgmma<kOperand, T>(sums, a[1], b + kDescriptorStep);
+    }
     wgmma_commit();
   }
 
-  // One tile: sums of its stages; the newest group may still run.
-  __device__ void multiply_stages(Position<Tile>& at, float (&sums)[T / 2]) const {
+  // One tile: sums of its stages; the newest group may still run. FP8: `sums` are of the last stages that have not been
+  // added to `promoted`.
+  __device__ void multiply_stages(Position<Tile>& at, float (&sums)[T / 2],
+                                  float (&promoted)[kPromoted]) const {
     uint32_t even[2][4], odd[2][4];  // groups 0 and 1 of a stage
     Words words;
     barrier_wait(ring.full(at.slot), at.parity);
-    words.load(ring.weights(at.slot, warpgroup), warp, lane);
+    words.load(ring.weights(at.slot, warpgroup), luts_at, warp, lane);
     dequantize<0>(words, even);
     Position<Tile> previous = at;
 #pragma unroll 1
     for (int i = 0; i < place.count; ++i) {
       uint64_t const b = operand_b(ring.tokens(at.slot));
-      multiply(sums, even, b);
-      if (kFp8) words.load(ring.weights(at.slot, warpgroup) + w4::kChunkBytes, warp, lane);
-      wgmma_wait<1>();
+      multiply(sums, even, b, i % Tile::kPromoteStages);
+      if (kLate) wgmma_wait<1>();
+      if (kFp8) words.load(ring.weights(at.slot, warpgroup) + w4::kChunkBytes, luts_at, warp, lane);
+      if (!kLate) wgmma_wait<1>();
       if (i > 0) release(previous.slot);
       dequantize<1>(words, odd);
-      multiply(sums, odd, b + 2 * kDescriptorStep);
+      multiply(sums, odd, b + 2 * kDescriptorStep, 1);
       // After the last stage the same one again, for nothing: no branch around registers that a wgmma reads.
       Position<Tile> next = at;
       next.advance();
       bool const last = i + 1 == place.count;
       int const slot = last ? at.slot : next.slot;
       barrier_wait(ring.full(slot), last ? at.parity : next.parity);
-      words.load(ring.weights(slot, warpgroup), warp, lane);
-      wgmma_wait<1>();
+      if (kLate) wgmma_wait<1>();
+      words.load(ring.weights(slot, warpgroup), luts_at, warp, lane);
+      if (!kLate) wgmma_wait<1>();
       dequantize<0>(words, even);
       previous = at;
       at = next;
+      if (kFp8 && (i % Tile::kPromoteStages == Tile::kPromoteStages - 1 || last)) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int v = 0; v < kPromoted; ++v) promoted[v] += sums[v];
+      }
+    }
+  }
+
+  __device__ static float (&final_sums(float (&partial)[T / 2], float (&promoted)[kPromoted])) [T / 2] {
+    if constexpr (kFp8) {
+      return promoted;
+    } else {
+      return partial;
     }
   }
 
@@ -430,7 +514,7 @@ template <class Tile, int split>
 __device__ __forceinline__ void add_and_store(Params const& p, Place const& place, uint32_t sums_at,
                                               Output<Tile>& output, int token) {
   constexpr int kMine = Tile::kTokens / 8 / split, kBatch = 8 / split;  // of 8 tokens; loads under way: 8
-  constexpr int kAtOnce = kMine < 4 ? kMine : 4;
+  constexpr int kAtOnce = kMine < 4 ? kMine : kMine % 4 == 0 ? 4 : 2;
   static_assert(kMine % kAtOnce == 0 && kAtOnce % std::min(kBatch, kAtOnce) == 0);
   uint32_t const own = sums_at + (output.warp * 32 + output.lane) * 16;
   uint32_t parts[split];
@@ -472,10 +556,13 @@ __device__ __forceinline__ void Consumer<Tile>::run() {
 #pragma unroll 1
   for (int tile = place.cluster; tile < tiles; tile += p.clusters) {
     Corner const corner = corner_of<Tile>(p, place, tile);
-    float sums[T / 2];
+    float partial[T / 2], promoted[kPromoted];
 #pragma unroll
-    for (int i = 0; i < T / 2; ++i) sums[i] = 0.f;
-    multiply_stages(at, sums);
+    for (float& sum : partial) sum = 0.f;
+#pragma unroll
+    for (float& sum : promoted) sum = 0.f;
+    multiply_stages(at, partial, promoted);
+    float (&sums)[T / 2] = final_sums(partial, promoted);
     output.start(corner.row_block);
     if (p.split_log2 == 0) {
       float scales[Tile::kPieces];
@@ -513,10 +600,10 @@ __device__ __forceinline__ void Consumer<Tile>::run() {
 // ---- The kernel ----
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1) w4_gemm_kernel(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
+    w4_gemm_kernel(__grid_constant__ Params const p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<Tile> const ring{shared_address(shared)};
-  Place const place(p);
   bool const clustered = p.multicast_log2 + p.split_log2 > 0;
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   grid_dependency_launch_dependents();
@@ -529,8 +616,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) w4_gemm_kernel(__grid_const
 
   if (warp < 4) {
     give_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      produce(p, place, ring, clustered);
+    if (threadIdx.x % 32 == 0) {
+      Place const place(p);
+      produce(p, place, ring, warp, clustered);
     } else if (clustered) {
       cluster_wait_acquire();
     }
@@ -545,9 +633,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) w4_gemm_kernel(__grid_const
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();
+    uint32_t const luts = ring.base + Tile::kLutAt;
+    if constexpr (kFp8) make_luts<Tile>(luts, threadIdx.x - 128);
     if (clustered) cluster_wait_acquire();
     grid_dependency_wait();
-    Consumer<Tile>{p, place, ring, warp / 4 - 1, warp % 4, int(threadIdx.x % 32)}.run();
+    int const lane = threadIdx.x % 32;
+    Place const place(p);
+    Consumer<Tile>{p, place, ring, warp / 4 - 1, warp % 4, lane, luts + lane % Tile::kLutCopies * 8}.run();
     // Nobody leaves while others of the cluster may still write to its shared memory, or read it.
     if (clustered) {
       cluster_arrive_relaxed();

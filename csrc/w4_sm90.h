@@ -59,10 +59,26 @@ __device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
 
 // ---- Shared memory of this CTA ----
 
+__device__ __forceinline__ uint32_t load_1(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ uint32_t load_2(uint32_t address) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
   return v;
+}
+
+__device__ __forceinline__ uint2 load_8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_8(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
 __device__ __forceinline__ void store_16(uint32_t address, float a, float b, float c, float d) {

@@ -1,5 +1,5 @@
-// wgmma with operand A in registers and operand B in shared memory: thin names for PTX, one function for the three
-// operand types and token counts that the W4P GEMM uses.
+// wgmma with operand A in registers and operand B in shared memory: thin names for PTX, functions for the operand
+// types and token counts that the W4P kernels use.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 
@@ -41,6 +41,11 @@ __device__ __forceinline__ void wgmma_wait() {
   ", "                                                                               \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FP4D_R96                                                                     \
+  FP4D_R64                                                                           \
+  ", "                                                                               \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FP4D_R128                                                                                \
   FP4D_R64                                                                                       \
   ", "                                                                                           \
@@ -70,29 +75,46 @@ __device__ __forceinline__ void wgmma_wait() {
                : __VA_ARGS__                                                                     \
                : FP4D_A)
 
+// FP8: adds to d only where `add` is not 0.
+#define FP4D_WGMMA_E4M3(shape, registers, a_registers, add_register, ...)                                 \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_register                                       \
+               ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 {" registers "}, " a_registers \
+               ", add, 1, 1;\n}"                                                                          \
+               : __VA_ARGS__                                                                              \
+               : FP4D_A, "r"(add))
+
+// d[64 rows][T tokens] = A[64][32] B[T][32]^T, or += that; places as below.
+template <int T>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
+  static_assert(T == 64 || T == 128 || T == 192);
+  if constexpr (T == 64) {
+    FP4D_WGMMA_E4M3("m64n64k32", FP4D_R32, "{%32, %33, %34, %35}, %36", "%37", FP4D_D32(0));
+  } else if constexpr (T == 128) {
+    FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));
+  } else if constexpr (T == 192) {
+    FP4D_WGMMA_E4M3("m64n192k32", FP4D_R96, "{%96, %97, %98, %99}, %100", "%101", FP4D_D32(0), FP4D_D32(32),
+                    FP4D_D32(64));
+  }
+}
+
 // d[64 rows][T tokens] += A[64][32 bytes] B[T][32 bytes]^T. d[4 j ..]: rows r, r, r + 8, r + 8 of the warp's 16 and
 // tokens 8 j + 2 c, + 1, with r = lane / 4 and c = lane % 4.
 template <Operand type, int T>
 __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b) {
-  static_assert(T == 64 || T == 128 || T == 256 || (T <= 32 && type != Operand::kE4M3));
+  static_assert(type != Operand::kE4M3 && (T <= 64 || T == 128 || T == 256));
   if constexpr (type == Operand::kBF16) {
     FP4D_WGMMA_FEW("bf16.bf16");
   } else if constexpr (type == Operand::kF16) {
     FP4D_WGMMA_FEW("f16.f16");
   }
   if constexpr (T == 64) {
-    if constexpr (type == Operand::kE4M3) {
-      FP4D_WGMMA("m64n64k32", "e4m3.e4m3", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1", FP4D_D32(0));
-    } else if constexpr (type == Operand::kBF16) {
+    if constexpr (type == Operand::kBF16) {
       FP4D_WGMMA("m64n64k16", "bf16.bf16", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));
     } else if constexpr (type == Operand::kF16) {
       FP4D_WGMMA("m64n64k16", "f16.f16", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));
     }
   } else if constexpr (T == 128) {
-    if constexpr (type == Operand::kE4M3) {
-      FP4D_WGMMA("m64n128k32", "e4m3.e4m3", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1", FP4D_D32(0),
-                 FP4D_D32(32));
-    } else if constexpr (type == Operand::kBF16) {
+    if constexpr (type == Operand::kBF16) {
       FP4D_WGMMA("m64n128k16", "bf16.bf16", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),
                  FP4D_D32(32));
     } else if constexpr (type == Operand::kF16) {
@@ -100,10 +122,7 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
                  FP4D_D32(32));
     }
   } else if constexpr (T == 256) {
-    if constexpr (type == Operand::kE4M3) {
-      FP4D_WGMMA("m64n256k32", "e4m3.e4m3", FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1", FP4D_D32(0),
-                 FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));
-    } else if constexpr (type == Operand::kBF16) {
+    if constexpr (type == Operand::kBF16) {
       FP4D_WGMMA("m64n256k16", "bf16.bf16", FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1, 0",
                  FP4D_D32(0), FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));
     } else if constexpr (type == Operand::kF16) {
@@ -115,10 +134,12 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 
 #undef FP4D_WGMMA_FEW
 #undef FP4D_WGMMA
+#undef FP4D_WGMMA_E4M3
 #undef FP4D_A
 #undef FP4D_D32
 #undef FP4D_D4
 #undef FP4D_R128
+#undef FP4D_R96
 #undef FP4D_R64
 #undef FP4D_R32
 #undef FP4D_R16

@@ -16,7 +16,7 @@ tvm_ffi = pytest.importorskip("tvm_ffi")
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
 
 KERNEL = "w4_gemm_sm90"
-CI = "a8_bf16_256"
+CI = "a8_bf16_192"
 
 
 def variants() -> list[Any]:
@@ -35,14 +35,15 @@ def test_gemm_is_proved(variant: str) -> None:
     assert built.pdl_allowed
     assert built.proof is not None
     (kernel,) = built.proof.kernels
-    assert kernel.wait == 2  # the producer and the consumers
+    assert kernel.wait == 3  # who copies activations, who copies weights, and the consumers
     assert kernel.signal == 1
     assert kernel.unguarded == ()
     # Two MMAs for each of the two sets of registers, all of the kind that the activations need.
     assert kernel.mma == {"QGMMA.64" if variant.startswith("a8") else "HGMMA.64": 4}
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 registers over all threads.
-    assert kernel.registers == (168 if variant.endswith("_256") else 96)
+    one_cta = 96 if variant.startswith("a16") and not variant.endswith("_256") else 168
+    assert kernel.registers == (80 if variant.startswith("a8") and variant.endswith("_64") else one_cta)
     # ptxas says so where it makes MMAs wait for each other, or ignores setmaxnreg.
     log = (built.entry.folder / "build.log").read_text()
     assert "serialized" not in log
@@ -64,7 +65,7 @@ def test_plan_fills_the_gpu_and_stays_within_its_limits() -> None:
         assert multicast * split <= 8
         assert split <= -(-k // 128)
         assert (raster >= 1, clocks > 0) == (True, True)
-    assert list(plan(256, 4096, 4096, 132))[:2] == [2, 4]  # 32 tiles
+    assert list(plan(64, 4096, 14336, 132))[:2] in ([1, 2], [1, 4], [2, 2])  # 32 tiles
     assert list(plan(4096, 8192, 8192, 132))[:2] == [2, 1]  # 1024 tiles
     with pytest.raises(ValueError, match="m is 0, needed at least 1"):
         plan(0, 4096, 4096, 132)

@@ -116,7 +116,7 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")]),
         ("w4a8", 1, [("w4_gemm_sm90", "a8_bf16_64"), ("w4_activations", "any")]),
         ("w4a8", 100, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
-        ("w4a8", 8192, [("w4_gemm_sm90", "a8_bf16_256"), ("w4_activations", "any")]),
+        ("w4a8", 8192, [("w4_gemm_sm90", "a8_bf16_192"), ("w4_activations", "any")]),
     ):
         kernels = w4_fake.install(monkeypatch)
         BACKENDS[name].plan(problem(name, m, 64, 64), BACKENDS[name].prepare(weights(64, 64)))
