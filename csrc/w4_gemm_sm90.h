@@ -3,8 +3,7 @@
 // Weights are operand A of wgmma, dequantised into registers; tokens are operand B, as w4_activations.cu packs them.
 // A CTA takes 64 rows a consumer warpgroup and T tokens. One thread of each producer warp keeps a ring of stages full:
 // of the weights one bulk copy a warpgroup, of the activations one copy, because both are packed in the order of the
-// stages. A thread needs some 50 instructions for a copy, each waiting for the one before: one thread for all copies
-// was slower than the tensor cores.
+// stages. A thread needs some 50 instructions for a copy, each waiting for the one before, so three threads share them.
 //
 // FP8 wgmma keeps 13 bits of a sum. So every kPromoteStages stages the partial sums, which the first MMA has started
 // from zero, are added to f32 ones; the other warpgroup's MMAs run meanwhile.
