@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,65 @@ def test_asks_the_driver_only_once_cuda_is_up(
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
     assert is_capturing() is (initialised and capturing)
     assert len(asked) == int(initialised)
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4dispatch import capture
+
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+
+
+def test_no_kernel_is_loaded_in_a_capture(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4dispatch.arch import SM90
+    from fp4dispatch.jit import kernels
+
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setattr(kernels, "_load", lambda *args: pytest.fail("loaded"))
+    with pytest.raises(CaptureError, match="loading the kernel fp8_quantize/any"):
+        kernels.load("fp8_quantize", "any", SM90)
+
+
+def test_no_kernel_is_compiled_in_a_capture(capturing: None, tmp_path: Path) -> None:
+    from fp4dispatch.jit import kernels
+    from fp4dispatch.jit.cache import Cache
+
+    tmp_path.chmod(0o755)
+    with pytest.raises(CaptureError, match=r"compiling fp8_quantize/any-90a .*\n.*fp4dispatch build"):
+        kernels.build("fp8_quantize", "any", "90a", cache=Cache(tmp_path / "cache"))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_nothing_is_logged_in_a_capture(
+    capturing: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import fp4dispatch.dispatch  # noqa: F401  (it sets the filter)
+    from fp4dispatch import capture, quarantine
+
+    quarantine.reset()
+    quarantine._warn("first")
+    assert caplog.records == []
+    monkeypatch.setattr(capture, "is_capturing", lambda: False)
+    quarantine._warn("second")
+    assert [record.message for record in caplog.records] == ["second"]
+
+
+def test_an_alias_that_is_met_in_a_capture_is_said_after_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import logging
+
+    from fp4dispatch import capture, dispatch
+
+    dispatch.reset()
+    with caplog.at_level(logging.INFO, "fp4dispatch"):
+        with monkeypatch.context() as patch:
+            patch.setattr(capture, "is_capturing", lambda: True)
+            dispatch._request("nvfp4_gemm", "marlin")
+        assert caplog.records == []
+        dispatch._request("nvfp4_gemm", "marlin")
+    assert "marlin means w4a16" in caplog.text
+    dispatch.reset()
 
 
 def test_the_error_says_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
