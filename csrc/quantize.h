@@ -22,6 +22,7 @@
 namespace fp4d {
 
 constexpr int kVector = 8;  // bf16 or fp16 elements in a 16-byte load
+constexpr float kE4m3Max = 448.f;
 // Least usable fp32 scale: formats.py explains the value.
 constexpr float kMinScale = 0x1p-116f;
 
@@ -168,7 +169,7 @@ class E4m3Divisor {
 // From bits of T; with the divisor 448 as above, exhaustively checked too.
 template <class T>
 __device__ inline float scale_of(uint32_t amax_bits) {
-  constexpr float high = 0x1.249248p-9f, low = 0x1.249248p-33f;
+  constexpr float high = 0x1.249248p-9f, low = 0x1.249248p-33f;  // 1 / 448
   float const amax = float(reinterpret_cast<T const&>(amax_bits));
   return amax == 0.f ? 1.f : fmaxf(fmaf(amax, high, __fmul_rn(amax, low)), kMinScale);
 }
