@@ -39,8 +39,9 @@ __device__ inline uint8_t* column_of(uint8_t* packed, int64_t token, int column)
          (column ^ int(token % kBlockTokens)) * 16;
 }
 
+// `k` is a multiple of kVector.
 __device__ inline uint4 load_vector(void const* row, int vector, int k) {
-  return vector * kVector < k ? static_cast<uint4 const*>(row)[vector] : uint4{};
+  return vector < k / kVector ? static_cast<uint4 const*>(row)[vector] : uint4{};
 }
 
 __device__ inline void store_vector(uint8_t* to, uint4 value) { *reinterpret_cast<uint4*>(to) = value; }
