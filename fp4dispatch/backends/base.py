@@ -102,11 +102,15 @@ class Prepared:
 
 @dataclass(eq=False)
 class Plan:
-    """What host work produced for one problem: kernels, handles, tuning. Holds no weights."""
+    """What host work produced for one problem: kernels, handles, tuning. Holds no weights.
+
+    ``note``: what runs in another way than it should, and why; empty where nothing does.
+    """
 
     backend: str
     problem: Problem
     state: Any = field(default=None, repr=False)
+    note: str = ""
 
 
 class Backend(abc.ABC):

@@ -16,20 +16,25 @@ promotes partial sums to f32.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4dispatch import formats
+from fp4dispatch import capture, formats
 from fp4dispatch import system as _system
 from fp4dispatch.arch import SM90
+from fp4dispatch.backends import quantizers
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
+from fp4dispatch.backends.quantizers import Quantizers, ones, ones_for, quantized, tokens_fastest
+from fp4dispatch.backends.scratch import Part, ScratchByM
 from fp4dispatch.decision import Reason
 from fp4dispatch.formats import round_up, zero_pad
-from fp4dispatch.problem import Activation, Op, Problem, SfLayout
+from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
 from fp4dispatch.system import System
 
 # torch.nn.functional.ScalingType and SwizzleType as the integers that the operator takes
@@ -40,7 +45,7 @@ _NO_SWIZZLE, _SWIZZLE_32_4_4 = 0, 1
 class _Layout(NamedTuple):
     """Sizes of prepared weights; ``np``, ``kp`` are padded. ``per_row``: tensors[2] of nvfp4 is [np], not one value."""
 
-    scaling: str
+    scaling: Scaling
     n: int
     k: int
     np: int
@@ -49,16 +54,23 @@ class _Layout(NamedTuple):
     has_input_scale: bool
 
 
-class _Recipe(NamedTuple):
-    """How a plan runs.
+class _State(NamedTuple):
+    """All that a plan knows; it serves every M.
 
     ``epilogue``: the GEMM writes f32, and scales per row and the bias are applied after, so that the output is rounded
     once. ``rows_need_bf16``: scaling per row is only there with bfloat16 output; otherwise it goes to the epilogue.
+    ``launch``: quantises and multiplies operands that fit as they are, into ``scratch``; None where none do. ``ones``:
+    f32 [32768, 1].
     """
 
+    layout: _Layout
     epilogue: bool
     rows_need_bf16: bool
     m_multiple: int
+    quantizers: Quantizers | None
+    launch: Callable[[_State, int, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None] | None
+    scratch: ScratchByM
+    ones: Tensor
 
 
 class CublasLtBackend(Backend):
@@ -81,15 +93,43 @@ class CublasLtBackend(Backend):
         return Prepared(self.name, tuple(tensors), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Decide what is fused; cuBLASLt's own heuristic runs at launch, is cached by torch and safe to capture."""
+        """Decide what is fused, and load our kernels for FP8 activations, compiling them first where needed.
+
+        cuBLASLt's own heuristic runs at launch, is cached by torch and safe to capture.
+
+        Raises
+        ------
+        CaptureError
+            During capture.
+
+        Notes
+        -----
+        Where our kernels cannot be compiled, torch's operations quantise: a warning and the plan's ``note`` say so.
+        """
+        capture.forbid_in_capture(f"planning {problem}", "fp4dispatch.warmup(model, tokens=[...])")
         layout = _Layout(*prepared.layout)
+        device = prepared.tensors[0].device
         block = layout.scaling == "block128"
         epilogue = (
             (layout.scaling == "nvfp4" and layout.per_row)
             or (problem.bias and (block or problem.out_dtype == "float32"))
             or (block and problem.out_dtype == "float16")
         )
-        return Plan(self.name, problem, _Recipe(epilogue, _arch_of(prepared.tensors[0]) != SM90, 4 if block else 1))
+        rows_need_bf16 = _arch_of(prepared.tensors[0]) != SM90
+        found, note = (None, "") if layout.scaling == "nvfp4" else quantizers.load(device)
+        launch = None
+        rows_fit = not (layout.per_row and rows_need_bf16) or problem.out_dtype == "bfloat16"
+        if (
+            found is not None
+            and (layout.np, layout.kp) == (layout.n, layout.k)
+            and rows_fit
+            and not epilogue
+            and problem.out_dtype != "float32"
+        ):
+            launch = _launch_of(layout)
+        scratch = ScratchByM(device, functools.partial(_parts, layout), _transposed if block else tuple)
+        state = _State(layout, epilogue, rows_need_bf16, 4 if block else 1, found, launch, scratch, ones(device))
+        return Plan(self.name, problem, state, note)
 
     def run(
         self,
@@ -100,23 +140,35 @@ class CublasLtBackend(Backend):
         bias: Tensor | None = None,
     ) -> None:
         """Quantise the activation where that is still to do, and launch the GEMM."""
-        layout = _Layout(*prepared.layout)
-        recipe: _Recipe = plan.state
-        epilogue = recipe.epilogue or (bias is not None and bias.dtype != out.dtype)
-        row_scales = layout.scaling in ("tensor", "row") and layout.per_row and recipe.rows_need_bf16
-        row_scales = row_scales and (epilogue or out.dtype != torch.bfloat16)
-        epilogue = epilogue or row_scales
+        s: _State = plan.state
         m = out.shape[0]
-        mp = round_up(m, recipe.m_multiple)
+        # As a layer calls it: straight to the launches. Each test and view that is left out is a microsecond.
+        if (
+            s.launch is not None
+            and isinstance(x, Tensor)
+            and x.dtype == out.dtype
+            and not m % s.m_multiple
+            and not (x.data_ptr() | out.data_ptr()) % 16
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+        ):
+            s.launch(s, m, x, prepared.tensors, out, bias)
+            return
+        layout = s.layout
+        epilogue = s.epilogue or (bias is not None and bias.dtype != out.dtype)
+        row_scales = _by_row(layout, x) and s.rows_need_bf16 and (epilogue or out.dtype != torch.bfloat16)
+        epilogue = epilogue or row_scales
+        mp = round_up(m, s.m_multiple)
         direct = not epilogue and (mp, layout.np) == (m, layout.n) and out.is_contiguous()
         d = out if direct else out.new_empty(mp, layout.np, dtype=torch.float32 if epilogue else out.dtype)
         fused_bias = None if bias is None or epilogue else zero_pad(bias.reshape(1, -1), 1, layout.np).reshape(-1)
         if layout.scaling == "nvfp4":
-            after = _run_nvfp4(layout, plan.problem, prepared, x, d, fused_bias)
+            after = _run_nvfp4(s, plan.problem, prepared, x, d, fused_bias)
         elif layout.scaling == "block128":
-            after = _run_block128(layout, prepared, x, d, fused_bias)
+            after = _run_block128(s, prepared, x, d, fused_bias)
         else:
-            after = _run_fp8(layout, prepared, x, d, fused_bias, row_scales)
+            after = _run_fp8(s, prepared, x, d, fused_bias, row_scales)
         if direct:
             return
         result = d[:m, : layout.n]
@@ -139,13 +191,18 @@ def _arch_of(tensor: Tensor) -> Any:
 
 
 def _prepare_fp8(w: LinearWeights) -> tuple[list[Tensor], _Layout]:
+    """Make weight [np, kp]; scale f32 [], or [1, np] where each row has its own or each token's multiplies it.
+
+    With a static input scale beside scales per row, a second [1, np] is their product: tokens then have the scale 1.
+    """
     np, kp = round_up(w.n, 16), round_up(w.k, 16)
     per_row = w.scaling == "row" or w.input_scale is None  # per-token activations need per-row weights beside them
-    scale = w.scale
+    tensors = [zero_pad(w.weight, np, kp), w.scale]
     if per_row:
-        scale = zero_pad(scale.expand(w.n).reshape(1, -1), 1, np).reshape(np).contiguous()
-    layout = _Layout(w.scaling, w.n, w.k, np, kp, per_row, w.input_scale is not None)
-    return [zero_pad(w.weight, np, kp), scale], layout
+        tensors[1] = zero_pad(w.scale.expand(w.n).reshape(1, -1), 1, np).contiguous()
+        if w.input_scale is not None:
+            tensors.append(tensors[1] * w.input_scale)
+    return tensors, _Layout(w.scaling, w.n, w.k, np, kp, per_row, w.input_scale is not None)
 
 
 def _prepare_block128(w: LinearWeights) -> tuple[list[Tensor], _Layout]:
@@ -170,6 +227,61 @@ def _prepare_nvfp4(w: LinearWeights) -> tuple[list[Tensor], _Layout]:
     return [zero_pad(w.weight, np, kp // 2), scale, alpha], layout
 
 
+# -------------------------------------------------------------------------------------------------------------- launch
+
+
+def _launch_of(layout: _Layout) -> Callable[[_State, int, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]:
+    if layout.scaling == "block128":
+        return _launch_block128
+    if not layout.has_input_scale:
+        return _launch_row
+    return _launch_static_row if layout.per_row else _launch_static
+
+
+def _parts(layout: _Layout, m: int) -> list[Part]:
+    """Return what a launch for M tokens needs: the quantised activation, and its scales unless they are static."""
+    parts = [Part((m, layout.kp), torch.float8_e4m3fn)]
+    if layout.scaling == "block128":
+        parts.append(Part((layout.kp // formats.FP8_BLOCK, m), torch.float32))
+    elif not layout.has_input_scale:
+        parts.append(Part((m, 1), torch.float32))
+    return parts
+
+
+def _transposed(parts: list[Tensor]) -> tuple[Tensor, ...]:
+    return parts[0], parts[1].t()
+
+
+def _launch_row(s: _State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    assert s.quantizers is not None
+    q, scale = s.scratch(m)
+    s.quantizers.row(x, q, scale, s.quantizers.pdl)
+    torch._scaled_mm(q, tensors[0].t(), scale, tensors[1], bias, out_dtype=d.dtype, out=d)
+
+
+def _launch_static(s: _State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    assert s.quantizers is not None
+    (q,) = s.scratch(m)
+    s.quantizers.tensor(x, q, tensors[2], s.quantizers.pdl)
+    torch._scaled_mm(q, tensors[0].t(), tensors[2], tensors[1], bias, out_dtype=d.dtype, out=d)
+
+
+def _launch_static_row(
+    s: _State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None
+) -> None:
+    assert s.quantizers is not None
+    (q,) = s.scratch(m)
+    s.quantizers.tensor(x, q, tensors[3], s.quantizers.pdl)
+    torch._scaled_mm(q, tensors[0].t(), ones_for(s.ones, m), tensors[2], bias, out_dtype=d.dtype, out=d)
+
+
+def _launch_block128(s: _State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    assert s.quantizers is not None
+    q, scale = s.scratch(m)
+    s.quantizers.block(x, q, scale, s.quantizers.pdl)
+    _block128_gemm(q, scale, tensors[0], tensors[1], bias, d)
+
+
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
@@ -177,8 +289,15 @@ def _input_scale(layout: _Layout, prepared: Prepared) -> Tensor | None:
     return prepared.tensors[-1] if layout.has_input_scale else None
 
 
+def _by_row(layout: _Layout, x: Tensor | QuantizedActivation) -> bool:
+    """Whether the GEMM scales rows; one scale for all of an activation by one for all of the weight does not."""
+    if layout.scaling not in ("tensor", "row") or not layout.per_row:
+        return False
+    return layout.scaling == "row" or isinstance(x, Tensor) or x.scale.ndim > 0
+
+
 def _run_fp8(
-    layout: _Layout,
+    s: _State,
     prepared: Prepared,
     x: Tensor | QuantizedActivation,
     d: Tensor,
@@ -186,35 +305,44 @@ def _run_fp8(
     row_scales: bool,
 ) -> tuple[Tensor, ...]:
     """Launch a tensor- or row-wise GEMM; return the factors that are left to apply."""
-    w, w_scale = prepared.tensors[:2]
+    layout, (w, w_scale) = s.layout, prepared.tensors[:2]
+    by_row = _by_row(layout, x)
     if isinstance(x, Tensor):
-        x = quantize_activation(x, "fp8", "row", _input_scale(layout, prepared))
-    a = zero_pad(x.data, d.shape[0], layout.kp)
+        x = quantized(s.quantizers, x, d.shape[0], layout.kp, layout.scaling, _input_scale(layout, prepared))
+    a, a_scale = zero_pad(x.data, d.shape[0], layout.kp), x.scale
     if row_scales:
-        one = torch.ones((), device=a.device)
+        one = s.ones[0, 0]
         torch._scaled_mm(a, w.t(), one, one, out_dtype=d.dtype, out=d)
-        return w_scale[: layout.n], x.scale.reshape(-1, 1)
-    if layout.per_row:
-        a_scale = x.scale.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
-        torch._scaled_mm(a, w.t(), a_scale, w_scale.reshape(1, -1), bias, out_dtype=d.dtype, out=d)
+        return w_scale[0, : layout.n], a_scale.reshape(-1, 1)
+    if not by_row:
+        scales = a_scale.reshape(()), w_scale.view(-1)[0]
+    elif a_scale.ndim == 0 and layout.has_input_scale:
+        scales = ones_for(s.ones, d.shape[0]), prepared.tensors[2]
     else:
-        torch._scaled_mm(a, w.t(), x.scale.reshape(()), w_scale.reshape(()), bias, out_dtype=d.dtype, out=d)
+        scales = a_scale.reshape(-1, 1).expand(a.shape[0], 1).contiguous(), w_scale
+    torch._scaled_mm(a, w.t(), *scales, bias, out_dtype=d.dtype, out=d)
     return ()
 
 
 def _run_block128(
-    layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation, d: Tensor, bias: Tensor | None
+    s: _State, prepared: Prepared, x: Tensor | QuantizedActivation, d: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
     w, w_scale = prepared.tensors[:2]
+    mp, kp = d.shape[0], s.layout.kp
     if isinstance(x, Tensor):
-        x = quantize_activation(x, "fp8", "block128")
-    a = zero_pad(x.data, d.shape[0], layout.kp)
-    a_scale = torch.zeros(x.scale.shape[1], d.shape[0], device=d.device)
-    a_scale[:, : x.scale.shape[0]].copy_(x.scale.t())
+        a, a_scale = quantized(s.quantizers, x, mp, kp, "block128")[:2]
+    else:
+        a = zero_pad(x.data, mp, kp)
+        a_scale = tokens_fastest(x.data, mp, x.scale.shape[1]).copy_(x.scale)
+    _block128_gemm(a, a_scale.as_strided((mp, a_scale.shape[1]), (1, mp)), w, w_scale, bias, d)
+    return ()
+
+
+def _block128_gemm(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, d: Tensor) -> None:
     torch.ops.aten._scaled_mm_v2.out(
         a,
         w.t(),
-        [a_scale.t()],
+        [a_scale],
         [_BLOCK_1X128],
         [_NO_SWIZZLE],
         [w_scale.t()],
@@ -224,11 +352,10 @@ def _run_block128(
         d.dtype,
         out=d,
     )
-    return ()
 
 
 def _run_nvfp4(
-    layout: _Layout,
+    s: _State,
     problem: Problem,
     prepared: Prepared,
     x: Tensor | QuantizedActivation,
@@ -236,7 +363,7 @@ def _run_nvfp4(
     bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Launch an NVFP4 GEMM; with one alpha per shard, return them to be applied to the f32 sums."""
-    w, w_sf, alpha = prepared.tensors[:3]
+    layout, (w, w_sf, alpha) = s.layout, prepared.tensors[:3]
     m, kp = d.shape[0], layout.kp
     sf_layout: SfLayout = problem.sf_layout or "linear"
     if isinstance(x, Tensor):
@@ -246,7 +373,7 @@ def _run_nvfp4(
     if sf_layout == "linear" or kp != layout.k:
         linear = formats.from_128x4(a_sf, m, a_sf.shape[1]) if sf_layout == "128x4" else a_sf
         a_sf = formats.to_128x4(zero_pad(linear[:, : layout.k // 16], m, kp // 16))
-    one = torch.ones((), device=d.device)
+    one = s.ones[0, 0]
     a_global = one if x.global_scale is None else x.global_scale.reshape(())
     fp4 = torch.float4_e2m1fn_x2
     torch.ops.aten._scaled_mm_v2.out(

@@ -94,6 +94,39 @@ class Scratch:
         return arena
 
 
+class ScratchByM:
+    """The temporaries of a plan that holds for every M.
+
+    Parameters
+    ----------
+    device, view
+        As of :class:`Scratch`.
+    parts
+        What a launch for M tokens needs.
+    """
+
+    _MOST = 512
+    """So many M are remembered; a prefill may bring any."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        parts: Callable[[int], Sequence[Part]],
+        view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple,
+    ) -> None:
+        self._device, self._parts, self._view = device, parts, view
+        self._known: dict[int, Scratch] = {}
+
+    def __call__(self, m: int) -> tuple[Tensor, ...]:
+        """Return the temporaries for a launch of M tokens, as :meth:`Scratch.__call__` does."""
+        found = self._known.get(m)
+        if found is None:
+            found = Scratch(self._device, self._parts(m), self._view)
+            if len(self._known) < self._MOST:
+                self._known[m] = found
+        return found()
+
+
 def _stream(index: int) -> int:
     """Return the handle of the current stream of a device."""
     return int(torch._C._cuda_getCurrentRawStream(index))

@@ -1,0 +1,268 @@
+"""What the cuBLASLt backend launches for FP8 activations: quantisers in plain torch stand in for ours, on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp4dispatch import capture, formats
+from fp4dispatch.arch import SM90
+from fp4dispatch.backends import cublaslt, quantizers, scratch
+from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
+from fp4dispatch.problem import Problem
+from tests import contract
+
+KINDS = [("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False)]
+CUDA = torch.device("cuda:0")
+
+
+class Kernels:
+    """The kernels of csrc/fp8_quantize.cu in torch; refuse what those refuse, and remember what was launched."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _made(self, x, q, scale, scaling, pdl, made):
+        assert x.dtype in (torch.bfloat16, torch.float16)
+        assert x.stride(1) == 1
+        assert x.shape[1] % 8 == 0
+        assert x.data_ptr() % 16 == 0
+        assert q.shape == x.shape
+        assert q.is_contiguous()
+        self.calls.append((scaling, q.data_ptr(), scale.data_ptr(), pdl))
+        q.view(torch.uint8).copy_(made.data.view(torch.uint8))
+        if scaling != "tensor":
+            scale.copy_(made.scale.reshape(scale.shape))
+
+    def fp8_quantize_row(self, x, q, scale, pdl):
+        assert scale.numel() == x.shape[0]
+        assert scale.is_contiguous()
+        self._made(x, q, scale, "row", pdl, formats.fp8_quantize(x, "row"))
+
+    def fp8_quantize_tensor(self, x, q, scale, pdl):
+        assert scale.numel() == 1
+        self._made(x, q, scale, "tensor", pdl, formats.fp8_quantize(x, "tensor", scale.reshape(())))
+
+    def fp8_quantize_1x128(self, x, q, scale, pdl):
+        assert scale.shape == (x.shape[0], -(-x.shape[1] // 128))
+        self._made(x, q, scale, "1x128", pdl, formats.fp8_quantize(x, "1x128"))
+
+
+def block128(a, a_scale, w, w_scale, bias, d):
+    """Multiply as torch's block-scaled kernel does, with what it asks of scales."""
+    m, blocks = a.shape[0], -(-a.shape[1] // 128)
+    assert a_scale.shape == (m, blocks)
+    assert a_scale.stride(0) == 1
+    assert blocks == 1 or a_scale.stride(1) == m
+    assert m % 4 == 0
+    left = formats.fp8_dequantize(a, a_scale.contiguous(), "1x128")
+    right = formats.fp8_dequantize(w, w_scale[:, :blocks].contiguous(), "block128")
+    d.copy_(left @ right.t() + (0 if bias is None else bias.float()))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Our kernels and the block-scaled GEMM in torch, on a machine that seems to have an H200."""
+    made = Kernels()
+    found = quantizers.Quantizers(made.fp8_quantize_row, made.fp8_quantize_tensor, made.fp8_quantize_1x128, True)
+    monkeypatch.setattr(quantizers, "load", lambda device: (found, ""))
+    monkeypatch.setattr(cublaslt, "_block128_gemm", block128)
+    monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
+    monkeypatch.setattr(scratch, "_stream", lambda index: 7)
+    monkeypatch.setattr(scratch, "_arenas", {})
+    return made
+
+
+@pytest.fixture
+def gemms(monkeypatch):
+    """The scales of A and B of each call of torch's FP8 GEMM."""
+    calls, real = [], torch._scaled_mm
+
+    def spy(a, b, a_scale, b_scale, *rest, **options):
+        calls.append((a_scale, b_scale))
+        return real(a, b, a_scale, b_scale, *rest, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    return calls
+
+
+def weights(scaling, static=False, n=128, k=256):
+    torch.manual_seed(n + k)
+    q = formats.fp8_quantize(torch.randn(n, k), scaling)
+    scale = torch.tensor(0.03) if static else None
+    return LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale, input_scale=scale)
+
+
+def planned(w, m=1, dtype="bfloat16", bias=False):
+    backend = cublaslt.CublasLtBackend()
+    prepared = backend.prepare(w)
+    plan = backend.plan(Problem("fp8_gemm", m, w.n, w.k, "fp8", w.scaling, dtype, bias), prepared)
+    return backend, plan, prepared
+
+
+def run(subject, x, bias=None):
+    backend, plan, prepared = subject
+    rows = x if isinstance(x, torch.Tensor) else x.data
+    dtype = x.dtype if isinstance(x, torch.Tensor) else torch.bfloat16
+    out = torch.full((rows.shape[0], plan.problem.n), torch.nan, dtype=dtype)
+    backend.run(plan, prepared, x, out, bias)
+    return out
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in contract.cases(cublaslt.CublasLtBackend()) if case.op == "fp8_gemm"], ids=str
+)
+def test_the_contract_holds_with_our_quantisers(case, kernels):
+    contract.check(cublaslt.CublasLtBackend(), case)
+    assert len(kernels.calls) == (0 if case.raw else 2)
+
+
+@pytest.mark.parametrize(("scaling", "static"), KINDS)
+@pytest.mark.parametrize("shape", [(128, 256), (200, 144)])
+def test_the_bits_are_those_of_torchs_operations(scaling, static, shape, kernels, monkeypatch):
+    """Any M, ragged sizes, addresses and strides that the kernels refuse."""
+    subject = planned(weights(scaling, static, *shape))
+    with monkeypatch.context() as patch:
+        patch.setattr(quantizers, "load", lambda device: (None, ""))
+        plain = planned(weights(scaling, static, *shape))
+    for m in (1, 3, 4, 17, 128):
+        wide = torch.randn(m, 2 * shape[1] + 1).bfloat16()
+        for x in (wide[:, : shape[1]].contiguous(), wide[:, 1 : shape[1] + 1], wide[:, 1::2]):
+            before = len(kernels.calls)
+            assert torch.equal(run(subject, x), run(plain, x))
+            assert len(kernels.calls) == before + 1
+
+
+@pytest.mark.parametrize(("scaling", "static"), KINDS)
+def test_operands_that_fit_go_straight_to_two_launches(scaling, static, kernels, gemms, monkeypatch):
+    backend, plan, prepared = planned(weights(scaling, static))
+    kernel = {"tensor": "row", "row": "row", "block128": "1x128"}[scaling] if not static else "tensor"
+    for m in (4, 64):
+        x, out = torch.randn(m, 256).bfloat16(), torch.empty(m, 128, dtype=torch.bfloat16)
+        backend.run(plan, prepared, x, out)
+        kernels.calls.clear()
+        with monkeypatch.context() as patch:
+            for slow in ("quantized", "zero_pad"):
+                patch.setattr(cublaslt, slow, lambda *args: pytest.fail("the long way"))
+            for made in ("empty", "zeros", "ones"):
+                patch.setattr(torch, made, lambda *args, **kw: pytest.fail("memory was taken"))
+            backend.run(plan, prepared, x, out)
+            backend.run(plan, prepared, x, out)
+        first, second = kernels.calls
+        assert first == second  # the addresses too
+        assert (first[0], first[3]) == (kernel, True)
+
+
+def test_one_scale_for_each_operand_is_the_tensor_wise_gemm(kernels, gemms):
+    """Also where the weight's is expanded, for the tokens' own scales."""
+    w = weights("tensor")
+    x = torch.randn(7, 256).bfloat16()
+    run(planned(weights("tensor", static=True)), x)
+    raw = run(planned(w), QuantizedActivation(*formats.fp8_quantize(x, "tensor")))
+    assert [(a.numel(), b.numel()) for a, b in gemms] == [(1, 1), (1, 1)]
+    q = formats.fp8_quantize(x, "tensor")
+    exact = formats.fp8_dequantize(q.data, q.scale, "tensor") @ formats.fp8_dequantize(w.weight, w.scale, "tensor").t()
+    assert (raw.float() - exact).norm() < 0.004 * exact.norm()
+    gemms.clear()
+    run(planned(w), x)
+    assert [(a.numel(), b.numel()) for a, b in gemms] == [(7, 128)]
+
+
+def test_a_static_scale_beside_scales_per_row_is_multiplied_once(kernels, gemms):
+    w = weights("row", static=True)
+    subject = planned(w)
+    for m in (5, 9):
+        run(subject, torch.randn(m, 256).bfloat16())
+    for m, (a, b) in zip((5, 9), gemms, strict=True):
+        assert a.shape == (m, 1)
+        assert (a == 1).all()
+        assert a.data_ptr() == subject[1].state.ones.data_ptr()
+        assert b.data_ptr() == subject[2].tensors[2].data_ptr()
+        assert torch.equal(b.view(-1), w.scale * w.input_scale)
+    x = torch.randn(40_000, 16).bfloat16()
+    wide = planned(weights("row", static=True, n=16, k=16))
+    assert torch.equal(run(wide, x)[-5:], run(wide, x[-5:].contiguous()))
+
+
+def test_f32_activations_are_quantised_by_torch(kernels):
+    for scaling, static in KINDS:
+        run(planned(weights(scaling, static), dtype="float32"), torch.randn(8, 256))
+    assert kernels.calls == []
+
+
+def test_scratch_is_kept_for_a_bounded_number_of_m(kernels, monkeypatch):
+    monkeypatch.setattr(scratch.ScratchByM, "_MOST", 3)
+    subject = planned(weights("row"))
+    first = [run(subject, torch.ones(m, 256).bfloat16()) for m in range(1, 9)]
+    assert len(subject[1].state.scratch._known) == 3
+    assert [torch.equal(run(subject, torch.ones(m, 256).bfloat16()), first[m - 1]) for m in range(1, 9)] == [True] * 8
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Let ``jit.load`` answer for a GPU; return what to set it to."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(quantizers, "_said", set())
+
+    def answers(result, pdl="auto"):
+        def load(kernel, variant, arch):
+            assert (kernel, variant, arch) == ("fp8_quantize", "any", SM90)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(quantizers.jit, "load", load)
+        monkeypatch.setenv("FP4DISPATCH_PDL", pdl)
+
+    return answers
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ToolchainError("nvcc was not found\n  fix: install it"),
+        FlagsError("no target for sm_90"),
+        CompileError("no", ""),
+    ],
+    ids=["toolchain", "flags", "compile"],
+)
+def test_without_our_kernels_a_plan_says_so_and_warns_once(error, machine, caplog):
+    machine(error)
+    assert quantizers.load(torch.device("cpu")) == (None, "")
+    for _ in range(2):
+        found, why = quantizers.load(CUDA)
+        assert found is None
+        assert str(error) in why
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(error) in record.message
+
+
+def test_the_note_is_in_the_plan(kernels, monkeypatch):
+    monkeypatch.setattr(quantizers, "load", lambda device: (None, "by torch's operations: no nvcc"))
+    _, plan, _ = subject = planned(weights("row"))
+    assert "by torch's operations: no nvcc" in repr(plan)
+    assert plan.state.launch is None
+    assert run(subject, torch.randn(3, 256).bfloat16()).isfinite().all()
+
+
+def test_a_capture_is_no_reason_to_go_without(machine):
+    machine(CaptureError("loading the kernel"))
+    with pytest.raises(CaptureError):
+        quantizers.load(CUDA)
+
+
+@pytest.mark.parametrize(("proven", "setting"), list(itertools.product((True, False), ("auto", "off"))))
+def test_pdl_needs_the_proof_and_the_setting(proven, setting, machine):
+    machine(SimpleNamespace(module=Kernels(), pdl_allowed=proven), setting)
+    found, why = quantizers.load(CUDA)
+    assert why == ""
+    assert found.pdl == (proven and setting == "auto")
