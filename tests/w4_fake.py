@@ -117,6 +117,7 @@ class Kernels:
     def load(self, kernel, build, arch):
         self.loaded.append((kernel, build))
         made = {"w4a16_small": self.small, "w4_gemm_sm90": self.large, "w4_activations": self.packer}
+        made |= {"w4_to_e4m3": self.unfolder, "fp8_quantize": self.quantizer}
         module = made[kernel](build)
         return SimpleNamespace(module=module, pdl_allowed=self.pdl_allowed)
 
@@ -159,6 +160,41 @@ class Kernels:
 
         return SimpleNamespace(w4_quantize_row=w4_quantize_row, w4_pack=w4_pack)
 
+    def unfolder(self, build):
+        def w4_to_e4m3(w, out, enable_pdl):
+            n, k = out.shape
+            assert out.dtype == torch.float8_e4m3fn
+            assert out.is_contiguous()
+            assert k % 16 == 0
+            out.copy_(folded_weights(w)[:n, :k].to(torch.float8_e4m3fn))
+            self.launched.append(("w4_to_e4m3", n, k, enable_pdl))
+
+        return SimpleNamespace(w4_to_e4m3=w4_to_e4m3)
+
+    def quantizer(self, build):
+        def fp8_quantize_row(x, q, scale, enable_pdl):
+            assert tuple(q.shape) == tuple(x.shape)
+            found = formats.fp8_quantize(x, "row")
+            q.copy_(found.data)
+            scale.copy_(found.scale)
+            self.launched.append(("fp8_quantize_row", *x.shape, enable_pdl))
+
+        return SimpleNamespace(fp8_quantize_row=fp8_quantize_row)
+
+    def scaled_mm(self, a, b, scale_a, scale_b, bias=None, *, out_dtype, out):
+        """Stand in for ``torch._scaled_mm`` with scales per row and column."""
+        (m, k), n = a.shape, b.shape[1]
+        assert a.dtype == b.dtype == torch.float8_e4m3fn
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        assert (tuple(scale_a.shape), tuple(scale_b.shape)) == ((m, 1), (1, n))
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        assert n % 16 == k % 16 == 0
+        assert out.dtype == out_dtype == torch.bfloat16
+        self.launched.append(("scaled_mm", m, n, k))
+        finish(a.float() @ b.float() * scale_a, scale_b.reshape(-1), bias, out)
+
     def large(self, build):
         defines = dict(d.split("=") for d in installed().kernel("w4_gemm_sm90").variant(build).defines)
         dtype = {"0": torch.bfloat16, "1": torch.float16}[defines["FP4D_OUT"]]
@@ -193,6 +229,7 @@ def install(monkeypatch, capability="9.0", sms=132, **options):
     """Let both backends plan as on a GPU and launch these; returns the record."""
     kernels = Kernels(**options)
     monkeypatch.setattr(w4.jit, "load", kernels.load)
+    monkeypatch.setattr(torch, "_scaled_mm", kernels.scaled_mm)
     monkeypatch.setattr(w4, "_gpu", lambda device: (Arch.parse(capability), sms))
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)

@@ -3,6 +3,9 @@
 What the kernels compute: w4a16 multiplies ``e2m1 * block_scale`` exactly and sums in f32; w4a8 multiplies what
 :mod:`~fp4dispatch.backends.folding` defines by activations that are scaled per token. Global scales (one per output
 column for fused shards), activation scales and the bias are applied to the f32 sums, which are rounded once.
+
+For many tokens w4a8 writes its e4m3 weights out, into scratch that lives for one launch, and lets cuBLASLt multiply:
+its FP8 GEMM gains more than the write costs (``w4_tiles.toml`` has from when on, ``bench/NOTES.md`` the times).
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from fp4dispatch import formats, jit
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
-from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
+from fp4dispatch.backends.cutlass_tiles import Tile, tiles
+from fp4dispatch.backends.folding import FOLD
 from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
 from fp4dispatch.backends.scratch import Part, Scratch
 from fp4dispatch.backends.w4_layout import pack_w4p
@@ -28,9 +32,11 @@ from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
-SMALL = "w4a16_small"
-"""The kernel that reads activations as they are; the others read what ``w4_activations`` has packed."""
+SMALL, UNFOLD = "w4a16_small", "w4_to_e4m3"
+"""The kernel that reads activations as they are, and the one that writes FP8 weights for cuBLASLt; the others read what
+``w4_activations`` has packed."""
 
+_UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 _N_MULTIPLE = 8  # kernels store 16 bytes of a row of the output at a time
 _PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 bytes of each of 8 tokens
 
@@ -111,7 +117,7 @@ class _W4Backend(Backend):
         """
         device = prepared.tensors[0].device
         arch, sms = _gpu(device)
-        tile = tile_for(problem, arch, sms, "w4")
+        tile = _tile_for(problem, arch, sms)
         if tile is None:
             raise InputError(
                 f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
@@ -172,6 +178,12 @@ def _gpu(device: torch.device) -> tuple[Arch, int]:
     return Arch(properties.major, properties.minor), properties.multi_processor_count
 
 
+def _tile_for(problem: Problem, arch: Arch, sms: int) -> Tile | None:
+    """Return the first row of the table that serves a problem."""
+    fitting = (tile for tile in tiles("w4") if tile.fits(problem, arch, sms))
+    return next((tile for tile in fitting if tile.kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0), None)
+
+
 def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, arch: Arch) -> _State:
     """Load the kernels of a tile and return what a plan knows."""
     m, fits, pdl = problem.m, layout.np == layout.n, settings.pdl != "off"
@@ -180,6 +192,16 @@ def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, 
     if tile.kernel == SMALL:
         small = gemm.module.w4a16_small
         return _State(m, layout, fits, _launch_small, small, gemm_pdl, _nothing, False, tuple)
+    if tile.kernel == UNFOLD:
+        quantizer = jit.load("fp8_quantize", "any", arch)
+        parts = [
+            Part((m, layout.k), torch.float8_e4m3fn),
+            Part((m,), torch.float32),
+            Part((layout.n, layout.k), torch.float8_e4m3fn),
+        ]
+        quantize, quantize_pdl = quantizer.module.fp8_quantize_row, pdl and quantizer.pdl_allowed
+        unfold = gemm.module.w4_to_e4m3
+        return _State(m, layout, fits, _launch_unfold, unfold, gemm_pdl, quantize, quantize_pdl, Scratch(device, parts))
     packer = jit.load("w4_activations", "any", arch)
     pack_pdl = pdl and packer.pdl_allowed
     if problem.activation == "fp8":
@@ -217,3 +239,11 @@ def _launch_fp8(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bi
     packed, scale = s.scratch()
     s.pack(x, packed, scale, s.pack_pdl)
     s.gemm(packed, scale, tensors[0], tensors[1], bias, d, s.gemm_pdl)
+
+
+def _launch_unfold(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    q, scale, w = s.scratch()
+    s.gemm(tensors[0], w, s.gemm_pdl)
+    s.pack(x, q, scale, s.pack_pdl)
+    columns = (tensors[1] * FOLD).expand(s.layout.n).reshape(1, -1).contiguous()
+    torch._scaled_mm(q, w.t(), scale.unsqueeze(1), columns, bias, out_dtype=d.dtype, out=d)

@@ -17,7 +17,7 @@ from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit import flags, strict_toml
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
-OPS = ("nvfp4_gemm", "fp8_gemm", "w4_gemm", "nvfp4_quantize", "fp8_quantize", "w4_activations")
+OPS = ("nvfp4_gemm", "fp8_gemm", "w4_gemm", "nvfp4_quantize", "fp8_quantize", "w4_activations", "w4_weights")
 """What kernels are for. ``w4_gemm``: NVFP4 weights by 16-bit or FP8 activations. It is not ``nvfp4_gemm``, which is
 NVFP4 by NVFP4: a proof of the one says nothing about the other."""
 BEFORE_WAIT = ("UBLKCP",)

@@ -105,7 +105,7 @@ def test_nothing_has_a_build_that_is_not_claimed():
 
 def test_every_build_is_used_or_the_manifest_is_too_large():
     used = {(tile.kernel, build) for tile in cutlass_tiles.tiles("w4") for build in tile.builds.values()}
-    kernels = [kernel for kernel in installed().kernels.values() if kernel.op == "w4_gemm"]
+    kernels = [kernel for kernel in installed().kernels.values() if kernel.op in ("w4_gemm", "w4_weights")]
     assert used == {(kernel.name, variant) for kernel in kernels for variant in kernel.variants}
 
 
@@ -116,7 +116,8 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")]),
         ("w4a8", 1, [("w4_gemm_sm90", "a8_bf16_64"), ("w4_activations", "any")]),
         ("w4a8", 100, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
-        ("w4a8", 8192, [("w4_gemm_sm90", "a8_bf16_192"), ("w4_activations", "any")]),
+        ("w4a8", 500, [("w4_gemm_sm90", "a8_bf16_192"), ("w4_activations", "any")]),
+        ("w4a8", 8192, [("w4_to_e4m3", "any"), ("fp8_quantize", "any")]),
     ):
         kernels = w4_fake.install(monkeypatch)
         BACKENDS[name].plan(problem(name, m, 64, 64), BACKENDS[name].prepare(weights(64, 64)))
@@ -124,6 +125,31 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
     kernels = w4_fake.install(monkeypatch, "8.9")
     BACKENDS["w4a16"].plan(problem("w4a16", 8192, 64, 64), BACKENDS["w4a16"].prepare(weights(64, 64)))
     assert kernels.loaded == [("w4a16_small", "bf16")]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shards", [(), (32, 48)])
+def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkeypatch, shards, bias):
+    n, k, m = 80, 112, 800
+    w, kernels = weights(n, k, shards), w4_fake.install(monkeypatch)
+    backend = BACKENDS["w4a8"]
+    prepared = backend.prepare(w)
+    x = torch.randn(m, k, dtype=torch.bfloat16)
+    b = torch.randn(n, dtype=torch.bfloat16) if bias else None
+    got, want = torch.full((m, n), torch.nan, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
+    backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, got, b)
+    assert [name for name, *_ in kernels.launched] == ["w4_to_e4m3", "fp8_quantize_row", "scaled_mm"]
+    tile = next(t for t in cutlass_tiles.tiles("w4") if t.builds["bfloat16"] == "a8_bf16_192")
+    monkeypatch.setattr(w4, "_tile_for", lambda *_: tile)
+    backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, want, b)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
+
+
+def test_written_out_weights_are_for_what_cublaslt_takes(monkeypatch):
+    for n, out in ((72, "bfloat16"), (80, "float16")):
+        kernels = w4_fake.install(monkeypatch)
+        BACKENDS["w4a8"].plan(problem("w4a8", 8192, n, 64, out=out), BACKENDS["w4a8"].prepare(weights(n, 64)))
+        assert kernels.loaded[0][0] == "w4_gemm_sm90", (n, out)
 
 
 # ------------------------------------------------------------------------------------------------------------- weights

@@ -1,0 +1,80 @@
+"""The kernel that writes NVFP4 weights out as e4m3, and w4a8 on top of it, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4dispatch import FP4Linear, jit, registry, warmup
+from fp4dispatch.arch import Arch
+from fp4dispatch.backends.folding import fold_e4m3
+from fp4dispatch.backends.w4_layout import pack_w4p
+from tests import contract
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a GPU of sm_90", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return jit.load("w4_to_e4m3", "any", Arch(9, 0)).module.w4_to_e4m3
+
+
+def every_value(n, k):
+    """Return codes and scales in which each code meets each scale that a checkpoint may hold."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    codes = torch.randint(256, (n, k // 2), device="cuda", dtype=torch.uint8, generator=generator)
+    scales = torch.arange(n * k // 16, device="cuda").remainder(127).to(torch.uint8).reshape(n, k // 16)
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (64, 64), (80, 112), (200, 1040), (4096, 4096)])
+def test_every_weight_is_what_folding_defines(kernel, n, k):
+    codes, scales = every_value(n, k)
+    guard = torch.full((n * k + 64,), 0x55, device="cuda", dtype=torch.uint8)
+    out = guard[: n * k].view(torch.float8_e4m3fn).view(n, k)
+    kernel(pack_w4p(codes, scales), out, False)
+    assert torch.equal(out.view(torch.uint8), fold_e4m3(codes, scales).view(torch.uint8))
+    assert (guard[n * k :] == 0x55).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w, out: (w[:1], out), "w: size of dimension 0"),
+        (lambda w, out: (w, out.view(torch.uint8)), "out: dtype is uint8"),
+        (lambda w, out: (w, out[:, :16]), "out: not contiguous|ceil"),
+        (lambda w, out: (w.cpu(), out), "CUDA"),
+    ],
+)
+def test_wrong_arguments_are_refused(kernel, change, message):
+    w = pack_w4p(*every_value(80, 112))
+    out = torch.full((80, 112), 1.0, device="cuda").to(torch.float8_e4m3fn)
+    with pytest.raises((ValueError, TypeError), match=message):
+        kernel(*change(w, out), False)
+    assert (out.float() == 1).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(768, 512, 1040), (1001, 1040, 512), (4096, 1024, 4096)])
+def test_many_tokens_meet_the_contract(m, n, k, bias):
+    case = contract.Case("nvfp4_gemm", "nvfp4", "fp8", m, n, k, "bfloat16", bias)
+    contract.check(registry.instance("w4a8"), case, "cuda")
+
+
+def test_capture_replays_what_eager_computes():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(1024, 2048, device="cuda", dtype=torch.bfloat16)
+    layer = FP4Linear.from_linear(linear, activation="fp8")
+    x = torch.randn(1000, 1024, device="cuda", dtype=torch.bfloat16)
+    warmup(layer, tokens=[1000])
+    with torch.inference_mode():
+        want = layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = layer(x)
+        got.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(got, want)
