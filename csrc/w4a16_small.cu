@@ -48,7 +48,7 @@ using Kernel = void (*)(Params const);
 // One row a Tile that is built.
 struct Instance {
   int64_t tokens, row_blocks, groups, units;
-  int threads, fewest_stages, most_stages;
+  int threads, resident, fewest_stages, most_stages;
   int (*shared_bytes)(int cluster, int stages);
   Kernel kernel;
 };
@@ -61,6 +61,7 @@ constexpr Instance instance() {
           KG,
           U,
           Used::kThreads,
+          Used::kResident,
           Used::kFewestStages,
           Used::kMaxSlots / KG,
           Used::shared_bytes,
@@ -68,27 +69,30 @@ constexpr Instance instance() {
 }
 
 Instance const kInstances[] = {
-    instance<8, 1, 4, 2>(),  instance<8, 2, 2, 2>(),  instance<8, 1, 4, 4>(),  instance<8, 2, 4, 4>(),
-    instance<8, 2, 2, 4>(),  instance<16, 1, 4, 2>(), instance<16, 2, 2, 2>(), instance<16, 2, 4, 4>(),
-    instance<16, 2, 2, 4>(), instance<32, 1, 4, 2>(), instance<32, 2, 2, 2>(), instance<32, 2, 2, 4>(),
-    instance<32, 4, 1, 4>(),
-#if FP4D_WGMMA
-    instance<8, 2, 1, 1>(),  instance<8, 1, 2, 1>(),  instance<16, 2, 1, 1>(), instance<16, 1, 2, 1>(),
-    instance<16, 4, 1, 1>(), instance<32, 2, 1, 1>(), instance<32, 4, 1, 1>(), instance<32, 2, 2, 1>(),
+    instance<8, 1, 4, 2>(),  instance<8, 2, 2, 4>(),  instance<8, 2, 4, 4>(),  instance<16, 1, 4, 2>(),
+    instance<16, 2, 2, 4>(), instance<16, 2, 4, 4>(), instance<32, 1, 4, 2>(), instance<32, 2, 2, 4>(),
+#if FP4D_HAS_WGMMA
+    instance<16, 1, 2, 1>(),
 #endif
 };
 
-constexpr int64_t kMaxCluster = 8;   // portable
-constexpr double kFilled = 0.7;      // of the multiprocessors that must have a CTA
-constexpr int64_t kReserved = 1024;  // bytes of shared memory that a CTA costs beside its own
+constexpr int64_t kMaxCluster = 8;             // portable
+constexpr double kFilled = 0.7;                // of the multiprocessors that must have a CTA
+constexpr int64_t kLongK = 256, kShortK = 64;  // chunks
+constexpr int64_t kReserved = 1024;            // bytes of shared memory that a CTA costs beside its own
 constexpr int64_t kFewestStages = 2;
+constexpr int64_t kFewRounds = 4;  // of a ring: no gain from more than the fewest stages
 
-// Stages that fit `ctas` CTAs on a multiprocessor; no more than K has.
-int64_t stages_that_fit(Instance const& used, Machine const& on, int64_t chunks, int64_t cluster,
+bool filled(int64_t ctas, Machine const& on) { return double(ctas) >= kFilled * double(on.multiprocessors); }
+
+// More CTAs than two for each multiprocessor.
+bool many(int64_t ctas, Machine const& on) { return ctas > 2 * on.multiprocessors; }
+
+// Stages that fit `ctas` CTAs on a multiprocessor; no more than are `needed`.
+int64_t stages_that_fit(Instance const& used, Machine const& on, int64_t needed, int64_t cluster,
                         int64_t ctas) {
   int64_t const bytes = std::min(on.shared_block, on.shared_sm / ctas - kReserved);
-  int64_t const needed = divide_up(divide_up(chunks, kStageChunks), cluster * used.groups);
-  int64_t stages = std::min(std::max<int64_t>(needed, kFewestStages), int64_t(used.most_stages));
+  int64_t stages = std::min(std::max(needed, kFewestStages), int64_t(used.most_stages));
   while (stages > 0 && used.shared_bytes(int(cluster), int(stages)) > bytes) --stages;
   return stages;
 }
@@ -96,29 +100,53 @@ int64_t stages_that_fit(Instance const& used, Machine const& on, int64_t chunks,
 // A launch of this tile, with no stages where not even two fit.
 Plan plan_of(Instance const& used, int64_t row_blocks, int64_t chunks, Machine const& on) {
   int64_t const tiles = divide_up(row_blocks, used.row_blocks);
+  // With one CTA a multiprocessor not every cluster of 8 finds its place at once.
+  int64_t const most = used.resident == 1 ? kMaxCluster / 2 : kMaxCluster;
   int64_t cluster = 1;
-  while (on.clusters && cluster < kMaxCluster &&
-         double(tiles * cluster) < kFilled * double(on.multiprocessors))
-    cluster *= 2;
-  int64_t stages = stages_that_fit(used, on, chunks, cluster, 2);
-  if (stages < kFewestStages) stages = stages_that_fit(used, on, chunks, cluster, 1);
-  if (stages < kFewestStages) return {};
+  while (on.clusters && cluster < most && !filled(tiles * cluster, on)) cluster *= 2;
+  // The next CTAs start where one has ended, so halves and short rings leave a shorter tail.
+  bool const rounds = on.clusters && many(tiles, on);
+  if (rounds) cluster = 2;
   int64_t const needed = divide_up(divide_up(chunks, kStageChunks), cluster * used.groups);
-  if (stages < needed && needed <= 4) stages = kFewestStages;
-  return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, 2 * stages};
+  int64_t const wanted = rounds || needed <= kFewRounds ? kFewestStages : needed;
+  int64_t stages = stages_that_fit(used, on, wanted, cluster, used.resident);
+  if (stages < kFewestStages) stages = stages_that_fit(used, on, wanted, cluster, 1);
+  if (stages < kFewestStages) return {};
+  return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, stages};
 }
 
-// Measured on an H200: many small CTAs win; two row blocks share the activations only where that leaves two CTAs for
-// each multiprocessor.
+struct Division {
+  int64_t row_blocks, groups, units;
+};
+
+// What won on an H200 (bench/NOTES.md): two row blocks that share the activations where pairs of them are enough for
+// the GPU, more groups of warps in a CTA where a CTA has the multiprocessor to itself for long.
+Division division(int64_t tokens, int64_t row_blocks, int64_t chunks, Machine const& on) {
+  int64_t const pairs = divide_up(row_blocks, 2);
+  if (many(pairs, on)) return {2, 2, 4};
+  if (pairs >= on.multiprocessors) return {2, tokens == 8 ? 4 : 2, 4};
+  if (tokens <= 16 && on.clusters && chunks >= kLongK && filled(2 * pairs, on) && !filled(pairs, on))
+    return {2, 4, 4};
+  // Few rows, so a cluster of 8, and little else to do: half the groups have half the sums to add. Wgmma, where it is
+  // built.
+  if (tokens == 16 && on.clusters && chunks <= kShortK && !filled(4 * row_blocks, on)) return {1, 2, 1};
+  return {1, 4, 2};
+}
+
+// The same for all numbers of tokens of a tile. Where the division wanted is not built or does not fit, the first
+// of the list that does.
 Plan plan(int64_t m, int64_t n, int64_t k, Machine const& on) {
   int64_t const tokens = m <= 8 ? 8 : m <= 16 ? 16 : 32;
   int64_t const row_blocks = divide_up(n, w4::kChunkRows), chunks = divide_up(k, w4::kChunkK);
-  int64_t const wanted = row_blocks >= 2 * on.multiprocessors ? 2 : 1;
+  Division const wanted = division(tokens, row_blocks, chunks, on);
   Plan best{};
   for (Instance const& used : kInstances) {
-    if (used.tokens != tokens || used.units != 2) continue;
+    if (used.tokens != tokens) continue;
+    bool const is_wanted =
+        used.row_blocks == wanted.row_blocks && used.groups == wanted.groups && used.units == wanted.units;
+    if (!is_wanted && (best.stages > 0 || used.units == 1)) continue;
     Plan const found = plan_of(used, row_blocks, chunks, on);
-    if (found.stages > 0 && (best.stages == 0 || used.row_blocks == wanted)) best = found;
+    if (found.stages > 0) best = found;
   }
   return best;
 }
