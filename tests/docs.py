@@ -192,6 +192,31 @@ def w4_error() -> str:
     return "\n".join(lines)
 
 
+def host_cost() -> str:
+    """Return what a call costs the host, of every run that is kept."""
+    from bench import host_cost as script
+
+    parts = []
+    for result in results():
+        if result.get("kind") == "host cost":
+            cost = result["host_cost"]
+            head = f"{result['device']}, torch {result['torch']}, commit {result['commit']}. {cost['method']}."
+            parts += [head, script.table(result)]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
+def candidates() -> str:
+    """Return candidates, self-checks, tuned choices and planted faults of every run that is kept."""
+    from bench import candidates as script
+
+    parts = []
+    for result in results():
+        if result.get("kind") == "candidates":
+            head = f"{result['device']}, driver {result['driver']}, torch {result['torch']}, commit {result['commit']}."
+            parts += [head, script.candidate_table(result), script.choice_table(result), script.planted_table(result)]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
 def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
@@ -207,6 +232,8 @@ def generate() -> dict[Path, str]:
         ("bench", bench),
         ("decoder", decoder),
         ("w4 error", w4_error),
+        ("host cost", host_cost),
+        ("candidates", candidates),
         ("demo", demo),
     ):
         numbers = fill(numbers, name, make())

@@ -1,0 +1,237 @@
+"""Which backends there are for FP8 and NVFP4 on this GPU, what the self-check says of each, and what tuning chooses.
+
+    python bench/candidates.py --commit HASH --json bench/results/DATE-CARD-candidates.json
+
+For each op and scaling: every backend with its reasons or its self-check (first, with compilation, and again), and the
+choice of the rules for a few tokens; the tuned choice for a few weights; how many faults that are planted into an
+honest emulation on the device the self-check catches, and how many honest emulations it accuses. Exits with 1 if a
+backend of this machine fails, a fault is missed or an honest one accused. Verdicts and times go to a temporary folder;
+kernels that are in the cache are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # tests.planted
+
+from fp4dispatch import canary, dispatch, quarantine, registry, selfcheck, tuned, tuning  # noqa: E402
+from fp4dispatch.backends.base import Backend  # noqa: E402
+from fp4dispatch.benchmark import machine  # noqa: E402
+from fp4dispatch.problem import Problem  # noqa: E402
+from tests.planted import FAULTS, HONEST, ONLY_WITH  # noqa: E402
+
+KINDS = (("fp8_gemm", "tensor"), ("fp8_gemm", "row"), ("fp8_gemm", "block128"), ("nvfp4_gemm", "nvfp4"))
+NK = ((4096, 4096), (6144, 4096), (4096, 14336))
+TOKENS = (1, 16, 64, 256, 2048)
+PLANTED = (("fp8_gemm", "row", "fp8"), ("fp8_gemm", "block128", "fp8"), ("nvfp4_gemm", "nvfp4", "nvfp4"))
+
+
+def candidates(device: torch.device) -> list[dict[str, Any]]:
+    """Judge every backend for every op and scaling; self-check, twice, what can run."""
+    rows = []
+    gpu = device.index
+    for op, scaling in KINDS:
+        problem = Problem(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
+        decision = dispatch.explain(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
+        for verdict in decision.verdicts:
+            backend = registry.backends().get(verdict.backend)
+            row: dict[str, Any] = {"op": op, "scaling": scaling, "backend": verdict.backend}
+            row |= {"activation": verdict.activation, "reasons": [str(r) for r in verdict.reasons]}
+            row |= {"denied": [hit.id for hit in verdict.denied]}
+            if verdict.can_run and isinstance(backend, Backend):
+                row |= check(backend, problem, verdict.activation, device, gpu)
+            rows.append(row)
+            print(describe(row), flush=True)
+    return rows
+
+
+def check(backend: Backend, problem: Problem, activation: Any, device: torch.device, gpu: int | None) -> dict[str, Any]:
+    """Run the self-check twice: with compilation, and without."""
+    results = []
+    for _ in range(2):
+        canary.canaries.cache_clear()
+        system = dispatch.facts(gpu)
+        results.append(selfcheck.check(backend, problem.op, problem.scaling, activation, system, device))
+    first, again = results
+    return {
+        "status": again.status if first.status == again.status else f"{first.status}, then {again.status}",
+        "canaries": len(again.ran),
+        "findings": list(first.findings or again.findings),
+        "notes": list(again.notes),
+        "first_ms": round(first.seconds * 1e3),
+        "again_ms": round(again.seconds * 1e3),
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return one line for people."""
+    head = f"{row['op']} {row['scaling']:<8} {row['backend']:<20}"
+    if "status" not in row:
+        return f"{head} cannot run: {'; '.join(row['reasons'])[:120]}"
+    denied = f", denied by {', '.join(row['denied'])}" if row["denied"] else ""
+    found = f": {row['findings'][0][:120]}" if row["findings"] else ""
+    times = f"{row['first_ms']} ms first, {row['again_ms']} ms again"
+    return f"{head} {row['activation']}: {row['status']} ({row['canaries']} canaries, {times}){denied}{found}"
+
+
+def choices(device: torch.device, nk: Any, tokens: Any) -> list[dict[str, Any]]:
+    """Tune a few weights; return the rules' choice, the tuned one and every time."""
+    rows = []
+    for op, scaling in KINDS:
+        for n, k in nk:
+            weights = None
+            for m in tokens:
+                problem = Problem(op, m, n, k, scaling=scaling)  # type: ignore[arg-type]
+                gpu = device.index
+                rules = dispatch.select(problem, backend="auto", gpu=gpu)
+                weights = weights or tuning.make_weights(problem, device)
+                before = memory(device)
+                started = time.perf_counter()
+                found = tuning.tune(problem, weights, gpu=gpu)
+                seconds = time.perf_counter() - started
+                decision = dispatch.select(found.problem, backend="auto", gpu=gpu)
+                row = {"op": op, "scaling": scaling, "n": n, "k": k, "m": found.problem.m, "seconds": round(seconds, 2)}
+                row |= {"rules": f"{rules.backend} ({rules.activation})"}
+                row |= {"auto": f"{decision.backend} ({decision.activation})"}
+                row |= {"by": decision.rule.id if decision.rule else "", "left_out": list(map(list, found.left_out))}
+                row |= {"us": {f"{t.backend} ({t.activation})": round(t.us, 2) for t in found.timings}}
+                row |= {"noise_us": {f"{t.backend} ({t.activation})": round(t.noise_us, 2) for t in found.timings}}
+                row |= {"bytes_kept": memory(device) - before}
+                rows.append(row)
+                auto = f"rules {row['rules']}, auto {row['auto']} [{row['by']}] {row['us']}"
+                print(f"{op} {scaling} N={n} K={k} M={row['m']}: {auto}", flush=True)
+            del weights
+    return rows
+
+
+def memory(device: torch.device) -> int:
+    """Return what torch holds on the device, in tensors."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def planted(device: torch.device, kinds: Any) -> list[dict[str, Any]]:
+    """Check an honest emulation, and the same with one fault each, with everything on the device."""
+    rows = []
+    for kind in kinds:
+        missed, accused, faults, honest = [], [], 0, 0
+        for name, backend in subjects(kind):
+            system = dispatch.facts(device.index)
+            with torch.device(device):
+                result = selfcheck.check(backend, *kind, system, device)  # type: ignore[arg-type]
+            if name in FAULTS:
+                faults += 1
+                missed += [name] if result.status != "failed" else []
+            else:
+                honest += 1
+                accused += [f"{name}: {result.text()}"] if result.status != "passed" else []
+        row = {"op": kind[0], "scaling": kind[1], "activation": kind[2], "faults": faults, "missed": missed}
+        rows.append(row | {"caught": faults - len(missed), "honest": honest, "accused": accused})
+        print(
+            f"planted {' '.join(kind)}: {faults - len(missed)} of {faults} caught, {len(accused)} of {honest} accused"
+        )
+    return rows
+
+
+def subjects(kind: Any) -> Iterator[tuple[str, Backend]]:
+    """Return every fault and every honest emulation that there is for a kind."""
+    for name, fault in FAULTS.items():
+        if ONLY_WITH[name](*kind) and kind[2] in fault.activations.get(kind[0], ()):  # type: ignore[operator]
+            yield name, fault()
+    for emulation in HONEST:
+        if kind[2] in emulation.activations.get(kind[0], ()):
+            yield emulation.__name__, emulation()
+
+
+def faults_in(result: dict[str, Any]) -> list[str]:
+    """Return what is wrong, one sentence each."""
+    wrong = [describe(row) for row in result["candidates"] if row.get("status", "passed").startswith("failed")]
+    wrong += [
+        f"planted {row['op']} {row['scaling']}: missed {row['missed']}" for row in result["planted"] if row["missed"]
+    ]
+    return wrong + [f"accused: {text}" for row in result["planted"] for text in row["accused"]]
+
+
+def candidate_table(result: dict[str, Any]) -> str:
+    """Return the backends as markdown."""
+    lines = [
+        "| op | scaling | backend | activation | self-check | first, ms | again, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["candidates"]:
+        head = f"| {row['op']} | {row['scaling']} | {row['backend']} |"
+        if "status" in row:
+            denied = f", denied: {', '.join(row['denied'])}" if row["denied"] else ""
+            verdict = f"{row['status']}, {row['canaries']} canaries{denied}"
+            lines.append(f"{head} {row['activation']} | {verdict} | {row['first_ms']} | {row['again_ms']} |")
+        else:
+            codes = ", ".join(dict.fromkeys(reason.split()[0] for reason in row["reasons"]))
+            lines.append(f"{head} | cannot run: {codes} | | |")
+    return "\n".join(lines)
+
+
+def choice_table(result: dict[str, Any]) -> str:
+    """Return the tuned choices as markdown; the time of the rules' choice, and of the fastest."""
+    lines = [
+        "| op | scaling | N x K | M | the rules choose | us | auto chooses, tuned | us | all, us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["tuned"]:
+        us = row["us"]
+        every = ", ".join(f"{name} {value:.1f}" for name, value in us.items())
+        cells = [row["op"], row["scaling"], f"{row['n']}x{row['k']}", row["m"]]
+        for who in ("rules", "auto"):
+            cells += [row[who], f"{us[row[who]]:.1f}" if row[who] in us else ""]
+        lines.append(f"| {' | '.join(map(str, cells))} | {every} |")
+    return "\n".join(lines)
+
+
+def planted_table(result: dict[str, Any]) -> str:
+    """Return the counts of planted faults as markdown."""
+    lines = ["| op | scaling | activation | faults caught | honest accused |", "|---|---|---|---|---|"]
+    for row in result["planted"]:
+        counts = f"{row['caught']} of {row['faults']} | {len(row['accused'])} of {row['honest']}"
+        lines.append(f"| {row['op']} | {row['scaling']} | {row['activation']} | {counts} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run everything, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--device")
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--nk", nargs="*", default=[f"{n}x{k}" for n, k in NK], metavar="NxK")
+    parser.add_argument("--all-planted", action="store_true", help="plant faults for every kind of problem")
+    arguments = parser.parse_args()
+    card = machine.card(arguments.device)
+    nk = [tuple(map(int, text.split("x"))) for text in arguments.nk]
+    everything = tuple(canary.kinds({"nvfp4_gemm": ("nvfp4", "fp8", "bf16"), "fp8_gemm": ("fp8", "bf16")}))
+    result = machine.facts(card, arguments.commit) | {"kind": "candidates"}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o700)
+        quarantine.folder = lambda: Path(folder) / quarantine.FOLDER  # type: ignore[assignment]
+        tuned.folder = lambda: Path(folder) / tuned.FOLDER  # type: ignore[assignment]
+        result["candidates"] = candidates(card.device)
+        result["tuned"] = choices(card.device, nk, arguments.tokens)
+        result["planted"] = planted(card.device, everything if arguments.all_planted else PLANTED)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(candidate_table(result), choice_table(result), planted_table(result), sep="\n\n")
+    wrong = faults_in(result)
+    print("\n".join(wrong) or "every candidate passed, every fault was caught, nothing honest was accused")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

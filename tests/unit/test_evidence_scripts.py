@@ -1,0 +1,120 @@
+"""bench/host_cost.py and bench/candidates.py on a CPU: what they measure, refuse and print."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from bench import candidates, host_cost
+from fp4dispatch import canary, ops, quarantine, tuned
+from fp4dispatch.benchmark import machine
+from tests.planted import FAULTS, HONEST, Honest
+
+CPU = torch.device("cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- host cost
+
+
+@pytest.fixture(scope="module")
+def cost():
+    result = host_cost.run(machine.card("cpu"), 64, 64, (1, 3), calls=3, rounds=5, peers=False)
+    return {"host_cost": result}
+
+
+def test_every_method_is_timed_beside_nn_linear(cost):
+    rows = {(row["what"], row["m"]): row for row in cost["host_cost"]["rows"]}
+    for m in (1, 3):
+        assert rows["nn.Linear", m]["ratio"] == 1
+        for name in ("torch.mm", "an output", "FP8Linear row, reference", "FP4Linear", "FP8Linear block128"):
+            assert rows[name, m]["us"] > 0
+        assert rows["FP4Linear", m]["limited"]
+        assert not rows["FP4Linear, reference", m]["limited"]
+        assert rows["FP8Linear row, nothing launched", m]["us"] < rows["FP8Linear row, reference", m]["us"]
+    assert json.loads(json.dumps(cost)) == cost
+
+
+def test_the_table_and_the_limit(cost):
+    text = host_cost.table(cost)
+    assert "| nn.Linear | torch |" in text
+    assert "M=3, us" in text
+    for row in cost["host_cost"]["rows"]:
+        row["ratio"] = 1.1
+    assert host_cost.over(cost, 1.2) == []
+    missed = host_cost.over(cost, 1.0)
+    assert len(missed) == 8
+    assert missed[0].startswith("FP8Linear row on reference (bf16) at M=1: 1.10 times")
+
+
+def test_a_wrong_method_gets_no_time(monkeypatch):
+    linear = torch.nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False)
+    real = ops.run_bound
+    monkeypatch.setattr(ops, "run_bound", lambda *call: real(*call).zero_())
+    found, lacks = host_cost.layer_methods(linear, torch.randn(2, 64).bfloat16())
+    assert lacks["FP8Linear row"].startswith("WRONG")
+    assert not any(row.limited for row in found.values())
+
+
+# ---------------------------------------------------------------------------------------------------------- candidates
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(quarantine, "folder", lambda: tmp_path / quarantine.FOLDER)
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path / tuned.FOLDER)
+    monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:2])
+    canary.canaries.cache_clear()
+    yield
+    canary.canaries.cache_clear()
+
+
+def test_candidates_are_judged_and_checked():
+    rows = candidates.candidates(CPU)
+    assert {(row["op"], row["scaling"]) for row in rows} == set(candidates.KINDS)
+    by_name = {(row["op"], row["scaling"], row["backend"]): row for row in rows}
+    reference = by_name["nvfp4_gemm", "nvfp4", "reference"]
+    assert (reference["status"], reference["canaries"]) == ("passed", 2)
+    assert any("no NVIDIA GPU" in reason for reason in by_name["fp8_gemm", "row", "cutlass"]["reasons"])
+    table = candidates.candidate_table({"candidates": rows})
+    assert "| nvfp4_gemm | nvfp4 | reference | bf16 | passed, 2 canaries |" in table
+    assert "| fp8_gemm | row | cutlass | | cannot run: ARCH" in table
+
+
+def test_planted_faults_are_counted_and_a_missed_one_is_an_error(monkeypatch):
+    kind = ("fp8_gemm", "row", "fp8")
+    keep = ("WritesZeros_first", "NaNOnRaggedM", "IgnoresBias")
+    monkeypatch.setattr(candidates, "FAULTS", {name: FAULTS[name] for name in keep} | {"Harmless": Honest})
+    monkeypatch.setitem(candidates.ONLY_WITH, "Harmless", lambda *kind: True)
+    monkeypatch.setattr(candidates, "HONEST", HONEST[:2])
+    monkeypatch.setattr(candidates.selfcheck, "canaries", canary.canaries)
+    (row,) = candidates.planted(CPU, [kind])
+    assert (row["faults"], row["honest"], row["accused"]) == (4, 2, [])
+    assert row["missed"] == ["Harmless", "IgnoresBias"] or row["missed"] == ["IgnoresBias", "Harmless"]
+    result = {"candidates": [], "planted": [row]}
+    assert any("missed" in text for text in candidates.faults_in(result))
+    assert "2 of 4" in candidates.planted_table(result)
+
+
+def test_an_honest_backend_that_is_accused_is_an_error(monkeypatch):
+    monkeypatch.setattr(candidates, "FAULTS", {})
+    monkeypatch.setattr(candidates, "HONEST", (FAULTS["WritesOnlyZeros"],))
+    (row,) = candidates.planted(CPU, [("fp8_gemm", "row", "fp8")])
+    assert len(row["accused"]) == 1
+    assert candidates.faults_in({"candidates": [], "planted": [row]})
+
+
+def test_a_candidate_that_fails_is_an_error():
+    row = {"op": "fp8_gemm", "scaling": "row", "backend": "cutlass", "activation": "fp8", "denied": [], "reasons": []}
+    row |= {"status": "failed", "canaries": 1, "findings": ["a tile is NaN"], "first_ms": 1, "again_ms": 1}
+    assert "a tile is NaN" in candidates.faults_in({"candidates": [row], "planted": []})[0]
+
+
+def test_tuned_choices_on_a_cpu_are_the_reference():
+    rows = candidates.choices(CPU, [(64, 64)], (1,))
+    assert len(rows) == len(candidates.KINDS)
+    assert {row["auto"] for row in rows} == {"reference (bf16)"}
+    table = candidates.choice_table({"tuned": rows})
+    assert "| fp8_gemm | row | 64x64 | 1 | reference (bf16) |" in table
