@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = ("test_race.py", "test_selfcheck.py", "test_graphs.py", "test_system_gpu.py")
+ALONE = (
+    *("test_race.py", "test_selfcheck.py", "test_graphs.py", "test_system_gpu.py"),
+    *("test_capture_guards.py", "test_tuning.py"),
+)
 """Files that measure time, memory or the whole card: never beside other tests."""
 LIBRARIES = ("cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
 OP = {"nvfp4": "nvfp4_gemm", "tensor": "fp8_gemm", "row": "fp8_gemm", "block128": "fp8_gemm"}
