@@ -132,7 +132,7 @@ def test_the_bits_are_those_of_torchs_operations(scaling, static, shape, kernels
         plain = planned(weights(scaling, static, *shape))
     for m in (1, 3, 4, 17, 128):
         wide = torch.randn(m, 2 * shape[1] + 1).bfloat16()
-        for x in (wide[:, : shape[1]].contiguous(), wide[:, 1 : shape[1] + 1], wide[:, 1::2]):
+        for x in (wide[:, : shape[1]].contiguous(), wide[:, 1 : shape[1] + 1], wide[:, :-1:2], wide[:, 1::2]):
             before = len(kernels.calls)
             assert torch.equal(run(subject, x), run(plain, x))
             assert len(kernels.calls) == before + 1
@@ -192,6 +192,8 @@ def test_a_static_scale_beside_scales_per_row_is_multiplied_once(kernels, gemms)
 def test_f32_activations_are_quantised_by_torch(kernels):
     for scaling, static in KINDS:
         run(planned(weights(scaling, static), dtype="float32"), torch.randn(8, 256))
+        backend, plan, prepared = planned(weights(scaling, static))
+        backend.run(plan, prepared, torch.randn(8, 256), torch.empty(8, 128, dtype=torch.bfloat16))
     assert kernels.calls == []
 
 

@@ -1,0 +1,204 @@
+"""cuBLASLt behind our quantisers on a GPU: the bits of the path without them, graphs, PDL, threads and streams.
+
+The numbers of single calls are held to the reference by tests/gpu/test_backends.py, for every backend.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+
+from fp4dispatch import formats, ops, registry, system
+from fp4dispatch.backends import quantizers
+from fp4dispatch.backends.base import QuantizedActivation
+from fp4dispatch.linear import FP8Linear
+from fp4dispatch.replace import warmup
+from tests import contract
+
+pytestmark = pytest.mark.gpu
+
+N, K = 1024, 2048
+KINDS = (("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False))
+TOKENS = (1, 3, 4, 64, 129, 1000)
+kinds = pytest.mark.parametrize(("scaling", "static"), KINDS)
+
+
+def case_of(scaling, m, *, dtype="bfloat16", n=N, k=K, bias=False, static=False):
+    """Return a case, or skip where this machine's cuBLASLt cannot run it."""
+    case = contract.Case("fp8_gemm", scaling, "fp8", m, n, k, dtype, bias, static=static)
+    why = contract.unsupported(registry.instance("cublaslt"), case, system.current())
+    if why:
+        pytest.skip(f"cublaslt: {why}")
+    return case
+
+
+def layer_of(scaling, static=False, seed=0, k=K, n=N):
+    case_of(scaling, 1)
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(k, n, device="cuda", dtype=torch.bfloat16)
+    layer = FP8Linear.from_linear(linear, scaling=scaling, backend="cublaslt")
+    if static:
+        layer.input_scale = torch.tensor(0.01, device="cuda")
+        layer._refresh()
+    return layer
+
+
+def tokens(m, seed=0, k=K, dtype=torch.bfloat16):
+    return torch.randn(m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
+
+
+def captured(fn):
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = fn()
+    return graph, out
+
+
+def test_our_kernels_are_used_where_they_can_be_compiled():
+    case = case_of("row", 1)
+    backend = registry.instance("cublaslt")
+    plan = backend.plan(case.problem(), backend.prepare(contract.make_weights(case, "cuda", 1)))
+    if plan.note and system.current().nvcc is None:
+        pytest.skip(plan.note)
+    assert plan.note == ""
+    assert plan.state.quantizers is not None
+    assert plan.state.launch is not None
+
+
+@pytest.mark.parametrize(("n", "k", "bias"), [(N, K, False), (N, K, True), (1000, 1040, True), (136, 72, False)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@kinds
+def test_the_bits_are_those_of_the_path_without_our_kernels(scaling, static, dtype, n, k, bias, monkeypatch):
+    backend = registry.instance("cublaslt")
+    case = case_of(scaling, 1, dtype=dtype, n=n, k=k, bias=bias, static=static)
+    weights = contract.make_weights(case, "cuda", 1)
+    prepared = backend.prepare(weights)
+    ours = backend.plan(case.problem(), prepared)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantizers, "load", lambda device: (None, "off"))
+        plain = backend.plan(case.problem(), prepared)
+    assert ours.state.quantizers is not None
+    assert plain.state.quantizers is None
+    out_dtype = getattr(torch, dtype)
+    bias_row = torch.randn(n, device="cuda", dtype=out_dtype) if bias else None
+    for m in TOKENS:
+        x = tokens(m, m, k, out_dtype)
+        x[m // 2, : k // 2] = 0
+        x[-1] = x[-1] * 3
+        outs = []
+        for plan in (ours, plain):
+            out = torch.full((m, n), torch.nan, device="cuda", dtype=out_dtype)
+            backend.run(plan, prepared, x, out, bias_row)
+            outs.append(out)
+        assert outs[0].isfinite().all()
+        assert torch.equal(*outs), f"M={m}: {int((outs[0] != outs[1]).sum())} of {out.numel()} differ"
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])
+def test_non_finite_activations_stay_in_their_token(scaling):
+    layer = layer_of(scaling)
+    x = tokens(66)
+    want = layer(x)
+    x[3, 5], x[65, 7] = float("nan"), float("inf")
+    got = layer(x)
+    others = [i for i in range(66) if i not in (3, 65)]
+    assert torch.equal(got[others], want[others])
+    assert got[[3, 65]].isnan().all()
+
+
+@kinds
+def test_one_warm_up_serves_graphs_of_every_m(scaling, static):
+    layer = layer_of(scaling, static)
+    warmup(layer, tokens=[16])
+    xs = [tokens(m, m) for m in TOKENS]
+    graphs = [captured(lambda x=x: layer(x)) for x in xs]
+    with torch.inference_mode():
+        for seed in (1, 99):
+            for (graph, out), x in zip(graphs, xs, strict=True):
+                x.copy_(tokens(x.shape[0], seed))
+                out.fill_(float("nan"))
+                graph.replay()
+                other = layer(tokens(x.shape[0], 7))  # eager work may not touch what a graph holds
+                assert torch.equal(out, layer(x))
+                assert not torch.equal(out, other)
+            poison = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
+            del poison
+
+
+@kinds
+def test_a_chain_gives_the_same_bits_with_and_without_pdl(scaling, static, monkeypatch):
+    """The quantiser starts before the GEMM ahead of it has finished, and must not read or write until it has."""
+    backend = registry.instance("cublaslt")
+    case = case_of(scaling, 64, n=K, static=static)
+    layers = [backend.prepare(contract.make_weights(case, "cuda", seed)) for seed in range(6)]
+    plans = []
+    for setting in ("off", "auto"):
+        monkeypatch.setenv("FP4DISPATCH_PDL", setting)
+        plans.append(backend.plan(case.problem(), layers[0]))
+    assert not plans[0].state.quantizers.pdl
+    assert plans[1].state.quantizers.pdl == (torch.cuda.get_device_capability() >= (9, 0))
+
+    def chain(plan, x):
+        for prepared in layers * 4:
+            out = torch.empty(64, K, device="cuda", dtype=torch.bfloat16)
+            backend.run(plan, prepared, x, out)
+            x = out * (1 / 64)
+        return x
+
+    x = tokens(64)
+    want = chain(plans[0], x)
+    for _ in range(20):
+        assert torch.equal(chain(plans[1], x), want)
+    graph, out = captured(lambda: chain(plans[1], x))
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+def test_many_threads_and_streams_at_once():
+    layers = [layer_of("row", seed=0), layer_of("row", True, seed=1), layer_of("tensor", True, seed=2)]
+    sizes = (1, 64, 129, 1000)
+    xs = {m: tokens(m, m) for m in sizes}
+    with torch.inference_mode():
+        expected = {(i, m): layer(xs[m]) for i, layer in enumerate(layers) for m in sizes}
+    torch.cuda.synchronize()
+    wrong, raised = [], []
+
+    def work(seed):
+        try:
+            stream, order = torch.cuda.Stream(), random.Random(seed)
+            with torch.cuda.stream(stream), torch.inference_mode():
+                for _ in range(100):
+                    i, m = order.randrange(3), order.choice(sizes)
+                    if not torch.equal(layers[i](xs[m]), expected[i, m]):
+                        wrong.append((i, m))
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert raised == []
+    assert wrong == []
+
+
+def test_raw_operands_with_one_scale_each_are_right():
+    case_of("tensor", 1)
+    a, b = (formats.fp8_quantize(tokens(m, m), "tensor") for m in (33, 144))
+    exact = formats.fp8_dequantize(a.data, a.scale, "tensor").double()
+    exact = exact @ formats.fp8_dequantize(b.data, b.scale, "tensor").double().t()
+    got = ops.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="tensor", backend="cublaslt")
+    assert float((got.double() - exact).norm() / exact.norm()) < 0.003
+    backend, case = registry.instance("cublaslt"), case_of("tensor", 33, n=144)
+    weights = contract.make_weights(case, "cuda", 1)
+    prepared = backend.prepare(weights)
+    out = torch.empty(33, 144, device="cuda", dtype=torch.bfloat16)
+    backend.run(backend.plan(case.problem(), prepared), prepared, QuantizedActivation(a.data, a.scale), out)
+    exact = formats.fp8_dequantize(a.data, a.scale, "tensor").double() @ contract.dequantised(weights).t()
+    assert float((out.double() - exact).norm() / exact.norm()) < 0.003
