@@ -122,6 +122,18 @@ def test_the_contract_holds_with_our_quantisers(case, kernels):
     assert len(kernels.calls) == (0 if case.raw else 2)
 
 
+@pytest.mark.parametrize(("dtype", "row_wise"), [("bfloat16", True), ("float16", False)])
+def test_away_from_hopper_scales_per_row_are_for_bfloat16_alone(dtype, row_wise, kernels, gemms, monkeypatch):
+    monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: None)
+    for static in (False, True):
+        contract.check(
+            cublaslt.CublasLtBackend(),
+            contract.Case("fp8_gemm", "row", "fp8", 7, 128, 256, dtype, False, static=static),
+        )
+    assert {a.numel() for a, _ in gemms} == {7 if row_wise else 1}
+    assert len(kernels.calls) == 4
+
+
 @pytest.mark.parametrize(("scaling", "static"), KINDS)
 @pytest.mark.parametrize("shape", [(128, 256), (200, 144)])
 def test_the_bits_are_those_of_torchs_operations(scaling, static, shape, kernels, monkeypatch):
