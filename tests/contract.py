@@ -36,6 +36,12 @@ and 25 times the noise at K = 128, 1040, 4096 and 14336, just under ``(K / 128) 
 a sum, a tenth of what the format itself loses."""
 
 
+BIAS_AFTER_ROUNDING = "flashinfer_"
+"""FlashInfer's functions take no bias: these backends add it to the rounded product and round again, and are held to
+the reference that does the same. In a tile of one row a few large columns make up all of the error, and two roundings
+can be 2.6 times one: 0.380 and 0.146, computed exactly, in tile (1, 3) of block128, 129x1000x1040 with a bias."""
+
+
 class Violation(AssertionError):
     """A backend broke its contract."""
 
@@ -198,7 +204,10 @@ def check(backend: Backend, case: Case, device: str = "cpu") -> None:
     exact = a @ w.t() + (0 if bias is None else bias.double())
     oracle = ReferenceBackend()
     ours = oracle.prepare(second)
-    reference = _run(oracle, case, oracle.plan(problem, ours), ours, x, bias, device, dtype)
+    twice = bias is not None and backend.name.startswith(BIAS_AFTER_ROUNDING)
+    reference = _run(oracle, case, oracle.plan(problem, ours), ours, x, None if twice else bias, device, dtype)
+    if twice:
+        reference = reference + bias
     noise = _accumulator_noise(case) if device != "cpu" and case.activation == "fp8" else F32_NOISE
     floor = noise * ((a * a) @ (w * w).t()).sqrt()
     _check_tiles(case, out, exact, reference, floor)

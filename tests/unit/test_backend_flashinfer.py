@@ -101,6 +101,21 @@ def test_deepgemm_computes_what_the_reference_does(case, deepgemm):
     assert len(runner.calls) == 3
 
 
+def test_a_bias_after_rounding_is_held_to_two_roundings_and_to_no_more(deepgemm, monkeypatch):
+    """The one row of this shape's last tiles: two roundings are 2.6 times one, by nobody's mistake."""
+    backend, _ = deepgemm
+    case = contract.Case("fp8_gemm", "block128", "fp8", 129, 1000, 1040, "bfloat16", True)
+    contract.check(backend, case)
+    real = torch.Tensor.add_
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "add_", lambda self, bias: real(self, -bias))
+        with pytest.raises(contract.Violation, match="error"):
+            contract.check(backend, case)
+    monkeypatch.setattr(contract, "BIAS_AFTER_ROUNDING", "none")
+    with pytest.raises(contract.Violation, match=r"tile \(1, 3\): error 0\.38"):
+        contract.check(backend, case)
+
+
 def test_deepgemm_runs_block_scaled_fp8_into_bfloat16_and_nothing_else():
     system = System.fake("9.0", **FACTS)
     taken = {(c.scaling, c.activation, c.out_dtype) for c in supported(DEEPGEMM(), "9.0")}
