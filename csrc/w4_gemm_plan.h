@@ -12,6 +12,9 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct TileSizes {
   int64_t tokens, rows, stage_k, weight_bytes, token_bytes, ctas;  // ctas: of a multiprocessor
   double dequantize_clocks;  // of a stage, where nothing else is in the way
+  // Of a stage as measured: a CTA by itself on its multiprocessor, and what it takes of a multiprocessor that is full,
+  // without and with multicast. 0: not measured, the model's.
+  double alone_clocks, stage_clocks, pair_clocks;
 };
 
 // CTAs of a cluster that share activations (1, 2, 4), that share out K (1, 2, 4, 8), and how many token tiles are done
@@ -25,32 +28,46 @@ struct LaunchPlan {
 constexpr double kCacheBytes = 28;     // from the L2 cache, a clock and multiprocessor
 constexpr double kMemoryBytes = 2350;  // from memory, a clock
 constexpr double kTileClocks = 3000;   // before the first and after the last stage
-constexpr double kSplitClocks = 3500;  // barriers of a cluster, twice
+constexpr double kSplitClocks = 5000;  // barriers of a cluster, twice, and a start that nothing hides
 constexpr double kSplitBytes = 40;     // of sums from other CTAs, a clock
 constexpr int64_t kRaster = 8;
 constexpr int64_t kLargestCluster = 8;  // what every GPU with clusters has
 constexpr int64_t kFewestStages = 4;    // a part of K shorter than that is all start and end
+constexpr int64_t kSplitWaves = 2;      // with a split, more have not been measured
+
+inline int64_t waves_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n,
+                        int64_t multiprocessors, int64_t& clusters, int64_t& slots) {
+  int64_t const cluster = plan.multicast * plan.split;
+  clusters = divide_up(divide_up(n, tile.rows), plan.multicast) * divide_up(m, tile.tokens);
+  // Larger clusters than pairs do not fill groups of multiprocessors (14, 16 or 18 of them) that are no multiple of them.
+  int64_t const usable = (cluster > 2 ? multiprocessors * 15 / 16 : multiprocessors) * tile.ctas;
+  slots = std::max<int64_t>(usable / cluster, 1);
+  return divide_up(clusters, slots);
+}
+
+inline double stage_clocks_of(TileSizes const& tile, LaunchPlan const& plan) {
+  if (tile.stage_clocks > 0) return plan.multicast == 1 ? tile.stage_clocks : tile.pair_clocks;
+  double const tensor = double(tile.rows / 64 * 4 * tile.tokens / 2);
+  double const bytes = double(tile.weight_bytes) + double(tile.token_bytes) / double(plan.multicast);
+  return std::max({tensor, tile.dequantize_clocks, bytes / kCacheBytes});
+}
 
 inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n, int64_t k,
                         int64_t multiprocessors) {
-  int64_t const cluster = plan.multicast * plan.split, token_tiles = divide_up(m, tile.tokens);
-  int64_t const clusters = divide_up(divide_up(n, tile.rows), plan.multicast) * token_tiles;
-  // Larger clusters than pairs do not fill groups of multiprocessors (14, 16 or 18 of them) that are no multiple of them.
-  int64_t const usable = (cluster > 2 ? multiprocessors * 15 / 16 : multiprocessors) * tile.ctas;
-  int64_t const slots = std::max<int64_t>(usable / cluster, 1), waves = divide_up(clusters, slots);
-  double const running = double(std::min(clusters, slots) * cluster);
+  int64_t const token_tiles = divide_up(m, tile.tokens);
+  int64_t clusters, slots;
+  int64_t const waves = waves_of(tile, plan, m, n, multiprocessors, clusters, slots);
+  double const running = double(std::min(clusters, slots) * plan.multicast * plan.split);
   // CTAs that share a multiprocessor share all it has.
   double const shared = std::min(std::max(running / double(multiprocessors), 1.), double(tile.ctas));
-  double const tensor = double(tile.rows / 64 * 4 * tile.tokens / 2);
-  double const cache =
-      (double(tile.weight_bytes) + double(tile.token_bytes) / double(plan.multicast)) / kCacheBytes;
   double const memory =
       running * double(tile.weight_bytes) / double(std::min(token_tiles, plan.raster)) / kMemoryBytes;
-  double const stage = std::max(std::max({tensor, tile.dequantize_clocks, cache}) * shared, memory);
+  double const stage = std::max({stage_clocks_of(tile, plan) * shared, tile.alone_clocks, memory});
   double const end = plan.split == 1 ? 0 : kSplitClocks + double(tile.rows * tile.tokens * 4) / kSplitBytes;
   double const stages = double(divide_up(divide_up(k, tile.stage_k), plan.split));
-  // A tile's start and end hide behind others' only in part.
-  return double(waves) * (stages * stage + end) + kTileClocks * (1 + 0.5 * double(waves - 1));
+  // A tile's start and end hide behind others' only in part, and with a split not at all.
+  double const again = plan.split == 1 ? 0.5 : 1;
+  return double(waves) * (stages * stage + end) + kTileClocks * (1 + again * double(waves - 1));
 }
 
 inline LaunchPlan plan_launch(TileSizes const& tile, int64_t m, int64_t n, int64_t k,
@@ -61,6 +78,8 @@ inline LaunchPlan plan_launch(TileSizes const& tile, int64_t m, int64_t n, int64
     for (int64_t split = 1; multicast * split <= kLargestCluster; split *= 2) {
       if (split > 1 && stages < split * kFewestStages) break;
       LaunchPlan plan{multicast, split, kRaster};
+      int64_t clusters, slots;
+      if (split > 1 && waves_of(tile, plan, m, n, multiprocessors, clusters, slots) > kSplitWaves) continue;
       plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);
       if (best.clocks == 0 || plan.clocks < best.clocks) best = plan;
     }

@@ -15,8 +15,8 @@
 //
 // FP4D_TOKENS is the tile's number of tokens (64, 128, and 192 for FP8 or 256 for 16 bits); every build takes every M.
 // FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
-// and sums of 256 k are what FP8 wgmma keeps (13 bits behind the point of the largest addend, truncated at every MMA of
-// 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
+// and sums of at most 512 k (64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
+// truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
 // The same inputs give the same bits, whatever ran before; another launch shape may give others (order of sums).
 //
 // With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
@@ -49,13 +49,21 @@ constexpr int64_t kMaxRaster = 1 << 20;
 // A warp's instructions for a chunk on the half-rate pipe, two clocks each: counted in the machine code.
 constexpr double kDequantizeClocks = 2 * (kFp8 ? 35 : 50);
 
+// Fitted to the second sweep of bench/NOTES.md, "w4 large M".
+constexpr double kAloneClocks = kFp8 && Used::kTokens == 64 ? 1100 : 0;
+constexpr double kStageClocks = !kFp8 ? 0 : Used::kTokens == 64 ? 740 : Used::kTokens == 128 ? 980 : 1390;
+constexpr double kPairClocks = !kFp8 ? 0 : Used::kTokens == 64 ? 775 : Used::kTokens == 128 ? 1040 : 1335;
+
 constexpr TileSizes kSizes{Used::kTokens,
                            Used::kRows,
                            kStageK,
                            Used::kWeightBytes,
                            Used::kTokenBytes,
                            Used::kCtas,
-                           kDequantizeClocks * Used::kStageChunks * Used::kConsumers};
+                           kDequantizeClocks * Used::kStageChunks * Used::kConsumers,
+                           kAloneClocks,
+                           kStageClocks,
+                           kPairClocks};
 
 int log2_of(int64_t value) {
   int log = 0;

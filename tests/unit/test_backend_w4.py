@@ -116,7 +116,7 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")]),
         ("w4a8", 1, [("w4_gemm_sm90", "a8_bf16_64"), ("w4_activations", "any")]),
         ("w4a8", 100, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
-        ("w4a8", 500, [("w4_gemm_sm90", "a8_bf16_192"), ("w4_activations", "any")]),
+        ("w4a8", 500, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
         ("w4a8", 8192, [("w4_to_e4m3", "any"), ("fp8_quantize", "any")]),
     ):
         kernels = w4_fake.install(monkeypatch)
@@ -125,6 +125,31 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
     kernels = w4_fake.install(monkeypatch, "8.9")
     BACKENDS["w4a16"].plan(problem("w4a16", 8192, 64, 64), BACKENDS["w4a16"].prepare(weights(64, 64)))
     assert kernels.loaded == [("w4a16_small", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "m", "tokens"),
+    [
+        ("w4a8", 4096, 64, 64),
+        ("w4a8", 8192, 64, 128),  # pairs that split K would fill half of the SMs twice
+        ("w4a8", 28672, 64, 64),
+        ("w4a8", 28672, 65, 128),
+        ("w4a8", 57344, 512, 128),
+        ("w4a8", 57344, 513, 192),
+        ("w4a8", 4096, 1024, 128),  # less than two waves of 192
+        ("w4a8", 8192, 1024, 192),
+        ("w4a16", 8192, 64, 64),
+        ("w4a16", 4096, 128, 128),
+        ("w4a16", 8192, 128, 64),
+        ("w4a16", 28672, 128, 128),
+        ("w4a16", 8192, 129, 256),
+    ],
+)
+def test_tiles_are_the_fastest_ones_that_were_measured(name, n, m, tokens):
+    wanted = problem(name, m, n, 4096, out="float16")  # bfloat16 has cuBLASLt for many tokens
+    tile = cutlass_tiles.tile_for(wanted, ARCH["sm_90"], 132, "w4")
+    assert tile.builds["float16"] == f"{name[2:]}_fp16_{tokens}".replace("w4", "")
+    assert tile.builds["bfloat16"] == tile.builds["float16"].replace("fp16", "bf16")
 
 
 @pytest.mark.parametrize("bias", [False, True])
