@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from fp4dispatch.errors import CaptureError
+
+_query: Callable[[], bool] | None = None
 
 
 def is_capturing() -> bool:
@@ -21,8 +24,10 @@ def is_capturing() -> bool:
 
 def stream_is_capturing() -> bool:
     """Do what :func:`is_capturing` does in one call, for code that holds a CUDA tensor: CUDA is known to be up."""
-    torch = sys.modules["torch"]
-    return bool(torch._C._cuda_isCurrentStreamCapturing())
+    global _query
+    if _query is None:
+        _query = sys.modules["torch"]._C._cuda_isCurrentStreamCapturing
+    return _query()
 
 
 def may_log(record: object) -> bool:

@@ -152,6 +152,20 @@ def test_graphs_are_never_dropped(install):
         assert backend.plan(replace(case, m=m).problem(), prepared).state is plan.state
 
 
+def test_a_released_graph_is_forgotten_unless_a_plan_holds_it(install):
+    """What tuning built for a candidate that nobody runs goes; a plan of a layer keeps its own alive."""
+    backend = install(Cudnn())
+    case, _weights, prepared = _layer(backend)
+    kept, tried = (backend.plan(case.problem(), prepared) for _ in range(2))
+    assert kept.state is tried.state
+    backend.release(tried)
+    assert kept.state.key.m == m_bucket(case.m)
+    fresh = backend.plan(case.problem(), prepared)
+    assert fresh.state is not tried.state
+    backend.release(tried)  # not the one that is remembered now
+    assert backend.plan(case.problem(), prepared).state is fresh.state
+
+
 def test_planning_is_refused_during_capture(install, monkeypatch):
     module = Cudnn()
     backend = install(module)

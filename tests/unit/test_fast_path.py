@@ -115,6 +115,8 @@ def test_what_differs_takes_the_long_way_and_is_right(long_way):
         assert len(long_way) == 1, type(other)
         assert torch.equal(got, layer(other.detach().clone()))
     assert torch.equal(layer(x.t().contiguous().t()), want)
+    for _ in range(2):
+        assert layer(x.float()).dtype == torch.float32
     del long_way[:]
     with torch.autocast("cpu", torch.float16):
         assert layer(x.float()).dtype == torch.float16
