@@ -6,9 +6,10 @@ Calls are launched in blocks without waiting for the GPU, so that the time is th
 the median of the blocks is reported. Every method is first held to the exact product: what is wrong is not timed. Where
 a kernel takes longer than its launch the queue of the driver would fill up, so blocks are shorter than that.
 
-``nothing launched`` is the layer with a backend that does nothing: what this package itself costs, on any machine.
-``an output`` is a module that only allocates: the least that any layer can cost. Exits with 1 if a layer on the backend
-that auto chooses costs more than ``--limit`` times nn.Linear.
+FlashInfer's functions compile before their first call; FP4DISPATCH_DISABLE=flashinfer_deepgemm leaves a backend out
+that takes minutes. ``nothing launched`` is the layer with a backend that does nothing: what this package itself costs,
+on any machine. ``an output`` is a module that only allocates: the least that any layer can cost. Exits with 1 if a
+layer on the backend that auto chooses costs more than ``--limit`` times nn.Linear.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def torch_methods(linear: nn.Linear, x: Tensor) -> dict[str, Method]:
     return found
 
 
-def flashinfer_methods(linear: nn.Linear, x: Tensor) -> tuple[dict[str, Method], dict[str, str]]:
+def flashinfer_methods(linear: nn.Linear, x: Tensor, slow: bool) -> tuple[dict[str, Method], dict[str, str]]:
     """Return FlashInfer's functions where they can be imported and run."""
     found: dict[str, Method] = {}
     lacks: dict[str, str] = {}
@@ -120,7 +121,9 @@ def flashinfer_methods(linear: nn.Linear, x: Tensor) -> tuple[dict[str, Method],
         b = formats.fp8_quantize(weight, "block128")
         return lambda: fp8_blockscale_gemm_sm90(x, b.data, None, b.scale)
 
-    makers = {"flashinfer.bmm_fp8 (cublas)": bmm_fp8, "flashinfer.fp8_blockscale_gemm_sm90": blockscale}
+    makers = {"flashinfer.bmm_fp8 (cublas)": bmm_fp8}
+    if slow:
+        makers["flashinfer.fp8_blockscale_gemm_sm90"] = blockscale
     for name, make in makers.items():
         try:
             call = make()
@@ -178,7 +181,7 @@ def measure(methods: dict[str, Method], card: Card, calls: int, rounds: int) -> 
     return take_turns(replays, dict.fromkeys(methods, calls), rounds=rounds, limit_us=6e7)
 
 
-def run(card: Card, n: int, k: int, tokens: tuple[int, ...], calls: int, rounds: int, peers: bool) -> dict[str, Any]:
+def run(card: Card, n: int, k: int, tokens: tuple[int, ...], calls: int, rounds: int, peers: str) -> dict[str, Any]:
     """Measure every method for each number of tokens; return plain data."""
     torch.manual_seed(0)
     linear = nn.Linear(k, n, bias=False, device=card.device, dtype=torch.bfloat16).requires_grad_(False)
@@ -189,8 +192,8 @@ def run(card: Card, n: int, k: int, tokens: tuple[int, ...], calls: int, rounds:
             methods = torch_methods(linear, x)
             ours, lacks = layer_methods(linear, x)
             methods |= ours
-            if peers:
-                theirs, more = flashinfer_methods(linear, x)
+            if peers != "none":
+                theirs, more = flashinfer_methods(linear, x, peers == "slow")
                 methods, lacks = methods | theirs, lacks | more
             samples = measure(methods, card, calls, rounds)
         left_out |= {f"{name}, M={m}": why for name, why in lacks.items()}
@@ -239,7 +242,12 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--calls", type=int, default=200, help="in a block; under the thousand that a driver queues")
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--no-peers", action="store_true", help="leave FlashInfer out: its functions may compile first")
+    parser.add_argument(
+        "--peers",
+        choices=("none", "quick", "slow"),
+        default="quick",
+        help="slow: with DeepGEMM, which compiles for minutes",
+    )
     parser.add_argument("--limit", type=float, default=1.2)
     arguments = parser.parse_args()
     try:
@@ -248,7 +256,7 @@ def main() -> int:
         parser.error(str(error))
     sizes = (arguments.n, arguments.k, tuple(arguments.tokens), arguments.calls, arguments.rounds)
     result = machine.facts(card, arguments.commit) | {"kind": "host cost"}
-    result["host_cost"] = run(card, *sizes, not arguments.no_peers)
+    result["host_cost"] = run(card, *sizes, arguments.peers)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for name, why in result["host_cost"]["left_out"].items():
         print(f"left out: {name}: {why[:200]}")

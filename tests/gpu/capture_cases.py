@@ -31,7 +31,8 @@ from torch import nn
 import fp4dispatch
 from fp4dispatch import capture, dispatch, formats, jit, ops, quarantine, registry, routes, selfcheck, tuning
 from fp4dispatch.backends import cudnn as cudnn_backend
-from fp4dispatch.backends import cutlass, scratch
+from fp4dispatch.backends import cutlass, flashinfer, scratch
+from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.jit import kernels
@@ -212,6 +213,44 @@ def a_cudnn_graph_that_is_not_built():
     backend.plan(Problem("fp8_gemm", 1, N, K, "fp8", "row"), prepared)
     problem = Problem("fp8_gemm", 256, N, K, "fp8", "row")
     refused(lambda: backend.plan(problem, prepared), "building a cuDNN graph", "fp4dispatch.warmup")
+
+
+@case(without("planning"), "was not refused")
+def a_plan_of_cublaslt_that_is_not_made():
+    backend, layer = registry.instance("cublaslt"), fp8("cublaslt")
+    warmup(layer, tokens=[M])
+    prepared, problem = backend.prepare(layer.weights()), Problem("fp8_gemm", 64, N, K, "fp8", "row")
+    refused(lambda: backend.plan(problem, prepared), "planning fp8_gemm M=64", "fp4dispatch.warmup")
+
+
+def loads(*_):
+    raise AssertionError("it was loaded inside a capture")
+
+
+@case(without("loading FlashInfer's kernels"), "loaded inside a capture")
+def a_flashinfer_kernel_that_is_not_loaded():
+    flashinfer.package.gemm_module = loads
+    backend, layer = registry.instance("flashinfer_cudnn"), fp8()
+    prepared, problem = backend.prepare(fp8_tensor(layer)), Problem("fp8_gemm", M, N, K, "fp8", "tensor")
+    refused(lambda: backend.plan(problem, prepared), "loading FlashInfer's kernels", "fp4dispatch.warmup")
+
+
+@case(without("compiling DeepGEMM"), "loaded inside a capture")
+def a_deepgemm_kernel_that_is_not_compiled():
+    backend = registry.instance("flashinfer_deepgemm")
+    backend._gemm = loads
+    weight = formats.fp8_quantize(rows(N), "block128")
+    prepared = backend.prepare(LinearWeights("fp8_gemm", "block128", N, K, weight.data, weight.scale))
+    jit.load("fp8_quantize", "any", arch())
+    problem = Problem("fp8_gemm", M, N, K, "fp8", "block128")
+    refused(lambda: backend.plan(problem, prepared), "compiling DeepGEMM", "fp4dispatch.warmup")
+
+
+def fp8_tensor(layer):
+    weight = formats.fp8_quantize(layer.weights().weight.float(), "tensor")
+    return LinearWeights(
+        "fp8_gemm", "tensor", N, K, weight.data, weight.scale, input_scale=torch.ones((), device="cuda")
+    )
 
 
 @case(without("the self-check of"), ".")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import sys
 import types
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fp4dispatch
 from fp4dispatch.capture import forbid_in_capture, is_capturing
 from fp4dispatch.errors import CaptureError
 
@@ -108,3 +110,31 @@ def test_the_error_says_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
         "no plan for M=48: building one would break the CUDA graph that is being captured.\n"
         "  Before capturing: fp4dispatch.warmup(model, tokens=[48])"
     )
+
+
+def refusals() -> dict[str, str]:
+    """Every call of forbid_in_capture in the package: where it is, and how its text begins."""
+    found = {}
+    for path in sorted(Path(fp4dispatch.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "forbid_in_capture":
+                continue
+            text = node.args[0]
+            first = text.values[0] if isinstance(text, ast.JoinedStr) else text
+            assert isinstance(first, ast.Constant), ast.unparse(node)
+            found[f"{path.name}:{node.lineno}"] = str(first.value).strip()
+    return found
+
+
+def test_every_refusal_is_taken_away_in_a_case_of_the_gpu_tests() -> None:
+    """A guard that no case removes could go unnoticed: tests/gpu/capture_cases.py has one for each."""
+    source = (Path(__file__).parents[1] / "gpu" / "capture_cases.py").read_text("utf-8")
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    removed = {ast.literal_eval(node.args[0]) for node in calls if getattr(node.func, "id", "") == "without"}
+    elsewhere = {"making scratch memory for eager launches"}  # reached by no launch; tests/unit/test_cutlass_run.py
+    texts = refusals()
+    assert len(texts) >= 12
+    assert {w: t for w, t in texts.items() if not any(t.startswith(r) for r in removed)} == {
+        where: text for where, text in texts.items() if text in elsewhere
+    }
+    assert {r for r in removed if not any(t.startswith(r) for t in texts.values())} == set()

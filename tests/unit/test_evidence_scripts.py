@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def cost():
-    result = host_cost.run(machine.card("cpu"), 64, 64, (1, 3), calls=3, rounds=5, peers=False)
+    result = host_cost.run(machine.card("cpu"), 64, 64, (1, 3), calls=3, rounds=5, peers="none")
     return {"host_cost": result}
 
 
