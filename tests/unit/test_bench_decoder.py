@@ -49,7 +49,9 @@ def test_weights_are_scaled_and_the_same_every_time(model):
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, again.get_parameter(name)), name
         if parameter.ndim > 1:
-            assert float(parameter.float().std()) == pytest.approx(decoder.INIT_STD, rel=0.1)
+            into_residual = "o_proj" in name or "down_proj" in name
+            wanted = 1.0 if "embed" in name else decoder.INIT_STD / (2 if into_residual else 1)  # sqrt(2 * 2 layers)
+            assert float(parameter.float().std()) == pytest.approx(wanted, rel=0.1), name
     assert torch.get_default_dtype() == torch.float32
     logits = decoder.probe(model, CPU, VOCABULARY)
     assert 0.05 < float(logits.std()) < 5
@@ -169,7 +171,7 @@ def test_the_script(tmp_path, capsys, monkeypatch):
         assert all(d["tokens_per_s"] > 0 for d in each["decode"])
     errors = [each["logits"]["relative_error"] for each in document["formats"]]
     assert errors[0] == 0
-    assert 0.005 < errors[1] < 0.1 < errors[2] < 0.3
+    assert 0.001 < errors[1] < errors[2] < 0.1
     sizes = [each["weights_gb"] for each in document["formats"]]
     assert sizes[0] > sizes[1] > sizes[2]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
