@@ -32,6 +32,9 @@ def support() -> str:
     for result in results():
         for row in result.get("ran", []):
             ran[row["backend"], row["op"], row["scaling"]] = f"ran on {row['device']} ({result['date']})"
+        for row in result.get("candidates", []):  # a self-check runs the backend and compares every tile
+            if row.get("status") == "passed":
+                ran[row["backend"], row["op"], row["scaling"]] = f"ran on {result['device']} ({result['date']})"
         for row in result.get("rows", []):
             compiled.setdefault(row["kernel"].rsplit("_", 1)[0], set()).add(f"`{row['target']}`")
     lines = ["| backend | op | scaling | GPU archs | activations | state |", "|---|---|---|---|---|---|"]
@@ -76,7 +79,7 @@ def sanitizer() -> str:
     lines = ["| GPU | commit | tool | sees a planted fault | tests run | found |", "|---|---|---|---|---|---|"]
     for result in results():
         for row in result.get("sanitizer", []):
-            seen = "yes" if result["controls"][row["tool"]] else "NO"
+            seen = {True: "yes", False: "NO", None: "not tried"}[result.get("controls", {}).get(row["tool"])]
             cells = [result["gpu"], result["commit"], row["tool"], seen, row["passed"], row["found"]]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -96,6 +99,22 @@ def cold_jit() -> str:
                 head = [result["commit"], result["nvcc"], result["cores"], result["jobs"], label]
                 cells = [*head, r["wall_s"], r["cpu_s"], f"{r['cpu_s'] / theirs['cpu_s']:.3f}"]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def w4_small() -> str:
+    """Return the times of w4a16's kernel for few tokens as plan() launches it."""
+    (result,) = (r for r in results() if any("bf16 default pdl" in p["us"] for p in r.get("problems", ()) if "us" in p))
+    lines = [
+        f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
+        "",
+        "| N x K | M | bf16 cuBLAS | w4a16, PDL chain | bf16 / w4a16 | share of 4.28 TB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["problems"]:
+        us, mine = row["us"]["bf16"], row["us"]["bf16 default pdl"]
+        share = f"{100 * row['floor_us'] / mine:.0f} %"
+        lines.append(f"| {row['n']}x{row['k']} | {row['m']} | {us:.1f} | {mine:.1f} | {us / mine:.2f} | {share} |")
     return "\n".join(lines)
 
 
@@ -229,6 +248,7 @@ def generate() -> dict[Path, str]:
         ("sanitizer", sanitizer),
         ("cold jit", cold_jit),
         ("sm90", sm90),
+        ("w4 small", w4_small),
         ("bench", bench),
         ("decoder", decoder),
         ("w4 error", w4_error),
