@@ -120,7 +120,12 @@ class QuantizedLinear(nn.Module):
         bound = self._bound.get(x.dtype)
         # The eager fast path, which decides half of what a small layer costs: what is common and has run before goes
         # straight to its kernels. Whatever differs from it takes the long way, which also says what is wrong.
-        if bound is not None and type(x) is Tensor and not _any_autocast() and not _wants_grad(x):
+        if (
+            bound is not None
+            and type(x) is Tensor
+            and not _any_autocast()
+            and not (x.requires_grad and torch.is_grad_enabled())
+        ):
             shape = x.shape
             m, bias = shape.numel() // self.in_features, self._parameters["bias"]
             ready = bound.ready.get(m)

@@ -25,6 +25,10 @@ _ALIGNMENT = 512  # as torch's allocator
 _arenas: dict[tuple[int, int, int], Tensor] = {}
 
 
+def _no_stream(index: int) -> int:
+    raise AssertionError("scratch memory for launches on a torch without CUDA")
+
+
 class Part(NamedTuple):
     """One temporary tensor, contiguous."""
 
@@ -127,6 +131,5 @@ class ScratchByM:
         return found()
 
 
-def _stream(index: int) -> int:
-    """Return the handle of the current stream of a device."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
+"""Returns the handle of the current stream of a device."""
