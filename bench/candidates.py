@@ -154,8 +154,9 @@ def subjects(kind: Any) -> Iterator[tuple[str, Backend]]:
 
 
 def faults_in(result: dict[str, Any]) -> list[str]:
-    """Return what is wrong, one sentence each."""
-    wrong = [describe(row) for row in result["candidates"] if row.get("status", "passed").startswith("failed")]
+    """Return what is wrong, one sentence each; what a rule denies is no fault, because ``auto`` leaves it alone."""
+    failed = [row for row in result["candidates"] if row.get("status", "passed").startswith("failed")]
+    wrong = [describe(row) for row in failed if not row["denied"]]
     wrong += [
         f"planted {row['op']} {row['scaling']}: missed {row['missed']}" for row in result["planted"] if row["missed"]
     ]

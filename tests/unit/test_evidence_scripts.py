@@ -110,6 +110,7 @@ def test_a_candidate_that_fails_is_an_error():
     row = {"op": "fp8_gemm", "scaling": "row", "backend": "cutlass", "activation": "fp8", "denied": [], "reasons": []}
     row |= {"status": "failed", "canaries": 1, "findings": ["a tile is NaN"], "first_ms": 1, "again_ms": 1}
     assert "a tile is NaN" in candidates.faults_in({"candidates": [row], "planted": []})[0]
+    assert candidates.faults_in({"candidates": [row | {"denied": ["a-rule"]}], "planted": []}) == []
 
 
 def test_tuned_choices_on_a_cpu_are_the_reference():
