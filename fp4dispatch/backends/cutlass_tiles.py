@@ -1,4 +1,4 @@
-"""Which compiled kernel serves a problem: the tables ``*_tiles.toml``, checked against ``csrc/kernels.toml``. No torch."""
+"""Which compiled kernel serves a problem: `*_tiles.toml`, checked against `csrc/kernels.toml`. No torch."""
 
 from __future__ import annotations
 
