@@ -10,9 +10,10 @@ The life of a backend::
 A plan never keeps a weight alive and never bakes in its address, so that layers of one shape share it: a 32-layer model
 holds one plan (and one tuning) per distinct shape, and ``torch.compile`` sees the weights as ordinary tensor inputs.
 
-``run`` takes the scratch it needs from torch's caching allocator on the current stream. This is safe on many streams at
-once, and inside a CUDA graph capture the memory belongs to the graph's own pool, so a replay can never read scratch
-that someone else freed or grew (flashinfer#4666 is what a shared, growing workspace does).
+``run`` takes the scratch it needs from torch's caching allocator on the current stream, or from
+:mod:`~fp4dispatch.backends.scratch`. Both are safe on many streams and threads at once, and inside a CUDA graph capture
+the memory belongs to the graph's own pool, so a replay can never read scratch that someone else freed or grew
+(flashinfer#4666 is what a shared, growing workspace does).
 """
 
 from __future__ import annotations
