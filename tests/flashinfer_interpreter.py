@@ -34,7 +34,7 @@ def load(module: str):
             pytest.skip(f"{module} cannot be imported here: {error}")
 
 
-def _leaf(function):
+def leaf(function):
     """Run a stand-in outside the caller's dispatch modes: a kernel may look at values, ``run`` may not."""
 
     @functools.wraps(function)
@@ -104,7 +104,7 @@ class Kernels:
             def get_valid_tactics(self, inputs, profile):
                 return [0]
 
-            @_leaf
+            @leaf
             def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
                 a, b, a_sf, b_sf, alpha, out_dtype, out, block, nvfp4, _ = inputs
                 assert (tactic, block, nvfp4, out.dtype) == (-1, 16, True, out_dtype)
@@ -112,11 +112,11 @@ class Kernels:
 
         return Runner
 
-    @_leaf
+    @leaf
     def cutlass_fp4(self, a, b, a_sf, b_sf, alpha, out, workspace, tactic):
         self.fp4("cutlass", a, b, a_sf, b_sf, alpha, out, n_multiple=32, k_multiple=32)
 
-    @_leaf
+    @leaf
     def cutlass_fp8(self, a, b, a_scale, b_scale, out, workspace, tactic):
         """``fp8_gemm_cutlass.cu``: A [1, M, K], B [1, N, K]."""
         for label, tensor in (("a", a), ("b", b)):
@@ -132,7 +132,7 @@ class Kernels:
             def get_valid_tactics(self, inputs, profile):
                 return [0]
 
-            @_leaf
+            @leaf
             def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
                 a, b, a_scale, b_scale, out, _ = inputs
                 _compact("a", a, torch.float8_e4m3fn, 16)
@@ -143,7 +143,7 @@ class Kernels:
 
         return Runner()
 
-    @_leaf
+    @leaf
     def groupwise(self, workspace, a, b, a_scale, b_scale, out, gm, gn, gk, major, mma_sm=None):
         """``gemm_groupwise_sm100.cu`` and ``_sm120.cu``; 3-D operands come from ``bmm_fp8`` on sm_12x."""
         assert (gm, gn, gk) == (1, 128, 128)
@@ -193,7 +193,7 @@ class DeepGemmRunner:
     def fp8_quantize_1x128(self, input, outValueE4M3, outScaleFP8SF, use_ue8m0):
         raise AssertionError("it rounds otherwise at ties")
 
-    @_leaf
+    @leaf
     def run_gemm(self, input, weight, output, scales_a, scales_b):
         assert self.workspace is not None, "workspace not configured"
         for name, tensor in (("input", input), ("weight", weight)):

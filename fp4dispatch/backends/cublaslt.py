@@ -27,14 +27,23 @@ from fp4dispatch import capture, formats
 from fp4dispatch import system as _system
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends import quantizers
-from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
-from fp4dispatch.backends.quantizers import Quantizers, ones, ones_for, quantized, tokens_fastest
+from fp4dispatch.backends.cublaslt_weights import Layout, prepare
+from fp4dispatch.backends.quantizers import (
+    Nvfp4Quantizer,
+    Quantizers,
+    nvfp4_parts,
+    ones,
+    ones_for,
+    quantized,
+    quantized_nvfp4,
+    tokens_fastest,
+)
 from fp4dispatch.backends.scratch import Part, ScratchByM
 from fp4dispatch.decision import Reason
 from fp4dispatch.formats import round_up, zero_pad
-from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
+from fp4dispatch.problem import Activation, Op, Problem, SfLayout
 from fp4dispatch.system import System
 
 # torch.nn.functional.ScalingType and SwizzleType as the integers that the operator takes
@@ -42,32 +51,22 @@ _TENSORWISE, _BLOCK_1X16, _BLOCK_1X128, _BLOCK_128X128 = 0, 2, 4, 5
 _NO_SWIZZLE, _SWIZZLE_32_4_4 = 0, 1
 
 
-class _Layout(NamedTuple):
-    """Sizes of prepared weights; ``np``, ``kp`` are padded. ``per_row``: tensors[2] of nvfp4 is [np], not one value."""
-
-    scaling: Scaling
-    n: int
-    k: int
-    np: int
-    kp: int
-    per_row: bool
-    has_input_scale: bool
-
-
 class _State(NamedTuple):
     """All that a plan knows; it serves every M.
 
     ``epilogue``: the GEMM writes f32, and scales per row and the bias are applied after, so that the output is rounded
     once. ``rows_need_bf16``: scaling per row is only there with bfloat16 output; otherwise it goes to the epilogue.
+    ``quantizers``, ``nvfp4``: our kernels, those that the layer's activations need, where they could be compiled.
     ``launch``: quantises and multiplies operands that fit as they are, into ``scratch``; None where none do. ``ones``:
     f32 [32768, 1].
     """
 
-    layout: _Layout
+    layout: Layout
     epilogue: bool
     rows_need_bf16: bool
     m_multiple: int
     quantizers: Quantizers | None
+    nvfp4: Nvfp4Quantizer | None
     launch: Callable[[_State, int, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None] | None
     scratch: ScratchByM
     ones: Tensor
@@ -86,14 +85,11 @@ class CublasLtBackend(Backend):
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pad with zeros to what cuBLASLt needs; weights that fit are not copied."""
-        make = {"nvfp4": _prepare_nvfp4, "block128": _prepare_block128}.get(weights.scaling, _prepare_fp8)
-        tensors, layout = make(weights)
-        if weights.input_scale is not None:
-            tensors.append(weights.input_scale)
+        tensors, layout = prepare(weights)
         return Prepared(self.name, tuple(tensors), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Decide what is fused, and load our kernels for FP8 activations, compiling them first where needed.
+        """Decide what is fused, and load our kernels for activations, compiling them first where needed.
 
         cuBLASLt's own heuristic runs at launch, is cached by torch and safe to capture.
 
@@ -107,7 +103,7 @@ class CublasLtBackend(Backend):
         Where our kernels cannot be compiled, torch's operations quantise: a warning and the plan's ``note`` say so.
         """
         capture.forbid_in_capture(f"planning {problem}", "fp4dispatch.warmup(model, tokens=[...])")
-        layout = _Layout(*prepared.layout)
+        layout = Layout(*prepared.layout)
         device = prepared.tensors[0].device
         block = layout.scaling == "block128"
         epilogue = (
@@ -116,11 +112,11 @@ class CublasLtBackend(Backend):
             or (block and problem.out_dtype == "float16")
         )
         rows_need_bf16 = _arch_of(prepared.tensors[0]) != SM90
-        found, note = (None, "") if layout.scaling == "nvfp4" else quantizers.load(device)
+        found, nvfp4, note = _kernels(layout, device)
         launch = None
         rows_fit = not (layout.per_row and rows_need_bf16) or problem.out_dtype == "bfloat16"
         if (
-            found is not None
+            (found or nvfp4) is not None
             and (layout.np, layout.kp) == (layout.n, layout.k)
             and rows_fit
             and not epilogue
@@ -128,7 +124,7 @@ class CublasLtBackend(Backend):
         ):
             launch = _launch_of(layout)
         scratch = ScratchByM(device, functools.partial(_parts, layout), _transposed if block else tuple)
-        state = _State(layout, epilogue, rows_need_bf16, 4 if block else 1, found, launch, scratch, ones(device))
+        state = _State(layout, epilogue, rows_need_bf16, 4 if block else 1, found, nvfp4, launch, scratch, ones(device))
         return Plan(self.name, problem, state, note)
 
     def run(
@@ -180,6 +176,15 @@ class CublasLtBackend(Backend):
         out.copy_(result)
 
 
+def _kernels(layout: Layout, device: torch.device) -> tuple[Quantizers | None, Nvfp4Quantizer | None, str]:
+    """Return the kernels that a layer's activations need, and why it goes without them."""
+    if layout.scaling == "nvfp4":
+        nvfp4, note = quantizers.load_nvfp4(device)
+        return None, nvfp4, note
+    fp8, note = quantizers.load(device)
+    return fp8, None, note
+
+
 def _arch_of(tensor: Tensor) -> Any:
     """Return the arch of the GPU that a tensor is on; None on a CPU."""
     gpus = _system.current().gpus
@@ -187,50 +192,12 @@ def _arch_of(tensor: Tensor) -> Any:
     return gpus[index].arch if tensor.is_cuda and index is not None and index < len(gpus) else None
 
 
-# ------------------------------------------------------------------------------------------------------------- prepare
-
-
-def _prepare_fp8(w: LinearWeights) -> tuple[list[Tensor], _Layout]:
-    """Make weight [np, kp]; scale f32 [], or [1, np] where each row has its own or each token's multiplies it.
-
-    With a static input scale beside scales per row, a second [1, np] is their product: tokens then have the scale 1.
-    """
-    np, kp = round_up(w.n, 16), round_up(w.k, 16)
-    per_row = w.scaling == "row" or w.input_scale is None  # per-token activations need per-row weights beside them
-    tensors = [zero_pad(w.weight, np, kp), w.scale]
-    if per_row:
-        tensors[1] = zero_pad(w.scale.expand(w.n).reshape(1, -1), 1, np).contiguous()
-        if w.input_scale is not None:
-            tensors.append(tensors[1] * w.input_scale)
-    return tensors, _Layout(w.scaling, w.n, w.k, np, kp, per_row, w.input_scale is not None)
-
-
-def _prepare_block128(w: LinearWeights) -> tuple[list[Tensor], _Layout]:
-    np, kp = round_up(w.n, 16), round_up(w.k, 128)
-    scale = zero_pad(w.scale, w.scale.shape[0], round_up(w.scale.shape[1], 4)).contiguous()
-    layout = _Layout(w.scaling, w.n, w.k, np, kp, False, w.input_scale is not None)
-    return [zero_pad(w.weight, np, kp), scale], layout
-
-
-def _prepare_nvfp4(w: LinearWeights) -> tuple[list[Tensor], _Layout]:
-    np, kp = round_up(w.n, 16), round_up(w.k, 32)
-    scale = w.scale
-    if w.sf_layout == "linear" or (np, kp) != (w.n, w.k):
-        linear = formats.from_128x4(scale, w.n, w.k // 16) if w.sf_layout == "128x4" else scale
-        scale = formats.to_128x4(zero_pad(linear, np, kp // 16))
-    assert w.global_scale is not None
-    per_row = len(w.shard_rows) > 1
-    alpha = w.global_scale
-    if per_row:
-        alpha = zero_pad(formats.expand_shards(alpha, w.shard_rows).reshape(1, -1), 1, np).reshape(np)
-    layout = _Layout("nvfp4", w.n, w.k, np, kp, per_row, w.input_scale is not None)
-    return [zero_pad(w.weight, np, kp // 2), scale, alpha], layout
-
-
 # -------------------------------------------------------------------------------------------------------------- launch
 
 
-def _launch_of(layout: _Layout) -> Callable[[_State, int, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]:
+def _launch_of(layout: Layout) -> Callable[[_State, int, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]:
+    if layout.scaling == "nvfp4":
+        return _launch_nvfp4
     if layout.scaling == "block128":
         return _launch_block128
     if not layout.has_input_scale:
@@ -238,8 +205,10 @@ def _launch_of(layout: _Layout) -> Callable[[_State, int, Tensor, tuple[Tensor, 
     return _launch_static_row if layout.per_row else _launch_static
 
 
-def _parts(layout: _Layout, m: int) -> list[Part]:
+def _parts(layout: Layout, m: int) -> list[Part]:
     """Return what a launch for M tokens needs: the quantised activation, and its scales unless they are static."""
+    if layout.scaling == "nvfp4":
+        return nvfp4_parts(m, layout.kp)
     parts = [Part((m, layout.kp), torch.float8_e4m3fn)]
     if layout.scaling == "block128":
         parts.append(Part((layout.kp // formats.FP8_BLOCK, m), torch.float32))
@@ -282,14 +251,22 @@ def _launch_block128(s: _State, m: int, x: Tensor, tensors: tuple[Tensor, ...], 
     _block128_gemm(q, scale, tensors[0], tensors[1], bias, d)
 
 
+def _launch_nvfp4(s: _State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    assert s.nvfp4 is not None
+    scale = tensors[3] if s.layout.has_input_scale else formats.nvfp4_global_scale(x)
+    q, sf = s.scratch(m)
+    s.nvfp4.quantize(x, scale, q, sf, s.nvfp4.pdl)
+    _nvfp4_gemm(q, sf, scale.reshape(()), tensors[0], tensors[1], tensors[2].reshape(()), bias, d)
+
+
 # ----------------------------------------------------------------------------------------------------------------- run
 
 
-def _input_scale(layout: _Layout, prepared: Prepared) -> Tensor | None:
+def _input_scale(layout: Layout, prepared: Prepared) -> Tensor | None:
     return prepared.tensors[-1] if layout.has_input_scale else None
 
 
-def _by_row(layout: _Layout, x: Tensor | QuantizedActivation) -> bool:
+def _by_row(layout: Layout, x: Tensor | QuantizedActivation) -> bool:
     """Whether the GEMM scales rows; one scale for all of an activation by one for all of the weight does not."""
     if layout.scaling not in ("tensor", "row") or not layout.per_row:
         return False
@@ -367,26 +344,42 @@ def _run_nvfp4(
     m, kp = d.shape[0], layout.kp
     sf_layout: SfLayout = problem.sf_layout or "linear"
     if isinstance(x, Tensor):
-        x = quantize_activation(zero_pad(x, m, kp), "nvfp4", "nvfp4", _input_scale(layout, prepared), "128x4")
-        sf_layout = "128x4"
-    a_sf = x.scale
-    if sf_layout == "linear" or kp != layout.k:
-        linear = formats.from_128x4(a_sf, m, a_sf.shape[1]) if sf_layout == "128x4" else a_sf
-        a_sf = formats.to_128x4(zero_pad(linear[:, : layout.k // 16], m, kp // 16))
+        scale = prepared.tensors[-1] if layout.has_input_scale else formats.nvfp4_global_scale(x)
+        x = quantized_nvfp4(s.nvfp4, x, m, kp, scale)
+        a_sf = x.scale
+    elif sf_layout == "linear" or kp != layout.k:
+        linear = formats.from_128x4(x.scale, m, layout.k // 16) if sf_layout == "128x4" else x.scale
+        a_sf = formats.to_128x4(zero_pad(linear, m, kp // 16))
+    else:
+        a_sf = x.scale
     one = s.ones[0, 0]
     a_global = one if x.global_scale is None else x.global_scale.reshape(())
+    b_global = one if layout.per_row else alpha.reshape(())
+    _nvfp4_gemm(zero_pad(x.data, m, kp // 2), a_sf, a_global, w, w_sf, b_global, bias, d)
+    return (alpha[: layout.n],) if layout.per_row else ()
+
+
+def _nvfp4_gemm(
+    a: Tensor,
+    a_sf: Tensor,
+    a_global: Tensor,
+    w: Tensor,
+    w_sf: Tensor,
+    w_global: Tensor,
+    bias: Tensor | None,
+    d: Tensor,
+) -> None:
     fp4 = torch.float4_e2m1fn_x2
     torch.ops.aten._scaled_mm_v2.out(
-        zero_pad(x.data, m, kp // 2).view(fp4),
+        a.view(fp4),
         w.view(fp4).t(),
         [a_sf, a_global],
         [_BLOCK_1X16, _TENSORWISE],
         [_SWIZZLE_32_4_4, _NO_SWIZZLE],
-        [w_sf, one if layout.per_row else alpha.reshape(())],
+        [w_sf, w_global],
         [_BLOCK_1X16, _TENSORWISE],
         [_SWIZZLE_32_4_4, _NO_SWIZZLE],
         bias,
         d.dtype,
         out=d,
     )
-    return (alpha[: layout.n],) if layout.per_row else ()

@@ -9,6 +9,8 @@ with one launches its kernels, and dropping it is a segfault at replay (flashinf
 Handles: one a device, made in ``plan``, its stream set to the current one and its launches made under a lock. A stream
 that only exists during a capture thus needs no handle of its own, which could not be made then.
 
+Activations are quantised by our kernels (:mod:`fp4dispatch.backends.quantizers`), into the rows of the bucket.
+
 Workspaces come from torch's caching allocator on the current stream, sized by the plan, and are zeroed before each
 launch: split-K semaphores expect zeros (vllm#55571, flashinfer#4553). Most plans need none; a split-K plan for M=1,
 N=K=4096 on an H200 takes 257 KiB.
@@ -28,14 +30,14 @@ from torch import Tensor
 
 from fp4dispatch import capture, formats
 from fp4dispatch.backends import cudnn_graphs as graphs
-from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cudnn_graphs import Executable, GraphKey
+from fp4dispatch.backends.quantizers import ToScratch
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import BackendUnsupportedError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
-from fp4dispatch.problem import Activation, Op, OutDtype, Problem, SfLayout
+from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling, SfLayout
 from fp4dispatch.system import System
 
 _N_MULTIPLE = 16
@@ -52,13 +54,20 @@ def m_bucket(m: int) -> int:
 class _Layout(NamedTuple):
     """Sizes of prepared weights; ``np``, ``kp`` are padded with zeros. ``per_column``: scales of B are f32 [np]."""
 
-    scaling: str
+    scaling: Scaling
     n: int
     k: int
     np: int
     kp: int
     per_column: bool
     has_input_scale: bool
+
+
+class _State(NamedTuple):
+    """All that a plan knows: the graph of its bucket, and what quantises activations for it."""
+
+    executable: Executable
+    quantize: ToScratch
 
 
 class _Device:
@@ -106,7 +115,7 @@ class CudnnBackend(Backend):
         return Prepared(self.name, tuple(map(_aligned, tensors)), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Build the graph of M's bucket, compile it and launch it once, so that its kernels are loaded.
+        """Build the graph of M's bucket, compile it and launch it once, so that its kernels are loaded; load ours.
 
         Raises
         ------
@@ -114,11 +123,17 @@ class CudnnBackend(Backend):
             During capture.
         BackendUnsupportedError
             If cuDNN cannot be loaded or has no plan that runs, with its reasons.
+
+        Notes
+        -----
+        Where our kernels cannot be compiled, torch's operations quantise: a warning and the plan's ``note`` say so.
         """
         capture.forbid_in_capture(f"building a cuDNN graph for {problem}", "fp4dispatch.warmup(model, tokens=[...])")
         cudnn = graphs.frontend()
         device = prepared.tensors[0].device
-        key = _key(problem, _Layout(*prepared.layout))
+        layout = _Layout(*prepared.layout)
+        key = _key(problem, layout)
+        quantize = ToScratch(device, layout.scaling, layout.kp, static=layout.has_input_scale, rows=m_bucket)
         with self._lock, _on(device):
             state = self._devices.get(device)
             if state is None:
@@ -126,11 +141,11 @@ class CudnnBackend(Backend):
             executable = state.executables.get(key)
             if executable is None:
                 executable = state.executables[key] = _first_that_runs(cudnn, key, state, prepared)
-        return Plan(self.name, problem, executable)
+        return Plan(self.name, problem, _State(executable, quantize), quantize.note)
 
     def release(self, plan: Plan) -> None:
         """Forget the graph of a plan; plans that share it keep it alive."""
-        executable: Executable = plan.state
+        executable = _state(plan).executable
         with self._lock:
             for state in self._devices.values():
                 if state.executables.get(executable.key) is executable:
@@ -149,16 +164,16 @@ class CudnnBackend(Backend):
         A bias of another dtype than ``out`` is rounded to that of ``out`` first.
         """
         layout = _Layout(*prepared.layout)
-        executable: Executable = plan.state
+        executable = _state(plan).executable
         key = executable.key
         m = out.shape[0]
         direct = (key.m, key.n) == (m, layout.n) and out.is_contiguous() and out.data_ptr() % 16 == 0
         d = out if direct else out.new_empty(key.m, key.n)
         tensors = {graphs.B: prepared.tensors[0], graphs.B_SCALE: prepared.tensors[1], graphs.D: d}
         if key.op == "nvfp4_gemm":
-            tensors |= _nvfp4_operands(key, layout, plan.problem, prepared, x)
+            tensors |= _nvfp4_operands(plan, layout, prepared, x)
         else:
-            tensors |= _fp8_operands(key, layout, prepared, x)
+            tensors |= _fp8_operands(plan, layout, prepared, x)
         if bias is not None:
             tensors[graphs.BIAS] = _aligned(zero_pad(bias.to(out.dtype).reshape(1, -1), 1, key.n))
         _launch(executable, self._devices[out.device], tensors)
@@ -268,14 +283,19 @@ def _launch(executable: Executable, state: _Device, tensors: dict[int, Tensor]) 
         executable.execute(tensors, workspace, state.handle)
 
 
+def _state(plan: Plan) -> _State:
+    state: _State = plan.state
+    return state
+
+
 def _fp8_operands(
-    key: GraphKey, layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation
+    plan: Plan, layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation
 ) -> dict[int, Tensor]:
-    """Return A [key.m, kp] and its scale: f32 [1], or [key.m] with zeros for the padding."""
+    """Return A [key.m, kp] and its scale: f32 [1], or [key.m]; those of padding rows scale nothing else."""
     if isinstance(x, Tensor):
-        input_scale = prepared.tensors[-1] if layout.has_input_scale else None
-        x = quantize_activation(x, "fp8", "row", input_scale)
-    m = x.data.shape[0]
+        x = _state(plan).quantize(x, prepared.tensors[-1] if layout.has_input_scale else None)
+        return {graphs.A: _aligned(x.data), graphs.A_SCALE: _aligned(x.scale.reshape(-1))}
+    key, m = _state(plan).executable.key, x.data.shape[0]
     scale = x.scale.reshape(-1)
     if key.a_scale == "each":
         scale = zero_pad(scale.expand(m).reshape(1, m), 1, key.m)
@@ -288,16 +308,16 @@ def _fp8_operands(
 
 
 def _nvfp4_operands(
-    key: GraphKey, layout: _Layout, problem: Problem, prepared: Prepared, x: Tensor | QuantizedActivation
+    plan: Plan, layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation
 ) -> dict[int, Tensor]:
     """Return A uint8 [key.m, kp/2], its block scales in 128x4, its global scale f32 [1], and the block scales of B."""
+    key = _state(plan).executable.key
     if isinstance(x, Tensor):
-        input_scale = prepared.tensors[-1] if layout.has_input_scale else None
-        x = quantize_activation(zero_pad(x, key.m, key.k), "nvfp4", "nvfp4", input_scale, "128x4")
+        x = _state(plan).quantize(x, prepared.tensors[-1] if layout.has_input_scale else formats.nvfp4_global_scale(x))
         sf = x.scale
     else:
         m, columns = x.data.shape[0], layout.k // NVFP4_BLOCK
-        sf_layout: SfLayout = problem.sf_layout or "linear"
+        sf_layout: SfLayout = plan.problem.sf_layout or "linear"
         linear = formats.from_128x4(x.scale, m, columns) if sf_layout == "128x4" else x.scale
         sf = formats.to_128x4(zero_pad(linear, key.m, key.k // NVFP4_BLOCK))
     scale = x.data.new_ones(1, dtype=torch.float32) if x.global_scale is None else x.global_scale.reshape(1)

@@ -2,8 +2,9 @@
 
 They differ by data, a :class:`Runner` each. NVFP4 goes through ``flashinfer.mm_fp4``, FP8 scaled per tensor through
 ``bmm_fp8`` with a batch of one, FP8 scaled 128x128 through ``gemm_fp8_nt_groupwise``; always with the runner named and
-``out=`` given. FlashInfer's own quantisers are not used: they round otherwise (:mod:`fp4dispatch.formats`), and are one
-more module to compile.
+``out=`` given. Activations are quantised by our kernels (:mod:`fp4dispatch.backends.quantizers`), not by FlashInfer's,
+which round otherwise (:mod:`fp4dispatch.formats`) and are one more module to compile. FlashInfer launches its CUTLASS
+GEMMs with PDL, right behind our quantiser; their epilogues may read scales before they wait: those are written earlier.
 
 What FlashInfer cannot fuse is done beside it:
 
@@ -29,12 +30,12 @@ from torch import Tensor
 
 from fp4dispatch import capture, formats
 from fp4dispatch.backends import flashinfer_package as package
-from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
+from fp4dispatch.backends.quantizers import ToScratch
 from fp4dispatch.decision import Reason
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, round_up, zero_pad
-from fp4dispatch.problem import Activation, Op, Problem, SfLayout
+from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
 from fp4dispatch.system import System
 
 _ALIGN = 32
@@ -45,10 +46,6 @@ _EPILOGUE_TILE = 128
 
 _M_MULTIPLE = 4
 """What ``gemm_fp8_nt_groupwise`` asks of M."""
-
-
-_TRIAL = "first call of a shape"
-"""State of the plan that :meth:`FlashInferBackend.plan` tries out, with FlashInfer's checks; others have none."""
 
 
 class Runner(NamedTuple):
@@ -71,12 +68,19 @@ class Runner(NamedTuple):
 class _Layout(NamedTuple):
     """Sizes of prepared weights. ``shards``: rows and padded rows of each; one shard for FP8."""
 
-    scaling: str
+    scaling: Scaling
     n: int
     k: int
     kp: int
     shards: tuple[tuple[int, int], ...]
     has_input_scale: bool
+
+
+class _State(NamedTuple):
+    """What quantises a plan's activations. ``trial``: the first call of a shape, with all of FlashInfer's checks."""
+
+    quantize: ToScratch
+    trial: bool
 
 
 class FlashInferBackend(Backend):
@@ -109,7 +113,7 @@ class FlashInferBackend(Backend):
         return Prepared(self.name, tuple(map(_aligned, tensors)), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Import FlashInfer and make the first call of this shape, eagerly, with zeros and all of its checks.
+        """Import FlashInfer, load our quantiser, and make the first call of this shape, eagerly, with all checks.
 
         Raises
         ------
@@ -117,6 +121,10 @@ class FlashInferBackend(Backend):
             During capture.
         BackendUnsupportedError
             With what FlashInfer says against it.
+
+        Notes
+        -----
+        Where our kernels cannot be compiled, torch's operations quantise: a warning and the plan's ``note`` say so.
         """
         capture.forbid_in_capture(
             f"loading FlashInfer's kernels for {problem}", "fp4dispatch.warmup(model, tokens=[...])"
@@ -126,9 +134,13 @@ class FlashInferBackend(Backend):
         weight = prepared.tensors[0]
         x = weight.new_zeros(problem.m, problem.k, dtype=dtype)
         out = weight.new_empty(problem.m, problem.n, dtype=dtype)
+        layout = _Layout(*prepared.layout)
         with package.on(weight.device):
-            self.run(Plan(self.name, problem, _TRIAL), prepared, x, out)
-        return Plan(self.name, problem)
+            quantize = ToScratch(
+                weight.device, layout.scaling, layout.kp, static=layout.has_input_scale, rows=_rows(layout.scaling)
+            )
+            self.run(Plan(self.name, problem, _State(quantize, trial=True)), prepared, x, out)
+        return Plan(self.name, problem, _State(quantize, trial=False), quantize.note)
 
     def run(
         self,
@@ -181,8 +193,9 @@ class FlashInferBackend(Backend):
     def _run_nvfp4(
         self, plan: Plan, layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation, out: Tensor
     ) -> None:
-        a, sf, scale = _nvfp4_activation(layout, prepared, plan.problem, x)
-        alphas = prepared.tensors[2 * len(layout.shards)] * scale
+        scale = _global_scale(layout, prepared, x)
+        alphas = prepared.tensors[2 * len(layout.shards)] * scale  # before the quantiser: an epilogue may not wait
+        a, sf = _nvfp4_activation(plan, layout, scale, x)
         start = 0
         for i, (rows, np) in enumerate(layout.shards):
             data, data_sf = prepared.tensors[2 * i : 2 * i + 2]
@@ -200,7 +213,7 @@ class FlashInferBackend(Backend):
                     use_8x4_sf_layout=False,
                     backend=self.runner.fp4,
                     use_nvfp4=True,
-                    skip_check=plan.state is not _TRIAL,
+                    skip_check=not _state(plan).trial,
                 )
 
             _into(self.name, plan, launch, out[:, start : start + rows], np)
@@ -212,11 +225,12 @@ class FlashInferBackend(Backend):
         self, plan: Plan, layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation, out: Tensor
     ) -> None:
         weight, w_scale = prepared.tensors[:2]
+        per_token = not layout.has_input_scale if isinstance(x, Tensor) else x.scale.numel() > 1
+        one = w_scale.new_ones(1) if per_token else None  # before the quantiser: an epilogue may not wait
         if isinstance(x, Tensor):
-            x = quantize_activation(x, "fp8", "tensor", prepared.tensors[-1] if layout.has_input_scale else None)
+            x = _state(plan).quantize(x, prepared.tensors[-1] if layout.has_input_scale else None)
         a = _aligned(zero_pad(x.data, x.data.shape[0], layout.kp))
-        per_token = x.scale.numel() > 1
-        a_scale = w_scale.new_ones(1) if per_token else x.scale.reshape(1)
+        a_scale = x.scale.reshape(1) if one is None else one
 
         def launch(d: Tensor) -> None:
             package.gemm_module().bmm_fp8(
@@ -227,7 +241,7 @@ class FlashInferBackend(Backend):
                 d.dtype,
                 out=d.unsqueeze(0),
                 backend=self.runner.tensor,
-                skip_check=plan.state is not _TRIAL,
+                skip_check=not _state(plan).trial,
             )
 
         _into(self.name, plan, launch, out, layout.shards[0][1])
@@ -239,7 +253,7 @@ class FlashInferBackend(Backend):
     ) -> None:
         weight, w_scale = prepared.tensors[:2]
         if isinstance(x, Tensor):
-            x = quantize_activation(x, "fp8", "block128")
+            x = _state(plan).quantize(x)
         mp = round_up(out.shape[0], _M_MULTIPLE)
         a = _aligned(zero_pad(x.data, mp, layout.kp))
         a_scale = _aligned(zero_pad(x.scale, mp, w_scale.shape[1]))
@@ -254,7 +268,7 @@ class FlashInferBackend(Backend):
                 scale_granularity_mnk=(1, FP8_BLOCK, FP8_BLOCK),
                 out=d,
                 backend=self.runner.groupwise,
-                skip_check=plan.state is not _TRIAL,
+                skip_check=not _state(plan).trial,
             )
 
         _into(self.name, plan, launch, out, layout.shards[0][1], mp)
@@ -269,7 +283,7 @@ def _into(name: str, plan: Plan, launch: Callable[[Tensor], None], out: Tensor, 
     mp = m if mp is None else mp
     direct = (mp, np) == (m, n) and out.is_contiguous() and out.data_ptr() % _ALIGN == 0
     d = out if direct else out.new_empty(mp, np)
-    if plan.state is _TRIAL:
+    if _state(plan).trial:
         package.try_out(name, plan.problem, launch, d)
     else:
         with package.LOCK:
@@ -283,21 +297,36 @@ def _aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % _ALIGN == 0 else x.clone()
 
 
-def _nvfp4_activation(
-    layout: _Layout, prepared: Prepared, problem: Problem, x: Tensor | QuantizedActivation
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A uint8 [M, kp/2], its block scales in 128x4 with zero padding, and its global scale f32 [1]."""
+def _state(plan: Plan) -> _State:
+    state: _State = plan.state
+    return state
+
+
+def _rows(scaling: Scaling) -> Callable[[int], int]:
+    """Return what gives the rows of a quantised activation of M tokens."""
+    return (lambda m: round_up(m, _M_MULTIPLE)) if scaling == "block128" else (lambda m: m)
+
+
+def _global_scale(layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation) -> Tensor:
+    """Return the global scale of an NVFP4 activation, f32 with one element."""
     if isinstance(x, Tensor):
-        input_scale = prepared.tensors[-1] if layout.has_input_scale else None
-        x = quantize_activation(zero_pad(x, x.shape[0], layout.kp), "nvfp4", "nvfp4", input_scale, "128x4")
+        return prepared.tensors[-1] if layout.has_input_scale else formats.nvfp4_global_scale(x)
+    return x.data.new_ones(1, dtype=torch.float32) if x.global_scale is None else x.global_scale
+
+
+def _nvfp4_activation(
+    plan: Plan, layout: _Layout, scale: Tensor, x: Tensor | QuantizedActivation
+) -> tuple[Tensor, Tensor]:
+    """Return A uint8 [M, kp/2] and its block scales in 128x4 with zero padding."""
+    if isinstance(x, Tensor):
+        x = _state(plan).quantize(x, scale)
         sf = x.scale
     else:
         m, columns = x.data.shape[0], layout.k // NVFP4_BLOCK
-        sf_layout: SfLayout = problem.sf_layout or "linear"
+        sf_layout: SfLayout = plan.problem.sf_layout or "linear"
         linear = formats.from_128x4(x.scale, m, columns) if sf_layout == "128x4" else x.scale
         sf = formats.to_128x4(zero_pad(linear, m, layout.kp // NVFP4_BLOCK))
-    scale = x.data.new_ones(1, dtype=torch.float32) if x.global_scale is None else x.global_scale.reshape(1)
-    return _aligned(zero_pad(x.data, x.data.shape[0], layout.kp // 2)), _aligned(sf), scale
+    return _aligned(zero_pad(x.data, x.data.shape[0], layout.kp // 2)), _aligned(sf)
 
 
 # ------------------------------------------------------------------------------------------------------------- runners

@@ -429,7 +429,7 @@ def two_threads_with_one_cudnn_handle():
     layer(x)
     torch.cuda.synchronize()
     _, plan, _ = layer.bind().ready[M]
-    execute, set_by_first, run_by_second = plan.state.execute, threading.Event(), threading.Event()
+    execute, set_by_first, run_by_second = plan.state.executable.execute, threading.Event(), threading.Event()
     results = {}
 
     def slowly(*operands):
@@ -450,7 +450,7 @@ def two_threads_with_one_cudnn_handle():
             layer(other)
         run_by_second.set()
 
-    plan.state.execute = slowly
+    plan.state.executable.execute = slowly
     threads = [threading.Thread(target=work, name=work.__name__) for work in (first, second)]
     for thread in threads:
         thread.start()
@@ -532,7 +532,7 @@ def workspaces_grow_after_a_capture():
     ask_cudnn()
     layer, x = fp8("cudnn", n=4096, k=4096), rows(1, 4096)
     want = layer(x)
-    need = layer.bind().ready[1][1].state.workspace_bytes
+    need = layer.bind().ready[1][1].state.executable.workspace_bytes
     if not need:
         raise CannotTry("cuDNN's plan for M=1 N=K=4096 needs no workspace here")
     graph, out = captured(lambda: layer(x))

@@ -12,23 +12,26 @@ import pytest
 import torch
 
 from fp4dispatch import formats, ops, registry, system
-from fp4dispatch.backends import quantizers
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.linear import FP8Linear
+from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.replace import warmup
-from tests import contract
+from tests import contract, quantizer_fake
 
 pytestmark = pytest.mark.gpu
 
 N, K = 1024, 2048
-KINDS = (("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False))
+KINDS = (
+    ("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False),
+    ("nvfp4", False), ("nvfp4", True),
+)  # fmt: skip
 TOKENS = (1, 3, 4, 64, 129, 1000)
 kinds = pytest.mark.parametrize(("scaling", "static"), KINDS)
 
 
 def case_of(scaling, m, *, dtype="bfloat16", n=N, k=K, bias=False, static=False):
     """Return a case, or skip where this machine's cuBLASLt cannot run it."""
-    case = contract.Case("fp8_gemm", scaling, "fp8", m, n, k, dtype, bias, static=static)
+    op, activation = ("nvfp4_gemm", "nvfp4") if scaling == "nvfp4" else ("fp8_gemm", "fp8")
+    case = contract.Case(op, scaling, activation, m, n, k, dtype, bias, static=static)
     why = contract.unsupported(registry.instance("cublaslt"), case, system.current())
     if why:
         pytest.skip(f"cublaslt: {why}")
@@ -39,7 +42,10 @@ def layer_of(scaling, static=False, seed=0, k=K, n=N):
     case_of(scaling, 1)
     torch.manual_seed(seed)
     linear = torch.nn.Linear(k, n, device="cuda", dtype=torch.bfloat16)
-    layer = FP8Linear.from_linear(linear, scaling=scaling, backend="cublaslt")
+    if scaling == "nvfp4":
+        layer = FP4Linear.from_linear(linear, backend="cublaslt")
+    else:
+        layer = FP8Linear.from_linear(linear, scaling=scaling, backend="cublaslt")
     if static:
         layer.input_scale = torch.tensor(0.01, device="cuda")
         layer._refresh()
@@ -57,14 +63,15 @@ def captured(fn):
     return graph, out
 
 
-def test_our_kernels_are_used_where_they_can_be_compiled():
-    case = case_of("row", 1)
+@pytest.mark.parametrize("scaling", ["row", "nvfp4"])
+def test_our_kernels_are_used_where_they_can_be_compiled(scaling):
+    case = case_of(scaling, 1)
     backend = registry.instance("cublaslt")
     plan = backend.plan(case.problem(), backend.prepare(contract.make_weights(case, "cuda", 1)))
     if plan.note and system.current().nvcc is None:
         pytest.skip(plan.note)
     assert plan.note == ""
-    assert plan.state.quantizers is not None
+    assert (plan.state.quantizers or plan.state.nvfp4) is not None
     assert plan.state.launch is not None
 
 
@@ -78,10 +85,10 @@ def test_the_bits_are_those_of_the_path_without_our_kernels(scaling, static, dty
     prepared = backend.prepare(weights)
     ours = backend.plan(case.problem(), prepared)
     with monkeypatch.context() as patch:
-        patch.setattr(quantizers, "load", lambda device: (None, "off"))
+        quantizer_fake.without(patch, "off")
         plain = backend.plan(case.problem(), prepared)
-    assert ours.state.quantizers is not None
-    assert plain.state.quantizers is None
+    assert (ours.state.quantizers or ours.state.nvfp4) is not None
+    assert (plain.state.quantizers or plain.state.nvfp4) is None
     out_dtype = getattr(torch, dtype)
     bias_row = torch.randn(n, device="cuda", dtype=out_dtype) if bias else None
     for m in TOKENS:
@@ -138,8 +145,9 @@ def test_a_chain_gives_the_same_bits_with_and_without_pdl(scaling, static, monke
     for setting in ("off", "auto"):
         monkeypatch.setenv("FP4DISPATCH_PDL", setting)
         plans.append(backend.plan(case.problem(), layers[0]))
-    assert not plans[0].state.quantizers.pdl
-    assert plans[1].state.quantizers.pdl == (torch.cuda.get_device_capability() >= (9, 0))
+    used = [plan.state.quantizers or plan.state.nvfp4 for plan in plans]
+    assert not used[0].pdl
+    assert used[1].pdl == (torch.cuda.get_device_capability() >= (9, 0))
 
     def chain(plan, x):
         for prepared in layers * 4:

@@ -16,7 +16,7 @@ from fp4dispatch.backends.cudnn import m_bucket
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.replace import warmup
-from tests import contract
+from tests import contract, quantizer_fake
 
 pytestmark = pytest.mark.gpu
 
@@ -85,13 +85,36 @@ def test_every_m_runs_on_the_graph_of_its_bucket(kind):
     for m in sizes:
         case = case_of(kind, m)
         plan = routes.plan_for(backend, case.problem(), prepared)
-        assert plan.state.key.m == m_bucket(m)
+        assert plan.state.executable.key.m == m_bucket(m)
         x, a = contract.make_activation(case, weights, "cuda", m)
         out = torch.full((m, N), float("nan"), device="cuda", dtype=torch.bfloat16)
         backend.run(plan, prepared, x, out)
         expected = a.float() @ exact.t()
         error = (out - expected).abs().amax(1) / expected.abs().amax(1)
         assert bool((error < 0.01).all()), f"M={m}: row {int(error.argmax())} is off by {float(error.max()):.3g}"
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_are_those_of_the_path_without_our_quantisers(kind, static, monkeypatch):
+    backend = registry.instance("cudnn")
+    prepared = backend.prepare(contract.make_weights(case_of(kind, 1, static=static), "cuda", 1))
+    for m in (1, 3, 64, 129, 1000, 2049):
+        problem = case_of(kind, m, static=static).problem()
+        ours = backend.plan(problem, prepared)
+        if ours.note and system.current().nvcc is None:
+            pytest.skip(ours.note)
+        assert ours.note == ""
+        with monkeypatch.context() as patch:
+            quantizer_fake.without(patch, "off")
+            plain = backend.plan(problem, prepared)
+        assert plain.note == "off"
+        outs = []
+        for plan in (ours, plain):
+            outs.append(torch.full((m, N), float("nan"), device="cuda", dtype=torch.bfloat16))
+            backend.run(plan, prepared, tokens(m), outs[-1])
+        assert outs[0].isfinite().all()
+        assert torch.equal(*outs), f"M={m}: {int((outs[0] != outs[1]).sum())} of {outs[0].numel()} differ"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -119,16 +119,16 @@ def test_a_graph_refuses_tensors_of_another_size(install):
     backend = install(Cudnn())
     case, _weights, prepared = _layer(backend)
     plan = backend.plan(replace(case, m=16).problem(), prepared)
-    small = backend_module._scratch(plan.state.key, prepared)
-    large = backend_module._scratch(plan.state.key._replace(m=32), prepared)
+    small = backend_module._scratch(plan.state.executable.key, prepared)
+    large = backend_module._scratch(plan.state.executable.key._replace(m=32), prepared)
     state = backend._devices[torch.device("cpu")]
-    plan.state.execute(small, None, state.handle)
+    plan.state.executable.execute(small, None, state.handle)
     for uid in (graphs.A, graphs.D):
         with pytest.raises(InputError, match=f"tensor {uid} of .*need .* elements"):
-            plan.state.execute(small | {uid: large[uid]}, None, state.handle)
+            plan.state.executable.execute(small | {uid: large[uid]}, None, state.handle)
     del small[graphs.A_SF]
     with pytest.raises(InputError, match=r"tensor 3 .* is None"):
-        plan.state.execute(small, None, state.handle)
+        plan.state.executable.execute(small, None, state.handle)
 
 
 def test_layers_of_one_shape_share_graphs_whatever_their_alpha(install):
@@ -149,7 +149,7 @@ def test_graphs_are_never_dropped(install):
     case, _weights, prepared = _layer(backend, n=16, k=32)
     plans = {m: backend.plan(replace(case, m=m).problem(), prepared) for m in range(1, 2000, 7)}
     for m, plan in plans.items():
-        assert backend.plan(replace(case, m=m).problem(), prepared).state is plan.state
+        assert backend.plan(replace(case, m=m).problem(), prepared).state.executable is plan.state.executable
 
 
 def test_a_released_graph_is_forgotten_unless_a_plan_holds_it(install):
@@ -157,13 +157,13 @@ def test_a_released_graph_is_forgotten_unless_a_plan_holds_it(install):
     backend = install(Cudnn())
     case, _weights, prepared = _layer(backend)
     kept, tried = (backend.plan(case.problem(), prepared) for _ in range(2))
-    assert kept.state is tried.state
+    assert kept.state.executable is tried.state.executable
     backend.release(tried)
-    assert kept.state.key.m == m_bucket(case.m)
+    assert kept.state.executable.key.m == m_bucket(case.m)
     fresh = backend.plan(case.problem(), prepared)
-    assert fresh.state is not tried.state
+    assert fresh.state.executable is not tried.state.executable
     backend.release(tried)  # not the one that is remembered now
-    assert backend.plan(case.problem(), prepared).state is fresh.state
+    assert backend.plan(case.problem(), prepared).state.executable is fresh.state.executable
 
 
 def test_planning_is_refused_during_capture(install, monkeypatch):
@@ -288,8 +288,8 @@ def test_operands_at_odd_addresses_are_moved(install, monkeypatch):
     case, weights, prepared = _layer(backend, n=80)
     plan = backend.plan(replace(case, m=16).problem(), prepared)
     seen = {}
-    execute = plan.state.execute
-    monkeypatch.setattr(plan.state, "execute", lambda t, w, h: (seen.update(t), execute(t, w, h)))
+    execute = plan.state.executable.execute
+    monkeypatch.setattr(plan.state.executable, "execute", lambda t, w, h: (seen.update(t), execute(t, w, h)))
     x, _ = contract.make_activation(replace(case, m=16, raw="linear"), weights, "cpu", 3)
     odd = torch.empty(x.data.numel() + 1, dtype=torch.uint8)[1:].view(x.data.shape).copy_(x.data)
     out = torch.empty(16 * 80 + 1, dtype=torch.bfloat16)[1:].view(16, 80)

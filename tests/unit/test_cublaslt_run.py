@@ -1,4 +1,4 @@
-"""What the cuBLASLt backend launches for FP8 activations: quantisers in plain torch stand in for ours, on the CPU."""
+"""What the cuBLASLt backend launches for activations: quantisers in plain torch stand in for ours, on the CPU."""
 
 from __future__ import annotations
 
@@ -7,49 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fp4dispatch import capture, formats
+from fp4dispatch import formats
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends import cublaslt, quantizers, scratch
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
 from fp4dispatch.problem import Problem
-from tests import contract
+from tests import contract, quantizer_fake
 
 KINDS = [("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False)]
+ALL = [*KINDS, ("nvfp4", False), ("nvfp4", True)]
 CUDA = torch.device("cuda:0")
-
-
-class Kernels:
-    """The kernels of csrc/fp8_quantize.cu in torch; refuse what those refuse, and remember what was launched."""
-
-    def __init__(self):
-        self.calls = []
-
-    def _made(self, x, q, scale, scaling, pdl, made):
-        assert x.dtype in (torch.bfloat16, torch.float16)
-        assert x.stride(1) == 1
-        assert x.shape[1] % 8 == 0
-        assert x.data_ptr() % 16 == 0
-        assert q.shape == x.shape
-        assert q.is_contiguous()
-        self.calls.append((scaling, q.data_ptr(), scale.data_ptr(), pdl))
-        q.view(torch.uint8).copy_(made.data.view(torch.uint8))
-        if scaling != "tensor":
-            scale.copy_(made.scale.reshape(scale.shape))
-
-    def fp8_quantize_row(self, x, q, scale, pdl):
-        assert scale.numel() == x.shape[0]
-        assert scale.is_contiguous()
-        self._made(x, q, scale, "row", pdl, formats.fp8_quantize(x, "row"))
-
-    def fp8_quantize_tensor(self, x, q, scale, pdl):
-        assert scale.numel() == 1
-        self._made(x, q, scale, "tensor", pdl, formats.fp8_quantize(x, "tensor", scale.reshape(())))
-
-    def fp8_quantize_1x128(self, x, q, scale, pdl):
-        assert scale.shape == (x.shape[0], -(-x.shape[1] // 128))
-        self._made(x, q, scale, "1x128", pdl, formats.fp8_quantize(x, "1x128"))
 
 
 def block128(a, a_scale, w, w_scale, bias, d):
@@ -64,18 +34,29 @@ def block128(a, a_scale, w, w_scale, bias, d):
     d.copy_(left @ right.t() + (0 if bias is None else bias.float()))
 
 
+def nvfp4(a, a_sf, a_global, w, w_sf, w_global, bias, d):
+    """Multiply as torch's NVFP4 GEMM does, with what it asks of operands; a NaN among padding scales is felt."""
+    (m, half), n = a.shape, w.shape[0]
+    columns = half // 8
+    for rows, sf in ((m, a_sf), (n, w_sf)):
+        assert sf.numel() == formats.round_up(rows, 128) * formats.round_up(columns, 4)
+        assert sf.is_contiguous()
+        with _disable_current_modes():
+            assert bool(sf.float().isfinite().all())
+    assert a_global.shape == w_global.shape == ()
+    assert half % 16 == n % 16 == 0
+    left = formats.nvfp4_dequantize(a, a_sf, a_global, sf_layout="128x4")
+    right = formats.nvfp4_dequantize(w, w_sf, w_global, sf_layout="128x4")
+    d.copy_(left @ right.t() + (0 if bias is None else bias.float()))
+
+
 @pytest.fixture
 def kernels(monkeypatch):
-    """Our kernels and the block-scaled GEMM in torch, on a machine that seems to have an H200."""
-    made = Kernels()
-    found = quantizers.Quantizers(made.fp8_quantize_row, made.fp8_quantize_tensor, made.fp8_quantize_1x128, True)
-    monkeypatch.setattr(quantizers, "load", lambda device: (found, ""))
+    """Our kernels and the block-scaled GEMMs in torch, on a machine that seems to have an H200."""
     monkeypatch.setattr(cublaslt, "_block128_gemm", block128)
+    monkeypatch.setattr(cublaslt, "_nvfp4_gemm", nvfp4)
     monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
-    monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
-    monkeypatch.setattr(scratch, "_stream", lambda index: 7)
-    monkeypatch.setattr(scratch, "_arenas", {})
-    return made
+    return quantizer_fake.install(monkeypatch)
 
 
 @pytest.fixture
@@ -93,6 +74,9 @@ def gemms(monkeypatch):
 
 def weights(scaling, static=False, n=128, k=256):
     torch.manual_seed(n + k)
+    if scaling == "nvfp4":
+        case = contract.Case("nvfp4_gemm", "nvfp4", "nvfp4", 1, n, k, "bfloat16", False, static=static)
+        return contract.make_weights(case, "cpu", 1)
     q = formats.fp8_quantize(torch.randn(n, k), scaling)
     scale = torch.tensor(0.03) if static else None
     return LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale, input_scale=scale)
@@ -101,7 +85,8 @@ def weights(scaling, static=False, n=128, k=256):
 def planned(w, m=1, dtype="bfloat16", bias=False):
     backend = cublaslt.CublasLtBackend()
     prepared = backend.prepare(w)
-    plan = backend.plan(Problem("fp8_gemm", m, w.n, w.k, "fp8", w.scaling, dtype, bias), prepared)
+    activation = "nvfp4" if w.op == "nvfp4_gemm" else "fp8"
+    plan = backend.plan(Problem(w.op, m, w.n, w.k, activation, w.scaling, dtype, bias), prepared)
     return backend, plan, prepared
 
 
@@ -114,9 +99,7 @@ def run(subject, x, bias=None):
     return out
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in contract.cases(cublaslt.CublasLtBackend()) if case.op == "fp8_gemm"], ids=str
-)
+@pytest.mark.parametrize("case", contract.cases(cublaslt.CublasLtBackend()), ids=str)
 def test_the_contract_holds_with_our_quantisers(case, kernels):
     contract.check(cublaslt.CublasLtBackend(), case)
     assert len(kernels.calls) == (0 if case.raw else 2)
@@ -134,13 +117,13 @@ def test_away_from_hopper_scales_per_row_are_for_bfloat16_alone(dtype, row_wise,
     assert len(kernels.calls) == 4
 
 
-@pytest.mark.parametrize(("scaling", "static"), KINDS)
+@pytest.mark.parametrize(("scaling", "static"), ALL)
 @pytest.mark.parametrize("shape", [(128, 256), (200, 144)])
 def test_the_bits_are_those_of_torchs_operations(scaling, static, shape, kernels, monkeypatch):
     """Any M, ragged sizes, addresses and strides that the kernels refuse."""
     subject = planned(weights(scaling, static, *shape))
     with monkeypatch.context() as patch:
-        patch.setattr(quantizers, "load", lambda device: (None, ""))
+        quantizer_fake.without(patch)
         plain = planned(weights(scaling, static, *shape))
     for m in (1, 3, 4, 17, 128):
         wide = torch.randn(m, 2 * shape[1] + 1).bfloat16()
@@ -150,16 +133,16 @@ def test_the_bits_are_those_of_torchs_operations(scaling, static, shape, kernels
             assert len(kernels.calls) == before + 1
 
 
-@pytest.mark.parametrize(("scaling", "static"), KINDS)
+@pytest.mark.parametrize(("scaling", "static"), ALL)
 def test_operands_that_fit_go_straight_to_two_launches(scaling, static, kernels, gemms, monkeypatch):
     backend, plan, prepared = planned(weights(scaling, static))
-    kernel = {"tensor": "row", "row": "row", "block128": "1x128"}[scaling] if not static else "tensor"
+    kernel = {"block128": "1x128", "nvfp4": "nvfp4"}.get(scaling, "tensor" if static else "row")
     for m in (4, 64):
         x, out = torch.randn(m, 256).bfloat16(), torch.empty(m, 128, dtype=torch.bfloat16)
         backend.run(plan, prepared, x, out)
         kernels.calls.clear()
         with monkeypatch.context() as patch:
-            for slow in ("quantized", "zero_pad"):
+            for slow in ("quantized", "quantized_nvfp4", "zero_pad"):
                 patch.setattr(cublaslt, slow, lambda *args: pytest.fail("the long way"))
             for made in ("empty", "zeros", "ones"):
                 patch.setattr(torch, made, lambda *args, **kw: pytest.fail("memory was taken"))
@@ -202,7 +185,7 @@ def test_a_static_scale_beside_scales_per_row_is_multiplied_once(kernels, gemms)
 
 
 def test_f32_activations_are_quantised_by_torch(kernels):
-    for scaling, static in KINDS:
+    for scaling, static in ALL:
         run(planned(weights(scaling, static), dtype="float32"), torch.randn(8, 256))
         backend, plan, prepared = planned(weights(scaling, static))
         backend.run(plan, prepared, torch.randn(8, 256), torch.empty(8, 128, dtype=torch.bfloat16))
@@ -228,7 +211,8 @@ def machine(monkeypatch):
 
     def answers(result, pdl="auto"):
         def load(kernel, variant, arch):
-            assert (kernel, variant, arch) == ("fp8_quantize", "any", SM90)
+            assert kernel in ("fp8_quantize", "nvfp4_quantize")
+            assert (variant, arch) == ("any", SM90)
             if isinstance(result, Exception):
                 raise result
             return result
@@ -250,19 +234,23 @@ def machine(monkeypatch):
 )
 def test_without_our_kernels_a_plan_says_so_and_warns_once(error, machine, caplog):
     machine(error)
-    assert quantizers.load(torch.device("cpu")) == (None, "")
-    for _ in range(2):
-        found, why = quantizers.load(CUDA)
-        assert found is None
-        assert str(error) in why
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert str(error) in record.message
+    for load, label in ((quantizers.load, "FP8"), (quantizers.load_nvfp4, "NVFP4")):
+        assert load(torch.device("cpu")) == (None, "")
+        for _ in range(2):
+            found, why = load(CUDA)
+            assert found is None
+            assert why.startswith(f"{label} activations are quantised by torch's operations")
+            assert str(error) in why
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert record.message == why
+        caplog.clear()
 
 
-def test_the_note_is_in_the_plan(kernels, monkeypatch):
-    monkeypatch.setattr(quantizers, "load", lambda device: (None, "by torch's operations: no nvcc"))
-    _, plan, _ = subject = planned(weights("row"))
+@pytest.mark.parametrize("scaling", ["row", "nvfp4"])
+def test_the_note_is_in_the_plan(scaling, kernels, monkeypatch):
+    quantizer_fake.without(monkeypatch, "by torch's operations: no nvcc")
+    _, plan, _ = subject = planned(weights(scaling))
     assert "by torch's operations: no nvcc" in repr(plan)
     assert plan.state.launch is None
     assert run(subject, torch.randn(3, 256).bfloat16()).isfinite().all()
@@ -270,13 +258,15 @@ def test_the_note_is_in_the_plan(kernels, monkeypatch):
 
 def test_a_capture_is_no_reason_to_go_without(machine):
     machine(CaptureError("loading the kernel"))
-    with pytest.raises(CaptureError):
-        quantizers.load(CUDA)
+    for load in (quantizers.load, quantizers.load_nvfp4):
+        with pytest.raises(CaptureError):
+            load(CUDA)
 
 
 @pytest.mark.parametrize(("proven", "setting"), list(itertools.product((True, False), ("auto", "off"))))
 def test_pdl_needs_the_proof_and_the_setting(proven, setting, machine):
-    machine(SimpleNamespace(module=Kernels(), pdl_allowed=proven), setting)
-    found, why = quantizers.load(CUDA)
-    assert why == ""
-    assert found.pdl == (proven and setting == "auto")
+    machine(SimpleNamespace(module=quantizer_fake.Kernels(), pdl_allowed=proven), setting)
+    for load in (quantizers.load, quantizers.load_nvfp4):
+        found, why = load(CUDA)
+        assert why == ""
+        assert found.pdl == (proven and setting == "auto")
