@@ -5,9 +5,6 @@ The numbers of single calls are held to the reference by tests/gpu/test_backends
 
 from __future__ import annotations
 
-import random
-import threading
-
 import pytest
 import torch
 
@@ -16,10 +13,11 @@ from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.replace import warmup
 from tests import contract, quantizer_fake
+from tests.gpu import backend_cases
+from tests.gpu.backend_cases import K, N, captured, tokens
 
 pytestmark = pytest.mark.gpu
 
-N, K = 1024, 2048
 KINDS = (
     ("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False),
     ("nvfp4", False), ("nvfp4", True),
@@ -50,17 +48,6 @@ def layer_of(scaling, static=False, seed=0, k=K, n=N):
         layer.input_scale = torch.tensor(0.01, device="cuda")
         layer._refresh()
     return layer
-
-
-def tokens(m, seed=0, k=K, dtype=torch.bfloat16):
-    return torch.randn(m, k, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
-
-
-def captured(fn):
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out = fn()
-    return graph, out
 
 
 @pytest.mark.parametrize("scaling", ["row", "nvfp4"])
@@ -169,31 +156,7 @@ def test_a_chain_gives_the_same_bits_with_and_without_pdl(scaling, static, monke
 
 def test_many_threads_and_streams_at_once():
     layers = [layer_of("row", seed=0), layer_of("row", True, seed=1), layer_of("tensor", True, seed=2)]
-    sizes = (1, 64, 129, 1000)
-    xs = {m: tokens(m, m) for m in sizes}
-    with torch.inference_mode():
-        expected = {(i, m): layer(xs[m]) for i, layer in enumerate(layers) for m in sizes}
-    torch.cuda.synchronize()
-    wrong, raised = [], []
-
-    def work(seed):
-        try:
-            stream, order = torch.cuda.Stream(), random.Random(seed)
-            with torch.cuda.stream(stream), torch.inference_mode():
-                for _ in range(100):
-                    i, m = order.randrange(3), order.choice(sizes)
-                    if not torch.equal(layers[i](xs[m]), expected[i, m]):
-                        wrong.append((i, m))
-        except Exception as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert raised == []
-    assert wrong == []
+    backend_cases.many_threads_and_streams_at_once(layers, (1, 64, 129, 1000))
 
 
 def test_raw_operands_with_one_scale_each_are_right():

@@ -5,22 +5,21 @@ The numbers of single calls are held to the reference by tests/gpu/test_backends
 
 from __future__ import annotations
 
+import functools
 import random
-import threading
 
 import pytest
 import torch
 
 from fp4dispatch import registry, routes, system
 from fp4dispatch.backends.cudnn import m_bucket
-from fp4dispatch.errors import CaptureError
 from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.replace import warmup
 from tests import contract, quantizer_fake
+from tests.gpu import backend_cases
+from tests.gpu.backend_cases import K, N, tokens
 
 pytestmark = pytest.mark.gpu
 
-N, K = 1024, 2048
 KINDS = ("tensor", "row", "nvfp4")
 
 
@@ -41,17 +40,6 @@ def layer_of(kind, seed=0):
     if kind == "nvfp4":
         return FP4Linear.from_linear(linear, backend="cudnn")
     return FP8Linear.from_linear(linear, scaling=kind, backend="cudnn")
-
-
-def tokens(m, seed=0):
-    return torch.randn(m, K, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
-
-
-def captured(fn, stream=None):
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        out = fn()
-    return graph, out
 
 
 def test_fp8_runs_from_ada_on():
@@ -119,91 +107,24 @@ def test_the_bits_are_those_of_the_path_without_our_quantisers(kind, static, mon
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_replay_equals_eager_and_survives_what_is_planned_later(kind):
-    layer = layer_of(kind)
-    sizes = (1, 7, 16, 130)
-    warmup(layer, tokens=list(sizes))
-    xs = [tokens(m, m) for m in sizes]
-    graphs = [captured(lambda x=x: layer(x)) for x in xs]
-    with torch.inference_mode():
-        expected = [layer(x) for x in xs]
-        warmup(layer, tokens=[3, 40, 300, 700])  # more graphs, and more of everything that cuDNN keeps
-        other = layer_of(kind, 1)
-        for m in (1, 16, 130, 513):
-            other(tokens(m))
-        torch.cuda.empty_cache()
-        poison = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
-        for _ in range(3):
-            for (graph, out), want in zip(graphs, expected, strict=True):
-                out.fill_(float("nan"))
-                graph.replay()
-                assert torch.equal(out, want)
-        for (graph, out), x in zip(graphs, xs, strict=True):
-            x.copy_(tokens(x.shape[0], 99))
-            graph.replay()
-            assert torch.equal(out, layer(x))
-    del poison
+    """More graphs are planned later, and more of everything that cuDNN keeps."""
+    backend_cases.replay_equals_eager_and_survives_what_is_planned_later(
+        functools.partial(layer_of, kind), (1, 7, 16, 130), (3, 40, 300, 700), (1, 16, 130, 513)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bucket_that_was_never_planned_is_refused_in_capture(kind):
-    layer = layer_of(kind)
-    warmup(layer, tokens=[16])
-    x = tokens(500)
-    with pytest.raises(CaptureError, match=r"warmup\(model, tokens=\[500\]\)"):
-        captured(lambda: layer(x))
-    graph, out = captured(lambda: layer(x[:16]))
-    graph.replay()
-    with torch.inference_mode():
-        assert torch.equal(out, layer(x[:16]))
+    backend_cases.an_m_that_was_never_planned_is_refused_in_capture(functools.partial(layer_of, kind), 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_threads_and_streams_at_once(kind):
-    layers = [layer_of(kind, seed) for seed in range(2)]
-    sizes = (1, 5, 16, 200)
-    for layer in layers:
-        warmup(layer, tokens=list(sizes))
-    xs = {m: tokens(m, m) for m in sizes}
-    with torch.inference_mode():
-        expected = {(i, m): layer(xs[m]) for i, layer in enumerate(layers) for m in sizes}
-    torch.cuda.synchronize()
-    wrong, raised = [], []
-
-    def work(seed):
-        try:
-            stream, order = torch.cuda.Stream(), random.Random(seed)
-            with torch.cuda.stream(stream), torch.inference_mode():
-                for _ in range(100):
-                    i, m = order.randrange(2), order.choice(sizes)
-                    if not torch.equal(layers[i](xs[m]), expected[i, m]):
-                        wrong.append((i, m))
-        except Exception as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert raised == []
-    assert wrong == []
+    backend_cases.many_threads_and_streams_at_once([layer_of(kind, seed) for seed in range(2)], (1, 5, 16, 200))
 
 
 def test_launches_go_to_the_current_stream():
-    """A launch on another stream (flashinfer#1303) would not wait for the one that fills x."""
-    layer = layer_of("tensor")
-    warmup(layer, tokens=[16])
-    with torch.inference_mode():
-        final = tokens(16, 1)
-        expected = layer(final)
-        x, stream = torch.zeros_like(final), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
-            x.copy_(final)
-            out = layer(x)
-        stream.synchronize()
-    assert torch.equal(out, expected)
+    backend_cases.launches_go_to_the_current_stream(functools.partial(layer_of, "tensor"), 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,15 +148,4 @@ def test_opcheck_of_the_layer(kind, monkeypatch):
 
 
 def test_no_plan_costs_memory_per_call():
-    """flashinfer#1887, #1741: memory or host work that grows with each call."""
-    layer = layer_of("row")
-    with torch.inference_mode():
-        for m in (3, 16):
-            layer(tokens(m))
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated(), len(routes._plans)
-        for _ in range(200):
-            layer(tokens(3))
-            layer(tokens(16))
-        torch.cuda.synchronize()
-    assert (torch.cuda.memory_allocated(), len(routes._plans)) == before
+    backend_cases.no_call_costs_memory(functools.partial(layer_of, "row"), (3, 16))

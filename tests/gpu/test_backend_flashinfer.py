@@ -6,22 +6,20 @@ of some seconds.
 
 from __future__ import annotations
 
-import random
-import threading
+import functools
 
 import pytest
 import torch
 
 from fp4dispatch import formats, registry, routes, system
 from fp4dispatch.backends import flashinfer_package as package
-from fp4dispatch.errors import CaptureError
 from fp4dispatch.linear import FP8Linear
-from fp4dispatch.replace import warmup
 from tests import contract
+from tests.gpu import backend_cases
+from tests.gpu.backend_cases import K, N, tokens
 
 pytestmark = pytest.mark.gpu
 
-N, K = 1024, 2048
 TOKENS = (1, 3, 64, 129, 1000)
 KINDS = {"flashinfer_deepgemm": "block128", "flashinfer_cudnn": "tensor"}
 """What of FlashInfer's FP8 a Hopper GPU runs."""
@@ -41,17 +39,6 @@ def layer_of(name, seed=0):
     torch.manual_seed(seed)
     linear = torch.nn.Linear(K, N, device="cuda", dtype=torch.bfloat16)
     return FP8Linear.from_linear(linear, scaling=KINDS[name], backend=name)
-
-
-def tokens(m, seed=0):
-    return torch.randn(m, K, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
-
-
-def captured(fn):
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out = fn()
-    return graph, out
 
 
 def test_hopper_runs_what_it_should():
@@ -109,108 +96,29 @@ def test_deepgemm_needs_no_scratch_of_the_size_of_the_weight():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_replay_equals_eager_and_survives_what_is_planned_later(name):
-    layer = layer_of(name)
-    sizes = (1, 3, 64, 129)
-    warmup(layer, tokens=list(sizes))
-    xs = [tokens(m, m) for m in sizes]
-    graphs = [captured(lambda x=x: layer(x)) for x in xs]
-    with torch.inference_mode():
-        expected = [layer(x) for x in xs]
-        warmup(layer, tokens=[33, 300])
-        other = layer_of(name, 1)
-        for m in (1, 64):
-            other(tokens(m))
-        torch.cuda.empty_cache()
-        poison = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
-        for _ in range(3):
-            for (graph, out), want in zip(graphs, expected, strict=True):
-                out.fill_(float("nan"))
-                graph.replay()
-                assert torch.equal(out, want)
-        for (graph, out), x in zip(graphs, xs, strict=True):
-            x.copy_(tokens(x.shape[0], 99))
-            graph.replay()
-            assert torch.equal(out, layer(x))
-    del poison
+    backend_cases.replay_equals_eager_and_survives_what_is_planned_later(
+        functools.partial(layer_of, name), (1, 3, 64, 129), (33, 300), (1, 64)
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_m_that_was_never_planned_is_refused_in_capture(name):
-    layer = layer_of(name)
-    warmup(layer, tokens=[64])
-    x = tokens(500)
-    with pytest.raises(CaptureError, match=r"warmup\(model, tokens=\[500\]\)"):
-        captured(lambda: layer(x))
-    graph, out = captured(lambda: layer(x[:64]))
-    graph.replay()
-    with torch.inference_mode():
-        assert torch.equal(out, layer(x[:64]))
+    backend_cases.an_m_that_was_never_planned_is_refused_in_capture(functools.partial(layer_of, name), 64)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_many_threads_and_streams_at_once(name):
-    layers = [layer_of(name, seed) for seed in range(2)]
-    sizes = (1, 64, 129)
-    for layer in layers:
-        warmup(layer, tokens=list(sizes))
-    xs = {m: tokens(m, m) for m in sizes}
-    with torch.inference_mode():
-        expected = {(i, m): layer(xs[m]) for i, layer in enumerate(layers) for m in sizes}
-    torch.cuda.synchronize()
-    wrong, raised = [], []
-
-    def work(seed):
-        try:
-            stream, order = torch.cuda.Stream(), random.Random(seed)
-            with torch.cuda.stream(stream), torch.inference_mode():
-                for _ in range(100):
-                    i, m = order.randrange(2), order.choice(sizes)
-                    if not torch.equal(layers[i](xs[m]), expected[i, m]):
-                        wrong.append((i, m))
-        except Exception as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert raised == []
-    assert wrong == []
+    backend_cases.many_threads_and_streams_at_once([layer_of(name, seed) for seed in range(2)], (1, 64, 129))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_launches_go_to_the_current_stream(name):
-    """A launch on another stream (flashinfer#1303) would not wait for the one that fills x."""
-    layer = layer_of(name)
-    warmup(layer, tokens=[64])
-    with torch.inference_mode():
-        final = tokens(64, 1)
-        expected = layer(final)
-        x, stream = torch.zeros_like(final), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
-            x.copy_(final)
-            out = layer(x)
-        stream.synchronize()
-    assert torch.equal(out, expected)
+    backend_cases.launches_go_to_the_current_stream(functools.partial(layer_of, name), 64)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_call_costs_memory(name):
-    """flashinfer#1887, #2139: memory that grows with each call."""
-    layer = layer_of(name)
-    with torch.inference_mode():
-        for m in (3, 64):
-            layer(tokens(m))
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated(), len(routes._plans)
-        for _ in range(200):
-            layer(tokens(3))
-            layer(tokens(64))
-        torch.cuda.synchronize()
-    assert (torch.cuda.memory_allocated(), len(routes._plans)) == before
+    backend_cases.no_call_costs_memory(functools.partial(layer_of, name), (3, 64))
 
 
 def test_a_tail_of_n_gets_its_own_block_of_scales():
