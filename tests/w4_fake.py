@@ -112,7 +112,7 @@ class Kernels:
 
     def __init__(self, pdl_allowed=True):
         self.pdl_allowed = pdl_allowed
-        self.loaded, self.launched = [], []
+        self.loaded, self.launched, self.column_scales = [], [], []
 
     def load(self, kernel, build, arch):
         self.loaded.append((kernel, build))
@@ -193,6 +193,7 @@ class Kernels:
         assert n % 16 == k % 16 == 0
         assert out.dtype == out_dtype == torch.bfloat16
         self.launched.append(("scaled_mm", m, n, k))
+        self.column_scales.append(scale_b.data_ptr())
         finish(a.float() @ b.float() * scale_a, scale_b.reshape(-1), bias, out)
 
     def large(self, build):

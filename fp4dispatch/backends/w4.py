@@ -88,8 +88,9 @@ class _W4Backend(Backend):
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pack the weights, padded with zeros, into W4P (:mod:`~fp4dispatch.backends.w4_layout`). Synchronises.
 
-        Tensors: packed uint8 [ceil(N/64), ceil(K/64), 2304]; global scale f32 [1], or [np] where shards differ. A
-        static input scale belongs to 4-bit activations and is not used.
+        Tensors: packed uint8 [ceil(N/64), ceil(K/64), 2304]; global scale f32 [1], or [np] where shards differ; where
+        N is a multiple of 16, the scales of the columns of w4a8's FP8 weights, f32 [1, N]. A static input scale belongs
+        to 4-bit activations and is not used.
 
         Raises
         ------
@@ -99,11 +100,13 @@ class _W4Backend(Backend):
         w = weights
         scale = formats.from_128x4(w.scale, w.n, w.k // formats.NVFP4_BLOCK) if w.sf_layout == "128x4" else w.scale
         np = round_up(w.n, _N_MULTIPLE)
-        tensors = (pack_w4p(w.weight, scale), per_column(w, np))
+        tensors = [pack_w4p(w.weight, scale), per_column(w, np)]
+        if w.n % _UNFOLD_N_MULTIPLE == 0:
+            tensors.append((tensors[1] * FOLD).expand(w.n).reshape(1, -1).contiguous())
         if tensors[0].is_cuda:
             # Under PDL the kernels read weights before the kernel ahead of them has finished: it must not be this one.
             torch.cuda.current_stream(tensors[0].device).synchronize()
-        return Prepared(self.name, tensors, tuple(_Layout(w.n, w.k, np)))
+        return Prepared(self.name, tuple(tensors), tuple(_Layout(w.n, w.k, np)))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Load the kernels for this M, compiling and proving them first where they are not in the cache.
@@ -245,5 +248,4 @@ def _launch_unfold(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor,
     q, scale, w = s.scratch()
     s.gemm(tensors[0], w, s.gemm_pdl)
     s.pack(x, q, scale, s.pack_pdl)
-    columns = (tensors[1] * FOLD).expand(s.layout.n).reshape(1, -1).contiguous()
-    torch._scaled_mm(q, w.t(), scale.unsqueeze(1), columns, bias, out_dtype=d.dtype, out=d)
+    torch._scaled_mm(q, w.t(), scale.unsqueeze(1), tensors[2], bias, out_dtype=d.dtype, out=d)

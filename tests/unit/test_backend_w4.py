@@ -164,6 +164,7 @@ def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkey
     got, want = torch.full((m, n), torch.nan, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
     backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, got, b)
     assert [name for name, *_ in kernels.launched] == ["w4_to_e4m3", "fp8_quantize_row", "scaled_mm"]
+    assert kernels.column_scales == [prepared.tensors[2].data_ptr()]  # nothing is made of them at a launch
     tile = next(t for t in cutlass_tiles.tiles("w4") if t.builds["bfloat16"] == "a8_bf16_192")
     monkeypatch.setattr(w4, "_tile_for", lambda *_: tile)
     backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, want, b)
@@ -181,10 +182,12 @@ def test_written_out_weights_are_for_what_cublaslt_takes(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
-@pytest.mark.parametrize(("n", "k", "shards"), [(64, 64, ()), (100, 48, (60, 40)), (1, 16, ()), (200, 1040, ())])
+@pytest.mark.parametrize(
+    ("n", "k", "shards"), [(64, 64, ()), (100, 48, (60, 40)), (80, 48, (60, 20)), (1, 16, ()), (200, 1040, ())]
+)
 def test_prepared_weights_hold_every_value_and_one_alpha_a_column(n, k, shards, layout):
     w = weights(n, k, shards, layout)
-    packed, alpha = BACKENDS["w4a16"].prepare(w).tensors
+    packed, alpha, *columns = BACKENDS["w4a16"].prepare(w).tensors
     data, sf = unpack_w4p(packed, n, k)
     assert torch.equal(data, w.weight)
     linear = formats.from_128x4(w.scale, n, k // 16) if layout == "128x4" else w.scale
@@ -195,6 +198,10 @@ def test_prepared_weights_hold_every_value_and_one_alpha_a_column(n, k, shards, 
         assert not alpha[n:].any()
     else:
         assert torch.equal(alpha, w.global_scale)
+    assert [tuple(t.shape) for t in columns] == ([(1, n)] if n % 16 == 0 else [])
+    if columns:
+        assert torch.equal(columns[0][0], 8 * formats.expand_shards(w.global_scale, w.shard_rows))
+        assert columns[0].is_contiguous()
 
 
 def test_both_backends_prepare_the_same_and_say_so():
