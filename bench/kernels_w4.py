@@ -39,6 +39,7 @@ from fp4dispatch.jit.manifest import Catalog, installed
 NK = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
 EXTRA_NK = ((1024, 4096), (6144, 4096))
 M = (1, 8, 16, 32)
+MOST_M = 128
 COPY_BYTES_PER_US = 4.28e6  # what a copy reaches on an H200
 COLD_BYTES = 300e6
 ROUNDS = 9
@@ -54,8 +55,12 @@ class Kernel:
 
     name: str
     entry: str
-    max_m: int
     shapes: Callable[[int, int, int], Iterator[Shape]]
+    tiles: dict[int, tuple[Shape, ...]]
+    weight: Callable[..., Any]
+    """Makes one of (n, k, seed, every_scale), with what :class:`Weight` has."""
+    also: Callable[[Any, torch.dtype], str] = lambda module, dtype: ""
+    """One more check of a build; returns what is wrong, or nothing."""
 
     def call(self, module: Any, shape: Shape | None, pdl: bool, *operands: Tensor | None) -> None:
         """Launch with a shape, or with the one that the kernel chooses."""
@@ -108,9 +113,6 @@ def small_shapes(m: int, n: int, k: int) -> Iterator[Shape]:
                     yield tokens, row_blocks, groups, units, cluster, stages, trigger
 
 
-KERNELS = {"small": Kernel("w4a16_small", "w4a16_small", 32, small_shapes)}
-
-
 class Weight:
     """A random NVFP4 weight: packed, and dequantised in fp32 (without its alpha)."""
 
@@ -138,6 +140,9 @@ class Weight:
     def dense64(self) -> Tensor:
         """The same in fp64, kept."""
         return self.dense(torch.float64)
+
+
+SMALL = Kernel("w4a16_small", "w4a16_small", small_shapes, SMALL_TILES, Weight)
 
 
 @contextlib.contextmanager
@@ -169,7 +174,7 @@ def worst_tiles(out: Tensor, exact: Tensor, magnitude: Tensor) -> tuple[int, int
     return int(padded.view(rows, TILE, columns, TILE).amax(dim=(1, 3)).sum()), rows * columns
 
 
-def check_one(kernel: Kernel, module: Any, dtype: torch.dtype, weight: Weight, m: int, shape: Shape | None) -> str:
+def check_one(kernel: Kernel, module: Any, dtype: torch.dtype, weight: Any, m: int, shape: Shape | None) -> str:
     """Run one problem; return what is wrong with it, or nothing."""
     draw = torch.Generator("cuda").manual_seed(m)
 
@@ -205,7 +210,7 @@ def check_one(kernel: Kernel, module: Any, dtype: torch.dtype, weight: Weight, m
 
 def check_chain(kernel: Kernel, module: Any, dtype: torch.dtype, m: int) -> str:
     """24 layers under PDL in a graph, each on the output of the one before, against the same without PDL."""
-    weights = [Weight(2048, 2048, seed) for seed in range(4)]
+    weights = [kernel.weight(2048, 2048, seed) for seed in range(4)]
     alpha = 2048**0.5 / weights[0].dense(torch.float32).norm().view(1)  # so that no layer shrinks or grows
     buffers = [torch.zeros(m, 2048, device="cuda", dtype=dtype) for _ in range(2)]
     start = torch.randn(m, 2048, device="cuda").to(dtype)
@@ -236,12 +241,12 @@ def check_kernel(kernel: Kernel, module: Any, name: str, sm90: bool) -> dict[str
     dtype = DTYPES[name.split()[0]]
     faults, count = [], 0
     for n, k in ((8, 16), (136, 48), (264, 144), (1032, 2064), (512, 4096), (4096, 1040)):
-        weight = Weight(n, k, every_scale=n % 64 != 0)
+        weight = kernel.weight(n, k, every_scale=n % 64 != 0)
         for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 70):
             shapes: list[Shape | None] = [None]
             if m in (1, 9, 17, 70):
                 tokens = small_tokens(m)
-                for rows, groups, units in SMALL_TILES[tokens]:
+                for rows, groups, units in kernel.tiles[tokens]:
                     if units == 1 and not sm90:
                         continue
                     for cluster in (1, 2, 4, 8) if sm90 else (1,):
@@ -256,6 +261,9 @@ def check_kernel(kernel: Kernel, module: Any, name: str, sm90: bool) -> dict[str
                     fault = "" if "shared memory" in str(error) else str(error)
                 if fault:
                     faults.append(f"M={m} N={n} K={k} shape={shape}: {fault}")
+    count += 1
+    if fault := kernel.also(module, dtype):
+        faults.append(fault)
     for m in (1, 16, 32):
         count += 1
         with watched(f"{name} chain M={m}"):
@@ -305,37 +313,46 @@ def microseconds(graphs: dict[Any, tuple[torch.cuda.CUDAGraph, int]], rounds: in
 class Timed:
     """Operands of one (N, K): rotating copies of the weight in both formats."""
 
-    weight: Weight
+    weight: Any
     packed: list[Tensor]
     dense: list[Tensor]
     x: Tensor
     exact: Tensor
 
     @classmethod
-    def of(cls, n: int, k: int) -> Timed:
+    def of(cls, weight: Any) -> Timed:
         """Make more copies than the L2 cache holds."""
-        weight = Weight(n, k)
         copies = max(2, math.ceil(COLD_BYTES / weight.packed.numel()))
         first = weight.dense(torch.bfloat16)
         dense_copies = max(2, math.ceil(COLD_BYTES / (2 * first.numel())))
-        x = torch.randn(max(M), k, device="cuda").bfloat16()
+        x = torch.randn(MOST_M, weight.k, device="cuda").bfloat16()
         exact = x.float() @ first.float().t()
         packed = [weight.packed] + [weight.packed.clone() for _ in range(copies - 1)]
         dense = [first] + [first.clone() for _ in range(dense_copies - 1)]
         return cls(weight, packed, dense, x, exact)
 
 
+Peer = tuple[Callable[[int, Tensor], Any], int, float]
+"""Launches with a copy of the weight into an output, the number of copies, and the relative error to allow."""
+
+
 def time_problem(
-    kernel: Kernel, modules: dict[str, Any], timed: Timed, m: int, sweep: bool, alive: list[Any]
+    kernel: Kernel,
+    modules: dict[str, Any],
+    timed: Timed,
+    m: int,
+    sweep: bool,
+    alive: list[Any],
+    peers: dict[str, Peer] | None = None,
 ) -> dict[str, Any]:
-    """Time bf16, the default launch shape (with and without PDL) and, with ``sweep``, others."""
+    """Time bf16, ``peers``, the default launch shape (with and without PDL) and, with ``sweep``, others."""
     n, k = timed.weight.n, timed.weight.k
     x, exact = timed.x[:m].contiguous(), timed.exact[:m]
     alpha = torch.ones(1, device="cuda")
     floor = timed.weight.packed.numel() / COPY_BYTES_PER_US
     graphs, wrong = {}, []
 
-    def add(key: Any, launch: Callable[[int, Tensor], Any], copies: int, guess: float) -> None:
+    def add(key: Any, launch: Callable[[int, Tensor], Any], copies: int, guess: float, limit: float = 3e-3) -> None:
         out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
         call = functools.partial(launch, out=out)
         with watched(f"M={m} N={n} K={k} {key}"):
@@ -345,7 +362,7 @@ def time_problem(
                 wrong.append(f"{key}: {refused}")
                 return
             error = float(((out.float() - exact).norm() / exact.norm()).nan_to_num(nan=math.inf))
-        if error > 3e-3:
+        if error > limit:
             wrong.append(f"{key}: relative error {error:.1e}")
             return
         calls = copies * max(1, round(max(8, 300 / guess) / copies))
@@ -357,6 +374,8 @@ def time_problem(
 
     add("bf16", lambda i, out: torch.mm(x, timed.dense[i].t(), out=out), len(timed.dense), 4 * floor)
     add("bf16 default pdl", ours("bf16", None, True), len(timed.packed), floor)
+    for name, (launch, copies, limit) in (peers or {}).items():
+        add(name, launch, copies, floor, limit)
     for name in modules:
         add(f"{name} default", ours(name, None, False), len(timed.packed), floor)
     for shape in kernel.shapes(m, n, k) if sweep else ():
@@ -465,9 +484,13 @@ def environment(commit: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run everything; the JSON file is written after every problem, so that a time limit loses nothing."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kernel", choices=KERNELS, default="small")
+    """Run everything."""
+    run(__doc__, SMALL, lambda timed, x: {})
+
+
+def run(what: str | None, kernel: Kernel, peers: Callable[[Timed, Tensor], dict[str, Peer]]) -> None:
+    """Check and time a kernel; the JSON file is written after every problem, so that a time limit loses nothing."""
+    parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sweep", action="store_true", help="time other launch shapes too")
     parser.add_argument("--ptx80", action="store_true", help="also what SM80 runs, from its PTX")
@@ -478,7 +501,6 @@ def main() -> None:
     arguments = parser.parse_args()
     begin = time.perf_counter()
     torch.manual_seed(0)
-    kernel = KERNELS[arguments.kernel]
     result = environment(arguments.commit) | {"checks": [], "problems": []}
     modules = build_all(kernel, arguments.ptx80)
     if not arguments.no_check:
@@ -490,10 +512,11 @@ def main() -> None:
         if time.perf_counter() - begin > arguments.seconds:
             print(f"out of time before N={n} K={k}")
             break
-        timed = Timed.of(n, k)
+        timed = Timed.of(kernel.weight(n, k))
         alive: list[Any] = []
         for m in arguments.m:
-            row = time_problem(kernel, timed_modules, timed, m, arguments.sweep, alive)
+            others = peers(timed, timed.x[:m].contiguous())
+            row = time_problem(kernel, timed_modules, timed, m, arguments.sweep, alive, others)
             result["problems"].append(row)
             print_problem(row)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -115,6 +115,26 @@ __device__ __forceinline__ void copy_stream(uint32_t to, uint8_t const* from, ui
 #endif
 }
 
+// A box of a tensor by TMA, by one thread; reports the whole box's bytes to the barrier. What is outside of the tensor
+// comes as zero. Coordinates: the fastest dimension first. As copy_stream, read once.
+__device__ __forceinline__ void copy_box(uint32_t to, void const* tensor_map, int x, int y,
+                                         uint32_t barrier) {
+#if FP4D_BULK
+  uint64_t const evict_first = 0x12F0000000000000;  // encoding: CacheHintSm90 of CUTLASS, copy_sm90_desc.hpp
+#if __CUDA_ARCH__ >= 1000
+#define FP4D_SHARED "shared::cta"  // sm_12x would check at run time that it is not another CTA's
+#else
+#define FP4D_SHARED "shared::cluster"  // the only name before PTX 8.6
+#endif
+  asm volatile(
+      "cp.async.bulk.tensor.2d." FP4D_SHARED
+      ".global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(tensor_map), "r"(x), "r"(y), "r"(barrier), "l"(evict_first)
+      : "memory");
+#undef FP4D_SHARED
+#endif
+}
+
 // ---- Clusters. All threads of the warp must arrive and wait together. ----
 
 // Says that this CTA runs, and that it has read what it wanted from its shared memory.

@@ -14,295 +14,51 @@
 // Capture-safe: only launches. The first call on a device asks it for its properties.
 #include "gdc_guard.h"
 
-#ifndef FP4D_OUT
-#error "FP4D_OUT: 0 = bf16, 1 = fp16"
-#endif
+#include "w4a16_small_weights.h"
 
-#include <array>
-#include <mutex>
-
-#include <tvm/ffi/container/array.h>
-
-#include "quantize.h"
-#include "w4a16_small.h"
+#include "few_tokens_launch.h"
 
 namespace fp4d {
 
-constexpr DLDataType kElement = FP4D_OUT == 0 ? kBF16 : kF16;
-
-// tokens (8, 16, 32), row blocks, groups, units: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
-// stages before its end a CTA lets the next grid start (PDL).
-struct Plan {
-  int64_t tokens, row_blocks, groups, units, cluster, stages, trigger;
-};
-
-struct Machine {
-  int64_t multiprocessors, shared_sm, shared_block;
-  bool clusters;
-};
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-using Kernel = void (*)(Params const);
-
-// One row a Tile that is built.
-struct Instance {
-  int64_t tokens, row_blocks, groups, units;
-  int threads, resident, fewest_stages, most_stages;
-  int (*shared_bytes)(int cluster, int stages);
-  Kernel kernel;
-};
-
-template <int T, int RB, int KG, int U>
-constexpr Instance instance() {
-  using Used = Tile<T, RB, KG, U>;
-  return {T,
-          RB,
-          KG,
-          U,
-          Used::kThreads,
-          Used::kResident,
-          Used::kFewestStages,
-          Used::kMaxSlots / KG,
-          Used::shared_bytes,
-          w4a16_small_kernel<Used>};
-}
-
-Instance const kInstances[] = {
-    instance<8, 1, 4, 2>(),  instance<8, 2, 2, 4>(),  instance<8, 2, 4, 4>(),  instance<16, 1, 4, 2>(),
-    instance<16, 2, 2, 4>(), instance<16, 2, 4, 4>(), instance<32, 1, 4, 2>(), instance<32, 2, 2, 4>(),
+Built built() {
+  static constexpr Instance kInstances[] = {
+      instance<8, 1, 4, 2>(),  instance<8, 2, 2, 4>(),  instance<8, 2, 4, 4>(),  instance<16, 1, 4, 2>(),
+      instance<16, 2, 2, 4>(), instance<16, 2, 4, 4>(), instance<32, 1, 4, 2>(), instance<32, 2, 2, 4>(),
 #if FP4D_HAS_WGMMA
-    instance<16, 1, 2, 1>(),
+      instance<16, 1, 2, 1>(),
 #endif
-};
-
-constexpr int64_t kMaxCluster = 8;             // portable
-constexpr double kFilled = 0.7;                // of the multiprocessors that must have a CTA
-constexpr int64_t kLongK = 256, kShortK = 64;  // chunks
-constexpr int64_t kReserved = 1024;            // bytes of shared memory that a CTA costs beside its own
-constexpr int64_t kFewestStages = 2;
-constexpr int64_t kFewRounds = 4;  // of a ring: no gain from more than the fewest stages
-
-bool filled(int64_t ctas, Machine const& on) { return double(ctas) >= kFilled * double(on.multiprocessors); }
-
-// More CTAs than two for each multiprocessor.
-bool many(int64_t ctas, Machine const& on) { return ctas > 2 * on.multiprocessors; }
-
-// Stages that fit `ctas` CTAs on a multiprocessor; no more than are `needed`.
-int64_t stages_that_fit(Instance const& used, Machine const& on, int64_t needed, int64_t cluster,
-                        int64_t ctas) {
-  int64_t const bytes = std::min(on.shared_block, on.shared_sm / ctas - kReserved);
-  int64_t stages = std::min(std::max(needed, kFewestStages), int64_t(used.most_stages));
-  while (stages > 0 && used.shared_bytes(int(cluster), int(stages)) > bytes) --stages;
-  return stages;
+  };
+  return {std::begin(kInstances), std::end(kInstances)};
 }
 
-// A launch of this tile, with no stages where not even two fit.
-Plan plan_of(Instance const& used, int64_t row_blocks, int64_t chunks, Machine const& on) {
-  int64_t const tiles = divide_up(row_blocks, used.row_blocks);
-  // With one CTA a multiprocessor not every cluster of 8 finds its place at once.
-  int64_t const most = used.resident == 1 ? kMaxCluster / 2 : kMaxCluster;
-  int64_t cluster = 1;
-  while (on.clusters && cluster < most && !filled(tiles * cluster, on)) cluster *= 2;
-  // The next CTAs start where one has ended, so halves and short rings leave a shorter tail.
-  bool const rounds = on.clusters && many(tiles, on);
-  if (rounds) cluster = 2;
-  int64_t const needed = divide_up(divide_up(chunks, kStageChunks), cluster * used.groups);
-  int64_t const wanted = rounds || needed <= kFewRounds ? kFewestStages : needed;
-  int64_t stages = stages_that_fit(used, on, wanted, cluster, used.resident);
-  if (stages < kFewestStages) stages = stages_that_fit(used, on, wanted, cluster, 1);
-  if (stages < kFewestStages) return {};
-  return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, stages};
-}
-
-struct Division {
-  int64_t row_blocks, groups, units;
-};
+constexpr int64_t kLongK = 16384, kShortK = 4096;
 
 // What won on an H200 (bench/NOTES.md): two row blocks that share the activations where pairs of them are enough for
 // the GPU, more groups of warps in a CTA where a CTA has the multiprocessor to itself for long.
-Division division(int64_t tokens, int64_t row_blocks, int64_t chunks, Machine const& on) {
+Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
   int64_t const pairs = divide_up(row_blocks, 2);
   if (many(pairs, on)) return {2, 2, 4};
   if (pairs >= on.multiprocessors) return {2, tokens == 8 ? 4 : 2, 4};
-  if (tokens <= 16 && on.clusters && chunks >= kLongK && filled(2 * pairs, on) && !filled(pairs, on))
+  if (tokens <= 16 && on.clusters && k >= kLongK && filled(2 * pairs, on) && !filled(pairs, on))
     return {2, 4, 4};
   // Few rows, so a cluster of 8, and little else to do: half the groups have half the sums to add. Wgmma, where it is
   // built.
-  if (tokens == 16 && on.clusters && chunks <= kShortK && !filled(4 * row_blocks, on)) return {1, 2, 1};
+  if (tokens == 16 && on.clusters && k <= kShortK && !filled(4 * row_blocks, on)) return {1, 2, 1};
   return {1, 4, 2};
 }
 
-// The same for all numbers of tokens of a tile. Where the division wanted is not built or does not fit, the first
-// of the list that does.
-Plan plan(int64_t m, int64_t n, int64_t k, Machine const& on) {
-  int64_t const tokens = m <= 8 ? 8 : m <= 16 ? 16 : 32;
-  int64_t const row_blocks = divide_up(n, w4::kChunkRows), chunks = divide_up(k, w4::kChunkK);
-  Division const wanted = division(tokens, row_blocks, chunks, on);
-  Plan best{};
-  for (Instance const& used : kInstances) {
-    if (used.tokens != tokens) continue;
-    bool const is_wanted =
-        used.row_blocks == wanted.row_blocks && used.groups == wanted.groups && used.units == wanted.units;
-    if (!is_wanted && (best.stages > 0 || used.units == 1)) continue;
-    Plan const found = plan_of(used, row_blocks, chunks, on);
-    if (found.stages > 0) best = found;
-  }
-  return best;
-}
-
-Instance const& instance_of(Plan const& plan) {
-  for (Instance const& used : kInstances) {
-    if (used.tokens == plan.tokens && used.row_blocks == plan.row_blocks && used.groups == plan.groups &&
-        used.units == plan.units)
-      return used;
-  }
-  TVM_FFI_THROW(ValueError) << "shape: no kernel for " << plan.tokens << " tokens, " << plan.row_blocks
-                            << " row blocks, " << plan.groups << " groups and " << plan.units
-                            << " units a warp; csrc/w4a16_small.cu lists what is built";
-  return kInstances[0];  // not reached
-}
-
-Machine ask_machine(int device) {
-  auto const attribute = [&](cudaDeviceAttr which) {
-    int value = 0;
-    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&value, which, device));
-    return int64_t(value);
-  };
-  cudaFuncAttributes code{};
-  TVM_FFI_CHECK_CUDA_ERROR(cudaFuncGetAttributes(&code, kInstances[0].kernel));
-  for (Instance const& used : kInstances) {
-    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(used.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  int(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))));
-  }
-  return {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          code.ptxVersion >= 90};  // what the code was built for
-}
-
-// The current device. Its kernels are made ready for large shared memory on the way.
-Machine const& machine(int device) {
-  constexpr int kDevices = 64;
-  static std::array<Machine, kDevices> machines;
-  static std::array<std::once_flag, kDevices> asked;
-  if (device >= kDevices)
-    TVM_FFI_THROW(ValueError) << "device " << device << ", needed one below " << kDevices;
-  std::call_once(asked[device], [&] { machines[device] = ask_machine(device); });
-  return machines[device];
-}
-
-void check_plan(Plan const& plan, Instance const& used, Machine const& on) {
-  if (plan.cluster != 1 && plan.cluster != 2 && plan.cluster != 4 && plan.cluster != 8)
-    TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster << ", needed 1, 2, 4 or 8";
-  if (plan.cluster > 1 && !on.clusters)
-    TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster
-                              << ", but this build has no clusters (needs sm_90)";
-  if (plan.stages < used.fewest_stages || plan.stages > used.most_stages)
-    TVM_FFI_THROW(ValueError) << "shape: " << plan.stages << " stages, needed " << used.fewest_stages
-                              << " to " << used.most_stages;
-  int64_t const bytes = used.shared_bytes(int(plan.cluster), int(plan.stages));
-  if (bytes > on.shared_block)
-    TVM_FFI_THROW(ValueError) << "shape: needs " << bytes << " bytes of shared memory, a CTA has "
-                              << on.shared_block;
-  if (plan.trigger < 0)
-    TVM_FFI_THROW(ValueError) << "shape: trigger is " << plan.trigger << ", needed at least 0";
-}
-
-void launch_kernel(Instance const& used, Plan const& plan, Params params, int device, bool enable_pdl) {
-  cudaLaunchAttribute attributes[2]{};
-  int count = 0;
-  if (enable_pdl) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (plan.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {unsigned(plan.cluster), 1, 1};
-  }
-  params.cluster_log2 = log2_of(int(plan.cluster));
-  params.stages = int(plan.stages), params.trigger = int(plan.trigger);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(divide_up(params.row_blocks, plan.row_blocks) * plan.cluster),
-                        unsigned(divide_up(params.m, plan.tokens)));
-  config.blockDim = dim3(unsigned(used.threads));
-  config.dynamicSmemBytes = size_t(used.shared_bytes(int(plan.cluster), params.stages));
-  config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  config.attrs = attributes;
-  config.numAttrs = unsigned(count);
-  TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, used.kernel, params));
-}
-
-constexpr int64_t kMaxTokens = 65535 * 8;  // tiles of a grid
-
-Params check(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  check_dtype({"x", x}, {kElement});
-  check_input(x, 16);
-  check_ndim({"out", out}, 2);
-  int64_t const m = x.size(0), k = x.size(1), n = out.size(1);
-  check_at_most("M", m, kMaxTokens, "the grid; use a kernel for many tokens");
-  check_at_most("N", n, kMaxRows, "32-bit problem sizes");
-  check_at_least("N", n, 8, "out");
-  check_multiple("N", n, 8, "16-byte rows of out");
-  check_dtype({"out", out}, {kElement});
-  check_size({"out", out}, 0, m, "M");
-  check_contiguous({"out", out});
-  check_aligned({"out", out}, 16);
+Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
   check_dtype({"w", w}, {kU8});
   check_ndim({"w", w}, 3);
-  check_size({"w", w}, 0, divide_up(n, w4::kChunkRows), "ceil(N/64)");
-  check_size({"w", w}, 1, divide_up(k, w4::kChunkK), "ceil(K/64)");
-  check_size({"w", w}, 2, w4::kChunkBytes, "bytes of a W4P chunk");
+  check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
+  check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
+  check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
   check_contiguous({"w", w});
   check_aligned({"w", w}, 16);
-  check_dtype({"alpha", alpha}, {kF32});
-  check_scalar_or_vector({"alpha", alpha}, n, "N");
-  check_contiguous({"alpha", alpha});
-  if (bias.has_value()) check_bias({"bias", *bias}, kElement, n);
-  Params p{};
-  p.w = data_of<uint8_t>(w), p.x = data_of<Element>(x), p.alpha = data_of<float>(alpha);
-  p.bias = bias.has_value() ? data_of<Element>(*bias) : nullptr;
-  p.out = data_of<Element>(out);
-  p.x_stride = input_stride(x);
-  p.m = int(m), p.n = int(n), p.k = int(k), p.row_blocks = int(w.size(0)), p.chunks = int(w.size(1));
-  p.alpha_step = alpha.numel() == 1 ? 0 : 1;
-  return p;
+  return data_of<uint8_t>(w);
 }
 
-int device_of(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  return check_one_cuda_device(
-      {{"x", x}, {"w", w}, {"alpha", alpha}, {"bias", bias.has_value() ? *bias : x}, {"out", out}});
-}
-
-void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
-         bool enable_pdl) {
-  Params const params = check(x, w, alpha, bias, out);
-  int const device = device_of(x, w, alpha, bias, out);
-  if (params.m == 0) return;
-  tvm::ffi::CUDADeviceGuard guard(device);
-  Plan const chosen = plan(params.m, params.n, params.k, machine(device));
-  if (chosen.stages == 0)
-    TVM_FFI_THROW(ValueError) << "this GPU has too little shared memory for two stages of any launch shape";
-  launch_kernel(instance_of(chosen), chosen, params, device, enable_pdl);
-}
-
-void run_shaped(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
-                tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
-  Params const params = check(x, w, alpha, bias, out);
-  if (shape.size() != 7) TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed 7";
-  Plan const chosen{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
-  Instance const& used = instance_of(chosen);
-  int const device = device_of(x, w, alpha, bias, out);
-  if (params.m == 0) return;
-  tvm::ffi::CUDADeviceGuard guard(device);
-  check_plan(chosen, used, machine(device));
-  launch_kernel(used, chosen, params, device, enable_pdl);
-}
-
-tvm::ffi::Array<int64_t> plan_numbers(int64_t m, int64_t n, int64_t k, int64_t multiprocessors,
-                                      int64_t shared_sm, int64_t shared_block, bool clusters) {
-  Plan const p = plan(m, n, k, {multiprocessors, shared_sm, shared_block, clusters});
-  return {p.tokens, p.row_blocks, p.groups, p.units, p.cluster, p.stages, p.trigger};
-}
+void ready(Weights::Source&, Machine const&) {}
 
 }  // namespace fp4d
 

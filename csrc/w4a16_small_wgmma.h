@@ -4,7 +4,7 @@
 
 #include "w4_sm90.h"
 #include "w4_wgmma.h"
-#include "w4a16_small_tile.h"
+#include "few_tokens_tile.h"
 
 namespace fp4d {
 

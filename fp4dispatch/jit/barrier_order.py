@@ -26,8 +26,8 @@ _BARRIER = "ACQBULK"
 _PLAIN_ACCESS = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG")
 _GLOBAL_ACCESS = frozenset((*_PLAIN_ACCESS, "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"))
 # What a kernel may declare to do before it waits, and the spellings that this allows, whole: UBLKCP.S.G copies from
-# global to shared memory, UBLKCP.G.S would write global memory.
-_DECLARED = {"UBLKCP": frozenset(("UBLKCP.S.G",))}
+# global to shared memory, UBLKCP.G.S would write global memory. UTMALDG only ever loads; 2D is what weights need.
+_DECLARED = {"UBLKCP": frozenset(("UBLKCP.S.G",)), "UTMALDG": frozenset(("UTMALDG.2D",))}
 _ENDS = frozenset(("EXIT", "RET", "KILL", "BPT"))
 _JUMPS = frozenset(("BRA", "JMP"))
 _MAY_JUMP = frozenset(("CALL", "WARPSYNC", "BREAK"))
@@ -61,7 +61,8 @@ def unguarded_accesses(sass: str, before_wait: Collection[str] = ()) -> list[Acc
         Output of ``nvdisasm -c`` for one cubin; it may hold several kernels.
     before_wait
         Accesses that the kernels declare (``before_wait`` in ``csrc/kernels.toml``) and that are not reported:
-        ``UBLKCP``, bulk copies from global to shared memory. Nothing else can be declared.
+        ``UBLKCP``, bulk copies from global to shared memory, and ``UTMALDG``, loads of a box of a matrix by TMA.
+        Nothing else can be declared.
 
     Returns
     -------

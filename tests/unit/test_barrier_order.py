@@ -139,6 +139,7 @@ def test_a_declared_bulk_copy_may_come_before_the_barrier() -> None:
         "UBLKCP [UR12], [UR8], UR5",
         "UBLKCP.S.G.MORE [UR12], [UR8], UR5",
         "UBLKRED.G.S.ADD [UR8], [UR12], UR5",
+        "UTMALDG.2D [UR8], [UR24], desc[UR6]",
         "UTMALDG.3D [UR8], [UR24], desc[UR6]",
         "LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64]",
         "LDG.E R2, desc[UR4][R2.64]",
@@ -155,7 +156,29 @@ def test_the_declaration_needs_no_less_of_a_barrier() -> None:
     assert found(*lines, before_wait=("UBLKCP",)) == ["LDG.E"]
 
 
-@pytest.mark.parametrize("name", ["LDG", "UTMALDG", "", "ublkcp"])
+def test_a_declared_tma_load_of_a_box_may_come_before_the_barrier() -> None:
+    load = "UTMALDG.2D [UR8], [UR6], desc[UR4]"
+    lines = (load, f"@UP0 {load}", "ACQBULK", load, "EXIT")
+    assert found(*lines) == ["UTMALDG.2D", "UTMALDG.2D"]
+    assert found(*lines, before_wait=("UTMALDG",)) == []
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        "UTMALDG.3D [UR8], [UR24], desc[UR6]",
+        "UTMALDG.2D.IM2COL [UR8], [UR24], desc[UR6]",
+        "UTMALDG.2D.MULTICAST [UR8], [UR24], UR5, desc[UR6]",
+        "UTMASTG.2D [UR8], [UR24]",
+        "UTMAREDG.2D.ADD [UR8], [UR24]",
+        PREFETCH,
+    ],
+)
+def test_nothing_else_is_declared_with_a_tma_load(access: str) -> None:
+    assert found(access, "ACQBULK", "EXIT", before_wait=("UTMALDG",)) == [access.split()[0]]
+
+
+@pytest.mark.parametrize("name", ["LDG", "UTMASTG", "", "ublkcp"])
 def test_what_cannot_be_declared_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match="cannot be declared"):
         found("ACQBULK", "EXIT", before_wait=("UBLKCP", name))

@@ -59,8 +59,8 @@ def test_shipped_manifest_loads_and_its_pdl_gemms_have_barriers_to_prove() -> No
 
 def test_only_the_weight_stream_may_come_before_the_barrier() -> None:
     declared = {kernel.name for kernel in installed().kernels.values() if kernel.before_wait}
-    assert declared <= {kernel.name for kernel in installed().kernels.values() if kernel.op == "w4_gemm"}
-    assert "w4a16_small" in declared
+    assert declared <= {kernel.name for kernel in installed().kernels.values() if kernel.op in ("w4_gemm", "w8_gemm")}
+    assert {"w4a16_small", "w8a16_small"} <= declared
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
         ("pdl = true", "pdl = true\nmma = ''", "matches the empty text"),
         ('id = "two"', 'name = "two"', "unknown key 'name'"),
         ("pdl = true", "pdl = true\nbefore_wait = 'UBLKCP'", "before_wait must be list, found str"),
-        ("pdl = true", "pdl = true\nbefore_wait = []", "it may list UBLKCP, once, or be left out"),
-        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'LDG']", "it may list UBLKCP, once"),
-        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'UBLKCP']", "it may list UBLKCP, once"),
+        ("pdl = true", "pdl = true\nbefore_wait = []", "it may list UBLKCP, UTMALDG, once, or be left out"),
+        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'LDG']", "it may list UBLKCP, UTMALDG, once"),
+        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'UBLKCP']", "it may list UBLKCP, UTMALDG, once"),
         ("pdl = true", "pdl = true\nbefore_wait = [1]", "before_wait"),
         ("pdl = true", "pdl = false\nbefore_wait = ['UBLKCP']", "nothing waits"),
     ],

@@ -119,4 +119,4 @@ def test_a_foreign_folder_is_reported_not_trusted(cache, tmp_path, caplog):
 
 
 def test_entries_are_of_gemms_only():
-    assert {job.kernel.op for job in proven.jobs(installed())} == {"nvfp4_gemm", "fp8_gemm", "w4_gemm"}
+    assert {job.kernel.op for job in proven.jobs(installed())} == {"nvfp4_gemm", "fp8_gemm", "w4_gemm", "w8_gemm"}

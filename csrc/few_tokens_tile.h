@@ -1,36 +1,24 @@
-// What the parts of the kernel of w4a16_small.cu share: its arguments, its tile, a ring of stages, operand A.
+// What the parts of few_tokens.h share: its arguments, its tile, a ring of stages. Before it is included, `Weights` says
+// how weights are stored (w4a16_small_weights.h, w8a16_small_weights.h).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "async_copy.h"
+#include "few_tokens_element.h"
 #include "gdc_guard.h"
-#include "w4_dequant.h"
-
-// Hopper's wgmma: the build for 90a alone.
-#if defined(CUTLASS_ENABLE_GDC_FOR_SM90)
-#define FP4D_HAS_WGMMA 1
-#else
-#define FP4D_HAS_WGMMA 0
-#endif
 
 namespace fp4d {
 
-#if FP4D_OUT == 0
-using Element = __nv_bfloat16;
-#else
-using Element = __half;
-#endif
-
-constexpr int kStageChunks = 2;
-constexpr int kStageK = kStageChunks * w4::kChunkK;
+constexpr int kStageChunks = Weights::kStageChunks;
+constexpr int kStageK = kStageChunks * Weights::kChunkK;
+// A lane takes 16 k of each of its rows in a step: a warp 64.
+constexpr int kSteps = 2;
+static_assert(kStageK == 64 * kSteps);
 
 struct Params {
-  uint8_t const* w;
+  Weights::Source w;
   Element const* x;
   float const* alpha;
   Element const* bias;
@@ -43,32 +31,34 @@ struct Params {
 };
 
 // T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
-// with 1 the four warps of a row block multiply together by wgmma (w4a16_small_wgmma.h).
+// with 1 the four warps of a row block multiply together by wgmma (w4a16_small_wgmma.h, NVFP4 alone).
 template <int T, int RB, int KG, int U>
 struct Tile {
   static_assert((RB & (RB - 1)) == 0 && (KG & (KG - 1)) == 0 && (U == 1 || U == 2 || U == 4));
   static constexpr int kTokens = T, kRowBlocks = RB, kGroups = KG, kUnits = U;
   static constexpr bool kWgmma = U == 1;
-  static constexpr int kRows = RB * w4::kChunkRows;
-  static constexpr int kBlockWarps = w4::kUnits / U;   // warps that share a row block
-  static constexpr int kConsumers = RB * kBlockWarps;  // warps of a group
+  static constexpr int kRows = RB * Weights::kRows;
+  static constexpr int kBlockWarps = Weights::kUnits / U;  // warps that share a row block
+  static constexpr int kConsumers = RB * kBlockWarps;      // warps of a group
   static constexpr int kConsumerThreads = 32 * KG * kConsumers;
   static constexpr int kLoaders = kWgmma ? 1 : 0;  // of a group: a warp that puts tokens in wgmma's order
   static constexpr int kThreads = kConsumerThreads + 32 * KG * (1 + kLoaders);
-  static constexpr int kWeightBytes = kStageChunks * w4::kChunkBytes;  // of a row block in a stage
+  static constexpr int kWeightBytes = kStageChunks * Weights::kChunkBytes;  // of a row block in a stage
   // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
   static constexpr int kTokenPitch = kStageK * 2 + 16;
-  static constexpr int kTokenBytes = T * (kWgmma ? kStageK * 2 : kTokenPitch);
-  static constexpr int kStageAlign = kWgmma ? 1024 : 16;
+  static constexpr int kTokenBytes =
+      (T * (kWgmma ? kStageK * 2 : kTokenPitch) + Weights::kAlign - 1) / Weights::kAlign * Weights::kAlign;
+  static constexpr int kStageAlign = kWgmma ? 1024 : Weights::kAlign;
   static constexpr int kStageBytes =
       (RB * kWeightBytes + kTokenBytes + kStageAlign - 1) / kStageAlign * kStageAlign;
-  static constexpr int kBarrierBytes = kWgmma ? 1024 : 512;  // of shared memory, before everything else
-  static constexpr int kMaxSlots = kBarrierBytes / 16 - 1;   // stages of all rings together
+  static constexpr int kBarrierBytes =
+      kStageAlign == 1024 ? 1024 : 512;                     // of shared memory, before everything else
+  static constexpr int kMaxSlots = kBarrierBytes / 16 - 1;  // stages of all rings together
   static constexpr int kFewestStages = kWgmma ? 2 : 1;  // wgmma still reads a stage when the next one begins
   // Sums of the whole cluster's groups for the rows that a CTA owns: [source][token][row], fp32. The 4 floats more
   // keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
   static constexpr int kPadRows = 4;
-  static constexpr bool kReuse = T >= 32;
+  static constexpr bool kReuse = T >= Weights::kReuseTokens;
   static constexpr int source_bytes(int cluster) { return 4 * T * (kRows / cluster + kPadRows); }
   static constexpr int ring_bytes(int stages) { return KG * stages * kStageBytes; }
   static int shared_bytes(int cluster, int stages) {
@@ -76,7 +66,7 @@ struct Tile {
     return kBarrierBytes + (kReuse ? std::max(ring, sums) : ring + sums);
   }
   // About what the compiler takes.
-  static constexpr int kRegisters = kWgmma ? 80 : U == 4 ? 64 + T * 9 / 4 : T <= 16 ? 72 : 96;
+  static constexpr int kRegisters = Weights::registers(T, U);
   // For the compiler, which counts whole warpgroups: two CTAs an SM, so that the next grid's loads start under this
   // one, where the registers allow it. And what really fits, for the ring.
   static constexpr int kCtas = 65536 / ((kThreads + 127) / 128 * 128 * kRegisters) >= 2 ? 2 : 1;
@@ -120,23 +110,10 @@ struct Ring {
   }
 };
 
-// ---- Operand A and sums ----
+// ---- Sums ----
 
 // [unit][8 tokens][row c0, c1; row + 8: c2, c3]
 template <class Tile>
 using Sums = float[Tile::kUnits * Tile::kTokens / 2];
-
-// Operand A of two steps from words A and B (half 0) or C and D of a unit.
-__device__ __forceinline__ void dequantize_half(uint4 words, int half, w4::Dequant<Element>::Pair scale,
-                                                uint32_t (&a)[2][4]) {
-  using D = w4::Dequant<Element>;
-  uint32_t upper[4], lower[4];
-  w4::dequantize<Element>(half ? words.z : words.x, D::low(scale), upper);
-  w4::dequantize<Element>(half ? words.w : words.y, D::high(scale), lower);
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    a[s][0] = upper[2 * s], a[s][1] = lower[2 * s], a[s][2] = upper[2 * s + 1], a[s][3] = lower[2 * s + 1];
-  }
-}
 
 }  // namespace fp4d

@@ -1,7 +1,7 @@
-// The end of w4a16_small.cu: sums of all groups of warps of a cluster, added by the CTA that owns the rows.
+// The end of few_tokens.h: sums of all groups of warps of a cluster, added by the CTA that owns the rows.
 #pragma once
 
-#include "w4a16_small_tile.h"
+#include "few_tokens_tile.h"
 
 namespace fp4d {
 
@@ -68,7 +68,7 @@ struct Quad {
     if (row >= p.n) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      alpha[i] = p.alpha[int64_t(row + i) * p.alpha_step] * w4::kUnscale;
+      alpha[i] = p.alpha[int64_t(row + i) * p.alpha_step] * Weights::kUnscale;
       if (p.bias != nullptr) bias[i] = float(p.bias[row + i]);
     }
   }

@@ -1,10 +1,11 @@
-// The kernel of w4a16_small.cu.
+// out = alpha * (x @ W^T) + bias for few tokens: the kernel of w4a16_small.cu and w8a16_small.cu, which read weights in
+// two formats (`Weights`, from w4a16_small_weights.h or w8a16_small_weights.h).
 //
 // A CTA takes RB blocks of 64 rows. A producer warp keeps a ring of stages full, each kStageChunks chunks along K
 // of every row block and the activations that belong to them; the weights of the first ring are under way before
 // the previous grid has finished. Two consumer warps share a row block, 32 rows each: they read words from shared
 // memory, dequantise them into fragments of operand A and multiply by the tokens, operand B. Operand B needs no
-// shuffle: with W4P's order of k a lane reads 32 consecutive bytes of a token per chunk.
+// shuffle: k is taken in such an order that a lane reads 32 consecutive bytes of a token per step.
 // K is split over KG groups of warps in a CTA (each with its producer and ring) and over the CTAs of a cluster. At
 // the end everyone sends its sums to the CTA that owns the rows, through distributed shared memory, and that one
 // adds them in a fixed order: no workspace, no atomics, the same bits each time.
@@ -12,8 +13,8 @@
 
 #include <cuda_runtime.h>
 
-#include "w4a16_small_sums.h"
-#include "w4a16_small_tile.h"
+#include "few_tokens_sums.h"
+#include "few_tokens_tile.h"
 #if FP4D_HAS_WGMMA
 #include "w4a16_small_wgmma.h"
 #endif
@@ -31,17 +32,8 @@ struct Producer {
 
   __device__ void load_weights(int i, int slot) const {
     int const chunk = (range.first + i) * kStageChunks;
-    uint32_t const bytes = min(kStageChunks, p.chunks - chunk) * w4::kChunkBytes;
-    // Wgmma multiplies whole stages; a chunk beyond the last is that one again and meets zeros.
-    bool const again = Tile::kWgmma && bytes < Tile::kWeightBytes;
-    if (lane == 0) barrier_arrive_expect(ring.full(slot), row_blocks * (again ? 2 * bytes : bytes));
-    uint8_t const* from = p.w + (int64_t(row_block) * p.chunks + chunk) * w4::kChunkBytes;
-#pragma unroll 1
-    for (int block = 0; block < row_blocks; ++block) {
-      copy_stream(ring.weights(slot, block), from, bytes, ring.full(slot), lane);
-      if (again) copy_stream(ring.weights(slot, block) + bytes, from, bytes, ring.full(slot), lane);
-      from += int64_t(p.chunks) * w4::kChunkBytes;
-    }
+    Weights::load<Tile>(p.w, p.chunks, chunk, row_block, row_blocks, ring.weights(slot, 0), ring.full(slot),
+                        lane);
   }
 
   // k beyond the end comes as zero, so that nothing meets the zero weights there that is not finite. Tokens beyond
@@ -95,23 +87,16 @@ __device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A warp's units of a chunk times T tokens. `words`: the lane's first word of the warp's first unit. `scales`: the
-// lane's bytes of these units. `tokens`: the lane's 32 bytes of token lane/4.
+// A warp's units times T tokens, one step of the stage at `offset`.
 template <class Tile>
-__device__ __forceinline__ void multiply_chunk(uint32_t words, uint32_t scales, uint32_t tokens,
-                                               Sums<Tile>& sums) {
+__device__ __forceinline__ void multiply_step(Weights::Reader<Tile::kUnits> const& reader, uint32_t offset,
+                                              int step, Sums<Tile>& sums) {
   constexpr int T = Tile::kTokens, U = Tile::kUnits;
-  uint4 packed[U];
-  w4::Dequant<Element>::Pair scale[U];
+  uint32_t const tokens = reader.tokens_at(offset, step);
+  Weights::Packed<U> packed;
+  reader.load(offset, step, packed);
 #pragma unroll
-  for (int u = 0; u < U; ++u) packed[u] = load_16(words + u * w4::kUnitBytes);
-#pragma unroll
-  for (int u = 0; u < U; u += 2) {
-    uint32_t const bytes = load_4(scales + u * 2);
-    scale[u] = w4::unit_scales<Element>(bytes, 0), scale[u + 1] = w4::unit_scales<Element>(bytes, 1);
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {  // words A and B, then C and D
+  for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 k
     uint4 b[T / 8];
 #pragma unroll
     for (int t = 0; t < T / 8; ++t) b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
@@ -119,8 +104,8 @@ __device__ __forceinline__ void multiply_chunk(uint32_t words, uint32_t scales, 
 #pragma unroll
     for (int u = 0; u < U; u += 2) {
       uint32_t a[2][2][4];
-      dequantize_half(packed[u], half, scale[u], a[0]);
-      dequantize_half(packed[u + 1], half, scale[u + 1], a[1]);
+      packed.operand_a(u, half, a[0]);
+      packed.operand_a(u + 1, half, a[1]);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
 #pragma unroll
@@ -134,20 +119,14 @@ __device__ __forceinline__ void multiply_chunk(uint32_t words, uint32_t scales, 
   }
 }
 
-// Keeps a value in a register, where the compiler would compute it again in every round.
-__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
-
 template <class Tile>
 __device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range range, int warp, int lane,
                                         Sums<Tile>& sums) {
   int const block = warp / Tile::kBlockWarps, part = warp % Tile::kBlockWarps;
-  uint32_t words = ring.weights(0, block) + part * Tile::kUnits * w4::kUnitBytes + lane * 16;
-  uint32_t scales = ring.weights(0, block) + w4::kScaleOffset + lane * 8 + part * Tile::kUnits * 2;
-  uint32_t tokens = ring.tokens(0) + lane / 4 * Tile::kTokenPitch + lane % 4 * 32;
-  keep(words), keep(scales), keep(tokens);
-  // The last stage of K may be short; then it has one chunk.
-  static_assert(kStageChunks == 2);
-  bool const short_end = (range.first + range.count) * kStageChunks > p.chunks;
+  Weights::Reader<Tile::kUnits> const reader(ring.weights(0, block),
+                                             ring.tokens(0) + lane / 4 * Tile::kTokenPitch, part, lane);
+  // The last stage of K may be short where a step is a chunk; then it has one.
+  bool const short_end = kStageChunks == 2 && (range.first + range.count) * kStageChunks > p.chunks;
   int const whole = range.count - (short_end ? 1 : 0);
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0;
@@ -155,10 +134,7 @@ __device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range 
   for (int i = 0; i < whole; ++i) {
     barrier_wait(full, parity);
 #pragma unroll
-    for (int chunk = 0; chunk < kStageChunks; ++chunk) {
-      uint32_t const at = offset + chunk * w4::kChunkBytes;
-      multiply_chunk<Tile>(words + at, scales + at, tokens + offset + chunk * w4::kChunkK * 2, sums);
-    }
+    for (int step = 0; step < kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
     __syncwarp();
     if (lane == 0) barrier_arrive(full + 8);
     offset += Tile::kStageBytes, full += 16;
@@ -166,7 +142,7 @@ __device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range 
   }
   if (short_end) {
     barrier_wait(full, parity);
-    multiply_chunk<Tile>(words + offset, scales + offset, tokens + offset, sums);
+    multiply_step<Tile>(reader, offset, 0, sums);
   }
 }
 
@@ -179,7 +155,7 @@ __device__ __forceinline__ void sync_consumers() {
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
-    w4a16_small_kernel(__grid_constant__ Params const p) {
+    few_tokens_kernel(__grid_constant__ Params const p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   constexpr int T = Tile::kTokens;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -239,7 +215,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   __syncwarp();
 
   int const quad = threadIdx.x & (reduction.quads() - 1);
-  Quad const rows(p, row_block * w4::kChunkRows + cluster_rank * reduction.owned() + quad * 4);
+  Quad const rows(p, row_block * Weights::kRows + cluster_rank * reduction.owned() + quad * 4);
   __syncwarp();
   if (clustered) {
     if (Tile::kReuse) cluster_arrive();

@@ -1,0 +1,161 @@
+"""Check, then time the kernel for FP8 weights and few tokens beside bf16 cuBLAS, torch._scaled_mm and our CUTLASS GEMM.
+
+As kernels_w4.py does it, whose checks, method and options these are. Peers: torch._scaled_mm with one scale (tensor)
+and with scales per token and column (row), row with our quantiser of activations, and the CUTLASS GEMM of the backend
+cutlass with that quantiser, each reading the same rotating copies of the weight.
+
+    python bench/kernels_w8.py --out w8.json [--sweep] [--ptx80] [--m 1 8 16 32 64] [--commit HASH]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from kernels_w4 import Kernel, Peer, Shape, Timed, run, small_tokens
+from torch import Tensor
+
+from fp4dispatch import formats, jit
+from fp4dispatch.arch import Arch
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.manifest import installed
+
+SM90 = Arch(9, 0)
+QUANTISED = 5e-2
+"""Relative error to allow where activations are rounded to e4m3; 2.6e-2 is usual."""
+# Row blocks, groups and units of what csrc/w8a16_small.cu builds for 8, 16 and 32 tokens.
+TILES: dict[int, tuple[Shape, ...]] = {
+    8: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
+    16: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
+    32: ((1, 4, 2), (2, 2, 4)),
+}
+SHARED = 233472
+"""Bytes of shared memory of an SM of an H200."""
+
+
+def shared_bytes(tokens: int, row_blocks: int, groups: int, cluster: int, stages: int) -> int:
+    """Shared memory of a CTA, as csrc/few_tokens_tile.h has it for 8-bit weights."""
+    ring = groups * stages * (row_blocks * 8192 + -(-tokens * 272 // 1024) * 1024)
+    sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
+    return 1024 + (max(ring, sums) if tokens >= 16 else ring + sums)
+
+
+def shapes(m: int, n: int, k: int) -> Iterator[Shape]:
+    """(tokens, row blocks, groups, units, cluster, stages, trigger) that are worth a try on an H200."""
+    tokens = small_tokens(m)
+    blocks, k_stages = -(-n // 64), -(-k // 128)
+    for row_blocks, groups, units in TILES[tokens]:
+        for cluster in (1, 2, 4, 8):
+            ctas = -(-blocks // row_blocks) * cluster
+            if not 60 <= ctas <= 1000 and not (ctas < 60 and cluster == 8):
+                continue
+            needed = max(2, -(-k_stages // (cluster * groups)))
+            tried = set()
+            for resident in (1, 2, 3, 4):
+                stages = min(needed, 63 // groups)
+                while shared_bytes(tokens, row_blocks, groups, cluster, stages) > SHARED // resident - 1024:
+                    stages -= 1
+                if stages < 1 or stages in tried:
+                    continue
+                tried.add(stages)
+                for trigger in sorted({stages, 10**6} if resident == 2 else {stages}):
+                    yield tokens, row_blocks, groups, units, cluster, stages, trigger
+
+
+class Weight:
+    """A random e4m3 weight, with scale 1."""
+
+    def __init__(self, n: int, k: int, seed: int = 0, every_scale: bool = False) -> None:
+        draw = torch.Generator("cuda").manual_seed(seed)
+        self.n, self.k = n, k
+        if every_scale:  # every code but NaN
+            codes = torch.randint(256, (n, k), generator=draw, device="cuda", dtype=torch.uint8)
+            codes[codes & 0x7F == 0x7F] = 0x01
+            self.packed = codes.view(torch.float8_e4m3fn)
+        else:
+            self.packed = torch.empty(n, k, device="cuda", dtype=torch.float8_e4m3fn)
+            step = max(1, (1 << 26) // k)
+            for start in range(0, n, step):
+                part = self.packed[start : start + step]
+                part.copy_(torch.randn(part.shape, generator=draw, device="cuda") * 32)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K]."""
+        return self.packed.to(dtype)
+
+    @functools.cached_property
+    def dense64(self) -> Tensor:
+        """The same in fp64, kept."""
+        return self.dense(torch.float64)
+
+
+def check_codes(module: Any, dtype: torch.dtype) -> str:
+    """Multiply every code by one, at every k of 16: all results are exact."""
+    codes = torch.arange(256, device="cuda")[:, None] + 16 * torch.arange(16, device="cuda")
+    codes = (codes % 256).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    w = codes.view(torch.float8_e4m3fn)
+    for m in (8, 16):
+        x = torch.eye(16, device="cuda", dtype=dtype)[:m].contiguous()
+        out = torch.full((m, 256), torch.nan, device="cuda", dtype=dtype)
+        module.w8a16_small(x, w, torch.ones(1, device="cuda"), None, out, False)
+        wrong = int((out != w.to(dtype).t()[:m]).sum())
+        if wrong:
+            return f"{wrong} of {out.numel()} codes are not exact, e.g. {codes.t()[:m][out != w.to(dtype).t()[:m]][:8]}"
+    return ""
+
+
+def peers(timed: Timed, x: Tensor) -> dict[str, Peer]:
+    """Return what else multiplies these weights."""
+    m, n, copies = x.shape[0], timed.weight.n, len(timed.packed)
+    quantize = jit.load("fp8_quantize", "any", SM90).module.fp8_quantize_row
+    rows, row_scale = formats.fp8_quantize(x, "row")
+    tensor, scale = formats.fp8_quantize(x, "tensor")
+    one, columns = torch.ones((), device="cuda"), torch.ones(n, device="cuda")
+    q, q_scale = torch.empty_like(rows), torch.empty(m, device="cuda")
+
+    def scaled(a: Tensor, a_scale: Tensor, b_scale: Tensor, i: int, out: Tensor) -> None:
+        torch._scaled_mm(a, timed.packed[i].t(), a_scale, b_scale, out_dtype=out.dtype, out=out)
+
+    def with_quantiser(i: int, out: Tensor) -> None:
+        quantize(x, q, q_scale, True)
+        scaled(q, q_scale.view(-1, 1), columns.view(1, -1), i, out)
+
+    found: dict[str, Peer] = {
+        "scaled_mm tensor": (lambda i, out: scaled(tensor, scale, one, i, out), copies, QUANTISED),
+        "scaled_mm row": (
+            lambda i, out: scaled(rows, row_scale.view(-1, 1), columns.view(1, -1), i, out),
+            copies,
+            QUANTISED,
+        ),
+        "row + quant": (with_quantiser, copies, QUANTISED),
+    }
+    if m <= 64:
+        tile = next(tile for tile in (16, 32, 64) if m <= tile)
+        gemm = jit.load("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}", SM90).module
+        workspace = torch.empty(gemm.workspace_size(m, n, timed.weight.k), device="cuda", dtype=torch.uint8)
+
+        def cutlass(i: int, out: Tensor) -> None:
+            quantize(x, q, q_scale, True)
+            gemm.fp8_gemm(q, timed.packed[i], q_scale, columns, None, out, workspace, True)
+
+        found["cutlass + quant"] = (cutlass, copies, QUANTISED)
+    return found
+
+
+KERNEL = Kernel("w8a16_small", "w8a16_small", shapes, TILES, Weight, check_codes)
+
+
+def main() -> None:
+    """Compile the peers' kernels all at once, then run everything."""
+    catalog = installed()
+    wanted = [("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}") for tile in (16, 32, 64)] + [("fp8_quantize", "any")]
+    wanted += [(KERNEL.name, variant) for variant in catalog.kernel(KERNEL.name).variants]
+    kernels.build_all([kernels.job(catalog, name, variant, "90a") for name, variant in wanted], catalog)
+    run(__doc__, KERNEL, peers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+// The type of activations and outputs of few_tokens.h, one a build.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifndef FP4D_OUT
+#error "FP4D_OUT: 0 = bf16, 1 = fp16"
+#endif
+
+namespace fp4d {
+
+#if FP4D_OUT == 0
+using Element = __nv_bfloat16;
+#else
+using Element = __half;
+#endif
+
+// Keeps a value in a register, where the compiler would compute it again in every round.
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+}  // namespace fp4d
