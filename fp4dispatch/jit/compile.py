@@ -74,15 +74,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one job: its folder, and the first errors (empty where it succeeded)."""
+    """What became of one job: its folder, the first errors (empty where it succeeded), and how long it took."""
 
     job: Job
     folder: Path
     errors: tuple[str, ...]
+    seconds: float = 0.0
 
 
 def compile_jobs(
-    jobs: Sequence[Job], build: Path, csrc: Path, toolchain: Toolchain, *, quiet: bool = False
+    jobs: Sequence[Job], build: Path, csrc: Path, toolchains: Sequence[Toolchain], *, quiet: bool = False
 ) -> list[Outcome]:
     """Compile all jobs, as many at once as cores and memory allow; one that fails does not stop the others.
 
@@ -94,8 +95,8 @@ def compile_jobs(
         An empty private folder.
     csrc
         Folder of the sources.
-    toolchain
-        Complete for every job.
+    toolchains
+        That of each job: kernels with and without CUTLASS see different header folders.
     quiet
         Show no progress.
 
@@ -106,7 +107,7 @@ def compile_jobs(
     """
     size = max(job.common.memory_gb["cutlass" if job.kernel.cutlass else "plain"] for job in jobs)
     parallel = limits().jobs(size, len(jobs))
-    _lay_out(jobs, build, csrc, toolchain, parallel)
+    _lay_out(jobs, build, csrc, toolchains, parallel)
     (build / "build.ninja").write_text(_ninja_file(len(jobs)))
     names = ", ".join(sorted({job.kernel.name for job in jobs}))
     targets = ", ".join(sorted({job.record.target for job in jobs}))
@@ -114,7 +115,11 @@ def compile_jobs(
     outputs = [build / f"out{i}" / LIBRARY for i in range(len(jobs))]
     with Progress(title, len(jobs), unit="files", announce=True, quiet=quiet) as shown:
         _run_ninja(build, lambda: shown.update(sum(path.exists() for path in outputs)))
-    return [Outcome(job, output.parent, _errors(output.parent)) for job, output in zip(jobs, outputs, strict=True)]
+    took = _seconds(build)
+    return [
+        Outcome(job, output.parent, _errors(output.parent), took.get(f"{output.parent.name}/{LIBRARY}", 0.0))
+        for job, output in zip(jobs, outputs, strict=True)
+    ]
 
 
 def _count(number: int, noun: str) -> str:
@@ -149,21 +154,21 @@ def files_read(folder: Path, toolchain: Toolchain) -> list[tuple[str, str]]:
     return list(found)
 
 
-def _lay_out(jobs: Sequence[Job], build: Path, csrc: Path, toolchain: Toolchain, parallel: int) -> None:
+def _lay_out(jobs: Sequence[Job], build: Path, csrc: Path, toolchains: Sequence[Toolchain], parallel: int) -> None:
     (build / OWN).symlink_to(csrc.resolve())
     (build / "inc").mkdir()
-    for name, path in toolchain.includes.items():
+    for name, path in {name: path for t in toolchains for name, path in t.includes.items()}.items():
         (build / "inc" / name).symlink_to(path.resolve())
     (build / "tmp").mkdir()
     (build / "run_job.py").write_bytes(Path(__file__).with_name("run_job.py").read_bytes())
     commands = []
-    for i, job in enumerate(jobs):
+    for i, (job, toolchain) in enumerate(zip(jobs, toolchains, strict=True)):
         (build / f"out{i}").mkdir()
         argv = job.argv(toolchain, f"out{i}")
         (build / f"out{i}" / LOG).write_text(_log_head(job, argv, csrc, toolchain))
         commands.append({"argv": argv, "log": f"out{i}/{LOG}"})
     # -k 0: keep going after a failure, so that what can be built is published
-    ninja = [str(toolchain.ninja), "-k", "0", "-j", str(parallel)]
+    ninja = [str(toolchains[0].ninja), "-k", "0", "-j", str(parallel)]
     commands.append({"argv": ninja, "log": ""})
     (build / "commands.json").write_text(json.dumps(commands))
 
@@ -213,6 +218,15 @@ def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
+
+
+def _seconds(build: Path) -> dict[str, float]:
+    """Return how long each output took, from ninja's log: start and end in ms, a time stamp, the output, a hash."""
+    try:
+        rows = [line.split("\t") for line in (build / ".ninja_log").read_text().splitlines()]
+        return {row[3]: (int(row[1]) - int(row[0])) / 1e3 for row in rows if len(row) == 5}
+    except (OSError, ValueError):
+        return {}
 
 
 def _errors(folder: Path) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError,
 from fp4dispatch.jit import private, prove
 from fp4dispatch.jit.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry, default_folder, digest
 from fp4dispatch.jit.compile import Job, Outcome, compile_jobs, files_read
+from fp4dispatch.jit.limits import limits
 from fp4dispatch.jit.manifest import Catalog, installed
 from fp4dispatch.jit.prove import Proof
 from fp4dispatch.jit.toolchain import Toolchain, disassembler, locate
@@ -33,7 +35,8 @@ from fp4dispatch.settings import settings
 _log = logging.getLogger("fp4dispatch")
 _SMALL = 1 << 20
 _loaded: dict[tuple[object, ...], LoadedKernel] = {}
-_builds_done = 0
+_compiled: list[tuple[str, float]] = []
+_asked: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,31 @@ def build_all(
     return [result for result in results if result is not None]
 
 
+def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Catalog | None = None) -> None:
+    """Compile at once what of these (kernel, variant) is not finished, so that no :func:`load` to come compiles alone.
+
+    What cannot be built is left to those loads, which say so. Asked again, nothing is looked at again.
+    """
+    catalog = catalog or installed()
+    folder = default_folder()
+    jobs = []
+    for name, variant in dict.fromkeys(names):
+        key = (name, variant, arch, catalog.csrc, folder)
+        if key in _asked:
+            continue
+        _asked.add(key)
+        targets = [t for t in catalog.kernel(name).targets if arch in catalog.record(t).archs]
+        if targets and not any(find(name, variant, target, catalog=catalog) for target in targets):
+            wanted = job(catalog, name, variant, _buildable(targets, catalog))
+            jobs += [wanted] if _toolchain_or_none(wanted) else []
+    if not jobs:
+        return
+    try:
+        build_all(jobs, catalog)
+    except (CacheError, CompileError, FlagsError, ProofError, ToolchainError) as error:
+        _log.debug("not everything could be compiled ahead: %s", error)
+
+
 def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built | None]:
     """Return which jobs are finished in a cache, without compiling any."""
     return [_find(job, catalog, [cache], _toolchain_or_none(job)) for job in jobs]
@@ -198,7 +226,12 @@ def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built 
 
 def builds_done() -> int:
     """Return how many kernels this process has published, so that what was read from the cache can be kept."""
-    return _builds_done
+    return len(_compiled)
+
+
+def compiled() -> tuple[tuple[str, float], ...]:
+    """Return name and compile seconds of each kernel that this process has published, in that order."""
+    return tuple(_compiled)
 
 
 def caches() -> list[Cache]:
@@ -238,18 +271,13 @@ def _build_missing(
             results[index] = _find(job, catalog, [cache], toolchain)  # another process may have built it meanwhile
             if results[index] is None:
                 todo.append((index, job, toolchain))
-        failures: list[Exception] = []
-        # Kernels with and without CUTLASS see different header folders, hence different command lines.
-        for with_cutlass in (False, True):
-            group = [row for row in todo if row[1].kernel.cutlass is with_cutlass]
-            if group:
-                failures += _build_group(group, results, catalog, cache, pinned=pinned, quiet=quiet)
+        failures = _compile(todo, results, catalog, cache, pinned=pinned, quiet=quiet) if todo else []
     if failures:
         raise failures[0]
 
 
-def _build_group(
-    group: list[tuple[int, Job, Toolchain]],
+def _compile(
+    todo: list[tuple[int, Job, Toolchain]],
     results: list[Built | None],
     catalog: Catalog,
     cache: Cache,
@@ -257,26 +285,46 @@ def _build_group(
     pinned: bool,
     quiet: bool,
 ) -> list[Exception]:
-    toolchain = group[0][2]
+    """Compile all at once, and prove and publish what can be; return what went wrong."""
     started = time.time()
     failures: list[Exception] = []
     with cache.building() as folder, private.explained(cache.root):
-        outcomes = compile_jobs([job for _, job, _ in group], folder, catalog.csrc, toolchain, quiet=quiet)
+        jobs, toolchains = [job for _, job, _ in todo], [toolchain for _, _, toolchain in todo]
+        outcomes = compile_jobs(jobs, folder, catalog.csrc, toolchains, quiet=quiet)
         failed = [outcome for outcome in outcomes if outcome.errors]
         if failed:
             failures.append(_compile_error(failed, len(outcomes), time.time() - started, cache))
-        for (index, _, _), outcome in zip(group, outcomes, strict=True):
+        # Most of a proof is spent in the disassembler, a process of its own.
+        with ThreadPoolExecutor(limits().cores) as pool:
+            proofs = list(pool.map(_proof_or_error, outcomes))
+        for (index, _, toolchain), outcome, proof in zip(todo, outcomes, proofs, strict=True):
             if outcome.errors:
                 continue
             try:
-                results[index] = _publish(outcome, catalog, cache, toolchain, started, pinned=pinned)
+                if isinstance(proof, Exception):
+                    raise proof
+                results[index] = _publish(outcome, proof, catalog, cache, toolchain, started, pinned=pinned)
             except (ProofError, CompileError) as error:
                 failures.append(error)
     return failures
 
 
+def _proof_or_error(outcome: Outcome) -> Proof | Exception | None:
+    try:
+        return None if outcome.errors else _prove(outcome, request(outcome.job))
+    except Exception as error:
+        return error
+
+
 def _publish(
-    outcome: Outcome, catalog: Catalog, cache: Cache, toolchain: Toolchain, started: float, *, pinned: bool
+    outcome: Outcome,
+    proof: Proof | None,
+    catalog: Catalog,
+    cache: Cache,
+    toolchain: Toolchain,
+    started: float,
+    *,
+    pinned: bool,
 ) -> Built:
     roots = _roots(catalog, toolchain)
     files: dict[tuple[str, str], str] = {}
@@ -286,14 +334,12 @@ def _publish(
             raise CompileError(f"{file} changed while {outcome.job.name} was being compiled from it; build again")
         files[root, path] = digest(file)
     wanted = request(outcome.job)
-    proof = _prove(outcome, wanted)
     ours = (LOG, "kernel.so", PROOF)
     for path_ in outcome.folder.iterdir():
         if path_.name not in ours:
             path_.unlink()
-    global _builds_done
     entry = cache.publish(outcome.folder, wanted, files, toolchain.versions(), pinned=pinned)
-    _builds_done += 1
+    _compiled.append((outcome.job.name, outcome.seconds))
     return Built(entry, prove.read(entry) if proof else None, cached=False)
 
 
