@@ -1,5 +1,5 @@
-// out = alpha * (x @ W^T) + bias for few tokens: the kernel of w4a16_small.cu and w8a16_small.cu, which read weights in
-// two formats (`Weights`, from w4a16_small_weights.h or w8a16_small_weights.h).
+// out = alpha * (x @ W^T) + bias for few tokens: the kernel of w4a16_small.cu, w8a16_small.cu and w4a8_small.cu; `Weights`
+// (w4a16_small_weights.h and so on) says how weights and activations come.
 //
 // A CTA takes RB blocks of 64 rows. A producer warp keeps a ring of stages full, each kStageChunks chunks along K
 // of every row block and the activations that belong to them; the weights of the first ring are under way before
@@ -15,8 +15,13 @@
 
 #include "few_tokens_sums.h"
 #include "few_tokens_tile.h"
+#if FP4D_ACT == 8
+#include "w4a8_small_wgmma.h"
+#else
+#include "few_tokens_mma.h"
 #if FP4D_HAS_WGMMA
 #include "w4a16_small_wgmma.h"
+#endif
 #endif
 
 namespace fp4d {
@@ -25,6 +30,7 @@ namespace fp4d {
 
 template <class Tile>
 struct Producer {
+  static constexpr bool kLoadsTokens = !Tile::kWgmma || Weights::kPacked;
   Params const& p;
   Ring<Tile> ring;
   Range range;
@@ -39,6 +45,19 @@ struct Producer {
   // k beyond the end comes as zero, so that nothing meets the zero weights there that is not finite. Tokens beyond
   // the last stay what they are: they touch no other token's sums.
   __device__ void load_tokens(int i, int slot) const {
+    if constexpr (Weights::kPacked) {
+      if (lane == 0) {
+        uint32_t const bytes = min(Tile::kTokens / 8, p.token_blocks - token / 8) * 1024;
+        int64_t const block = int64_t(range.first + i) * p.token_blocks + token / 8;
+        barrier_arrive_expect(ring.full(slot), bytes);
+        copy_bulk(ring.tokens(slot), p.x + block * 1024, bytes, ring.full(slot));
+      }
+    } else {
+      load_rows(i, slot);
+    }
+  }
+
+  __device__ void load_rows(int i, int slot) const {
     constexpr int kPieces = kStageK * 2 / 16;  // of 16 bytes
     int const piece = lane % kPieces, k = (range.first + i) * kStageK + piece * 8;
     bool const inside = k < p.k;
@@ -56,7 +75,7 @@ struct Producer {
     int const trigger_at = max(range.count - p.trigger, 0);
     if (triggers && trigger_at < ahead) grid_dependency_launch_dependents();
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
-    if constexpr (!Tile::kWgmma) {
+    if constexpr (kLoadsTokens) {
       grid_dependency_wait();
       for (int i = 0; i < ahead; ++i) load_tokens(i, i);
     }
@@ -66,85 +85,12 @@ struct Producer {
       if (triggers && i == trigger_at) grid_dependency_launch_dependents();
       barrier_wait(ring.empty(slot), parity);
       load_weights(i, slot);
-      if constexpr (!Tile::kWgmma) load_tokens(i, slot);
+      if constexpr (kLoadsTokens) load_tokens(i, slot);
       if (++slot == ring.stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
   }
 };
-
-// ---- Consumers ----
-
-// Not volatile: a function of its operands, free to move.
-__device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-#if FP4D_OUT == 0
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-#else
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-#endif
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// A warp's units times T tokens, one step of the stage at `offset`.
-template <class Tile>
-__device__ __forceinline__ void multiply_step(Weights::Reader<Tile::kUnits> const& reader, uint32_t offset,
-                                              int step, Sums<Tile>& sums) {
-  constexpr int T = Tile::kTokens, U = Tile::kUnits;
-  uint32_t const tokens = reader.tokens_at(offset, step);
-  Weights::Packed<U> packed;
-  reader.load(offset, step, packed);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 k
-    uint4 b[T / 8];
-#pragma unroll
-    for (int t = 0; t < T / 8; ++t) b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
-    // Units in pairs, so that two MMAs in a row never add to the same sums.
-#pragma unroll
-    for (int u = 0; u < U; u += 2) {
-      uint32_t a[2][2][4];
-      packed.operand_a(u, half, a[0]);
-      packed.operand_a(u + 1, half, a[1]);
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-#pragma unroll
-        for (int t = 0; t < T / 8; ++t) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            mma(sums + 4 * ((u + i) * (T / 8) + t), a[i][s], s ? b[t].z : b[t].x, s ? b[t].w : b[t].y);
-        }
-      }
-    }
-  }
-}
-
-template <class Tile>
-__device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range range, int warp, int lane,
-                                        Sums<Tile>& sums) {
-  int const block = warp / Tile::kBlockWarps, part = warp % Tile::kBlockWarps;
-  Weights::Reader<Tile::kUnits> const reader(ring.weights(0, block),
-                                             ring.tokens(0) + lane / 4 * Tile::kTokenPitch, part, lane);
-  // The last stage of K may be short where a step is a chunk; then it has one.
-  bool const short_end = kStageChunks == 2 && (range.first + range.count) * kStageChunks > p.chunks;
-  int const whole = range.count - (short_end ? 1 : 0);
-  uint32_t const last = ring.full(ring.stages);
-  uint32_t full = ring.full(0), parity = 0, offset = 0;
-#pragma unroll 1
-  for (int i = 0; i < whole; ++i) {
-    barrier_wait(full, parity);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full + 8);
-    offset += Tile::kStageBytes, full += 16;
-    if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
-  }
-  if (short_end) {
-    barrier_wait(full, parity);
-    multiply_step<Tile>(reader, offset, 0, sums);
-  }
-}
 
 // ---- The kernel ----
 
@@ -168,13 +114,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const group = produces ? helper % Tile::kGroups : warp / Tile::kConsumers;
   int const source = cluster_rank * Tile::kGroups + group;
   Range const range = range_of(p.chunks, source, p.cluster_log2 + log2_of(Tile::kGroups));
-  uint32_t const base = shared_address(shared), rings = base + Tile::kBarrierBytes;
+  uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes,
+                 rings = base + Tile::kRingsAt;
   Ring<Tile> const ring{base + group * p.stages * 16, rings + group * p.stages * Tile::kStageBytes, p.stages};
   Reduction<Tile> const reduction{rings + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
-                                  rings - 16, p.cluster_log2};
+                                  tables - 16, p.cluster_log2};
 
-#if FP4D_HAS_WGMMA
-  if constexpr (Tile::kWgmma) {
+#if FP4D_HAS_WGMMA && FP4D_ACT != 8
+  if constexpr (Tile::kLoaders > 0) {
     if (helper >= Tile::kGroups) {
       if (clustered && !Tile::kReuse) cluster_arrive();
       asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
@@ -202,18 +149,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   }
 
   if (clustered && !Tile::kReuse) cluster_arrive();
+#if FP4D_ACT == 8
+  Weights::make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
+#endif
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   grid_dependency_wait();
   Sums<Tile> sums = {};
   int const group_warp = warp % Tile::kConsumers;
   if (group_warp < row_blocks * Tile::kBlockWarps) {
 #if FP4D_HAS_WGMMA
-    if constexpr (Tile::kWgmma) consume_wgmma<Tile>(p, ring, range, group_warp, lane, sums);
+    if constexpr (Tile::kWgmma) consume_wgmma<Tile>(p, ring, range, tables, group_warp, lane, sums);
 #endif
+#if FP4D_ACT != 8
     if constexpr (!Tile::kWgmma) consume<Tile>(p, ring, range, group_warp, lane, sums);
+#endif
   }
   __syncwarp();
 
+  int const each = Reduction<Tile>::kThreads / Reduction<Tile>::kQuads << p.cluster_log2;
+  int const first = threadIdx.x >> (log2_of(Reduction<Tile>::kQuads) - p.cluster_log2);
+  TokenScales<Tile> const scales(p, token, tokens, first, each);
   int const quad = threadIdx.x & (reduction.quads() - 1);
   Quad const rows(p, row_block * Weights::kRows + cluster_rank * reduction.owned() + quad * 4);
   __syncwarp();
@@ -228,9 +183,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     sync_consumers<Tile::kConsumerThreads>();
   }
   if (rows.row >= p.n) return;
-  int const each = Reduction<Tile>::kThreads / Reduction<Tile>::kQuads << p.cluster_log2;
-  for (int t = threadIdx.x >> (log2_of(Reduction<Tile>::kQuads) - p.cluster_log2); t < tokens; t += each)
-    rows.store(p, token + t, reduction.get(t, quad));
+#pragma unroll 1
+  for (int i = 0, t = first; t < tokens; ++i, t += each)
+    rows.store(p, token + t, reduction.get(t, quad), scales.of(i));
 }
 
 }  // namespace fp4d

@@ -14,7 +14,7 @@ namespace fp4d {
 
 constexpr DLDataType kElement = FP4D_OUT == 0 ? kBF16 : kF16;
 
-// tokens (8, 16, 32), row blocks, groups, units: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
+// tokens, row blocks, groups, units: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
 // stages before its end a CTA lets the next grid start (PDL).
 struct Plan {
   int64_t tokens, row_blocks, groups, units, cluster, stages, trigger;
@@ -112,10 +112,20 @@ Weights::Source source_of(TensorView w, int64_t n, int64_t k);
 // Adds what only a launch needs.
 void ready(Weights::Source& source, Machine const& on);
 
+// The smallest tile that holds m tokens, or the largest.
+int64_t tokens_of(int64_t m) {
+  int64_t fits = 0, most = 0;
+  for (Instance const& used : built()) {
+    if (used.tokens >= m && (fits == 0 || used.tokens < fits)) fits = used.tokens;
+    most = std::max(most, used.tokens);
+  }
+  return fits > 0 ? fits : most;
+}
+
 // The same for all numbers of tokens of a tile. Where the division wanted is not built or does not fit, the first
 // of the list that does.
 Plan plan(int64_t m, int64_t n, int64_t k, Machine const& on) {
-  int64_t const tokens = m <= 8 ? 8 : m <= 16 ? 16 : 32;
+  int64_t const tokens = tokens_of(m);
   int64_t const row_blocks = divide_up(n, Weights::kRows), chunks = divide_up(k, Weights::kChunkK);
   Division const wanted = division(tokens, row_blocks, k, on);
   Plan best{};
@@ -215,17 +225,15 @@ void launch_kernel(Instance const& used, Plan const& plan, Params params, Machin
 
 constexpr int64_t kMaxTokens = 65535 * 8;  // tiles of a grid
 
-Params check(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  check_dtype({"x", x}, {kElement});
-  check_input(x, 16);
+// Everything but the activations; M and N are those of the output.
+Params check_all_but_x(TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out, int64_t k) {
+  check_dtype({"out", out}, {kElement});
   check_ndim({"out", out}, 2);
-  int64_t const m = x.size(0), k = x.size(1), n = out.size(1);
+  int64_t const m = out.size(0), n = out.size(1);
   check_at_most("M", m, kMaxTokens, "the grid; use a kernel for many tokens");
   check_at_most("N", n, kMaxRows, "32-bit problem sizes");
   check_at_least("N", n, 8, "out");
   check_multiple("N", n, 8, "16-byte rows of out");
-  check_dtype({"out", out}, {kElement});
-  check_size({"out", out}, 0, m, "M");
   check_contiguous({"out", out});
   check_aligned({"out", out}, 16);
   Weights::Source const source = source_of(w, n, k);
@@ -234,25 +242,16 @@ Params check(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> 
   check_contiguous({"alpha", alpha});
   if (bias.has_value()) check_bias({"bias", *bias}, kElement, n);
   Params p{};
-  p.w = source, p.x = data_of<Element>(x), p.alpha = data_of<float>(alpha);
+  p.w = source, p.alpha = data_of<float>(alpha);
   p.bias = bias.has_value() ? data_of<Element>(*bias) : nullptr;
   p.out = data_of<Element>(out);
-  p.x_stride = input_stride(x);
   p.m = int(m), p.n = int(n), p.k = int(k);
   p.row_blocks = int(divide_up(n, Weights::kRows)), p.chunks = int(divide_up(k, Weights::kChunkK));
   p.alpha_step = alpha.numel() == 1 ? 0 : 1;
   return p;
 }
 
-int device_of(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  return check_one_cuda_device(
-      {{"x", x}, {"w", w}, {"alpha", alpha}, {"bias", bias.has_value() ? *bias : x}, {"out", out}});
-}
-
-void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
-         bool enable_pdl) {
-  Params const params = check(x, w, alpha, bias, out);
-  int const device = device_of(x, w, alpha, bias, out);
+void launch_planned(Params const& params, int device, bool enable_pdl) {
   if (params.m == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
   Machine const& on = machine(device);
@@ -262,13 +261,10 @@ void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias
   launch_kernel(instance_of(chosen), chosen, params, on, device, enable_pdl);
 }
 
-void run_shaped(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
-                tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
-  Params const params = check(x, w, alpha, bias, out);
+void launch_shaped(Params const& params, tvm::ffi::Array<int64_t> const& shape, int device, bool enable_pdl) {
   if (shape.size() != 7) TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed 7";
   Plan const chosen{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
   Instance const& used = instance_of(chosen);
-  int const device = device_of(x, w, alpha, bias, out);
   if (params.m == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
   Machine const& on = machine(device);

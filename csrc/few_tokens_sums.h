@@ -59,6 +59,30 @@ struct Reduction {
   }
 };
 
+// Scales of the packed tokens that a thread finishes, on their way before its sums are there.
+template <class Tile>
+struct TokenScales {
+  static constexpr int kMost =
+      std::max(1, Tile::kTokens* Reduction<Tile>::kQuads / Reduction<Tile>::kThreads);
+  float scales[kMost] = {};
+
+  __device__ TokenScales(Params const& p, int token, int tokens, int first, int each) {
+    if constexpr (Weights::kPacked) {
+#pragma unroll
+      for (int i = 0; i < kMost; ++i)
+        if (first + i * each < tokens)
+          scales[i] = p.x_scale[int64_t(token + first + i * each) * p.x_scale_step];
+    }
+  }
+  // No index at run time: the array stays in registers.
+  __device__ float of(int i) const {
+    float scale = 1.f;
+#pragma unroll
+    for (int j = 0; j < kMost && Weights::kPacked; ++j) scale = i == j ? scales[j] : scale;
+    return scale;
+  }
+};
+
 // Four rows that a thread finishes, with their alpha and bias.
 struct Quad {
   int row;  // of the output; at least n: nothing to do
@@ -73,12 +97,12 @@ struct Quad {
     }
   }
 
-  __device__ void store(Params const& p, int token, float4 sum) const {
+  __device__ void store(Params const& p, int token, float4 sum, float scale) const {
     float const sums[4] = {sum.x, sum.y, sum.z, sum.w};
     uint16_t bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      Element const value(fmaf(sums[i], alpha[i], bias[i]));
+      Element const value(fmaf(Weights::kPacked ? sums[i] * scale : sums[i], alpha[i], bias[i]));
       bits[i] = reinterpret_cast<uint16_t const&>(value);
     }
     *reinterpret_cast<uint2*>(p.out + int64_t(token) * p.n + row) =

@@ -19,11 +19,13 @@ static_assert(kStageK == 64 * kSteps);
 
 struct Params {
   Weights::Source w;
-  Element const* x;
-  float const* alpha;
+  Weights::Activation const* x;
+  float const *x_scale, *alpha;  // x_scale: of packed tokens
+
   Element const* bias;
   Element* out;
   int64_t x_stride;
+  int token_blocks, x_scale_step;  // packed tokens: of 8 tokens; 0: one scale
   int m, n, k;
   int row_blocks, chunks;  // of w
   int alpha_step;          // 0: one alpha
@@ -31,7 +33,8 @@ struct Params {
 };
 
 // T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
-// with 1 the four warps of a row block multiply together by wgmma (w4a16_small_wgmma.h, NVFP4 alone).
+// with 1 the four warps of a row block multiply together by wgmma (w4a16_small_wgmma.h, w4a8_small_wgmma.h). Packed
+// tokens are in wgmma's order already (w4_activations.cu).
 template <int T, int RB, int KG, int U>
 struct Tile {
   static_assert((RB & (RB - 1)) == 0 && (KG & (KG - 1)) == 0 && (U == 1 || U == 2 || U == 4));
@@ -41,19 +44,23 @@ struct Tile {
   static constexpr int kBlockWarps = Weights::kUnits / U;  // warps that share a row block
   static constexpr int kConsumers = RB * kBlockWarps;      // warps of a group
   static constexpr int kConsumerThreads = 32 * KG * kConsumers;
-  static constexpr int kLoaders = kWgmma ? 1 : 0;  // of a group: a warp that puts tokens in wgmma's order
+  static_assert(kWgmma || !Weights::kPacked);
+  static constexpr int kLoaders =
+      kWgmma && !Weights::kPacked ? 1 : 0;  // of a group: a warp that puts tokens in wgmma's order
   static constexpr int kThreads = kConsumerThreads + 32 * KG * (1 + kLoaders);
   static constexpr int kWeightBytes = kStageChunks * Weights::kChunkBytes;  // of a row block in a stage
   // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
   static constexpr int kTokenPitch = kStageK * 2 + 16;
   static constexpr int kTokenBytes =
-      (T * (kWgmma ? kStageK * 2 : kTokenPitch) + Weights::kAlign - 1) / Weights::kAlign * Weights::kAlign;
+      (T * (kWgmma ? kStageK * int(sizeof(Weights::Activation)) : kTokenPitch) + Weights::kAlign - 1) /
+      Weights::kAlign * Weights::kAlign;
   static constexpr int kStageAlign = kWgmma ? 1024 : Weights::kAlign;
   static constexpr int kStageBytes =
       (RB * kWeightBytes + kTokenBytes + kStageAlign - 1) / kStageAlign * kStageAlign;
   static constexpr int kBarrierBytes =
       kStageAlign == 1024 ? 1024 : 512;                     // of shared memory, before everything else
   static constexpr int kMaxSlots = kBarrierBytes / 16 - 1;  // stages of all rings together
+  static constexpr int kRingsAt = kBarrierBytes + Weights::kTableBytes;
   static constexpr int kFewestStages = kWgmma ? 2 : 1;  // wgmma still reads a stage when the next one begins
   // Sums of the whole cluster's groups for the rows that a CTA owns: [source][token][row], fp32. The 4 floats more
   // keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
@@ -63,7 +70,7 @@ struct Tile {
   static constexpr int ring_bytes(int stages) { return KG * stages * kStageBytes; }
   static int shared_bytes(int cluster, int stages) {
     int const ring = ring_bytes(stages), sums = KG * cluster * source_bytes(cluster);
-    return kBarrierBytes + (kReuse ? std::max(ring, sums) : ring + sums);
+    return kRingsAt + (kReuse ? std::max(ring, sums) : ring + sums);
   }
   // About what the compiler takes.
   static constexpr int kRegisters = Weights::registers(T, U);
@@ -100,7 +107,8 @@ struct Ring {
     return tokens(slot) + Tile::kTokenBytes + row_block * Tile::kWeightBytes;
   }
 
-  // One arrival for the weights and one for each lane's tokens or the loader; one of each consumer warp that has rows.
+  // One arrival for the weights and one for each lane's tokens, the packed ones or the loader; one of each consumer warp
+  // that has rows.
   __device__ void init(int row_blocks) const {
 #pragma unroll 1
     for (int slot = 0; slot < stages; ++slot) {

@@ -86,8 +86,13 @@ __device__ __forceinline__ void wgmma_wait() {
 // d[64 rows][T tokens] = A[64][32] B[T][32]^T, or += that; places as below.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
-  static_assert(T == 64 || T == 128 || T == 192);
-  if constexpr (T == 64) {
+  static_assert(T == 16 || T == 32 || T == 64 || T == 128 || T == 192);
+  if constexpr (T == 16) {
+    FP4D_WGMMA_E4M3("m64n16k32", FP4D_R8, "{%8, %9, %10, %11}, %12", "%13", FP4D_D4(0), FP4D_D4(4));
+  } else if constexpr (T == 32) {
+    FP4D_WGMMA_E4M3("m64n32k32", FP4D_R16, "{%16, %17, %18, %19}, %20", "%21", FP4D_D4(0), FP4D_D4(4),
+                    FP4D_D4(8), FP4D_D4(12));
+  } else if constexpr (T == 64) {
     FP4D_WGMMA_E4M3("m64n64k32", FP4D_R32, "{%32, %33, %34, %35}, %36", "%37", FP4D_D32(0));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));

@@ -16,7 +16,7 @@
 
 #include "w4a16_small_weights.h"
 
-#include "few_tokens_launch.h"
+#include "few_tokens_rows.h"
 
 namespace fp4d {
 

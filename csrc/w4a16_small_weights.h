@@ -38,6 +38,9 @@ struct Weights {
   }
 
   using Source = uint8_t const*;
+  using Activation = Element;
+  static constexpr bool kPacked = false;
+  static constexpr int kTableBytes = 0;
 
   // `chunk` and, if there is one, the next, of `row_blocks` row blocks from `row_block` on.
   template <class Tile>

@@ -72,8 +72,8 @@ struct Loader {
 // As consume(), with the four warps of a row block. Registers of operand A are double-buffered by groups of two MMAs:
 // a group is waited for when the one after it has started.
 template <class Tile>
-__device__ __forceinline__ void consume_wgmma(Params const& p, Ring<Tile> ring, Range range, int warp,
-                                              int lane, Sums<Tile>& sums) {
+__device__ __forceinline__ void consume_wgmma(Params const& p, Ring<Tile> ring, Range range, uint32_t,
+                                              int warp, int lane, Sums<Tile>& sums) {
   constexpr int T = Tile::kTokens;
   constexpr Operand kOperand = FP4D_OUT == 0 ? Operand::kBF16 : Operand::kF16;
   uint32_t const unit = ring.weights(0, warp / Tile::kBlockWarps);

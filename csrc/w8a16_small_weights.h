@@ -50,6 +50,9 @@ struct Weights {
   static constexpr int kChunkK = 128, kChunkBytes = kRows * kChunkK, kStageChunks = 1;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
   static constexpr int kReuseTokens = 16;
+  using Activation = Element;
+  static constexpr bool kPacked = false;
+  static constexpr int kTableBytes = 0;
   static constexpr float kUnscale = w8::unscale(static_cast<Element const*>(nullptr));
   static constexpr int registers(int tokens, int units) {
     return units == 4 ? 80 + tokens * 9 / 4 : tokens <= 16 ? 80 : 96;

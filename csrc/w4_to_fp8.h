@@ -1,0 +1,82 @@
+// NVFP4 weights in W4P order to e4m3 in the registers of wgmma's operand A, by a table in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "async_copy.h"
+#include "w4_dequant.h"
+
+namespace fp4d::w4 {
+
+// What the 8 magnitudes of e2m1 become under every scale, 16 times, so that no two lanes of half a warp meet in a bank.
+// Looking 8 bytes up costs a sixth of making them.
+constexpr int kLutCopies = 16, kLutPitch = kLutCopies * 8, kLutTableBytes = 128 * kLutPitch;
+
+__device__ __forceinline__ uint32_t load_byte(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ Lut load_lut(uint32_t address) {
+  Lut lut;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(lut.low), "=r"(lut.high) : "r"(address));
+  return lut;
+}
+
+// By `threads` threads, whose writes a barrier must follow.
+template <int threads>
+__device__ __forceinline__ void make_lut_table(uint32_t at, int thread) {
+  constexpr int kEntries = 128 * kLutCopies;
+  static_assert(kEntries % threads == 0 && threads % kLutCopies == 0);
+#pragma unroll
+  for (int i = 0; i < kEntries / threads; ++i) {
+    uint32_t const scale = (thread + i * threads) / kLutCopies, raw = scale * 0x00800080;
+    Lut const lut = e4m3_lut(reinterpret_cast<__half2 const&>(raw));
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + (thread + i * threads) * 8), "r"(lut.low),
+                 "r"(lut.high)
+                 : "memory");
+  }
+}
+
+// __byte_perm() spends an instruction on clearing bits of the selector that are clear already.
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+
+// A word to e4m3 of its four even k and its four odd k: magnitudes from the table, signs from a shifted copy of the
+// word, whose bytes have them on top. 8 instructions on the half-rate pipe, and a shift that another one can do.
+__device__ __forceinline__ void word_to_e4m3(uint32_t word, Lut lut, uint32_t& even, uint32_t& odd) {
+  uint32_t const magnitude = word & 0x77777777, shifted = word * 16;
+  even = permute(lut.low, lut.high, magnitude) | (permute(word, shifted, 0x1504) & 0x80808080);
+  odd = permute(lut.low, lut.high, magnitude >> 16) | (permute(word, shifted, 0x3726) & 0x80808080);
+}
+
+// A lane's words of a chunk (A, B, C, D), its two scales and what they make of magnitudes.
+struct Fp8Chunk {
+  uint4 codes;
+  uint32_t scales[2];
+  Lut luts[2];
+
+  // From the lane's first word and its first scale.
+  __device__ __forceinline__ void load(uint32_t words_at, uint32_t scales_at) {
+    scales[0] = load_byte(scales_at), scales[1] = load_byte(scales_at + 1);
+    codes = load_16(words_at);
+  }
+  // In this lane's copy of the table.
+  __device__ __forceinline__ void look_up(uint32_t luts_at) {
+    luts[0] = load_lut(luts_at + scales[0] * kLutPitch);
+    luts[1] = load_lut(luts_at + scales[1] * kLutPitch);
+  }
+  // Operand A of two MMAs.
+  __device__ __forceinline__ void dequantize(uint32_t (&a)[2][4]) const {
+    word_to_e4m3(codes.x, luts[0], a[0][0], a[0][2]);
+    word_to_e4m3(codes.y, luts[1], a[0][1], a[0][3]);
+    word_to_e4m3(codes.z, luts[0], a[1][0], a[1][2]);
+    word_to_e4m3(codes.w, luts[1], a[1][1], a[1][3]);
+  }
+};
+
+}  // namespace fp4d::w4

@@ -1,0 +1,102 @@
+// out = x_scale * alpha * (x @ W^T) + bias for few tokens: NVFP4 weights in W4P order, folded to e4m3 (w4_dequant.h), by
+// e4m3 activations as w4_activations.cu packs them, f32 sums. For so few tokens that the read of the weights is most of
+// the time; w4_gemm_sm90.cu is for more.
+//
+//   w4a8_small(x, x_scale, w, alpha, bias, out, enable_pdl)                  launch shape from plan()
+//   w4a8_small_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)    shape: the 7 numbers of Plan
+//   w4a8_small_plan(m, n, k, multiprocessors, shared_sm, shared_block, clusters)    those 7 numbers, pure
+//     x        uint8 [ceil(K/128), ceil(M/8), 1024], e4m3 as w4_quantize_row packs it, contiguous, 16-byte aligned
+//     x_scale  f32, 1 element or [M]
+//     w        uint8 [ceil(N/64), ceil(K/64), 2304], W4P, contiguous, 16-byte aligned
+//     alpha    f32, 1 element or [N]
+//     bias     None or [N], the build's type
+//     out      bf16 or fp16 (the build's type) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
+//
+// With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
+// Capture-safe: only launches. The first call on a device asks it for its properties.
+#include "gdc_guard.h"
+
+#include "w4a8_small_weights.h"
+
+#include "few_tokens_launch.h"
+
+namespace fp4d {
+
+Built built() {
+  static constexpr Instance kInstances[] = {
+      instance<16, 1, 2, 1>(), instance<16, 1, 4, 1>(), instance<16, 2, 2, 1>(), instance<32, 1, 2, 1>(),
+      instance<32, 1, 4, 1>(), instance<32, 2, 2, 1>(), instance<32, 4, 1, 1>(), instance<64, 1, 2, 1>(),
+      instance<64, 2, 2, 1>(), instance<64, 4, 1, 1>(),
+  };
+  return {std::begin(kInstances), std::end(kInstances)};
+}
+
+Division division(int64_t tokens, int64_t row_blocks, int64_t, Machine const& on) {
+  int64_t const pairs = divide_up(row_blocks, 2);
+  if (tokens >= 32 && pairs >= on.multiprocessors) return {2, 2, 1};
+  return {1, 2, 1};
+}
+
+Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
+  check_dtype({"w", w}, {kU8});
+  check_ndim({"w", w}, 3);
+  check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
+  check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
+  check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
+  check_contiguous({"w", w});
+  check_aligned({"w", w}, 16);
+  return data_of<uint8_t>(w);
+}
+
+void ready(Weights::Source&, Machine const&) {}
+
+constexpr int64_t kBlockTokens = 8, kBlockBytes = 1024;  // of packed activations
+
+Params check(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
+             TensorView out) {
+  check_ndim({"w", w}, 3);
+  check_at_least("chunks of w along K", w.size(1), 1, "w");
+  check_at_most("chunks of w along K", w.size(1), kMaxRows / Weights::kChunkK, "32-bit problem sizes");
+  Params p = check_all_but_x(w, alpha, bias, out, w.size(1) * Weights::kChunkK);
+  check_dtype({"x", x}, {kU8});
+  check_ndim({"x", x}, 3);
+  check_size({"x", x}, 0, divide_up(w.size(1), Weights::kStageChunks), "ceil(K/128)");
+  check_size({"x", x}, 1, divide_up(p.m, kBlockTokens), "ceil(M/8)");
+  check_size({"x", x}, 2, kBlockBytes, "bytes of 8 tokens");
+  check_contiguous({"x", x});
+  check_aligned({"x", x}, 16);
+  check_dtype({"x_scale", x_scale}, {kF32});
+  check_scalar_or_vector({"x_scale", x_scale}, p.m, "M");
+  check_contiguous({"x_scale", x_scale});
+  p.x = data_of<uint8_t>(x), p.x_scale = data_of<float>(x_scale);
+  p.token_blocks = int(x.size(1)), p.x_scale_step = x_scale.numel() == 1 ? 0 : 1;
+  return p;
+}
+
+int device_of(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
+              TensorView out) {
+  return check_one_cuda_device({{"x", x},
+                                {"x_scale", x_scale},
+                                {"w", w},
+                                {"alpha", alpha},
+                                {"bias", bias.has_value() ? *bias : x},
+                                {"out", out}});
+}
+
+void run(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
+         TensorView out, bool enable_pdl) {
+  Params const params = check(x, x_scale, w, alpha, bias, out);
+  launch_planned(params, device_of(x, x_scale, w, alpha, bias, out), enable_pdl);
+}
+
+void run_shaped(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
+                TensorView out, tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
+  Params const params = check(x, x_scale, w, alpha, bias, out);
+  launch_shaped(params, shape, device_of(x, x_scale, w, alpha, bias, out), enable_pdl);
+}
+
+}  // namespace fp4d
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small, fp4d::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small_shaped, fp4d::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small_plan, fp4d::plan_numbers);
