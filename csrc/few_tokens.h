@@ -42,22 +42,19 @@ struct Producer {
                         lane);
   }
 
+#if FP4D_ACT == 8
+  // Contiguous; zeros beyond the end of K.
+  __device__ void load_tokens(int i, int slot) const {
+    if (lane != 0) return;
+    uint32_t const bytes = min(Tile::kTokens / 8, p.token_blocks - token / 8) * 1024;
+    int64_t const block = int64_t(range.first + i) * p.token_blocks + token / 8;
+    barrier_arrive_expect(ring.full(slot), bytes);
+    copy_bulk(ring.tokens(slot), p.x + block * 1024, bytes, ring.full(slot));
+  }
+#else
   // k beyond the end comes as zero, so that nothing meets the zero weights there that is not finite. Tokens beyond
   // the last stay what they are: they touch no other token's sums.
   __device__ void load_tokens(int i, int slot) const {
-    if constexpr (Weights::kPacked) {
-      if (lane == 0) {
-        uint32_t const bytes = min(Tile::kTokens / 8, p.token_blocks - token / 8) * 1024;
-        int64_t const block = int64_t(range.first + i) * p.token_blocks + token / 8;
-        barrier_arrive_expect(ring.full(slot), bytes);
-        copy_bulk(ring.tokens(slot), p.x + block * 1024, bytes, ring.full(slot));
-      }
-    } else {
-      load_rows(i, slot);
-    }
-  }
-
-  __device__ void load_rows(int i, int slot) const {
     constexpr int kPieces = kStageK * 2 / 16;  // of 16 bytes
     int const piece = lane % kPieces, k = (range.first + i) * kStageK + piece * 8;
     bool const inside = k < p.k;
@@ -68,6 +65,7 @@ struct Producer {
     }
     barrier_arrive_after_copies(ring.full(slot));
   }
+#endif
 
   // `triggers`: this warp lets the next grid start, when its last `trigger` stages are next.
   __device__ void run(bool triggers) const {
