@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,7 +99,9 @@ class Canary:
 
 
 @functools.cache
-def canaries(op: Op, scaling: Scaling, activation: Activation, seed: int = 0) -> tuple[Canary, ...]:
+def canaries(
+    op: Op, scaling: Scaling, activation: Activation, seed: int = 0, half: OutDtype | None = None
+) -> tuple[Canary, ...]:
     """Return the canaries of a kind; the same ones in every process.
 
     Parameters
@@ -110,11 +112,15 @@ def canaries(op: Op, scaling: Scaling, activation: Activation, seed: int = 0) ->
         ``nvfp4``, ``fp8`` or ``bf16``.
     seed
         For tests that need other numbers.
+    half
+        ``bfloat16`` or ``float16``: all 16-bit canaries are in this dtype, which needs no kernel of the other; None for
+        some of each.
     """
     draw = torch.Generator(device="cpu").manual_seed(seed)
     raw = {"nvfp4_gemm": "nvfp4", "fp8_gemm": "fp8"}[op] == activation
     with torch.inference_mode(mode=False), torch.no_grad():
-        return tuple(_canary(op, scaling, activation, s, draw) for s in SHAPES if raw or not s.raw)
+        shapes = [replace(s, out_dtype=half) if half and s.out_dtype != "float32" else s for s in SHAPES]
+        return tuple(_canary(op, scaling, activation, s, draw) for s in shapes if raw or not s.raw)
 
 
 def _canary(op: Op, scaling: Scaling, activation: Activation, shape: Shape, draw: torch.Generator) -> Canary:

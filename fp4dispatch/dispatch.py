@@ -244,20 +244,40 @@ def _decide(problem: Problem, request: _Request, gpu: int | None) -> tuple[Syste
     while True:
         machine = _here()
         system = _on(machine, gpu)
-        auto = request[0] == registry.AUTO
-        with _lock:
-            decision = policy.resolve(
-                problem,
-                system,
-                registry.backends(),
-                requested=request[0],
-                requested_by=request[1],
-                disabled=request[2],
-                elsewhere=_elsewhere.get((problem.op, problem.scaling)),
-                measured=tuned.find(problem, system, registry.backends()) if auto else None,
-            )
+        decision = _resolve(problem, system, request)
         if not _must_check(decision, gpu) or _passes(decision, system, gpu):
             return machine, decision
+
+
+def _resolve(problem: Problem, system: System, request: _Request) -> Decision:
+    auto = request[0] == registry.AUTO
+    with _lock:
+        return policy.resolve(
+            problem,
+            system,
+            registry.backends(),
+            requested=request[0],
+            requested_by=request[1],
+            disabled=request[2],
+            elsewhere=_elsewhere.get((problem.op, problem.scaling)),
+            measured=tuned.find(problem, system, registry.backends()) if auto else None,
+        )
+
+
+def prospect(problem: Problem, *, backend: str | None = None, gpu: int | None = 0) -> tuple[Decision, bool]:
+    """Return what :func:`select` will choose unless a self-check fails, and whether it would self-check that.
+
+    Arguments as there. Runs nothing, reports nothing, keeps nothing.
+
+    Raises
+    ------
+    UnknownBackendError, SettingsError
+        As :func:`select`.
+    """
+    system = _on(_here(), gpu)
+    bucket = replace(problem, m=m_bucket(problem.m, problem.op, system.arch))
+    decision = _resolve(bucket, system, _request(problem.op, backend))
+    return replace(decision, problem=problem), _must_check(decision, gpu)
 
 
 def _here() -> System:

@@ -61,6 +61,8 @@ class CheckResult:
         What was left out, and why.
     facts
         Under which the verdict holds; a change of any makes it void.
+    half
+        The 16-bit dtype that the canaries were in; empty where there were some of each.
     """
 
     backend: str
@@ -78,6 +80,7 @@ class CheckResult:
     lasting: bool = True
     notes: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
+    half: str = ""
 
     @property
     def usable(self) -> bool:
@@ -87,7 +90,7 @@ class CheckResult:
     def text(self) -> str:
         """Return the verdict in a line or two."""
         subject = f"{self.backend} {self.op}"
-        kind = f"{self.scaling}, {self.activation} activations"
+        kind = f"{self.scaling}, {self.activation} activations" + (f", {self.half}" if self.half else "")
         if self.status == "failed":
             race = " Signature of a launch race." if self.kind in _RACE else ""
             return f"{subject} {self.findings[0]}.{race} GDC proven: {self.gdc}. Quarantined."
@@ -119,7 +122,10 @@ class CheckResult:
         """
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
         result = cls(**values)
-        texts = (result.backend, result.op, result.scaling, result.activation, result.arch, result.kind, result.gdc)
+        texts = (
+            *(result.backend, result.op, result.scaling, result.activation, result.arch, result.kind, result.gdc),
+            result.half,
+        )
         if not all(isinstance(text, str) for text in texts) or result.status not in ("passed", "failed", "unchecked"):
             raise ValueError("not a verdict")
         if not isinstance(result.facts, dict) or (result.status == "failed") != bool(result.findings):
@@ -206,6 +212,7 @@ def code_of(kind: type[Backend]) -> str:
 def key(result: CheckResult) -> str:
     """Return the name of a verdict: the hash of its subject and its facts."""
     subject = [SCHEMA, result.backend, result.op, result.scaling, result.activation, sorted(result.facts.items())]
+    subject += [result.half] if result.half else []
     return records.name_of(subject)
 
 

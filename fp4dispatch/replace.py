@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from fp4dispatch import routes
+from fp4dispatch import prebuild, routes
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.problem import Activation
+from fp4dispatch.prebuild import Ask
+from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.quantized_linear import QuantizedLinear
 from fp4dispatch.settings import did_you_mean
 from fp4dispatch.warming import warmup
@@ -167,6 +168,7 @@ def replace_linears(
             plan.append((name, linear, fmt))
     new: dict[int, QuantizedLinear] = {}
     reports = []
+    prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
     for done, (name, linear, fmt) in enumerate(plan):
         if progress:
             progress(done, len(plan), name)
@@ -228,6 +230,26 @@ def _unfit(model: nn.Module, name: str, linear: nn.Linear, fmt: str) -> str:
         if module is not linear and any(p is linear.weight for p in module.parameters(recurse=False)):
             return f"its weight is tied to {other}"
     return ""
+
+
+_PROBLEM: dict[str, tuple[Op, Scaling]] = {
+    "nvfp4": ("nvfp4_gemm", "nvfp4"),
+    "fp8": ("fp8_gemm", "tensor"),
+    "fp8_row": ("fp8_gemm", "row"),
+    "fp8_block": ("fp8_gemm", "block128"),
+}
+
+
+def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: str | None) -> list[Ask]:
+    """Return what the new layers will need compiled."""
+    asks = []
+    for linear, fmt in plan:
+        op, scaling = _PROBLEM[fmt]
+        n, k = linear.weight.shape
+        dtype = routes.OUT_DTYPE[linear.weight.dtype]
+        problem = Problem(op, 1, n, k, activation, scaling, dtype, linear.bias is not None)
+        asks.append(Ask(problem, backend, routes.gpu_of(linear.weight.device)))
+    return asks
 
 
 def _quantise(name: str, linear: nn.Linear, fmt: str, activation: Activation, backend: str | None) -> QuantizedLinear:

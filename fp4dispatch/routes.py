@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4dispatch import capture, dispatch
+from fp4dispatch import capture, dispatch, prebuild
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import CaptureError, NoBackendError
@@ -223,12 +223,13 @@ def bind(
     prepared = {} if prepared is None else prepared
     device = weights.weight.device
     gpu = gpu_of(device)
+    any_m = Problem(
+        weights.op, 1, weights.n, weights.k, activation, weights.scaling, OUT_DTYPE[dtype], bias is not None
+    )
+    prebuild.together([prebuild.Ask(any_m, backend, gpu)])
     decisions: list[tuple[int, Decision]] = []
     for m in dispatch.m_ranges(weights.op, gpu, LARGEST_M):
-        problem = Problem(
-            weights.op, m, weights.n, weights.k, activation, weights.scaling, OUT_DTYPE[dtype], bias is not None
-        )
-        decision = dispatch.select(problem, backend=backend, layer=layer, gpu=gpu)
+        decision = dispatch.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu)
         if decisions and _same(decisions[-1][1], decision):
             decisions.pop()
         decisions.append((m, decision))

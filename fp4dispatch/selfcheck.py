@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch import capture, quarantine, registry
+from fp4dispatch import capture, jit, quarantine, registry
 from fp4dispatch.backends.base import Backend, LinearWeights, QuantizedActivation
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.canary import DTYPE, Canary, canaries
 from fp4dispatch.errors import CaptureError, InputError
-from fp4dispatch.problem import Activation, Op, Problem, Scaling
+from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.quarantine import CheckResult
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
@@ -62,6 +62,7 @@ def check(
     device: torch.device | str,
     *,
     seed: int = 0,
+    half: OutDtype | None = None,
 ) -> CheckResult:
     """Run every canary that a backend supports, and judge it. Neither reads nor changes any kept verdict.
 
@@ -79,6 +80,8 @@ def check(
         Where to run.
     seed
         Of the operands.
+    half
+        ``bfloat16`` or ``float16``: run the 16-bit canaries in this dtype alone; None for some of each.
 
     Returns
     -------
@@ -96,13 +99,15 @@ def check(
     )
     started = time.perf_counter()
     device = torch.device(device)
-    blank = _blank(backend, op, scaling, activation, system)
+    blank = replace(_blank(backend, op, scaling, activation, system), half=half or "")
     plain = replace(system, quarantined=frozenset())
     record = _Record()
     launched: list[tuple[Canary, list[Tensor]]] = []
     judged: list[str] = []
     with _plain_torch(device):
-        for canary in canaries(op, scaling, activation, seed):
+        if plain.arch is not None:
+            jit.build_together(builds(backend, op, scaling, activation, plain, device, half), plain.arch)
+        for canary in canaries(op, scaling, activation, seed, half):
             if record.stopped:
                 break
             with record.of(canary):
@@ -130,6 +135,46 @@ def check(
     )
 
 
+def builds(
+    backend: Backend,
+    op: Op,
+    scaling: Scaling,
+    activation: Activation,
+    system: System,
+    device: torch.device,
+    half: OutDtype | None = None,
+) -> set[tuple[str, str]]:
+    """Return (kernel, variant) of ours that :func:`check`, whose arguments these are, will load; none on a CPU."""
+    if device.type != "cuda":
+        return set()
+    each = (canary.problem for canary in canaries(op, scaling, activation, 0, half))
+    return {name for p in each if not backend.supports(p, system) for name in backend.builds(p, device)}
+
+
+def half_of(problem: Problem) -> OutDtype | None:
+    """Return the dtype that a problem's backend is checked in; None: some canaries in each 16-bit dtype."""
+    return None if problem.out_dtype == "float32" else problem.out_dtype
+
+
+def known(backend: Backend, problem: Problem, system: System) -> CheckResult | None:
+    """Return the verdict on a backend for a kind of problem where there is one, of this process or kept; runs nothing.
+
+    Parameters
+    ----------
+    backend, system
+        As in :func:`check`.
+    problem
+        As in :func:`trusted`, with the activation format resolved.
+    """
+    mode = settings.selfcheck
+    blank = _blank(backend, problem.op, problem.scaling, problem.activation, system)
+    blank = replace(blank, half=half_of(problem) or "")
+    if mode == "off":
+        return replace(blank, status="off")
+    name = quarantine.key(blank)
+    return quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
+
+
 def trusted(backend_name: str, problem: Problem, system: System, device: torch.device | str) -> CheckResult:
     """Return the verdict on a backend for a kind of problem: known, kept on disk, or made now.
 
@@ -140,7 +185,7 @@ def trusted(backend_name: str, problem: Problem, system: System, device: torch.d
     backend_name
         A registered backend.
     problem
-        Its op, scaling and activation format matter, not its sizes.
+        Its op, scaling, activation format and output dtype matter, not its sizes.
     system, device
         As in :func:`check`.
 
@@ -153,8 +198,8 @@ def trusted(backend_name: str, problem: Problem, system: System, device: torch.d
     activation = backend.activation_for(problem)
     if activation is None:
         raise InputError(f"{backend_name} does not run {problem}: there is nothing to check")
-    mode = settings.selfcheck
-    blank = _blank(backend, problem.op, problem.scaling, activation, system)
+    mode, half = settings.selfcheck, half_of(problem)
+    blank = replace(_blank(backend, problem.op, problem.scaling, activation, system), half=half or "")
     if mode == "off":
         return replace(blank, status="off")
     name = quarantine.key(blank)
@@ -164,7 +209,7 @@ def trusted(backend_name: str, problem: Problem, system: System, device: torch.d
     with _lock:
         found = quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
         if found is None:
-            found = check(backend, problem.op, problem.scaling, activation, system, device)
+            found = check(backend, problem.op, problem.scaling, activation, system, device, half=half)
             if found.lasting and found.status != "unchecked":
                 quarantine.save(found)
         if found.lasting or found.status == "failed":

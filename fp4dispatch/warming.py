@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from fp4dispatch import agreement, capture, registry, routes, tuning
+from fp4dispatch import agreement, capture, prebuild, registry, routes, tuning
 from fp4dispatch.agreement import Decisions, Group, Ranks
 from fp4dispatch.errors import InputError
+from fp4dispatch.prebuild import Ask
 from fp4dispatch.problem import Problem
 from fp4dispatch.quantized_linear import QuantizedLinear
 
@@ -66,6 +67,7 @@ def warmup(
     capture.forbid_in_capture("warming up", "fp4dispatch.warmup(model, tokens=[...])")
     ranks = Ranks(group, alone=not agree)
     subjects, rows = ranks.attempt("warming up", lambda: _subjects(model, tokens, dtype))
+    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows)))
     if tune:
         _tune(ranks, subjects, rows)
     if tune or ranks.size > 1:
@@ -83,6 +85,15 @@ def _subjects(model: nn.Module, tokens: Iterable[int], dtype: torch.dtype | None
     if any(not isinstance(m, int) or m < 1 for m in rows):
         raise InputError(f"tokens={rows}: need numbers of at least 1")
     return [(layer, layer.dtype if dtype is None else dtype) for layer in layers], rows
+
+
+def _asks(subjects: _Subjects, rows: list[int]) -> list[Ask]:
+    """Return what the layers will need compiled: what binding them needs, and these numbers of tokens."""
+    tokens = tuple(sorted({*rows, *prebuild.SAMPLES}))
+    return [
+        Ask(layer.problem(1, dtype), layer.backend, routes.gpu_of(layer.weight.device), tokens)
+        for layer, dtype in subjects
+    ]
 
 
 def _run(subjects: _Subjects, rows: list[int]) -> int:

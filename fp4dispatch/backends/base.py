@@ -144,6 +144,13 @@ class Backend(abc.ABC):
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem; empty means that it can. Pure and cheap."""
 
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the (kernel, variant) of ours that :meth:`plan` will load on a GPU, so that they can compile at once.
+
+        Only speed hangs on it: what is not named compiles when it is loaded.
+        """
+        return ()
+
     @abc.abstractmethod
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Bring weights into this backend's layout, once. Padding is zero-filled. Copies nothing that already fits."""

@@ -83,6 +83,10 @@ class CublasLtBackend(Backend):
         """Collect every reason why this backend cannot run the problem."""
         return check(self.name, problem, system)
 
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the quantiser that a plan will load."""
+        return quantizers.builds(problem)
+
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pad with zeros to what cuBLASLt needs; weights that fit are not copied."""
         tensors, layout = prepare(weights)

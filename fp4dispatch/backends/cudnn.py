@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fp4dispatch import capture, formats
 from fp4dispatch.backends import cudnn_graphs as graphs
+from fp4dispatch.backends import quantizers
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cudnn_graphs import Executable, GraphKey
@@ -92,6 +93,10 @@ class CudnnBackend(Backend):
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""
         return check(self.name, problem, system)
+
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the quantiser that a plan will load."""
+        return quantizers.builds(problem)
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pad with zeros to 16-byte rows and bring block scales into 128x4; weights that fit are not copied.

@@ -25,6 +25,7 @@ from fp4dispatch.system import System
 
 _N_MULTIPLE = 8  # TMA rows of D are multiples of 16 bytes
 _K_MULTIPLE = {"nvfp4_gemm": 32, "fp8_gemm": 16}  # likewise of A and B
+_QUANTIZER: dict[Op, str] = {"nvfp4_gemm": "nvfp4_quantize", "fp8_gemm": "fp8_quantize"}
 
 
 class _Layout(NamedTuple):
@@ -68,6 +69,11 @@ class CutlassBackend(Backend):
         """Collect every reason why this backend cannot run the problem."""
         return check(self.name, problem, system)
 
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the kernels that a plan will load."""
+        tile = tile_for(problem, *_gpu(device))
+        return () if tile is None else ((tile.kernel, tile.builds[problem.out_dtype]), (_QUANTIZER[problem.op], "any"))
+
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pad with zeros to TMA's row sizes, swizzle NVFP4 scales; weights that fit are not copied.
 
@@ -96,15 +102,14 @@ class CutlassBackend(Backend):
             Where no tile serves the problem.
         """
         device = prepared.tensors[0].device
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        arch = Arch(*torch.cuda.get_device_capability(device))
+        arch, sms = _gpu(device)
         tile = tile_for(problem, arch, sms)
         if tile is None:
             raise InputError(
                 f"cutlass has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
             )
         gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
-        quantize = jit.load("nvfp4_quantize" if problem.op == "nvfp4_gemm" else "fp8_quantize", "any", arch)
+        quantize = jit.load(_QUANTIZER[problem.op], "any", arch)
         return Plan(self.name, problem, _state(problem, _Layout(*prepared.layout), device, gemm, quantize))
 
     def run(
@@ -156,6 +161,12 @@ def _sf_128x4(sf: Tensor, w: LinearWeights, np: int, kp: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def _gpu(device: torch.device) -> tuple[Arch, int]:
+    """Return arch and number of SMs of a device."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Arch(*torch.cuda.get_device_capability(device)), sms
 
 
 def _state(

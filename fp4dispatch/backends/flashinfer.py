@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fp4dispatch import capture, formats
 from fp4dispatch.backends import flashinfer_package as package
+from fp4dispatch.backends import quantizers
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.quantizers import ToScratch
@@ -91,6 +92,10 @@ class FlashInferBackend(Backend):
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""
         return check(self.name, problem, system)
+
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the quantiser that a plan will load."""
+        return quantizers.builds(problem)
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pad with zeros; bring NVFP4 weights into the runner's layout, shard by shard. What fits is not copied.

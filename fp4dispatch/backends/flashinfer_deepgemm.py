@@ -27,6 +27,7 @@ from torch import Tensor
 from fp4dispatch import capture, jit
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends import flashinfer_package as package
+from fp4dispatch.backends import quantizers
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
@@ -72,6 +73,10 @@ class FlashInferDeepGemmBackend(Backend):
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""
         return check(self.name, problem, system)
+
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the quantiser that a plan will load."""
+        return quantizers.builds(problem)
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pad with zeros to N % 64 == 0 and K % 128 == 0, which adds no block of scales; what fits is not copied.

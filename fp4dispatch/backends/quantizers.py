@@ -24,7 +24,7 @@ from fp4dispatch.backends.scratch import Part, ScratchByM
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.jit.kernels import LoadedKernel
-from fp4dispatch.problem import Scaling
+from fp4dispatch.problem import Problem, Scaling
 from fp4dispatch.settings import settings
 
 Memory = Callable[[], tuple[Tensor, ...]]
@@ -74,6 +74,11 @@ def load_nvfp4(device: torch.device) -> tuple[Nvfp4Quantizer | None, str]:
     """Return the NVFP4 kernel for a device, as :func:`load` does."""
     kernel, why = _loaded("nvfp4_quantize", "NVFP4", device)
     return (None, why) if kernel is None else (Nvfp4Quantizer(kernel.module.nvfp4_quantize, _pdl(kernel)), "")
+
+
+def builds(problem: Problem) -> tuple[tuple[str, str], ...]:
+    """Return (kernel, variant) of what quantises a problem's activations."""
+    return (("nvfp4_quantize" if problem.op == "nvfp4_gemm" else "fp8_quantize", "any"),)
 
 
 def _loaded(name: str, label: str, device: torch.device) -> tuple[LoadedKernel | None, str]:

@@ -85,6 +85,14 @@ class _W4Backend(Backend):
         )
         return (*reasons, raw)
 
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the kernels that a plan will load."""
+        tile = _tile_for(problem, *_gpu(device))
+        if tile is None:
+            return ()
+        beside = {SMALL: (), UNFOLD: (("fp8_quantize", "any"),)}.get(tile.kernel, (("w4_activations", "any"),))
+        return ((tile.kernel, tile.builds[problem.out_dtype]), *beside)
+
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pack the weights, padded with zeros, into W4P (:mod:`~fp4dispatch.backends.w4_layout`). Synchronises.
 

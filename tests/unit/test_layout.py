@@ -23,7 +23,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("policy", "rules"),
     ("selfcheck", "canary", "tilecheck", "quarantine", "tuned", "records", "race"),
     ("dispatch", "whatif", "timing"),
-    ("tuning", "agreement"),
+    ("tuning", "agreement", "prebuild"),
     ("routes",),
     ("ops",),
     ("linear", "quantized_linear", "replace", "warming"),

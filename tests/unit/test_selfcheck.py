@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -38,11 +39,13 @@ def run(backend, kind, **options) -> CheckResult:
 # ------------------------------------------------------------------------------------------------------------- caught
 
 
+@pytest.mark.parametrize("half", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_caught(name):
+def test_planted_faults_are_caught(name, half):
+    """In canaries of one 16-bit dtype alone, as ``auto`` asks for, and in some of each."""
     kinds = [kind for kind in KINDS if ONLY_WITH[name](*kind)]
     assert kinds
-    missed = [kind for kind in kinds if run(FAULTS[name](), kind).status != "failed"]
+    missed = [kind for kind in kinds if run(FAULTS[name](), kind, half=half).status != "failed"]
     assert missed == []
 
 
@@ -75,9 +78,9 @@ def test_rows_off_by_little_need_the_gain():
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_the_reference_passes(kind):
-    for seed in range(3):
-        result = run(ReferenceBackend(), kind, seed=seed)
-        assert (result.status, result.findings, result.notes) == ("passed", (), ())
+    for seed, half in itertools.product(range(3), (None, "bfloat16", "float16")):
+        result = run(ReferenceBackend(), kind, seed=seed, half=half)
+        assert (result.status, result.findings, result.notes, result.half) == ("passed", (), (), half or "")
         assert len(result.ran) >= 5
 
 

@@ -135,6 +135,25 @@ def test_every_fact_counts(other):
     assert len(files()) == 2
 
 
+def test_a_verdict_is_for_the_dtype_that_was_checked():
+    """Kernels of bfloat16 and float16 are built apart: the one's numbers say nothing about the other's."""
+    asked = {dtype: replace(PROBLEM, out_dtype=dtype) for dtype in ("bfloat16", "float16", "float32")}
+    runs = []
+    for problem in asked.values():
+        for _ in range(2):
+            runs.append((ask("good", problem=problem).half, Counted.runs))
+    assert [half for half, _ in runs] == ["bfloat16"] * 2 + ["float16"] * 2 + [""] * 2
+    counts = [count for _, count in runs]
+    assert counts[0] == counts[1] < counts[2] == counts[3] < counts[4] == counts[5]
+    assert len(files()) == 3
+    new_process()
+    assert [ask("good", problem=problem).half for problem in asked.values()] == ["bfloat16", "float16", ""]
+    assert Counted.runs == counts[-1]
+    failed = ask("bad", problem=asked["float16"])
+    assert (failed.half, failed.status) == ("float16", "failed")
+    assert quarantine.quarantined() == {("bad", "fp8_gemm", "sm_90")}  # for every dtype
+
+
 def test_which_gpu_of_the_model_it_is_does_not_count():
     ask("good")
     runs = Counted.runs
@@ -373,7 +392,7 @@ def check_in_a_process(folder, name, barrier, answers):
         answers.put(selfcheck.trusted(name, PROBLEM, HERE, CPU).status)
         quarantine.reset()
         os.environ["FP4DISPATCH_SELFCHECK"] = "auto"
-        found = quarantine.stored(quarantine.key(selfcheck._blank(backend, "fp8_gemm", "row", "fp8", HERE)))
+        found = selfcheck.known(backend, replace(PROBLEM, activation="fp8"), HERE)
         answers.put("nothing" if found is None else found.status)
 
 

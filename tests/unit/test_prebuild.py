@@ -1,0 +1,153 @@
+"""What a model needs compiled is known before, and asked for in one go; on a machine that seems to have an H200."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from fp4dispatch import dispatch, jit, prebuild, quarantine, registry, routes, selfcheck, warming
+from fp4dispatch import replace as replace_module
+from fp4dispatch import system as _system
+from fp4dispatch.arch import SM90
+from fp4dispatch.backends import cutlass, w4
+from fp4dispatch.backends.cutlass_tiles import tiles
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.prebuild import Ask
+from fp4dispatch.problem import Problem
+from fp4dispatch.replace import replace_linears
+from fp4dispatch.system import System
+from fp4dispatch.warming import warmup
+
+H200 = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """The calls of ``jit.build_together``, as sets of names."""
+    monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_system, "current", lambda: H200)
+    monkeypatch.setattr(dispatch, "_must_check", lambda decision, gpu: decision.backend != "reference")
+    for module in (w4, cutlass):
+        monkeypatch.setattr(module, "_gpu", lambda device: (SM90, 132))
+    quarantine.reset()
+    calls = []
+    monkeypatch.setattr(jit, "build_together", lambda names, arch: calls.append((set(names), arch)))
+    yield calls
+    quarantine.reset()
+
+
+def ask(op, scaling, n=4096, k=4096, dtype="bfloat16", backend=None, tokens=prebuild.SAMPLES):
+    return Ask(Problem(op, 1, n, k, "any", scaling, dtype), backend, 0, tokens)
+
+
+def fit(dtype):
+    return {"bfloat16": "fp16", "float16": "bf16"}[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("op", "scaling"), [("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "row"), ("fp8_gemm", "block128")])
+def test_one_dtype_is_asked_for_at_once_and_the_other_never(op, scaling, dtype, asked):
+    prebuild.together([ask(op, scaling, n, k, dtype) for n, k in SHAPES])
+    ((names, arch),) = asked
+    assert arch == SM90
+    assert names
+    assert [name for name in names if fit(dtype) in name[1]] == []
+    for kernel, variant in names:
+        installed().kernel(kernel).variant(variant)
+
+
+def test_everything_that_plans_will_load_is_named(asked):
+    """At any number of tokens, for any of the shapes: what warming up 1..4096 loads is there already."""
+    prebuild.together([ask("nvfp4_gemm", "nvfp4", n, k) for n, k in SHAPES])
+    ((names, _),) = asked
+    for (n, k), m in itertools.product(SHAPES, range(1, 4097)):
+        problem = Problem("nvfp4_gemm", m, n, k, "any", "nvfp4")
+        decision, _ = dispatch.prospect(problem, gpu=0)
+        backend = registry.instance(decision.backend)
+        problem = Problem("nvfp4_gemm", m, n, k, decision.activation, "nvfp4")
+        missing = set(backend.builds(problem, torch.device("cuda", 0))) - names
+        assert not missing, (m, n, k)
+
+
+def test_self_checks_are_counted_in_until_there_is_a_verdict(asked, monkeypatch):
+    few = ask("nvfp4_gemm", "nvfp4", tokens=(1,))
+    prebuild.together([few])
+    problem = Problem("nvfp4_gemm", 1, 4096, 4096, "bf16", "nvfp4")
+    blank = selfcheck._blank(registry.instance("w4a16"), "nvfp4_gemm", "nvfp4", "bf16", H200)
+    from dataclasses import replace
+
+    quarantine.remember(replace(blank, status="passed", half="float16"))
+    prebuild.together([few])
+    quarantine.remember(replace(blank, status="passed", half="bfloat16"))
+    assert selfcheck.known(registry.instance("w4a16"), problem, H200).status == "passed"
+    prebuild.together([few])
+    monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
+    prebuild.together([few])
+    checked, other, without, off = (names for names, _ in asked)
+    assert checked == other > without == off == {("w4a16_small", "bf16")}
+    canaries = {("w4_gemm_sm90", "a16_bf16_256"), ("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")}
+    assert checked == without | canaries
+
+
+def test_a_named_backend_is_not_checked_and_what_cannot_be_decided_is_left(asked):
+    prebuild.together([ask("nvfp4_gemm", "nvfp4", backend="no such thing"), ask("nvfp4_gemm", "nvfp4", backend="w4a8")])
+    ((names, _),) = asked
+    assert all(variant.startswith(("a8_", "any")) for _, variant in names)
+    prebuild.together([Ask(Problem("nvfp4_gemm", 1, 64, 64), None, None)])  # a CPU
+    assert len(asked) == 1
+
+
+def test_the_names_are_those_that_a_plan_loads(asked, monkeypatch):
+    """``builds`` and ``plan`` must not drift apart."""
+    from tests import w4_fake
+
+    kernels = w4_fake.install(monkeypatch)
+    for name, activation in (("w4a16", "bf16"), ("w4a8", "fp8")):
+        backend = registry.instance(name)
+        for m, n in itertools.product((1, 33, 64, 65, 129, 600, 768, 4096), (512, 520, 8192)):
+            problem = Problem("nvfp4_gemm", m, n, 256, activation, "nvfp4")
+            kernels.loaded.clear()
+            layout = w4._Layout(n, 256, n)
+            w4._state(problem, layout, torch.device("cpu"), w4._tile_for(problem, SM90, 132), SM90)
+            assert set(kernels.loaded) == set(backend.builds(problem, torch.device("cpu")))
+    assert {tile.kernel for tile in tiles("w4")} == {"w4a16_small", "w4_gemm_sm90", "w4_to_e4m3"}
+
+
+# ------------------------------------------------------------------------------------------------------------- callers
+
+
+@pytest.fixture
+def asks(monkeypatch):
+    calls = []
+    monkeypatch.setattr(prebuild, "together", lambda asks: calls.append(list(asks)))
+    return calls
+
+
+def model():
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32, bias=False)).bfloat16()
+
+
+def test_replacing_asks_for_all_layers_first_and_warming_up_for_all_tokens(asks):
+    net = model()
+    replace_linears(net, "fp8_row")
+    want = [Problem("fp8_gemm", 1, 128, 64, "any", "row", bias=True), Problem("fp8_gemm", 1, 32, 128, "any", "row")]
+    assert [a.problem for a in asks[0]] == want
+    assert all(len(call) == 1 for call in asks[1:])  # each layer as it is bound
+    asks.clear()
+    warmup(net, tokens=[3, 5])
+    assert [a.problem for a in asks[0]] == want
+    assert asks[0][0].tokens == tuple(sorted({3, 5, *prebuild.SAMPLES}))
+
+
+def test_each_format_asks_for_what_its_layers_are(asks):
+    for fmt in replace_module.FORMATS:
+        net = model()
+        asks.clear()
+        replace_linears(net, fmt)
+        wanted = asks[0][0].problem
+        assert wanted == net[0].problem(1), fmt
+    assert routes.prebuild is warming.prebuild is prebuild
