@@ -16,6 +16,9 @@ __device__ __forceinline__ uint32_t shared_address(void const* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
 
+// Keeps a value in a register, where the compiler would compute it again in every round.
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 // ---- Barriers: mbarrier ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {

@@ -18,7 +18,4 @@ using Element = __nv_bfloat16;
 using Element = __half;
 #endif
 
-// Keeps a value in a register, where the compiler would compute it again in every round.
-__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
-
 }  // namespace fp4d

@@ -10,7 +10,7 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Of a build: its tile, and what a stage along K holds.
 struct TileSizes {
-  int64_t tokens, rows, stage_k, weight_bytes, token_bytes, ctas;  // ctas: of a multiprocessor
+  int64_t tokens, rows, stage_k, weight_bytes, token_bytes, ctas, most_split;  // ctas: of a multiprocessor
   double dequantize_clocks;  // of a stage, where nothing else is in the way
   // Of a stage as measured: a CTA by itself on its multiprocessor, and what it takes of a multiprocessor that is full,
   // without and with multicast. 0: not measured, the model's.
@@ -75,7 +75,7 @@ inline LaunchPlan plan_launch(TileSizes const& tile, int64_t m, int64_t n, int64
   LaunchPlan best;
   int64_t const stages = divide_up(k, tile.stage_k), rows = divide_up(n, tile.rows);
   for (int64_t multicast = 1; multicast <= std::min<int64_t>(2, rows); multicast *= 2) {
-    for (int64_t split = 1; multicast * split <= kLargestCluster; split *= 2) {
+    for (int64_t split = 1; split <= tile.most_split && multicast * split <= kLargestCluster; split *= 2) {
       if (split > 1 && stages < split * kFewestStages) break;
       LaunchPlan plan{multicast, split, kRaster};
       int64_t clusters, slots;

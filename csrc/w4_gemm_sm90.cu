@@ -25,7 +25,7 @@
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
 #error \
-    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 64, 128, 192 or 256"
+    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128, 192 or 256"
 #endif
 
 #include <array>
@@ -49,21 +49,22 @@ constexpr int64_t kMaxRaster = 1 << 20;
 // A warp's instructions for a chunk on the half-rate pipe, two clocks each: counted in the machine code.
 constexpr double kDequantizeClocks = 2 * (kFp8 ? 35 : 50);
 
-// Fitted to the second sweep of bench/NOTES.md, "w4 large M".
-constexpr double kAloneClocks = kFp8 && Used::kTokens == 64 ? 1100 : 0;
-constexpr double kStageClocks = !kFp8 ? 0 : Used::kTokens == 64 ? 740 : Used::kTokens == 128 ? 980 : 1390;
-constexpr double kPairClocks = !kFp8 ? 0 : Used::kTokens == 64 ? 775 : Used::kTokens == 128 ? 1040 : 1335;
+// Measured: bench/NOTES.md, "w4 large M", fourth run.
+struct Clocks {
+  double alone, stage, pair;
+};
+constexpr Clocks kClocks = !kFp8                  ? Clocks{0, 0, 0}
+                           : Used::kTokens == 32  ? Clocks{650, 590, 600}
+                           : Used::kTokens == 64  ? Clocks{880, 720, 740}
+                           : Used::kTokens == 128 ? Clocks{0, 930, 960}
+                                                  : Clocks{0, 1290, 1270};
 
-constexpr TileSizes kSizes{Used::kTokens,
-                           Used::kRows,
-                           kStageK,
-                           Used::kWeightBytes,
-                           Used::kTokenBytes,
-                           Used::kCtas,
-                           kDequantizeClocks * Used::kStageChunks * Used::kConsumers,
-                           kAloneClocks,
-                           kStageClocks,
-                           kPairClocks};
+constexpr TileSizes kSizes{Used::kTokens,     Used::kRows,
+                           kStageK,           Used::kWeightBytes,
+                           Used::kTokenBytes, Used::kCtas,
+                           Used::kMostSplit,  kDequantizeClocks * Used::kStageChunks * Used::kConsumers,
+                           kClocks.alone,     kClocks.stage,
+                           kClocks.pair};
 
 int log2_of(int64_t value) {
   int log = 0;
@@ -204,6 +205,7 @@ void check_shape(tvm::ffi::Array<int64_t> const& shape, int64_t stages) {
     TVM_FFI_THROW(ValueError) << "shape: multicast is " << multicast << ", needed 1, 2 or 4";
   if (split != 1 && split != 2 && split != 4 && split != 8)
     TVM_FFI_THROW(ValueError) << "shape: split is " << split << ", needed 1, 2, 4 or 8";
+  check_at_most("shape: split", split, Used::kMostSplit, "parts of K for a tile of so few tokens");
   check_at_most("shape: multicast * split", multicast * split, kLargestCluster, "CTAs of a cluster");
   check_at_most("shape: split", split, stages, "parts of K with at least one stage");
   check_at_least("shape: raster", raster, 1, "token tiles");

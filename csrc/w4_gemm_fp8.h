@@ -1,0 +1,115 @@
+// Main loop of w4_gemm_sm90.h for FP8 activations.
+//
+// A stage is two chunks along K, each a group of two MMAs with its own registers of operand A. While a group runs, the
+// next chunk is dequantised; its words and tables were asked for one chunk earlier, and the loop goes on from tile to tile
+// without a break, so that a warp, which issues these instructions in order, waits for few of them.
+//
+// FP8 wgmma keeps 13 bits of a sum. So every kPromoteStages stages the partial sums, which the first MMA has started
+// from zero, are added to f32 ones. A warpgroup that adds has no MMA under way, so the two do it half an interval apart:
+// one multiplies while the other adds.
+#pragma once
+
+#include "w4_gemm_tile.h"
+
+namespace fp4d {
+
+template <class Tile>
+struct LoopFp8 {
+  static constexpr int T = Tile::kTokens;
+  // Where registers are short, words are asked for once those of the chunk before are used up.
+  static constexpr bool kEarly = T == 32 || T == 128;
+  Params const& p;
+  Place const& place;
+  Ring<Tile> ring;
+  int warpgroup, warp, lane;  // warp of the warpgroup
+  // Of the next stage: the first chunk is dequantised, the second one in registers.
+  uint32_t even[2][4] = {};
+  w4::Fp8Chunk second = {};
+  uint32_t offset = 0, barrier = 0, parity = 0;  // in the ring
+  // The lane's words and scales of the first stage, its table, the barrier that it releases, if it does.
+  uint32_t words_at = 0, scales_at = 0, luts_at = 0, empty_at = 0, releases = 0;
+
+  __device__ void start() {
+    words_at = ring.weights(0, warpgroup) + warp * w4::kUnitBytes + lane * 16;
+    scales_at = ring.weights(0, warpgroup) + w4::kScaleOffset + lane * 8 + warp * 2;
+    luts_at = ring.base + Tile::kLutAt + lane % w4::kLutCopies * 8;
+    releases = lane < 1 << p.multicast_log2;
+    empty_at = address_in(ring.empty(0), place.with_multicast(p, releases != 0 ? lane : 0));
+    keep(words_at), keep(scales_at), keep(luts_at), keep(empty_at);
+    w4::Fp8Chunk first;
+    barrier_wait(ring.full(0), 0);
+    load(first, 0);
+    load(second, w4::kChunkBytes);
+    first.look_up(luts_at);
+    second.look_up(luts_at);
+    first.dequantize(even);
+  }
+
+  __device__ void load(w4::Fp8Chunk& chunk, uint32_t at) const { chunk.load(words_at + at, scales_at + at); }
+
+  // `add` == 0: sums start from zero.
+  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[2][4], uint64_t b, int add) {
+    wgmma_fence();
+    wgmma_e4m3<T>(sums, a[0], b, add);
+    wgmma_e4m3<T>(sums, a[1], b + kDescriptorStep, 1);
+    wgmma_commit();
+  }
+
+  // To the next stage, if this is not the CTA's last: then the same one again, for nothing, because there must be no
+  // branch around registers that a wgmma reads.
+  __device__ void advance(bool last) {
+    offset += last ? 0 : Tile::kStageBytes;
+    barrier += last ? 0 : 16;
+    bool const wraps = barrier == Tile::kStages * 16;
+    offset = wraps ? 0 : offset;
+    barrier = wraps ? 0 : barrier;
+    parity ^= wraps ? 1 : 0;
+  }
+
+  // Adds a tile's stages to `sums`.
+  __device__ void run(bool last_tile, float (&sums)[T / 2]) {
+    float partial[T / 2];
+#pragma unroll
+    for (float& sum : partial) sum = 0.f;
+    uint32_t odd[2][4];
+    int phase = warpgroup * (Tile::kPromoteStages / 2), left = place.count;
+    uint32_t previous = barrier, release = 0;  // nothing before the first stage has been multiplied
+#pragma unroll 1
+    do {
+      uint64_t const b = operand_b(ring.base + offset);
+      multiply(partial, even, b, phase);  // the tile's first sums are zero anyway
+      --left;
+      if (++phase == Tile::kPromoteStages) phase = 0;
+      uint32_t const current = barrier;
+      advance(last_tile && left == 0);
+      barrier_wait(ring.full(0) + barrier, parity);
+      w4::Fp8Chunk first;
+      if (kEarly) load(first, offset);
+      wgmma_wait<1>();
+      if (release != 0) barrier_arrive_in(empty_at + previous);
+      release = releases;
+      second.dequantize(odd);
+      if (!kEarly) load(first, offset);
+      first.look_up(luts_at);
+      load(second, offset + w4::kChunkBytes);
+      multiply(partial, odd, b + 2 * kDescriptorStep, 1);
+      wgmma_wait<1>();
+      first.dequantize(even);
+      second.look_up(luts_at);
+      previous = current;
+      if (phase == 0) {
+        wgmma_wait<0>();
+#pragma unroll
+        for (int v = 0; v < T / 2; ++v) sums[v] += partial[v];
+      }
+    } while (left > 0);
+    wgmma_wait<0>();
+    if (phase != 0) {
+#pragma unroll
+      for (int v = 0; v < T / 2; ++v) sums[v] += partial[v];
+    }
+    if (releases != 0) barrier_arrive_in(empty_at + previous);
+  }
+};
+
+}  // namespace fp4d
