@@ -102,6 +102,18 @@ def cold_jit() -> str:
     return "\n".join(lines)
 
 
+def cold_model() -> str:
+    """Return what a model waits for before it is warmed up, of every run that is kept."""
+    from bench import cold_model as script
+
+    parts = []
+    for result in results():
+        if result.get("kind") == "cold model":
+            head = f"{result['device']}, {result['cores']} cores, nvcc {result['nvcc']}, torch {result['torch']}, "
+            parts += [head + f"commit {result['commit']}.", script.table(result["cold_model"])]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
 def w4_small() -> str:
     """Return the times of w4a16's kernel for few tokens as plan() launches it."""
     (result,) = (r for r in results() if any("bf16 default pdl" in p["us"] for p in r.get("problems", ()) if "us" in p))
@@ -247,6 +259,7 @@ def generate() -> dict[Path, str]:
         ("race", race),
         ("sanitizer", sanitizer),
         ("cold jit", cold_jit),
+        ("cold model", cold_model),
         ("sm90", sm90),
         ("w4 small", w4_small),
         ("bench", bench),

@@ -1,0 +1,257 @@
+"""Time from an empty kernel cache to a model that is warmed up, and of the slowest kernel file alone on two cores.
+
+    python bench/cold_model.py --commit HASH --json bench/results/DATE-CARD-cold-model.json
+
+A model of nn.Linear in bfloat16, with the sizes of Llama-3.1-8B's layers, is quantised by ``replace_linears`` and
+warmed up for the numbers of tokens that a server captures, 1 to 4096: in a fresh process with an empty cache, then in
+another with what the first has left. ``cold`` is what both calls take together in the first, self-checks included; the
+difference to ``again`` is what compiling and checking cost. Each kernel is listed with its own compile seconds; how
+many compiled at once is their sum over the time. A kernel of another output dtype than the model's is an error.
+
+``one_file`` compiles the slowest of them again, alone, in a process that may use two cores, proof included.
+
+Without a GPU there is no model to warm up; ``one_file`` needs only nvcc, and takes the kernels of ``--kernels``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FORMATS = ("nvfp4", "fp8_row")
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+"""N x K of a block: qkv, out, gate and up, down."""
+TOKENS = (1, 2, 4, *range(8, 513, 8), 1024, 2048, 4096)
+KERNELS = ("w4_gemm_sm90/a8_bf16_192-90a", "fp8_gemm_sm90/row_bf16_128x128-90a")
+"""What is compiled alone where no model says what it needs."""
+OTHER = {"bfloat16": "fp16", "float16": "bf16"}
+
+_START = time.perf_counter()
+
+
+# ----------------------------------------------------------------------------------------- in processes of their own
+
+
+def model(shapes: Sequence[tuple[int, int]], device: str) -> Any:
+    """Return one block of linear layers, random, in bfloat16."""
+    import torch
+
+    layers = [torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16) for n, k in shapes]
+    return torch.nn.ModuleList(layers)
+
+
+def warm(fmt: str, shapes: Sequence[tuple[int, int]], tokens: Sequence[int], device: str) -> dict[str, Any]:
+    """Quantise the model, warm it up and say how long that took; with what was compiled meanwhile."""
+    import torch
+
+    from fp4dispatch import replace_linears, warmup
+    from fp4dispatch.jit import kernels
+
+    net = model(shapes, device)
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    report = replace_linears(net, fmt)
+    replaced = time.perf_counter()
+    warmup(net, tokens=tokens)
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    done = time.perf_counter()
+    return {
+        "total_s": done - started,
+        "replace_s": replaced - started,
+        "warmup_s": done - replaced,
+        "before_s": started - _START,
+        "backends": sorted({layer.backend for layer in report.layers}),
+        "kernels": dict(sorted(kernels.compiled(), key=lambda row: -row[1])),
+    }
+
+
+def one(name: str) -> dict[str, Any]:
+    """Compile one kernel, ``kernel/variant-target``, and prove it."""
+    from fp4dispatch.jit import kernels
+
+    kernel, _, rest = name.partition("/")
+    variant, _, target = rest.rpartition("-")
+    started = time.perf_counter()
+    built = kernels.build(kernel, variant, target)
+    seconds = time.perf_counter() - started
+    return {"total_s": seconds, "kernels": dict(kernels.compiled()), "proven": built.proven}
+
+
+# ------------------------------------------------------------------------------------------------------ from outside
+
+
+def fresh(folder: str, arguments: Sequence[str], cores: int | None = None) -> dict[str, Any]:
+    """Run this file in a process of its own with a cache folder; return what it reports.
+
+    Parameters
+    ----------
+    folder
+        The cache.
+    arguments
+        What to do there.
+    cores
+        How many it may use, compilers included; all by default.
+
+    Raises
+    ------
+    RuntimeError
+        With the end of its output, if it failed.
+    """
+    env = dict(os.environ, FP4DISPATCH_CACHE_DIR=folder, PYTHONPATH=str(ROOT))
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    allowed = sorted(os.sched_getaffinity(0))
+    few = None if cores is None else set(allowed[:cores])
+    if cores is not None:
+        env["MAX_JOBS"] = str(cores)
+
+    def limit() -> None:
+        if few is not None:
+            os.sched_setaffinity(0, few)
+
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, preexec_fn=limit)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def measure_model(fmt: str, asked: Sequence[str]) -> dict[str, Any]:
+    """Return one format's cold and repeated start, and the kernels that the cold one compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        cold = fresh(folder, ["--warm", fmt, *asked])
+        again = fresh(folder, ["--warm", fmt, *asked])
+    compiled = cold["kernels"]
+    return {
+        "format": fmt,
+        "cold_s": round(cold["total_s"], 2),
+        "again_s": round(again["total_s"], 2),
+        "replace_s": round(cold["replace_s"], 2),
+        "warmup_s": round(cold["warmup_s"], 2),
+        "backends": cold["backends"],
+        "kernels": {name: round(seconds, 2) for name, seconds in compiled.items()},
+        "compile_s": round(sum(compiled.values()), 2),
+        "compiled_again": sorted(again["kernels"]),
+    }
+
+
+def measure_one(names: Sequence[str], cores: int) -> dict[str, Any]:
+    """Compile each kernel alone; return the slowest."""
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            found = fresh(folder, ["--one", name], cores)
+        rows.append({"kernel": name, "wall_s": round(found["total_s"], 2), "proven": found["proven"]})
+        print(f"{name}: {rows[-1]['wall_s']} s on {cores} cores", flush=True)
+    return {"jobs": cores, **max(rows, key=lambda row: float(row["wall_s"])), "each": rows}
+
+
+def faults(result: dict[str, Any], limit: float | None, one_limit: float | None) -> list[str]:
+    """Return a sentence for all that is not as it should be."""
+    found = []
+    for row in result["models"]:
+        wrong = [name for name in row["kernels"] if OTHER["bfloat16"] in name]
+        if wrong:
+            found.append(f"{row['format']}: compiled for float16, which this model does not use: {', '.join(wrong)}")
+        if row["compiled_again"]:
+            found.append(f"{row['format']}: compiled again with a full cache: {', '.join(row['compiled_again'])}")
+        if limit is not None and row["cold_s"] > limit:
+            found.append(f"{row['format']}: {row['cold_s']} s from an empty cache, limit {limit}")
+    one_file = result["one_file"]
+    if one_limit is not None and one_file and one_file["wall_s"] > one_limit:
+        found.append(f"{one_file['kernel']}: {one_file['wall_s']} s on {one_file['jobs']} cores, limit {one_limit}")
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the record as markdown."""
+    lines = []
+    if result["models"]:
+        lines += [
+            "| format | cold s | again s | in `replace_linears` | in `warmup` | kernels | their compile s | at once |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+    for row in result["models"]:
+        at_once = row["compile_s"] / row["cold_s"] if row["cold_s"] else 0.0
+        cells = [row["format"], row["cold_s"], row["again_s"], row["replace_s"], row["warmup_s"], len(row["kernels"])]
+        lines.append(f"| {' | '.join(map(str, [*cells, row['compile_s'], f'{at_once:.1f}']))} |")
+    slowest: dict[str, float] = {}
+    for row in result["models"]:
+        slowest |= row["kernels"]
+    if slowest:
+        lines += ["", "| kernel | compile s beside the others |", "|---|---|"]
+        lines += [f"| {name} | {seconds} |" for name, seconds in sorted(slowest.items(), key=lambda each: -each[1])]
+    if result["one_file"]:
+        one_file = result["one_file"]
+        text = f"Slowest file alone on {one_file['jobs']} cores: {one_file['kernel']}, {one_file['wall_s']} s."
+        lines += ["", text] if lines else [text]
+    return "\n".join(lines)
+
+
+def measure(arguments: argparse.Namespace, gpu: bool) -> dict[str, Any]:
+    """Return all that this machine can measure."""
+    models = []
+    asked = ["--tokens", *map(str, arguments.tokens), "--shapes", *arguments.shapes]
+    if gpu:
+        for fmt in arguments.formats:
+            models.append(measure_model(fmt, asked))
+            print(fmt, models[-1]["cold_s"], "s,", len(models[-1]["kernels"]), "kernels", flush=True)
+    else:
+        print("No GPU: a model that is warmed up from an empty cache cannot be measured here, single files can.")
+    seconds = {name: s for row in models for name, s in row["kernels"].items()}
+    slowest = sorted(seconds, key=lambda name: -seconds[name])[: arguments.alone] if seconds else arguments.kernels
+    return {"models": models, "one_file": measure_one(slowest, arguments.jobs) if slowest else None}
+
+
+def main() -> int:
+    """Measure, print the table, write the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=("nvfp4", "fp8", "fp8_row", "fp8_block"))
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--shapes", nargs="+", default=[f"{n}x{k}" for n, k in SHAPES], help="NxK")
+    parser.add_argument("--jobs", type=int, default=2, help="cores of one_file")
+    parser.add_argument("--alone", type=int, default=2, help="how many of the slowest files are compiled alone")
+    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), help="kernel/variant-target, without a GPU")
+    parser.add_argument("--limit", type=float, help="seconds of a model; exit with 1 beyond")
+    parser.add_argument("--one-limit", type=float, help="seconds of one file; exit with 1 beyond")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args()
+    shapes = [(int(n), int(k)) for n, _, k in (text.partition("x") for text in arguments.shapes)]
+    if arguments.warm:
+        print(json.dumps(warm(arguments.warm, shapes, arguments.tokens, arguments.device)))
+        return 0
+    if arguments.one:
+        print(json.dumps(one(arguments.one)))
+        return 0
+    if not arguments.commit or not arguments.json:
+        parser.error("--commit and --json are needed")
+    from fp4dispatch.benchmark import machine
+
+    card = machine.card()
+    result = machine.facts(card, arguments.commit) | {"kind": "cold model"}
+    result |= {"cores": len(os.sched_getaffinity(0)), "shapes": shapes, "tokens": arguments.tokens}
+    result["cold_model"] = measure(arguments, card.device.type == "cuda")
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result["cold_model"]))
+    wrong = faults(result["cold_model"], arguments.limit, arguments.one_limit)
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,107 @@
+"""bench/cold_model.py without a GPU: what it runs, refuses and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import cold_model
+
+SMALL = ("--shapes", "64x64", "32x64", "--tokens", "1", "3", "--device", "cpu")
+
+
+def result(**changes):
+    row = {"format": "nvfp4", "cold_s": 31.0, "again_s": 1.0, "replace_s": 25.0, "warmup_s": 6.0, "compile_s": 93.0}
+    row |= {"kernels": {"w4a16_small/bf16-90a": 60.0, "fp8_quantize/any-90a": 33.0}, "compiled_again": []} | changes
+    one_file = {"jobs": 2, "kernel": "w4a16_small/bf16-90a", "wall_s": 33.0, "proven": True, "each": []}
+    return {"models": [row], "one_file": one_file}
+
+
+def test_a_model_is_started_twice_with_one_cache():
+    row = cold_model.measure_model("fp8_row", SMALL)
+    assert (row["format"], row["kernels"], row["compiled_again"]) == ("fp8_row", {}, [])
+    assert row["backends"] == ["reference (bf16)"]
+    assert 0 < row["warmup_s"] <= row["cold_s"]
+    assert abs(row["replace_s"] + row["warmup_s"] - row["cold_s"]) < 0.03
+
+
+def test_the_cache_is_empty_and_the_cores_are_few(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, pathlib\n"
+        "folder = os.environ['FP4DISPATCH_CACHE_DIR']\n"
+        "print('noise')\n"
+        "print(json.dumps({'left': os.listdir(folder), 'cores': len(os.sched_getaffinity(0)), "
+        "'jobs': os.environ.get('MAX_JOBS')}))\n"
+        "pathlib.Path(folder, 'kernel').write_text('')\n"
+    )
+    monkeypatch.setattr(cold_model, "__file__", str(script))
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    assert cold_model.fresh(str(cache), []) == {"left": [], "cores": len(os.sched_getaffinity(0)), "jobs": None}
+    assert cold_model.fresh(str(cache), [], 1) == {"left": ["kernel"], "cores": 1, "jobs": "1"}
+    script.write_text("import sys; print('said'); sys.exit('went wrong')")
+    with pytest.raises(RuntimeError, match="went wrong"):
+        cold_model.fresh(str(cache), ["--one", "x"])
+
+
+def test_the_slowest_kernels_of_the_models_are_compiled_alone(monkeypatch):
+    walls, asked = {"a/one-90a": 5.0, "b/two-90a": 7.0}, []
+
+    def fresh(folder, arguments, cores=None):
+        assert list(Path(folder).iterdir()) == []
+        asked.append((arguments, cores))
+        if arguments[0] == "--warm":
+            return result()["models"][0] | {"total_s": 31.0, "backends": [], "kernels": walls | {"c/three-90a": 1.0}}
+        return {"total_s": walls[arguments[1]] / 2, "proven": True}
+
+    monkeypatch.setattr(cold_model, "fresh", fresh)
+    options = argparse.Namespace(tokens=[1], shapes=["64x64"], formats=["nvfp4"], alone=2, jobs=2, kernels=[])
+    found = cold_model.measure(options, gpu=True)
+    assert [arguments[:2] for arguments, cores in asked if cores == 2] == [
+        ["--one", "b/two-90a"],
+        ["--one", "a/one-90a"],
+    ]
+    assert (found["one_file"]["kernel"], found["one_file"]["wall_s"]) == ("b/two-90a", 3.5)
+
+
+def test_without_a_gpu_it_says_what_it_cannot_measure(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cold_model, "fresh", lambda *a: {"total_s": 2.0, "proven": True})
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["cold_model.py", "--commit", "abc", "--json", str(out), "--one-limit", "1"])
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cold_model.main() == 1
+    said = capsys.readouterr().out
+    assert "No GPU: a model that is warmed up from an empty cache cannot be measured here" in said
+    assert "limit 1.0" in said
+    record = json.loads(out.read_text())
+    assert (record["kind"], record["commit"], record["cold_model"]["models"]) == ("cold model", "abc", [])
+    assert record["cold_model"]["one_file"]["jobs"] == 2
+    assert record["cores"] >= 1
+
+
+def test_the_table():
+    text = cold_model.table(result())
+    assert "| nvfp4 | 31.0 | 1.0 | 25.0 | 6.0 | 2 | 93.0 | 3.0 |" in text
+    assert text.index("w4a16_small/bf16-90a | 60.0") < text.index("fp8_quantize/any-90a | 33.0")
+    assert "Slowest file alone on 2 cores: w4a16_small/bf16-90a, 33.0 s." in text
+    assert cold_model.table({"models": [], "one_file": None}) == ""
+
+
+def test_what_is_wrong_is_said():
+    assert cold_model.faults(result(), 60, 40) == []
+    assert "31.0 s from an empty cache, limit 30" in cold_model.faults(result(), 30, None)[0]
+    assert "33.0 s on 2 cores, limit 30" in cold_model.faults(result(), None, 30)[0]
+    other = result(kernels={"w4a16_small/fp16-90a": 1.0, "fp8_quantize/any-90a": 1.0})
+    (fault,) = cold_model.faults(other, None, None)
+    assert "w4a16_small/fp16-90a" in fault
+    assert "fp8_quantize" not in fault
+    assert "compiled again" in cold_model.faults(result(compiled_again=["x"]), None, None)[0]
