@@ -72,27 +72,41 @@ int64_t stages_that_fit(Instance const& used, Machine const& on, int64_t needed,
   return stages;
 }
 
+// How a CTA is divided, and what is made of many or few CTAs. split_rounds: more than two for each multiprocessor share a
+// row block in pairs. whole: CTAs that have a multiprocessor each to themselves take all its shared memory. most_stages:
+// no more, though they would fit; 0: as many as fit.
+struct Division {
+  int64_t row_blocks, groups, units;
+  bool split_rounds = true, whole = false;
+  int64_t most_stages = 0;
+};
+
+// CTAs of a cluster that share out K, so that `tiles` row blocks fill the GPU.
+int64_t cluster_of(int64_t tiles, int64_t most, Machine const& on) {
+  int64_t cluster = 1;
+  while (on.clusters && cluster < most && !filled(tiles * cluster, on)) cluster *= 2;
+  return cluster;
+}
+
 // A launch of this tile, with no stages where not even two fit.
-Plan plan_of(Instance const& used, int64_t row_blocks, int64_t chunks, Machine const& on) {
+Plan plan_of(Instance const& used, int64_t row_blocks, int64_t chunks, Machine const& on,
+             Division const& wanted) {
   int64_t const tiles = divide_up(row_blocks, used.row_blocks);
   // With one CTA a multiprocessor not every cluster of 8 finds its place at once.
   int64_t const most = used.resident == 1 ? kMaxCluster / 2 : kMaxCluster;
-  int64_t cluster = 1;
-  while (on.clusters && cluster < most && !filled(tiles * cluster, on)) cluster *= 2;
+  int64_t cluster = cluster_of(tiles, most, on);
   // The next CTAs start where one has ended, so halves and short rings leave a shorter tail.
-  bool const rounds = on.clusters && many(tiles, on);
+  bool const rounds = wanted.split_rounds && on.clusters && many(tiles, on);
   if (rounds) cluster = 2;
   int64_t const needed = divide_up(divide_up(chunks, kStageChunks), cluster * used.groups);
-  int64_t const wanted = rounds || needed <= kFewRounds ? kFewestStages : needed;
-  int64_t stages = stages_that_fit(used, on, wanted, cluster, used.resident);
-  if (stages < kFewestStages) stages = stages_that_fit(used, on, wanted, cluster, 1);
+  int64_t const useful = wanted.most_stages > 0 ? std::min(needed, wanted.most_stages) : needed;
+  int64_t const most_stages = rounds || needed <= kFewRounds ? kFewestStages : useful;
+  int64_t const resident = wanted.whole && tiles * cluster <= on.multiprocessors ? 1 : used.resident;
+  int64_t stages = stages_that_fit(used, on, most_stages, cluster, resident);
+  if (stages < kFewestStages) stages = stages_that_fit(used, on, most_stages, cluster, 1);
   if (stages < kFewestStages) return {};
   return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, stages};
 }
-
-struct Division {
-  int64_t row_blocks, groups, units;
-};
 
 // What a file builds.
 struct Built {
@@ -134,7 +148,7 @@ Plan plan(int64_t m, int64_t n, int64_t k, Machine const& on) {
     bool const is_wanted =
         used.row_blocks == wanted.row_blocks && used.groups == wanted.groups && used.units == wanted.units;
     if (!is_wanted && (best.stages > 0 || used.units == 1)) continue;
-    Plan const found = plan_of(used, row_blocks, chunks, on);
+    Plan const found = plan_of(used, row_blocks, chunks, on, wanted);
     if (found.stages > 0) best = found;
   }
   return best;
@@ -261,9 +275,15 @@ void launch_planned(Params const& params, int device, bool enable_pdl) {
   launch_kernel(instance_of(chosen), chosen, params, on, device, enable_pdl);
 }
 
-void launch_shaped(Params const& params, tvm::ffi::Array<int64_t> const& shape, int device, bool enable_pdl) {
+// A launch shape from a caller, of what is built.
+Plan shape_of(tvm::ffi::Array<int64_t> const& shape) {
   if (shape.size() != 7) TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed 7";
   Plan const chosen{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
+  instance_of(chosen);
+  return chosen;
+}
+
+void launch_shaped(Params const& params, Plan const& chosen, int device, bool enable_pdl) {
   Instance const& used = instance_of(chosen);
   if (params.m == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);

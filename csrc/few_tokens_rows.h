@@ -29,7 +29,8 @@ void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias
 void run_shaped(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
                 tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
   Params const params = check(x, w, alpha, bias, out);
-  launch_shaped(params, shape, device_of(x, w, alpha, bias, out), enable_pdl);
+  Plan const chosen = shape_of(shape);
+  launch_shaped(params, chosen, device_of(x, w, alpha, bias, out), enable_pdl);
 }
 
 }  // namespace fp4d

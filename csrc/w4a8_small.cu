@@ -24,17 +24,20 @@ namespace fp4d {
 
 Built built() {
   static constexpr Instance kInstances[] = {
-      instance<16, 1, 2, 1>(), instance<16, 1, 4, 1>(), instance<16, 2, 2, 1>(), instance<32, 1, 2, 1>(),
-      instance<32, 1, 4, 1>(), instance<32, 2, 2, 1>(), instance<32, 4, 1, 1>(), instance<64, 1, 2, 1>(),
-      instance<64, 2, 2, 1>(), instance<64, 4, 1, 1>(),
+      instance<16, 1, 2, 1>(), instance<16, 1, 4, 1>(), instance<32, 1, 2, 1>(),
+      instance<32, 1, 4, 1>(), instance<64, 1, 2, 1>(),
   };
   return {std::begin(kInstances), std::end(kInstances)};
 }
 
-Division division(int64_t tokens, int64_t row_blocks, int64_t, Machine const& on) {
-  int64_t const pairs = divide_up(row_blocks, 2);
-  if (tokens >= 32 && pairs >= on.multiprocessors) return {2, 2, 1};
-  return {1, 2, 1};
+constexpr int64_t kLongK = 2048;
+
+// What won on an H200 (bench/NOTES.md): one row block; four groups of warps where a CTA has a multiprocessor to itself
+// and much of K. Four stages, or five where two CTAs share a multiprocessor.
+Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
+  int64_t const cluster = cluster_of(row_blocks, kMaxCluster, on), ctas = row_blocks * cluster;
+  if (ctas > on.multiprocessors) return {1, 2, 1, false, false, 5};
+  return {1, tokens < 64 && k > kLongK * cluster ? 4 : 2, 1, false, false, 4};
 }
 
 Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
@@ -92,7 +95,8 @@ void run(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optio
 void run_shaped(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
                 TensorView out, tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
   Params const params = check(x, x_scale, w, alpha, bias, out);
-  launch_shaped(params, shape, device_of(x, x_scale, w, alpha, bias, out), enable_pdl);
+  Plan const chosen = shape_of(shape);
+  launch_shaped(params, chosen, device_of(x, x_scale, w, alpha, bias, out), enable_pdl);
 }
 
 }  // namespace fp4d

@@ -30,12 +30,13 @@ Built built() {
   return {std::begin(kInstances), std::end(kInstances)};
 }
 
-// As for NVFP4 weights until it is measured.
-Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
+// What won on an H200 (bench/NOTES.md): two row blocks that share the activations where these are many bytes beside the
+// weights' and pairs are enough for the GPU.
+Division division(int64_t tokens, int64_t row_blocks, int64_t, Machine const& on) {
   int64_t const pairs = divide_up(row_blocks, 2);
-  if (many(pairs, on)) return {2, 2, 4};
-  if (pairs >= on.multiprocessors) return {2, tokens == 8 ? 4 : 2, 4};
-  return {1, 4, 2};
+  bool const in_pairs = (tokens == 16 && pairs >= on.multiprocessors && !many(pairs, on)) ||
+                        (tokens == 32 && filled(2 * pairs, on));
+  return in_pairs ? Division{2, 2, 4, false, true} : Division{1, 4, 2, false, true};
 }
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
