@@ -36,6 +36,8 @@ SMALL, UNFOLD = "w4a16_small", "w4_to_e4m3"
 """The kernel that reads activations as they are, and the one that writes FP8 weights for cuBLASLt; the others read what
 ``w4_activations`` has packed."""
 
+_ENTRY = {"w4_gemm_sm90": "w4_gemm", "w4a8_small": "w4a8_small"}  # a kernel's function
+
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 _N_MULTIPLE = 8  # kernels store 16 bytes of a row of the output at a time
 _PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 bytes of each of 8 tokens
@@ -221,7 +223,8 @@ def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, 
     else:
         launch, pack = _launch_16, packer.module.w4_pack
         scratch = Scratch(device, [_packed(m, layout.k, 2)])
-    return _State(m, layout, fits, launch, gemm.module.w4_gemm, gemm_pdl, pack, pack_pdl, scratch)
+    entry = getattr(gemm.module, _ENTRY[tile.kernel])
+    return _State(m, layout, fits, launch, entry, gemm_pdl, pack, pack_pdl, scratch)
 
 
 def _packed(m: int, k: int, itemsize: int) -> Part:
