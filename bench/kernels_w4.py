@@ -501,7 +501,7 @@ def run(what: str | None, kernel: Kernel, peers: Callable[[Timed, Tensor], dict[
     arguments = parser.parse_args()
     begin = time.perf_counter()
     torch.manual_seed(0)
-    result = environment(arguments.commit) | {"checks": [], "problems": []}
+    result = environment(arguments.commit) | {"kernel": kernel.name, "checks": [], "problems": []}
     modules = build_all(kernel, arguments.ptx80)
     if not arguments.no_check:
         for name, module in modules.items():

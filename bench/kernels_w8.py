@@ -29,7 +29,7 @@ QUANTISED = 5e-2
 TILES: dict[int, tuple[Shape, ...]] = {
     8: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
     16: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
-    32: ((1, 4, 2), (2, 2, 4)),
+    32: ((1, 4, 2), (2, 2, 4), (1, 2, 2)),
 }
 SHARED = 233472
 """Bytes of shared memory of an SM of an H200."""

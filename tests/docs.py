@@ -114,9 +114,38 @@ def cold_model() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
+def few_tokens(kernel: str) -> list[dict]:
+    """Return the kept results of bench/kernels_w4.py or kernels_w8.py without a sweep."""
+    timed = (r for r in results() if any("bf16 default pdl" in p.get("us", ()) for p in r.get("problems", ())))
+    return [r for r in timed if r.get("kernel", "w4a16_small") == kernel]
+
+
+def w8_small() -> str:
+    """Return the times of w8a16's kernel beside what quantises its activations."""
+    found = few_tokens("w8a16_small")
+    if not found:
+        return "No run is kept yet."
+    result = found[-1]
+    methods = {"bf16": "bf16", "row + quant": "torch row + q", "cutlass + quant": "cutlass + q"}
+    methods |= {"bf16 default pdl": "w8a16, PDL chain"}
+    lines = [
+        f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
+        "",
+        f"| N x K | M | {' | '.join(methods.values())} | bf16 / w8a16 | share of 4.28 TB/s |",
+        "|---" * (len(methods) + 4) + "|",
+    ]
+    for row in result["problems"]:
+        us = row["us"]
+        ours = us["bf16 default pdl"]
+        cells = [f"{row['n']}x{row['k']}", row["m"], *(f"{us[name]:.1f}" if name in us else "" for name in methods)]
+        cells += [f"{us['bf16'] / ours:.2f}", f"{100 * row['floor_us'] / ours:.0f} %"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def w4_small() -> str:
     """Return the times of w4a16's kernel for few tokens as plan() launches it."""
-    (result,) = (r for r in results() if any("bf16 default pdl" in p["us"] for p in r.get("problems", ()) if "us" in p))
+    (result,) = few_tokens("w4a16_small")
     lines = [
         f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
         "",
@@ -262,6 +291,7 @@ def generate() -> dict[Path, str]:
         ("cold model", cold_model),
         ("sm90", sm90),
         ("w4 small", w4_small),
+        ("w8 small", w8_small),
         ("bench", bench),
         ("decoder", decoder),
         ("w4 error", w4_error),

@@ -6,7 +6,7 @@ Regenerate after a change of rules, capabilities or backends, then read the diff
 
 Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
 backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=16, but 4096 for
-``nvfp4-many``.
+``nvfp4-many`` and 64 for ``fp8-row-64``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ PROBLEMS = {
     "nvfp4-many": ("nvfp4_gemm", "nvfp4", 4096),
     "fp8-tensor": ("fp8_gemm", "tensor", 16),
     "fp8-row": ("fp8_gemm", "row", 16),
+    "fp8-row-64": ("fp8_gemm", "row", 64),
     "fp8-block128": ("fp8_gemm", "block128", 16),
 }
 CAPTURES = {"none": ("none", 1), "full": ("full", 1), "piecewise": ("piecewise", 1), "piecewise,M>=0": ("piecewise", 0)}

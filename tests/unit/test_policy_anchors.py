@@ -41,10 +41,11 @@ ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, s
     "sm_75": ("nvfp4_gemm", "nvfp4", "7.5", FULL, False, "none", 1, "reference"),
     "no GPU": ("nvfp4_gemm", "nvfp4", None, FULL, False, "none", 1, "reference"),
     "fp8 on sm_89": ("fp8_gemm", "tensor", "8.9", FULL, False, "none", 1, "cublaslt"),
-    "fp8 on sm_90, few tokens": ("fp8_gemm", "row", "9.0", FULL, False, "none", 1, "cutlass"),
+    "fp8 on sm_90, few tokens": ("fp8_gemm", "row", "9.0", FULL, False, "none", 1, "w8a16"),
     "fp8 on sm_100": ("fp8_gemm", "tensor", "10.0", FULL, False, "none", 1, "cublaslt"),
     "fp8 on sm_120": ("fp8_gemm", "tensor", "12.0", FULL, False, "none", 1, "cublaslt"),
-    "fp8 on sm_80": ("fp8_gemm", "tensor", "8.0", FULL, False, "none", 1, "reference"),
+    "fp8 on sm_80": ("fp8_gemm", "tensor", "8.0", FULL, False, "none", 1, "w8a16"),
+    "fp8 block128 on sm_80": ("fp8_gemm", "block128", "8.0", FULL, False, "none", 1, "reference"),
     "fp8 block128 on sm_90": ("fp8_gemm", "block128", "9.0", FULL, False, "none", 1, "cutlass"),
     "fp8 block128 on sm_120, unproven": ("fp8_gemm", "block128", "12.0", FULL, False, "none", 1, "reference"),
 }
@@ -183,3 +184,25 @@ def test_fp8_on_sm_90_goes_to_cublaslt_from_65_tokens_on():
     for scaling in ("tensor", "row"):
         found = [ask("fp8_gemm", scaling, "9.0", FULL, m=m).backend for m in (64, 128, 4096)]
         assert found == ["cutlass", "cublaslt", "cublaslt"]
+
+
+def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
+    for scaling in ("tensor", "row"):
+        for m, chosen, activation in ((1, "w8a16", "bf16"), (16, "w8a16", "bf16"), (17, "cutlass", "fp8")):
+            decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
+            assert (decision.backend, decision.activation) == (chosen, activation)
+        assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
+        assert ask("fp8_gemm", scaling, "9.0", FULL, m=1, activation="fp8").backend == "cutlass"
+        assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
+            "w8a16",
+            "w8a16",
+        ]
+    assert ask("fp8_gemm", "block128", "9.0", FULL, m=1).backend == "cutlass"
+
+
+@pytest.mark.parametrize("arch", ["8.0", "8.6"])
+def test_before_fp8_tensor_cores_fp8_is_weight_only_for_every_m(arch):
+    for m in (1, 33, 8192):
+        decision = ask("fp8_gemm", "row", arch, FULL, m=m)
+        assert (decision.backend, decision.activation, decision.rule.id) == ("w8a16", "bf16", "fp8-weight-only")
+        assert "NOT quantised" in str(decision)

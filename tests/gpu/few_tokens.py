@@ -1,0 +1,125 @@
+"""Problems for the kernels of csrc/few_tokens.h, with the check of their results."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import formats, jit
+from fp4dispatch.arch import Arch
+from fp4dispatch.backends.w4_layout import pack_w4p
+from tests.gpu import tiles
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+RAGGED_M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 70)
+# Tails of N (multiples of 8) and K (multiples of 16) of chunks, stages and row blocks; two real layers.
+NK = ((8, 16), (72, 80), (136, 48), (264, 144), (1032, 2064), (1024, 4096), (4096, 1040))
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
+@functools.cache
+def kernel(name: str, variant: str) -> Any:
+    return jit.load(name, variant, Arch(*torch.cuda.get_device_capability()))
+
+
+def clusters() -> tuple[int, ...]:
+    return (1, 2, 4, 8) if torch.cuda.get_device_capability() >= (9, 0) else (1,)
+
+
+class Problem:
+    """Operands with every weight there is, NaN beside the rows of x, and a poisoned output between guard rows."""
+
+    name: ClassVar[str]
+
+    def __init__(self, variant: str, m: int, n: int, k: int, *, bias: bool = False, vector: bool = False) -> None:
+        draw = torch.Generator("cuda").manual_seed(m)
+        self.dtype, self.m, self.n, self.k = DTYPES[variant], m, n, k
+        loaded = kernel(self.name, variant)
+        self.module, self.pdl = loaded.module, loaded.pdl_allowed
+        self.w, self.dense = self.weight(draw)
+        wide = torch.full((m, k + 24), torch.nan, device="cuda", dtype=self.dtype)
+        self.x = wide[:, 8 : 8 + k]
+        self.x.copy_(torch.randn(m, k, generator=draw, device="cuda"))
+        # Sums stay below fp16's largest number.
+        self.alpha = (torch.rand(n if vector else 1, generator=draw, device="cuda") + 0.5) * 2.0**-9
+        self.bias = torch.randn(n, generator=draw, device="cuda").to(self.dtype) if bias else None
+        guarded = torch.full((m + 2, n), torch.nan, device="cuda", dtype=self.dtype)
+        self.guard, self.out = guarded[:: m + 1], guarded[1 : m + 1]
+
+    def weight(self, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the weight as the kernel takes it, and its values in fp64."""
+        raise NotImplementedError
+
+    def run(self, shape: tuple[int, ...] | None = None, pdl: bool = False, **replaced: Any) -> Tensor:
+        arguments = {name: getattr(self, name) for name in ("x", "w", "alpha", "bias", "out")} | replaced
+        if shape is None:
+            getattr(self.module, self.name)(*arguments.values(), pdl)
+        else:
+            getattr(self.module, f"{self.name}_shaped")(*arguments.values(), list(shape), pdl)
+        return self.out
+
+    def check(self) -> None:
+        weight = self.dense * self.alpha.double().view(-1, 1)
+        exact = self.x.double() @ weight.t() + (0 if self.bias is None else self.bias.double())
+        magnitude = self.x.double().abs() @ weight.t().abs()
+        unit = torch.finfo(self.dtype).eps
+        error = (self.out.double() - exact).abs()
+        # One rounding to the output type, fp32 sums, and below the normal numbers a unit of fp16's subnormals.
+        bad, of = tiles.wrong_tiles(~(error <= unit * exact.abs() + 2.0**-17 * magnitude + 2.0**-24))
+        assert bad == 0, f"M={self.m} N={self.n} K={self.k}: {bad} of {of} tiles wrong"
+        assert self.guard.isnan().all(), f"M={self.m} N={self.n} K={self.k}: wrote outside the output"
+
+
+class Nvfp4(Problem):
+    """NVFP4 weights in W4P order, every block scale."""
+
+    name = "w4a16_small"
+
+    def weight(self, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(256, (self.n, self.k // 2), generator=draw, device="cuda", dtype=torch.uint8)
+        scale = torch.randint(127, (self.n, self.k // 16), generator=draw, device="cuda").to(torch.uint8)
+        scale = scale.view(torch.float8_e4m3fn)
+        table = torch.tensor(E2M1, device="cuda", dtype=torch.float64)
+        dense = table[formats.unpack_e2m1(codes).long()] * scale.double().repeat_interleave(16, 1)
+        return pack_w4p(codes, scale), dense
+
+
+class E4m3(Problem):
+    """FP8 weights in rows, every code but NaN."""
+
+    name = "w8a16_small"
+
+    def weight(self, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(256, (self.n, self.k), generator=draw, device="cuda", dtype=torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 0x01
+        w = codes.view(torch.float8_e4m3fn)
+        return w, w.double()
+
+
+def check_pdl_chain(layers: list[Problem], m: int) -> None:
+    """Run square layers that each read what the one before wrote, in a graph with PDL, against the same without."""
+    k = layers[0].k
+    alpha = k**0.5 / layers[0].dense.norm().float().view(1)
+    buffers = [torch.zeros(m, k, device="cuda", dtype=layers[0].dtype) for _ in range(2)]
+    start = torch.randn(m, k, device="cuda").to(layers[0].dtype)
+
+    def run(pdl: bool) -> None:
+        for i in range(12):
+            layers[i % 3].run(pdl=pdl, x=buffers[i % 2], alpha=alpha, out=buffers[(i + 1) % 2])
+
+    buffers[0].copy_(start)
+    run(pdl=False)
+    expected = buffers[0].clone()
+    assert expected.isfinite().all()
+    assert expected.any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(pdl=True)
+    for _ in range(50):
+        buffers[0].copy_(start)
+        buffers[1].fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(tiles.bits(buffers[0]), tiles.bits(expected))

@@ -1,0 +1,280 @@
+"""w8a16 without a GPU: the contract on an emulated kernel, one copy of the weight, NaN, padding."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fp4dispatch import dispatch, formats, routes, selfcheck
+from fp4dispatch.arch import KNOWN_ARCHS
+from fp4dispatch.backends import w8a16
+from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.errors import InputError
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.linear import FP8Linear
+from fp4dispatch.problem import Problem
+from fp4dispatch.system import System
+from tests import contract, w8_fake
+
+BACKEND = w8a16.W8A16Backend()
+ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
+(RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
+HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+E4M3 = torch.float8_e4m3fn
+
+
+def problem(m, n=4096, k=4096, scaling="row", **options):
+    return Problem("fp8_gemm", m, n, k, options.pop("activation", "bf16"), scaling, **options)
+
+
+def weights(n, k, scaling="row", seed=0, static=None):
+    torch.manual_seed(seed)
+    q = formats.fp8_quantize(torch.randn(n, k), scaling)
+    return LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale, input_scale=static)
+
+
+def run(w, x, bias=None, prepared=None):
+    prepared = prepared or BACKEND.prepare(w)
+    out_dtype = str(x.dtype).removeprefix("torch.")
+    plan = BACKEND.plan(problem(x.shape[0], w.n, w.k, w.scaling, out_dtype=out_dtype), prepared)
+    out = torch.full((x.shape[0], w.n), torch.nan, dtype=x.dtype)
+    BACKEND.run(plan, prepared, x, out, bias)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------ contract
+
+
+def cases():
+    """Everything on sm_90; on the other archs, some."""
+    claimed = [case for case in contract.cases(BACKEND) if case.scaling in RECORD.scalings]
+    for arch in RECORD.archs:
+        for case in claimed[:: 1 if arch == "sm_90" else 7]:
+            yield pytest.param(arch, case, id=f"{arch}-{case}")
+
+
+@pytest.mark.parametrize(("arch", "case"), list(cases()))
+def test_contract_on_the_emulated_kernel(monkeypatch, arch, case):
+    kernels = w8_fake.install(monkeypatch, ARCH[arch].capability)
+    contract.check(BACKEND, case)
+    assert kernels.launched
+
+
+def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
+    catalog = installed()
+    kernel = catalog.kernel(w8a16.KERNEL)
+    assert set(w8a16.BUILDS) == set(RECORD.out_dtypes)
+    assert set(w8a16.BUILDS.values()) == set(kernel.variants)
+    assert RECORD.kernel_op == kernel.op
+    claimed = {arch for arch in ARCH if catalog.target_for(kernel, ARCH[arch]) is not None}
+    assert claimed == set(RECORD.archs)
+
+
+def test_block_scales_and_quantised_operands_are_refused_with_reasons():
+    for asked, text in (
+        (problem(1, scaling="block128"), "scaling is block128, needs tensor or row"),
+        (problem(1, activation="fp8"), "activation is fp8, needs bf16"),
+        (problem(1, out_dtype="float32"), "output is float32, needs bfloat16 or float16"),
+    ):
+        (reason,) = BACKEND.supports(asked, HOPPER)
+        assert (reason.code, reason.text) == ("DTYPE", text)
+    assert BACKEND.supports(problem(1), HOPPER) == ()
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("n", [64, 65, 72, 79])
+def test_the_weight_is_the_layers_own(monkeypatch, n, scaling):
+    w8_fake.install(monkeypatch)
+    w = weights(n, 208, scaling)
+    prepared = BACKEND.prepare(w)
+    assert prepared.tensors[0] is w.weight
+    assert prepared.nbytes() == w.weight.numel() + 4 * formats.round_up(n, 8)
+
+
+def test_a_weight_with_other_rows_is_copied_once_padded_with_zeros():
+    w = weights(40, 100)
+    weight, _ = BACKEND.prepare(w).tensors
+    assert (weight.shape, weight.data_ptr() % 16) == ((40, 112), 0)
+    assert torch.equal(weight[:, :100].view(torch.uint8), w.weight.view(torch.uint8))
+    assert not weight[:, 100:].view(torch.uint8).any()
+    flat = torch.zeros(40 * 112 + 8, dtype=torch.uint8)
+    start = 8 - flat.data_ptr() % 16
+    moved = flat[start : start + 40 * 112].view(40, 112)
+    moved.copy_(weight.view(torch.uint8))
+    w = LinearWeights("fp8_gemm", "row", 40, 112, moved.view(E4M3), w.scale)
+    copied, _ = BACKEND.prepare(w).tensors
+    assert copied.data_ptr() % 16 == 0
+    assert torch.equal(copied.view(torch.uint8), moved)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_nan_among_the_weights_makes_its_row_nan(monkeypatch, scaling):
+    w8_fake.install(monkeypatch)
+    monkeypatch.setattr(w8a16, "_STEP_BYTES", 3 * 64)
+    w = weights(24, 64, scaling)
+    codes = w.weight.view(torch.uint8)
+    codes[3, 7], codes[23, 63], codes[4, 1] = 0x7F, 0xFF, 0x7E
+    y = run(w, torch.zeros(2, 64).bfloat16() + 1)
+    assert y.isnan().all(0).nonzero().flatten().tolist() == [3, 23]
+    assert y[:, [i for i in range(24) if i not in (3, 23)]].isfinite().all()
+
+
+def test_every_finite_weight_is_exact(monkeypatch):
+    w8_fake.install(monkeypatch)
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1).expand(256, 16).contiguous()
+    codes[[0x7F, 0xFF]] = 0
+    w = LinearWeights("fp8_gemm", "tensor", 256, 16, codes.view(E4M3), torch.tensor(1.0))
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.eye(16, dtype=dtype)
+        assert torch.equal(run(w, x).double(), x.double() @ w.weight.double().t())
+
+
+def test_a_static_input_scale_is_not_used(monkeypatch):
+    w8_fake.install(monkeypatch)
+    x = torch.randn(5, 208).bfloat16()
+    plain, static = weights(72, 208, "tensor"), weights(72, 208, "tensor", static=torch.tensor(1e-6))
+    assert torch.equal(run(plain, x), run(static, x))
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("k", [208, 100])
+@pytest.mark.parametrize("n", [72, 67])
+def test_any_strides_and_sizes(monkeypatch, n, k):
+    w8_fake.install(monkeypatch)
+    w, bias = weights(n, k), torch.randn(n).bfloat16()
+    dense = contract.dequantised(w)
+    wide = torch.randn(40, k + 9).bfloat16()
+    for x in (wide[:, :k], wide[:, 3 : 3 + k], wide[::2, :k], torch.randn(k, 40).bfloat16().t()):
+        want = x.double() @ dense.t() + bias.double()
+        for b in (bias, torch.stack((bias, bias), 1)[:, 0], bias.float()):
+            y = run(w, x, b)
+            assert float((y.double() - want).norm() / want.norm()) < 3e-3
+    out = torch.full((40, 2 * n), torch.nan, dtype=torch.bfloat16)
+    prepared = BACKEND.prepare(w)
+    BACKEND.run(BACKEND.plan(problem(40, n, k), prepared), prepared, x, out[:, :n], bias)
+    assert torch.equal(out[:, :n], run(w, x, bias))
+    assert out[:, n:].isnan().all()
+
+
+def test_one_plan_serves_every_m(monkeypatch):
+    kernels = w8_fake.install(monkeypatch)
+    w = weights(64, 64)
+    prepared = BACKEND.prepare(w)
+    plan = BACKEND.plan(problem(1, 64, 64), prepared)
+    assert not BACKEND.plans_by_m
+    for m in (1, 32, 33, 100):
+        x, out = torch.randn(m, 64).bfloat16(), torch.empty(m, 64, dtype=torch.bfloat16)
+        BACKEND.run(plan, prepared, x, out)
+        assert torch.equal(out, run(w, x, prepared=prepared))
+    assert kernels.loaded[0] == ("w8a16_small", "bf16")
+
+
+@pytest.mark.parametrize(("allowed", "setting", "pdl"), [(True, "", True), (True, "off", False), (False, "", False)])
+def test_pdl_where_the_proof_and_the_setting_allow_it(monkeypatch, allowed, setting, pdl):
+    if setting:
+        monkeypatch.setenv("FP4DISPATCH_PDL", setting)
+    kernels = w8_fake.install(monkeypatch, pdl_allowed=allowed)
+    run(weights(64, 64), torch.randn(1, 64).bfloat16())
+    assert kernels.launched[-1][-1] is pdl
+
+
+def test_what_it_cannot_run_is_refused(monkeypatch):
+    kernels = w8_fake.install(monkeypatch)
+    prepared = BACKEND.prepare(weights(64, 64))
+    with pytest.raises(InputError, match="output is float32, needs bfloat16 or float16"):
+        BACKEND.plan(problem(1, 64, 64, out_dtype="float32"), prepared)
+    plan = BACKEND.plan(problem(1, 64, 64), prepared)
+    raw = QuantizedActivation(torch.zeros(1, 64).to(E4M3), torch.ones(1))
+    with pytest.raises(InputError, match="takes 16-bit activations"):
+        BACKEND.run(plan, prepared, raw, torch.empty(1, 64, dtype=torch.bfloat16))
+    assert kernels.launched == []
+
+
+# ---------------------------------------------------------------------------------------------------------- self-check
+
+
+def checked(scaling):
+    return selfcheck.check(BACKEND, "fp8_gemm", scaling, "bf16", HOPPER, "cpu")
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_the_self_check_passes_the_emulated_kernel(monkeypatch, scaling):
+    w8_fake.install(monkeypatch)
+    result = checked(scaling)
+    assert (result.status, result.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda w: w.view(torch.uint8).roll(1, 0).view(E4M3),
+        lambda w: w.view(torch.uint8).roll(16, 1).view(E4M3),
+        lambda w: torch.cat([w.view(torch.uint8)[:, :-16], w.view(torch.uint8)[:, -16:] * 0], 1).view(E4M3),
+    ],
+    ids=["rows", "columns", "tail"],
+)
+def test_the_self_check_sees_wrong_weights(monkeypatch, spoil):
+    w8_fake.install(monkeypatch)
+    monkeypatch.setattr(w8a16, "zero_pad", lambda t, rows, columns: t if t.dtype != E4M3 else spoil(t).contiguous())
+    assert checked("row").status == "failed"
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(dispatch, "_on", lambda machine, gpu: HOPPER)
+    monkeypatch.setattr(dispatch, "_arch", lambda machine, gpu: HOPPER.arch)
+    monkeypatch.setattr(routes, "_plans", {})
+    dispatch.reset()
+    routes.LayerSpec.parse.cache_clear()
+    yield w8_fake.install(monkeypatch)
+    dispatch.reset()
+    routes.LayerSpec.parse.cache_clear()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, scaling):
+    w = weights(80, 208, scaling)
+    layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16())
+    found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
+    assert found[:2] == [(16, "w8a16", "bf16"), (64, "cutlass", "fp8")]
+    assert found[2][1:] == ("cublaslt", "fp8")
+    held = [t for t in layer.bind().tensors if t.dtype == E4M3]
+    assert len(held) == 3
+    assert {t.data_ptr() for t in held} == {layer.weight.data_ptr()}
+    assert layer.nbytes() < w.weight.numel() + 4096  # scales and the bias
+    assert "w8a16 (bf16) up to M=16, then cutlass (fp8)" in repr(layer)
+    dense = contract.dequantised(w)
+    for m in (1, 7, 16):
+        x = torch.randn(m, 208).bfloat16()
+        want = x.double() @ dense.t() + layer.bias.double()
+        assert float((layer(x).double() - want).norm() / want.norm()) < 3e-3
+    assert [launch[1] for launch in hopper.launched][-3:] == [1, 7, 16]
+
+
+@pytest.mark.parametrize(("activation", "backends"), [("bf16", ["w8a16"]), ("fp8", ["cutlass", "cublaslt"])])
+def test_a_pinned_activation_holds_for_every_m(hopper, activation, backends):
+    layer = FP8Linear.from_weights(weights(80, 208), activation=activation)
+    assert [route.backend for route in layer.bind().spec.routes] == backends
+
+
+def test_a_decision_says_that_activations_are_not_quantised(hopper):
+    layer = FP8Linear.from_weights(weights(80, 208))
+    for (_, decision), said in itertools.zip_longest(layer.decisions()[:2], (True, False)):
+        assert ("activations stay 16-bit and are NOT quantised" in str(decision)) is said
+
+
+def test_no_tokens_launch_nothing(hopper):
+    layer = FP8Linear.from_weights(weights(80, 208))
+    assert layer(torch.zeros(0, 208).bfloat16()).shape == (0, 80)
+    assert hopper.launched == []
