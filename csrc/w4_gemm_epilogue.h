@@ -69,34 +69,35 @@ struct Output {
   }
 };
 
-// Adds the parts of K in their order; this CTA does T / split of the tokens. Sums lie in shared memory as threads hold
-// them: [warpgroup][8 tokens][thread][4].
+// Adds the parts of K in their order; this CTA does about 1 / split of the tokens. Sums lie in shared memory as threads
+// hold them: [warpgroup][8 tokens][thread][4].
 template <class Tile, int split>
 __device__ __forceinline__ void add_and_store(Params const& p, Place const& place, uint32_t sums_at,
                                               Output<Tile>& output, int token) {
-  constexpr int kMine = Tile::kTokens / 8 / split, kBatch = 8 / split;  // of 8 tokens; loads under way: 8
-  constexpr int kAtOnce = kMine < 4 ? kMine : kMine % 4 == 0 ? 4 : 2;
-  static_assert(kMine % kAtOnce == 0 && kAtOnce % std::min(kBatch, kAtOnce) == 0);
-  uint32_t const own = sums_at + (output.warp * 32 + output.lane) * 16;
+  constexpr int kBlocks = Tile::kTokens / 8, kMost = (kBlocks + split - 1) / split;  // of 8 tokens
+  constexpr int kAtOnce = kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
+  constexpr int kBatch = std::min(kAtOnce, split >= 8 ? 1 : split >= 3 ? 2 : 4);  // about 8 loads under way
+  static_assert(kAtOnce % kBatch == 0);
+  uint32_t const own =
+      sums_at + output.warpgroup * kBlocks * 128 * 16 + (output.warp * 32 + output.lane) * 16;
   uint32_t parts[split];
 #pragma unroll
   for (int i = 0; i < split; ++i) parts[i] = address_in(own, place.with_split(p, i));
+  int const blocks = min(kBlocks, (p.m - token + 7) / 8), end = blocks * (place.split + 1) / split;
 #pragma unroll 1
-  for (int j = place.split * kMine; j < (place.split + 1) * kMine; j += kAtOnce) {
-    if (token + j * 8 >= p.m) break;
+  for (int j = blocks * place.split / split; j < end; j += kAtOnce) {
     float total[16] = {};
 #pragma unroll
     for (int batch = 0; batch < kAtOnce; batch += kBatch) {
-      float4 part[kBatch][split];
+      float4 part[kBatch][split] = {};
 #pragma unroll
-      for (int i = 0; i < kBatch && batch + i < kAtOnce; ++i) {
+      for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
         for (int s = 0; s < split; ++s)
-          part[i][s] =
-              load_cluster_16(parts[s] + (output.warpgroup * (Tile::kTokens / 8) + j + batch + i) * 128 * 16);
+          if (j + batch + i < end) part[i][s] = load_cluster_16(parts[s] + (j + batch + i) * 128 * 16);
       }
 #pragma unroll
-      for (int i = 0; i < kBatch && batch + i < kAtOnce; ++i) {
+      for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
         for (int s = 0; s < split; ++s) {
           float const values[4] = {part[i][s].x, part[i][s].y, part[i][s].z, part[i][s].w};
@@ -105,7 +106,7 @@ __device__ __forceinline__ void add_and_store(Params const& p, Place const& plac
         }
       }
     }
-    output.piece(total, output.token_scale(token + j * 8), token + j * 8, kAtOnce * 8);
+    output.piece(total, output.token_scale(token + j * 8), token + j * 8, min(kAtOnce, end - j) * 8);
   }
 }
 

@@ -17,7 +17,7 @@ struct TileSizes {
   double alone_clocks, stage_clocks, pair_clocks;
 };
 
-// CTAs of a cluster that share activations (1, 2, 4), that share out K (1, 2, 4, 8), and how many token tiles are done
+// CTAs of a cluster that share activations (1, 2, 4), that share out K (kSplits), and how many token tiles are done
 // side by side before the next rows. `clocks`: what the model expects.
 struct LaunchPlan {
   int64_t multicast = 1, split = 1, raster = 1;
@@ -31,6 +31,7 @@ constexpr double kTileClocks = 3000;   // before the first and after the last st
 constexpr double kSplitClocks = 5000;  // barriers of a cluster, twice, and a start that nothing hides
 constexpr double kSplitBytes = 40;     // of sums from other CTAs, a clock
 constexpr int64_t kRaster = 8;
+constexpr int64_t kSplits[] = {1, 2, 3, 4, 8};
 constexpr int64_t kLargestCluster = 8;  // what every GPU with clusters has
 constexpr int64_t kFewestStages = 4;    // a part of K shorter than that is all start and end
 constexpr int64_t kSplitWaves = 2;      // with a split, more have not been measured
@@ -75,7 +76,8 @@ inline LaunchPlan plan_launch(TileSizes const& tile, int64_t m, int64_t n, int64
   LaunchPlan best;
   int64_t const stages = divide_up(k, tile.stage_k), rows = divide_up(n, tile.rows);
   for (int64_t multicast = 1; multicast <= std::min<int64_t>(2, rows); multicast *= 2) {
-    for (int64_t split = 1; split <= tile.most_split && multicast * split <= kLargestCluster; split *= 2) {
+    for (int64_t const split : kSplits) {
+      if (split > tile.most_split || multicast * split > kLargestCluster) break;
       if (split > 1 && stages < split * kFewestStages) break;
       LaunchPlan plan{multicast, split, kRaster};
       int64_t clusters, slots;

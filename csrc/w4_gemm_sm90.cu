@@ -2,7 +2,7 @@
 //
 //   w4_gemm(x, x_scale, w, alpha, bias, out, enable_pdl)               launch shape from w4_gemm_plan
 //   w4_gemm_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
-//     shape   [multicast (1, 2, 4), split (1, 2, 4, 8), raster (1 or more)]; multicast * split <= 8, split <= stages of K
+//     shape   [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more)]; multicast * split <= 8, split <= stages of K
 //   w4_gemm_plan(m, n, k, multiprocessors) -> [multicast, split, raster, clocks that a model expects]; pure
 //   w4_gemm_tokens() -> tokens of a tile
 //     x       uint8, what w4_activations.cu writes, 16-byte aligned:
@@ -142,7 +142,7 @@ Params check(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorVie
 
 // The launch shape in `p`, with the tiles and the grid that follow from it.
 void set_shape(Params& p, int64_t multicast, int64_t split, int64_t raster, int64_t multiprocessors) {
-  p.multicast_log2 = log2_of(multicast), p.split_log2 = log2_of(split);
+  p.multicast_log2 = log2_of(multicast), p.split = int(split);
   int64_t const row_tiles = divide_up(p.row_blocks, Used::kConsumers * multicast);
   int64_t const token_tiles = divide_up(p.m, Used::kTokens);
   check_at_most("tiles", row_tiles * token_tiles, kMaxRows / kLargestCluster, "32-bit problem sizes");
@@ -155,7 +155,7 @@ void set_shape(Params& p, int64_t multicast, int64_t split, int64_t raster, int6
 }
 
 void launch(Params const& p, int device, bool enable_pdl) {
-  int const cluster = 1 << (p.multicast_log2 + p.split_log2);
+  int const cluster = p.split << p.multicast_log2;
   cudaLaunchAttribute attributes[2]{};
   int count = 0;
   if (enable_pdl) {
@@ -203,8 +203,8 @@ void check_shape(tvm::ffi::Array<int64_t> const& shape, int64_t stages) {
   int64_t const multicast = shape[0], split = shape[1], raster = shape[2];
   if (multicast != 1 && multicast != 2 && multicast != 4)
     TVM_FFI_THROW(ValueError) << "shape: multicast is " << multicast << ", needed 1, 2 or 4";
-  if (split != 1 && split != 2 && split != 4 && split != 8)
-    TVM_FFI_THROW(ValueError) << "shape: split is " << split << ", needed 1, 2, 4 or 8";
+  if (std::find(std::begin(kSplits), std::end(kSplits), split) == std::end(kSplits))
+    TVM_FFI_THROW(ValueError) << "shape: split is " << split << ", needed 1, 2, 3, 4 or 8";
   check_at_most("shape: split", split, Used::kMostSplit, "parts of K for a tile of so few tokens");
   check_at_most("shape: multicast * split", multicast * split, kLargestCluster, "CTAs of a cluster");
   check_at_most("shape: split", split, stages, "parts of K with at least one stage");

@@ -45,7 +45,7 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
     if (kEarly) ask();
     loop.run(tile + p.clusters >= tiles, sums);
     if (!kEarly) ask();
-    if (p.split_log2 == 0) {
+    if (p.split == 1) {
 #pragma unroll
       for (int i = 0; i < Tile::kPieces; ++i) {
         if (corner.token + i * Tile::kPieceTokens < p.m) {
@@ -64,10 +64,11 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
       }
       cluster_arrive_release();
       cluster_wait_acquire();
-      if (p.split_log2 == 1) add_and_store<Tile, 2>(p, place, ring.base, output, corner.token);
-      if (p.split_log2 == 2) add_and_store<Tile, 4>(p, place, ring.base, output, corner.token);
+      if (p.split == 2) add_and_store<Tile, 2>(p, place, ring.base, output, corner.token);
+      if (p.split == 3) add_and_store<Tile, 3>(p, place, ring.base, output, corner.token);
+      if (p.split == 4) add_and_store<Tile, 4>(p, place, ring.base, output, corner.token);
       if constexpr (Tile::kMostSplit == 8) {
-        if (p.split_log2 == 3) add_and_store<Tile, 8>(p, place, ring.base, output, corner.token);
+        if (p.split == 8) add_and_store<Tile, 8>(p, place, ring.base, output, corner.token);
       }
     }
   }
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     w4_gemm_kernel(__grid_constant__ Params const p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<Tile> const ring{shared_address(shared)};
-  bool const clustered = p.multicast_log2 + p.split_log2 > 0;
+  bool const clustered = p.multicast_log2 > 0 || p.split > 1;
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   grid_dependency_launch_dependents();
   if (threadIdx.x == 0) {
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
       cluster_wait_acquire();
     }
     __syncwarp();
-    if (p.split_log2 > 0) {  // the consumers' sums
+    if (p.split > 1) {  // the consumers' sums
       cluster_arrive_release();
       cluster_wait_acquire();
     }

@@ -35,14 +35,14 @@ struct Params {
   Out const* bias;
   Out* out;
   int m, n;
-  int token_blocks;                // of 8 tokens in x
-  int row_blocks, chunks;          // of w
-  int stages;                      // along K
-  int x_scale_step, alpha_step;    // 0: one for all
-  int multicast_log2, split_log2;  // CTAs of a cluster
-  int row_tiles, token_tiles;      // clusters that cover N, and M
-  int raster;                      // token tiles that are done before the next rows
-  int clusters;                    // of the grid
+  int token_blocks;              // of 8 tokens in x
+  int row_blocks, chunks;        // of w
+  int stages;                    // along K
+  int x_scale_step, alpha_step;  // 0: one for all
+  int multicast_log2, split;     // CTAs of a cluster
+  int row_tiles, token_tiles;    // clusters that cover N, and M
+  int raster;                    // token tiles that are done before the next rows
+  int clusters;                  // of the grid
 };
 
 template <int T>
@@ -123,12 +123,12 @@ struct Place {
   int first, count;
 
   __device__ explicit Place(Params const& p) {
-    int const rank = blockIdx.x & ((1 << (p.multicast_log2 + p.split_log2)) - 1);
-    cluster = blockIdx.x >> (p.multicast_log2 + p.split_log2);
+    int const ctas = p.split << p.multicast_log2, rank = blockIdx.x % ctas;
+    cluster = blockIdx.x / ctas;
     multicast = rank & ((1 << p.multicast_log2) - 1);
     split = rank >> p.multicast_log2;
-    first = int(int64_t(p.stages) * split >> p.split_log2);
-    count = int(int64_t(p.stages) * (split + 1) >> p.split_log2) - first;
+    first = int(int64_t(p.stages) * split / p.split);
+    count = int(int64_t(p.stages) * (split + 1) / p.split) - first;
   }
   // Rank in the cluster of a CTA with the same tokens, or the same rows.
   __device__ int with_multicast(Params const& p, int rank) const {
