@@ -28,6 +28,7 @@ def chunk_index():
     return rows, columns
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, COLUMNS = chunk_index()
 PLACE = torch.arange(256)  # of a scale: two bytes a unit, eight a lane
 SCALE_ROWS, SCALE_BLOCKS = 16 * (PLACE // 2 % 4) + PLACE // 32 + 8 * (PLACE % 2), PLACE // 8 % 4
@@ -117,12 +118,12 @@ class Kernels:
     def load(self, kernel, build, arch):
         self.loaded.append((kernel, build))
         made = {"w4a16_small": self.small, "w4_gemm_sm90": self.large, "w4_activations": self.packer}
-        made |= {"w4_to_e4m3": self.unfolder, "fp8_quantize": self.quantizer}
+        made |= {"w4a8_small": self.small_fp8, "w4_to_e4m3": self.unfolder, "fp8_quantize": self.quantizer}
         module = made[kernel](build)
         return SimpleNamespace(module=module, pdl_allowed=self.pdl_allowed)
 
     def small(self, build):
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[build]
+        dtype = DTYPES[build]
 
         def w4a16_small(x, w, alpha, bias, out, enable_pdl):
             (m, k), n = x.shape, out.shape[1]
@@ -137,6 +138,9 @@ class Kernels:
             finish(x.float() @ exact_weights(w)[:n, :k].t(), alpha, bias, out)
 
         return SimpleNamespace(w4a16_small=w4a16_small)
+
+    def small_fp8(self, build):
+        return SimpleNamespace(w4a8_small=self.multiplier(f"w4a8_small {build}", DTYPES[build], fp8=True))
 
     def packer(self, build):
         def check(x):
@@ -199,24 +203,32 @@ class Kernels:
     def large(self, build):
         defines = dict(d.split("=") for d in installed().kernel("w4_gemm_sm90").variant(build).defines)
         dtype = {"0": torch.bfloat16, "1": torch.float16}[defines["FP4D_OUT"]]
-        fp8 = defines["FP4D_ACT"] == "8"
+        gemm = self.multiplier(f"w4_gemm {build}", dtype, fp8=defines["FP4D_ACT"] == "8")
+        return SimpleNamespace(w4_gemm=gemm)
 
-        def w4_gemm(x, x_scale, w, alpha, bias, out, enable_pdl):
+    def multiplier(self, name, dtype, *, fp8):
+        """What w4_gemm_sm90 and w4a8_small have in common: packed activations by packed weights."""
+
+        def gemm(x, x_scale, w, alpha, bias, out, enable_pdl):
             m, n = out.shape
             k = w.shape[1] * 64
+            assert m >= 1
             assert out.dtype == dtype
             assert (x_scale is not None) == fp8
+            assert x.is_contiguous()
+            assert x.data_ptr() % 16 == 0
             check_operands(w, alpha, bias, out, n, k)
             a = unpack_activation(x, m, k, torch.float8_e4m3fn if fp8 else dtype).float()
             weight = folded_weights(w) * 8 if fp8 else exact_weights(w)
             sums = a @ weight[:n].t()
             if fp8:
-                assert tuple(x_scale.shape) == (m,)
+                assert (x_scale.dtype, tuple(x_scale.shape)) == (torch.float32, (m,))
+                assert x_scale.is_contiguous()
                 sums *= x_scale.reshape(-1, 1)
-            self.launched.append((f"w4_gemm {build}", m, n, k, enable_pdl))
+            self.launched.append((name, m, n, k, enable_pdl))
             finish(sums, alpha, bias, out)
 
-        return SimpleNamespace(w4_gemm=w4_gemm)
+        return gemm
 
 
 def fill(packed, values):

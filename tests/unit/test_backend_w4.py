@@ -70,6 +70,27 @@ def test_emulated_activations_are_packed_as_the_kernel_documents(dtype):
     assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
 
 
+@pytest.mark.parametrize("build", ["bf16", "fp16"])
+def test_the_emulated_kernel_of_few_tokens_is_the_one_of_many_in_its_tokens(build):
+    """w4a8_small computes what w4_gemm_sm90 does, which is checked against the definition below."""
+    m, n, k, dtype = 21, 72, 208, w4_fake.DTYPES[build]
+    kernels, w = w4_fake.Kernels(), BACKENDS["w4a8"].prepare(weights(n, k)).tensors[0]
+    q = formats.fp8_quantize(torch.randn(m, k), "row")
+    bias, out = torch.randn(n).to(dtype), torch.full((2, m, n), torch.nan, dtype=dtype)
+    operands = (w4_fake.pack_activation(q.data).contiguous(), q.scale, w, torch.rand(n), bias)
+    few, many = (
+        kernels.load("w4a8_small", build, None).module,
+        kernels.load("w4_gemm_sm90", f"a8_{build}_64", None).module,
+    )
+    few.w4a8_small(*operands, out[0], True)
+    many.w4_gemm(*operands, out[1], False)
+    assert torch.equal(out[0], out[1])
+    assert kernels.launched == [(f"w4a8_small {build}", m, n, 256, True), (f"w4_gemm a8_{build}_64", m, n, 256, False)]
+    for wrong in (out[0].float(), out[0, :, :64], out[0, :0]):  # dtype, stride, no tokens
+        with pytest.raises(AssertionError):
+            few.w4a8_small(*operands, wrong, True)
+
+
 # ------------------------------------------------------------------------------------------------------------ contract
 
 
@@ -114,7 +135,8 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a16", 1, [("w4a16_small", "bf16")]),
         ("w4a16", 32, [("w4a16_small", "bf16")]),
         ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")]),
-        ("w4a8", 1, [("w4_gemm_sm90", "a8_bf16_64"), ("w4_activations", "any")]),
+        ("w4a8", 1, [("w4a8_small", "bf16"), ("w4_activations", "any")]),
+        ("w4a8", 64, [("w4a8_small", "bf16"), ("w4_activations", "any")]),
         ("w4a8", 100, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
         ("w4a8", 500, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
         ("w4a8", 8192, [("w4_to_e4m3", "any"), ("fp8_quantize", "any")]),
@@ -130,8 +152,14 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "n", "m", "tokens"),
     [
-        ("w4a8", 4096, 64, 64),
-        ("w4a8", 8192, 64, 128),  # pairs that split K would fill half of the SMs twice
+        ("w4a8", 4096, 1, None),
+        ("w4a8", 14336, 32, None),
+        ("w4a8", 28672, 16, 32),  # rows are many
+        ("w4a8", 28672, 32, 32),
+        ("w4a8", 28672, 33, 64),
+        ("w4a8", 8192, 64, None),
+        ("w4a8", 14336, 64, 64),
+        ("w4a8", 8192, 65, 128),
         ("w4a8", 28672, 64, 64),
         ("w4a8", 28672, 65, 128),
         ("w4a8", 57344, 512, 128),
@@ -148,7 +176,8 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
 def test_tiles_are_the_fastest_ones_that_were_measured(name, n, m, tokens):
     wanted = problem(name, m, n, 4096, out="float16")  # bfloat16 has cuBLASLt for many tokens
     tile = cutlass_tiles.tile_for(wanted, ARCH["sm_90"], 132, "w4")
-    assert tile.builds["float16"] == f"{name[2:]}_fp16_{tokens}".replace("w4", "")
+    assert tile.kernel == ("w4_gemm_sm90" if tokens else "w4a8_small")
+    assert tile.builds["float16"] == (f"{name[2:]}_fp16_{tokens}" if tokens else "fp16")
     assert tile.builds["bfloat16"] == tile.builds["float16"].replace("fp16", "bf16")
 
 
@@ -354,7 +383,8 @@ def test_the_self_check_passes_emulated_kernels(monkeypatch, name):
     assert len(result.ran) == 4  # of five; the one in float32 is not theirs
     assert "output is float32" in result.notes[0]
     entries = {launch[0].split()[0] for launch in kernels.launched}
-    assert entries == ({"w4a16_small", "w4_gemm", "w4_pack"} if name == "w4a16" else {"w4_gemm", "w4_quantize_row"})
+    both = {"w4a16": {"w4a16_small", "w4_pack"}, "w4a8": {"w4a8_small", "w4_quantize_row"}}
+    assert entries == {"w4_gemm", *both[name]}
 
 
 def swap_units(w):

@@ -96,7 +96,7 @@ def test_self_checks_are_counted_in_until_there_is_a_verdict(asked, monkeypatch)
 def test_a_named_backend_is_not_checked_and_what_cannot_be_decided_is_left(asked):
     prebuild.together([ask("nvfp4_gemm", "nvfp4", backend="no such thing"), ask("nvfp4_gemm", "nvfp4", backend="w4a8")])
     ((names, _),) = asked
-    assert all(variant.startswith(("a8_", "any")) for _, variant in names)
+    assert all(kernel == "w4a8_small" or variant.startswith(("a8_", "any")) for kernel, variant in names)
     prebuild.together([Ask(Problem("nvfp4_gemm", 1, 64, 64), None, None)])  # a CPU
     assert len(asked) == 1
 
@@ -108,13 +108,13 @@ def test_the_names_are_those_that_a_plan_loads(asked, monkeypatch):
     kernels = w4_fake.install(monkeypatch)
     for name, activation in (("w4a16", "bf16"), ("w4a8", "fp8")):
         backend = registry.instance(name)
-        for m, n in itertools.product((1, 33, 64, 65, 129, 600, 768, 4096), (512, 520, 8192)):
+        for m, n in itertools.product((1, 33, 64, 65, 129, 600, 768, 4096), (512, 520, 8192, 28672)):
             problem = Problem("nvfp4_gemm", m, n, 256, activation, "nvfp4")
             kernels.loaded.clear()
             layout = w4._Layout(n, 256, n)
             w4._state(problem, layout, torch.device("cpu"), w4._tile_for(problem, SM90, 132), SM90)
             assert set(kernels.loaded) == set(backend.builds(problem, torch.device("cpu")))
-    assert {tile.kernel for tile in tiles("w4")} == {"w4a16_small", "w4_gemm_sm90", "w4_to_e4m3"}
+    assert {tile.kernel for tile in tiles("w4")} == {"w4a16_small", "w4a8_small", "w4_gemm_sm90", "w4_to_e4m3"}
 
 
 # ------------------------------------------------------------------------------------------------------------- callers
