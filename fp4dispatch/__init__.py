@@ -37,6 +37,7 @@ from fp4dispatch.system import Gpu, Library, System
 
 if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
     from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
+    from fp4dispatch.compact_weights import compact
     from fp4dispatch.dispatch import explain, select
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
     from fp4dispatch.linear import FP4Linear, FP8Linear
@@ -68,6 +69,7 @@ _LAZY: dict[str, str] = {
     "open_checkpoint": "checkpoints",
     "quantize_checkpoint": "checkpoints",
     "save_quantized": "checkpoints",
+    "compact": "compact_weights",
     "replace_linears": "replace",
     "warmup": "replace",
 }
@@ -102,6 +104,7 @@ __all__ = [
     "UnknownBackendError",
     "Verdict",
     "__version__",
+    "compact",
     "explain",
     "fp8_dequantize",
     "fp8_gemm",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp4dispatch import formats, routes
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
-from fp4dispatch.problem import Scaling
+from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.quantized_linear import QuantizedLinear
 
 
@@ -121,12 +121,20 @@ class FP4Linear(QuantizedLinear):
         n, k = self.out_features, self.in_features
         rows = self.shard_rows if len(self.shard_rows) > 1 else (n,)
         global_scale = self.weight_scale_2.reshape(-1)
-        return LinearWeights(
-            "nvfp4_gemm", "nvfp4", n, k, self.weight, self.weight_scale, global_scale, rows, self.input_scale
-        )
+        with self._whole():
+            return LinearWeights(
+                "nvfp4_gemm", "nvfp4", n, k, self.weight, self.weight_scale, global_scale, rows, self.input_scale
+            )
+
+    def _kind(self) -> tuple[Op, Scaling]:
+        return "nvfp4_gemm", "nvfp4"
 
     def check(self) -> None:
         """Validate the canonical tensors; synchronises."""
+        with self._whole():
+            self._check()
+
+    def _check(self) -> None:
         if tuple(self.weight.shape) != (self.out_features, self.in_features // 2):
             raise InputError(
                 f"{self._label()}: weight is {list(self.weight.shape)}, "
@@ -243,6 +251,9 @@ class FP8Linear(QuantizedLinear):
             getattr(self, self._scale_name),
             input_scale=self.input_scale,
         )
+
+    def _kind(self) -> tuple[Op, Scaling]:
+        return "fp8_gemm", self.scaling
 
     def check(self) -> None:
         """Validate the canonical tensors; synchronises."""

@@ -2,7 +2,8 @@
 
 The canonical checkpoint tensors are buffers and make up the ``state_dict``, under ModelOpt's names, so that it moves
 between backends and machines. What a backend makes of them are non-persistent buffers ``layout0``, ``layout1``, ...;
-tensors that the backend uses as they are get no second buffer. They are rebuilt after a move and after a load.
+tensors that the backend uses as they are get no second buffer. They are rebuilt after a move and after a load. Where a
+layout holds the canonical tensors exactly, :mod:`fp4dispatch.compact_weights` can do without these.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from torch import Tensor, nn
 from fp4dispatch import capture, ops, routes
 from fp4dispatch import system as _system
 from fp4dispatch.backends.base import LinearWeights, Prepared
+from fp4dispatch.compact_weights import CompactWeights
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
-from fp4dispatch.problem import ACTIVATIONS, Activation, Problem
+from fp4dispatch.problem import ACTIVATIONS, Activation, Op, Problem, Scaling
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(CompactWeights):
     """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
 
     Parameters
@@ -175,7 +177,7 @@ class QuantizedLinear(nn.Module):
             return self._bound[dtype]
         if dtype not in routes.OUT_DTYPE:
             raise InputError(f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32")
-        if self.weight.is_meta:
+        if self.device.type == "meta":
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
         return self._take(self._choose(dtype))
 
@@ -201,9 +203,10 @@ class QuantizedLinear(nn.Module):
 
     def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
         """Return what this layer asks of the policy for M tokens."""
-        w = self.weights()
+        op, scaling = self._kind()
         out_dtype = routes.OUT_DTYPE[self.dtype if dtype is None else dtype]
-        return Problem(w.op, m, w.n, w.k, self.activation, w.scaling, out_dtype, self.bias is not None)
+        n, k = self.out_features, self.in_features
+        return Problem(op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None)
 
     def _choose(self, dtype: torch.dtype) -> routes.Bound:
         return routes.bind(
@@ -224,6 +227,8 @@ class QuantizedLinear(nn.Module):
     def _drop_unused(self) -> None:
         """Drop layouts and buffers that no bound dtype uses."""
         used = {id(tensor) for bound in self._bound.values() for tensor in bound.tensors}
+        if self._dropped and any(id(tensor) not in used for tensor in self._prepared[self._dropped].tensors):
+            self._restore()
         for name in [name for name in self._buffers if name.startswith("layout")]:
             if id(self._buffers[name]) not in used:
                 delattr(self, name)
@@ -247,9 +252,11 @@ class QuantizedLinear(nn.Module):
 
     def _forget(self) -> None:
         """Drop every backend layout."""
+        self._restore()
         for name in [name for name in self._buffers if name.startswith("layout")]:
             delattr(self, name)
         self._prepared, self._bound, self._names, self._captured = {}, {}, {}, []
+        self._dropped = ""
 
     def _refresh(self) -> None:
         """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
@@ -257,7 +264,7 @@ class QuantizedLinear(nn.Module):
         A refusal is kept for the first call, so that moving and loading a model leave it whole.
         """
         self._forget()
-        if self.weight.is_cuda or (self.weight.device.type == "cpu" and not _system.current().gpus):
+        if self.device.type == "cuda" or (self.device.type == "cpu" and not _system.current().gpus):
             try:
                 self.bind()
             except Fp4DispatchError:
@@ -266,7 +273,11 @@ class QuantizedLinear(nn.Module):
     # --------------------------------------------------------------------------------------------------------- weights
 
     def weights(self) -> LinearWeights:
-        """Return the canonical tensors as backends take them; nothing is copied."""
+        """Return the canonical tensors as backends take them; nothing is copied but what :func:`compact` dropped."""
+        raise NotImplementedError
+
+    def _kind(self) -> tuple[Op, Scaling]:
+        """Return op and scaling of the layer's problems."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -342,6 +353,7 @@ class QuantizedLinear(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load canonical tensors, refusing other dtypes: ``copy_`` would convert them to garbage in silence."""
+        self._restore()
         if self.input_scale is None and prefix + "input_scale" in state_dict:
             self.input_scale = torch.ones((), device=self.weight.device)
         found = len(error_msgs)
@@ -364,10 +376,11 @@ class QuantizedLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the canonical tensors only, e4m3 as bytes: pickle cannot load float8 storages (torch 2.13)."""
-        buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
+        with self._whole():
+            buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
-        buffers |= {k: getattr(self, k).view(torch.uint8) for k in e4m3}
-        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": []}
+        buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]
+        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": [], "_dropped": ""}
         empty["_non_persistent_buffers_set"] = set()
         return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
 

@@ -91,8 +91,7 @@ def _asks(subjects: _Subjects, rows: list[int]) -> list[Ask]:
     """Return what the layers will need compiled: what binding them needs, and these numbers of tokens."""
     tokens = tuple(sorted({*rows, *prebuild.SAMPLES}))
     return [
-        Ask(layer.problem(1, dtype), layer.backend, routes.gpu_of(layer.weight.device), tokens)
-        for layer, dtype in subjects
+        Ask(layer.problem(1, dtype), layer.backend, routes.gpu_of(layer.device), tokens) for layer, dtype in subjects
     ]
 
 
@@ -102,11 +101,11 @@ def _run(subjects: _Subjects, rows: list[int]) -> int:
     for layer, dtype in subjects:
         bound = layer.bind(dtype)
         for m in rows:
-            key = (bound.spec.text, layer.weight.device, layer.bias is None, dtype, m)
+            key = (bound.spec.text, layer.device, layer.bias is None, dtype, m)
             if key not in seen:
                 seen.add(key)
                 with torch.inference_mode():
-                    layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.weight.device))
+                    layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.device))
     return len(seen)
 
 
@@ -139,4 +138,4 @@ def _tune(ranks: Ranks, subjects: _Subjects, rows: list[int]) -> None:
             "e.g. the tensor-parallel group"
         )
     for problem, layer in todo.items():
-        tuning.tune(problem, layer.weights(), gpu=routes.gpu_of(layer.weight.device), ranks=ranks)
+        tuning.tune(problem, layer.weights(), gpu=routes.gpu_of(layer.device), ranks=ranks)

@@ -155,6 +155,13 @@ class Backend(abc.ABC):
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Bring weights into this backend's layout, once. Padding is zero-filled. Copies nothing that already fits."""
 
+    def canonical(self, prepared: Prepared) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return weight and scale exactly as :meth:`prepare` was given them (``linear``), or None where it cannot.
+
+        A layer may then do without its own copy. Host work; new tensors.
+        """
+        return None
+
     @abc.abstractmethod
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Do all host work for a problem (``problem.activation`` is resolved, not ``any``). Refused during capture."""

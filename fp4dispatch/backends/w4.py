@@ -24,7 +24,7 @@ from fp4dispatch.backends.cutlass_tiles import Tile, tiles
 from fp4dispatch.backends.folding import FOLD
 from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
 from fp4dispatch.backends.scratch import Part, Scratch
-from fp4dispatch.backends.w4_layout import pack_w4p
+from fp4dispatch.backends.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up
@@ -117,6 +117,11 @@ class _W4Backend(Backend):
             # Under PDL the kernels read weights before the kernel ahead of them has finished: it must not be this one.
             torch.cuda.current_stream(tensors[0].device).synchronize()
         return Prepared(self.name, tuple(tensors), tuple(_Layout(w.n, w.k, np)))
+
+    def canonical(self, prepared: Prepared) -> tuple[Tensor, Tensor]:
+        """Unpack the weights."""
+        n, k, _ = _Layout(*prepared.layout)
+        return unpack_w4p(prepared.tensors[0], n, k)
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Load the kernels for this M, compiling and proving them first where they are not in the cache.

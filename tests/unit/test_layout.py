@@ -26,7 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("tuning", "agreement", "prebuild"),
     ("routes",),
     ("ops",),
-    ("linear", "quantized_linear", "replace", "warming"),
+    ("linear", "quantized_linear", "compact_weights", "replace", "warming"),
     ("checkpoints",),
     ("graphs",),
     ("integrations",),
