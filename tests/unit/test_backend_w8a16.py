@@ -152,7 +152,13 @@ def test_any_strides_and_sizes(monkeypatch, n, k):
     w, bias = weights(n, k), torch.randn(n).bfloat16()
     dense = contract.dequantised(w)
     wide = torch.randn(40, k + 9).bfloat16()
-    for x in (wide[:, :k], wide[:, 3 : 3 + k], wide[::2, :k], torch.randn(k, 40).bfloat16().t()):
+    for x in (
+        torch.randn(40, k).bfloat16(),
+        wide[:, :k],
+        wide[:, 3 : 3 + k],
+        wide[::2, :k],
+        wide[:, :k].t().clone().t(),
+    ):
         want = x.double() @ dense.t() + bias.double()
         for b in (bias, torch.stack((bias, bias), 1)[:, 0], bias.float()):
             y = run(w, x, b)
