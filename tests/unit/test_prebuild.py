@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from fp4dispatch import replace as replace_module
 from fp4dispatch import system as _system
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends import cutlass, w4
+from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.cutlass_tiles import tiles
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.prebuild import Ask
@@ -20,6 +24,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.replace import replace_linears
 from fp4dispatch.system import System
 from fp4dispatch.warming import warmup
+from tests import w4_fake
 
 H200 = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -78,8 +83,6 @@ def test_self_checks_are_counted_in_until_there_is_a_verdict(asked, monkeypatch)
     prebuild.together([few])
     problem = Problem("nvfp4_gemm", 1, 4096, 4096, "bf16", "nvfp4")
     blank = selfcheck._blank(registry.instance("w4a16"), "nvfp4_gemm", "nvfp4", "bf16", H200)
-    from dataclasses import replace
-
     quarantine.remember(replace(blank, status="passed", half="float16"))
     prebuild.together([few])
     quarantine.remember(replace(blank, status="passed", half="bfloat16"))
@@ -103,8 +106,6 @@ def test_a_named_backend_is_not_checked_and_what_cannot_be_decided_is_left(asked
 
 def test_the_names_are_those_that_a_plan_loads(asked, monkeypatch):
     """``builds`` and ``plan`` must not drift apart."""
-    from tests import w4_fake
-
     kernels = w4_fake.install(monkeypatch)
     for name, activation in (("w4a16", "bf16"), ("w4a8", "fp8")):
         backend = registry.instance(name)
@@ -115,6 +116,20 @@ def test_the_names_are_those_that_a_plan_loads(asked, monkeypatch):
             w4._state(problem, layout, torch.device("cpu"), w4._tile_for(problem, SM90, 132), SM90)
             assert set(kernels.loaded) == set(backend.builds(problem, torch.device("cpu")))
     assert {tile.kernel for tile in tiles("w4")} == {"w4a16_small", "w4a8_small", "w4_gemm_sm90", "w4_to_e4m3"}
+
+
+def test_every_backend_that_loads_kernels_of_ours_names_them():
+    every = {name: type(b) for name, b in registry.backends().items() if isinstance(b, Backend)}
+    loads = re.compile(r"jit\.load\(|quantizers")
+    own = {name: cls for name, cls in every.items() if loads.search(inspect.getsource(inspect.getmodule(cls)))}
+    assert {"cutlass", "w4a16", "w4a8", "w8a16", "cublaslt", "cudnn", "flashinfer_deepgemm"} <= set(own)
+    assert [name for name, cls in own.items() if cls.builds is Backend.builds] == []
+
+
+def test_fp8_rows_need_the_kernels_of_few_and_of_many_tokens(asked):
+    prebuild.together([ask("fp8_gemm", "row", n, k) for n, k in SHAPES])
+    ((names, _),) = asked
+    assert {("w8a16_small", "bf16"), ("fp8_quantize", "any")} < names
 
 
 # ------------------------------------------------------------------------------------------------------------- callers
