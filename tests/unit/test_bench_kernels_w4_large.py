@@ -1,0 +1,153 @@
+"""bench/kernels_w4_large.py without a GPU: what it checks, on emulated kernels, which tiles it times, its table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests import w4_fake, w4a8_small
+
+pytest.importorskip("tvm_ffi")
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors that ask for a GPU are made on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import kernels_w4_large
+
+    monkeypatch.setattr(torch, "Generator", lambda device, real=torch.Generator: real("cpu"))
+    with OnCpu():
+        yield SimpleNamespace(run=kernels_w4_large, check=sys.modules["kernels_w4_large_check"])
+
+
+def module(bench, change=lambda out: None):
+    """w4a8_small, emulated; ``change`` may spoil what it writes."""
+    real = w4_fake.Kernels().load("w4a8_small", "bf16", None).module.w4a8_small
+
+    def small(*operands):
+        real(*operands)
+        change(operands[5])
+
+    def shaped(*operands):
+        assert operands[6] == [16, 1, 2, 1, 1, 2, 2]
+        small(*operands[:6], operands[7])
+
+    def plan(m, n, k, multiprocessors, shared_sm, shared_block, clusters):
+        assert (multiprocessors, shared_sm, shared_block, clusters) == w4a8_small.H200
+        return [64, 1, 2, 1, 8, 2, 2]
+
+    return bench.check.FewTokens(SimpleNamespace(w4a8_small=small, w4a8_small_shaped=shaped, w4a8_small_plan=plan))
+
+
+def packer():
+    return w4_fake.Kernels().load("w4_activations", "any", None).module
+
+
+def weights(bench, sizes=((8, 16), (72, 144), (200, 272))):
+    made = [bench.check.Weight(n, k, every_scale=True) for n, k in sizes]
+    return [(weight, weight.dense64, bench.check.folded(weight)) for weight in made]
+
+
+def test_every_launch_shape_is_checked_by_tokens_of_every_kind(bench, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench.check, "check_chain", lambda *_: "a fault")
+    monkeypatch.setattr(bench.check, "check_one", lambda *given: asked.append(given[-2:]) or ("", 0.001))
+    found = bench.check.check_build(None, None, "a8_bf16_small", weights(bench))
+    assert found["faults"] == [f"chain M={m}: a fault" for m in (1, 16, 64)]
+    assert found["problems"] == len(asked) + 3
+    assert {m for m, shape in asked if shape is None} == {1, 7, 16, 17, 33, 64, 65, 100}
+    shapes = {shape for _, shape in asked if shape is not None}
+    assert shapes == set(w4a8_small.launch_shapes())
+    assert {shape[:4] for shape in shapes} == set(w4a8_small.INSTANCES)
+    assert {shape[4:6] for shape in shapes} == {(c, s) for c in (1, 2, 4, 8) for s in (2, 3, 4)}
+
+
+def spoil(out):
+    out[-1, -1] += out.abs().max()
+
+
+def beyond(out):
+    out.new_empty(0).set_(out.untyped_storage(), 0, (out.shape[1],)).zero_()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (spoil, "1 of "),
+        (lambda out: out[:, 3].fill_(torch.nan), "wrong, first"),
+        (beyond, "wrote outside"),
+        (lambda out: out[0].mul_(1 + torch.rand(()) / 4), "bits differ"),
+    ],
+)
+def test_what_is_wrong_is_seen(bench, change, message):
+    ((weight, _, dense),) = weights(bench, ((72, 144),))
+    for shape in (None, (16, 1, 2, 1, 1, 2, 2)):
+        for few, said in ((module(bench), ""), (module(bench, change), message)):
+            fault, _ = bench.check.check_one(few, packer(), "a8_bf16_small", weight, dense, 17, shape)
+            assert (said in fault) if said else (fault == "")
+
+
+def test_a_tile_of_32_tokens_is_never_asked_for_8_parts_of_k(bench):
+    for variant, most in (("a8_bf16_32", 4), ("a8_bf16_64", 8), ("a16_bf16_64", 8)):
+        assert max(shape[1] for shape in bench.check.launches_of(variant, 4096)) == most
+    assert {shape[1] for shape in bench.check.launches_of("a8_bf16_64", 256)} == {1, 2}
+    tokens = {m for _, _, m, _ in bench.check.problems_of("a8_bf16_32", weights(bench, ((8, 16),)))}
+    assert tokens > {1, 16, 17, 33, 64, 65, 100, 385}
+
+
+def test_tiles_that_are_timed(bench):
+    names = [f"{act}_bf16_{tile}" for act, tile in (("a8", "small"), ("a8", 32), ("a8", 64), ("a8", 128), ("a8", 192))]
+    modules = dict.fromkeys([*names, "a16_bf16_64", "a16_bf16_256", "w4a16"])
+    for act, m, tiles in (
+        ("a8", 1, ["small", 32, 64, 128]),
+        ("a8", 64, ["small", 32, 64, 128]),
+        ("a8", 65, [64, 128, 192]),
+        ("a8", 193, [128, 192]),
+        ("a16", 32, [64]),
+        ("a16", 256, [256]),
+    ):
+        assert list(bench.run.tiles_of(modules, act, m)) == tiles
+
+
+def test_the_table_has_few_tokens_and_exact_weights(bench):
+    us = {"bf16": 40.0, "fp8 row": 20.0, "a8 pack": 2.0, "a8 small": 8.0, "a8 small gemm": 6.0, "a8 32": 10.0}
+    row = {"n": 4096, "k": 4096, "m": 16, "us": us | {"w4a16": 5.0, "a16 64": 16.0, "a16 64 gemm": 14.0}, "wrong": {}}
+    many = {"n": 4096, "k": 4096, "m": 512, "us": {"bf16": 100.0, "a8 128": 50.0}, "wrong": {}}
+    assert bench.run.best(row, "a8") == (8.0, "small")
+    assert bench.run.best(many, "a8") == (50.0, "128")
+    _, first, second, mean, other = bench.run.table([row, many])
+    assert "a8 5.00 (small, 8.0 us, g 6.67, p 2.0)" in first
+    assert "w4a16 8.00 (5.0 us)" in first
+    assert "w4a16" not in second
+    assert "w4a16 8.000" in mean
+    assert "w4a16" not in other
+
+
+def test_launch_shapes_to_tune_fit_and_fill_the_gpu(bench, monkeypatch):
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    auto, shapes = bench.run.shapes_to_tune(module(bench), "a8", "small", (16, 4096, 4096))
+    assert auto == (64, 1, 2, 1, 8, 2, 2)
+    assert auto in shapes
+    others = shapes - {auto}
+    assert {shape[:4] for shape in others} == {(16, 1, 2, 1), (16, 1, 4, 1)}
+    assert {shape[4] for shape in others} == {2, 4, 8}  # 64 row blocks alone leave half of the GPU idle
+    assert all(w4a8_small.shared_bytes(shape) <= 232448 for shape in others)
+    tile = SimpleNamespace(w4_gemm_plan=lambda *_: [1, 4, 8, 1000])
+    assert max(split for _, split, _ in bench.run.shapes_to_tune(tile, "a8", 32, (16, 4096, 4096))[1]) == 4
+    assert max(split for _, split, _ in bench.run.shapes_to_tune(tile, "a8", 128, (16, 4096, 4096))[1]) == 8

@@ -1,0 +1,36 @@
+"""What csrc/w4a8_small.cu builds and the shared memory that takes, written down once more for tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+NAME = "w4a8_small"
+INSTANCES = ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1))
+"""Tokens, row blocks, groups, units."""
+CLUSTERS = (1, 2, 4, 8)
+H200 = (132, 233472, 232448, True)
+"""Multiprocessors, shared memory of one and of a CTA, clusters: what plan() asks of a machine."""
+MOST_SLOTS = 63  # stages of all rings together
+
+
+def shared_bytes(shape: Sequence[int]) -> int:
+    """Shared memory of a CTA: barriers, the table of scales, the rings, sums of the cluster's groups of warps."""
+    tokens, row_blocks, groups, _, cluster, stages = shape[:6]
+    stage = -(-(row_blocks * 2 * 2304 + tokens * 128) // 1024) * 1024
+    ring, sums = groups * stages * stage, groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
+    return 1024 + 128 * 16 * 8 + (max(ring, sums) if tokens >= 32 else ring + sums)
+
+
+def threads(instance: Sequence[int]) -> int:
+    """Threads of a CTA: four warps a row block and a producer, for each group."""
+    return 32 * instance[2] * (4 * instance[1] + 1)
+
+
+def launch_shapes(stages: Sequence[int] = (2, 3, 4)) -> Iterator[tuple[int, ...]]:
+    """Every launch shape of every instance that an SM90 multiprocessor takes; the trigger is as plan() sets it."""
+    for instance in INSTANCES:
+        for cluster in CLUSTERS:
+            for count in stages:
+                shape = (*instance, cluster, count, count)
+                if shared_bytes(shape) <= H200[2] and instance[2] * count <= MOST_SLOTS:
+                    yield shape
