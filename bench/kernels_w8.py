@@ -28,8 +28,8 @@ QUANTISED = 5e-2
 # Row blocks, groups and units of what csrc/w8a16_small.cu builds for 8, 16 and 32 tokens.
 TILES: dict[int, tuple[Shape, ...]] = {
     8: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
-    16: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
-    32: ((1, 4, 2), (2, 2, 4), (1, 2, 2)),
+    16: ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4)),
+    32: ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4), (1, 2, 2)),
 }
 SHARED = 233472
 """Bytes of shared memory of an SM of an H200."""

@@ -23,9 +23,12 @@ namespace fp4d {
 
 Built built() {
   static constexpr Instance kInstances[] = {
-      instance<8, 1, 4, 2>(),  instance<8, 2, 2, 4>(),  instance<8, 2, 4, 4>(),  instance<16, 1, 4, 2>(),
-      instance<16, 2, 2, 4>(), instance<16, 2, 4, 4>(), instance<32, 1, 4, 2>(), instance<32, 2, 2, 4>(),
-      instance<32, 1, 2, 2>(),  // where 100 KB of shared memory are all there is
+      instance<8, 1, 4, 2>(),  instance<8, 2, 2, 4>(),
+      instance<8, 2, 4, 4>(),  instance<16, 1, 4, 2>(),
+      instance<16, 2, 2, 4>(), instance<16, 2, 4, 4>(),
+      instance<32, 1, 4, 2>(), instance<32, 2, 2, 4>(),
+      instance<16, 4, 2, 4>(), instance<32, 2, 4, 4>(),
+      instance<32, 4, 2, 4>(), instance<32, 1, 2, 2>(),  // where 100 KB of shared memory are all there is
   };
   return {std::begin(kInstances), std::end(kInstances)};
 }

@@ -21,8 +21,8 @@ pytestmark = [
 # Tokens, row blocks, groups and units of what is built.
 TILES = (
     *((8, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4))),
-    *((16, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4))),
-    *((32, *tile) for tile in ((1, 4, 2), (2, 2, 4), (1, 2, 2))),
+    *((16, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4))),
+    *((32, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4), (1, 2, 2))),
 )
 
 
