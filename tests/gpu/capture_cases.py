@@ -646,7 +646,7 @@ def forget_captures():
 
 @case(forget_captures, "weights that are gone")
 def another_backend_is_chosen_after_a_capture():
-    layer, x = fp8(None, n=388), rows()  # 388 is padded: the layout is a copy of its own
+    layer, x = fp8(None, n=388, activation="fp8"), rows()  # padded, so that the layout is a copy of its own
     want = layer(x)
     graph, out = captured(lambda: layer(x))
     name = layer.bind().spec.routes[layer.bind().spec.index(M)].backend
