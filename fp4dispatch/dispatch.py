@@ -162,7 +162,7 @@ def explain(
         the question is about this machine.
     proven
         Whether the built kernels for this op and arch are proven: all, or those of these names (``nvfp4_gemm`` is
-        cutlass's, ``w4_gemm`` that of w4a16 and w4a8).
+        cutlass's, ``w4_gemm`` that of w4a16 and w4a8, ``w8_gemm`` that of w8a16).
     quarantined
         Backends that failed the self-check there.
     backend

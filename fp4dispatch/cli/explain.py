@@ -44,7 +44,8 @@ def add_parser(subparsers: Subparsers) -> None:
         default=False,
         type=_names,
         metavar="KERNELS",
-        help="the built kernels are proven there: all for this op, or nvfp4_gemm (cutlass), w4_gemm (w4a16, w4a8)",
+        help="the built kernels are proven there: all for this op, or nvfp4_gemm (cutlass), w4_gemm (w4a16, w4a8), "
+        "w8_gemm (w8a16)",
     )
     parser.add_argument("--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed there")
     parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")
