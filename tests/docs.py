@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PERCENTS = ("dram_percent", "l2_percent", "tensor_percent", "issue_percent")
 
 
 def fill(text: str, name: str, body: str) -> str:
@@ -225,6 +229,65 @@ def decoder() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
+def w4_large() -> str:
+    """Return how many times faster than bf16 each format is, by tokens: geometric means over shapes."""
+
+    def best(row: dict, act: str) -> float:
+        """The fastest build, packing included."""
+        return min(us for name, us in row["us"].items() if re.fullmatch(rf"{act} (\d+|small)", name))
+
+    parts = []
+    for result in results():
+        if not any("a8 pack" in p.get("us", ()) for p in result.get("problems", ())):
+            continue
+        lines = [
+            f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}.",
+            "",
+            "| tokens | shapes | bf16, us | w4a8 | w4a16 | `_scaled_mm` tensor | `_scaled_mm` row |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for m in sorted({row["m"] for row in result["problems"]}):
+            rows = [row for row in result["problems"] if row["m"] == m]
+
+            def mean(times: Callable[[dict], float], rows: list[dict] = rows) -> str:
+                ratios = [row["us"]["bf16"] / times(row) for row in rows]
+                return f"{statistics.geometric_mean(ratios):.2f}" if all(r > 0 for r in ratios) else "-"
+
+            bf16 = " to ".join(f"{f(row['us']['bf16'] for row in rows):.0f}" for f in (min, max))
+            cells = [
+                mean(lambda row: best(row, "a8")),
+                mean(lambda row: min(row["us"].get("w4a16", math.inf), best(row, "a16"))),
+                mean(lambda row: row["us"].get("fp8 tensor", math.nan)),
+                mean(lambda row: row["us"].get("fp8 row", math.nan)),
+            ]
+            lines.append(f"| {m} | {len(rows)} | {bf16} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
+def profiler() -> str:
+    """Return what ncu saw of the final kernels."""
+    parts = []
+    for result in results():
+        if "profiles" not in result:
+            continue
+        lines = [
+            f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}.",
+            "",
+            "| kernel | build | M x N x K | us | memory, % | L2, % | tensor pipe, % | issue, % | registers | CTAs "
+            "| shared, KB |",
+            f"|{'---|' * 11}",
+        ]
+        for row in result["profiles"]:
+            percents = [f"{row[name]:.0f}" if name in row else "-" for name in PERCENTS]
+            size = f"{row['m']}x{row['n']}x{row['k']}"
+            resources = f"{row['registers']:.0f} | {row['ctas']:.0f} | {row['shared_bytes'] / 1e3:.0f}"
+            cells = [row["kernel"], row["build"], size, f"{row['us']:.1f}", *percents, resources]
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
 def w4_error() -> str:
     """Return what each activation format loses against the exact product of the same NVFP4 weights."""
     (result,) = (r for r in results() if "w4_error" in r)
@@ -292,6 +355,8 @@ def generate() -> dict[Path, str]:
         ("sm90", sm90),
         ("w4 small", w4_small),
         ("w8 small", w8_small),
+        ("w4 large", w4_large),
+        ("ncu", profiler),
         ("bench", bench),
         ("decoder", decoder),
         ("w4 error", w4_error),
