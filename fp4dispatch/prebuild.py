@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from fp4dispatch import dispatch, jit, registry, selfcheck
+from fp4dispatch import dispatch, jit, quarantine, registry, selfcheck
+from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.problem import Problem
+from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
 SAMPLES = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 32768)
@@ -33,15 +35,20 @@ class Ask(NamedTuple):
     tokens: tuple[int, ...] = SAMPLES
 
 
+_seen: dict[Ask, tuple[object, ...]] = {}
+
+
 def together(asks: Iterable[Ask]) -> None:
     """Compile at once what these layers will load: for their self-checks, and for their numbers of tokens.
 
     Layers on a CPU need nothing. What cannot be compiled, or not be decided, is left to whoever needs it.
     """
     wanted: dict[Arch, dict[tuple[str, str], None]] = {}
+    now = _what_it_depends_on()
     for ask in dict.fromkeys(asks):
-        if ask.gpu is None:
+        if ask.gpu is None or _seen.get(ask) == now:
             continue
+        _seen[ask] = now
         try:
             system = dispatch.facts(ask.gpu)
             if system.arch is not None:
@@ -50,6 +57,12 @@ def together(asks: Iterable[Ask]) -> None:
             continue
     for arch, names in wanted.items():
         jit.build_together(names, arch)
+
+
+def _what_it_depends_on() -> tuple[object, ...]:
+    """Return what makes an answer void: the machine, verdicts, settings. A model has many layers of one shape."""
+    names = (settings.selfcheck, settings.disable, settings.fp4_gemm_backend, settings.fp8_backend)
+    return (id(_system.current()), len(quarantine.known()), *names)
 
 
 def _builds(ask: Ask, system: System) -> list[tuple[str, str]]:

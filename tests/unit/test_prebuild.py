@@ -39,6 +39,7 @@ def asked(monkeypatch, tmp_path):
     for module in (w4, cutlass):
         monkeypatch.setattr(module, "_gpu", lambda device: (SM90, 132))
     quarantine.reset()
+    monkeypatch.setattr(prebuild, "_seen", {})
     calls = []
     monkeypatch.setattr(jit, "build_together", lambda names, arch: calls.append((set(names), arch)))
     yield calls
@@ -94,6 +95,19 @@ def test_self_checks_are_counted_in_until_there_is_a_verdict(asked, monkeypatch)
     assert checked == other > without == off == {("w4a16_small", "bf16")}
     canaries = {("w4_gemm_sm90", "a16_bf16_256"), ("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")}
     assert checked == without | canaries
+
+
+def test_layers_of_one_shape_are_thought_about_once(asked, monkeypatch):
+    again = ask("nvfp4_gemm", "nvfp4")
+    prebuild.together([again] * 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "prospect", lambda *a, **k: pytest.fail("decided again"))
+        prebuild.together([again])
+    assert len(asked) == 1
+    monkeypatch.setenv("FP4_GEMM_BACKEND", "w4a8")
+    prebuild.together([again])
+    (auto, _), (named, _) = asked
+    assert named < auto
 
 
 def test_a_named_backend_is_not_checked_and_what_cannot_be_decided_is_left(asked):
