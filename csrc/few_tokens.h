@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   extern __shared__ __align__(1024) uint8_t shared[];
   constexpr int T = Tile::kTokens;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int const cluster_rank = blockIdx.x & ((1 << p.cluster_log2) - 1);
-  int const row_block = (blockIdx.x >> p.cluster_log2) * Tile::kRowBlocks;
+  // Tiles of tokens of the same rows follow each other: what one reads from memory the next finds in L2.
+  int const cluster_rank = blockIdx.x, row_block = blockIdx.z * Tile::kRowBlocks;
   int const row_blocks = min(Tile::kRowBlocks, p.row_blocks - row_block);
   int const token = blockIdx.y * T, tokens = min(T, p.m - token);
   bool const produces = warp >= Tile::kGroups * Tile::kConsumers, clustered = p.cluster_log2 > 0;

@@ -227,8 +227,8 @@ void launch_kernel(Instance const& used, Plan const& plan, Params params, Machin
   params.cluster_log2 = log2_of(int(plan.cluster));
   params.stages = int(plan.stages), params.trigger = int(plan.trigger);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(divide_up(params.row_blocks, plan.row_blocks) * plan.cluster),
-                        unsigned(divide_up(params.m, plan.tokens)));
+  config.gridDim = dim3(unsigned(plan.cluster), unsigned(divide_up(params.m, plan.tokens)),
+                        unsigned(divide_up(params.row_blocks, plan.row_blocks)));
   config.blockDim = dim3(unsigned(used.threads));
   config.dynamicSmemBytes = size_t(used.shared_bytes(int(plan.cluster), params.stages));
   config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
@@ -237,7 +237,7 @@ void launch_kernel(Instance const& used, Plan const& plan, Params params, Machin
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, used.kernel, params));
 }
 
-constexpr int64_t kMaxTokens = 65535 * 8;  // tiles of a grid
+constexpr int64_t kMaxTokens = 65535 * 8, kMaxColumns = 65535 * Weights::kRows;  // tiles of a grid
 
 // Everything but the activations; M and N are those of the output.
 Params check_all_but_x(TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out, int64_t k) {
@@ -245,7 +245,7 @@ Params check_all_but_x(TensorView w, TensorView alpha, Optional<TensorView> bias
   check_ndim({"out", out}, 2);
   int64_t const m = out.size(0), n = out.size(1);
   check_at_most("M", m, kMaxTokens, "the grid; use a kernel for many tokens");
-  check_at_most("N", n, kMaxRows, "32-bit problem sizes");
+  check_at_most("N", n, kMaxColumns, "the grid");
   check_at_least("N", n, 8, "out");
   check_multiple("N", n, 8, "16-byte rows of out");
   check_contiguous({"out", out});
