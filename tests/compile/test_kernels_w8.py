@@ -167,6 +167,7 @@ def arguments(**replaced: Any) -> list[Any]:
         ({"bias": torch.zeros(136)}, "bias: dtype is float32, needed bfloat16"),
         ({"out": torch.zeros(5, 132, dtype=torch.bfloat16)}, "N is 132, needed a multiple of 8"),
         ({"out": torch.zeros(136, 5, dtype=torch.bfloat16).t()}, "out: not contiguous"),
+        ({"out": torch.zeros(5, 8).bfloat16()[:, :1].expand(5, 4194248)}, r"N is 4194248, needed at most 4194240"),
     ],
 )
 def test_wrong_operands_are_refused_before_any_cuda_call(replaced: dict[str, torch.Tensor], message: str) -> None:
