@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from fp4dispatch import formats, jit
-from fp4dispatch.backends.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.w4_layout import pack_w4p
 from fp4dispatch.jit.manifest import installed
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
-from tests.gpu.tiles import bits, wrong_tiles
+from tests.gpu.tiles import bits
+from tests.gpu.w4_packed import Problem, activations, check_pdl_chain, dense, packer, weight
 from tests.w4_model import pack_activations
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
 VARIANTS = tuple(installed().kernel("w4_gemm_sm90").variants)
-LAUNCHES = (None, (1, 1, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1), (1, 8, 1), (4, 2, 1))
+LAUNCHES = (
+    *(None, (1, 1, 1), (2, 1, 2), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 2, 1)),
+    *((1, 3, 1), (2, 3, 2), (1, 4, 1), (2, 4, 1), (1, 8, 1)),
+)
 SHAPES = (
     (1, 8, 16),
     (65, 72, 48),
@@ -29,10 +31,7 @@ SHAPES = (
     (333, 392, 528),
     (256, 256, 256),
 )
-
-
-def packer():
-    return jit.load("w4_activations", "any", SM90).module
+FEW = ((7, 200, 144), (16, 136, 528), (17, 264, 1040), (32, 520, 2064), (33, 264, 400), (64, 136, 1040))
 
 
 @functools.cache
@@ -48,34 +47,9 @@ def is_fp8(variant):
     return variant.startswith("a8")
 
 
-@functools.cache
-def weight(n, k):
-    """Codes, scales (subnormal ones and zero too) and packed, on the GPU."""
-    draw = torch.Generator().manual_seed(n * k)
-    codes = torch.randint(256, (n, k // 2), generator=draw, dtype=torch.uint8).cuda()
-    scale = torch.randint(127, (n, k // 16), generator=draw).to(torch.uint8).cuda().view(torch.float8_e4m3fn)
-    return codes, scale, pack_w4p(codes, scale)
-
-
-def dense(variant, n, k):
-    codes, scale, _ = weight(n, k)
-    if is_fp8(variant):
-        return fold_e4m3(codes, scale).double() * FOLD
-    return formats.decode_e2m1(formats.unpack_e2m1(codes)).double() * scale.double().repeat_interleave(16, 1)
-
-
-def activations(variant, x):
-    """(packed, scale or None, what they stand for in float64)."""
-    m, k = x.shape
-    block = 128 if is_fp8(variant) else 64
-    packed = torch.full((-(-k // block), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
-    if not is_fp8(variant):
-        packer().w4_pack(x, packed, False)
-        return packed, None, x.double()
-    scale = torch.full((m,), torch.nan, device="cuda")
-    packer().w4_quantize_row(x, packed, scale, False)
-    q = formats.fp8_quantize(x, "row")
-    return packed, scale, q.data.double() * q.scale.double().view(-1, 1)
+def most_split(variant, k):
+    """Parts of K: each has a stage, and adds up 8 tokens at least."""
+    return min(4 if variant.endswith("_32") else 8, -(-k // (128 if is_fp8(variant) else 64)))
 
 
 @pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
@@ -89,7 +63,7 @@ def test_packing_bit_for_bit(dtype, m, k):
     x[-1, k // 2] = torch.inf
     on_gpu = wide.cuda()[:, 8 : 8 + k]
     for variant, expected in (("a16", x), ("a8", formats.fp8_quantize(x, "row").data)):
-        packed, scale, _ = activations(variant, on_gpu)
+        packed, scale, _ = activations(is_fp8(variant), on_gpu)
         assert torch.equal(packed.cpu(), pack_activations(expected))
         if scale is not None:
             assert torch.equal(bits(scale.cpu()), bits(formats.fp8_quantize(x, "row").scale))
@@ -102,52 +76,46 @@ def test_packing_bit_for_bit(dtype, m, k):
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tile_and_the_same_bits_twice(variant, launch):
-    dtype = dtype_of(variant)
-    for m, n, k in SHAPES:
-        stages = -(-k // (128 if is_fp8(variant) else 64))
-        if launch is not None and launch[1] > stages:
+    for m, n, k in (*SHAPES, *(FEW if variant.endswith("_32") else ())):
+        if launch is not None and launch[1] > most_split(variant, k):
             continue
-        draw = torch.Generator("cuda").manual_seed(m)
-        x = torch.randn(m, k, generator=draw, device="cuda").to(dtype)
-        packed, scale, exact_x = activations(variant, x)
-        alpha = torch.rand(n if m % 2 else 1, generator=draw, device="cuda") * 2.0**-9 + 2.0**-10
-        bias = torch.randn(n, generator=draw, device="cuda").to(dtype) if m % 3 else None
-        guarded = torch.full((m + 2, n), torch.nan, device="cuda", dtype=dtype)
-        out = guarded[1:-1]
-        results = []
-        for pdl in (False, True):
-            out.fill_(torch.nan)
-            operands = (packed, scale, weight(n, k)[2], alpha, bias, out)
-            if launch is None:
-                gemm(variant).w4_gemm(*operands, pdl)
-            else:
-                gemm(variant).w4_gemm_shaped(*operands, list(launch), pdl)
-            results.append(out.clone())
-        assert torch.equal(bits(results[0]), bits(results[1]))
-        assert guarded[0].isnan().all()
-        assert guarded[-1].isnan().all()
-        w = dense(variant, n, k) * alpha.double().view(-1, 1)
-        exact = exact_x @ w.t() + (0 if bias is None else bias.double())
-        # An MMA of 32 k cuts up to 2^-13 off an FP8 sum, which stays within 4 times its root-sum-square.
-        sums = (exact_x.square() @ w.t().square()).sqrt() * 4 * (k / 32 + 2) * 2.0**-13
-        allowed = sums if is_fp8(variant) else 2.0**-17 * (exact_x.abs() @ w.t().abs())
-        unit = torch.finfo(dtype).eps
-        wrong = ~((out.double() - exact).abs() <= unit * exact.abs() + allowed + 2.0**-24)
-        bad, of = wrong_tiles(wrong)
-        assert not bad, f"{variant} {launch} M={m} N={n} K={k}: {bad} of {of} tiles wrong"
+        problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
+        if launch is None:
+            problem.run(gemm(variant).w4_gemm)
+        else:
+            problem.run(gemm(variant).w4_gemm_shaped, list(launch))
+        problem.check(f"{variant} {launch}")
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if is_fp8(v)])
+def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
+    for m in (16, 33, 100):
+        for change in ({"static": 0.013}, {"scales": (0, 8), "alpha": 2.0**4}, {"scales": (0, 1)}):
+            problem = Problem(True, dtype_of(variant), (m, 264, 1040), **change)
+            problem.run(gemm(variant).w4_gemm)
+            problem.check(f"{variant} {change}")
+
+
+@pytest.mark.parametrize(
+    ("variant", "m"),
+    [("a8_bf16_32", 1), ("a8_bf16_32", 32), ("a8_bf16_64", 64), ("a8_bf16_192", 200), ("a16_bf16_64", 40)],
+)
+def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
+    check_pdl_chain(gemm(variant).w4_gemm, is_fp8(variant), m)
 
 
 def test_long_k_and_many_tiles():
     """More tiles than multiprocessors (a persistent grid's ring runs on into the next tile), and long K."""
     for variant, (m, n, k) in itertools.product(
-        ("a8_bf16_64", "a8_bf16_192", "a16_bf16_128"), ((1024, 5120, 512), (300, 256, 14336))
+        ("a8_bf16_32", "a8_bf16_64", "a8_bf16_192", "a16_bf16_128"), ((1024, 5120, 512), (300, 256, 14336))
     ):
         x = torch.randn(m, k, generator=torch.Generator("cuda").manual_seed(k), device="cuda").bfloat16()
-        packed, scale, exact_x = activations(variant, x)
+        packed, scale, exact_x = activations(is_fp8(variant), x)
+        codes, block_scale, w = weight(n, k)
         alpha = torch.full((1,), 2.0**-12, device="cuda")
         out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
-        gemm(variant).w4_gemm(packed, scale, weight(n, k)[2], alpha, None, out, True)
-        exact = exact_x @ dense(variant, n, k).t() * 2.0**-12
+        gemm(variant).w4_gemm(packed, scale, w, alpha, None, out, True)
+        exact = exact_x @ dense(is_fp8(variant), codes, block_scale).t() * 2.0**-12
         tiles = (out.double() - exact).square().unflatten(1, (-1, 128)).sum(dim=(0, 2)).sqrt()
         sizes = exact.square().unflatten(1, (-1, 128)).sum(dim=(0, 2)).sqrt()
         assert float((tiles / sizes).max()) < 8e-3
@@ -156,18 +124,18 @@ def test_long_k_and_many_tiles():
 def test_a_token_that_is_not_finite_stays_alone():
     x = torch.randn(70, 256, device="cuda").bfloat16()
     x[3, 7] = torch.nan
-    for variant in ("a8_bf16_64", "a16_bf16_64"):
-        packed, scale, _ = activations(variant, x)
+    for variant in ("a8_bf16_32", "a8_bf16_64", "a16_bf16_64"):
+        packed, scale, _ = activations(is_fp8(variant), x)
         out = torch.zeros(70, 128, device="cuda", dtype=torch.bfloat16)
         gemm(variant).w4_gemm(packed, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)
         assert out[3].isnan().all()
         assert out[torch.arange(70, device="cuda") != 3].isfinite().all()
 
 
-def test_capture_and_no_tokens():
-    variant = "a8_bf16_128"
+@pytest.mark.parametrize("variant", ["a8_bf16_32", "a8_bf16_128"])
+def test_capture_and_no_tokens(variant):
     x = torch.randn(130, 512, device="cuda").bfloat16()
-    packed, scale, _ = activations(variant, x)
+    packed, scale, _ = activations(True, x)
     alpha, out = torch.ones(1, device="cuda"), torch.zeros(130, 256, device="cuda", dtype=torch.bfloat16)
     w = weight(256, 512)[2]
     gemm(variant).w4_gemm(packed, scale, w, alpha, None, out, True)
@@ -199,7 +167,7 @@ def test_capture_and_no_tokens():
 )
 def test_wrong_arguments_are_refused(change, message):
     variant = "a8_bf16_64"
-    packed, scale, _ = activations(variant, torch.randn(70, 256, device="cuda").bfloat16())
+    packed, scale, _ = activations(True, torch.randn(70, 256, device="cuda").bfloat16())
     given = {
         "x": packed,
         "x_scale": scale,
@@ -214,3 +182,18 @@ def test_wrong_arguments_are_refused(change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         gemm(variant).w4_gemm_shaped(*given.values(), False)
     assert (given["out"] == 3).all()
+
+
+def test_a_tile_of_32_tokens_refuses_8_parts_of_k():
+    problem = Problem(True, torch.bfloat16, (21, 264, 2064))
+    with pytest.raises(ValueError, match="shape: split is 8, needed at most 4"):
+        gemm("a8_bf16_32").w4_gemm_shaped(*problem.operands().values(), [1, 8, 1], False)
+    assert problem.out.isnan().all()
+
+
+def test_the_check_sees_one_wrong_element():
+    problem = Problem(True, torch.bfloat16, (33, 264, 400))
+    problem.run(gemm("a8_bf16_32").w4_gemm)
+    problem.out[32, 263] += problem.out.abs().max()
+    with pytest.raises(AssertionError, match="1 of 3 tiles wrong"):
+        problem.check()

@@ -1,0 +1,195 @@
+"""w4a8_small on SM90, tile by tile against an fp64 product of what it defines."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from fp4dispatch import jit
+from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
+from tests.gpu.tiles import bits
+from tests.gpu.w4_packed import Problem, activations, check_pdl_chain, packer, weight
+from tests.w4a8_small import INSTANCES, NAME, launch_shapes
+
+pytestmark = [pytest.mark.gpu, needs_sm90]
+
+M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100)
+# Tails of N (multiples of 8) and K (multiples of 16) of chunks, stages and row blocks; two real layers.
+NK = ((8, 16), (72, 80), (136, 48), (264, 144), (1032, 2064), (1024, 4096), (4096, 1040))
+
+
+@functools.cache
+def module(variant: str = "bf16") -> Any:
+    return jit.load(NAME, variant, SM90).module
+
+
+@pytest.mark.parametrize("nk", NK, ids=str)
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> None:
+    for m in M:
+        problem = Problem(True, OUT_DTYPES[variant], (m, *nk))
+        problem.run(module(variant).w4a8_small)
+        problem.check(variant)
+
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_every_launch_shape_is_right(variant: str, instance: tuple[int, ...]) -> None:
+    """Parts of K without a stage too, and several tiles of tokens."""
+    shapes = [shape for shape in launch_shapes() if shape[:4] == instance]
+    assert {shape[4] for shape in shapes} == {1, 2, 4, 8}
+    for mnk in ((7, 200, 48), (33, 264, 400), (100, 136, 2064)):
+        problem = Problem(True, OUT_DTYPES[variant], mnk)
+        for shape in shapes:
+            for trigger in (shape[6], 0, 100):
+                problem.run(module(variant).w4a8_small_shaped, [*shape[:6], trigger])
+                problem.check(f"{variant} {shape} {trigger}")
+
+
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant: str) -> None:
+    for m in (1, 16, 33, 100):
+        for change in ({"static": 0.013}, {"scales": (0, 8), "alpha": 2.0**4}, {"scales": (0, 1)}):
+            problem = Problem(True, OUT_DTYPES[variant], (m, 264, 1040), **change)
+            problem.run(module(variant).w4a8_small)
+            problem.check(f"{variant} {change}")
+
+
+def test_repeats_bit_for_bit() -> None:
+    for mnk in ((1, 4096, 4096), (16, 1032, 2064), (64, 4096, 1040)):
+        Problem(True, torch.bfloat16, mnk).run(module().w4a8_small, times=20)
+
+
+def test_a_token_has_the_same_bits_whoever_shares_its_launch() -> None:
+    x = torch.randn(16, 2064, device="cuda").bfloat16()
+    w, alpha = weight(1032, 2064)[2], torch.full((1,), 2.0**-9, device="cuda")
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        packed, scale, _ = activations(True, rows.contiguous())
+        out = torch.full((rows.shape[0], 1032), torch.nan, device="cuda", dtype=torch.bfloat16)
+        module().w4a8_small(packed, scale, w, alpha, None, out, False)
+        return out
+
+    together = product(x)
+    for token in range(16):
+        assert torch.equal(bits(product(x[token : token + 1])[0]), bits(together[token]))
+
+
+def test_long_k_and_more_tiles_than_multiprocessors() -> None:
+    for mnk in ((64, 256, 28672), (16, 256, 28672), (64, 28672, 512), (300, 5120, 512)):
+        problem = Problem(True, torch.bfloat16, mnk, alpha=2.0**-12)
+        problem.run(module().w4a8_small)
+        problem.check()
+
+
+def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -> None:
+    """Packed blocks hold 8 tokens: those beyond M are whatever lies there."""
+    x = torch.randn(21, 400, device="cuda").bfloat16()
+    packed, scale, _ = activations(True, x)
+    w, alpha = weight(136, 400)[2], torch.ones(1, device="cuda")
+    out = torch.zeros(2, 21, 136, device="cuda", dtype=torch.bfloat16)
+    module().w4a8_small(packed, scale, w, alpha, None, out[0], False)
+    packed.view(-1, 3, 8, 128)[:, 2, 5:] = 0x7F  # NaN
+    module().w4a8_small(packed, scale, w, alpha, None, out[1], False)
+    assert out[0].isfinite().all()
+    assert torch.equal(bits(out[0]), bits(out[1]))
+    x[3, 7] = torch.nan
+    packed, scale, _ = activations(True, x)
+    module().w4a8_small(packed, scale, w, alpha, None, out[1], False)
+    assert out[1, 3].isnan().all()
+    others = torch.arange(21, device="cuda") != 3
+    assert torch.equal(bits(out[1, others]), bits(out[0, others]))
+
+
+@pytest.mark.parametrize("m", [1, 16, 32, 64])
+def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
+    """Each layer reads what the one before wrote, while its weights were already on their way."""
+    check_pdl_chain(module().w4a8_small, True, m)
+
+
+def test_capture_and_no_tokens() -> None:
+    x = torch.randn(40, 512, device="cuda").bfloat16()
+    packed, scale, _ = activations(True, x)
+    w, alpha = weight(256, 512)[2], torch.ones(1, device="cuda")
+    out = torch.full((40, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    module().w4a8_small(packed, scale, w, alpha, None, out, True)
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packer().w4_quantize_row(x, packed, scale, True)
+        module().w4a8_small(packed, scale, w, alpha, None, out, True)
+    packed.fill_(0xFF)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert expected.isfinite().all()
+    assert torch.equal(bits(out), bits(expected))
+    nothing = (packed[:, :0].contiguous(), scale[:0], w, alpha, None, out[:0])
+    out.fill_(torch.nan)
+    module().w4a8_small(*nothing, False)
+    module().w4a8_small_shaped(*nothing, [16, 1, 2, 1, 1, 2, 2], True)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("x", lambda p: p.x.view(torch.int8), "x: dtype is int8, needed uint8"),
+        ("x", lambda p: p.x[:1], r"x: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
+        ("x", lambda p: p.x[:, :2].contiguous(), r"x: size of dimension 1 is 2, needed 3 \(ceil\(M/8\)\)"),
+        ("x", lambda p: p.x.transpose(0, 1).contiguous().transpose(0, 1), "x: not contiguous"),
+        ("x", lambda p: p.x.cpu(), "x: is not on a CUDA device"),
+        ("x_scale", lambda p: p.x_scale[:20], r"x_scale: has 20 elements, needed 1 or 21 \(M\)"),
+        ("x_scale", lambda p: p.x_scale.half(), "x_scale: dtype is float16, needed float32"),
+        ("x_scale", lambda p: p.x_scale.cpu(), "x_scale: is not on a CUDA device"),
+        ("w", lambda p: p.w[:2], r"w: size of dimension 0 is 2, needed 3 \(ceil\(N/64\)\)"),
+        ("w", lambda p: p.w.repeat(1, 2, 1)[:, ::2], "w: not contiguous"),
+        ("w", lambda p: p.w.cpu(), "w: is not on a CUDA device"),
+        ("alpha", lambda p: p.alpha[:3], "alpha: has 3 elements, needed 1 or 136"),
+        ("bias", lambda p: torch.zeros(136, device="cuda"), "bias: dtype is float32, needed bfloat16"),
+        ("bias", lambda p: torch.zeros(136, dtype=torch.bfloat16), "bias: is not on a CUDA device"),
+        ("out", lambda p: p.out.view(torch.float16), "out: dtype is float16, needed bfloat16"),
+        ("out", lambda p: p.out[:, :128], "out: not contiguous"),
+        ("out", lambda p: p.out[:16], r"x: size of dimension 1 is 3, needed 2 \(ceil\(M/8\)\)"),
+    ],
+)
+def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, message: str) -> None:
+    problem = Problem(True, torch.bfloat16, (21, 136, 208))
+    given = problem.operands() | {name: change(problem)}
+    for call, more in ((module().w4a8_small, ()), (module().w4a8_small_shaped, ([16, 1, 2, 1, 1, 2, 2],))):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call(*given.values(), *more, False)
+    torch.cuda.synchronize()
+    assert problem.out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([16, 1, 2, 1, 1, 2], "shape: has 6 numbers, needed 7"),
+        ([16, 3, 2, 1, 1, 2, 0], "no kernel for 16 tokens, 3 row blocks, 2 groups and 1 units"),
+        ([8, 1, 4, 2, 1, 2, 0], "no kernel for 8 tokens, 1 row blocks, 4 groups and 2 units"),
+        ([16, 1, 2, 1, 3, 2, 0], "cluster is 3, needed 1, 2, 4 or 8"),
+        ([16, 1, 2, 1, 16, 2, 0], "cluster is 16, needed 1, 2, 4 or 8"),
+        ([16, 1, 2, 1, 1, 1, 0], "1 stages, needed 2 to 31"),
+        ([16, 1, 2, 1, 1, 32, 0], "32 stages, needed 2 to 31"),
+        ([64, 1, 2, 1, 1, 31, 0], "bytes of shared memory, a CTA has 232448"),
+        ([16, 1, 2, 1, 1, 2, -1], "trigger is -1, needed at least 0"),
+    ],
+)
+def test_wrong_launch_shapes_are_refused(shape: list[int], message: str) -> None:
+    problem = Problem(True, torch.bfloat16, (21, 136, 208))
+    with pytest.raises(ValueError, match=message):
+        module().w4a8_small_shaped(*problem.operands().values(), shape, False)
+    assert problem.out.isnan().all()
+
+
+def test_the_check_sees_one_wrong_element() -> None:
+    problem = Problem(True, torch.bfloat16, (33, 264, 144))
+    problem.run(module().w4a8_small)
+    problem.out[32, 263] += problem.out.abs().max()
+    with pytest.raises(AssertionError, match="1 of 3 tiles wrong"):
+        problem.check()

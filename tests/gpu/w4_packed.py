@@ -1,0 +1,140 @@
+"""Problems for the kernels that multiply packed activations by W4P weights, with the check of their results."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import formats, jit
+from fp4dispatch.backends.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.w4_layout import pack_w4p
+from tests.gpu.sm90 import SM90
+from tests.gpu.tiles import bits, wrong_tiles
+
+
+@functools.cache
+def packer() -> Any:
+    return jit.load("w4_activations", "any", SM90).module
+
+
+@functools.cache
+def weight(n: int, k: int, seed: int = 0, codes_of_scales: tuple[int, int] = (0, 127)) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales (subnormal ones and zero too) and packed, on the GPU."""
+    draw = torch.Generator().manual_seed(n * k + seed)
+    codes = torch.randint(256, (n, k // 2), generator=draw, dtype=torch.uint8).cuda()
+    scale = torch.randint(*codes_of_scales, (n, k // 16), generator=draw).to(torch.uint8).cuda()
+    scale = scale.view(torch.float8_e4m3fn)
+    return codes, scale, pack_w4p(codes, scale)
+
+
+def dense(fp8: bool, codes: Tensor, scale: Tensor) -> Tensor:
+    """Return what a weight stands for, in fp64."""
+    if fp8:
+        return fold_e4m3(codes, scale).double() * FOLD
+    return formats.decode_e2m1(formats.unpack_e2m1(codes)).double() * scale.double().repeat_interleave(16, 1)
+
+
+def activations(fp8: bool, x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(packed, scale or None, what they stand for in float64); ``static``: one scale for all tokens."""
+    m, k = x.shape
+    packed = torch.full((-(-k // (128 if fp8 else 64)), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
+    if not fp8:
+        packer().w4_pack(x, packed, False)
+        return packed, None, x.double()
+    if static is not None:
+        one = torch.full((1,), static, device="cuda")
+        packer().w4_quantize_tensor(x, packed, one, False)
+        return packed, one, formats.fp8_quantize(x, "tensor", one[0]).data.double() * one.double()
+    scale = torch.full((m,), torch.nan, device="cuda")
+    packer().w4_quantize_row(x, packed, scale, False)
+    q = formats.fp8_quantize(x, "row")
+    return packed, scale, q.data.double() * q.scale.double().view(-1, 1)
+
+
+class Problem:
+    """Operands, and an output full of NaN between guards. Bias and a vector of alphas come and go with M."""
+
+    def __init__(
+        self,
+        fp8: bool,
+        dtype: torch.dtype,
+        mnk: tuple[int, int, int],
+        *,
+        static: float | None = None,
+        alpha: float = 2.0**-9,
+        scales: tuple[int, int] = (0, 127),
+    ) -> None:
+        m, n, k = self.mnk = mnk
+        self.fp8, self.dtype = fp8, dtype
+        draw = torch.Generator("cuda").manual_seed(m)
+        x = torch.randn(m, k, generator=draw, device="cuda").to(dtype)
+        self.x, self.x_scale, self.exact_x = activations(fp8, x, static)
+        codes, scale, self.w = weight(n, k, 0, scales)
+        self.dense = dense(fp8, codes, scale)
+        self.alpha = (torch.rand(n if m % 2 else 1, generator=draw, device="cuda") + 0.5) * alpha
+        self.bias = torch.randn(n, generator=draw, device="cuda").to(dtype) if m % 3 else None
+        guarded = torch.full((m + 2, n), torch.nan, device="cuda", dtype=dtype)
+        self.guard, self.out = guarded[:: m + 1], guarded[1:-1]
+
+    def operands(self) -> dict[str, Tensor | None]:
+        """Arguments of w4_gemm and w4a8_small by name, in their order."""
+        return {name: getattr(self, name) for name in ("x", "x_scale", "w", "alpha", "bias", "out")}
+
+    def run(self, call: Any, *more: Any, times: int = 2) -> None:
+        """Launch without and with PDL; the bits must be the same. ``more``: what comes before the PDL flag."""
+        first = None
+        for turn in range(times):
+            self.out.fill_(torch.nan)
+            call(*self.operands().values(), *more, turn > 0)
+            first = self.out.clone() if first is None else first
+            assert torch.equal(bits(self.out), bits(first))
+
+    def check(self, what: object = "") -> None:
+        """Compare every element with the fp64 product; report by tiles."""
+        m, n, k = self.mnk
+        w = self.dense * self.alpha.double().view(-1, 1)
+        exact = self.exact_x @ w.t() + (0 if self.bias is None else self.bias.double())
+        # An MMA of 32 k cuts up to 2^-13 off an FP8 sum, which stays within 4 times its root-sum-square.
+        sums = (self.exact_x.square() @ w.t().square()).sqrt() * 4 * (k / 32 + 2) * 2.0**-13
+        allowed = sums if self.fp8 else 2.0**-17 * (self.exact_x.abs() @ w.t().abs())
+        unit = torch.finfo(self.dtype).eps
+        bad, of = wrong_tiles(~((self.out.double() - exact).abs() <= unit * exact.abs() + allowed + 2.0**-24))
+        assert not bad, f"{what} M={m} N={n} K={k}: {bad} of {of} tiles wrong"
+        assert self.guard.isnan().all(), f"{what} M={m} N={n} K={k}: wrote outside the output"
+
+
+def check_pdl_chain(call: Any, fp8: bool, m: int) -> None:
+    """12 square layers, each packs and reads what the one before wrote: a graph with PDL against the same without."""
+    size = 2048
+    weights = [weight(size, size, seed) for seed in range(3)]
+    alpha = size**0.5 / dense(fp8, *weights[0][:2]).norm().float().view(1)
+    buffers = [torch.zeros(m, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    packed = [activations(fp8, buffer)[0] for buffer in buffers]
+    scales = [torch.full((m,), torch.nan, device="cuda") if fp8 else None for _ in buffers]
+    start = torch.randn(m, size, device="cuda").bfloat16()
+
+    def layers(pdl: bool) -> None:
+        for i in range(12):
+            x, q, scale = buffers[i % 2], packed[i % 2], scales[i % 2]
+            if fp8:
+                packer().w4_quantize_row(x, q, scale, pdl)
+            else:
+                packer().w4_pack(x, q, pdl)
+            call(q, scale, weights[i % 3][2], alpha, None, buffers[(i + 1) % 2], pdl)
+
+    buffers[0].copy_(start)
+    layers(False)
+    expected = buffers[0].clone()
+    assert expected.isfinite().all()
+    assert expected.any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(True)
+    for _ in range(30):
+        buffers[0].copy_(start)
+        buffers[1].fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(bits(buffers[0]), bits(expected))
