@@ -44,7 +44,7 @@ def test_gemm_is_proved(variant: str) -> None:
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 registers over all threads.
     one_cta = 96 if variant.startswith("a16") and not variant.endswith("_256") else 168
-    assert kernel.registers == (80 if variant.startswith("a8") and variant.endswith("_64") else one_cta)
+    assert kernel.registers == (80 if variant.startswith("a8") and variant.endswith(("_32", "_64")) else one_cta)
     # ptxas says so where it makes MMAs wait for each other, or ignores setmaxnreg.
     log = (built.entry.folder / "build.log").read_text()
     assert "serialized" not in log
@@ -62,7 +62,7 @@ def test_plan_fills_the_gpu_and_stays_within_its_limits() -> None:
     plan = module().w4_gemm_plan
     for m, n, k in itertools.product((1, 64, 300, 4096), (8, 200, 4096, 57344), (16, 144, 4096, 28672)):
         multicast, split, raster, clocks = plan(m, n, k, 132)
-        assert (multicast in (1, 2), split in (1, 2, 4, 8)) == (True, True)
+        assert (multicast in (1, 2), split in (1, 2, 3, 4, 8)) == (True, True)
         assert multicast * split <= 8
         assert split == 1 or split * 4 <= -(-k // 128)  # a part of K has four stages at least
         clusters = math.ceil(math.ceil(n / 128) / multicast) * math.ceil(m / 192)
@@ -70,6 +70,28 @@ def test_plan_fills_the_gpu_and_stays_within_its_limits() -> None:
         assert (raster, clocks > 0) == (8, True)
     with pytest.raises(ValueError, match="m is 0, needed at least 1"):
         plan(0, 4096, 4096, 132)
+
+
+def test_plan_of_32_tokens_never_splits_k_by_more_than_4() -> None:
+    """A part of K adds up 8 tokens at least; two CTAs share a multiprocessor."""
+    built = module("a8_bf16_32")
+    assert built.w4_gemm_tokens() == 32
+    splits = set()
+    for m, n, k in itertools.product((1, 16, 32, 33, 64, 4096), (8, 200, 1024, 4096, 57344), (16, 1024, 4096, 28672)):
+        multicast, split, raster, clocks = built.w4_gemm_plan(m, n, k, 132)
+        assert (multicast in (1, 2), split in (1, 2, 3, 4), raster, clocks > 0) == (True, True, 8, True)
+        assert split == 1 or split * 4 <= -(-k // 128)
+        clusters = math.ceil(math.ceil(n / 128) / multicast) * math.ceil(m / 32)
+        assert split == 1 or clusters * multicast * split <= 2 * 2 * 132
+        splits.add(split)
+    assert 4 in splits
+    given = operands(m=21, k=2048) | {"shape": [1, 8, 1]}
+    with pytest.raises(
+        ValueError, match=r"shape: split is 8, needed at most 4 \(parts of K for a tile of so few tokens"
+    ):
+        built.w4_gemm_shaped(*given.values(), False)
+    with pytest.raises(ValueError, match="x: is not on a CUDA device"):
+        built.w4_gemm_shaped(*(given | {"shape": [2, 4, 1]}).values(), False)
 
 
 MEASURED = {
@@ -139,7 +161,9 @@ def operands(m: int = 70, n: int = 128, k: int = 256) -> dict[str, Any]:
         ({"out": torch.zeros(70, 256, dtype=torch.bfloat16)[:, :128]}, "out: not contiguous"),
         ({"shape": [1, 1]}, "shape: has 2 numbers, needed 3"),
         ({"shape": [3, 1, 1]}, "shape: multicast is 3, needed 1, 2 or 4"),
-        ({"shape": [1, 3, 1]}, "shape: split is 3, needed 1, 2, 4 or 8"),
+        ({"shape": [1, 5, 1]}, "shape: split is 5, needed 1, 2, 3, 4 or 8"),
+        ({"shape": [4, 3, 1]}, r"shape: multicast \* split is 12, needed at most 8"),
+        ({"shape": [1, 3, 1]}, "shape: split is 3, needed at most 2"),
         ({"shape": [4, 4, 1]}, r"shape: multicast \* split is 16, needed at most 8"),
         ({"shape": [1, 4, 1]}, "shape: split is 4, needed at most 2"),
         ({"shape": [1, 1, 0]}, "shape: raster is 0, needed at least 1"),

@@ -1,0 +1,211 @@
+"""w4a8_small without a GPU: proofs, registers, the launch plan, and what the host code refuses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fp4dispatch import jit, libraries
+from fp4dispatch.jit.manifest import installed
+from tests.w4a8_small import H200, INSTANCES, MOST_SLOTS, NAME, shared_bytes, threads
+
+tvm_ffi = pytest.importorskip("tvm_ffi")
+
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
+
+REAL = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
+# CTAs of a multiprocessor that plan()'s rings count on; an SM90 has 65536 registers, dealt out to warps by 256.
+RESIDENT = {(16, 1, 2, 1): 2, (16, 1, 4, 1): 1, (32, 1, 2, 1): 2, (32, 1, 4, 1): 1, (64, 1, 2, 1): 1}
+
+
+def module(variant: str = "bf16") -> Any:
+    return tvm_ffi.load_module(str(jit.build(NAME, variant, "90a").entry.library))
+
+
+def instance_in(name: str) -> tuple[int, ...]:
+    tile = re.search(r"TileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", name)
+    assert tile is not None
+    return tuple(map(int, tile.groups()))
+
+
+@pytest.mark.parametrize("variant", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_every_kernel_is_proved(variant: str) -> None:
+    assert set(installed().kernel(NAME).variants) == {"bf16", "fp16"}
+    built = jit.build(NAME, variant, "90a")
+    assert built.proven
+    assert built.pdl_allowed
+    assert built.proof is not None
+    assert sorted(instance_in(kernel.name) for kernel in built.proof.kernels) == sorted(INSTANCES)
+    for kernel in built.proof.kernels:
+        instance = instance_in(kernel.name)
+        assert kernel.wait == 2  # the producer and the consumers
+        assert kernel.signal >= 1
+        assert kernel.unguarded == ()
+        assert kernel.mma == {"QGMMA.64": 4}  # two for each of the two chunks of a stage
+        assert (kernel.spills, kernel.stack, kernel.local) == (0, 0, 0), instance
+        warps = threads(instance) // 32
+        assert RESIDENT[instance] * warps * -(-kernel.registers // 8) * 256 <= 65536, (instance, kernel.registers)
+    log = (built.entry.folder / "build.log").read_text()
+    assert "serialized" not in log  # MMAs that ptxas makes wait for each other
+
+
+def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
+    from fp4dispatch.jit import prove
+    from fp4dispatch.jit.toolchain import disassembler
+
+    built = jit.build(NAME, "bf16", "90a")
+    assert built.entry.request["before_wait"] == ["UBLKCP"]
+    request = {key: value for key, value in built.entry.request.items() if key != "before_wait"}
+    proof = prove.prove(built.entry.library, request, disassembler(installed().common.minimum["disassembler"]))
+    for kernel in proof.kernels:
+        assert kernel.unguarded
+        assert all(" UBLKCP.S.G " in access for access in kernel.unguarded)
+    assert not proof.pdl_allowed(request)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize("nk", REAL, ids=str)
+@pytest.mark.parametrize("m", [16, 32, 64])
+def test_plan_of_a_real_layer_fits_an_h200(m: int, nk: tuple[int, int]) -> None:
+    plan = list(module().w4a8_small_plan(m, *nk, *H200))
+    instance, (cluster, stages, trigger) = tuple(plan[:4]), plan[4:]
+    ctas = -(-nk[0] // (64 * instance[1])) * cluster
+    assert instance in INSTANCES
+    assert instance[0] == m
+    assert shared_bytes(plan) <= H200[2]
+    resident = RESIDENT[instance] if stages > 2 else 1
+    assert resident * (shared_bytes(plan) + 1024) <= H200[1]
+    assert ctas >= 0.7 * H200[0]  # the GPU is full, or nearly
+    assert cluster == 1 or ctas // 2 < 0.7 * H200[0]  # and no CTA more than that takes shares K
+    assert 2 <= stages <= max(2, -(-nk[1] // (128 * cluster * instance[2])))
+    assert trigger == stages
+
+
+def test_any_plan_is_of_what_is_built_and_fits() -> None:
+    plan_of = module().w4a8_small_plan
+    for m, n, k in itertools.product(
+        (1, 16, 17, 32, 33, 64, 65, 500), (8, 64, 72, 1024, 4096, 28672, 151936), (16, 64, 144, 4096, 14336, 28672)
+    ):
+        plan = list(plan_of(m, n, k, *H200))
+        tokens, _, groups, _, cluster, stages, trigger = plan
+        assert tuple(plan[:4]) in INSTANCES, (m, n, k)
+        assert tokens == (16 if m <= 16 else 32 if m <= 32 else 64)
+        assert cluster in (1, 2, 4, 8)
+        assert stages >= 2  # wgmma still reads a stage when the next one begins
+        assert groups * stages <= MOST_SLOTS
+        assert trigger >= 0
+        assert shared_bytes(plan) <= H200[2]
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_more_rows_need_no_more_parts_of_k_and_more_k_no_fewer_stages(tokens: int) -> None:
+    plan_of = module().w4a8_small_plan
+    rows = [plan_of(tokens, n, 8192, *H200)[4] for n in (64, 512, 1024, 2048, 4096, 8192, 16384, 57344)]
+    assert rows == sorted(rows, reverse=True)
+    assert (rows[0], rows[-1]) == (8 if RESIDENT[tuple(plan_of(tokens, 64, 8192, *H200)[:4])] > 1 else 4, 1)
+    for n in (1024, 4096, 28672):
+        deep = [plan_of(tokens, n, k, *H200) for k in (128, 512, 2048, 8192, 28672)]
+        rings = [plan[2] * plan[5] for plan in deep]  # of all groups
+        assert rings == sorted(rings), (n, rings)
+
+
+def test_less_shared_memory_means_fewer_stages_and_too_little_no_plan() -> None:
+    plan_of = module().w4a8_small_plan
+    needed = shared_bytes((*plan_of(32, 4096, 28672, *H200)[:5], 2))
+    sizes = (232448, 200000, 160000, 120000, needed, needed - 1)
+    plans = [list(plan_of(32, 4096, 28672, 132, size + 1024, size, True)) for size in sizes]
+    stages = [plan[5] for plan in plans]
+    assert stages == sorted(stages, reverse=True)
+    assert stages[0] > stages[-2] == 2
+    assert plans[-1] == [0] * 7
+
+
+def test_launch_shape_does_not_depend_on_the_number_of_tokens_of_a_tile() -> None:
+    """So a token has the same bits whether it decodes alone or with others of its tile."""
+    plan_of = module().w4a8_small_plan
+    for (n, k), (few, many) in itertools.product((*REAL, (1024, 4096)), ((1, 16), (17, 32), (33, 64), (64, 500))):
+        assert list(plan_of(few, n, k, *H200)) == list(plan_of(many, n, k, *H200))
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def operands(m: int = 21, n: int = 136, k: int = 208) -> dict[str, Any]:
+    return {
+        "x": torch.zeros(-(-k // 128), -(-m // 8), 1024, dtype=torch.uint8),
+        "x_scale": torch.ones(m),
+        "w": torch.zeros(-(-n // 64), -(-k // 64), 2304, dtype=torch.uint8),
+        "alpha": torch.ones(1),
+        "bias": None,
+        "out": torch.zeros(m, n, dtype=torch.bfloat16),
+    }
+
+
+def shifted(size: tuple[int, ...], dtype: torch.dtype, elements: int) -> torch.Tensor:
+    """Contiguous, and ``elements`` past an aligned address."""
+    return torch.zeros(elements + torch.Size(size).numel(), dtype=dtype)[elements:].view(size)
+
+
+U8, BF16 = torch.uint8, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "x: is not on a CUDA device"),
+        ({"x_scale": torch.ones(1)}, "x: is not on a CUDA device"),
+        ({"x_scale": torch.ones(1), "alpha": torch.ones(136)}, "x: is not on a CUDA device"),
+        ({"x": torch.zeros(2, 3, 1024)}, "x: dtype is float32, needed uint8"),
+        ({"x": torch.zeros(6, 1024, dtype=U8)}, "x: has 2 dimensions, needed 3"),
+        ({"x": torch.zeros(1, 3, 1024, dtype=U8)}, r"x: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
+        ({"x": torch.zeros(2, 4, 1024, dtype=U8)}, r"x: size of dimension 1 is 4, needed 3 \(ceil\(M/8\)\)"),
+        ({"x": torch.zeros(2, 3, 512, dtype=U8)}, "x: size of dimension 2 is 512, needed 1024"),
+        ({"x": torch.zeros(3, 2, 1024, dtype=U8).transpose(0, 1)}, "x: not contiguous"),
+        ({"x": shifted((2, 3, 1024), U8, 8)}, "x: address is 8 past a multiple of 16"),
+        ({"x_scale": torch.ones(20)}, r"x_scale: has 20 elements, needed 1 or 21 \(M\)"),
+        ({"x_scale": torch.ones(21).double()}, "x_scale: dtype is float64, needed float32"),
+        ({"x_scale": torch.ones(42)[::2]}, "x_scale: not contiguous"),
+        ({"w": torch.zeros(2, 4, 2304, dtype=U8)}, r"w: size of dimension 0 is 2, needed 3 \(ceil\(N/64\)\)"),
+        ({"w": torch.zeros(3, 0, 2304, dtype=U8)}, "chunks of w along K is 0, needed at least 1"),
+        ({"w": torch.zeros(3, 4, 2048, dtype=U8)}, "w: size of dimension 2 is 2048, needed 2304"),
+        ({"w": torch.zeros(3, 4, 2304, dtype=torch.int8)}, "w: dtype is int8, needed uint8"),
+        ({"w": torch.zeros(3, 8, 2304, dtype=U8)[:, ::2]}, "w: not contiguous"),
+        ({"w": shifted((3, 4, 2304), U8, 8)}, "w: address is 8 past a multiple of 16"),
+        ({"alpha": torch.ones(5)}, "alpha: has 5 elements, needed 1 or 136"),
+        ({"alpha": torch.ones(1).half()}, "alpha: dtype is float16, needed float32"),
+        ({"bias": torch.ones(136)}, "bias: dtype is float32, needed bfloat16"),
+        ({"bias": torch.ones(128, dtype=BF16)}, "bias: .*128, needed 136"),
+        ({"out": torch.zeros(21, 136).half()}, "out: dtype is float16, needed bfloat16"),
+        ({"out": torch.zeros(21, 132, dtype=BF16)}, "N is 132, needed a multiple of 8"),
+        ({"out": torch.zeros(21, 272, dtype=BF16)[:, :136]}, "out: not contiguous"),
+        ({"out": shifted((21, 136), BF16, 4)}, "out: address is 8 past a multiple of 16"),
+    ],
+)
+def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
+    given = operands() | change
+    for call in (
+        lambda: module().w4a8_small(*given.values(), False),
+        lambda: module().w4a8_small_shaped(*given.values(), [16, 1, 2, 1, 1, 2, 2], True),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([16, 1, 2, 1, 1, 2], "shape: has 6 numbers, needed 7"),
+        ([8, 1, 4, 2, 1, 2, 0], "no kernel for 8 tokens, 1 row blocks, 4 groups and 2 units"),
+        ([16, 1, 2, 2, 1, 2, 0], "no kernel for 16 tokens, 1 row blocks, 2 groups and 2 units"),
+        *[([*instance, 1, 2, 2], "x: is not on a CUDA device") for instance in INSTANCES],
+    ],
+)
+def test_launch_shapes_are_those_that_are_built(shape: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module().w4a8_small_shaped(*operands().values(), shape, False)
