@@ -209,7 +209,7 @@ def shapes_to_tune(module: Any, act: str, tile: Any, mnk: tuple[int, int, int]) 
     tiles = -(-n // (128 if tile == 256 or act == "a8" else 256)) * -(-m // tile)
     slots = sms * (2 if tile <= 64 and act == "a8" else 1)
     shapes = {auto}
-    for multicast, split in itertools.product((1, 2), (1, 2, 4, 8)):
+    for multicast, split in itertools.product((1, 2), (1, 2, 3, 4, 8)):
         fits = split <= MOST_SPLIT.get(tile, 8) and multicast * split <= 8
         if fits and (split == 1 or tiles * split <= 2 * slots) and k // 128 >= 2 * split:
             shapes.add((multicast, split, auto[2]))

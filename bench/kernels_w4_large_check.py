@@ -21,7 +21,10 @@ from tests.w4a8_small import H200, INSTANCES, launch_shapes
 SHAPES = ((8, 16), (72, 48), (200, 144), (264, 400), (520, 2064), (1032, 1040), (768, 4096))
 TOKENS = (1, 64, 65, 77, 127, 192, 200, 256, 385)
 FEW_TOKENS = (1, 7, 16, 17, 33, 64, 65, 100)
-LAUNCHES = ((1, 1, 8), (2, 1, 1), (4, 1, 2), (1, 2, 1), (2, 2, 1), (1, 4, 3), (4, 2, 1), (2, 4, 1), (1, 8, 1))
+LAUNCHES = (
+    *((1, 1, 8), (2, 1, 1), (4, 1, 2), (1, 2, 1), (2, 2, 1), (4, 2, 1)),
+    *((1, 3, 2), (2, 3, 1), (1, 4, 3), (2, 4, 1), (1, 8, 1)),
+)
 """multicast, split, raster"""
 MOST_SPLIT = {32: 4}  # of a tile that is no larger; 8 of the others
 TILE_ERROR, FP8_TILE_ERROR = 2.5e-3, 4e-3
