@@ -44,7 +44,7 @@ _SETTING = {"nvfp4_gemm": "fp4_gemm_backend", "fp8_gemm": "fp8_backend"}
 _Request = tuple[str, str, tuple[str, ...]]
 
 _lock = threading.RLock()
-_decided: dict[tuple[Problem, _Request, int | None, str], tuple[System, Decision]] = {}
+_decided: dict[tuple[Problem, _Request, int | None, str, bool], tuple[System, Decision]] = {}
 _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 _said: set[object] = set()
 
@@ -91,7 +91,7 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
     request = _request(problem.op, backend)
     machine = _system.current()
     bucket = replace(problem, m=m_bucket(problem.m, problem.op, _arch(machine, gpu)))
-    key = (bucket, request, gpu, settings.tuned)
+    key = (bucket, request, gpu, settings.tuned, settings.fp8_copy)
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
         cached = _decided[key] = _decide(bucket, request, gpu)
@@ -145,6 +145,7 @@ def explain(
     m_min: int = 1,
     sf_layout: SfLayout | None = None,
     disabled: Iterable[str] | None = None,
+    fp8_copy: bool | None = None,
     system: System | None = None,
 ) -> Decision:
     """Return the whole trace of a choice, for this machine or for any other; no GPU is needed.
@@ -169,6 +170,9 @@ def explain(
         As in :func:`select`. The environment is read only for a question about this machine.
     disabled
         Backends that are never used; ``FP4DISPATCH_DISABLE`` for this machine, nothing otherwise.
+    fp8_copy
+        Whether NVFP4 layers may hold an FP8 copy of their weights; ``FP4DISPATCH_FP8_COPY`` for this machine, not
+        otherwise.
     system
         Facts that are there already; then none of the others may be given.
 
@@ -194,7 +198,9 @@ def explain(
         raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
     here = system is None and not stated
     if system is None:
-        system = what_if(op, arch, versions, proven, quarantined) if stated else _here()
+        system = what_if(op, arch, versions, proven, quarantined) if stated else _allowed(_here())
+    if fp8_copy is not None:
+        system = replace(system, fp8_copy=fp8_copy)
     if here or backend:
         requested, requested_by, environment = _request(op, backend)
     else:
@@ -352,6 +358,7 @@ def _arch(machine: System, gpu: int | None) -> Arch | None:
 
 def _on(machine: System, gpu: int | None) -> System:
     """Return the facts as seen from one device: its GPU first, or none."""
+    machine = _allowed(machine)
     if gpu == 0:
         return machine
     if gpu is None:
@@ -359,6 +366,11 @@ def _on(machine: System, gpu: int | None) -> System:
     if gpu >= len(machine.gpus):
         raise InputError(f"gpu={gpu} is not visible: {len(machine.gpus)} GPUs are")
     return replace(machine, gpus=(machine.gpus[gpu], *machine.gpus[:gpu], *machine.gpus[gpu + 1 :]))
+
+
+def _allowed(machine: System) -> System:
+    """Return the facts with what the user allows."""
+    return machine if machine.fp8_copy == settings.fp8_copy else replace(machine, fp8_copy=settings.fp8_copy)
 
 
 # ------------------------------------------------------------------------------------------------------------ messages

@@ -36,6 +36,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
+_SWITCHES = ("proven", "fp8_copy")
 _BOUND = re.compile(r"\s*(>=|<=|==|>|<)\s*([0-9][0-9A-Za-z.+-]*)\s*")
 
 
@@ -50,6 +51,7 @@ class When:
     m_max: int | None = None
     m_min_max: int | None = None
     proven: bool | None = None
+    fp8_copy: bool | None = None
     versions: tuple[tuple[str, str], ...] = ()
 
     def holds(self, problem: Problem, system: System) -> bool:
@@ -63,6 +65,7 @@ class When:
             and (self.m_max is None or problem.m <= self.m_max)
             and (self.m_min_max is None or problem.m_min <= self.m_min_max)
             and (self.proven is None or ((problem.op, arch) in system.proven) == self.proven)
+            and (self.fp8_copy is None or system.fp8_copy == self.fp8_copy)
             and all(in_range(version_of(system, what), bounds) for what, bounds in self.versions)
         )
 
@@ -191,16 +194,17 @@ def _rule(row: dict[str, Any]) -> Rule:
 
 def _when(where: str, row: dict[str, Any]) -> When:
     names = {"archs": SM, "ops": OPS, "scalings": SCALINGS, "captures": CAPTURE_MODES}
-    keys(where, row, required=(), optional=(*names, "m_max", "m_min_max", "proven", *FACTS))
+    keys(where, row, required=(), optional=(*names, "m_max", "m_min_max", *_SWITCHES, *FACTS))
     if not row:
         raise SettingsError(f"{where}: when is empty; a rule that always holds is a default, not a rule")
-    m_max, m_min_max, proven = row.get("m_max"), row.get("m_min_max"), row.get("proven")
+    m_max, m_min_max = row.get("m_max"), row.get("m_min_max")
     if m_max is not None and (type(m_max) is not int or m_max < 1):
         raise SettingsError(f"{where}: m_max {m_max!r} is not a positive integer")
     if m_min_max is not None and (type(m_min_max) is not int or m_min_max < 0):
         raise SettingsError(f"{where}: m_min_max {m_min_max!r} is not a size")
-    if proven is not None and not isinstance(proven, bool):
-        raise SettingsError(f"{where}: proven {proven!r} is not true or false")
+    for switch in _SWITCHES:
+        if not isinstance(row.get(switch, True), bool):
+            raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
     for what in FACTS:
         if what in row:
             parse_range(row[what])
@@ -208,6 +212,7 @@ def _when(where: str, row: dict[str, Any]) -> When:
         **{key: subset(where, row[key], allowed) for key, allowed in names.items() if key in row},
         m_max=m_max,
         m_min_max=m_min_max,
-        proven=proven,
+        proven=row.get("proven"),
+        fp8_copy=row.get("fp8_copy"),
         versions=tuple((what, row[what]) for what in FACTS if what in row),
     )

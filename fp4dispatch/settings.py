@@ -101,6 +101,12 @@ SETTINGS: dict[str, Setting] = {
         "auto",
         "`off` ignores the times that `tune` has stored; `auto` lets a faster backend replace the rules' choice.",
     ),
+    "fp8_copy": Setting(
+        PREFIX + "FP8_COPY",
+        _switch,
+        "0",
+        "`1` allows NVFP4 layers a copy of their weights in FP8, 8 bits each, for many tokens on sm_89 and sm_90.",
+    ),
     "cache_dir": Setting(
         PREFIX + "CACHE_DIR", _path, "", "Folder of compiled kernels; default: the user cache folder."
     ),

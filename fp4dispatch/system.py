@@ -35,6 +35,7 @@ class System:
     ``cuda`` is the CUDA version of torch (None for a CPU build), ``driver_cuda`` the newest one that the driver runs.
     ``proven`` holds ``(kernel op, arch)`` pairs such as ``("nvfp4_gemm", "sm_120")`` whose built kernels
     have proven barriers. ``quarantined`` holds triples that :mod:`fp4dispatch.selfcheck` found to give wrong numbers.
+    ``fp8_copy`` is what the user allows of the memory: a second copy of NVFP4 weights, in FP8.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -50,6 +51,7 @@ class System:
     proven: Proven = frozenset()
     quarantined: Quarantined = frozenset()
     notes: tuple[str, ...] = ()
+    fp8_copy: bool = False
 
     @property
     def arch(self) -> Arch | None:
@@ -58,6 +60,7 @@ class System:
 
     def __str__(self) -> str:
         known = [f"{label} {text}" for label, text in self._versions().items() if text]
+        known += ["FP8 copy allowed"] * self.fp8_copy
         return f"{self.arch or 'no GPU'}" + (f" ({', '.join(known)})" if known else "")
 
     def _versions(self) -> dict[str, str | None]:
@@ -82,6 +85,7 @@ class System:
         data["proven"] = sorted(map(list, self.proven))
         data["quarantined"] = sorted(map(list, self.quarantined))
         data["notes"] = list(self.notes)
+        del data["fp8_copy"]  # a setting, and no fact of the machine
         return data
 
     @classmethod
@@ -103,6 +107,7 @@ class System:
         proven: Iterable[tuple[str, str]] = (),
         quarantined: Iterable[tuple[str, str, str]] = (),
         notes: Iterable[str] = (),
+        fp8_copy: bool = False,
     ) -> System:
         """Make the facts of a machine that is not here: what is not named is not there.
 
@@ -116,7 +121,7 @@ class System:
             Versions, e.g. ``"9.10.2"``; of a library also ``""``: there, in a version that is not stated.
         cudnn_path
             Where cuDNN is loaded from.
-        proven, quarantined, notes
+        proven, quarantined, notes, fp8_copy
             As the fields of the same name.
 
         Raises
@@ -146,6 +151,7 @@ class System:
             proven=frozenset(proven),
             quarantined=frozenset(quarantined),
             notes=tuple(notes),
+            fp8_copy=fp8_copy,
         )
 
 

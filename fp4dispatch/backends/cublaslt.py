@@ -5,7 +5,8 @@ What torch asks of the operands, read in aten/src/ATen/native/cuda/ScaledBlas.cp
 
 * A row-major, B^T column-major (that is, B [N, K] row-major); K and N multiples of 16. Anything else is padded with
   zeros in ``prepare`` and sliced after; a row-major B is silent garbage elsewhere (bmm_fp8), here it cannot be passed.
-* ``row`` scaling runs on cuBLASLt on sm_90 and on torch's own CUTLASS kernels, bfloat16 output only, elsewhere.
+* ``row`` scaling runs on cuBLASLt on sm_90 from 12.9 on, and elsewhere on torch's own CUTLASS kernels, bfloat16 output
+  only.
 * ``block128`` is for sm_90 and cuBLASLt 12.9: scales of A [M, K/128] with M the fastest dimension, scales of B
   [K/128 rounded up to 4, N/128] with K the fastest.
 * NVFP4: e2m1 pairs, e4m3 scales in the 128x4 layout, and two f32 global scales whose product is alpha, on the device.
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from fp4dispatch import capture, formats
@@ -29,6 +31,7 @@ from fp4dispatch.arch import SM90
 from fp4dispatch.backends import quantizers
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
+from fp4dispatch.backends.catalogue import parse_version
 from fp4dispatch.backends.cublaslt_weights import Layout, prepare
 from fp4dispatch.backends.quantizers import (
     Nvfp4Quantizer,
@@ -49,6 +52,9 @@ from fp4dispatch.system import System
 # torch.nn.functional.ScalingType and SwizzleType as the integers that the operator takes
 _TENSORWISE, _BLOCK_1X16, _BLOCK_1X128, _BLOCK_128X128 = 0, 2, 4, 5
 _NO_SWIZZLE, _SWIZZLE_32_4_4 = 0, 1
+
+_ROWS_FROM = Version("12.9")
+"""The CUDA whose cuBLASLt scales rows, on sm_90."""
 
 
 class _State(NamedTuple):
@@ -115,7 +121,7 @@ class CublasLtBackend(Backend):
             or (problem.bias and (block or problem.out_dtype == "float32"))
             or (block and problem.out_dtype == "float16")
         )
-        rows_need_bf16 = _arch_of(prepared.tensors[0]) != SM90
+        rows_need_bf16 = _rows_need_bf16(prepared.tensors[0])
         found, nvfp4, note = _kernels(layout, device)
         launch = None
         rows_fit = not (layout.per_row and rows_need_bf16) or problem.out_dtype == "bfloat16"
@@ -187,6 +193,12 @@ def _kernels(layout: Layout, device: torch.device) -> tuple[Quantizers | None, N
         return None, nvfp4, note
     fp8, note = quantizers.load(device)
     return fp8, None, note
+
+
+def _rows_need_bf16(tensor: Tensor) -> bool:
+    """Whether scales per row go to torch's own kernels, which write bfloat16 only."""
+    cuda = parse_version(_system.current().cuda or "")
+    return _arch_of(tensor) != SM90 or (cuda is not None and cuda < _ROWS_FROM)
 
 
 def _arch_of(tensor: Tensor) -> Any:

@@ -87,10 +87,10 @@ def diagnose(facts: Facts) -> list[Check]:
 
 def gather() -> Facts:
     """Collect the facts of this machine; starts one child process."""
-    errors = []
+    errors, values = [], {}
     for key in SETTINGS:
         try:
-            getattr(settings, key)
+            values[key] = getattr(settings, key)
         except SettingsError as error:
             errors.append(str(error))
     names = (dist.metadata["Name"] for dist in importlib.metadata.distributions())
@@ -103,6 +103,7 @@ def gather() -> Facts:
         distributions=frozenset(name.lower() for name in names if name),
         selfcheck_folder=quarantine.folder(),
         selfcheck_off=settings.environment().get(SETTINGS["selfcheck"].name, "").strip().lower() == "off",
+        fp8_copy=values.get("fp8_copy", False),
         library_path=settings.environment().get("LD_LIBRARY_PATH", ""),
     )
 

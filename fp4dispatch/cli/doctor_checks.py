@@ -68,6 +68,7 @@ class Facts:
     library_path: str = ""
     selfcheck_folder: Path = Path("selfcheck")
     selfcheck_off: bool = False
+    fp8_copy: bool = False
 
 
 def _check_python(facts: Facts) -> Iterable[Check]:
@@ -275,6 +276,14 @@ def _check_settings(facts: Facts) -> Iterable[Check]:
         yield Check("settings", status, error, "correct the variable, or unset it")
     if not facts.settings_errors:
         yield Check("settings", "ok", "all understood")
+    arch = facts.system.arch
+    if arch and any(c.backend == "w4a8_expanded" and arch.sm in c.archs for c in catalogue().capabilities):
+        what = "FP8 copy of NVFP4 weights, 8 bits each, for many tokens"
+        if facts.fp8_copy:
+            yield Check("settings", "ok", f"{what}: allowed, w4a8_expanded may be chosen")
+        else:
+            fix = "FP4DISPATCH_FP8_COPY=1 allows it, where the memory is there"
+            yield Check("settings", "ok", f"{what}: not allowed, w4a8_expanded runs only where it is named", fix)
 
 
 def _check_nvml_package(facts: Facts) -> Iterable[Check]:

@@ -57,6 +57,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--m-min", type=int, default=1, help="smallest M that the caller promises")
     parser.add_argument("--sf-layout", choices=SF_LAYOUTS, help="layout of block scales handed in (raw operands)")
     parser.add_argument("--bias", action="store_true")
+    parser.add_argument(
+        "--fp8-copy",
+        action="store_true",
+        default=None,
+        help="as if FP4DISPATCH_FP8_COPY=1 allowed NVFP4 layers a second copy of their weights",
+    )
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
 
 
@@ -80,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         m_min=args.m_min,
         sf_layout=args.sf_layout,
         bias=args.bias,
+        fp8_copy=args.fp8_copy,
     )
     print(json.dumps(decision.to_dict(), indent=2) if args.json else decision.text())
     return 0 if decision.backend else 1

@@ -6,7 +6,8 @@ Regenerate after a change of rules, capabilities or backends, then read the diff
 
 Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
 backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=16, but 4096 for
-``nvfp4-many`` and 64 for ``fp8-row-64``.
+``nvfp4-many`` and ``nvfp4-many+copy``, 64 for ``fp8-row-64`` and ``nvfp4-64+copy``. ``+copy``: an FP8 copy of the
+weights is allowed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ ARCHS = ("none", *(arch.sm for arch in KNOWN_ARCHS))
 PROBLEMS = {
     "nvfp4": ("nvfp4_gemm", "nvfp4", 16),
     "nvfp4-many": ("nvfp4_gemm", "nvfp4", 4096),
+    "nvfp4-64+copy": ("nvfp4_gemm", "nvfp4", 64),
+    "nvfp4-many+copy": ("nvfp4_gemm", "nvfp4", 4096),
     "fp8-tensor": ("fp8_gemm", "tensor", 16),
     "fp8-row": ("fp8_gemm", "row", 16),
     "fp8-row-64": ("fp8_gemm", "row", 64),
@@ -66,6 +69,7 @@ class Cell:
             None if self.arch == "none" else self.arch,
             **STACKS[self.stack],
             proven=[(kernels, self.arch) for kernels in kernel_ops(op)] if PROVEN[self.proven] else [],
+            fp8_copy=self.problem.endswith("+copy"),
         )
         return resolve(
             Problem(op, m, 4096, 4096, scaling=scaling, capture=capture, m_min=m_min), system, backends, rules=some

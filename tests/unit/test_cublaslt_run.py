@@ -15,6 +15,7 @@ from fp4dispatch.backends import cublaslt, quantizers, scratch
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
 from fp4dispatch.problem import Problem
+from fp4dispatch.system import System
 from tests import contract, quantizer_fake
 
 KINDS = [("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False)]
@@ -115,6 +116,15 @@ def test_away_from_hopper_scales_per_row_are_for_bfloat16_alone(dtype, row_wise,
         )
     assert {a.numel() for a, _ in gemms} == {7 if row_wise else 1}
     assert len(kernels.calls) == 4
+
+
+@pytest.mark.parametrize(("cuda", "rows"), [("12.8", 1), ("12.9", 7), ("13.0", 7)])
+def test_before_cuda_12_9_scales_per_row_are_for_bfloat16_alone_on_hopper_too(cuda, rows, kernels, gemms, monkeypatch):
+    monkeypatch.setattr(cublaslt._system, "current", lambda: System.fake("9.0", cuda=cuda))
+    for dtype, wanted in (("float16", rows), ("bfloat16", 7)):
+        gemms.clear()
+        contract.check(cublaslt.CublasLtBackend(), contract.Case("fp8_gemm", "row", "fp8", 7, 128, 256, dtype, False))
+        assert {a.numel() for a, _ in gemms} == {wanted}
 
 
 @pytest.mark.parametrize(("scaling", "static"), ALL)

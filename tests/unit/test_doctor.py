@@ -131,6 +131,27 @@ def test_every_check_is_exercised_by_a_fault() -> None:
     assert renamed == checks
 
 
+@pytest.mark.parametrize(("allowed", "words"), [(False, "not allowed"), (True, "allowed, w4a8_expanded")])
+def test_the_fp8_copy_is_mentioned_where_it_can_run(examine: Any, allowed: bool, words: str) -> None:
+    def found(arch: str) -> list[Check]:
+        return [c for c in examine(facts={"fp8_copy": allowed}, arch=arch) if "FP8 copy" in c.text]
+
+    (check,) = found("9.0")
+    assert (check.name, check.status) == ("settings", "ok")
+    assert words in check.text
+    assert ("FP4DISPATCH_FP8_COPY=1" in check.fix) is not allowed
+    assert found("12.0") == []
+
+
+def test_the_setting_of_the_fp8_copy_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ask_child", lambda: Child(**CHILD))
+    for value, allowed in (("1", True), ("0", False), ("perhaps", False)):
+        monkeypatch.setenv("FP4DISPATCH_FP8_COPY", value)
+        facts = doctor.gather()
+        assert facts.fp8_copy is allowed
+        assert any("perhaps" in error for error in facts.settings_errors) is (value == "perhaps")
+
+
 def test_absent_torch(examine: Any) -> None:
     check = only(examine(torch=None, child={"error": "ModuleNotFoundError: No module named 'torch'"}))
     assert (check.name, check.status, check.text) == ("torch", "fail", "not installed")

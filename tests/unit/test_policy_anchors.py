@@ -52,10 +52,10 @@ ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, s
 
 
 def ask(
-    op, scaling, arch, facts, proven=False, capture="none", m_min=1, *, m=16, activation="any", **kwargs
+    op, scaling, arch, facts, proven=False, capture="none", m_min=1, *, m=16, activation="any", copy=False, **kwargs
 ) -> Decision:
     sm = System.fake(arch).arch
-    system = System.fake(arch, **facts, proven=[(op, sm.sm)] if proven else [])
+    system = System.fake(arch, **facts, proven=[(op, sm.sm)] if proven else [], fp8_copy=copy)
     problem = Problem(op, m, 4096, 4096, activation, scaling, capture=capture, m_min=m_min)
     return resolve(problem, system, {n: DeclaredBackend(n) for n in catalogue().backends}, **kwargs)
 
@@ -155,7 +155,7 @@ def test_cudnn_fp8_on_sm120_is_denied_below_9_23_1():
 
 
 def test_nvfp4_on_sm_90_changes_to_fp8_activations_with_m():
-    (crossover,) = bounds("nvfp4_gemm", SM90)
+    crossover = min(bounds("nvfp4_gemm", SM90))
     for m, chosen, activation, rule in (
         (1, "w4a16", "bf16", "nvfp4-sm90-decode-w4a16"),
         (crossover, "w4a16", "bf16", "nvfp4-sm90-decode-w4a16"),
@@ -171,6 +171,46 @@ def test_a_pinned_activation_holds_for_every_m_on_sm_90(activation, chosen):
     for m in (1, 32, 33, 8192):
         decision = ask("nvfp4_gemm", "nvfp4", "9.0", FULL, m=m, activation=activation)
         assert (decision.backend, decision.activation) == (chosen, activation)
+
+
+@pytest.mark.parametrize(("arch", "few"), [("9.0", "w4a8"), ("8.9", "w4a16")])
+def test_an_fp8_copy_that_is_allowed_serves_192_tokens_and_more(arch, few):
+    for m, chosen in ((17, few), (191, few), (192, "w4a8_expanded"), (8192, "w4a8_expanded")):
+        decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m, copy=True)
+        assert (decision.backend, decision.warnings) == (chosen, ())
+    assert (decision.activation, decision.rule.id) == ("fp8", "nvfp4-fp8-copy")
+    assert "8 bits each: it holds the values that w4a8 multiplies" in str(decision)
+    assert "FP8 copy allowed" in decision.machine
+    assert ask("nvfp4_gemm", "nvfp4", arch, FULL, m=16, copy=True).backend == "w4a16"
+    assert ask("nvfp4_gemm", "nvfp4", arch, FULL, m=4096, activation="bf16", copy=True).backend == "w4a16"
+
+
+@pytest.mark.parametrize(("arch", "instead"), [("9.0", "w4a8"), ("8.9", "w4a16")])
+def test_an_fp8_copy_that_nobody_allows_is_refused_and_says_what_to_set(arch, instead):
+    for m in (1, 191, 192, 8192):
+        decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m)
+        assert decision.backend in ("w4a16", instead)
+        verdict = decision.verdict("w4a8_expanded")
+        assert verdict.can_run
+        assert not verdict.accepted
+        (hit,) = verdict.denied
+        assert (hit.id, hit.code) == ("nvfp4-fp8-copy-not-allowed", "DENIED")
+        assert "8 bits each" in hit.because
+        assert hit.fix.startswith("FP4DISPATCH_FP8_COPY=1")
+        assert decision.warnings == ()  # nothing was fallen back from
+    alone = ask("nvfp4_gemm", "nvfp4", "8.9", FULL, m=4096, activation="fp8")
+    assert alone.backend == "reference"
+    assert "for w4a8_expanded: FP4DISPATCH_FP8_COPY=1" in alone.warnings[0]
+
+
+def test_who_names_the_fp8_copy_gets_it_with_one_warning_about_its_memory():
+    named = ask("nvfp4_gemm", "nvfp4", "9.0", FULL, m=1, requested="w4a8_expanded", requested_by="FP4_GEMM_BACKEND")
+    assert named.backend == "w4a8_expanded"
+    (warning,) = named.warnings
+    assert "8 bits each" in warning
+    allowed = ask("nvfp4_gemm", "nvfp4", "9.0", FULL, m=1, copy=True, requested="w4a8_expanded", requested_by="x")
+    assert (allowed.backend, allowed.warnings) == ("w4a8_expanded", ())
+    assert ask("nvfp4_gemm", "nvfp4", "12.0", FULL, requested="w4a8_expanded", requested_by="x").backend is None
 
 
 @pytest.mark.parametrize("arch", ["8.0", "8.6", "8.9"])

@@ -29,6 +29,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         ("selfcheck", "auto"),
         ("tuned", "auto"),
         ("jit", True),
+        ("fp8_copy", False),
         ("cuda_device_order", "FASTEST_FIRST"),
         ("disable", None),
         ("cache_dir", None),

@@ -1,6 +1,6 @@
 """Any text in any variable: a typed value or a SettingsError, never another exception and never a silent default.
 
-17 settings x 500 inputs each, plus 1000 environments: 9500 inputs a run.
+19 settings x 500 inputs each, plus 1000 environments: 10500 inputs a run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fp4dispatch.settings import PREFIX, SETTINGS, settings
 TYPES: dict[str, tuple[type, ...]] = {
     "disable": (tuple,),
     "jit": (bool,),
+    "fp8_copy": (bool,),
     "max_jobs": (int,),
     "cache_dir": (Path,),
     "nvcc": (Path,),
@@ -66,7 +67,7 @@ def test_a_typed_value_or_a_settings_error(key: str, value: str) -> None:
     if key == "max_jobs" and value:
         assert 1 <= parsed <= 999999
         assert int(value) == parsed
-    if key == "jit" and value:
+    if key in ("jit", "fp8_copy") and value:
         assert value.strip().lower() in ({"1", "true", "on", "yes"} if parsed else {"0", "false", "off", "no"})
 
 

@@ -63,7 +63,8 @@ class TestFake:
         assert data["proven"] == [["nvfp4_gemm", "sm_120"]]
         assert data["quarantined"] == [["cutlass", "nvfp4_gemm", "sm_120"]]
         assert data["notes"] == ["a note"]
-        assert set(data) == {*System.__dataclass_fields__, "arch"}
+        assert set(data) == {*System.__dataclass_fields__, "arch"} - {"fp8_copy"}  # a setting, no fact
+        assert str(System.fake("9.0", fp8_copy=True)) == "sm_90 (FP8 copy allowed)"
 
     @pytest.mark.parametrize("arch", ["sm_90", "9.0", SM90])
     def test_spellings_of_an_arch(self, arch: Any) -> None:

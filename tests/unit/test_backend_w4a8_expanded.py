@@ -1,0 +1,396 @@
+"""w4a8_expanded without a GPU: the values of w4a8, the contract on torch's CPU kernel, what is allowed, bytes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fp4dispatch import capture, cli, dispatch, formats, routes, selfcheck, system
+from fp4dispatch.arch import SM90
+from fp4dispatch.backends import cublaslt, w4, w4a8_expanded
+from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.backends.folding import fold_e4m3
+from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError, SettingsError
+from fp4dispatch.linear import FP4Linear
+from fp4dispatch.problem import Problem
+from fp4dispatch.replace import replace_linears
+from fp4dispatch.system import System
+from tests import contract, quantizer_fake, w4_fake
+
+BACKEND = w4a8_expanded.W4A8ExpandedBackend()
+(RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
+HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+E4M3 = torch.float8_e4m3fn
+COPY = "FP4DISPATCH_FP8_COPY"
+N, K = 96, 208
+
+
+def problem(m, n=N, k=K, **options):
+    return Problem("nvfp4_gemm", m, n, k, options.pop("activation", "fp8"), **options)
+
+
+def weights(n=N, k=K, shards=(), layout="linear", seed=0, static=None):
+    torch.manual_seed(seed)
+    q = formats.nvfp4_quantize(torch.randn(n, k), sf_layout=layout)
+    scales = torch.rand(max(len(shards), 1)) + 0.5
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, scales, shards or (n,), static, layout)
+
+
+def run(w, x, bias=None):
+    prepared = BACKEND.prepare(w)
+    plan = BACKEND.plan(problem(x.shape[0], w.n, w.k, out_dtype=str(x.dtype).removeprefix("torch.")), prepared)
+    out = torch.full((x.shape[0], w.n), torch.nan, dtype=x.dtype)
+    BACKEND.run(plan, prepared, x, out, bias)
+    return out
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Our quantiser in torch; the GEMM is torch's own for CPUs."""
+    monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
+    return quantizer_fake.install(monkeypatch)
+
+
+# ------------------------------------------------------------------------------------------------------------ contract
+
+
+@pytest.mark.parametrize("case", contract.cases(BACKEND), ids=str)
+def test_the_contract_holds_with_our_quantiser(case, kernels):
+    contract.check(BACKEND, case)
+    assert [call[0] for call in kernels.calls] == ["row", "row"]
+
+
+@pytest.mark.parametrize("case", contract.cases(BACKEND)[::3], ids=str)
+def test_the_contract_holds_without_a_compiler_and_away_from_hopper(case):
+    contract.check(BACKEND, case)
+
+
+def test_a_plan_says_why_it_goes_without_our_quantiser(monkeypatch):
+    quantizer_fake.without(monkeypatch, "by torch's operations: no nvcc")
+    assert "by torch's operations: no nvcc" in BACKEND.plan(problem(4), BACKEND.prepare(weights())).note
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 5), ("float16", 1)])
+def test_on_ada_scales_per_row_are_left_to_the_epilogue_for_float16(dtype, rows, monkeypatch):
+    quantizer_fake.install(monkeypatch)
+    calls, real = [], torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, sa, *r, **k: calls.append(sa.numel()) or real(a, b, sa, *r, **k)
+    )
+    x = torch.randn(5, K).to(getattr(torch, dtype))
+    w = weights(shards=(40, 56))
+    want = x.double() @ contract.dequantised(w, "fp8").t()
+    assert float((run(w, x).double() - want).norm() / want.norm()) < 0.04
+    assert calls == [rows]
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize(
+    ("n", "k", "shards"), [(64, 64, ()), (100, 48, (60, 40)), (80, 48, (60, 20)), (1, 16, ()), (200, 1040, ())]
+)
+@pytest.mark.parametrize("step", [1 << 25, 100])
+def test_the_values_are_those_of_w4a8_bit_by_bit(n, k, shards, layout, step, monkeypatch):
+    monkeypatch.setattr(w4a8_expanded, "_STEP_ELEMENTS", step)
+    w = weights(n, k, shards, layout)
+    data, scale = BACKEND.prepare(w).tensors
+    np = formats.round_up(n, 16)
+    assert (data.shape, data.dtype, scale.shape) == ((np, k), E4M3, (1, np))
+    assert data.is_contiguous()
+    folded = fold_e4m3(w.weight, w.scale, sf_layout=layout).view(torch.uint8)
+    assert torch.equal(data[:n].view(torch.uint8), folded)
+    unpacked = w4_fake.folded_weights(w4.W4A8Backend().prepare(w).tensors[0])[:n, :k]
+    assert torch.equal(data[:n].float(), unpacked.float())
+    assert torch.equal(scale[0, :n], 8 * formats.expand_shards(w.global_scale, w.shard_rows))
+    assert not data[n:].view(torch.uint8).any()
+    assert not scale[0, n:].any()
+
+
+def test_every_e2m1_by_every_block_scale_is_folded_to_nearest():
+    scale = torch.arange(127, dtype=torch.uint8).view(127, 1).view(E4M3)
+    codes = torch.arange(16, dtype=torch.uint8)
+    data = (codes[::2] | codes[1::2] << 4).expand(127, 8).contiguous()
+    w = LinearWeights("nvfp4_gemm", "nvfp4", 127, 16, data, scale, torch.ones(1), (127,))
+    found = BACKEND.prepare(w).tensors[0][:127]
+    exact = formats.decode_e2m1(codes).double() * scale.double() / 8
+    assert torch.equal(found.view(torch.uint8), exact.to(E4M3).view(torch.uint8))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shards", [(), (40, 56)])
+def test_results_are_those_of_w4a8_but_for_the_order_of_sums(kernels, monkeypatch, shards, bias):
+    w, x = weights(shards=shards), torch.randn(300, K).bfloat16()
+    b = torch.randn(N).bfloat16() if bias else None
+    got = run(w, x, b)
+    w4_fake.install(monkeypatch)
+    other, want = w4.W4A8Backend(), torch.empty(300, N, dtype=torch.bfloat16)
+    prepared = other.prepare(w)
+    other.run(other.plan(problem(300), prepared), prepared, x, want, b)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
+    assert float((got == want).float().mean()) > 0.99
+
+
+def test_a_static_input_scale_is_not_used(kernels):
+    x = torch.randn(5, K).bfloat16()
+    assert torch.equal(run(weights(), x), run(weights(static=torch.tensor(1e-6)), x))
+
+
+def test_bytes_are_eight_bits_a_weight_and_the_scales():
+    assert BACKEND.prepare(weights()).nbytes() == N * K + 4 * N
+    assert BACKEND.prepare(weights(n=100)).nbytes() == 112 * K + 4 * 112
+    assert BACKEND.layout_name == "w4a8_expanded"
+
+
+# ------------------------------------------------------------------------------------------------------- plan and runs
+
+
+def test_operands_that_fit_go_straight_to_two_launches(kernels, monkeypatch):
+    prepared = BACKEND.prepare(weights())
+    plan = BACKEND.plan(problem(4), prepared)
+    x, out = torch.randn(4, K).bfloat16(), torch.empty(4, N, dtype=torch.bfloat16)
+    BACKEND.run(plan, prepared, x, out)
+    kernels.calls.clear()
+    for slow in ("quantized", "zero_pad"):
+        monkeypatch.setattr(cublaslt, slow, lambda *args: pytest.fail("the long way"))
+    for made in ("empty", "zeros", "ones"):
+        monkeypatch.setattr(torch, made, lambda *args, **kw: pytest.fail("memory was taken"))
+    BACKEND.run(plan, prepared, x, out)
+    BACKEND.run(plan, prepared, x, out)
+    first, second = kernels.calls
+    assert first == second  # the addresses too: the arena
+    assert (first[0], first[3]) == ("row", True)
+
+
+def test_during_capture_scratch_is_the_graphs_and_nothing_is_planned(kernels, monkeypatch):
+    prepared = BACKEND.prepare(weights())
+    plan = BACKEND.plan(problem(4), prepared)
+    x, out = torch.randn(4, K).bfloat16(), torch.empty(4, N, dtype=torch.bfloat16)
+    BACKEND.run(plan, prepared, x, out)
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    again = torch.full_like(out, torch.nan)
+    BACKEND.run(plan, prepared, x, again)
+    assert torch.equal(again, out)
+    arena, own = kernels.calls
+    assert arena[1] != own[1]
+    with pytest.raises(CaptureError):
+        BACKEND.plan(problem(5), prepared)
+
+
+def test_one_plan_serves_every_m_and_only_the_quantiser_is_compiled(kernels):
+    assert not BACKEND.plans_by_m
+    assert BACKEND.builds(problem(1), torch.device("cpu")) == (("fp8_quantize", "any"),)
+    prepared = BACKEND.prepare(weights())
+    plan = BACKEND.plan(problem(1), prepared)
+    for m in (1, 33, 300):
+        x, out = torch.randn(m, K).bfloat16(), torch.empty(m, N, dtype=torch.bfloat16)
+        BACKEND.run(plan, prepared, x, out)
+        assert torch.equal(out, run(weights(), x))
+
+
+def test_what_is_quantised_already_is_refused(kernels):
+    prepared = BACKEND.prepare(weights())
+    raw = QuantizedActivation(torch.zeros(1, K).to(E4M3), torch.ones(1))
+    with pytest.raises(InputError, match="w4a8_expanded takes 16-bit activations"):
+        BACKEND.run(BACKEND.plan(problem(1), prepared), prepared, raw, torch.empty(1, N, dtype=torch.bfloat16))
+    assert kernels.calls == []
+    reasons = BACKEND.supports(problem(16, 128, 128, activation="nvfp4", sf_layout="128x4"), HOPPER)
+    assert [r.code for r in reasons] == ["DTYPE", "LAYOUT"]
+    assert "operands are quantised already (raw operator, b_sf 128x4)" in reasons[1].text
+
+
+def test_what_it_supports():
+    assert set(RECORD.archs) == {"sm_89", "sm_90"}
+    assert BACKEND.supports(problem(1), HOPPER) == ()
+    assert BACKEND.supports(problem(1), System.fake("9.0", cuda="13.0", torch="2.11")) == ()  # nothing must be compiled
+    for asked, facts, text in (
+        (problem(1, activation="bf16"), HOPPER, "activation is bf16, needs fp8"),
+        (problem(1, out_dtype="float32"), HOPPER, "output is float32, needs bfloat16 or float16"),
+        (problem(1), System.fake("8.0", cuda="13.0", torch="2.11"), "GPU is sm_80, needs sm_89 or sm_90"),
+        (problem(1), System.fake("9.0", cuda="13.0", torch="2.10"), "torch 2.10 (needs 2.11)"),
+    ):
+        (reason,) = BACKEND.supports(asked, facts)
+        assert reason.text == text
+
+
+def test_the_self_check_passes_it_and_sees_wrong_weights(kernels, monkeypatch):
+    def status():
+        return selfcheck.check(BACKEND, "nvfp4_gemm", "nvfp4", "fp8", HOPPER, "cpu").status
+
+    assert status() == "passed"
+    real = w4a8_expanded.fold_e4m3
+    for spoil in (
+        lambda w: w.view(torch.uint8).roll(1, 0).view(E4M3),
+        lambda w: w.view(torch.uint8).roll(16, 1).view(E4M3),
+        lambda w: (w.float() * 0.5).to(E4M3),
+        lambda w: torch.cat([w.view(torch.uint8)[:, :-16], w.view(torch.uint8)[:, -16:] * 0], 1).view(E4M3),
+    ):
+        monkeypatch.setattr(w4a8_expanded, "fold_e4m3", lambda data, scale, spoil=spoil: spoil(real(data, scale)))
+        assert status() == "failed"
+
+
+# ----------------------------------------------------------------------------------------------------- the user's word
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that seems to have an H200, with the kernels of w4a16 and w4a8; nothing is allowed yet."""
+    launches = w4_fake.install(monkeypatch)
+    quantizer_fake.install(monkeypatch)
+    monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
+    monkeypatch.setattr(dispatch, "_on", lambda machine, gpu: dispatch._allowed(HOPPER))
+    monkeypatch.setattr(dispatch, "_arch", lambda machine, gpu: HOPPER.arch)
+    monkeypatch.setattr(routes, "_plans", {})
+    monkeypatch.delenv(COPY, raising=False)
+    dispatch.reset()
+    routes.LayerSpec.parse.cache_clear()
+    yield launches
+    dispatch.reset()
+    routes.LayerSpec.parse.cache_clear()
+
+
+def test_the_setting_is_read_when_a_choice_is_made(hopper, monkeypatch):
+    asked = problem(4096, activation="any")
+    assert dispatch.select(asked).backend == "w4a8"
+    monkeypatch.setenv(COPY, "1")
+    assert dispatch.select(asked).backend == "w4a8_expanded"
+    assert dispatch.select(problem(191, activation="any")).backend == "w4a8"
+    monkeypatch.setenv(COPY, "0")
+    assert dispatch.select(asked).backend == "w4a8"
+    monkeypatch.setenv(COPY, "perhaps")
+    with pytest.raises(SettingsError, match="FP4DISPATCH_FP8_COPY='perhaps' is not a switch"):
+        dispatch.select(asked)
+
+
+def test_it_is_allowed_on_every_gpu_that_can_run_it(monkeypatch):
+    here = System.fake(gpus=["9.0", "8.9", "12.0"], cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+    monkeypatch.setattr(system, "current", lambda: here)
+    dispatch.reset()
+    try:
+        for value, allowed in (("1", True), ("0", False), ("1", True)):
+            monkeypatch.setenv(COPY, value)
+            assert [dispatch.facts(gpu).fp8_copy for gpu in (0, 1, 2, None)] == [allowed] * 4
+            chosen = [dispatch.select(problem(4096, activation="any"), gpu=gpu).backend for gpu in (0, 1)]
+            assert chosen == (["w4a8_expanded"] * 2 if allowed else ["w4a8", "w4a16"])
+            assert dispatch.select(problem(4096, activation="any"), gpu=None).backend == "reference"
+    finally:
+        dispatch.reset()
+
+
+def test_who_names_it_needs_no_setting(hopper, monkeypatch, caplog):
+    assert dispatch.select(problem(1, activation="any"), backend="w4a8_expanded").backend == "w4a8_expanded"
+    assert "8 bits each" in "".join(r.message for r in caplog.records if r.levelname == "WARNING")
+    monkeypatch.setenv("FP4_GEMM_BACKEND", "w4a8-expanded")
+    assert dispatch.select(problem(1, activation="any")).backend == "w4a8_expanded"
+    monkeypatch.setenv("FP4DISPATCH_DISABLE", "w4a8_expanded")
+    with pytest.raises(BackendUnsupportedError, match="disabled"):
+        dispatch.select(problem(1, activation="any"))
+
+
+def test_explain_says_why_it_is_no_candidate_and_what_would_make_it_one(monkeypatch, capsys):
+    facts = {"arch": "9.0", "cuda": "13.0", "nvcc": "13.0"}
+    monkeypatch.setenv(COPY, "1")  # of this machine, not of the one that is asked about
+    plain = dispatch.explain("nvfp4_gemm", 4096, N, K, **facts)
+    assert plain.backend == "w4a8"
+    assert "FP4DISPATCH_FP8_COPY=1" in plain.text()
+    assert dispatch.explain("nvfp4_gemm", 4096, N, K, **facts, fp8_copy=True).backend == "w4a8_expanded"
+    words = ["explain", "nvfp4_gemm", "-m4096", f"-n{N}", f"-k{K}", "--arch=9.0", "--cuda=13.0", "--nvcc=13.0"]
+    assert cli.main([*words, "--fp8-copy"]) == 0
+    said = capsys.readouterr().out
+    assert "FP8 copy allowed" in said.splitlines()[0]
+    assert ": w4a8_expanded (fp8 activations)" in said
+    monkeypatch.setattr(system, "current", lambda: HOPPER)
+    assert dispatch.explain("nvfp4_gemm", 4096, N, K).backend == "w4a8_expanded"
+    assert dispatch.explain("nvfp4_gemm", 4096, N, K, fp8_copy=False).backend == "w4a8"
+
+
+def test_a_refusal_can_be_reproduced_with_what_was_allowed(hopper, monkeypatch):
+    for allowed in ("1", "0"):
+        monkeypatch.setenv(COPY, allowed)
+        with pytest.raises(BackendUnsupportedError) as error:
+            dispatch.select(problem(1, activation="bf16"), backend="w4a8_expanded")
+        assert ("--fp8-copy" in str(error.value)) is (allowed == "1")
+
+
+def test_what_is_allowed_is_no_fact_of_the_machine():
+    assert "fp8_copy" not in System.fake("9.0", fp8_copy=True).to_dict()
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+def layer(shards=(), **options):
+    return FP4Linear.from_weights(weights(shards=shards), torch.randn(N).bfloat16(), **options)
+
+
+@pytest.mark.parametrize("shards", [(), (40, 56)])
+def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
+    plain = layer(shards)
+    monkeypatch.setenv(COPY, "1")
+    made = layer(shards)
+    few, more, many = made.bind().spec.routes
+    assert [(r.m_max, r.backend) for r in (few, more)] == [(16, "w4a16"), (191, "w4a8")]
+    assert (many.backend, many.activation) == ("w4a8_expanded", "fp8")
+    assert (few.start, few.stop) == (more.start, more.stop) != (many.start, many.stop)
+    assert made.nbytes() - plain.nbytes() == N * K + 4 * N
+    assert list(made.state_dict()) == list(plain.state_dict())
+    dense = contract.dequantised(made.weights())
+    for m in (1, 16, 17, 191, 192, 1000):
+        x = torch.randn(m, K).bfloat16()
+        want = x.double() @ dense.t() + made.bias.double()
+        assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 16 else 0.05)
+    assert "then w4a8 (fp8) up to M=191, then w4a8_expanded (fp8)" in repr(made)
+
+
+def test_without_the_setting_no_layer_holds_a_copy(hopper):
+    made = layer()
+    assert [r.backend for r in made.bind().spec.routes] == ["w4a16", "w4a8"]
+    assert [t for t in made.bind().tensors if t.dtype == E4M3] == []
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_and_state_dicts_are_those_of_the_checkpoint(hopper, monkeypatch, clone):
+    monkeypatch.setenv(COPY, "1")
+    made, x = layer((40, 56)), torch.randn(300, K).bfloat16()
+    want = made(x)
+    twin = clone(made)
+    assert torch.equal(twin(x), want)
+    held = {t.data_ptr() for t in made.bind().tensors}
+    assert not held & {t.data_ptr() for t in twin.bind().tensors}
+    monkeypatch.delenv(COPY)
+    other = layer((40, 56))
+    other.load_state_dict(made.state_dict())
+    assert [r.backend for r in other.bind().spec.routes] == ["w4a16", "w4a8"]
+    torch.testing.assert_close(other(x), want, rtol=2**-7, atol=1e-3)
+
+
+def test_the_checkpoints_own_tensors_can_still_be_dropped(hopper, monkeypatch):
+    monkeypatch.setenv(COPY, "1")
+    made, x = layer(), torch.randn(300, K).bfloat16()
+    want, before = made(x), made.nbytes()
+    freed = made.compact()
+    assert freed == N * K // 2 + N * K // 16
+    assert made.nbytes() == before - freed
+    assert torch.equal(made(x), want)
+    assert layer(backend="w4a8_expanded").compact() == 0  # e4m3 does not hold them
+
+
+def test_the_report_counts_the_copy_and_says_what_it_is(hopper, monkeypatch):
+    def replaced():
+        return replace_linears(nn.Sequential(nn.Linear(K, N).bfloat16()), "nvfp4")
+
+    plain = replaced()
+    monkeypatch.setenv(COPY, "1")
+    report = replaced()
+    assert report.bytes_after - plain.bytes_after == N * K + 4 * N
+    (row,) = report.layers
+    assert (row.rule, plain.layers[0].rule) == ("nvfp4-fp8-copy", "nvfp4-sm90-w4a8")
+    assert "an FP8 copy of the weights, 8 bits each" in str(report)
+    assert "w4a8_expanded (fp8)" in row.backend
