@@ -324,5 +324,5 @@ def check_everything(modules: dict[str, Any]) -> tuple[list[dict[str, Any]], lis
     builds = {variant: module for variant, module in modules.items() if variant not in ("activations", "w4a16")}
     checks = [check_packing(activations)]
     checks += [check_build(module, activations, variant, weights) for variant, module in builds.items()]
-    sums = [sum_errors(modules[f"a8_fp16_{tile}"], activations, tile) for tile in ("small", 32, 64, 192)]
+    sums = [sum_errors(modules[f"a8_fp16_{tile}"], activations, tile) for tile in ("small", 32, 64, 128)]
     return checks, [row for rows in sums for row in rows]

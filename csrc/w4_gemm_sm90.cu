@@ -1,4 +1,4 @@
-// out = alpha * (x @ W^T) + bias for 64 tokens and more on SM90: NVFP4 weights in W4P order, wgmma.
+// out = alpha * (x @ W^T) + bias for many tokens or many rows on SM90: NVFP4 weights in W4P order, wgmma.
 //
 //   w4_gemm(x, x_scale, w, alpha, bias, out, enable_pdl)               launch shape from w4_gemm_plan
 //   w4_gemm_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
@@ -13,7 +13,7 @@
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens (64, 128, and 192 for FP8 or 256 for 16 bits); every build takes every M.
+// FP4D_TOKENS is the tile's number of tokens (32 for FP8, 64, 128, and 256 for 16 bits); every build takes every M.
 // FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
 // and sums of at most 512 k (64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
 // truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
@@ -25,7 +25,7 @@
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
 #error \
-    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128, 192 or 256"
+    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128 or 256"
 #endif
 
 #include <array>
@@ -53,11 +53,10 @@ constexpr double kDequantizeClocks = 2 * (kFp8 ? 35 : 50);
 struct Clocks {
   double alone, stage, pair;
 };
-constexpr Clocks kClocks = !kFp8                  ? Clocks{0, 0, 0}
-                           : Used::kTokens == 32  ? Clocks{650, 590, 600}
-                           : Used::kTokens == 64  ? Clocks{880, 720, 740}
-                           : Used::kTokens == 128 ? Clocks{0, 930, 960}
-                                                  : Clocks{0, 1290, 1270};
+constexpr Clocks kClocks = !kFp8                 ? Clocks{0, 0, 0}
+                           : Used::kTokens == 32 ? Clocks{650, 590, 600}
+                           : Used::kTokens == 64 ? Clocks{880, 720, 740}
+                                                 : Clocks{0, 930, 960};
 
 constexpr TileSizes kSizes{Used::kTokens,     Used::kRows,
                            kStageK,           Used::kWeightBytes,

@@ -57,7 +57,7 @@ struct Tile {
   // 65536 registers, shared out evenly at the start; the producer gives its up.
   static constexpr int kProducerRegisters = kConsumers == 2 && kCtas == 1 ? 40 : 32;
   static constexpr int kConsumerRegisters = kCtas == 2 ? 104 : kConsumers == 2 ? 232 : 112;
-  // 256 k. Sums of one sign end up 0.18 % low, measured on an H200; after 512 k 0.51 %, for 1 % of speed at 192 tokens.
+  // 256 k. Sums of one sign end up 0.18 % low, measured on an H200; after 512 k 0.51 %, for 1 % of speed.
   static constexpr int kPromoteStages = 2;
 
   static constexpr int kStageChunks = kFp8 ? 2 : 1;  // a stage is 128 bytes of activations along K

@@ -41,11 +41,6 @@ __device__ __forceinline__ void wgmma_wait() {
   ", "                                                                               \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define FP4D_R96                                                                     \
-  FP4D_R64                                                                           \
-  ", "                                                                               \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FP4D_R128                                                                                \
   FP4D_R64                                                                                       \
   ", "                                                                                           \
@@ -86,7 +81,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // d[64 rows][T tokens] = A[64][32] B[T][32]^T, or += that; places as below.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
-  static_assert(T == 16 || T == 32 || T == 64 || T == 128 || T == 192);
+  static_assert(T == 16 || T == 32 || T == 64 || T == 128);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3("m64n16k32", FP4D_R8, "{%8, %9, %10, %11}, %12", "%13", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 32) {
@@ -96,9 +91,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
     FP4D_WGMMA_E4M3("m64n64k32", FP4D_R32, "{%32, %33, %34, %35}, %36", "%37", FP4D_D32(0));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));
-  } else if constexpr (T == 192) {
-    FP4D_WGMMA_E4M3("m64n192k32", FP4D_R96, "{%96, %97, %98, %99}, %100", "%101", FP4D_D32(0), FP4D_D32(32),
-                    FP4D_D32(64));
   }
 }
 
@@ -144,7 +136,6 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_D32
 #undef FP4D_D4
 #undef FP4D_R128
-#undef FP4D_R96
 #undef FP4D_R64
 #undef FP4D_R32
 #undef FP4D_R16

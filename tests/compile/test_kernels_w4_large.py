@@ -17,7 +17,7 @@ tvm_ffi = pytest.importorskip("tvm_ffi")
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
 
 KERNEL = "w4_gemm_sm90"
-CI = "a8_bf16_192"
+CI = "a8_bf16_128"
 
 
 def variants() -> list[Any]:
@@ -65,7 +65,7 @@ def test_plan_fills_the_gpu_and_stays_within_its_limits() -> None:
         assert (multicast in (1, 2), split in (1, 2, 3, 4, 8)) == (True, True)
         assert multicast * split <= 8
         assert split == 1 or split * 4 <= -(-k // 128)  # a part of K has four stages at least
-        clusters = math.ceil(math.ceil(n / 128) / multicast) * math.ceil(m / 192)
+        clusters = math.ceil(math.ceil(n / 128) / multicast) * math.ceil(m / 128)
         assert split == 1 or clusters * multicast * split <= 2 * 132  # more waves have not been measured
         assert (raster, clocks > 0) == (8, True)
     with pytest.raises(ValueError, match="m is 0, needed at least 1"):
@@ -100,27 +100,19 @@ MEASURED = {
         (128, 8192, 28672): (1, 2),
     },
     "a8_bf16_128": {
-        (64, 4096, 4096): (1, 2),
         (64, 8192, 28672): (1, 2),
-        (128, 4096, 14336): (1, 2),
         (128, 57344, 8192): (1, 1),
         (256, 4096, 4096): (1, 2),
         (256, 8192, 8192): (1, 1),
         (1024, 57344, 8192): (1, 1),
-    },
-    "a8_bf16_192": {
-        (128, 8192, 8192): (1, 2),
-        (256, 4096, 4096): (1, 2),
-        (256, 28672, 4096): (2, 1),
-        (512, 8192, 28672): (2, 1),
-        (1024, 8192, 8192): (2, 1),
     },
     "a16_bf16_256": {
         (256, 8192, 8192): (1, 2),
         (512, 4096, 14336): (1, 2),
     },
 }
-"""The fastest (multicast, split) for (M, N, K) in the second sweep of bench/NOTES.md, where others are 3 % slower."""
+"""The fastest (multicast, split) for (M, N, K) in the second sweep of bench/NOTES.md, where others are 3 % slower,
+and where the split by 3, which came later, is none of the choices."""
 
 
 @pytest.mark.parametrize(
