@@ -34,7 +34,7 @@ from fp4dispatch.policy import REFERENCE
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.quarantine import CheckResult
 from fp4dispatch.tilecheck import Finding, worst_tile
-from fp4dispatch.timing import Engine, GraphEngine, Recording, WallEngine
+from fp4dispatch.timing import Call, Engine, GraphEngine, Recording, WallEngine
 
 TILE_ERROR = 0.03
 """Largest relative error of a 128x128 tile against the reference: FP8 tensor cores lose up to 0.6 % on long sums, the
@@ -55,6 +55,7 @@ class _Entry:
     plan: Plan
     calls: int
     recording: Recording
+    call: Call  # holds what the recording reads: a graph knows addresses alone
 
 
 def tune(
@@ -259,7 +260,7 @@ class _Session:
 
         call(0)
         calls = timing.calls_for(len(copies), None, engine.once(call), engine.replay_us)
-        return _Entry(backend, plan, calls, engine.record(call, calls, len(copies)))
+        return _Entry(backend, plan, calls, engine.record(call, calls, len(copies)), call)
 
 
 def _copies(prepared: Prepared, engine: Engine, rivals: int) -> list[Prepared]:
