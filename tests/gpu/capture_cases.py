@@ -280,6 +280,40 @@ def warmup_in_capture():
     refused(lambda: warmup(layer, tokens=[M]), "warming up")
 
 
+def w4a16():
+    """Return a bound layer whose layout holds its weights exactly, or give up where w4a16 cannot run."""
+    torch.cuda.init()
+    problem = Problem("nvfp4_gemm", M, N, K, "bf16", "nvfp4", bias=True)
+    reasons = registry.instance("w4a16").supports(problem, dispatch.facts())
+    if reasons:
+        raise CannotTry("; ".join(map(str, reasons)))
+    torch.manual_seed(0)
+    layer = FP4Linear.from_linear(nn.Linear(K, N).to("cuda", torch.bfloat16), backend="w4a16")
+    layer.bind()
+    return layer
+
+
+@case(without("dropping canonical weights"), "CUDA error: .*captur")  # the comparison waits for the GPU
+def weights_that_are_dropped_in_capture():
+    layer = w4a16()
+    refused(lambda: fp4dispatch.compact(layer), "dropping canonical weights", "compact(model), then capture")
+    assert {"weight", "weight_scale"} <= set(layer._buffers)
+    assert fp4dispatch.compact(layer) == N * K // 2 + N * K // 16
+
+
+@case(without("unpacking weights that compact() dropped"), "was not refused")
+def weights_that_are_unpacked_in_capture():
+    """They would be in the graph's memory, and there only once it is replayed."""
+    layer = w4a16()
+    want = [t.clone().view(torch.uint8) for t in (layer.weight, layer.weight_scale)]
+    assert fp4dispatch.compact(layer) > 0
+    for what in (lambda: layer.weight, lambda: layer.weight_scale, layer.state_dict):
+        refused(what, "unpacking weights", "read them before capturing")
+        assert not {"weight", "weight_scale"} & set(layer._buffers)
+    for tensor, wanted in zip((layer.weight, layer.weight_scale), want, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), wanted)
+
+
 class Seen(logging.Handler):
     """Keeps every record, and whether a capture was going on."""
 
