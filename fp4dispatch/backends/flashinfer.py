@@ -9,9 +9,10 @@ GEMMs with PDL, right behind our quantiser; their epilogues may read scales befo
 What FlashInfer cannot fuse is done beside it:
 
 * ``mm_fp4`` takes one alpha. A layer of fused shards runs one GEMM a shard, exactly, and never under a maximum.
-* ``bmm_fp8`` takes one scale for the whole activation. Where the activation is scaled per token its scales multiply the
-  result, which is bfloat16 then: in float16 the sums before scaling would overflow.
-* No function takes a bias: it is added to the rounded result. Both steps round once more than a fused epilogue.
+* ``bmm_fp8`` takes one scale for the whole activation. Where the activation is scaled per token its scales, in float32,
+  multiply the result, which is bfloat16 then (in float16 the sums before scaling would overflow) and rounded twice. One
+  token has one scale, which cuDNN multiplies before it rounds; CUTLASS, launched with PDL, could read it too early.
+* No function takes a bias: it is added to the rounded result. Each of the two rounds once more than a fused epilogue.
 
 ``mm_fp4`` and ``bmm_fp8`` keep one scratch buffer a device for all streams (flashinfer#2710): layers on these runners
 are for one stream of a device at a time. Nothing here can give them another.
@@ -54,7 +55,9 @@ class Runner(NamedTuple):
 
     ``fp4``: what it is called in ``mm_fp4(backend=)``. ``n_multiple``, ``k_multiple``: what NVFP4 weights are padded
     to. ``shuffled``: weights in the row order of trtllm-gen. ``tensor``, ``groupwise``: the same for ``bmm_fp8`` and
-    ``gemm_fp8_nt_groupwise``, empty where it has none; ``fp8_multiple``: what FP8 weights are padded to.
+    ``gemm_fp8_nt_groupwise``, empty where it has none; ``fp8_multiple``: what FP8 weights are padded to. ``fuses_one``:
+    ``bmm_fp8`` may be handed a scale that the kernel just ahead of it writes (cuDNN's kernels of 9.19 for sm_90 wait for
+    what is ahead of them in their first instructions, before any load).
     """
 
     fp4: str
@@ -64,6 +67,7 @@ class Runner(NamedTuple):
     tensor: str = ""
     groupwise: str = ""
     fp8_multiple: int = 16
+    fuses_one: bool = False
 
 
 class _Layout(NamedTuple):
@@ -230,7 +234,10 @@ class FlashInferBackend(Backend):
         self, plan: Plan, layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation, out: Tensor
     ) -> None:
         weight, w_scale = prepared.tensors[:2]
-        per_token = not layout.has_input_scale if isinstance(x, Tensor) else x.scale.numel() > 1
+        if isinstance(x, Tensor):
+            per_token = not layout.has_input_scale and (x.shape[0] > 1 or not self.runner.fuses_one)
+        else:
+            per_token = x.scale.numel() > 1
         one = w_scale.new_ones(1) if per_token else None  # before the quantiser: an epilogue may not wait
         if isinstance(x, Tensor):
             x = _state(plan).quantize(x, prepared.tensors[-1] if layout.has_input_scale else None)
@@ -350,7 +357,7 @@ class FlashInferCudnnBackend(FlashInferBackend):
 
     name = "flashinfer_cudnn"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("nvfp4",), "fp8_gemm": ("fp8",)}
-    runner = Runner("cudnn", 16, 32, tensor="cudnn")
+    runner = Runner("cudnn", 16, 32, tensor="cudnn", fuses_one=True)
 
 
 class FlashInferTrtllmBackend(FlashInferBackend):

@@ -256,7 +256,8 @@ class ToScratch:
         -------
         QuantizedActivation
             As :func:`quantized_nvfp4` and :func:`quantized` say, but FP8 scales are [rows] or row-major
-            [rows, kp/128]; those of rows beyond M do not matter.
+            [rows, kp/128], and FP8 rows beyond M are zeros, as are their scales: what scratch memory held before, NaN
+            perhaps, is no operand of another library's GEMM.
         """
         m = x.shape[0]
         mp = self._rows(m)
@@ -264,9 +265,12 @@ class ToScratch:
             assert scale is not None
             return quantized_nvfp4(self._nvfp4, x, mp, self._kp, scale, lambda: self._scratch(m))
         q = quantized(self._fp8, x, mp, self._kp, self._scaling, scale, lambda: self._scratch(m))
+        if m < mp:
+            q.data[m:].view(torch.uint8).zero_()
         if self._static or m == mp:
             return q._replace(scale=q.scale.contiguous())
         if q.scale.shape[0] == mp:
+            q.scale[m:].zero_()
             return q
         return q._replace(scale=zero_pad(q.scale.reshape(m, -1), mp, q.scale.numel() // m).view(mp, *q.scale.shape[1:]))
 

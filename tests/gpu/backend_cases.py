@@ -33,6 +33,18 @@ def captured(fn: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, out
 
 
+def difference(replayed: Tensor, eager: Tensor, again: Tensor) -> str:
+    """Say where a replay differs from an eager call before it, and which of the two a second eager call agrees with."""
+    wrong = replayed != eager
+    rows = wrong.any(1).nonzero().flatten().tolist()
+    return (
+        f"M={len(eager)}: {int(wrong.sum())} of {wrong.numel()} elements differ, in {len(rows)} rows from {rows[:8]}; "
+        f"NaN: {int(replayed.isnan().sum())} replayed, {int(eager.isnan().sum())} eager; first: "
+        f"{replayed[wrong][:4].tolist()} replayed, {eager[wrong][:4].tolist()} eager; "
+        f"another eager call equals the first: {torch.equal(again, eager)}, the replay: {torch.equal(again, replayed)}"
+    )
+
+
 def replay_equals_eager_and_survives_what_is_planned_later(
     layer_of: LayerOf, sizes: Sequence[int], later: Sequence[int], of_another: Sequence[int]
 ) -> None:
@@ -50,10 +62,10 @@ def replay_equals_eager_and_survives_what_is_planned_later(
         torch.cuda.empty_cache()
         poison = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
         for _ in range(3):
-            for (graph, out), want in zip(graphs, expected, strict=True):
+            for (graph, out), want, x in zip(graphs, expected, xs, strict=True):
                 out.fill_(float("nan"))
                 graph.replay()
-                assert torch.equal(out, want)
+                assert torch.equal(out, want), difference(out, want, layer(x))
         for (graph, out), x in zip(graphs, xs, strict=True):
             x.copy_(tokens(x.shape[0], 99))
             graph.replay()

@@ -64,6 +64,33 @@ def test_what_flashinfer_is_handed_computes_what_the_reference_does(cls, arch, c
     assert len(kernels.calls) == 3 * case.shards  # the plan's trial, and the two runs
 
 
+def test_token_scales_after_rounding_are_held_to_two_roundings_and_to_no_more(monkeypatch):
+    """Few rows, and few columns that make up the error: in one tile two roundings are 3.2 times one."""
+    cls = backends.FlashInferCudnnBackend
+    case = contract.Case("fp8_gemm", "tensor", "fp8", 3, 1024, 2048, "bfloat16", False)
+    install(monkeypatch, "10.0")
+    contract.check(cls(), case)
+    real = torch.Tensor.mul_
+    with monkeypatch.context() as patch:
+        wrong = {torch.bfloat16: 1 + 2**-6}  # the reference multiplies sums in float32
+        patch.setattr(torch.Tensor, "mul_", lambda self, scale: real(self, scale * wrong.get(self.dtype, 1)))
+        with pytest.raises(contract.Violation, match="error"):
+            contract.check(cls(), case)
+    monkeypatch.setattr(contract, "TOKEN_SCALE_AFTER_ROUNDING", "none")
+    with pytest.raises(contract.Violation, match=r"tile \(0, 4\): error 0\.855"):
+        contract.check(cls(), case)
+
+
+def test_the_scale_of_one_token_is_multiplied_by_cudnn_and_rounded_once(monkeypatch):
+    cls = backends.FlashInferCudnnBackend
+    case = contract.Case("fp8_gemm", "tensor", "fp8", 1, 1024, 2048, "bfloat16", False)
+    install(monkeypatch, "10.0")
+    contract.check(cls(), case)
+    monkeypatch.setattr(cls, "runner", cls.runner._replace(fuses_one=False))
+    with pytest.raises(contract.Violation, match=r"tile \(0, 5\): error 0\.139"):
+        contract.check(cls(), case)
+
+
 def test_every_claimed_format_is_among_the_cases():
     seen = {(p.values[0].name, p.values[2].op, p.values[2].scaling) for p in _cases()}
     assert seen == {

@@ -61,14 +61,15 @@ def test_the_bits_are_those_of_formats(scaling, static, rows, kernels, monkeypat
             assert kernels.calls[-1][3] is False  # what follows may be launched with PDL
             assert got.data.shape == want.data.shape
             assert got.data.shape[0] == rows(m)
-            assert torch.equal(got.data[:m].view(torch.uint8), want.data[:m].view(torch.uint8))
+            written = m if scaling == "nvfp4" else rows(m)  # scratch holds NaN; FP8 has zeros behind the last token
+            assert torch.equal(got.data[:written].view(torch.uint8), want.data[:written].view(torch.uint8))
             assert got.scale.shape == want.scale.shape
             assert got.scale.is_contiguous()
             if scaling == "nvfp4":
                 assert torch.equal(got.scale.view(torch.uint8), want.scale.view(torch.uint8))
                 assert torch.equal(got.global_scale, want.global_scale)
             else:
-                assert torch.equal(got.scale if static else got.scale[:m], want.scale if static else want.scale[:m])
+                assert torch.equal(got.scale, want.scale)
 
 
 def test_whole_tiles_of_padding_scales_are_zeroed(kernels):
