@@ -44,7 +44,7 @@ can be 2.6 times one: 0.380 and 0.146, computed exactly, in tile (1, 3) of block
 TOKEN_SCALE_AFTER_ROUNDING = "flashinfer_"
 """``bmm_fp8`` takes one scale: these backends multiply the rounded product by the scales of tokens and round again, and
 are held to the reference that does the same. In 3x1024x2048, tile (0, 4), computed exactly: 0.271 rounded once, 0.855
-rounded twice; from 64 tokens on all is within what one rounding is allowed. flashinfer_cudnn rounds once where M is 1."""
+rounded twice; from 64 tokens on all is within what one rounding is allowed. flashinfer_cudnn rounds once if M is 1."""
 
 
 class Violation(AssertionError):

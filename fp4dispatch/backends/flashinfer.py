@@ -56,8 +56,8 @@ class Runner(NamedTuple):
     ``fp4``: what it is called in ``mm_fp4(backend=)``. ``n_multiple``, ``k_multiple``: what NVFP4 weights are padded
     to. ``shuffled``: weights in the row order of trtllm-gen. ``tensor``, ``groupwise``: the same for ``bmm_fp8`` and
     ``gemm_fp8_nt_groupwise``, empty where it has none; ``fp8_multiple``: what FP8 weights are padded to. ``fuses_one``:
-    ``bmm_fp8`` may be handed a scale that the kernel just ahead of it writes (cuDNN's kernels of 9.19 for sm_90 wait for
-    what is ahead of them in their first instructions, before any load).
+    ``bmm_fp8`` may be handed a scale that the kernel just ahead of it writes (cuDNN's kernels of 9.19 for sm_90 wait
+    for what is ahead of them in their first instructions, before any load).
     """
 
     fp4: str
