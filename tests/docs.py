@@ -336,7 +336,8 @@ def candidates() -> str:
     for result in results():
         if result.get("kind") == "candidates":
             head = f"{result['device']}, driver {result['driver']}, torch {result['torch']}, commit {result['commit']}."
-            parts += [head, script.candidate_table(result), script.choice_table(result), script.planted_table(result)]
+            parts += [f"{head} {result.get('note', '')}".strip(), script.candidate_table(result)]
+            parts += [script.choice_table(result), script.planted_table(result)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 

@@ -8,6 +8,7 @@ it through FP4DISPATCH_NVCC, like any other nvcc.
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -142,4 +143,6 @@ def start_build(csrc: Path, cache: Path, environment: dict[str, str]) -> subproc
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what it runs in the background with SIGINT ignored, which children would inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
