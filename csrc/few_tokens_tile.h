@@ -21,7 +21,6 @@ struct Params {
   Weights::Source w;
   Weights::Activation const* x;
   float const *x_scale, *alpha;  // x_scale: of packed tokens
-
   Element const* bias;
   Element* out;
   int64_t x_stride;

@@ -61,7 +61,6 @@ struct Tile {
   static constexpr int kPromoteStages = 2;
 
   static constexpr int kStageChunks = kFp8 ? 2 : 1;  // a stage is 128 bytes of activations along K
-  static constexpr int kGroups = 2;                  // of two MMAs in a stage
   static constexpr int kTokenBytes = T * 128;
   static constexpr int kBlockBytes = kStageChunks * w4::kChunkBytes;  // weights of a warpgroup in a stage
   static constexpr int kWeightBytes = kConsumers * kBlockBytes;

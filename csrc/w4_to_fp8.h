@@ -5,6 +5,7 @@
 
 #include "async_copy.h"
 #include "w4_dequant.h"
+#include "w4_sm90.h"
 
 namespace fp4d::w4 {
 
@@ -12,16 +13,9 @@ namespace fp4d::w4 {
 // Looking 8 bytes up costs a sixth of making them.
 constexpr int kLutCopies = 16, kLutPitch = kLutCopies * 8, kLutTableBytes = 128 * kLutPitch;
 
-__device__ __forceinline__ uint32_t load_byte(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
-
 __device__ __forceinline__ Lut load_lut(uint32_t address) {
-  Lut lut;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(lut.low), "=r"(lut.high) : "r"(address));
-  return lut;
+  uint2 const lut = load_8(address);
+  return {lut.x, lut.y};
 }
 
 // By `threads` threads, whose writes a barrier must follow.
@@ -33,9 +27,7 @@ __device__ __forceinline__ void make_lut_table(uint32_t at, int thread) {
   for (int i = 0; i < kEntries / threads; ++i) {
     uint32_t const scale = (thread + i * threads) / kLutCopies, raw = scale * 0x00800080;
     Lut const lut = e4m3_lut(reinterpret_cast<__half2 const&>(raw));
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + (thread + i * threads) * 8), "r"(lut.low),
-                 "r"(lut.high)
-                 : "memory");
+    store_8(at + (thread + i * threads) * 8, lut.low, lut.high);
   }
 }
 
@@ -62,7 +54,7 @@ struct Fp8Chunk {
 
   // From the lane's first word and its first scale.
   __device__ __forceinline__ void load(uint32_t words_at, uint32_t scales_at) {
-    scales[0] = load_byte(scales_at), scales[1] = load_byte(scales_at + 1);
+    scales[0] = load_1(scales_at), scales[1] = load_1(scales_at + 1);
     codes = load_16(words_at);
   }
   // In this lane's copy of the table.
