@@ -89,6 +89,19 @@ def check(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
     return (*reasons, *_versions(record, problem, system))
 
 
+def check_weight_only(backend: str, problem: Problem, system: System) -> tuple[Reason, ...]:
+    """As :func:`check`, for a backend of NVFP4 weights that takes 16-bit activations, not quantised ones."""
+    reasons = check(backend, problem, system)
+    if problem.sf_layout is None:
+        return reasons
+    raw = Reason(
+        "LAYOUT",
+        f"operands are quantised already (raw operator, b_sf {problem.sf_layout}), needs 16-bit activations",
+        "FP4Linear, or a backend that multiplies NVFP4 by NVFP4",
+    )
+    return (*reasons, raw)
+
+
 def quarantined(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
     """Return the reason against a backend that failed the self-check of this op on this arch."""
     arch = system.arch.sm if system.arch else ""
