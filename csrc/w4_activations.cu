@@ -14,7 +14,7 @@
 // 1024 bytes hold 8 tokens of 128 bytes each (128 k in e4m3, 64 k in 16 bits) as wgmma reads them with 128-byte
 // swizzle: the 16-byte column j of token i is stored at j ^ i. Within 64 k = 16 c + r, c = 0..3, the order is that of
 // the weights' registers (w4_dequant.h), so that a lane there holds whole scale blocks:
-//   e4m3     column 4 (k / 64 % 2) + 2 s + o, byte 4 c + j:       k = 16 c + 8 s + 2 j + o
+//   e4m3     column 4 (k / 64 % 2) + 2 s + h, byte 4 c + j:       k = 16 c + 8 s + 4 h + j
 //   16 bits  column 2 s + h,                  bytes 4 c .. 4c+3:  k = 16 c + 4 s + 2 h, + 1
 // Lane p of 16 (e4m3) or 8 reads 16 bytes, 8 elements, of the 128-byte row: p = 8 (k / 64 % 2) + 2 c + r / 8. A column
 // has one word of each of the four lanes that differ in c alone, so words change places between these (transpose), and
@@ -117,8 +117,8 @@ __device__ inline uint4 quantize_and_transpose(uint4 const (&raw)[2], E4m3Diviso
   for (int i = 0; i < 2; ++i) {
     float q[kVector];
     divisor.divide<T>(raw[i], finite, q);
-    words[2 * i] = to_e4m3(q[0], q[2], q[4], q[6]);
-    words[2 * i + 1] = to_e4m3(q[1], q[3], q[5], q[7]);
+    words[2 * i] = to_e4m3(q[0], q[1], q[2], q[3]);
+    words[2 * i + 1] = to_e4m3(q[4], q[5], q[6], q[7]);
   }
   return transpose(make_uint4(words[0], words[1], words[2], words[3]));
 }
@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   // Zeros of the padding stay zero under any scale but NaN.
   E4m3Divisor const divisor(token_scale);
 
-  // After the transposition lanes differ in bit 2 where the warp's 128 k do by 2, in bit 1 where columns are of even
-  // and odd k.
+  // After the transposition lanes differ in bit 2 where the warp's 128 k do by 2, in bit 1 where columns are the
+  // first or second four of 8 k.
   int const lane_block = lane / 4 % 2 * 2 + lane / 16;
   int64_t const block_bytes = token_blocks * kBlockBytes;
   uint8_t* to = column_of(packed, token, lane / 8 % 2 * 4 + lane % 2 * 2 + lane / 2 % 2) +

@@ -27,7 +27,7 @@ using Out = __half;
 constexpr bool kFp8 = FP4D_ACT == 8;
 constexpr Operand kOperand = kFp8 ? Operand::kE4M3 : FP4D_OUT == 0 ? Operand::kBF16 : Operand::kF16;
 // What the dequantised weights must be multiplied by.
-constexpr float kWeightFactor = kFp8 ? 8.f : w4::kUnscale;
+constexpr float kWeightFactor = kFp8 ? 8.f : w4::Dequant<Out>::kUnscale;
 
 struct Params {
   uint8_t const *x, *w;

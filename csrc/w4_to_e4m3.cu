@@ -14,13 +14,6 @@ namespace fp4d {
 constexpr int kWarps = w4::kUnits;  // a warp has 16 rows of the chunk
 constexpr int kRunChunks = 8;       // along K, in a block; all loads are under way before the first store
 
-// 8 k of a row: even and odd ones come apart from a word.
-__device__ inline uint2 in_order(uint32_t word, w4::Lut lut) {
-  uint32_t even, odd;
-  w4::to_e4m3(word, lut, even, odd);
-  return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
-}
-
 __global__ void __launch_bounds__(kWarps * 32)
     w4_to_e4m3_kernel(uint8_t const* w, uint8_t* out, int n, int k, int chunks) {
   grid_dependency_wait();
@@ -47,9 +40,10 @@ __global__ void __launch_bounds__(kWarps * 32)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (row + 8 * half >= n) continue;
-      uint2 const low = in_order(words[half][0], luts[half]), high = in_order(words[half][1], luts[half]);
-      *reinterpret_cast<uint4*>(out + int64_t(row + 8 * half) * k + column) =
-          make_uint4(low.x, low.y, high.x, high.y);
+      uint4 bytes;
+      w4::to_e4m3(words[half][0], luts[half], bytes.x, bytes.y);
+      w4::to_e4m3(words[half][1], luts[half], bytes.z, bytes.w);
+      *reinterpret_cast<uint4*>(out + int64_t(row + 8 * half) * k + column) = bytes;
     }
   }
   grid_dependency_launch_dependents();

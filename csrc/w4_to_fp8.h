@@ -31,21 +31,6 @@ __device__ __forceinline__ void make_lut_table(uint32_t at, int thread) {
   }
 }
 
-// __byte_perm() spends an instruction on clearing bits of the selector that are clear already.
-__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
-  return bytes;
-}
-
-// A word to e4m3 of its four even k and its four odd k: magnitudes from the table, signs from a shifted copy of the
-// word, whose bytes have them on top. 8 instructions on the half-rate pipe, and a shift that another one can do.
-__device__ __forceinline__ void word_to_e4m3(uint32_t word, Lut lut, uint32_t& even, uint32_t& odd) {
-  uint32_t const magnitude = word & 0x77777777, shifted = word * 16;
-  even = permute(lut.low, lut.high, magnitude) | (permute(word, shifted, 0x1504) & 0x80808080);
-  odd = permute(lut.low, lut.high, magnitude >> 16) | (permute(word, shifted, 0x3726) & 0x80808080);
-}
-
 // A lane's words of a chunk (A, B, C, D), its two scales and what they make of magnitudes.
 struct Fp8Chunk {
   uint4 codes;
@@ -64,10 +49,10 @@ struct Fp8Chunk {
   }
   // Operand A of two MMAs.
   __device__ __forceinline__ void dequantize(uint32_t (&a)[2][4]) const {
-    word_to_e4m3(codes.x, luts[0], a[0][0], a[0][2]);
-    word_to_e4m3(codes.y, luts[1], a[0][1], a[0][3]);
-    word_to_e4m3(codes.z, luts[0], a[1][0], a[1][2]);
-    word_to_e4m3(codes.w, luts[1], a[1][1], a[1][3]);
+    to_e4m3(codes.x, luts[0], a[0][0], a[0][2]);
+    to_e4m3(codes.y, luts[1], a[0][1], a[0][3]);
+    to_e4m3(codes.z, luts[0], a[1][0], a[1][2]);
+    to_e4m3(codes.w, luts[1], a[1][1], a[1][3]);
   }
 };
 

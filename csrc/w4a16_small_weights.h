@@ -32,7 +32,7 @@ struct Weights {
   static constexpr int kChunkK = w4::kChunkK, kChunkBytes = w4::kChunkBytes, kStageChunks = 2;
   static constexpr int kAlign = 16;
   static constexpr int kReuseTokens = 32;
-  static constexpr float kUnscale = w4::kUnscale;
+  static constexpr float kUnscale = w4::Dequant<Element>::kUnscale;
   static constexpr int registers(int tokens, int units) {
     return units == 1 ? 80 : units == 4 ? 64 + tokens * 9 / 4 : tokens <= 16 ? 72 : 96;
   }

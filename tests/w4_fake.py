@@ -17,19 +17,15 @@ from fp4dispatch.jit.manifest import installed
 
 
 def chunk_index():
-    """For each byte nibble of a chunk: its row and k; ``[2048, 2]`` of (row, k), low nibble first."""
-    rows, columns = torch.empty(2048, 2, dtype=torch.long), torch.empty(2048, 2, dtype=torch.long)
-    for byte in range(2048):
-        unit, lane, word, place = byte // 512, byte // 16 % 32, byte // 4 % 4, byte % 4
-        for nibble in range(2):
-            pair = 2 * (place % 2) + nibble  # of four even k in the low half of the word, of four odd k in the high one
-            rows[byte, nibble] = 16 * unit + lane // 4 + 8 * (word % 2)
-            columns[byte, nibble] = 16 * (lane % 4) + 8 * (word // 2) + 2 * pair + place // 2
-    return rows, columns
+    """For each byte of a chunk's codes: row, k of the low magnitude, k of the sign in bit 7; that in bit 3 is 4 on."""
+    byte = torch.arange(2048)
+    unit, lane, word, place = byte // 512, byte // 16 % 32, byte // 4 % 4, byte % 4
+    first = 16 * (lane % 4) + 8 * (word // 2)
+    return 16 * unit + lane // 4 + 8 * (word % 2), first + 2 * place, first + place
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ROWS, COLUMNS = chunk_index()
+ROWS, MAGNITUDE_K, SIGN_K = chunk_index()
 PLACE = torch.arange(256)  # of a scale: two bytes a unit, eight a lane
 SCALE_ROWS, SCALE_BLOCKS = 16 * (PLACE // 2 % 4) + PLACE // 32 + 8 * (PLACE % 2), PLACE // 8 % 4
 
@@ -38,8 +34,11 @@ def decode(packed):
     """Codes [Np, Kp] (0..15) and scales f32 [Np, Kp/16] of W4P."""
     blocks, chunks, _ = packed.shape
     codes = torch.zeros(blocks, chunks, 64, 64, dtype=torch.uint8)
-    codes[:, :, ROWS[:, 0], COLUMNS[:, 0]] = packed[..., :2048] & 15
-    codes[:, :, ROWS[:, 1], COLUMNS[:, 1]] = packed[..., :2048] >> 4
+    byte = packed[..., :2048]
+    codes[:, :, ROWS, MAGNITUDE_K] = byte & 7
+    codes[:, :, ROWS, MAGNITUDE_K + 1] = byte >> 4 & 7
+    codes[:, :, ROWS, SIGN_K] |= byte >> 4 & 8
+    codes[:, :, ROWS, SIGN_K + 4] |= byte & 8
     scale = torch.zeros(blocks, chunks, 64, 4, dtype=torch.uint8)
     scale[:, :, SCALE_ROWS, SCALE_BLOCKS] = packed[..., 2048:]
     codes = codes.permute(0, 2, 1, 3).reshape(blocks * 64, chunks * 64)
@@ -52,7 +51,7 @@ def activation_index(itemsize):
     token, place = torch.arange(8).view(8, 1), torch.arange(128).view(1, 128)
     column, byte = (place // 16) ^ token, (place % 16).expand(8, 128)
     if itemsize == 1:
-        return 64 * (column // 4) + 16 * (byte // 4) + 8 * (column // 2 % 2) + 2 * (byte % 4) + column % 2, 0 * byte
+        return 64 * (column // 4) + 16 * (byte // 4) + 8 * (column // 2 % 2) + 4 * (column % 2) + byte % 4, 0 * byte
     return 16 * (byte // 4) + 4 * (column // 2) + 2 * (column % 2) + byte % 4 // 2, byte % 2
 
 

@@ -34,8 +34,8 @@ def place(k: int, size: int) -> tuple[int, int]:
     """Return (16-byte column before the swizzle, byte in it) of element ``k`` of a 128-byte row."""
     chunk, c, r = k // 64, k % 64 // 16, k % 16
     if size == 1:
-        s, j, odd = r // 8, r % 8 // 2, r % 2
-        return 4 * chunk + 2 * s + odd, 4 * c + j
+        s, h, j = r // 8, r % 8 // 4, r % 4
+        return 4 * chunk + 2 * s + h, 4 * c + j
     s, h, e = r // 4, r % 4 // 2, r % 2
     return 2 * s + h, 4 * c + 2 * e
 
@@ -67,8 +67,10 @@ def operand_a(codes: Tensor, size: int) -> Tensor:
     per_step = 32 // size
     seen = torch.full((64 // per_step, 64, per_step), -1)
 
-    def nibble(word: Tensor, shift: int) -> int:
-        return int(word) >> shift & 15
+    def code(word: Tensor, j: int) -> int:
+        """Of k = j of a word: magnitude by nibbles, signs by bytes."""
+        sign = 8 * j + 7 if j < 4 else 8 * (j - 4) + 3
+        return int(word) >> 4 * j & 7 | (int(word) >> sign & 1) << 3
 
     for warp in range(4):
         for lane in range(32):
@@ -78,16 +80,16 @@ def operand_a(codes: Tensor, size: int) -> Tensor:
                 if size == 1:
                     upper, lower = (a, b) if step == 0 else (cc, d)
                     for j in range(4):
-                        seen[step, 16 * warp + r, 4 * c + j] = nibble(upper, 4 * j)
-                        seen[step, 16 * warp + r + 8, 4 * c + j] = nibble(lower, 4 * j)
-                        seen[step, 16 * warp + r, 16 + 4 * c + j] = nibble(upper, 16 + 4 * j)
-                        seen[step, 16 * warp + r + 8, 16 + 4 * c + j] = nibble(lower, 16 + 4 * j)
+                        seen[step, 16 * warp + r, 4 * c + j] = code(upper, j)
+                        seen[step, 16 * warp + r + 8, 4 * c + j] = code(lower, j)
+                        seen[step, 16 * warp + r, 16 + 4 * c + j] = code(upper, 4 + j)
+                        seen[step, 16 * warp + r + 8, 16 + 4 * c + j] = code(lower, 4 + j)
                 else:
                     upper, lower = (a, b) if step < 2 else (cc, d)
                     for half in range(2):
                         j = 2 * (step % 2) + half
                         for e in range(2):
-                            seen[step, 16 * warp + r, 8 * half + 2 * c + e] = nibble(upper, 16 * e + 4 * j)
-                            seen[step, 16 * warp + r + 8, 8 * half + 2 * c + e] = nibble(lower, 16 * e + 4 * j)
+                            seen[step, 16 * warp + r, 8 * half + 2 * c + e] = code(upper, 2 * j + e)
+                            seen[step, 16 * warp + r + 8, 8 * half + 2 * c + e] = code(lower, 2 * j + e)
     assert int(seen.min()) >= 0
     return seen

@@ -16,8 +16,9 @@ by 64 k, each 2304 bytes, so that the chunks of one 64-row block along K are one
   D    16u + r + 8  16c + 8 .. 16c + 15
   ==== ============ ===================
 
-  of which bits ``4j .. 4j+3`` hold the code of the even k ``2j``, bits ``16+4j .. 16+4j+3`` that of the odd k ``2j+1``
-  (j = 0..3, k counted within the word).
+  of which bits ``4j .. 4j+2`` hold the magnitude of k ``j`` (0..7, counted within the word), bit ``8j+7`` the sign of
+  k ``j`` = 0..3 and bit ``8j+3`` that of k ``j+4``. So either half of a word selects four bytes from a table, and four
+  signs at a time are where bytes have theirs.
 * bytes [2048, 2304), e4m3 scales as in the checkpoint: two bytes at ``2048 + 8 l + 2 u``, rows ``16u + r`` and
   ``16u + r + 8``, block ``c`` of the chunk.
 
@@ -133,22 +134,19 @@ def _blocks_at_a_time(chunks: int) -> int:
 def _pack_codes(codes: Tensor, blocks: int, chunks: int) -> Tensor:
     """[rows, K/2] -> [blocks, chunks, 2048]."""
     codes = zero_pad(codes, blocks * ROWS, chunks * COLUMNS // 2)
-    # [block, unit, half of the unit, row, chunk, block of 16, half of the block, 2 bytes of 4 k each, 2 bytes]
-    pairs = codes.reshape(blocks, 4, 2, 8, chunks, 4, 2, 2, 2)
-    first, second = pairs[..., 0], pairs[..., 1]
-    even = (first & 15) | (second << 4)
-    odd = (first >> 4) | (second & 0xF0)
-    words = torch.stack((even, odd), dim=-2)  # little-endian: the two bytes of even k, then of odd k
-    return words.permute(0, 4, 1, 3, 5, 6, 2, 7, 8).reshape(blocks, chunks, CODE_BYTES)
+    # [block, unit, half of the unit, row, chunk, block of 16, half of the block, 4 bytes of 2 k each]
+    words = codes.reshape(blocks, 4, 2, 8, chunks, 4, 2, 4).permute(0, 4, 1, 3, 5, 6, 2, 7)
+    signs = torch.stack((words & 8, words >> 4 & 8), dim=-1).flatten(-2)  # of k = 0..7, in bit 3
+    return ((words & 0x77) | signs[..., :4] << 4 | signs[..., 4:]).reshape(blocks, chunks, CODE_BYTES)
 
 
 def _unpack_codes(part: Tensor) -> Tensor:
     """[blocks, chunks, 2048] -> [64 blocks, 32 chunks]."""
     blocks, chunks = part.shape[:2]
-    words = part.reshape(blocks, chunks, 4, 8, 4, 2, 2, 2, 2).permute(0, 2, 6, 3, 1, 4, 5, 7, 8)
-    even, odd = words[..., 0, :], words[..., 1, :]
-    pairs = torch.stack(((even & 15) | (odd << 4), (even >> 4) | (odd & 0xF0)), dim=-1)
-    return pairs.reshape(blocks * ROWS, chunks * COLUMNS // 2)
+    words = part.reshape(blocks, chunks, 4, 8, 4, 2, 2, 4)
+    signs = torch.cat((words >> 4 & 8, words & 8), dim=-1).unflatten(-1, (4, 2))
+    codes = (words & 0x77) | signs[..., 0] | signs[..., 1] << 4
+    return codes.permute(0, 2, 6, 3, 1, 4, 5, 7).reshape(blocks * ROWS, chunks * COLUMNS // 2)
 
 
 def _pack_scales(scale: Tensor, blocks: int, chunks: int) -> Tensor:

@@ -60,7 +60,7 @@ def test_emulated_activations_are_packed_as_the_kernel_documents(dtype):
         if dtype == torch.bfloat16:
             j, byte = 2 * (r // 4) + r % 4 // 2, 4 * c + 2 * (r % 2)
         else:
-            j, byte = 4 * (column // 64 % 2) + 2 * (r // 8) + r % 2, 4 * c + r % 8 // 2
+            j, byte = 4 * (column // 64 % 2) + r // 4, 4 * c + r % 4
         for part in range(dtype.itemsize):
             at = (column // wide, row // 8, 128 * (row % 8) + 16 * (j ^ (row % 8)) + byte + part)
             assert packed[at] == (bits[row, column, part] if row < m and column < k else 0)

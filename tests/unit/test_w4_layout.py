@@ -31,9 +31,9 @@ def chunk_by_hand(code, sf, row0, k0):
             words = []
             for row, k in ((0, 0), (8, 0), (0, 8), (8, 8)):  # A, B, C, D
                 word = 0
-                for j in range(4):
-                    word |= code(row0 + 16 * u + r + row, k0 + 16 * c + k + 2 * j) << (4 * j)
-                    word |= code(row0 + 16 * u + r + row, k0 + 16 * c + k + 2 * j + 1) << (16 + 4 * j)
+                for j in range(8):
+                    sign, magnitude = divmod(code(row0 + 16 * u + r + row, k0 + 16 * c + k + j), 8)
+                    word |= magnitude << (4 * j) | sign << (8 * j + 7 if j < 4 else 8 * (j - 4) + 3)
                 words.append(word)
             data[u * 512 + lane * 16 : u * 512 + lane * 16 + 16] = struct.pack("<4I", *words)
             for half in range(2):
