@@ -68,7 +68,8 @@ class Method(abc.ABC):
     """One way to compute ``x @ W^T``.
 
     ``takes`` says what ``x`` is when the clock starts: bfloat16, or e4m3 with its scales (then whoever calls has to
-    quantise, and that is not in the time). ``slow_start``: compiles something for minutes on first use.
+    quantise, and that is not in the time). ``slow_start``: compiles something for minutes on first use. ``copied``: the
+    format of the copy that it multiplies, where that is not ``format`` itself: of as many bytes is its roofline.
     """
 
     name: str
@@ -76,7 +77,13 @@ class Method(abc.ABC):
     takes: Literal["bf16", "fp8"] = "bf16"
     ours: bool = False
     slow_start: bool = False
+    copied: Format | None = None
     what: str = ""
+
+    @property
+    def held(self) -> Format:
+        """Return the format of the weights that a call reads."""
+        return self.copied or self.format
 
     @abc.abstractmethod
     def lacks(self, card: Card) -> str:

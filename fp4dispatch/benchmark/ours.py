@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4dispatch import formats, ops
+from fp4dispatch import formats, ops, registry, system
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared
 from fp4dispatch.benchmark.operands import Entering, Format, Operands
 from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.problem import Activation
+from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.quantized_linear import QuantizedLinear
 from fp4dispatch.routes import Bound
 
@@ -20,6 +20,7 @@ from fp4dispatch.routes import Bound
 def methods() -> tuple[Method, ...]:
     """Return every method of this package."""
     layers = [Layer("nvfp4", pin) for pin in (None, "bf16", "fp8")]
+    layers += [Layer("nvfp4", None, "w4a8_expanded", copied="row")]
     layers += [Layer(fmt, None) for fmt in ("tensor", "row", "block128")]
     return (*layers, RawFp8("tensor"), RawFp8("row"))
 
@@ -27,28 +28,43 @@ def methods() -> tuple[Method, ...]:
 class Layer(Method):
     """A layer as ``replace_linears`` makes it: the policy chooses by M, activation quantisation is included.
 
-    Each call goes through the operator behind the layer, on rotating copies of the layer's prepared tensors.
+    Each call goes through the operator behind the layer, on rotating copies of the layer's prepared tensors. ``pin``
+    names the activation that the policy may choose for; ``backend`` leaves no choice, at any M; ``copied`` is the
+    format of the weights that this backend writes out for itself.
     """
 
     ours = True
 
-    def __init__(self, fmt: Format, pin: Activation | None) -> None:
-        self.format, self.pin = fmt, pin
+    def __init__(
+        self, fmt: Format, pin: Activation | None, backend: str | None = None, *, copied: Format | None = None
+    ) -> None:
+        self.format, self.pin, self.backend, self.copied = fmt, pin, backend, copied
         kind = "FP4Linear" if fmt == "nvfp4" else f"FP8Linear/{fmt}"
-        self.name = kind + (f"/{pin}" if pin else "")
+        named = backend or pin
+        self.name = kind + (f"/{named}" if named else "")
         self.what = f"{kind}, " + (f"activation={pin!r}" if pin else "the policy's choice")
+        if backend:
+            self.what = f"{kind}, backend={backend!r} for any number of tokens"
 
     def lacks(self, card: Card) -> str:
-        """Return nothing: the reference backend runs anywhere."""
-        return ""
+        """Return what a backend that is named lacks here; else nothing: the reference backend runs anywhere."""
+        if self.backend is None:
+            return ""
+        if card.arch is None:
+            return "needs a CUDA GPU"
+        backend = registry.instance(self.backend)
+        op: Op = "nvfp4_gemm" if self.format == "nvfp4" else "fp8_gemm"
+        assert self.format != "bf16"
+        problem = Problem(op, 16, 4096, 4096, backend.activations[op][0], self.format)
+        return "; ".join(reason.text for reason in backend.supports(problem, system.current()))
 
     def layer(self, operands: Operands) -> QuantizedLinear:
         """Make the layer."""
         weights = operands.weights(self.format)
         activation = self.pin or "any"
         if self.format == "nvfp4":
-            return FP4Linear.from_weights(weights, activation=activation)
-        return FP8Linear.from_weights(weights, activation=activation)
+            return FP4Linear.from_weights(weights, activation=activation, backend=self.backend)
+        return FP8Linear.from_weights(weights, activation=activation, backend=self.backend)
 
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:
         """Bind the layer and clone what it prepared."""
@@ -104,7 +120,6 @@ def chosen(bound: Bound, m: int) -> tuple[str, Activation]:
 def _raw_backend(w: LinearWeights, m: int, device: torch.device) -> str:
     """Return what the policy has chosen for a raw GEMM; asked again, not guessed."""
     from fp4dispatch import dispatch
-    from fp4dispatch.problem import Problem
 
     problem = Problem(w.op, m, w.n, w.k, "fp8", w.scaling)
     decision = dispatch.select(problem, gpu=device.index if device.type == "cuda" else None)

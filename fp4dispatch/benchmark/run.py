@@ -178,7 +178,7 @@ class Runner:
             torch.cuda.empty_cache()
 
     def _copies(self, method: Method, n: int, k: int) -> int:
-        return timing.copies_for(n * k * WEIGHT_BYTES[method.format], self.engine.cache_bytes)
+        return timing.copies_for(n * k * WEIGHT_BYTES[method.held], self.engine.cache_bytes)
 
     # ----------------------------------------------------------------------------------------------------- one problem
 
@@ -237,13 +237,13 @@ class Runner:
         _poison(launch, blank.m, blank.n, self.card.device)
         got = launch.call(0)
         self.engine.finish()
-        copies, size = self._copies(method, blank.n, blank.k), blank.n * blank.k * WEIGHT_BYTES[method.format]
+        copies, size = self._copies(method, blank.n, blank.k), blank.n * blank.k * WEIGHT_BYTES[method.held]
         row = replace(
             blank,
             backend=launch.backend,
             entering=launch.entering,
             error=check.relative_error(got, truth.want(method.format, "bf16")),
-            least_us=roofline.least_us(self.peaks, blank.n, blank.k, blank.m, method.format, launch.entering),
+            least_us=roofline.least_us(self.peaks, blank.n, blank.k, blank.m, method.held, launch.entering),
             cold=timing.is_cold(copies, size, self.engine.cache_bytes),
         )
         return self._judged(method, launch, truth, row, got)

@@ -35,6 +35,7 @@ def test_methods_are_chosen_by_pattern_and_the_baseline_always():
         "FP4Linear",
         "FP4Linear/bf16",
         "FP4Linear/fp8",
+        "FP4Linear/w4a8_expanded",
     ]
     assert [m.name for m in choose(everything(), ["torch/row", BASELINE])] == [BASELINE, "torch/row"]
     with pytest.raises(InputError, match=r"matches no method\. Did you mean FP4Linear"):
@@ -60,7 +61,7 @@ def test_what_a_method_lacks_is_said():
     lacks = {method.name: method.lacks(CPU) for method in everything()}
     assert [name for name, why in lacks.items() if not why] == [
         BASELINE,
-        *(n for n in NAMES if n.startswith(("FP", "fp8"))),
+        *(n for n in NAMES if n.startswith(("FP", "fp8")) and n != "FP4Linear/w4a8_expanded"),
     ]
     assert "no GPU" in lacks["torch/row"]
     ada = Card(torch.device("cpu"), "an L4", Arch(8, 9), 48e6, 24e9)
@@ -209,6 +210,24 @@ def test_humming(problem, monkeypatch):
     assert off(peers.HummingNvfp4(), problem) < methods.ROUNDING
 
 
+def test_a_backend_by_name_runs_at_any_number_of_tokens_or_says_what_it_lacks():
+    """The FP8 copy of NVFP4 weights: auto takes it only where memory was promised, so it is named."""
+    by_name = {method.name: method for method in everything()}
+    layer = by_name["FP4Linear/w4a8_expanded"]
+    made = layer.layer(Operands(64, 64, torch.device("cpu")))
+    assert (made.backend, made.activation, layer.ours, layer.takes) == ("w4a8_expanded", "any", True, "bf16")
+    assert layer.lacks(CPU) == "needs a CUDA GPU"
+    assert "GPU" in layer.lacks(HOPPER_ON_PAPER)  # of the machine that the test runs on: no layer is made in vain
+    assert by_name["FP4Linear"].backend is None
+    assert by_name["FP4Linear"].lacks(HOPPER_ON_PAPER) == ""
+
+
+def test_rows_are_of_the_weights_that_a_method_reads():
+    by_name = {method.name: method for method in everything()}
+    assert by_name["FP4Linear/w4a8_expanded"].held == "row"  # 8 bits a weight, though 4.5 are stored
+    assert all(method.held == method.format for name, method in by_name.items() if "expanded" not in name)
+
+
 def test_rotating_copies_do_not_share_memory(problem):
     operands, truth = problem
     for method in (ours.Layer("nvfp4", None), ours.Layer("row", None), ours.RawFp8("row"), peers.Bf16()):
@@ -229,5 +248,11 @@ def test_a_layer_says_what_ran_it(problem):
     launch = ours.Layer("nvfp4", "fp8").prepare(operands, 2, CPU)(truth.x)
     assert (launch.backend, launch.entering) == ("reference (fp8)", "row")
     assert ours.Layer("nvfp4", "fp8").name == "FP4Linear/fp8"
+    named = ours.Layer("nvfp4", None, "reference")
+    assert (named.name, named.what) == (
+        "FP4Linear/reference",
+        "FP4Linear, backend='reference' for any number of tokens",
+    )
+    assert named.prepare(operands, 2, CPU)(truth.x).backend == "reference (bf16)"
     assert ours._entering("block128", "fp8") == "1x128"
     assert ours._entering("nvfp4", "nvfp4") == "nvfp4"

@@ -212,6 +212,22 @@ def test_weights_are_rotated_and_rows_say_whether_they_were_cold():
     assert not tiny.rows[0].cold
 
 
+def test_copies_and_rooflines_count_the_bytes_that_are_read():
+    class Expanded(Planted):
+        copied = "row"
+
+        def prepare(self, operands, copies, card):
+            seen.append(copies)
+            return super().prepare(operands, copies, card)
+
+    seen = []
+    some = [BASE, Expanded("w", fmt="nvfp4", entering="bf16"), Planted("v", fmt="nvfp4")]
+    outcome = measure(some, nk=((1024, 1024),), ms=(1,), engine=ToldEngine(cache_bytes=1e6))
+    assert seen == [3]  # of 1 MiB; 6 of those that are read packed
+    least = {row.method: row.least_us for row in outcome.rows}
+    assert least["w"] / least["v"] == pytest.approx(1 / 0.5625, rel=0.01)
+
+
 def test_the_roofline():
     assert least_us(PEAKS, 4096, 4096, 1, "nvfp4", "bf16") == pytest.approx(4096 * 4096 * 0.5625 / 4e12 * 1e6, rel=2e-3)
     assert least_us(PEAKS, 8192, 8192, 8192, "bf16", "bf16") == pytest.approx(2 * 8192**3 / 8e14 * 1e6)
