@@ -2,8 +2,9 @@
 
 FlashInfer (0.7) and Humming (0.1.19, PyPI ``humming-kernels``) are optional and imported only where they are measured.
 Facts about Humming, read in its wheel: ``HummingLayer`` takes ModelOpt's tensors under a ModelOpt schema, repacks them
-in ``transform()``, and compiles one kernel per range of M at its first call, with the NVRTC and the CUDA headers of an
-installed toolkit of torch's CUDA version; nothing is downloaded.
+in ``transform()``, and compiles kernels at its first call, with the NVRTC and the CUDA headers of an installed toolkit of
+torch's CUDA version; nothing is downloaded. Left alone it compiles those of all ranges of M of a shape, 33 for each of
+six shapes that were looked at; a ``tuning_config`` for the range that holds M gives the same kernel and launch, alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -154,7 +155,7 @@ class HummingNvfp4(Method):
     name = "humming/nvfp4"
     format: Format = "nvfp4"
     slow_start = True
-    what = "humming.layer.HummingLayer, ModelOpt NVFP4 weights, bfloat16 activations"
+    what = "humming.layer.HummingLayer, ModelOpt NVFP4 weights, bfloat16 activations, its own choice of kernel"
 
     def lacks(self, card: Card) -> str:
         """Return what is missing: a GPU, or the package."""
@@ -171,14 +172,24 @@ class HummingNvfp4(Method):
         layer.load_from_tensors({"weight": w.weight, "weight_scale": w.scale, "weight_scale_2": w.global_scale})
         layer.transform()
         layers = [layer, *(copy.deepcopy(layer) for _ in range(copies - 1))]
+        table = importlib.import_module("humming.tune").get_heuristics_config(layer.humming_config, device=card.device)
 
         def at(x: Tensor) -> Launch:
             out = _output(x, operands.n)
+            chosen = _humming_choice(table, x.shape[0])
 
             def call(i: int) -> Tensor:
-                layers[i](x, outputs=out)
+                layers[i](x, outputs=out, tuning_config=chosen)
                 return out
 
             return Launch(call, "bf16", "humming", out)
 
         return at
+
+
+def _humming_choice(table: Sequence[tuple[int, int, dict[str, Any]]], m: int) -> dict[str, Any]:
+    """Return what Humming's own table takes for M tokens; a range ``low, high`` holds ``low < M <= high``."""
+    for low, high, config in table:
+        if low < m <= high:
+            return config
+    raise ValueError(f"Humming's table has no kernel for M={m}")

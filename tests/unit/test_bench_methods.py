@@ -176,6 +176,8 @@ def test_flashinfer(problem, monkeypatch):
 class HummingLayer(torch.nn.Module):
     """Takes and checks what the real one takes (humming-kernels 0.1.19: layer.py, schema/modelopt.py)."""
 
+    chosen = []
+
     def __init__(self, shape_n, shape_k, weight_config, *, torch_dtype):
         super().__init__()
         assert weight_config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
@@ -188,6 +190,7 @@ class HummingLayer(torch.nn.Module):
         for name, (shape, dtype) in sizes.items():
             setattr(self, name, torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
         self.ready = False
+        self.humming_config = None
 
     def load_from_tensors(self, tensors):
         assert set(tensors) == {"weight", "weight_scale", "weight_scale_2"}
@@ -195,19 +198,47 @@ class HummingLayer(torch.nn.Module):
 
     def transform(self):
         self.ready = True
+        self.humming_config = ("of", self.weight.shape[0])
 
-    def forward(self, x, outputs=None):
+    def forward(self, x, outputs=None, tuning_config=None):
         assert self.ready
+        HummingLayer.chosen.append(tuning_config)
         w = formats.nvfp4_dequantize(self.weight, self.weight_scale, self.weight_scale_2)
         outputs.copy_(x.float() @ w.t())
         return outputs
 
 
-def test_humming(problem, monkeypatch):
-    fake = types.ModuleType("humming.layer")
-    fake.HummingLayer = HummingLayer
-    monkeypatch.setitem(sys.modules, "humming.layer", fake)
+def heuristics(config, *, device):
+    """Humming's choices by range of M, as its tune.get_heuristics_config returns them."""
+    assert config == ("of", 256)  # of the layer after transform()
+    assert device == HOPPER_ON_PAPER.device
+    return [[0, 1, {"block": 8}], [1, 37, {"block": 16}], [37, 1 << 30, {"block": 64}]]
+
+
+@pytest.fixture
+def humming(monkeypatch):
+    layer, tune = types.ModuleType("humming.layer"), types.ModuleType("humming.tune")
+    layer.HummingLayer, tune.get_heuristics_config = HummingLayer, heuristics
+    monkeypatch.setitem(sys.modules, "humming.layer", layer)
+    monkeypatch.setitem(sys.modules, "humming.tune", tune)
+    monkeypatch.setattr(HummingLayer, "chosen", [])
+    return tune
+
+
+def test_humming(problem, humming):
     assert off(peers.HummingNvfp4(), problem) < methods.ROUNDING
+    assert HummingLayer.chosen == [{"block": 16}] * 3  # 37 tokens: the kernel that it would take, and no other compiled
+    operands, _ = problem
+    ready = peers.HummingNvfp4().prepare(operands, 1, HOPPER_ON_PAPER)
+    for m in (1, 2, 38, 4096):
+        ready(operands.activation(m)).call(0)
+    assert [each["block"] for each in HummingLayer.chosen[3:]] == [8, 16, 64, 64]
+
+
+def test_humming_without_a_kernel_for_the_tokens(problem, humming, monkeypatch):
+    monkeypatch.setattr(humming, "get_heuristics_config", lambda config, device: [[0, 8, {}]])
+    with pytest.raises(ValueError, match="no kernel for M=37"):
+        off(peers.HummingNvfp4(), problem)
 
 
 def test_a_backend_by_name_runs_at_any_number_of_tokens_or_says_what_it_lacks():
