@@ -2,9 +2,9 @@
 
 FlashInfer (0.7) and Humming (0.1.19, PyPI ``humming-kernels``) are optional and imported only where they are measured.
 Facts about Humming, read in its wheel: ``HummingLayer`` takes ModelOpt's tensors under a ModelOpt schema, repacks them
-in ``transform()``, and compiles kernels at its first call, with the NVRTC and the CUDA headers of an installed toolkit of
-torch's CUDA version; nothing is downloaded. Left alone it compiles those of all ranges of M of a shape, 33 for each of
-six shapes that were looked at; a ``tuning_config`` for the range that holds M gives the same kernel and launch, alone.
+in ``transform()``, and compiles kernels at its first call, with the NVRTC and the CUDA headers of an installed toolkit
+of torch's CUDA version; nothing is downloaded. Left alone it compiles those of all ranges of M of a shape, 33 for each
+of six shapes that were looked at; a ``tuning_config`` for the range that holds M gives the same kernel and launch.
 """
 
 from __future__ import annotations

@@ -75,6 +75,10 @@ class Outcome:
 
 Say = Callable[[int, str], None]
 """Told how many problems are done, and what is being done now."""
+Keep = Callable[[Outcome], None]
+"""Given what there is after every shape, so that a run that is killed has not been for nothing."""
+TIMING = 0.5
+"""Of the time that a budget has left for a problem, the share that replays may take; the rest goes to checks."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,16 @@ class Runner:
     peaks
         What the card can do at best.
     budget_s
-        Seconds after which no further problem is begun; None for all.
+        Seconds after which no further problem is begun; None for all. Where they are short, there are fewer rounds (at
+        least five) of long problems first.
     clock
         Seconds, for the budget.
     say
         Told what is being measured.
+    keep
+        Given the outcome so far after each shape.
     rounds
-        Rounds of each problem.
+        Rounds of each problem, unless they would take longer than the engine's limit or the budget allows.
     """
 
     def __init__(
@@ -118,14 +125,15 @@ class Runner:
         budget_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         say: Say = lambda done, text: None,
+        keep: Keep = lambda outcome: None,
         rounds: int = 15,
     ) -> None:
         self.card, self.engine, self.peaks, self.rounds = card, engine, peaks or Peaks(), rounds
-        self.clock, self.say = clock, say
+        self.clock, self.say, self.keep = clock, say, keep
         self.began = clock()
         self.ends = None if budget_s is None else self.began + budget_s
         self.outcome = Outcome()
-        self._done = 0
+        self._done = self._todo = 0
         self.methods: list[Method] = []
         for method in methods:
             lacks = method.lacks(card)
@@ -137,17 +145,26 @@ class Runner:
     def run(self, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> Outcome:
         """Measure every (N, K) with every M, in this order, as far as the budget reaches."""
         todo = [(n, k, m) for n, k in shapes for m in ms]
+        self._todo, self.outcome.left = len(todo), todo
         for n, k in shapes:
             if self.over() or self.outcome.stopped:
                 break
             self.outcome.rows += self._shape(n, k, ms)
-        self.outcome.left = todo[self._done :]
-        self.outcome.seconds = self.clock() - self.began
+            self.outcome.left = todo[self._done :]
+            self.outcome.seconds = self.clock() - self.began
+            self.keep(self.outcome)
         return self.outcome
 
     def over(self) -> bool:
         """Whether the budget is used up."""
         return self.ends is not None and self.clock() >= self.ends
+
+    def limit_us(self) -> float:
+        """Return how long the rounds of the next problem may take: the engine's limit, or its share of the budget."""
+        if self.ends is None:
+            return self.engine.limit_us
+        share = (self.ends - self.clock()) / max(self._todo - self._done, 1)
+        return min(self.engine.limit_us, max(share, 0.0) * TIMING * 1e6)
 
     # ------------------------------------------------------------------------------------------------------- one shape
 
@@ -224,7 +241,7 @@ class Runner:
                     output.fill_(torch.nan)
         replays = {name: each.recording.replay for name, each in recorded.items()}
         calls = {name: each.calls for name, each in recorded.items()}
-        times = timing.take_turns(replays, calls, rounds=self.rounds, limit_us=self.engine.limit_us)
+        times = timing.take_turns(replays, calls, rounds=self.rounds, limit_us=self.limit_us())
         for name, each in recorded.items():
             (output,) = each.recording.latest
             assert isinstance(output, Tensor)

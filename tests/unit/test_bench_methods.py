@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ def test_flashinfer(problem, monkeypatch):
 class HummingLayer(torch.nn.Module):
     """Takes and checks what the real one takes (humming-kernels 0.1.19: layer.py, schema/modelopt.py)."""
 
-    chosen = []
+    chosen: ClassVar = []
 
     def __init__(self, shape_n, shape_k, weight_config, *, torch_dtype):
         super().__init__()

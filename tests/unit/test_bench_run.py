@@ -196,6 +196,43 @@ def test_a_budget_is_kept_and_what_it_left_out_is_said():
     assert within.left == [(128, 128, 2), (128, 128, 3)]
 
 
+def test_a_budget_that_is_short_costs_rounds_before_it_costs_problems():
+    """Problems that take 0.1 s a round: 17 rounds each would be 1.7 s."""
+    now = [0.0]
+
+    class Slow(ToldEngine):
+        def record(self, call, calls, copies):
+            inner = super().record(call, calls, copies)
+
+            def replay():
+                now[0] += 0.1
+                inner.replay()
+                return 1e5
+
+            return run.Recording(replay, inner.latest)
+
+    def rounds(budget_s):
+        now[0] = 0.0
+        some = measure([BASE], ms=(1, 2, 3), budget_s=budget_s, clock=lambda: now[0], engine=Slow())
+        assert some.left == []
+        return [row.rounds for row in some.rows]
+
+    assert rounds(None) == [15, 15, 15]
+    assert rounds(30.0) == [15, 15, 15]
+    first, *others = rounds(6.0)
+    assert first == 10  # half of the 2 s that are its share; the two rounds that do not count are beside that
+    assert all(5 <= count < 15 for count in others)
+    assert rounds(1.9) == [5, 5, 5]
+
+
+def test_what_there_is_after_each_shape_is_kept():
+    kept = []
+    shapes = ((128, 128), (256, 128))
+    outcome = measure([BASE], nk=shapes, ms=(1, 2), keep=lambda o: kept.append((len(o.rows), list(o.left))))
+    assert kept == [(2, [(256, 128, 1), (256, 128, 2)]), (4, [])]
+    assert outcome.left == []
+
+
 def test_weights_are_rotated_and_rows_say_whether_they_were_cold():
     seen = []
 
