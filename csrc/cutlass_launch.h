@@ -1,12 +1,20 @@
 // Launch of a CUTLASS 3.x GEMM with the caller's workspace and stream: no allocation, no synchronisation, the
-// kernel parameters are made once per launch.
+// kernel parameters are made once per launch. What a kernel needs once on each device is done once: CUTLASS's own
+// adapter does it, and asks for errors twice, at every launch.
 #pragma once
+
+#include <array>
+#include <atomic>
 
 #include <cuda_runtime.h>
 
+#include <tvm/ffi/extra/cuda/base.h>
+
+#include "cutlass/device_kernel.h"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 
 #include "ffi_checks.h"
+#include "tma_encode.h"
 
 namespace fp4d {
 
@@ -16,15 +24,70 @@ inline void check_status(cutlass::Status status, char const* step) {
                                 << " (is this the GPU that the kernel was compiled for?)";
 }
 
+// Makes a kernel ready on the current device and returns its multiprocessors. Threads that come here at once all do it,
+// which is harmless; the attribute is set before the device counts as ready.
+template <class Kernel>
+int ready(int device) {
+  constexpr int kDevices = 64;
+  static std::array<std::atomic<int>, kDevices> known{};
+  if (device >= kDevices)
+    TVM_FFI_THROW(ValueError) << "device " << device << ", needed one below " << kDevices;
+  int count = known[device].load(std::memory_order_acquire);
+  if (count == 0) {
+    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(cutlass::device_kernel<Kernel>,
+                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                  Kernel::SharedStorageSize));
+    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    known[device].store(count, std::memory_order_release);
+  }
+  return count;
+}
+
+// `arguments` complete but for the device, which is the current one.
 template <class Gemm>
-void launch(typename Gemm::Arguments const& arguments, TensorView workspace, cudaStream_t stream,
+void launch(typename Gemm::Arguments arguments, void* workspace, int device, cudaStream_t stream,
             bool enable_pdl) {
+  using Kernel = typename Gemm::GemmKernel;
+  using Cluster = typename Kernel::DispatchPolicy::ClusterShape;
+  static_assert(cute::is_static_v<Cluster> && cute::size(Cluster{}) <= 8, "a cluster that every GPU allows");
+  arguments.hw_info.device_id = device;
+  arguments.hw_info.sm_count = ready<Kernel>(device);
+  check_status(Kernel::initialize_workspace(arguments, workspace, stream), "initialize_workspace");
+  typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, workspace);
+
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (enable_pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if constexpr (cute::size(Cluster{}) > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {unsigned(cute::size<0>(Cluster{})),
+                                          unsigned(cute::size<1>(Cluster{})),
+                                          unsigned(cute::size<2>(Cluster{}))};
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = Kernel::get_grid_shape(params);
+  config.blockDim = Kernel::get_block_shape();
+  config.dynamicSmemBytes = Kernel::SharedStorageSize;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  void* kernel_arguments[] = {&params};
+  void const* const kernel = reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>);
+  TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelExC(&config, kernel, kernel_arguments));
+}
+
+// The same, after CUTLASS's own check of the arguments.
+template <class Gemm>
+void launch_checked(typename Gemm::Arguments const& arguments, TensorView workspace, int device,
+                    cudaStream_t stream, bool enable_pdl) {
   int64_t const needed = static_cast<int64_t>(Gemm::get_workspace_size(arguments));
   if (workspace.numel() < needed)
     TVM_FFI_THROW(ValueError) << "workspace: has " << workspace.numel() << " bytes, needed " << needed;
   check_status(Gemm::can_implement(arguments), "can_implement");
-  check_status(Gemm().run(arguments, data_of<void>(workspace), stream, /*cuda_adapter=*/nullptr, enable_pdl),
-               "launch");
+  launch<Gemm>(arguments, data_of<void>(workspace), device, stream, enable_pdl);
 }
 
 }  // namespace fp4d

@@ -88,7 +88,6 @@ struct Fp8Entry {
 
     tvm::ffi::CUDADeviceGuard guard(device);
     auto args = arguments(m, n, k);
-    args.hw_info.device_id = device;
     args.mainloop.ptr_A = data_of<Data>(a);
     args.mainloop.ptr_B = data_of<Data>(b);
     args.epilogue.ptr_D = data_of<Out>(d);
@@ -98,7 +97,8 @@ struct Fp8Entry {
                              {} /*multiply*/},
                             {bias.has_value() ? data_of<Out>(*bias) : nullptr},
                             {} /*multiply-add*/};
-    launch<Gemm>(args, workspace, static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device)), enable_pdl);
+    auto const stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
+    launch_checked<Gemm>(args, workspace, device, stream, enable_pdl);
   }
 
   static int64_t shared_memory_bytes() { return Kernel::SharedStorageSize; }

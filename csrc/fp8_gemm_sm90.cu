@@ -29,8 +29,6 @@
 // Capture-safe: only launches.
 #include "gdc_guard.h"
 
-#include <atomic>
-
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 
@@ -275,17 +273,6 @@ void set_epilogue(Arguments& thread, TensorView a_scale, TensorView b_scale, Opt
   }
 }
 
-inline int multiprocessors(int device) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> cache[kDevices];
-  int count = device < kDevices ? cache[device].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
-    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    if (device < kDevices) cache[device].store(count, std::memory_order_relaxed);
-  }
-  return count;
-}
-
 void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Optional<TensorView> bias,
          TensorView d, TensorView workspace, bool enable_pdl) {
   Problem const p = check(a, b, a_scale, b_scale, bias, d, workspace);
@@ -311,12 +298,10 @@ void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Opt
   cute::get<kSwap ? 1 : 0>(args.epilogue.dD) = row_stride(d);
   set_mainloop(args.mainloop, a_scale, b_scale, p);
   set_epilogue(args.epilogue.thread, a_scale, b_scale, bias);
-  args.hw_info.device_id = device;
-  args.hw_info.sm_count = multiprocessors(device);
   // No can_implement(): it wants M % 4 == 0 for block scales, where TMA wants aligned strides alone. check()
   // has covered what TMA needs.
   auto const stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  check_status(Gemm().run(args, nullptr, stream, /*cuda_adapter=*/nullptr, enable_pdl), "launch");
+  launch<Gemm>(args, nullptr, device, stream, enable_pdl);
 }
 
 // The data-parallel scheduler needs none.

@@ -114,7 +114,6 @@ struct Nvfp4Entry {
 
     tvm::ffi::CUDADeviceGuard guard(device);
     auto args = arguments(m, n, k);
-    args.hw_info.device_id = device;
     args.mainloop.ptr_A = data_of<Data>(a);
     args.mainloop.ptr_B = data_of<Data>(b);
     args.mainloop.ptr_SFA = data_of<Scale>(a_sf);
@@ -124,7 +123,8 @@ struct Nvfp4Entry {
                             {},                                                                 // accumulator
                             {bias.has_value() ? data_of<Out>(*bias) : nullptr},                 // bias
                             {}};  // multiply-add
-    launch<Gemm>(args, workspace, static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device)), enable_pdl);
+    auto const stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
+    launch_checked<Gemm>(args, workspace, device, stream, enable_pdl);
   }
 
   static int64_t shared_memory_bytes() { return Kernel::SharedStorageSize; }

@@ -1,0 +1,91 @@
+"""Runs in a process of its own, started by test_host_calls.py: launches on tensors that only seem to be on GPUs.
+
+    python host_calls.py RUNTIME LIBRARY FUNCTION < arguments.json
+
+``RUNTIME`` stands in for the CUDA runtime (cuda_calls.c), which ``LIBRARY`` is not linked with. Arguments are tensors
+``[dlpack code, bits, shape, strides]``, None or plain values; steps are ``[device of the tensors, call that fails]``,
+and launch once each. Prints JSON: for each step the calls by name, the device that is current after it, and the error.
+torch stays out: one with CUDA would bring the true runtime.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+sys.modules["torch"] = None  # type: ignore[assignment]
+
+import tvm_ffi  # noqa: E402
+
+CUDA = 2
+ADDRESS = 1 << 44
+"""Never read: no kernel runs."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class OnGpu:
+    """A tensor of DLPack."""
+
+    def __init__(self, code: int, bits: int, shape: list[int], strides: list[int], device: int) -> None:
+        self.device = device
+        self.sizes = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
+        self.tensor = _Tensor(ADDRESS, CUDA, device, len(shape), code, bits, 1, *self.sizes, 0, None, None)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return make(ctypes.addressof(self.tensor), b"dltensor", None)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, self.device
+
+
+def main(runtime: str, library: str, function: str) -> None:
+    """Do the steps."""
+    fake = ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    fake.counted_name.restype, fake.counted_calls.restype = ctypes.c_char_p, ctypes.c_long
+    launch = getattr(tvm_ffi.load_module(library), function)
+    given = json.load(sys.stdin)
+    keep, rows = [], []
+    for device, failing in given["steps"]:
+        arguments = []
+        for argument in given["arguments"]:
+            if isinstance(argument, list):
+                keep.append(OnGpu(*argument, device))
+                argument = tvm_ffi.from_dlpack(keep[-1])
+            arguments.append(argument)
+        fake.fail_with(failing.encode(), 1)
+        fake.counts_reset()
+        error = ""
+        try:
+            launch(*arguments)
+        except RuntimeError as raised:
+            error = str(raised)
+        calls = {}
+        i = 0
+        while name := fake.counted_name(i):
+            calls[name.decode()], i = fake.counted_calls(i), i + 1
+        rows.append({"calls": calls, "error": error, "current": fake.current_device()})
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
