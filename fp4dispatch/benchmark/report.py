@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp4dispatch.benchmark import targets
 from fp4dispatch.benchmark.host import HostRow
 from fp4dispatch.benchmark.methods import BASELINE, Method, rivals
 from fp4dispatch.benchmark.roofline import Peaks
@@ -175,11 +176,19 @@ def overall(doc: Document) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+TARGET_SHAPES = catalogue().suite("targets").shapes
+
+
+def _targets(doc: Document) -> list[list[str]]:
+    """Return what was found beside the targets where a shape that they are stated over was measured on their card."""
+    over = [shape for shape in TARGET_SHAPES if shape in shapes_of(doc)]
+    return targets.table(speedups(doc, over), len(TARGET_SHAPES)) if over and doc["facts"]["arch"] == "sm_90" else []
+
+
 def target_shapes(doc: Document) -> list[tuple[int, int]]:
     """Return the shapes that the targets are stated over where all of them were measured, else all that were."""
-    wanted = catalogue().suite("targets").shapes
     measured = shapes_of(doc)
-    return list(wanted) if set(wanted) <= set(measured) else measured
+    return list(TARGET_SHAPES) if set(TARGET_SHAPES) <= set(measured) else measured
 
 
 # --------------------------------------------------------------------------------------------------------------- table
@@ -200,6 +209,8 @@ def summary(doc: Document) -> str:
     over = target_shapes(doc)
     parts = [_head(doc), f"Times as fast as {BASELINE}, geometric mean over {len(over)} shapes:"]
     parts += [_github(_means(doc, over, some)) for some in _chunks(tokens_of(doc), 2 * COLUMNS)]
+    if len(aims := _targets(doc)) > 1:
+        parts += [f"Beside the targets, which are stated over {len(TARGET_SHAPES)} shapes:", _github(aims)]
     if standing := overall(doc):
         head = ["ours", "worst time / best peer's", "N x K", "M", "that peer", f"over {1 + LOSS:.2f}"]
         lines = [
@@ -216,6 +227,7 @@ def summary(doc: Document) -> str:
         f"against the exact product of the stored weight, mean over all problems:"
     )
     parts.append(_github(_errors(doc)))
+    parts += [notes] if (notes := _notes(doc)) else []
     return "\n\n".join(parts)
 
 
@@ -258,6 +270,9 @@ def _parts(doc: Document, grid: _Grid) -> Iterable[str]:
         yield f"times as fast as {BASELINE}, geometric mean over {len(over)} shapes:"
         for some in _chunks(tokens_of(doc), 2 * COLUMNS):
             yield grid(_means(doc, over, some))
+    if len(aims := _targets(doc)) > 1:
+        yield f"beside the targets, geometric means over {len(TARGET_SHAPES)} shapes:"
+        yield grid(aims)
     if on_gpu and (against := versus(doc)):
         yield "ours / the best peer in time, at the M where it is worst (over 1: slower):"
         yield grid(_standing(against))

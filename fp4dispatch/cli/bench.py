@@ -47,7 +47,12 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--methods", action="append", metavar="GLOB", help="these methods beside torch/bf16")
     parser.add_argument("--list", action="store_true", help="list suites and methods, and what each method lacks here")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU where torch sees one, by default")
-    parser.add_argument("--rounds", type=int, default=15, help="replays of each method that count (default: 15)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=15,
+        help="replays of each method that count (default: 15); fewer, at least 5, where they would take over 2 s",
+    )
     parser.add_argument(
         "--budget-s", type=float, metavar="S", help=f"begin nothing after S seconds (--quick: {QUICK_S:.0f})"
     )
@@ -128,7 +133,9 @@ def parse_shape(text: str) -> tuple[int, int]:
 def measure(
     args: argparse.Namespace, card: Card, suite: Suite, methods: Sequence[Method], budget: float | None, quiet: bool
 ) -> dict[str, Any]:
-    """Run everything and return the document."""
+    """Run everything and return the document; write it to ``--json`` after each shape already."""
+    from dataclasses import replace
+
     from fp4dispatch.benchmark import host, machine, report, roofline
     from fp4dispatch.benchmark import run as runs
     from fp4dispatch.benchmark.methods import everything
@@ -139,7 +146,17 @@ def measure(
         def say(done: int, text: str) -> None:
             progress.update(done, note=text)
 
-        runner = runs.Runner(card, engine, methods, budget_s=budget, say=say, rounds=args.rounds)
+        def keep(outcome: runs.Outcome) -> None:
+            """Write what there is: a run that is killed has not been for nothing."""
+            if args.json not in (None, STDOUT):
+                done = len(suite.shapes) * len(suite.m) - len(outcome.left)
+                part = replace(outcome, stopped=outcome.stopped or f"after {done} problems this run had not ended yet")
+                _write_file("json", args.json, report.json_text(made(part, [])))
+
+        def made(outcome: runs.Outcome, calls: Sequence[host.HostRow]) -> dict[str, Any]:
+            return report.document(suite, machine.facts(card, args.commit), runner.peaks, methods, outcome, calls)
+
+        runner = runs.Runner(card, engine, methods, budget_s=budget, say=say, keep=keep, rounds=args.rounds)
         say(0, "what the card can do at best")
         runner.peaks = roofline.measure(card, engine)
         outcome = runner.run(suite.shapes, suite.m)
@@ -147,7 +164,7 @@ def measure(
     if not args.methods:
         slow = [method for method in everything() if method.slow_start]
         outcome.absent |= {method.name: method.lacks(card) or SLOW for method in slow}
-    return report.document(suite, machine.facts(card, args.commit), runner.peaks, methods, outcome, calls)
+    return made(outcome, calls)
 
 
 def _write(args: argparse.Namespace, doc: dict[str, Any], streams: Sequence[str]) -> None:
@@ -159,14 +176,18 @@ def _write(args: argparse.Namespace, doc: dict[str, Any], streams: Sequence[str]
         if target == STDOUT:
             print(render(doc), end="")
         elif target is not None:
-            try:
-                Path(target).write_text(render(doc))
-            except OSError as error:
-                raise InputError(f"--{name} {target}: cannot be written: {error}") from error
+            _write_file(name, target, render(doc))
     if not streams:
         print(report.text(doc))
     if args.plot:
         plot.draw(doc, args.plot)
+
+
+def _write_file(name: str, target: str, text: str) -> None:
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise InputError(f"--{name} {target}: cannot be written: {error}") from error
 
 
 def listing(methods: Sequence[Method], card: Card) -> str:

@@ -122,6 +122,30 @@ def test_a_bad_old_file_costs_no_run(planted, monkeypatch, tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_the_json_is_there_before_the_run_has_ended(planted, monkeypatch, tmp_path):
+    path = tmp_path / "out.json"
+
+    def killed(operands, copies, card):
+        if operands.n == 128:
+            raise KeyboardInterrupt
+        return real(operands, copies, card)
+
+    real, planted[1].prepare = planted[1].prepare, killed
+    words = ["bench", "--shape", "64x32", "--shape", "128x32", "-m", "1", "--json", str(path)]
+    assert cli.main(words) == 130
+    doc = report.read(path)
+    assert [(row["n"], row["method"], row["us"]) for row in doc["measured"]] == [
+        (64, BASELINE, 10.0),
+        (64, "peer", 5.0),
+        (64, "FP4Linear", 4.0),
+    ]
+    assert doc["left"] == [[128, 32, 1]]
+    assert "STOPPED: after 1 problems this run had not ended yet" in report.text(doc)
+    planted[1].prepare = real
+    assert cli.main(words) == 0
+    assert report.read(path)["stopped"] == ""
+
+
 def test_listing(planted, capsys):
     assert cli.main(["bench", "--list", "--suite", "full"]) == 0
     out = capsys.readouterr().out

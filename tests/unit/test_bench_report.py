@@ -108,7 +108,7 @@ def test_csv_has_every_row_and_every_field():
 def test_markdown_tables_are_whole():
     text = report.markdown(document(host=[HostRow("FP4Linear", 20.0, 0.02, 5.0)]))
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
-    assert len(tables) == 6 + 3  # shapes, means, standing, host
+    assert len(tables) == 6 + 4  # shapes, means, targets, standing, host
     for table in tables:
         assert len({line.count("|") for line in table}) == 1, table
         assert set(table[1]) <= set("|-:")
