@@ -11,7 +11,9 @@ Prefill runs without a graph.
     python bench/decoder.py --json out.json --commit HASH
     python bench/decoder.py --tiny --device cpu            # a small model, no graph: that the script works
 
-A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation.
+A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation. ``--compact`` drops
+weights that a layer would hold twice (``fp4dispatch.compact``) before anything is timed: the table then has the memory
+with and without it, and logits that are not bit for bit what they were print WRONG.
 """
 
 from __future__ import annotations
@@ -271,25 +273,41 @@ def run_format(
         "backends": backends,
         "weights_gb": held_bytes(model) / 1e9,
         "logits": against(logits, logits if reference is None else reference),
-        "prefill": prefill(model, arguments.prefill, device, vocabulary),
     }
     if backends:
-        fp4dispatch.warmup(model, tokens=arguments.batches)
+        fp4dispatch.warmup(model, tokens=[*arguments.batches, arguments.prefill])
+    if backends and arguments.compact:
+        result["compact"] = compacted(model, logits, lambda: probe(model, device, vocabulary))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+    result["prefill"] = prefill(model, arguments.prefill, device, vocabulary)
     result["decode"] = [decode(model, batch, arguments.steps, device, vocabulary) for batch in arguments.batches]
     if device.type == "cuda":
         result["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
     return result | {"build_s": built, "seconds": time.perf_counter() - began}, logits
 
 
+def compacted(model: nn.Module, before: Tensor, logits: Callable[[], Tensor]) -> dict[str, Any]:
+    """Drop weights that are held twice; return what is held then, and whether the logits are still ``before``."""
+    fp4dispatch.compact(model)
+    if before.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"weights_gb": held_bytes(model) / 1e9, "same": torch.equal(logits(), before)}
+
+
 def table(document: dict[str, Any]) -> str:
     """Return the results as a Markdown table; speeds also as multiples of the first format's."""
     first = document["formats"][0]
     batches = [d["batch"] for d in first["decode"]]
-    head = ["format", "weights GB", "peak GB", *(f"decode b{b}, tok/s" for b in batches)]
+    compact = any("compact" in each for each in document["formats"])
+    head = ["format", "weights GB", *(["compacted GB"] if compact else []), "peak GB"]
+    head += [f"decode b{b}, tok/s" for b in batches]
     head += [f"prefill {first['prefill']['tokens']}, tok/s", "logits error", "cosine", "top-1", "KL"]
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     for each in document["formats"]:
-        cells = [each["format"], f"{each['weights_gb']:.3g}", f"{each['peak_gb']:.1f}" if "peak_gb" in each else "-"]
+        cells = [each["format"], f"{each['weights_gb']:.3g}"]
+        cells += [_memory(each.get("compact"))] if compact else []
+        cells.append(f"{each['peak_gb']:.1f}" if "peak_gb" in each else "-")
         for mine, base in zip(each["decode"], first["decode"], strict=True):
             cells.append(_speed(mine, base) if mine["status"] == "ok" else "WRONG")
         logits = each["logits"]
@@ -301,6 +319,12 @@ def table(document: dict[str, Any]) -> str:
         cells += [f"{logits['top1']:.3f}", f"{logits['kl']:.4f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _memory(compact: dict[str, Any] | None) -> str:
+    if compact is None:
+        return "-"
+    return f"{compact['weights_gb']:.3g}" if compact["same"] else "WRONG"
 
 
 def _speed(mine: dict[str, Any], base: dict[str, Any]) -> str:
@@ -316,6 +340,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt that is timed")
+    parser.add_argument("--compact", action="store_true", help="drop weights that are held twice, before timing")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--device", help="cuda or cpu; the GPU where torch sees one, by default")
     parser.add_argument("--commit", default="unknown")
@@ -354,7 +379,10 @@ def main(words: Sequence[str] | None = None) -> int:
     ]
     if wrong:
         print(f"WRONG: a step in a graph differs from the same step without one: {wrong}")
-    return 1 if wrong else 0
+    changed = [each["format"] for each in document["formats"] if not each.get("compact", {"same": True})["same"]]
+    if changed:
+        print(f"WRONG: compact() changed the logits: {changed}")
+    return 1 if wrong or changed else 0
 
 
 if __name__ == "__main__":

@@ -188,3 +188,58 @@ def test_the_script_fails_where_a_step_is_wrong(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "| WRONG |" in out
     assert "('bf16', 1)" in out
+
+
+def small(monkeypatch, *words):
+    monkeypatch.setattr(decoder, "REPEATS", 2)
+    monkeypatch.setattr(decoder, "decode", lambda model, batch, *a: {"batch": batch, "status": "ok", "tokens_per_s": 1})
+    return decoder.main(["--tiny", "--device", "cpu", "--prefill", "8", "--batches", "1", *words])
+
+
+def cells(capsys):
+    lines = [[c.strip() for c in line.split("|")] for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
+    return {line[1]: dict(zip(lines[0], line, strict=True)) for line in lines}
+
+
+def test_memory_with_and_without_weights_that_are_held_twice(monkeypatch, capsys, tmp_path):
+    """What compact() frees is planted: the reference backend of a CPU holds weights once anyway."""
+    order = []
+
+    def compact(model):
+        order.append("compact")
+        del model.lm_head.spare
+        return 8_000_000
+
+    def build(sizes, device, seed=0):
+        model = real(sizes, device, seed)
+        model.lm_head.register_buffer("spare", torch.zeros(2_000_000))
+        return model
+
+    real, prefill = decoder.build, decoder.prefill
+    monkeypatch.setattr(decoder, "build", build)
+    monkeypatch.setattr(decoder.fp4dispatch, "compact", compact)
+    monkeypatch.setattr(decoder.fp4dispatch, "warmup", lambda model, tokens: order.append(tokens))
+    monkeypatch.setattr(decoder, "prefill", lambda *a: order.append("prefill") or prefill(*a))
+    path = tmp_path / "out.json"
+    assert small(monkeypatch, "--formats", "bf16", "nvfp4", "--compact", "--json", str(path)) == 0
+    assert order == ["prefill", [1, 8], "compact", "prefill"]  # bound for all that follows, and nothing timed before
+    bf16, nvfp4 = json.loads(path.read_text())["formats"]
+    assert "compact" not in bf16
+    assert nvfp4["compact"]["same"]
+    assert nvfp4["weights_gb"] - nvfp4["compact"]["weights_gb"] == pytest.approx(0.008)
+    found = cells(capsys)
+    assert found["bf16"]["compacted GB"] == "-"
+    assert float(found["nvfp4"]["compacted GB"]) == pytest.approx(nvfp4["compact"]["weights_gb"], rel=0.01)
+    assert small(monkeypatch, "--formats", "nvfp4") == 0
+    assert "compacted GB" not in cells(capsys)["nvfp4"]
+
+
+def test_weights_that_compact_lost_are_seen(monkeypatch, capsys):
+    def compact(model):
+        model.model.norm.weight.mul_(1.5)
+
+    monkeypatch.setattr(decoder.fp4dispatch, "compact", compact)
+    assert small(monkeypatch, "--formats", "bf16", "nvfp4", "--compact") == 1
+    out = capsys.readouterr().out
+    assert "compact() changed the logits: ['nvfp4']" in out
+    assert "| WRONG |" in out
