@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp4dispatch import dispatch, jit, quarantine, registry, selfcheck
+from fp4dispatch import dispatch, jit, quarantine, registry, selfcheck, trial
 from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend
@@ -83,7 +83,7 @@ def _builds(ask: Ask, system: System) -> list[tuple[str, str]]:
             if checked and selfcheck.known(*decided[bucket], system) is None:
                 p = decided[bucket][1]
                 half = selfcheck.half_of(p)
-                names += selfcheck.builds(backend, p.op, p.scaling, p.activation, system, device, half)
+                names += trial.builds(backend, p.op, p.scaling, p.activation, system, device, half)
         backend, problem = decided[bucket]
         names += backend.builds(replace(problem, m=m), device)
     return names

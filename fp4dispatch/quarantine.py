@@ -29,7 +29,9 @@ SCHEMA = 1
 Status = Literal["passed", "failed", "unchecked", "off"]
 
 _log = logging.getLogger("fp4dispatch")
-_THIS_CHECK = ("canary", "selfcheck", "tilecheck")
+_THIS_CHECK = ("canary", "trial", "tilecheck")
+_LONGEST = 1e12
+"""No time in a record is longer, in whatever unit."""
 _RACE = ("never written", "stale", "not repeatable")
 
 
@@ -54,7 +56,10 @@ class CheckResult:
     gdc
         Whether the barriers of the kernels are proven: ``yes``, ``no``, or ``not known`` for kernels of others.
     seconds
-        How long the check took, compilation included.
+        How long all of it took, building included.
+    build_ms, check_ms
+        Of that, milliseconds for building (compiling and loading kernels, making plans) and for all the rest
+        (:mod:`fp4dispatch.trial`). None in records from before they were told apart.
     lasting
         Whether the verdict may be kept on disk: not if something outside the kernel was in the way.
     notes
@@ -81,6 +86,8 @@ class CheckResult:
     notes: tuple[str, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
     half: str = ""
+    build_ms: float | None = None
+    check_ms: float | None = None
 
     @property
     def usable(self) -> bool:
@@ -95,9 +102,14 @@ class CheckResult:
             race = " Signature of a launch race." if self.kind in _RACE else ""
             return f"{subject} {self.findings[0]}.{race} GDC proven: {self.gdc}. Quarantined."
         if self.status == "passed":
-            return f"{subject} ({kind}): {len(self.ran)} canaries passed in {self.seconds * 1e3:.0f} ms"
+            return f"{subject} ({kind}): {len(self.ran)} canaries passed {self._times()}"
         why = "; ".join(self.notes) or "FP4DISPATCH_SELFCHECK=off"
         return f"{subject} ({kind}): not checked: {why}"
+
+    def _times(self) -> str:
+        if self.build_ms is None or self.check_ms is None:
+            return f"in {self.seconds * 1e3:.0f} ms, building included"
+        return f"in {self.check_ms:.0f} ms, after {self.build_ms:.0f} ms of building"
 
     def __str__(self) -> str:
         return self.text()
@@ -127,6 +139,9 @@ class CheckResult:
             result.half,
         )
         if not all(isinstance(text, str) for text in texts) or result.status not in ("passed", "failed", "unchecked"):
+            raise ValueError("not a verdict")
+        times = (result.seconds, *(time for time in (result.build_ms, result.check_ms) if time is not None))
+        if not all(0 <= time <= _LONGEST for time in times):  # a TypeError where it is no number
             raise ValueError("not a verdict")
         if not isinstance(result.facts, dict) or (result.status == "failed") != bool(result.findings):
             raise ValueError("not a verdict")

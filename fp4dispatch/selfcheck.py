@@ -1,10 +1,8 @@
 """Run a backend on problems with known answers before ``auto`` trusts it on a machine for the first time.
 
-A kernel can be supported, compiled, and wrong: races that lose tiles, padding that is read, scales of another row. Each
-canary (:mod:`fp4dispatch.canary`) runs three times through one plan, into poisoned memory, from one input buffer that
-is rewritten just before each launch: first input, second, first again. Every output is judged tile by tile
-(:mod:`fp4dispatch.tilecheck`); the first and the last must agree in every bit. Verdicts are kept by
-:mod:`fp4dispatch.quarantine`; a backend that failed is a candidate with the reason ``QUARANTINED`` from then on.
+A kernel can be supported, compiled, and wrong: races that lose tiles, padding that is read, scales of another row.
+:mod:`fp4dispatch.trial` runs and judges the canaries; here that becomes a verdict, which :mod:`fp4dispatch.quarantine`
+keeps. A backend that failed is a candidate with the reason ``QUARANTINED`` from then on.
 """
 
 from __future__ import annotations
@@ -12,32 +10,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from fp4dispatch import capture, jit, quarantine, registry
-from fp4dispatch.backends.base import Backend, LinearWeights, QuantizedActivation
+from fp4dispatch import capture, quarantine, registry, trial
+from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.canary import DTYPE, Canary, canaries
-from fp4dispatch.errors import CaptureError, InputError
+from fp4dispatch.errors import InputError
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.quarantine import CheckResult
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
-from fp4dispatch.tilecheck import Finding, Poisoned, first_difference, judge
+from fp4dispatch.tilecheck import Finding
 
 __all__ = ["CheckResult", "agree", "check", "condemn", "results", "trusted"]
 
 _log = logging.getLogger("fp4dispatch")
 _lock = threading.RLock()
-
-_RUNS = (0, 1, 0)
-"""Which input each run gets."""
 
 _GRAVITY = (
     "never written",
@@ -98,57 +88,24 @@ def check(
         f"the self-check of {backend.name} ({op}, {scaling})", "run one such layer eagerly, or fp4dispatch verify"
     )
     started = time.perf_counter()
-    device = torch.device(device)
     blank = replace(_blank(backend, op, scaling, activation, system), half=half or "")
     plain = replace(system, quarantined=frozenset())
-    record = _Record()
-    launched: list[tuple[Canary, list[Tensor]]] = []
-    judged: list[str] = []
-    with _plain_torch(device):
-        if plain.arch is not None:
-            jit.build_together(builds(backend, op, scaling, activation, plain, device, half), plain.arch)
-        for canary in canaries(op, scaling, activation, seed, half):
-            if record.stopped:
-                break
-            with record.of(canary):
-                reasons = backend.supports(canary.problem, plain)
-                if reasons:
-                    record.notes.append(f"{canary}: {'; '.join(f'{r.code} {r.text}' for r in reasons)}")
-                else:
-                    launched.append((canary, _launch(backend, canary, device)))
-        for canary, outputs in launched:
-            with record.of(canary):
-                found = _judge(canary, [output.cpu() for output in outputs])
-                record.findings += [found] if found else []
-                judged.append(str(canary))
-    findings = sorted(record.findings, key=lambda finding: _GRAVITY.index(finding.kind))
+    found = trial.run(backend, op, scaling, activation, plain, torch.device(device), seed, half)
+    seconds = time.perf_counter() - started
+    findings = sorted(found.findings, key=lambda finding: _GRAVITY.index(finding.kind))
     return replace(
         blank,
-        status="failed" if findings else "passed" if judged and not record.stopped else "unchecked",
-        ran=tuple(judged),
+        status="failed" if findings else "passed" if found.ran and not found.stopped else "unchecked",
+        ran=tuple(found.ran),
         kind=findings[0].kind if findings else "",
         findings=tuple(map(str, findings)),
         evidence=tuple(finding.to_dict() for finding in findings),
-        seconds=time.perf_counter() - started,
-        lasting=record.lasting or any(finding.kind != "raised" for finding in findings),
-        notes=tuple(record.notes),
+        seconds=seconds,
+        build_ms=found.build_seconds * 1e3,
+        check_ms=(seconds - found.build_seconds) * 1e3,
+        lasting=found.lasting or any(finding.kind != "raised" for finding in findings),
+        notes=tuple(found.notes),
     )
-
-
-def builds(
-    backend: Backend,
-    op: Op,
-    scaling: Scaling,
-    activation: Activation,
-    system: System,
-    device: torch.device,
-    half: OutDtype | None = None,
-) -> set[tuple[str, str]]:
-    """Return (kernel, variant) of ours that :func:`check`, whose arguments these are, will load; none on a CPU."""
-    if device.type != "cuda":
-        return set()
-    each = (canary.problem for canary in canaries(op, scaling, activation, 0, half))
-    return {name for p in each if not backend.supports(p, system) for name in backend.builds(p, device)}
 
 
 def half_of(problem: Problem) -> OutDtype | None:
@@ -303,9 +260,6 @@ def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = No
     return agreed
 
 
-# ----------------------------------------------------------------------------------------------------------------- run
-
-
 def _blank(backend: Backend, op: Op, scaling: Scaling, activation: Activation, system: System) -> CheckResult:
     """Return the verdict before anything is known: its subject and the facts it will hold under."""
     arch = system.arch.sm if system.arch else ""
@@ -313,101 +267,3 @@ def _blank(backend: Backend, op: Op, scaling: Scaling, activation: Activation, s
     gdc = "not known" if not ours else "yes" if all((name, arch) in system.proven for name in ours) else "no"
     facts = quarantine.facts(system, backend)
     return CheckResult(backend.name, op, scaling, activation, arch, "unchecked", gdc=gdc, facts=facts)
-
-
-class _Record:
-    """What comes up during one check. An exception stops it; what ran before is still judged."""
-
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-        self.notes: list[str] = []
-        self.lasting = True
-        self.stopped = False
-
-    @contextmanager
-    def of(self, canary: Canary) -> Iterator[None]:
-        try:
-            yield
-        except CaptureError:
-            raise
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            self.notes.append(f"{canary}: memory ran out: {error}")
-            self.lasting, self.stopped = False, True
-        except Exception as error:  # whatever a backend or a plug-in does, it must not stop the others
-            self.findings.append(Finding(str(canary), "raised", f"raised {type(error).__name__}: {error}"))
-            self.lasting = "CUDA error" in str(error)  # this process cannot go on, the next one must know
-            self.stopped = True
-
-
-@contextmanager
-def _plain_torch(device: torch.device) -> Iterator[None]:
-    """Leave what the caller may have switched on: inference mode, gradients, another current device."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield
-
-
-def _launch(backend: Backend, canary: Canary, device: torch.device) -> list[Tensor]:
-    """Run a canary; return the memory around each output, still on the device. No sync of ours."""
-    problem = canary.problem
-    prepared = backend.prepare(_weights(canary.weights, device))
-    plan = backend.plan(problem, prepared)
-    bias = None if canary.bias is None else canary.bias.to(device, copy=True)
-    inputs = [_activation(each.x, device) for each in canary.inputs]
-    x = _activation(canary.inputs[0].x, device)
-    target = Poisoned(problem.m, problem.n, DTYPE[problem.out_dtype], device)
-    outputs = []
-    for index in _RUNS:
-        _rewrite(x, inputs[index])
-        target.poison()
-        backend.run(plan, prepared, x, target.out, bias)
-        outputs.append(target.snapshot())
-    return outputs
-
-
-def _judge(canary: Canary, outputs: list[Tensor]) -> Finding | None:
-    """Return the first thing that is wrong with the runs of a canary."""
-    dtype = DTYPE[canary.problem.out_dtype]
-
-    def against(index: int, output: Tensor) -> Finding | None:
-        answer = canary.inputs[index]
-        return judge(str(canary), output, dtype, answer.product, answer.size, answer.allowed, canary.bias)
-
-    for run, (index, output) in enumerate(zip(_RUNS, outputs, strict=True)):
-        found = against(index, output)
-        if found is None:
-            continue
-        if run and against(_RUNS[run - 1], output) is None:
-            return replace(found, kind="stale", detail="holds the result of the call before, whose input was another")
-        return found
-    return first_difference(str(canary), outputs[0], outputs[-1], canary.problem.m, canary.problem.n)
-
-
-def _weights(weights: LinearWeights, device: torch.device) -> LinearWeights:
-    """Return a copy on the device; the canary's own stay as they are whatever a backend does."""
-    moved: dict[str, Any] = {
-        field.name: value.to(device, copy=True)
-        for field in fields(weights)
-        if isinstance(value := getattr(weights, field.name), Tensor)
-    }
-    return replace(weights, **moved)
-
-
-def _activation(x: Tensor | QuantizedActivation, device: torch.device) -> Tensor | QuantizedActivation:
-    if isinstance(x, Tensor):
-        return x.to(device, copy=True)
-    return QuantizedActivation(x.data.to(device, copy=True), x.scale.to(device, copy=True))
-
-
-def _rewrite(target: Tensor | QuantizedActivation, source: Tensor | QuantizedActivation) -> None:
-    """Bring another activation into the memory of one: what is cached by address shows."""
-    if isinstance(target, Tensor):
-        assert isinstance(source, Tensor)
-        target.copy_(source)
-        return
-    assert isinstance(source, QuantizedActivation)
-    target.data.copy_(source.data)
-    target.scale.copy_(source.scale)

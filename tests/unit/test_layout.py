@@ -21,7 +21,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backends",),
     ("registry",),
     ("policy", "rules"),
-    ("selfcheck", "canary", "tilecheck", "quarantine", "tuned", "records", "race"),
+    ("selfcheck", "trial", "canary", "tilecheck", "quarantine", "tuned", "records", "race"),
     ("dispatch", "whatif", "timing"),
     ("tuning", "agreement", "prebuild"),
     ("routes",),

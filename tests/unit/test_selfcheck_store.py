@@ -198,11 +198,11 @@ def test_kernels_flags_and_backends_are_in_the_code_hash(monkeypatch, tmp_path):
         copy / "backends" / "activations.py",
         copy / "formats.py",
         copy / "_e2m1.py",
-        copy / "canary.py",
+        *(copy / f"{name}.py" for name in ("canary", "trial", "tilecheck")),
     ):
         path.write_text(path.read_text("utf-8") + "\n", "utf-8")
         seen.add(code())
-    assert len(seen) == 7
+    assert len(seen) == 9
 
 
 def test_the_subject_counts_and_the_size_does_not():
@@ -211,6 +211,47 @@ def test_the_subject_counts_and_the_size_does_not():
     assert len(files()) == 3
     ask("good", problem=replace(PROBLEM, m=1, n=4096, bias=True, capture="full"))
     assert len(files()) == 3
+
+
+def rewritten(**changes) -> CheckResult | None:
+    """The one verdict on disk with fields of its record changed, or left out where they are None, read again."""
+    (path,) = files()
+    data = json.loads(path.read_text("utf-8"))
+    data["result"] = {name: value for name, value in (data["result"] | changes).items() if value is not None}
+    path.write_text(json.dumps(data), "utf-8")
+    new_process()
+    return quarantine.load(path)
+
+
+def test_building_and_checking_are_kept_and_shown_apart():
+    first = ask("good")
+    found = rewritten(build_ms=972.4, check_ms=46.6)
+    assert found is not None
+    assert (found.build_ms, found.check_ms) == (972.4, 46.6)
+    assert found.text().endswith("1 canaries passed in 47 ms, after 972 ms of building")
+    assert {"build_ms", "check_ms", "seconds"} <= set(first.to_dict())
+    assert first.build_ms + first.check_ms == pytest.approx(first.seconds * 1e3)
+
+
+def test_a_record_of_before_they_were_told_apart_is_as_good():
+    ask("good")
+    runs = Counted.runs
+    found = rewritten(build_ms=None, check_ms=None, seconds=1.019)
+    assert found is not None
+    assert (found.build_ms, found.check_ms) == (None, None)
+    assert found.text().endswith("1 canaries passed in 1019 ms, building included")
+    assert CheckResult.from_dict(found.to_dict()) == found
+    assert (ask("good"), Counted.runs) == (found, runs)
+
+
+@pytest.mark.parametrize("name", ["seconds", "build_ms", "check_ms"])
+@pytest.mark.parametrize("value", ["12", [1], -1.0, float("nan"), float("inf"), 10**400, {}])
+def test_what_is_no_time_makes_a_record_void(name, value):
+    ask("good")
+    runs = Counted.runs
+    assert rewritten(**{name: value}) is None
+    assert ask("good").status == "passed"
+    assert Counted.runs > runs
 
 
 # ----------------------------------------------------------------------------------------------------------- the switch

@@ -104,6 +104,7 @@ def kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def keep(*findings: str) -> CheckResult:
         facts = quarantine.facts(machine.current(), registry.instance("reference"))
         result = CheckResult("reference", "fp8_gemm", "row", "fp8", "", "passed", ran=("one",), facts=facts)
+        result = replace(result, seconds=1.0, build_ms=957.0, check_ms=43.0)
         if findings:
             result = replace(result, status="failed", kind="NaN", findings=findings)
         quarantine.save(result)
@@ -116,7 +117,13 @@ def kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_verify_shows_the_verdicts_that_hold(kept: Any, capsys: pytest.CaptureFixture[str]) -> None:
     kept()
     cli.main(["verify"])
-    assert "self-check: reference fp8_gemm (row, fp8 activations): 1 canaries passed" in capsys.readouterr().out
+    passed = (
+        "self-check: reference fp8_gemm (row, fp8 activations): 1 canaries passed in 43 ms, after 957 ms of building"
+    )
+    assert passed in capsys.readouterr().out
+    cli.main(["verify", "--json"])
+    (verdict,) = json.loads(capsys.readouterr().out)["selfcheck"]
+    assert (verdict["build_ms"], verdict["check_ms"]) == (957.0, 43.0)
     kept("first tile is NaN", "second tile is NaN")
     assert cli.main(["verify"]) == 1
     out = capsys.readouterr().out
@@ -148,9 +155,12 @@ def test_a_failed_verdict_alone_fails_verify(kept: Any, monkeypatch: pytest.Monk
     assert cli.main(["verify"]) == 1
 
 
-def test_doctor_fails_on_a_backend_in_quarantine(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_verdicts_and_fails_on_quarantine(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4dispatch.cli import doctor
 
+    kept()
+    (check,) = (check for check in doctor.diagnose(doctor.gather()) if check.name == "self-check")
+    assert (check.status, check.text.endswith("passed in 43 ms, after 957 ms of building")) == ("ok", True)
     kept("a tile is NaN", "another is zero")
     (check,) = (check for check in doctor.diagnose(doctor.gather()) if check.name == "self-check")
     assert check.status == "fail"
