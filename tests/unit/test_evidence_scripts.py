@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from bench import candidates, host_cost
-from fp4dispatch import canary, ops, quarantine, tuned
+from fp4dispatch import canary, ops, quarantine, registry, tuned
 from fp4dispatch.benchmark import machine
+from fp4dispatch.problem import Problem
 from tests.planted import FAULTS, HONEST, Honest
 
 CPU = torch.device("cpu")
@@ -78,9 +80,49 @@ def test_candidates_are_judged_and_checked():
     reference = by_name["nvfp4_gemm", "nvfp4", "reference"]
     assert (reference["status"], reference["canaries"]) == ("passed", 2)
     assert any("no NVIDIA GPU" in reason for reason in by_name["fp8_gemm", "row", "cutlass"]["reasons"])
-    table = candidates.candidate_table({"candidates": rows})
-    assert "| nvfp4_gemm | nvfp4 | reference | bf16 | passed, 2 canaries |" in table
-    assert "| fp8_gemm | row | cutlass | | cannot run: ARCH" in table
+    head, _, *lines = candidates.candidate_table({"candidates": rows}).splitlines()
+    assert head.endswith("| self-check | first: build, ms | check, ms | again: build, ms | check, ms |")
+    assert {line.count("|") for line in lines} == {head.count("|")}
+    times = " | ".join(str(reference[name]) for name in ("build_ms", "check_ms", "again_build_ms", "again_check_ms"))
+    assert f"| nvfp4_gemm | nvfp4 | reference | bf16 | passed, 2 canaries | {times} |" in lines
+    assert "| fp8_gemm | row | cutlass | | cannot run: ARCH | | | | |" in lines
+
+
+def test_building_and_checking_are_told_apart_in_both_self_checks(monkeypatch):
+    answers = iter([(900.2, 40.4), (0.3, 30.0)])
+    verdict = quarantine.CheckResult("reference", "fp8_gemm", "row", "fp8", "", "passed", ran=("one",))
+
+    def answer(*_):
+        build, check = next(answers)
+        return replace(verdict, build_ms=build, check_ms=check, seconds=9.9)
+
+    monkeypatch.setattr(candidates.selfcheck, "check", answer)
+    problem = Problem("fp8_gemm", 16, 64, 64, scaling="row")
+    row = candidates.check(registry.instance("reference"), problem, "fp8", CPU, None)
+    times = {name: row[name] for name in candidates.TIMES}
+    assert times == {"build_ms": 900, "check_ms": 40, "again_build_ms": 0, "again_check_ms": 30}
+    row |= {"op": "fp8_gemm", "scaling": "row", "backend": "reference", "activation": "fp8", "denied": []}
+    assert "built in 900 ms and checked in 40 ms, again in 0 and 30 ms" in candidates.describe(row)
+
+
+def test_a_record_of_before_shows_what_it_has():
+    row = {"op": "fp8_gemm", "scaling": "row", "backend": "cudnn", "activation": "fp8", "denied": [], "reasons": []}
+    old = row | {"status": "passed", "canaries": 6, "findings": [], "first_ms": 730, "again_ms": 51}
+    lacking = row | {"reasons": ["ARCH x"]}
+    head, _, *lines = candidates.candidate_table({"candidates": [old, lacking]}).splitlines()
+    assert head.endswith("| self-check | first, ms | again, ms |")
+    assert lines[0].endswith("| passed, 6 canaries | 730 | 51 |")
+    assert {line.count("|") for line in lines} == {head.count("|")}
+
+
+@pytest.mark.parametrize("late", ["check_ms", "again_check_ms"])
+def test_checking_that_takes_too_long_is_an_error_and_building_is_not(late):
+    row = {"op": "fp8_gemm", "scaling": "row", "backend": "cudnn", "activation": "fp8", "denied": [], "reasons": []}
+    row |= {"status": "passed", "canaries": 6, "findings": []}
+    row |= dict.fromkeys(candidates.TIMES, 299) | {"build_ms": 5000}
+    assert candidates.faults_in({"candidates": [row], "planted": []}) == []
+    (wrong,) = candidates.faults_in({"candidates": [row | {late: 300}], "planted": []})
+    assert wrong.startswith("checking takes 300 ms or more: fp8_gemm row")
 
 
 def test_planted_faults_are_counted_and_a_missed_one_is_an_error(monkeypatch):
@@ -89,7 +131,6 @@ def test_planted_faults_are_counted_and_a_missed_one_is_an_error(monkeypatch):
     monkeypatch.setattr(candidates, "FAULTS", {name: FAULTS[name] for name in keep} | {"Harmless": Honest})
     monkeypatch.setitem(candidates.ONLY_WITH, "Harmless", lambda *kind: True)
     monkeypatch.setattr(candidates, "HONEST", HONEST[:2])
-    monkeypatch.setattr(candidates.selfcheck, "canaries", canary.canaries)
     (row,) = candidates.planted(CPU, [kind])
     assert (row["faults"], row["honest"], row["accused"]) == (4, 2, [])
     assert row["missed"] == ["Harmless", "IgnoresBias"] or row["missed"] == ["IgnoresBias", "Harmless"]
@@ -108,7 +149,7 @@ def test_an_honest_backend_that_is_accused_is_an_error(monkeypatch):
 
 def test_a_candidate_that_fails_is_an_error():
     row = {"op": "fp8_gemm", "scaling": "row", "backend": "cutlass", "activation": "fp8", "denied": [], "reasons": []}
-    row |= {"status": "failed", "canaries": 1, "findings": ["a tile is NaN"], "first_ms": 1, "again_ms": 1}
+    row |= {"status": "failed", "canaries": 1, "findings": ["a tile is NaN"]} | dict.fromkeys(candidates.TIMES, 1)
     assert "a tile is NaN" in candidates.faults_in({"candidates": [row], "planted": []})[0]
     assert candidates.faults_in({"candidates": [row | {"denied": ["a-rule"]}], "planted": []}) == []
 
