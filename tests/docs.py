@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PERCENTS = ("dram_percent", "l2_percent", "tensor_percent", "issue_percent")
 
 
 def fill(text: str, name: str, body: str) -> str:
@@ -267,24 +266,12 @@ def w4_large() -> str:
 
 def profiler() -> str:
     """Return what ncu saw of the final kernels."""
+    from bench import ncu
+
     parts = []
     for result in results():
-        if "profiles" not in result:
-            continue
-        lines = [
-            f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}.",
-            "",
-            "| kernel | build | M x N x K | us | memory, % | L2, % | tensor pipe, % | issue, % | registers | CTAs "
-            "| shared, KB |",
-            f"|{'---|' * 11}",
-        ]
-        for row in result["profiles"]:
-            percents = [f"{row[name]:.0f}" if name in row else "-" for name in PERCENTS]
-            size = f"{row['m']}x{row['n']}x{row['k']}"
-            resources = f"{row['registers']:.0f} | {row['ctas']:.0f} | {row['shared_bytes'] / 1e3:.0f}"
-            cells = [row["kernel"], row["build"], size, f"{row['us']:.1f}", *percents, resources]
-            lines.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
+        if "profiles" in result:
+            parts += [f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}.", ncu.table(result)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 
