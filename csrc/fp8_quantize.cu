@@ -12,6 +12,10 @@
 //   q e4m3 [M, K], contiguous, 8-byte aligned, written
 //
 // scale = amax / 448, at least 2^-116, 1 where all is zero. Capture-safe: only launches.
+//
+// With it comes the host code that multiplies on cuBLASLt what was quantised here (cublaslt_gemm.h), which has no kernel:
+//   cublaslt_version(cuda_major), cublaslt_fp8_plan(cuda_major, device, m, n, k, by_row, fp16, biased)
+#include "cublaslt_gemm.h"
 #include "quantize.h"
 
 namespace fp4d {
@@ -194,3 +198,5 @@ void block(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quantize_row, fp4d::row);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quantize_tensor, fp4d::tensor);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quantize_1x128, fp4d::block);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublaslt_version, fp4d::cublaslt::version);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublaslt_fp8_plan, fp4d::cublaslt::plan);

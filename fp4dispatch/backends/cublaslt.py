@@ -1,5 +1,8 @@
 """cuBLASLt through torch's scaled matmul (``torch._scaled_mm`` and ``_scaled_mm_v2``).
 
+FP8 layers on Hopper that are scaled by rows or by tensors go to cuBLASLt without torch's operator in between
+(:mod:`~fp4dispatch.backends.cublaslt_direct`): the same GEMM for less of the host.
+
 What torch asks of the operands, read in aten/src/ATen/native/cuda/ScaledBlas.cpp
 (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledBlas.cpp):
 
@@ -32,6 +35,7 @@ from fp4dispatch.backends import quantizers
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.catalogue import parse_version
+from fp4dispatch.backends.cublaslt_direct import direct_gemms
 from fp4dispatch.backends.cublaslt_weights import Layout, prepare
 from fp4dispatch.backends.quantizers import (
     Nvfp4Quantizer,
@@ -57,6 +61,9 @@ _ROWS_FROM = Version("12.9")
 """The CUDA whose cuBLASLt scales rows, on sm_90."""
 
 
+_Launch = Callable[["_State", int, Tensor, tuple[Tensor, ...], Tensor, "Tensor | None"], None]
+
+
 class _State(NamedTuple):
     """All that a plan knows; it serves every M.
 
@@ -73,7 +80,7 @@ class _State(NamedTuple):
     m_multiple: int
     quantizers: Quantizers | None
     nvfp4: Nvfp4Quantizer | None
-    launch: Callable[[_State, int, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None] | None
+    launch: _Launch | None
     scratch: ScratchByM
     ones: Tensor
 
@@ -133,6 +140,8 @@ class CublasLtBackend(Backend):
             and problem.out_dtype != "float32"
         ):
             launch = _launch_of(layout)
+            direct, why = _direct(layout, problem, device, found, prepared.tensors[0])
+            launch, note = direct or launch, note or why
         scratch = ScratchByM(device, functools.partial(_parts, layout), _transposed if block else tuple)
         state = _State(layout, epilogue, rows_need_bf16, 4 if block else 1, found, nvfp4, launch, scratch, ones(device))
         return Plan(self.name, problem, state, note)
@@ -158,6 +167,7 @@ class CublasLtBackend(Backend):
             and x.is_contiguous()
             and out.is_contiguous()
             and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+            and (bias is not None) == plan.problem.bias
         ):
             s.launch(s, m, x, prepared.tensors, out, bias)
             return
@@ -211,7 +221,21 @@ def _arch_of(tensor: Tensor) -> Any:
 # -------------------------------------------------------------------------------------------------------------- launch
 
 
-def _launch_of(layout: Layout) -> Callable[[_State, int, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]:
+def _direct(
+    layout: Layout, problem: Problem, device: torch.device, found: Quantizers | None, weight: Tensor
+) -> tuple[_Launch | None, str]:
+    """Return the launch that needs no operator of torch's; or None, and why where one could be expected."""
+    if found is None or found.library is None or layout.scaling not in ("row", "tensor") or _arch_of(weight) != SM90:
+        return None, ""
+    gemms, why = direct_gemms(found, device, functools.partial(_parts, layout), layout, problem)
+    if gemms is None:
+        return None, why
+    if not layout.has_input_scale:
+        return gemms.row, ""
+    return (gemms.static_row if layout.per_row else gemms.static), ""
+
+
+def _launch_of(layout: Layout) -> _Launch:
     if layout.scaling == "nvfp4":
         return _launch_nvfp4
     if layout.scaling == "block128":

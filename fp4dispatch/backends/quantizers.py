@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +37,15 @@ class Quantizers(NamedTuple):
     """The FP8 kernels of one GPU: ``row(x, q, scale, pdl)``, ``tensor`` and ``block`` (1x128) likewise.
 
     ``pdl``: whether they may be launched with PDL, by their proof and the setting. They wait for what is ahead of them
-    before they read or write anything, and a GEMM that is launched without PDL waits for all of them.
+    before they read or write anything, and a GEMM that is launched without PDL waits for all of them. ``library``: the
+    module that they are from, which can call cuBLASLt too (:mod:`~fp4dispatch.backends.cublaslt_direct`).
     """
 
     row: Callable[..., None]
     tensor: Callable[..., None]
     block: Callable[..., None]
     pdl: bool
+    library: Any = None
 
 
 class Nvfp4Quantizer(NamedTuple):
@@ -67,7 +69,7 @@ def load(device: torch.device) -> tuple[Quantizers | None, str]:
     if kernel is None:
         return None, why
     m = kernel.module
-    return Quantizers(m.fp8_quantize_row, m.fp8_quantize_tensor, m.fp8_quantize_1x128, _pdl(kernel)), ""
+    return Quantizers(m.fp8_quantize_row, m.fp8_quantize_tensor, m.fp8_quantize_1x128, _pdl(kernel), m), ""
 
 
 def load_nvfp4(device: torch.device) -> tuple[Nvfp4Quantizer | None, str]:

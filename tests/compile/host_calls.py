@@ -44,10 +44,12 @@ class _Tensor(ctypes.Structure):
 class OnGpu:
     """A tensor of DLPack."""
 
-    def __init__(self, code: int, bits: int, shape: list[int], strides: list[int], device: int) -> None:
+    def __init__(
+        self, code: int, bits: int, shape: list[int], strides: list[int], device: int, address: int = ADDRESS
+    ) -> None:
         self.device = device
         self.sizes = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
-        self.tensor = _Tensor(ADDRESS, CUDA, device, len(shape), code, bits, 1, *self.sizes, 0, None, None)
+        self.tensor = _Tensor(address, CUDA, device, len(shape), code, bits, 1, *self.sizes, 0, None, None)
 
     def __dlpack__(self, **options: Any) -> Any:
         make = ctypes.pythonapi.PyCapsule_New

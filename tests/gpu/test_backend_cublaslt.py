@@ -5,11 +5,14 @@ The numbers of single calls are held to the reference by tests/gpu/test_backends
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from fp4dispatch import formats, ops, registry, system
 from fp4dispatch.backends.base import QuantizedActivation
+from fp4dispatch.backends.cublaslt_direct import DirectGemms
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.replace import warmup
 from tests import contract, quantizer_fake
@@ -89,6 +92,32 @@ def test_the_bits_are_those_of_the_path_without_our_kernels(scaling, static, dty
             outs.append(out)
         assert outs[0].isfinite().all()
         assert torch.equal(*outs), f"M={m}: {int((outs[0] != outs[1]).sum())} of {out.numel()} differ"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("scaling", "static"), [kind for kind in KINDS if kind[0] in ("tensor", "row")])
+def test_on_hopper_it_is_called_without_torchs_operator_for_the_same_bits(scaling, static, dtype, bias, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    n, k = 4096, 2048
+    backend = registry.instance("cublaslt")
+    case = case_of(scaling, 1, dtype=dtype, n=n, k=k, bias=bias, static=static)
+    prepared = backend.prepare(contract.make_weights(case, "cuda", 1))
+    plan = backend.plan(case.problem(), prepared)
+    assert plan.note == ""
+    assert isinstance(plan.state.launch.__self__, DirectGemms)
+    operator = dataclasses.replace(plan, state=plan.state._replace(launch=None))
+    bias_row = torch.randn(n, device="cuda", dtype=getattr(torch, dtype)) if bias else None
+    for m in (1, 2, 16, 65, 128, 200, 256, 1000, 4096):
+        x = tokens(m, m, k, getattr(torch, dtype))
+        want, out = (torch.full((m, n), torch.nan, device="cuda", dtype=x.dtype) for _ in range(2))
+        backend.run(operator, prepared, x, want, bias_row)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_scaled_mm", lambda *args, **options: pytest.fail("torch's operator"))
+            for _ in range(2):
+                backend.run(plan, prepared, x, out.fill_(torch.nan), bias_row)
+                assert torch.equal(out, want), f"M={m}: {int((out != want).sum())} of {out.numel()} differ"
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])

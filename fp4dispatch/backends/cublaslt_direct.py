@@ -1,0 +1,149 @@
+"""cuBLASLt's FP8 GEMM from our own host code (``csrc/cublaslt_gemm.h``), on Hopper.
+
+``torch._scaled_mm`` makes descriptors and asks for an algorithm at every call: 15 us of the host, of which the launch
+is 5 (docs/measurements.md, host cost). Here both are done once for each M. cuBLASLt is asked for what torch asks it
+for, so the algorithm and the bits are torch's. Where cuBLASLt cannot be called like this, torch's operator runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import system as _system
+from fp4dispatch.backends.cublaslt_weights import Layout
+from fp4dispatch.backends.quantizers import Quantizers, ones, ones_for
+from fp4dispatch.backends.scratch import ARENA_BYTES, Part, Scratch
+from fp4dispatch.problem import Problem
+
+OLDEST = 120900
+"""The cuBLASLt whose heuristics know scales of rows, on sm_90."""
+
+_MOST = 512
+"""So many M are remembered; a prefill may bring any."""
+
+Gemm = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, Tensor], None]
+
+
+class DirectGemms:
+    """Quantises and multiplies, for one N, K and output dtype, whatever M.
+
+    ``row``, ``static`` and ``static_row`` are launches as the ``cublaslt`` backend has them: of x [M, K] in bfloat16 or
+    float16 by prepared weights into d [M, N], both contiguous on 16 bytes. Safe to capture, also for a new M: like
+    torch, which asks for an algorithm in a capture too.
+
+    Parameters
+    ----------
+    quantizers
+        Of the device.
+    make
+        Returns the GEMM for M tokens, ``gemm(a, b, a_scale, b_scale, bias, d, workspace)``, and its workspace in bytes.
+    device
+        Of the layer.
+    parts
+        What a launch for M tokens writes before the GEMM.
+    """
+
+    def __init__(
+        self,
+        quantizers: Quantizers,
+        make: Callable[[int], tuple[Gemm, int]],
+        device: torch.device,
+        parts: Callable[[int], Sequence[Part]],
+    ) -> None:
+        self._quantizers, self._make, self._device, self._parts = quantizers, make, device, parts
+        self._ones = ones(device)
+        with torch.inference_mode(mode=False):  # it outlives the call
+            self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._known: dict[int, tuple[Gemm, Scratch, int]] = {}
+
+    def row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        """Launch with one scale a token, from its own values."""
+        gemm, (q, scale, workspace) = self.of(m)
+        self._quantizers.row(x, q, scale, self._quantizers.pdl)
+        gemm(q, w[0], scale, w[1], bias, d, workspace)
+
+    def static(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        """Launch with one static scale for all tokens and one for the weight."""
+        gemm, (q, workspace) = self.of(m)
+        self._quantizers.tensor(x, q, w[2], self._quantizers.pdl)
+        gemm(q, w[0], w[2], w[1], bias, d, workspace)
+
+    def static_row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        """Launch with one static scale for all tokens, which the weight's scales of rows hold already."""
+        gemm, (q, workspace) = self.of(m)
+        self._quantizers.tensor(x, q, w[3], self._quantizers.pdl)
+        gemm(q, w[0], ones_for(self._ones, m), w[2], bias, d, workspace)
+
+    def of(self, m: int) -> tuple[Gemm, tuple[Tensor, ...]]:
+        """Return the GEMM for M tokens, and scratch memory for a launch: that of ``parts`` and the workspace, uint8.
+
+        Raises
+        ------
+        RuntimeError
+            If cuBLASLt has no algorithm for this M.
+        """
+        found = self._known.get(m)
+        if found is None:
+            found = self._plan(m)
+            if len(self._known) < _MOST:
+                self._known[m] = found
+        gemm, scratch, apart = found
+        if not apart:
+            return gemm, scratch()
+        return gemm, (*scratch(), torch.empty(apart, dtype=torch.uint8, device=self._device))
+
+    def _plan(self, m: int) -> tuple[Gemm, Scratch, int]:
+        gemm, size = self._make(m)
+        parts, workspace = list(self._parts(m)), Part((size,), torch.uint8)
+        if size == 0:
+            return gemm, Scratch(self._device, parts, lambda tensors: (*tensors, self._nothing)), 0
+        # A workspace of megabytes is the allocator's: together with it nothing would fit the arena.
+        if sum(part.nbytes for part in parts) + workspace.nbytes > ARENA_BYTES:
+            return gemm, Scratch(self._device, parts), size
+        return gemm, Scratch(self._device, [*parts, workspace]), 0
+
+
+def direct_gemms(
+    quantizers: Quantizers,
+    device: torch.device,
+    parts: Callable[[int], Sequence[Part]],
+    layout: Layout,
+    problem: Problem,
+) -> tuple[DirectGemms | None, str]:
+    """Return the launches of a layer, tried for the M of ``problem``; or None, and why torch's operator runs instead.
+
+    Parameters
+    ----------
+    quantizers, device, parts
+        As :class:`DirectGemms` has them; a GPU of sm_90.
+    layout
+        Of the weights, nothing padded.
+    problem
+        Says the output's dtype, bfloat16 or float16, and whether there is a bias, in that dtype.
+    """
+    library, cuda = quantizers.library, (_system.current().cuda or "").split(".")[0]
+    major = int(cuda) if cuda.isdigit() else 0
+    version = library.cublaslt_version(major)
+    if version < OLDEST:
+        found = f"is {version}" if version else "is not loaded as a library of its own"
+        return None, f"{_INSTEAD}: that of CUDA {cuda or 'unknown'} {found}, needed {OLDEST} or newer"
+    fp16 = problem.out_dtype == "float16"
+
+    def make(m: int) -> tuple[Gemm, int]:
+        gemm, workspace = library.cublaslt_fp8_plan(
+            major, device.index or 0, m, layout.n, layout.k, layout.per_row, fp16, problem.bias
+        )
+        return gemm, int(workspace)
+
+    gemms = DirectGemms(quantizers, make, device, parts)
+    try:
+        make(problem.m)
+    except RuntimeError as error:
+        return None, f"{_INSTEAD}: {error}"
+    return gemms, ""
+
+
+_INSTEAD = "cuBLASLt is called through torch, which costs the host about 9 us more"

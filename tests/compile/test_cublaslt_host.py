@@ -1,0 +1,180 @@
+"""What our host code asks cuBLASLt for, without a GPU: a library that only writes it down (cublaslt_calls.c).
+
+The numbers are those of cublasLt.h of CUDA 12.9 and 13; the values are those that torch's operator passes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fp4dispatch import libraries
+from tests.compile.test_host_calls import BF16, E4M3, F32, HERE, U8, rows, unlinked
+
+tvm_ffi = pytest.importorskip("tvm_ffi")
+
+pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
+
+F16 = (2, 16)
+M, N, K = 5, 48, 256
+CUDA_16F, CUDA_16BF, CUDA_E4M3 = 2, 14, 28
+AT = {name: (i + 1) << 20 for i, name in enumerate(("a", "b", "a_scale", "b_scale", "bias", "d", "workspace"))}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The runtime, cuBLASLt and our library."""
+    nvcc, folder = libraries.nvcc()[0], tmp_path_factory.mktemp("libraries")
+    assert nvcc is not None
+    flags = [nvcc.path, "-shared", "-cudart=none", "-Xcompiler=-fPIC,-w"]
+    runtime, cublaslt = folder / "libcounts.so", folder / "written_down.so"
+    subprocess.run([*flags, "-o", str(runtime), str(HERE / "cuda_calls.c")], check=True)
+    soname = ["-Xlinker=-soname,libcublasLt.so.13"]
+    subprocess.run([*flags, *soname, "-o", str(cublaslt), str(HERE / "cublaslt_calls.c")], check=True)
+    return [str(path) for path in (runtime, cublaslt, unlinked("fp8_quantize", "any"))]
+
+
+def tensors(by_row: bool = True, fp16: bool = False, biased: bool = True, **replaced: Any) -> dict[str, Any]:
+    out = F16 if fp16 else BF16
+    made: dict[str, Any] = {
+        "a": rows(E4M3, M, K),
+        "b": rows(E4M3, N, K),
+        "a_scale": rows(F32, M if by_row else 1),
+        "b_scale": rows(F32, N if by_row else 1),
+        "bias": rows(out, N) if biased else None,
+        "d": rows(out, M, N),
+        "workspace": rows(U8, 64),
+    } | replaced
+    return {name: given and [*given, AT[name]][:5] for name, given in made.items()}
+
+
+def plan(by_row: bool = True, fp16: bool = False, biased: bool = True, major: int = 13, device: int = 0) -> list[Any]:
+    return [major, device, M, N, K, by_row, fp16, biased]
+
+
+def outcome(shared: list[str], *steps: dict[str, Any]) -> list[dict[str, Any]]:
+    command = [sys.executable, str(HERE / "cublaslt_host.py"), *shared]
+    done = subprocess.run(command, input=json.dumps(steps), capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def operation(by_row: bool, fp16: bool, biased: bool, at: dict[str, int]) -> list[str]:
+    def attribute(number: int, size: int, value: int) -> str:
+        return f"cublasLtMatmulDescSetAttribute {number} {size} {value}"
+
+    mode = 3 if by_row else 0  # CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F or _SCALAR_32F
+    bias = [attribute(8, 8, at["bias"]), attribute(7, 4, 4), attribute(26, 4, CUDA_16F if fp16 else CUDA_16BF)]
+    return [
+        "cublasLtMatmulDescCreate 68 0",  # CUBLAS_COMPUTE_32F, CUDA_R_32F
+        attribute(3, 4, 1),  # TRANSA: CUBLAS_OP_T
+        attribute(4, 4, 0),  # TRANSB: CUBLAS_OP_N
+        attribute(17, 8, at["b_scale"]),  # A_SCALE_POINTER: columns come first, so A is the weight
+        attribute(18, 8, at["a_scale"]),
+        attribute(25, 1, 0),  # FAST_ACCUM
+        *(bias if biased else []),
+        attribute(31, 4, mode),
+        attribute(32, 4, mode),
+    ]
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("fp16", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_it_is_asked_for_what_torch_asks_it(by_row: bool, fp16: bool, biased: bool, shared: list[str]) -> None:
+    kind = by_row, fp16, biased
+    step = {"plan": plan(*kind), "tensors": tensors(*kind), "answer": (1, 64, 130000)}
+    versions, first, second = outcome(shared, step, step)
+    assert versions == {"before": 0, "after": 130000}, "only what the process has loaded"
+    out = CUDA_16F if fp16 else CUDA_16BF
+    shapes = f"{K * 100000 + N} {K * 100000 + M} {N * 100000 + M} {N * 100000 + M}"
+    planned = [
+        f"cublasLtMatrixLayoutCreate {CUDA_E4M3} {K} {N} {K}",
+        f"cublasLtMatrixLayoutCreate {CUDA_E4M3} {K} {M} {K}",
+        f"cublasLtMatrixLayoutCreate {out} {N} {M} {N}",
+        *operation(*kind, dict.fromkeys(AT, 1 << 32)),
+        "cublasLtMatmulPreferenceCreate ",
+        f"cublasLtMatmulPreferenceSetAttribute 1 8 {1 << 20}",
+        f"cublasLtMatmulAlgoGetHeuristic {shapes}",
+    ]
+    addresses = f"{AT['b']} {AT['a']} 1 {AT['d']} {AT['workspace']} 64"
+    launched = [*operation(*kind, AT), f"cublasLtMatmul 1 0 {addresses} 40 47 | {shapes}"]
+    assert first["planned"] == ["cublasLtCreate ", *planned]
+    assert second["planned"] == planned, "one handle for a device"
+    for step in (first, second):
+        assert step["error"] == ""
+        assert step["workspace"] == 64
+        assert step["launched"] == launched
+        assert step["alive_launched"] - step["alive"] == 3, "a plan keeps its layouts and gives them back"
+    assert first["alive"] == second["alive"] == 1, "the handle"
+
+
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"a": rows(E4M3, M + 1, K)}, "a: size of dimension 0 is 6, needed 5"),
+        ({"b": rows(E4M3, N, K + 16)}, "b: size of dimension 1 is 272"),
+        ({"b": rows(U8, N, K)}, "b: dtype is uint8"),
+        ({"a_scale": rows(F32, 1)}, "a_scale: has 1 elements, needed 5"),
+        ({"b_scale": rows(F32, M)}, "b_scale: has 5 elements, needed 48"),
+        ({"bias": None}, "bias: the plan is for one"),
+        ({"bias": rows(F16, N)}, "bias: dtype is float16, needed bfloat16"),
+        ({"d": rows(F16, M, N)}, "d: dtype is float16, needed bfloat16"),
+        ({"d": [*BF16, [M, N], [1, M]]}, "d: not contiguous"),
+        ({"workspace": rows(U8, 63)}, "workspace: has 63 bytes, needed 64"),
+    ],
+)
+def test_wrong_operands_are_refused_before_any_call(replaced: dict[str, Any], message: str, shared: list[str]) -> None:
+    step = {"plan": plan(), "tensors": tensors(**replaced), "answer": (1, 64, 130000)}
+    _, row = outcome(shared, step)
+    assert message in row["error"]
+    assert row["launched"] == []
+
+
+def test_an_operand_that_is_not_aligned_or_is_elsewhere_is_refused(shared: list[str]) -> None:
+    moved = tensors()
+    moved["d"][4] += 8
+    _, row, other = outcome(
+        shared,
+        {"plan": plan(), "tensors": moved},
+        {"plan": plan(), "tensors": tensors(), "device": 1},
+    )
+    assert "d: address is 8 past a multiple of 16" in row["error"]
+    assert "a: is on cuda:1, the plan is for cuda:0" in other["error"]
+    assert row["launched"] == other["launched"] == []
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ({"plan": plan(major=12)}, "cuBLASLt of CUDA 12: not loaded"),
+        ({"answer": (1, 0, 120804)}, "too old (120804)"),
+        ({"answer": (0, 0, 130000)}, "no algorithm for M=5, N=48, K=256"),
+        ({"answer": (1, (1 << 20) + 1, 130000)}, "no algorithm for M=5, N=48, K=256"),
+        ({"fail": "cublasLtCreate"}, "cublasLtCreate failed with status 7"),
+        ({"fail": "cublasLtMatrixLayoutCreate"}, "cublasLtMatrixLayoutCreate failed"),
+        ({"fail": "cublasLtMatmulDescCreate"}, "cublasLtMatmulDescCreate failed"),
+        ({"fail": "cublasLtMatmulDescSetAttribute"}, "cublasLtMatmulDescSetAttribute failed"),
+        ({"fail": "cublasLtMatmulPreferenceSetAttribute"}, "cublasLtMatmulPreferenceSetAttribute failed"),
+        ({"fail": "cublasLtMatmulAlgoGetHeuristic"}, "cublasLtMatmulAlgoGetHeuristic failed"),
+        ({"fail": "cublasLtMatmul"}, "cublasLtMatmul failed with status 7"),
+    ],
+)
+def test_what_fails_says_so_and_the_next_plan_works(step: dict[str, Any], message: str, shared: list[str]) -> None:
+    good = {"plan": plan(), "tensors": tensors()}
+    _, failed, after = outcome(shared, good | step, good)
+    assert message in failed["error"]
+    assert after["error"] == ""
+    assert after["launched"]
+    assert after["alive"] == 1, "nothing of the failed plan is left"
+
+
+def test_a_device_has_a_handle_of_its_own(shared: list[str]) -> None:
+    steps = [{"plan": plan(device=d), "tensors": tensors(), "device": d} for d in (0, 1, 1, 0)]
+    _, *found = outcome(shared, *steps)
+    assert ["cublasLtCreate " in row["planned"] for row in found] == [True, True, False, False]
+    assert all(row["error"] == "" and row["launched"] for row in found)

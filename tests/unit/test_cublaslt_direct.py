@@ -1,0 +1,187 @@
+"""The cuBLASLt backend without torch's operator: a library in plain torch stands in for ours, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4dispatch import capture, formats
+from fp4dispatch.arch import SM90, Arch
+from fp4dispatch.backends import cublaslt, cublaslt_direct, quantizers, scratch
+from fp4dispatch.backends.base import QuantizedActivation
+from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.system import System
+from tests import contract, quantizer_fake
+from tests.flashinfer_interpreter import leaf
+from tests.unit.test_cublaslt_run import planned, run, weights
+
+DIRECT = [("row", False), ("row", True), ("tensor", False), ("tensor", True)]
+
+
+class Library:
+    """``cublaslt_*`` of csrc/cublaslt_gemm.h: refuses what that refuses, remembers plans and launches."""
+
+    def __init__(self):
+        self.version, self.workspace, self.refuses = 130000, 0, ()
+        self.plans, self.launches = [], []
+
+    def cublaslt_version(self, major):
+        return self.version if major == 13 else 0
+
+    def cublaslt_fp8_plan(self, major, device, m, n, k, by_row, fp16, biased):
+        assert (major, device) == (13, 0)
+        if m in self.refuses:
+            raise RuntimeError(f"cuBLASLt: no algorithm for M={m}")
+        self.plans.append((m, n, k, by_row, fp16, biased))
+
+        @leaf
+        def gemm(a, b, a_scale, b_scale, bias, d, workspace):
+            assert a.shape == (m, k)
+            assert b.shape == (n, k)
+            assert d.shape == (m, n)
+            assert d.dtype == (torch.float16 if fp16 else torch.bfloat16)
+            assert a.dtype == b.dtype == torch.float8_e4m3fn
+            assert (a_scale.numel(), b_scale.numel()) == ((m, n) if by_row else (1, 1))
+            assert workspace.dtype == torch.uint8
+            assert workspace.numel() >= self.workspace
+            for tensor in (a, b, a_scale, b_scale, d, workspace):
+                assert tensor.is_contiguous()
+            assert (bias is not None) == biased
+            self.launches.append((a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr()))
+            self.addresses = a.data_ptr(), a.data_ptr() + a.numel(), workspace.data_ptr()
+            left, right = a.float() * a_scale.reshape(-1, 1), b.float() * b_scale.reshape(-1, 1)
+            d.copy_(left @ right.t() + (0 if bias is None else bias.float()))
+
+        return [gemm, self.workspace]
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Our quantisers and a cuBLASLt 13, on a machine that seems to have an H200; torch's operator is not called."""
+    made = Library()
+    quantizer_fake.install(monkeypatch)
+    fp8 = quantizers.load(torch.device("cuda:0"))[0]
+    monkeypatch.setattr(quantizers, "load", lambda device: (fp8._replace(library=made), ""))
+    monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
+    monkeypatch.setattr(cublaslt_direct._system, "current", lambda: System.fake("9.0", cuda="13.0"))
+    return made
+
+
+@pytest.fixture
+def no_operator(library, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: pytest.fail("torch's operator"))
+    return library
+
+
+@pytest.mark.parametrize("backend", [cublaslt.CublasLtBackend(), W4A8ExpandedBackend()], ids=lambda b: b.name)
+def test_the_contract_holds(backend, library):
+    cases = [
+        case for case in contract.cases(backend) if backend.name != "cublaslt" or case.scaling in ("row", "tensor")
+    ]
+    for case in cases:
+        contract.check(backend, case)
+    assert library.launches
+
+
+@pytest.mark.parametrize(("scaling", "static"), DIRECT)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_fits_is_multiplied_without_the_operator(scaling, static, dtype, biased, no_operator):
+    w = weights(scaling, static)
+    subject = planned(w, 4, dtype, biased)
+    assert subject[1].note == ""
+    bias = torch.randn(128).to(getattr(torch, dtype)) if biased else None
+    for m in (4, 7, 64, 4):
+        x = torch.randn(m, 256).to(getattr(torch, dtype))
+        got = run(subject, x, bias)
+        q = formats.fp8_quantize(x, "tensor" if static else "row", w.input_scale)
+        left = formats.fp8_dequantize(q.data, q.scale, "tensor" if static else "row")
+        exact = left @ formats.fp8_dequantize(w.weight, w.scale, scaling).t() + (0 if bias is None else bias.float())
+        torch.testing.assert_close(got.float(), exact, rtol=0.01, atol=0.01)
+    by_row = not (scaling == "tensor" and static)
+    plan = (128, 256, by_row, dtype == "float16", biased)
+    assert no_operator.plans == [(4, *plan), (4, *plan), (7, *plan), (64, *plan)], "one to try, then one for each M"
+
+
+@pytest.mark.parametrize(("scaling", "static"), DIRECT)
+def test_a_second_call_makes_nothing(scaling, static, no_operator, monkeypatch):
+    backend, plan, prepared = planned(weights(scaling, static))
+    x, out = torch.randn(4, 256).bfloat16(), torch.empty(4, 128, dtype=torch.bfloat16)
+    backend.run(plan, prepared, x, out)
+    plans = len(no_operator.plans)
+    with monkeypatch.context() as patch:
+        for made in ("empty", "zeros", "ones"):
+            patch.setattr(torch, made, lambda *args, **kw: pytest.fail("memory was taken"))
+        backend.run(plan, prepared, x, out)
+    assert len(no_operator.plans) == plans
+    assert no_operator.launches[0] == no_operator.launches[1]
+    assert no_operator.launches[0][2] == prepared.tensors[0].data_ptr()
+
+
+@pytest.mark.parametrize("workspace", [0, 4096, scratch.ARENA_BYTES])
+@pytest.mark.parametrize("m", [4, 8192])
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_workspace_is_as_large_as_the_algorithm_wants_and_no_operand(
+    workspace, m, capturing, no_operator, monkeypatch
+):
+    no_operator.workspace = workspace
+    subject = planned(weights("row"))
+    run(subject, torch.randn(4, 256).bfloat16())
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: capturing)
+    for _ in range(2):
+        run(subject, torch.randn(m, 256).bfloat16())
+        start, end, found = no_operator.addresses
+        assert workspace == 0 or found + workspace <= start or found >= end
+
+
+def test_so_many_m_are_remembered_and_no_more(no_operator, monkeypatch):
+    monkeypatch.setattr(cublaslt_direct, "_MOST", 2)
+    subject = planned(weights("row"))
+    no_operator.plans.clear()
+    for m in (1, 2, 3, 3, 1, 2):
+        run(subject, torch.randn(m, 256).bfloat16())
+    assert [plan[0] for plan in no_operator.plans] == [1, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 0}, "CUDA 13 is not loaded as a library of its own, needed 120900"),
+        ({"version": 120804}, "is 120804, needed 120900"),
+        ({"refuses": (1,)}, "no algorithm for M=1"),
+    ],
+)
+def test_where_cublaslt_cannot_be_called_torchs_operator_runs_and_the_plan_says_so(change, says, library, monkeypatch):
+    for name, value in change.items():
+        setattr(library, name, value)
+    subject = planned(weights("row"))
+    assert says in subject[1].note
+    calls, real = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or real(*args, **options))
+    run(subject, torch.randn(4, 256).bfloat16())
+    assert len(calls) == 1
+    assert not library.launches
+
+
+def test_an_unknown_cuda_is_said_too(library, monkeypatch):
+    monkeypatch.setattr(cublaslt_direct._system, "current", lambda: System.fake("9.0", cuda=None))
+    assert "CUDA unknown is not loaded" in planned(weights("row"))[1].note
+
+
+def test_what_does_not_fit_and_what_is_not_hopper_stays_with_the_operator(library, monkeypatch):
+    calls, real = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or real(*args, **options))
+    subject = planned(weights("row"))
+    x = torch.randn(4, 256).bfloat16()
+    run(subject, QuantizedActivation(*formats.fp8_quantize(x, "row")))
+    run(subject, x, torch.randn(128).bfloat16())  # the plan is for none
+    run(planned(weights("row"), dtype="float32"), x.float())
+    run(planned(weights("row", n=120)), x)
+    assert len(calls) == 4
+    for arch in (None, Arch(10, 0)):
+        monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor, arch=arch: arch)
+        found = planned(weights("row"))
+        run(found, x)
+        assert found[1].note == ""
+    assert len(calls) == 6
+    assert not library.launches
