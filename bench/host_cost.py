@@ -34,7 +34,7 @@ from fp4dispatch.tilecheck import worst_tile
 from fp4dispatch.timing import Sample, WallEngine, take_turns
 
 BASELINE = "nn.Linear"
-TOKENS = (1, 16)
+TOKENS = (1, 16, 128)
 TILE_ERROR = {"fp8": 0.08, "nvfp4": 0.25}
 """Largest relative error of a 128x128 tile, by the format of the weights: what quantising random numbers costs."""
 

@@ -6,8 +6,10 @@ The numbers are those of cublasLt.h of CUDA 12.9 and 13; the values are those th
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     nvcc, folder = libraries.nvcc()[0], tmp_path_factory.mktemp("libraries")
     assert nvcc is not None
     flags = [nvcc.path, "-shared", "-cudart=none", "-Xcompiler=-fPIC,-w"]
-    runtime, cublaslt = folder / "libcounts.so", folder / "written_down.so"
+    runtime, cublaslt = folder / "libcounts.so", folder / "libcublasLt.so.13"
     subprocess.run([*flags, "-o", str(runtime), str(HERE / "cuda_calls.c")], check=True)
     soname = ["-Xlinker=-soname,libcublasLt.so.13"]
     subprocess.run([*flags, *soname, "-o", str(cublaslt), str(HERE / "cublaslt_calls.c")], check=True)
@@ -58,7 +60,9 @@ def plan(by_row: bool = True, fp16: bool = False, biased: bool = True, major: in
 
 def outcome(shared: list[str], *steps: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, str(HERE / "cublaslt_host.py"), *shared]
-    done = subprocess.run(command, input=json.dumps(steps), capture_output=True, text=True, check=False, timeout=60)
+    env = os.environ | {"LD_LIBRARY_PATH": str(Path(shared[1]).parent)}  # it could be loaded, but is not to be
+    given = json.dumps(steps)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=60, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
