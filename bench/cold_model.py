@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ def one(name: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ from outside
 
 
-def fresh(folder: str, arguments: Sequence[str], cores: int | None = None) -> dict[str, Any]:
+def fresh(
+    folder: str, arguments: Sequence[str], cores: int | None = None, *, limit_s: float | None = None
+) -> dict[str, Any]:
     """Run this file in a process of its own with a cache folder; return what it reports.
 
     Parameters
@@ -102,13 +105,16 @@ def fresh(folder: str, arguments: Sequence[str], cores: int | None = None) -> di
         What to do there.
     cores
         How many it may use, compilers included; all by default.
+    limit_s
+        Seconds after which it is ended, and its compilers with it.
 
     Raises
     ------
     RuntimeError
-        With the end of its output, if it failed.
+        With the end of its output, if it failed or was ended.
     """
-    env = dict(os.environ, FP4DISPATCH_CACHE_DIR=folder, PYTHONPATH=str(ROOT))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = dict(os.environ, FP4DISPATCH_CACHE_DIR=folder, PYTHONPATH=path)
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
     allowed = sorted(os.sched_getaffinity(0))
     few = None if cores is None else set(allowed[:cores])
@@ -119,19 +125,26 @@ def fresh(folder: str, arguments: Sequence[str], cores: int | None = None) -> di
         if few is not None:
             os.sched_setaffinity(0, few)
 
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, preexec_fn=limit)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, preexec_fn=limit, start_new_session=True, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            err += f"\nended after {limit_s:.0f} s"
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        raise RuntimeError(f"{' '.join(arguments)} failed:\n{out[-2000:]}\n{err[-4000:]}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 
 
-def measure_model(fmt: str, asked: Sequence[str]) -> dict[str, Any]:
+def measure_model(fmt: str, asked: Sequence[str], limit_s: float | None = None) -> dict[str, Any]:
     """Return one format's cold and repeated start, and the kernels that the cold one compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        cold = fresh(folder, ["--warm", fmt, *asked])
-        again = fresh(folder, ["--warm", fmt, *asked])
+        cold = fresh(folder, ["--warm", fmt, *asked], limit_s=limit_s)
+        again = fresh(folder, ["--warm", fmt, *asked], limit_s=limit_s)
     compiled = cold["kernels"]
     return {
         "format": fmt,
@@ -146,12 +159,12 @@ def measure_model(fmt: str, asked: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def measure_one(names: Sequence[str], cores: int) -> dict[str, Any]:
+def measure_one(names: Sequence[str], cores: int, limit_s: float | None = None) -> dict[str, Any]:
     """Compile each kernel alone; return the slowest."""
     rows = []
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            found = fresh(folder, ["--one", name], cores)
+            found = fresh(folder, ["--one", name], cores, limit_s=limit_s)
         rows.append({"kernel": name, "wall_s": round(found["total_s"], 2), "proven": found["proven"]})
         print(f"{name}: {rows[-1]['wall_s']} s on {cores} cores", flush=True)
     return {"jobs": cores, **max(rows, key=lambda row: float(row["wall_s"])), "each": rows}
@@ -159,7 +172,7 @@ def measure_one(names: Sequence[str], cores: int) -> dict[str, Any]:
 
 def faults(result: dict[str, Any], limit: float | None, one_limit: float | None) -> list[str]:
     """Return a sentence for all that is not as it should be."""
-    found = []
+    found = list(result["failed"])
     for row in result["models"]:
         wrong = [name for name in row["kernels"] if OTHER["bfloat16"] in name]
         if wrong:
@@ -199,19 +212,37 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure(arguments: argparse.Namespace, gpu: bool) -> dict[str, Any]:
-    """Return all that this machine can measure."""
-    models = []
+def measure(arguments: argparse.Namespace, gpu: bool, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Return all that this machine can measure; ``keep`` is given what there is after each step, failures included."""
+    result: dict[str, Any] = {"models": [], "one_file": None, "failed": []}
+
+    def step(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except RuntimeError as error:
+            result["failed"].append(str(error))
+            print(error, flush=True)
+        keep(result)
+
+    def start(fmt: str) -> None:
+        row = measure_model(fmt, asked, arguments.step_limit)
+        result["models"].append(row)
+        print(fmt, row["cold_s"], "s,", len(row["kernels"]), "kernels", flush=True)
+
+    def alone() -> None:
+        result["one_file"] = measure_one(slowest, arguments.jobs, arguments.step_limit)
+
     asked = ["--tokens", *map(str, arguments.tokens), "--shapes", *arguments.shapes]
     if gpu:
         for fmt in arguments.formats:
-            models.append(measure_model(fmt, asked))
-            print(fmt, models[-1]["cold_s"], "s,", len(models[-1]["kernels"]), "kernels", flush=True)
+            step(lambda: start(fmt))  # noqa: B023  (run at once)
     else:
         print("No GPU: a model that is warmed up from an empty cache cannot be measured here, single files can.")
-    seconds = {name: s for row in models for name, s in row["kernels"].items()}
-    slowest = sorted(seconds, key=lambda name: -seconds[name])[: arguments.alone] if seconds else arguments.kernels
-    return {"models": models, "one_file": measure_one(slowest, arguments.jobs) if slowest else None}
+    seconds = {name: s for row in result["models"] for name, s in row["kernels"].items()}
+    slowest = sorted(seconds, key=lambda name: -seconds[name])[: arguments.alone] if gpu else arguments.kernels
+    if slowest:
+        step(alone)
+    return result
 
 
 def main() -> int:
@@ -225,6 +256,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="cores of one_file")
     parser.add_argument("--alone", type=int, default=2, help="how many of the slowest files are compiled alone")
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS), help="kernel/variant-target, without a GPU")
+    parser.add_argument("--step-limit", type=float, metavar="S", help="seconds after which a start or a file is ended")
     parser.add_argument("--limit", type=float, help="seconds of a model; exit with 1 beyond")
     parser.add_argument("--one-limit", type=float, help="seconds of one file; exit with 1 beyond")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
@@ -245,8 +277,12 @@ def main() -> int:
     card = machine.card()
     result = machine.facts(card, arguments.commit) | {"kind": "cold model"}
     result |= {"cores": len(os.sched_getaffinity(0)), "shapes": shapes, "tokens": arguments.tokens}
-    result["cold_model"] = measure(arguments, card.device.type == "cuda")
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def keep(found: dict[str, Any]) -> None:
+        result["cold_model"] = found
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    keep(measure(arguments, card.device.type == "cuda", keep))
     print(table(result["cold_model"]))
     wrong = faults(result["cold_model"], arguments.limit, arguments.one_limit)
     print("\n".join(wrong))

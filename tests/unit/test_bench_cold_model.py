@@ -19,12 +19,12 @@ def result(**changes):
     row = {"format": "nvfp4", "cold_s": 31.0, "again_s": 1.0, "replace_s": 25.0, "warmup_s": 6.0, "compile_s": 93.0}
     row |= {"kernels": {"w4a16_small/bf16-90a": 60.0, "fp8_quantize/any-90a": 33.0}, "compiled_again": []} | changes
     one_file = {"jobs": 2, "kernel": "w4a16_small/bf16-90a", "wall_s": 33.0, "proven": True, "each": []}
-    return {"models": [row], "one_file": one_file}
+    return {"models": [row], "one_file": one_file, "failed": []}
 
 
 def test_a_model_is_started_twice_with_one_cache(monkeypatch):
     starts, fresh = [], cold_model.fresh
-    monkeypatch.setattr(cold_model, "fresh", lambda *a: starts.append(fresh(*a)) or starts[-1])
+    monkeypatch.setattr(cold_model, "fresh", lambda *a, **k: starts.append(fresh(*a, **k)) or starts[-1])
     row = cold_model.measure_model("fp8_row", SMALL)
     assert (row["format"], row["kernels"], row["compiled_again"]) == ("fp8_row", {}, [])
     assert row["backends"] == ["reference (bf16)"]
@@ -58,10 +58,62 @@ def test_the_cache_is_empty_and_the_cores_are_few(tmp_path, monkeypatch):
         cold_model.fresh(str(cache), ["--one", "x"])
 
 
+def options(**changes):
+    asked = {"tokens": [1], "shapes": ["64x64"], "formats": ["nvfp4"], "alone": 2, "jobs": 2, "kernels": ["k"]}
+    return argparse.Namespace(**asked | {"step_limit": 50} | changes)
+
+
+def test_a_step_that_fails_costs_no_other_and_all_is_kept_at_once(monkeypatch):
+    kept = []
+
+    def start(fmt, asked, limit_s):
+        if fmt == "nvfp4":
+            raise RuntimeError("--warm nvfp4 failed")
+        return result()["models"][0] | {"format": fmt}
+
+    monkeypatch.setattr(cold_model, "measure_model", start)
+    monkeypatch.setattr(cold_model, "measure_one", lambda names, cores, limit_s: {"names": names})
+    keep = lambda found: kept.append(json.loads(json.dumps(found)))  # noqa: E731
+    found = cold_model.measure(options(formats=["nvfp4", "fp8_row", "fp8"], alone=1), True, keep)
+    assert [(len(each["models"]), each["one_file"]) for each in kept] == [
+        *((0, None), (1, None), (2, None)),
+        (2, {"names": ["w4a16_small/bf16-90a"]}),
+    ]
+    assert kept[0]["failed"] == found["failed"] == ["--warm nvfp4 failed"]
+    assert cold_model.faults(result() | {"failed": found["failed"]}, None, None) == ["--warm nvfp4 failed"]
+    for alone in (options(alone=0), options(formats=[], alone=2)):  # no file of another machine in the place of ours
+        assert cold_model.measure(alone, True, keep)["one_file"] is None
+
+
+def test_what_hangs_is_ended_with_its_compilers(tmp_path, monkeypatch):
+    script, pid = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+    monkeypatch.setattr(cold_model, "__file__", str(script))
+    with pytest.raises(RuntimeError, match="ended after 2 s"):
+        cold_model.fresh(str(tmp_path), [], limit_s=2)
+    status = Path("/proc", pid.read_text(), "status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_packages_that_are_found_by_pythonpath_are_found_by_the_process_too(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("import json, os; print(json.dumps({'path': os.environ['PYTHONPATH']}))")
+    monkeypatch.setattr(cold_model, "__file__", str(script))
+    for before, after in (("/somewhere", f"{cold_model.ROOT}{os.pathsep}/somewhere"), ("", str(cold_model.ROOT))):
+        monkeypatch.setenv("PYTHONPATH", before)
+        assert cold_model.fresh(str(tmp_path), []) == {"path": after}
+
+
 def test_the_slowest_kernels_of_the_models_are_compiled_alone(monkeypatch):
     walls, asked = {"a/one-90a": 5.0, "b/two-90a": 7.0}, []
 
-    def fresh(folder, arguments, cores=None):
+    def fresh(folder, arguments, cores=None, *, limit_s=None):
+        assert limit_s == 50
         assert list(Path(folder).iterdir()) == []
         asked.append((arguments, cores))
         if arguments[0] == "--warm":
@@ -69,8 +121,7 @@ def test_the_slowest_kernels_of_the_models_are_compiled_alone(monkeypatch):
         return {"total_s": walls[arguments[1]] / 2, "proven": True}
 
     monkeypatch.setattr(cold_model, "fresh", fresh)
-    options = argparse.Namespace(tokens=[1], shapes=["64x64"], formats=["nvfp4"], alone=2, jobs=2, kernels=[])
-    found = cold_model.measure(options, gpu=True)
+    found = cold_model.measure(options(), True, lambda _: None)
     assert [arguments[:2] for arguments, cores in asked if cores == 2] == [
         ["--one", "b/two-90a"],
         ["--one", "a/one-90a"],
@@ -79,7 +130,7 @@ def test_the_slowest_kernels_of_the_models_are_compiled_alone(monkeypatch):
 
 
 def test_without_a_gpu_it_says_what_it_cannot_measure(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(cold_model, "fresh", lambda *a: {"total_s": 2.0, "proven": True})
+    monkeypatch.setattr(cold_model, "fresh", lambda *a, **k: {"total_s": 2.0, "proven": True})
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["cold_model.py", "--commit", "abc", "--json", str(out), "--one-limit", "1"])
     import torch
