@@ -1,8 +1,9 @@
 // Main loop of w4_gemm_sm90.h for FP8 activations.
 //
-// A stage is two chunks along K, each a group of two MMAs with its own registers of operand A. While a group runs, the
-// next chunk is dequantised; its words and tables were asked for one chunk earlier, and the loop goes on from tile to tile
-// without a break, so that a warp, which issues these instructions in order, waits for few of them.
+// A stage is two chunks along K, each two MMAs with their registers of operand A. While MMAs run, the next chunk is
+// dequantised, a step between any two of them: the two steps of an operand in a row would leave the tensor cores idle.
+// Words and tables were asked for one chunk earlier, and the loop goes on from tile to tile without a break, so that a
+// warp, which issues these instructions in order, waits for few of them.
 //
 // FP8 wgmma keeps 13 bits of a sum. So every kPromoteStages stages the partial sums, which the first MMA has started
 // from zero, are added to f32 ones. A warpgroup that adds has no MMA under way, so the two do it half an interval apart:
@@ -16,15 +17,13 @@ namespace fp4d {
 template <class Tile>
 struct LoopFp8 {
   static constexpr int T = Tile::kTokens;
-  // Where registers are short, words are asked for once those of the chunk before are used up.
-  static constexpr bool kEarly = T == 32 || T == 128;
   Params const& p;
   Place const& place;
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup
-  // Of the next stage: the first chunk is dequantised, the second one in registers.
-  uint32_t even[2][4] = {};
-  w4::Fp8Chunk second = {};
+  // Operand A of a stage's four MMAs, of which the first two are dequantised, and the words of its two chunks.
+  uint32_t a[4][4] = {};
+  w4::Fp8Chunk first = {}, second = {};
   uint32_t offset = 0, barrier = 0, parity = 0;  // in the ring
   // The lane's words and scales of the first stage, its table, the barrier that it releases, if it does.
   uint32_t words_at = 0, scales_at = 0, luts_at = 0, empty_at = 0, releases = 0;
@@ -36,22 +35,21 @@ struct LoopFp8 {
     releases = lane < 1 << p.multicast_log2;
     empty_at = address_in(ring.empty(0), place.with_multicast(p, releases != 0 ? lane : 0));
     keep(words_at), keep(scales_at), keep(luts_at), keep(empty_at);
-    w4::Fp8Chunk first;
     barrier_wait(ring.full(0), 0);
     load(first, 0);
     load(second, w4::kChunkBytes);
     first.look_up(luts_at);
     second.look_up(luts_at);
-    first.dequantize(even);
+    first.dequantize<0>(a[0]);
+    first.dequantize<1>(a[1]);
   }
 
   __device__ void load(w4::Fp8Chunk& chunk, uint32_t at) const { chunk.load(words_at + at, scales_at + at); }
 
   // `add` == 0: sums start from zero.
-  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[2][4], uint64_t b, int add) {
+  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&operand)[4], uint64_t b, int add) {
     wgmma_fence();
-    wgmma_e4m3<T>(sums, a[0], b, add);
-    wgmma_e4m3<T>(sums, a[1], b + kDescriptorStep, 1);
+    wgmma_e4m3<T>(sums, operand, b, add);
     wgmma_commit();
   }
 
@@ -71,30 +69,31 @@ struct LoopFp8 {
     float partial[T / 2];
 #pragma unroll
     for (float& sum : partial) sum = 0.f;
-    uint32_t odd[2][4];
     int phase = warpgroup * (Tile::kPromoteStages / 2), left = place.count;
     uint32_t previous = barrier, release = 0;  // nothing before the first stage has been multiplied
 #pragma unroll 1
     do {
       uint64_t const b = operand_b(ring.base + offset);
-      multiply(partial, even, b, phase);  // the tile's first sums are zero anyway
+      multiply(partial, a[0], b, phase);  // the tile's first sums are zero anyway
       --left;
       if (++phase == Tile::kPromoteStages) phase = 0;
       uint32_t const current = barrier;
       advance(last_tile && left == 0);
-      barrier_wait(ring.full(0) + barrier, parity);
-      w4::Fp8Chunk first;
-      if (kEarly) load(first, offset);
       wgmma_wait<1>();
       if (release != 0) barrier_arrive_in(empty_at + previous);
       release = releases;
-      second.dequantize(odd);
-      if (!kEarly) load(first, offset);
-      first.look_up(luts_at);
+      second.dequantize<0>(a[2]);
+      multiply(partial, a[1], b + kDescriptorStep, 1);
+      second.dequantize<1>(a[3]);
+      barrier_wait(ring.full(0) + barrier, parity);
+      load(first, offset);
       load(second, offset + w4::kChunkBytes);
-      multiply(partial, odd, b + 2 * kDescriptorStep, 1);
+      multiply(partial, a[2], b + 2 * kDescriptorStep, 1);
+      first.look_up(luts_at);
       wgmma_wait<1>();
-      first.dequantize(even);
+      first.dequantize<0>(a[0]);
+      multiply(partial, a[3], b + 3 * kDescriptorStep, 1);
+      first.dequantize<1>(a[1]);
       second.look_up(luts_at);
       previous = current;
       if (phase == 0) {

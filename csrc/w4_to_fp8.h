@@ -22,12 +22,14 @@ __device__ __forceinline__ Lut load_lut(uint32_t address) {
 template <int threads>
 __device__ __forceinline__ void make_lut_table(uint32_t at, int thread) {
   constexpr int kEntries = 128 * kLutCopies;
-  static_assert(kEntries % threads == 0 && threads % kLutCopies == 0);
+  static_assert(threads % kLutCopies == 0);
 #pragma unroll
-  for (int i = 0; i < kEntries / threads; ++i) {
-    uint32_t const scale = (thread + i * threads) / kLutCopies, raw = scale * 0x00800080;
+  for (int i = 0; i < kEntries; i += threads) {
+    int const entry = i + thread;
+    if (kEntries % threads != 0 && entry >= kEntries) break;
+    uint32_t const scale = entry / kLutCopies, raw = scale * 0x00800080;
     Lut const lut = e4m3_lut(reinterpret_cast<__half2 const&>(raw));
-    store_8(at + (thread + i * threads) * 8, lut.low, lut.high);
+    store_8(at + entry * 8, lut.low, lut.high);
   }
 }
 
@@ -47,12 +49,11 @@ struct Fp8Chunk {
     luts[0] = load_lut(luts_at + scales[0] * kLutPitch);
     luts[1] = load_lut(luts_at + scales[1] * kLutPitch);
   }
-  // Operand A of two MMAs.
-  __device__ __forceinline__ void dequantize(uint32_t (&a)[2][4]) const {
-    to_e4m3(codes.x, luts[0], a[0][0], a[0][2]);
-    to_e4m3(codes.y, luts[1], a[0][1], a[0][3]);
-    to_e4m3(codes.z, luts[0], a[1][0], a[1][2]);
-    to_e4m3(codes.w, luts[1], a[1][1], a[1][3]);
+  // Operand A of the first or the second MMA.
+  template <int step>
+  __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) const {
+    to_e4m3(step == 0 ? codes.x : codes.z, luts[0], a[0], a[2]);
+    to_e4m3(step == 0 ? codes.y : codes.w, luts[1], a[1], a[3]);
   }
 };
 

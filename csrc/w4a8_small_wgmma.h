@@ -14,11 +14,9 @@ namespace fp4d {
 constexpr int kPromoteStages = 2;
 
 template <class Tile>
-__device__ __forceinline__ void multiply_chunk(Sums<Tile>& sums, uint32_t const (&a)[2][4], uint64_t b,
-                                               int add) {
+__device__ __forceinline__ void multiply(Sums<Tile>& sums, uint32_t const (&a)[4], uint64_t b, int add) {
   wgmma_fence();
-  wgmma_e4m3<Tile::kTokens>(sums, a[0], b, add);
-  wgmma_e4m3<Tile::kTokens>(sums, a[1], b + kDescriptorStep, 1);
+  wgmma_e4m3<Tile::kTokens>(sums, a, b, add);
   wgmma_commit();
 }
 
@@ -35,7 +33,7 @@ __device__ __forceinline__ void consume_wgmma(Params const&, Ring<Tile> ring, Ra
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0;
   Sums<Tile> partial = {};
-  uint32_t a[2][2][4];
+  uint32_t a[2][4];
   int phase = 0;
 #pragma unroll 1
   for (int i = 0; i < range.count; ++i) {
@@ -50,13 +48,19 @@ __device__ __forceinline__ void consume_wgmma(Params const&, Ring<Tile> ring, Ra
     if (kAhead) chunks[1].look_up(luts);
     uint64_t const b = operand_b(ring.tokens(0) + offset);
     wgmma_wait<1>();
-    chunks[0].dequantize(a[0]);
-    multiply_chunk<Tile>(partial, a[0], b, phase);
-    if (!kAhead) load(1), chunks[1].look_up(luts);
+    chunks[0].dequantize<0>(a[0]);
+    multiply<Tile>(partial, a[0], b, phase);
     wgmma_wait<1>();
     if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
-    chunks[1].dequantize(a[1]);
-    multiply_chunk<Tile>(partial, a[1], b + 2 * kDescriptorStep, 1);
+    chunks[0].dequantize<1>(a[1]);
+    multiply<Tile>(partial, a[1], b + kDescriptorStep, 1);
+    if (!kAhead) load(1), chunks[1].look_up(luts);
+    wgmma_wait<1>();
+    chunks[1].dequantize<0>(a[0]);
+    multiply<Tile>(partial, a[0], b + 2 * kDescriptorStep, 1);
+    wgmma_wait<1>();
+    chunks[1].dequantize<1>(a[1]);
+    multiply<Tile>(partial, a[1], b + 3 * kDescriptorStep, 1);
     if (++phase == kPromoteStages) {
       phase = 0;
       wgmma_wait<0>();

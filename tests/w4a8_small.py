@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 NAME = "w4a8_small"
-INSTANCES = ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1))
+INSTANCES = ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1))
 """Tokens, row blocks, groups, units."""
 CLUSTERS = (1, 2, 4, 8)
 H200 = (132, 233472, 232448, True)

@@ -144,7 +144,7 @@ def _unpack_codes(part: Tensor) -> Tensor:
     """[blocks, chunks, 2048] -> [64 blocks, 32 chunks]."""
     blocks, chunks = part.shape[:2]
     words = part.reshape(blocks, chunks, 4, 8, 4, 2, 2, 4)
-    signs = torch.cat((words >> 4 & 8, words & 8), dim=-1).unflatten(-1, (4, 2))
+    signs = torch.cat((words >> 4 & 8, words & 8), dim=-1).reshape(*words.shape[:-1], 4, 2)
     codes = (words & 0x77) | signs[..., 0] | signs[..., 1] << 4
     return codes.permute(0, 2, 6, 3, 1, 4, 5, 7).reshape(blocks * ROWS, chunks * COLUMNS // 2)
 

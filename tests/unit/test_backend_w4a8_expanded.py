@@ -336,16 +336,16 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
     monkeypatch.setenv(COPY, "1")
     made = layer(shards)
     few, more, many = made.bind().spec.routes
-    assert [(r.m_max, r.backend) for r in (few, more)] == [(16, "w4a16"), (191, "w4a8")]
+    assert [(r.m_max, r.backend) for r in (few, more)] == [(8, "w4a16"), (191, "w4a8")]
     assert (many.backend, many.activation) == ("w4a8_expanded", "fp8")
     assert (few.start, few.stop) == (more.start, more.stop) != (many.start, many.stop)
     assert made.nbytes() - plain.nbytes() == N * K + 4 * N
     assert list(made.state_dict()) == list(plain.state_dict())
     dense = contract.dequantised(made.weights())
-    for m in (1, 16, 17, 191, 192, 1000):
+    for m in (1, 8, 9, 191, 192, 1000):
         x = torch.randn(m, K).bfloat16()
         want = x.double() @ dense.t() + made.bias.double()
-        assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 16 else 0.05)
+        assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 8 else 0.05)
     assert "then w4a8 (fp8) up to M=191, then w4a8_expanded (fp8)" in repr(made)
 
 

@@ -153,8 +153,8 @@ def test_the_last_resort_says_what_to_install():
 
 def test_activation_pins_the_format():
     hopper = System.fake("9.0", cuda="13.0", nvcc="13.0", cutlass="4.5")
-    assert resolve(NVFP4, hopper, ALL).activation == "bf16"
-    w4a8 = resolve(Problem("nvfp4_gemm", 16, 4096, 4096, activation="fp8"), hopper, ALL)
+    assert resolve(replace(NVFP4, m=8), hopper, ALL).activation == "bf16"
+    w4a8 = resolve(Problem("nvfp4_gemm", 8, 4096, 4096, activation="fp8"), hopper, ALL)
     assert (w4a8.backend, w4a8.activation) == ("w4a8", "fp8")
 
 

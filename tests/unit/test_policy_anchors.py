@@ -52,7 +52,7 @@ ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, s
 
 
 def ask(
-    op, scaling, arch, facts, proven=False, capture="none", m_min=1, *, m=16, activation="any", copy=False, **kwargs
+    op, scaling, arch, facts, proven=False, capture="none", m_min=1, *, m=8, activation="any", copy=False, **kwargs
 ) -> Decision:
     sm = System.fake(arch).arch
     system = System.fake(arch, **facts, proven=[(op, sm.sm)] if proven else [], fp8_copy=copy)
@@ -89,7 +89,7 @@ def test_proven_cutlass_on_sm120_needs_no_compiler():
 
 
 def test_proof_of_another_op_or_arch_does_not_count():
-    problem = Problem("nvfp4_gemm", 16, 4096, 4096)
+    problem = Problem("nvfp4_gemm", 8, 4096, 4096)
     backends = {n: DeclaredBackend(n) for n in catalogue().backends}
     for pair in (("fp8_gemm", "sm_120"), ("nvfp4_gemm", "sm_121")):
         system = System.fake("12.0", **CUDA, **NVCC, proven=[pair])
@@ -175,13 +175,13 @@ def test_a_pinned_activation_holds_for_every_m_on_sm_90(activation, chosen):
 
 @pytest.mark.parametrize(("arch", "few"), [("9.0", "w4a8"), ("8.9", "w4a16")])
 def test_an_fp8_copy_that_is_allowed_serves_192_tokens_and_more(arch, few):
-    for m, chosen in ((17, few), (191, few), (192, "w4a8_expanded"), (8192, "w4a8_expanded")):
+    for m, chosen in ((9, few), (191, few), (192, "w4a8_expanded"), (8192, "w4a8_expanded")):
         decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m, copy=True)
         assert (decision.backend, decision.warnings) == (chosen, ())
     assert (decision.activation, decision.rule.id) == ("fp8", "nvfp4-fp8-copy")
     assert "8 bits each: it holds the values that w4a8 multiplies" in str(decision)
     assert "FP8 copy allowed" in decision.machine
-    assert ask("nvfp4_gemm", "nvfp4", arch, FULL, m=16, copy=True).backend == "w4a16"
+    assert ask("nvfp4_gemm", "nvfp4", arch, FULL, m=8, copy=True).backend == "w4a16"
     assert ask("nvfp4_gemm", "nvfp4", arch, FULL, m=4096, activation="bf16", copy=True).backend == "w4a16"
 
 

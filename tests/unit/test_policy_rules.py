@@ -96,7 +96,7 @@ def test_no_rule_ends_inside_a_range_of_m(op):
 
 
 def test_rules_of_other_archs_do_not_cut_ranges():
-    assert {16, 191} <= set(bounds("nvfp4_gemm", SM90))
+    assert {8, 191} <= set(bounds("nvfp4_gemm", SM90))
     assert bounds("nvfp4_gemm", SM120) == bounds("nvfp4_gemm", None) == ()
     assert m_bucket(33, "nvfp4_gemm", SM120) == 64
 
