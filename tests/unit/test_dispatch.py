@@ -146,7 +146,7 @@ def test_a_changed_machine_is_noticed(machine):
 def test_the_device_of_the_tensors_counts(machine):
     machine(replace(System.fake(**FACTS), gpus=System.fake(gpus=["12.0", "9.0"]).gpus))
     assert dispatch.select(NVFP4, gpu=0).backend == "cudnn"
-    assert dispatch.select(NVFP4, gpu=1).backend == "w4a16"
+    assert dispatch.select(replace(NVFP4, m=8), gpu=1).backend == "w4a16"
     assert dispatch.select(NVFP4, gpu=None).backend == "reference"
     with pytest.raises(InputError, match="gpu=2 is not visible: 2 GPUs are"):
         dispatch.select(NVFP4, gpu=2)
@@ -372,7 +372,7 @@ def test_explain_asks_this_machine_when_no_fact_is_given(machine, monkeypatch):
 def test_explain_of_another_machine_ignores_this_one(monkeypatch):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cublaslt")
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "w4a16")
-    there = dispatch.explain("nvfp4_gemm", 16, 4096, 4096, arch="9.0", nvcc="13.0")
+    there = dispatch.explain("nvfp4_gemm", 8, 4096, 4096, arch="9.0", nvcc="13.0")
     assert (there.backend, there.requested_by) == ("w4a16", "auto")
 
 
