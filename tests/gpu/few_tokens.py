@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RAGGED_M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 70)
 # Tails of N (multiples of 8) and K (multiples of 16) of chunks, stages and row blocks; two real layers.
 NK = ((8, 16), (72, 80), (136, 48), (264, 144), (1032, 2064), (1024, 4096), (4096, 1040))
+needs_sm80 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU from SM80 on"
+)
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
@@ -101,6 +106,8 @@ class E4m3(Problem):
 
 def check_pdl_chain(layers: list[Problem], m: int) -> None:
     """Run square layers that each read what the one before wrote, in a graph with PDL, against the same without."""
+    if not layers[0].pdl:
+        pytest.skip("this GPU has no PDL")
     k = layers[0].k
     alpha = k**0.5 / layers[0].dense.norm().float().view(1)
     buffers = [torch.zeros(m, k, device="cuda", dtype=layers[0].dtype) for _ in range(2)]
@@ -123,3 +130,96 @@ def check_pdl_chain(layers: list[Problem], m: int) -> None:
         buffers[1].fill_(torch.nan)
         graph.replay()
         assert torch.equal(tiles.bits(buffers[0]), tiles.bits(expected))
+
+
+# What the tests of every such kernel check; ``kind`` is its Problem.
+
+WRONG_ARGUMENTS: tuple[tuple[str, Callable[[Problem], Tensor], str], ...] = (
+    ("x", lambda p: p.x.half(), "x: dtype is float16, needed bfloat16"),
+    ("x", lambda p: p.x.cpu(), "on a CUDA device|w: is not on"),
+    ("alpha", lambda p: p.alpha.expand(3).contiguous(), "alpha: has 3 elements, needed 1 or 136"),
+    ("bias", lambda p: torch.zeros(136, device="cuda"), "bias: dtype is float32"),
+    ("out", lambda p: p.out[:-1], "out: size of dimension 0 is 4, needed 5"),
+    ("out", lambda p: p.out.t().contiguous().t(), "out: not contiguous"),
+)
+"""Operand, what takes its place and the refusal, for 5 tokens by [136, 208]."""
+WRONG_SHAPES = (
+    ((8, 1, 4, 2, 1, 2), "shape: has 6 numbers, needed 7"),
+    ((8, 1, 4, 2, 3, 2, 0), "cluster is 3"),
+    ((8, 2, 2, 4, 1, 15, 0), "bytes of shared memory"),
+    ((8, 1, 4, 2, 1, 2, -1), "trigger is -1"),
+)
+
+
+def check_every_m(kind: type[Problem], variant: str, nk: tuple[int, int]) -> None:
+    for m in RAGGED_M:
+        problem = kind(variant, m, *nk, bias=m % 2 == 1, vector=m % 3 == 1)
+        problem.run()
+        problem.check()
+
+
+def check_launch_shapes(
+    kind: type[Problem], variant: str, tile: tuple[int, ...], stages_and_triggers: tuple[tuple[int, int], ...]
+) -> None:
+    for nk in ((264, 144), (136, 2064)):
+        problem = kind(variant, 33, *nk, bias=True, vector=True)
+        for cluster in clusters():
+            for stages, trigger in stages_and_triggers:
+                problem.out.fill_(torch.nan)
+                problem.run((*tile, cluster, stages, trigger))
+                problem.check()
+
+
+def check_repeats(kind: type[Problem], variant: str) -> None:
+    for m, n, k in ((1, 4096, 4096), (16, 1032, 2064), (32, 4096, 1040)):
+        problem = kind(variant, m, n, k, bias=True)
+        first = problem.run().clone()
+        for _ in range(20):
+            problem.out.fill_(torch.nan)
+            assert torch.equal(tiles.bits(problem.run(pdl=problem.pdl)), tiles.bits(first))
+
+
+def check_a_token_alone_and_with_others(kind: type[Problem]) -> None:
+    problem = kind("bf16", 8, 1032, 2064)
+    together = problem.run().clone()
+    for token in range(8):
+        alone = torch.empty(1, 1032, device="cuda", dtype=torch.bfloat16)
+        problem.run(x=problem.x[token : token + 1], out=alone)
+        assert torch.equal(tiles.bits(alone[0]), tiles.bits(together[token]))
+
+
+def check_not_finite_stays_alone(kind: type[Problem]) -> None:
+    problem = kind("bf16", 5, 136, 208)
+    problem.x[2, 207], problem.x[4, 0] = torch.inf, torch.nan
+    problem.run()
+    assert problem.out[4].isnan().all()
+    assert not problem.out[2].isfinite().any()
+    assert problem.out[[0, 1, 3]].isfinite().all()
+
+
+def check_no_tokens(kind: type[Problem]) -> None:
+    problem = kind("bf16", 0, 136, 144)
+    problem.run()
+    torch.cuda.synchronize()
+    assert problem.guard.isnan().all()
+
+
+def check_argument_refused(kind: type[Problem], name: str, change: Callable[[Problem], Tensor], message: str) -> None:
+    problem = kind("bf16", 5, 136, 208)
+    with pytest.raises((ValueError, TypeError), match=message):
+        problem.run(**{name: change(problem)})
+    torch.cuda.synchronize()
+    assert problem.out.isnan().all()
+
+
+def check_shape_refused(kind: type[Problem], shape: tuple[int, ...], message: str) -> None:
+    problem = kind("bf16", 5, 136, 208)
+    with pytest.raises(ValueError, match=message):
+        problem.run(shape)
+    assert problem.out.isnan().all()
+
+
+def check_one_wrong_element_is_seen(kind: type[Problem]) -> None:
+    problem = kind("bf16", 33, 264, 144)
+    problem.run()
+    tiles.sees_one_wrong_element(problem)

@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import tiles
-from tests.gpu.few_tokens import DTYPES, NK, RAGGED_M, check_pdl_chain, clusters
+from tests.gpu import few_tokens
+from tests.gpu.few_tokens import DTYPES, NK, WRONG_ARGUMENTS, WRONG_SHAPES, needs_sm80
 from tests.gpu.few_tokens import Nvfp4 as Problem
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU from SM80 on"
-    ),
-]
+pytestmark = [pytest.mark.gpu, needs_sm80]
 
 # Tokens, row blocks, groups and units of what is built; 1 unit is wgmma.
 TILES = (
@@ -29,10 +24,7 @@ TILES = (
 @pytest.mark.parametrize("variant", DTYPES)
 @pytest.mark.parametrize("nk", NK, ids=str)
 def test_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> None:
-    for m in RAGGED_M:
-        problem = Problem(variant, m, *nk, bias=m % 2 == 1, vector=m % 3 == 1)
-        problem.run()
-        problem.check()
+    few_tokens.check_every_m(Problem, variant, nk)
 
 
 @pytest.mark.parametrize("variant", DTYPES)
@@ -41,102 +33,56 @@ def test_every_launch_shape_is_right(variant: str, tile: tuple[int, ...]) -> Non
     wgmma = tile[3] == 1
     if wgmma and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is Hopper's")
-    for nk in ((264, 144), (136, 2064)):
-        problem = Problem(variant, 33, *nk, bias=True, vector=True)
-        for cluster in clusters():
-            for stages, trigger in ((2 if wgmma else 1, 0), (2, 1), (3, 100)):
-                problem.out.fill_(torch.nan)
-                problem.run((*tile, cluster, stages, trigger))
-                problem.check()
+    few_tokens.check_launch_shapes(Problem, variant, tile, ((2 if wgmma else 1, 0), (2, 1), (3, 100)))
 
 
 @pytest.mark.parametrize("variant", DTYPES)
 def test_repeats_bit_for_bit(variant: str) -> None:
-    for m, n, k in ((1, 4096, 4096), (16, 1032, 2064), (32, 4096, 1040)):
-        problem = Problem(variant, m, n, k, bias=True)
-        first = problem.run().clone()
-        for _ in range(20):
-            problem.out.fill_(torch.nan)
-            assert torch.equal(tiles.bits(problem.run(pdl=problem.pdl)), tiles.bits(first))
+    few_tokens.check_repeats(Problem, variant)
 
 
 def test_a_token_has_the_same_bits_whoever_shares_its_launch() -> None:
-    problem = Problem("bf16", 8, 1032, 2064)
-    together = problem.run().clone()
-    for token in range(8):
-        alone = torch.empty(1, 1032, device="cuda", dtype=torch.bfloat16)
-        problem.run(x=problem.x[token : token + 1], out=alone)
-        assert torch.equal(tiles.bits(alone[0]), tiles.bits(together[token]))
+    few_tokens.check_a_token_alone_and_with_others(Problem)
 
 
 def test_not_finite_activations_stay_with_their_token() -> None:
-    problem = Problem("bf16", 5, 136, 208)
-    problem.x[2, 207], problem.x[4, 0] = torch.inf, torch.nan
-    problem.run()
-    assert problem.out[4].isnan().all()
-    assert not problem.out[2].isfinite().any()
-    assert problem.out[[0, 1, 3]].isfinite().all()
+    few_tokens.check_not_finite_stays_alone(Problem)
 
 
 @pytest.mark.parametrize("m", [1, 16, 32])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
-    layers = [Problem("bf16", 1, 2048, 2048) for _ in range(3)]
-    if not layers[0].pdl:
-        pytest.skip("this GPU has no PDL")
-    check_pdl_chain(layers, m)
+    few_tokens.check_pdl_chain([Problem("bf16", 1, 2048, 2048) for _ in range(3)], m)
 
 
 def test_no_tokens_is_no_launch() -> None:
-    problem = Problem("bf16", 0, 136, 144)
-    problem.run()
-    torch.cuda.synchronize()
-    assert problem.guard.isnan().all()
+    few_tokens.check_no_tokens(Problem)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("x", lambda p: p.x.half(), "x: dtype is float16, needed bfloat16"),
+        *WRONG_ARGUMENTS,
         ("x", lambda p: p.x[:, :128], r"w: size of dimension 1 is 4, needed 2 \(ceil\(K/64\)\)"),
-        ("x", lambda p: p.x.cpu(), "on a CUDA device|w: is not on"),
         ("w", lambda p: p.w[:2], "w: size of dimension 0"),
         ("w", lambda p: p.w.view(torch.int8), "w: dtype is int8"),
-        ("alpha", lambda p: p.alpha.expand(3).contiguous(), "alpha: has 3 elements, needed 1 or 136"),
-        ("bias", lambda p: torch.zeros(136, device="cuda"), "bias: dtype is float32"),
-        ("out", lambda p: p.out[:-1], "out: size of dimension 0 is 4, needed 5"),
-        ("out", lambda p: p.out.t().contiguous().t(), "out: not contiguous"),
     ],
 )
 def test_wrong_arguments_are_refused(name: str, change: Any, message: str) -> None:
-    problem = Problem("bf16", 5, 136, 208)
-    with pytest.raises((ValueError, TypeError), match=message):
-        problem.run(**{name: change(problem)})
-    torch.cuda.synchronize()
-    assert problem.out.isnan().all()
+    few_tokens.check_argument_refused(Problem, name, change, message)
 
 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((8, 1, 4, 2, 1, 2), "shape: has 6 numbers, needed 7"),
+        *WRONG_SHAPES,
         ((8, 3, 4, 2, 1, 2, 0), "no kernel for 8 tokens, 3 row blocks"),
-        ((8, 1, 4, 2, 3, 2, 0), "cluster is 3"),
         ((8, 1, 4, 2, 1, 0, 0), "0 stages, needed 1 to 7"),
-        ((8, 2, 2, 4, 1, 15, 0), "bytes of shared memory"),
-        ((8, 1, 4, 2, 1, 2, -1), "trigger is -1"),
     ],
 )
 def test_wrong_launch_shapes_are_refused(shape: tuple[int, ...], message: str) -> None:
-    problem = Problem("bf16", 5, 136, 208)
-    with pytest.raises(ValueError, match=message):
-        problem.run(shape)
-    assert problem.out.isnan().all()
+    few_tokens.check_shape_refused(Problem, shape, message)
 
 
 def test_the_check_sees_one_wrong_element() -> None:
-    problem = Problem("bf16", 33, 264, 144)
-    problem.run()
-    problem.out[32, 263] += problem.out.abs().max()
-    with pytest.raises(AssertionError, match="1 of 3 tiles wrong"):
-        problem.check()
+    few_tokens.check_one_wrong_element_is_seen(Problem)

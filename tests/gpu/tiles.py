@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import pytest
 import torch
 from torch import Tensor
 
 TILE = 128
+
+
+class Checked(Protocol):
+    """A problem with its output, which ``check`` holds to what it should be."""
+
+    out: Tensor
+
+    def check(self) -> None:
+        """Raise AssertionError that counts the wrong tiles."""
 
 
 def wrong_tiles(wrong: Tensor) -> tuple[int, int]:
@@ -29,3 +41,11 @@ def beyond_rounding(d: Tensor, reference: Tensor, magnitude: Tensor) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def sees_one_wrong_element(solved: Checked) -> None:
+    """Spoil the last element of an output of three tiles; the check must find that tile."""
+    solved.check()
+    solved.out[-1, -1] += solved.out.abs().max()
+    with pytest.raises(AssertionError, match="1 of 3 tiles wrong"):
+        solved.check()

@@ -138,3 +138,42 @@ def check_pdl_chain(call: Any, fp8: bool, m: int) -> None:
         buffers[1].fill_(torch.nan)
         graph.replay()
         assert torch.equal(bits(buffers[0]), bits(expected))
+
+
+def check_scales(call: Any, dtype: torch.dtype, tokens: tuple[int, ...], what: object = "") -> None:
+    """One static scale for all tokens, and block scales that are subnormal or zero."""
+    for m in tokens:
+        for change in ({"static": 0.013}, {"scales": (0, 8), "alpha": 2.0**4}, {"scales": (0, 1)}):
+            problem = Problem(True, dtype, (m, 264, 1040), **change)
+            problem.run(call)
+            problem.check(f"{what} {change}")
+
+
+def check_capture(call: Any, m: int) -> None:
+    """Quantise and multiply in a graph; its replay writes what an eager call wrote."""
+    x = torch.randn(m, 512, device="cuda").bfloat16()
+    packed, scale, _ = activations(True, x)
+    w, alpha = weight(256, 512)[2], torch.ones(1, device="cuda")
+    out = torch.full((m, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    call(packed, scale, w, alpha, None, out, True)
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packer().w4_quantize_row(x, packed, scale, True)
+        call(packed, scale, w, alpha, None, out, True)
+    packed.fill_(0xFF)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert expected.isfinite().all()
+    assert torch.equal(bits(out), bits(expected))
+
+
+def check_no_tokens(call: Any, *more: Any) -> None:
+    """Nothing is written where there is no token. ``more``: what comes before the PDL flag."""
+    packed = torch.zeros(4, 0, 1024, device="cuda", dtype=torch.uint8)
+    out = torch.full((3, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    alpha = torch.ones(1, device="cuda")
+    for pdl in (False, True):
+        call(packed, alpha[:0], weight(256, 512)[2], alpha, None, out[:0], *more, pdl)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
