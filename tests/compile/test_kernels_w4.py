@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import collections
-import json
-import re
-import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fp4dispatch import jit, libraries
-from fp4dispatch.jit.manifest import installed
+from tests.compile import built_kernels
+from tests.compile.built_kernels import MACHINES, Machine
 
-tvm_ffi = pytest.importorskip("tvm_ffi")
+pytest.importorskip("tvm_ffi")
 
-pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
+pytestmark = built_kernels.NEEDS_NVCC
 
 SMALL = "w4a16_small"
-SWEEP = Path(__file__).parents[2] / "bench" / "results" / "2026-11-21-h200-w4a16-sweep.json"
 # Tokens, row blocks, groups, units: registers that leave room for the CTAs that plan()'s rings count on.
 REGISTERS = {
     (8, 1, 4, 2): 80,  # two CTAs of 384 threads
@@ -33,52 +27,20 @@ REGISTERS = {
     (32, 1, 4, 2): 160,
     (32, 2, 2, 4): 160,  # two of 192
 }
-H200 = (132, 233472, 232448, True)
-A100 = (108, 167936, 166912, False)
-RTX4090 = (128, 102400, 101376, False)
-RTX5090 = (170, 102400, 101376, True)
-
-
-def builds() -> list[Any]:
-    return [
-        pytest.param(variant, target, marks=() if (variant, target) == ("bf16", "90a") else pytest.mark.slow)
-        for variant in installed().kernel(SMALL).variants
-        for target in installed().kernel(SMALL).targets
-    ]
 
 
 def module() -> Any:
-    return tvm_ffi.load_module(str(jit.build(SMALL, "bf16", "90a").entry.library))
+    return built_kernels.module(SMALL, "bf16")
 
 
-@pytest.mark.parametrize(("variant", "target"), builds())
+@pytest.mark.parametrize(("variant", "target"), built_kernels.builds(SMALL))
 def test_small_is_proved(variant: str, target: str) -> None:
-    built = jit.build(SMALL, variant, target)
-    assert built.proven
-    assert built.proof is not None
-    assert built.pdl_allowed == (target not in ("80", "89"))
-    assert len(built.proof.kernels) == (9 if target == "90a" else 8)
-    for kernel in built.proof.kernels:
-        assert (kernel.spills, kernel.stack) == (0, 0)
-        tile = re.search(r"TileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", kernel.name)
-        assert tile is not None
-        assert kernel.registers <= REGISTERS[tuple(map(int, tile.groups()))]
-        if built.pdl_allowed:
-            assert kernel.wait == 2  # the producer and the consumers
-            assert kernel.signal >= 1
+    built = {tile: most for tile, most in REGISTERS.items() if tile[3] > 1 or target == "90a"}
+    built_kernels.check_few_tokens_proved(SMALL, variant, target, built)
 
 
 def test_the_early_copies_are_there_and_only_their_declaration_lets_them_pass() -> None:
-    from fp4dispatch.jit import prove
-    from fp4dispatch.jit.toolchain import disassembler
-
-    built = jit.build(SMALL, "bf16", "90a")
-    request = {key: value for key, value in built.entry.request.items() if key != "before_wait"}
-    proof = prove.prove(built.entry.library, request, disassembler(installed().common.minimum["disassembler"]))
-    for kernel in proof.kernels:
-        assert kernel.unguarded
-        assert all(" UBLKCP.S.G " in access for access in kernel.unguarded)
-    assert not proof.pdl_allowed(request)
+    built_kernels.check_early_accesses(SMALL, "UBLKCP.S.G")
 
 
 def shared_bytes(plan: list[int]) -> int:
@@ -90,47 +52,24 @@ def shared_bytes(plan: list[int]) -> int:
     return (1024 if units == 1 else 512) + (max(ring, sums) if tokens >= 32 else ring + sums)
 
 
-@pytest.mark.parametrize("machine", [H200, A100, RTX4090, RTX5090], ids=["H200", "A100", "RTX4090", "RTX5090"])
-def test_every_plan_fits_the_machine(machine: tuple[int, int, int, bool]) -> None:
-    plan_of = module().w4a16_small_plan
-    for m in (1, 8, 9, 16, 17, 32, 33, 500):
-        for n in (8, 64, 1024, 4096, 28672, 151936):
-            for k in (16, 64, 128, 4096, 14336, 28672):
-                plan = list(plan_of(m, n, k, *machine))
-                tokens, _, groups, units, cluster, stages, trigger = plan
-                assert tokens == (8 if m <= 8 else 16 if m <= 16 else 32)
-                assert units in (2, 4) or machine[3]
-                assert cluster in (1, 2, 4, 8)
-                assert machine[3] or cluster == 1
-                assert stages >= 2
-                assert groups * stages <= 31
-                assert trigger >= 0
-                assert shared_bytes(plan) <= machine[2]
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_every_plan_fits_the_machine(machine: Machine) -> None:
+    built_kernels.check_plans_fit(
+        module().w4a16_small_plan, machine, [tile for tile in REGISTERS if tile[3] > 1 or machine[3]], 31, shared_bytes
+    )
 
 
 def test_launch_shape_does_not_depend_on_the_number_of_tokens_of_a_tile() -> None:
-    """So a token has the same bits whether it decodes alone or with others of its tile."""
-    plan_of = module().w4a16_small_plan
-    for n, k in ((4096, 4096), (28672, 4096), (1024, 4096)):
-        for few, many in ((1, 8), (9, 16), (17, 32)):
-            assert list(plan_of(few, n, k, *H200)) == list(plan_of(many, n, k, *H200))
+    built_kernels.check_same_plan_for_all_tokens_of_a_tile(
+        module().w4a16_small_plan, ((4096, 4096), (28672, 4096), (1024, 4096)), ((1, 8), (9, 16), (17, 32))
+    )
 
 
 def test_plan_is_near_the_best_of_the_sweep_on_an_h200() -> None:
-    """In the sweep that bench/results keeps; against all its launch shapes, built today or not."""
-    plan_of = module().w4a16_small_plan
-    of_tokens = collections.defaultdict(list)
-    for problem in json.loads(SWEEP.read_text())["problems"]:
-        m, n, k = problem["m"], problem["n"], problem["k"]
-        us = {tuple(shape): us for shape, us in problem["shapes"]}
-        plan = tuple(plan_of(m, n, k, *H200))
-        assert plan in us, f"M={m} N={n} K={k}: {plan} was not measured"
-        of_best = min(us.values()) / us[plan]
-        assert of_best >= 0.95, f"M={m} N={n} K={k}: {plan} has {of_best:.3f} of the best speed"
-        of_tokens[m].append(of_best)
-    assert {m: len(found) for m, found in of_tokens.items()} == {1: 8, 8: 8, 16: 8, 32: 8}
-    for m, found in of_tokens.items():
-        assert statistics.geometric_mean(found) >= 0.98, f"M={m}: {found}"
+    """Against all launch shapes of the sweep, built today or not."""
+    built_kernels.check_plans_near_the_best(
+        module().w4a16_small_plan, "2026-11-21-h200-w4a16-sweep.json", lambda m, n: 0.95, lambda m: 0.98
+    )
 
 
 def arguments(**replaced: Any) -> list[Any]:

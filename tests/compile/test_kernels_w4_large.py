@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch import jit, libraries
+from fp4dispatch import jit
 from fp4dispatch.jit.manifest import installed
+from tests.compile import built_kernels
 
-tvm_ffi = pytest.importorskip("tvm_ffi")
+pytest.importorskip("tvm_ffi")
 
-pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
+pytestmark = built_kernels.NEEDS_NVCC
 
 KERNEL = "w4_gemm_sm90"
 CI = "a8_bf16_128"
@@ -27,7 +28,7 @@ def variants() -> list[Any]:
 
 
 def module(variant: str = CI) -> Any:
-    return tvm_ffi.load_module(str(jit.build(KERNEL, variant, "90a").entry.library))
+    return built_kernels.module(KERNEL, variant)
 
 
 @pytest.mark.parametrize("variant", variants())
@@ -125,15 +126,7 @@ def test_plan_takes_the_fastest_shape_that_was_measured(variant: str) -> None:
 
 
 def operands(m: int = 70, n: int = 128, k: int = 256) -> dict[str, Any]:
-    return {
-        "x": torch.zeros(-(-k // 128), -(-m // 8), 1024, dtype=torch.uint8),
-        "x_scale": torch.ones(m),
-        "w": torch.zeros(-(-n // 64), -(-k // 64), 2304, dtype=torch.uint8),
-        "alpha": torch.ones(1),
-        "bias": None,
-        "out": torch.zeros(m, n, dtype=torch.bfloat16),
-        "shape": [1, 1, 1],
-    }
+    return built_kernels.packed_operands(m, n, k) | {"shape": [1, 1, 1]}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +178,6 @@ def test_wrong_arguments_are_refused_before_any_cuda_call(change: dict[str, Any]
     ],
 )
 def test_packer_refuses(function: str, arguments: tuple[Any, ...], message: str) -> None:
-    packer = tvm_ffi.load_module(str(jit.build("w4_activations", "any", "90a").entry.library))
+    packer = built_kernels.module("w4_activations", "any")
     with pytest.raises(ValueError, match=message):
         getattr(packer, function)(*arguments, False)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import pytest
 import torch
 
-from fp4dispatch import jit, libraries
+from fp4dispatch import jit
 from fp4dispatch.jit.manifest import installed
+from tests.compile import built_kernels
+from tests.compile.built_kernels import packed_operands, tile_in
 from tests.w4a8_small import H200, INSTANCES, MOST_SLOTS, NAME, shared_bytes, threads
 
-tvm_ffi = pytest.importorskip("tvm_ffi")
+pytest.importorskip("tvm_ffi")
 
-pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
+pytestmark = built_kernels.NEEDS_NVCC
 
 REAL = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
 # CTAs of a multiprocessor that plan()'s rings count on; an SM90 has 65536 registers, dealt out to warps by 256.
@@ -23,13 +24,7 @@ RESIDENT = {(16, 1, 2, 1): 2, (16, 1, 4, 1): 1, (32, 1, 2, 1): 2, (32, 1, 4, 1):
 
 
 def module(variant: str = "bf16") -> Any:
-    return tvm_ffi.load_module(str(jit.build(NAME, variant, "90a").entry.library))
-
-
-def instance_in(name: str) -> tuple[int, ...]:
-    tile = re.search(r"TileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", name)
-    assert tile is not None
-    return tuple(map(int, tile.groups()))
+    return built_kernels.module(NAME, variant)
 
 
 @pytest.mark.parametrize("variant", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
@@ -39,9 +34,9 @@ def test_every_kernel_is_proved(variant: str) -> None:
     assert built.proven
     assert built.pdl_allowed
     assert built.proof is not None
-    assert sorted(instance_in(kernel.name) for kernel in built.proof.kernels) == sorted(INSTANCES)
+    assert sorted(tile_in(kernel.name) for kernel in built.proof.kernels) == sorted(INSTANCES)
     for kernel in built.proof.kernels:
-        instance = instance_in(kernel.name)
+        instance = tile_in(kernel.name)
         assert kernel.wait == 2  # the producer and the consumers
         assert kernel.signal >= 1
         assert kernel.unguarded == ()
@@ -54,17 +49,8 @@ def test_every_kernel_is_proved(variant: str) -> None:
 
 
 def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
-    from fp4dispatch.jit import prove
-    from fp4dispatch.jit.toolchain import disassembler
-
-    built = jit.build(NAME, "bf16", "90a")
-    assert built.entry.request["before_wait"] == ["UBLKCP"]
-    request = {key: value for key, value in built.entry.request.items() if key != "before_wait"}
-    proof = prove.prove(built.entry.library, request, disassembler(installed().common.minimum["disassembler"]))
-    for kernel in proof.kernels:
-        assert kernel.unguarded
-        assert all(" UBLKCP.S.G " in access for access in kernel.unguarded)
-    assert not proof.pdl_allowed(request)
+    assert jit.build(NAME, "bf16", "90a").entry.request["before_wait"] == ["UBLKCP"]
+    built_kernels.check_early_accesses(NAME, "UBLKCP.S.G")
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -134,24 +120,16 @@ def test_less_shared_memory_means_fewer_stages_and_too_little_no_plan() -> None:
 
 
 def test_launch_shape_does_not_depend_on_the_number_of_tokens_of_a_tile() -> None:
-    """So a token has the same bits whether it decodes alone or with others of its tile."""
-    plan_of = module().w4a8_small_plan
-    for (n, k), (few, many) in itertools.product((*REAL, (1024, 4096)), ((1, 16), (17, 32), (33, 64), (64, 500))):
-        assert list(plan_of(few, n, k, *H200)) == list(plan_of(many, n, k, *H200))
+    built_kernels.check_same_plan_for_all_tokens_of_a_tile(
+        module().w4a8_small_plan, (*REAL, (1024, 4096)), ((1, 16), (17, 32), (33, 64), (64, 500))
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def operands(m: int = 21, n: int = 136, k: int = 208) -> dict[str, Any]:
-    return {
-        "x": torch.zeros(-(-k // 128), -(-m // 8), 1024, dtype=torch.uint8),
-        "x_scale": torch.ones(m),
-        "w": torch.zeros(-(-n // 64), -(-k // 64), 2304, dtype=torch.uint8),
-        "alpha": torch.ones(1),
-        "bias": None,
-        "out": torch.zeros(m, n, dtype=torch.bfloat16),
-    }
+def operands() -> dict[str, Any]:
+    return packed_operands(21, 136, 208)
 
 
 def shifted(size: tuple[int, ...], dtype: torch.dtype, elements: int) -> torch.Tensor:

@@ -1,0 +1,143 @@
+"""What the compile tests of the W4 and W8 kernels share: built modules, proofs, launch plans, operands on the CPU."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp4dispatch import jit, libraries
+from fp4dispatch.jit import prove
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.toolchain import disassembler
+from tests.w4a8_small import H200
+
+NEEDS_NVCC = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+Machine = tuple[int, int, int, bool]
+MACHINES: Mapping[str, Machine] = {
+    "H200": H200,
+    "A100": (108, 167936, 166912, False),
+    "RTX4090": (128, 102400, 101376, False),
+    "RTX5090": (170, 102400, 101376, True),
+}
+"""Multiprocessors, shared memory of one and of a CTA, clusters: what the plans of kernels for few tokens ask for."""
+PlanOf = Callable[..., Sequence[int]]
+
+
+def module(kernel: str, variant: str) -> Any:
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    return tvm_ffi.load_module(str(jit.build(kernel, variant, "90a").entry.library))
+
+
+def builds(kernel: str) -> list[Any]:
+    """(variant, target) of everything that is built; slow but for bf16 on Hopper."""
+    known = installed().kernel(kernel)
+    return [
+        pytest.param(variant, target, marks=() if (variant, target) == ("bf16", "90a") else pytest.mark.slow)
+        for variant, target in itertools.product(known.variants, known.targets)
+    ]
+
+
+def tile_in(name: str) -> tuple[int, ...]:
+    """Tokens, row blocks, groups and units in the mangled name of a kernel."""
+    tile = re.search(r"TileILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", name)
+    assert tile is not None
+    return tuple(map(int, tile.groups()))
+
+
+def check_few_tokens_proved(
+    name: str, variant: str, target: str, most_registers: Mapping[tuple[int, ...], int]
+) -> None:
+    """Every tile of ``most_registers`` is built, proved, within its registers, and ready for PDL where that exists."""
+    built = jit.build(name, variant, target)
+    assert built.proven
+    assert built.proof is not None
+    assert built.pdl_allowed == (target not in ("80", "89"))
+    assert sorted(tile_in(kernel.name) for kernel in built.proof.kernels) == sorted(most_registers)
+    for found in built.proof.kernels:
+        assert (found.spills, found.stack) == (0, 0)
+        assert found.registers <= most_registers[tile_in(found.name)]
+        if built.pdl_allowed:
+            assert found.wait == 2  # the producer and the consumers
+            assert found.signal >= 1
+
+
+def check_early_accesses(kernel: str, instruction: str) -> None:
+    """They are all that comes before the wait, and only their declaration lets them pass."""
+    built = jit.build(kernel, "bf16", "90a")
+    request = {key: value for key, value in built.entry.request.items() if key != "before_wait"}
+    proof = prove.prove(built.entry.library, request, disassembler(installed().common.minimum["disassembler"]))
+    for found in proof.kernels:
+        assert found.unguarded
+        assert all(f" {instruction} " in access for access in found.unguarded)
+    assert not proof.pdl_allowed(request)
+
+
+def check_plans_fit(
+    plan_of: PlanOf,
+    machine: Machine,
+    tiles: Collection[tuple[int, ...]],
+    most_slots: int,
+    shared_bytes: Callable[[list[int]], int],
+) -> None:
+    """``tiles``: those that this machine can run. ``most_slots``: stages of all rings together."""
+    for m, n, k in itertools.product(
+        (1, 8, 9, 16, 17, 32, 33, 500), (8, 64, 1024, 4096, 28672, 151936), (16, 64, 128, 4096, 14336, 28672)
+    ):
+        plan = list(plan_of(m, n, k, *machine))
+        tokens, _, groups, _, cluster, stages, trigger = plan
+        assert tokens == (8 if m <= 8 else 16 if m <= 16 else 32)
+        assert tuple(plan[:4]) in tiles
+        assert cluster in (1, 2, 4, 8)
+        assert machine[3] or cluster == 1
+        assert stages >= 2
+        assert groups * stages <= most_slots
+        assert trigger >= 0
+        assert shared_bytes(plan) <= machine[2]
+
+
+def check_same_plan_for_all_tokens_of_a_tile(
+    plan_of: PlanOf, layers: Iterable[tuple[int, int]], tokens: Iterable[tuple[int, int]]
+) -> None:
+    """So a token has the same bits whether it decodes alone or with others of its tile. ``tokens``: (few, many)."""
+    for (n, k), (few, many) in itertools.product(layers, tokens):
+        assert list(plan_of(few, n, k, *H200)) == list(plan_of(many, n, k, *H200))
+
+
+def check_plans_near_the_best(
+    plan_of: PlanOf, sweep: str, least: Callable[[int, int], float], least_mean: Callable[[int], float]
+) -> None:
+    """In a sweep that bench/results keeps. ``least(m, n)``, ``least_mean(m)``: parts of the best speed."""
+    of_tokens = collections.defaultdict(list)
+    for problem in json.loads((RESULTS / sweep).read_text())["problems"]:
+        m, n, k = problem["m"], problem["n"], problem["k"]
+        us = {tuple(shape): us for shape, us in problem["shapes"]}
+        plan = tuple(plan_of(m, n, k, *H200))
+        assert plan in us, f"M={m} N={n} K={k}: {plan} was not measured"
+        of_best = min(us.values()) / us[plan]
+        assert of_best >= least(m, n), f"M={m} N={n} K={k}: {plan} has {of_best:.3f} of the best speed"
+        of_tokens[m].append(of_best)
+    assert {m: len(found) for m, found in of_tokens.items()} == {1: 8, 8: 8, 16: 8, 32: 8}
+    for m, found in of_tokens.items():
+        assert statistics.geometric_mean(found) >= least_mean(m), f"M={m}: {found}"
+
+
+def packed_operands(m: int, n: int, k: int) -> dict[str, Any]:
+    """Operands of w4_gemm and w4a8_small for e4m3 activations, by name, in their order."""
+    return {
+        "x": torch.zeros(-(-k // 128), -(-m // 8), 1024, dtype=torch.uint8),
+        "x_scale": torch.ones(m),
+        "w": torch.zeros(-(-n // 64), -(-k // 64), 2304, dtype=torch.uint8),
+        "alpha": torch.ones(1),
+        "bias": None,
+        "out": torch.zeros(m, n, dtype=torch.bfloat16),
+    }
