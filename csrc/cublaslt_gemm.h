@@ -8,6 +8,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include <dlfcn.h>
 #include <library_types.h>
@@ -145,6 +146,20 @@ class Owned {
 
 // ---- One shape ----
 
+// Operands of one GEMM. `a` is e4m3 [M, K] by the time that it runs.
+struct Operands {
+  TensorView a, b, a_scale, b_scale;
+  Optional<TensorView> bias;
+  TensorView d;
+  Optional<TensorView> workspace;
+};
+
+// An operation's descriptor and the addresses that it holds.
+struct Operation {
+  Owned descriptor;
+  void const *a_scale, *b_scale, *bias;
+};
+
 // D[M,N] = A[M,K] @ B[N,K]^T. Columns come first there: D^T = (B^T)^T A^T, so its A is our B.
 struct Plan {
   Library const& lt;
@@ -154,6 +169,8 @@ struct Plan {
   bool by_row, fp16, biased;
   Owned weight{lt.layout_destroy}, tokens{lt.layout_destroy}, out{lt.layout_destroy};
   Heuristic chosen{};
+  std::mutex lock{};
+  std::vector<std::unique_ptr<Operation>> idle{};  // as many as threads have run the plan at once
 
   int type() const { return fp16 ? CUDA_R_16F : CUDA_R_16BF; }
 
@@ -162,7 +179,9 @@ struct Plan {
     check(lt.operation_set(operation, attribute, &value, sizeof value), "cublasLtMatmulDescSetAttribute");
   }
 
-  void describe(Owned& operation, float const* a_scale, float const* b_scale, void const* bias) const {
+  std::unique_ptr<Operation> describe(void const* a_scale, void const* b_scale, void const* bias) const {
+    std::unique_ptr<Operation> made(new Operation{Owned(lt.operation_destroy), a_scale, b_scale, bias});
+    Owned& operation = made->descriptor;
     check(lt.operation_create(operation.out(), kCompute32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
     set(operation, kTransA, kTransposed);
     set(operation, kTransB, kNotTransposed);
@@ -176,82 +195,108 @@ struct Plan {
     }
     set(operation, kAScaleMode, by_row ? kVector32F : kScalar);
     set(operation, kBScaleMode, by_row ? kVector32F : kScalar);
+    return made;
+  }
+
+  // One that no other thread has until it is given back, with these addresses. What fails is not given back.
+  std::unique_ptr<Operation> take(void const* a_scale, void const* b_scale, void const* bias) {
+    std::unique_ptr<Operation> found;
+    {
+      std::lock_guard<std::mutex> const held(lock);
+      if (!idle.empty()) {
+        found = std::move(idle.back());
+        idle.pop_back();
+      }
+    }
+    if (!found) return describe(a_scale, b_scale, bias);
+    if (found->b_scale != b_scale) set(found->descriptor, kAScalePointer, found->b_scale = b_scale);
+    if (found->a_scale != a_scale) set(found->descriptor, kBScalePointer, found->a_scale = a_scale);
+    if (found->bias != bias) set(found->descriptor, kBiasPointer, found->bias = bias);
+    return found;
+  }
+
+  void give_back(std::unique_ptr<Operation> operation) {
+    std::lock_guard<std::mutex> const held(lock);
+    idle.push_back(std::move(operation));
   }
 
   void choose() {
     check(lt.layout_create(weight.out(), CUDA_R_8F_E4M3, k, n, k), "cublasLtMatrixLayoutCreate");
     check(lt.layout_create(tokens.out(), CUDA_R_8F_E4M3, k, m, k), "cublasLtMatrixLayoutCreate");
     check(lt.layout_create(out.out(), type(), n, m, n), "cublasLtMatrixLayoutCreate");
-    Owned operation(lt.operation_destroy), preference(lt.preference_destroy);
+    Owned preference(lt.preference_destroy);
     // No one reads them here, but without scales of rows none of their algorithms is offered.
-    auto const* const somewhere = reinterpret_cast<float const*>(uintptr_t(1) << 32);
-    describe(operation, somewhere, somewhere, somewhere);
+    auto const* const somewhere = reinterpret_cast<void const*>(uintptr_t(1) << 32);
+    auto operation = describe(somewhere, somewhere, biased ? somewhere : nullptr);
     check(lt.preference_create(preference.out()), "cublasLtMatmulPreferenceCreate");
     check(lt.preference_set(preference, kWorkspaceBytes, &kMostWorkspace, sizeof kMostWorkspace),
           "cublasLtMatmulPreferenceSetAttribute");
     int found = 0;
-    check(lt.heuristic(handle, operation, weight, tokens, out, out, preference, 1, &chosen, &found),
-          "cublasLtMatmulAlgoGetHeuristic");
+    check(
+        lt.heuristic(handle, operation->descriptor, weight, tokens, out, out, preference, 1, &chosen, &found),
+        "cublasLtMatmulAlgoGetHeuristic");
     if (found == 0 || chosen.status != 0 || chosen.workspace > kMostWorkspace)
       TVM_FFI_THROW(RuntimeError) << "cuBLASLt: no algorithm for M=" << m << ", N=" << n << ", K=" << k;
+    give_back(std::move(operation));
   }
 
-  void check_operands(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale,
-                      Optional<TensorView> bias, TensorView d, TensorView workspace) const {
+  void check_operands(Operands const& o) const {
     DLDataType const wanted = fp16 ? kF16 : kBF16;
-    check_dtype({"a", a}, {kE4M3});
-    check_dtype({"b", b}, {kE4M3});
-    check_dtype({"a_scale", a_scale}, {kF32});
-    check_dtype({"b_scale", b_scale}, {kF32});
-    check_dtype({"d", d}, {wanted});
-    check_dtype({"workspace", workspace}, {kU8});
-    check_ndim({"a", a}, 2);
-    check_ndim({"b", b}, 2);
-    check_ndim({"d", d}, 2);
-    check_size({"a", a}, 0, m, "M of the plan");
-    check_size({"a", a}, 1, k, "K of the plan");
-    check_size({"b", b}, 0, n, "N of the plan");
-    check_size({"b", b}, 1, k, "K of the plan");
-    check_size({"d", d}, 0, m, "M of the plan");
-    check_size({"d", d}, 1, n, "N of the plan");
-    check_numel({"a_scale", a_scale}, by_row ? m : 1, "of the plan");
-    check_numel({"b_scale", b_scale}, by_row ? n : 1, "of the plan");
-    for (Arg const& arg : {Arg{"a", a}, Arg{"b", b}, Arg{"d", d}}) check_aligned(arg, 16);
-    for (Arg const& arg : {Arg{"a", a}, Arg{"b", b}, Arg{"a_scale", a_scale}, Arg{"b_scale", b_scale},
-                           Arg{"d", d}, Arg{"workspace", workspace}})
+    check_dtype({"a", o.a}, {kE4M3});
+    check_dtype({"b", o.b}, {kE4M3});
+    check_dtype({"a_scale", o.a_scale}, {kF32});
+    check_dtype({"b_scale", o.b_scale}, {kF32});
+    check_dtype({"d", o.d}, {wanted});
+    check_ndim({"a", o.a}, 2);
+    check_ndim({"b", o.b}, 2);
+    check_ndim({"d", o.d}, 2);
+    check_size({"a", o.a}, 0, m, "M of the plan");
+    check_size({"a", o.a}, 1, k, "K of the plan");
+    check_size({"b", o.b}, 0, n, "N of the plan");
+    check_size({"b", o.b}, 1, k, "K of the plan");
+    check_size({"d", o.d}, 0, m, "M of the plan");
+    check_size({"d", o.d}, 1, n, "N of the plan");
+    check_numel({"a_scale", o.a_scale}, by_row ? m : 1, "of the plan");
+    check_numel({"b_scale", o.b_scale}, by_row ? n : 1, "of the plan");
+    for (Arg const& arg : {Arg{"a", o.a}, Arg{"b", o.b}, Arg{"d", o.d}}) check_aligned(arg, 16);
+    for (Arg const& arg :
+         {Arg{"a", o.a}, Arg{"b", o.b}, Arg{"a_scale", o.a_scale}, Arg{"b_scale", o.b_scale}, Arg{"d", o.d}})
       check_contiguous(arg);
-    if (workspace.numel() < int64_t(chosen.workspace))
-      TVM_FFI_THROW(ValueError) << "workspace: has " << workspace.numel() << " bytes, needed "
-                                << chosen.workspace;
-    if (bias.has_value() != biased)
+    int64_t bytes = 0;
+    if (o.workspace.has_value()) {
+      check_dtype({"workspace", *o.workspace}, {kU8});
+      check_contiguous({"workspace", *o.workspace});
+      bytes = (*o.workspace).numel();
+    }
+    if (bytes < int64_t(chosen.workspace))
+      TVM_FFI_THROW(ValueError) << "workspace: has " << bytes << " bytes, needed " << chosen.workspace;
+    if (o.bias.has_value() != biased)
       TVM_FFI_THROW(ValueError) << "bias: the plan is for " << (biased ? "one" : "none");
-    if (biased) check_bias({"bias", *bias}, wanted, n);
-  }
-
-  void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Optional<TensorView> bias,
-           TensorView d, TensorView workspace) const {
-    check_operands(a, b, a_scale, b_scale, bias, d, workspace);
-    int const found = check_one_cuda_device({{"a", a},
-                                             {"b", b},
-                                             {"a_scale", a_scale},
-                                             {"b_scale", b_scale},
-                                             {"bias", biased ? *bias : a},
-                                             {"d", d},
-                                             {"workspace", workspace}});
+    if (biased) check_bias({"bias", *o.bias}, wanted, n);
+    int const found = check_one_cuda_device({{"a", o.a},
+                                             {"b", o.b},
+                                             {"a_scale", o.a_scale},
+                                             {"b_scale", o.b_scale},
+                                             {"bias", biased ? *o.bias : o.a},
+                                             {"d", o.d},
+                                             {"workspace", o.workspace.has_value() ? *o.workspace : o.a}});
     if (found != device)
       TVM_FFI_THROW(ValueError) << "a: is on cuda:" << found << ", the plan is for cuda:" << device;
-    tvm::ffi::CUDADeviceGuard guard(device);
-    // A descriptor of its own: it holds the addresses of the scales, and other threads may run this plan.
-    Owned operation(lt.operation_destroy);
-    describe(operation, data_of<float>(a_scale), data_of<float>(b_scale),
-             biased ? data_of<void>(*bias) : nullptr);
+  }
+
+  // On operands that were checked, with their device current.
+  void launch(Operands const& o) {
+    auto operation =
+        take(data_of<void>(o.a_scale), data_of<void>(o.b_scale), biased ? data_of<void>(*o.bias) : nullptr);
     float const one = 1.f, zero = 0.f;
-    void* const result = data_of<void>(d);
+    void* const result = data_of<void>(o.d);
+    void* const workspace = o.workspace.has_value() ? data_of<void>(*o.workspace) : nullptr;
     auto const stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
     check(
-        lt.matmul(handle, operation, &one, data_of<void>(b), weight, data_of<void>(a), tokens, &zero, result,
-                  out, result, out, &chosen.algorithm, data_of<void>(workspace), chosen.workspace, stream),
+        lt.matmul(handle, operation->descriptor, &one, data_of<void>(o.b), weight, data_of<void>(o.a), tokens,
+                  &zero, result, out, result, out, &chosen.algorithm, workspace, chosen.workspace, stream),
         "cublasLtMatmul");
+    give_back(std::move(operation));
   }
 };
 
@@ -262,23 +307,17 @@ inline int64_t version(int64_t major) {
   return lt == nullptr ? 0 : int64_t(lt->version());
 }
 
-// (gemm, bytes of workspace): gemm(a, b, a_scale, b_scale, bias, d, workspace) launches on the current stream.
-//   a e4m3 [M, K], b e4m3 [N, K], d bf16 or fp16 [M, N]: contiguous, 16-byte aligned, on `device`
-//   a_scale f32 [M], b_scale f32 [N] with `by_row`, else one element each; bias [N] of d's dtype, or None
-inline tvm::ffi::Array<tvm::ffi::Any> plan(int64_t major, int64_t device, int64_t m, int64_t n, int64_t k,
-                                           bool by_row, bool fp16, bool biased) {
+inline std::shared_ptr<Plan> plan(int64_t major, int64_t device, int64_t m, int64_t n, int64_t k, bool by_row,
+                                  bool fp16, bool biased) {
   Library const* const lt = loaded(major);
   if (lt == nullptr || version(major) < kOldest)
     TVM_FFI_THROW(RuntimeError) << "cuBLASLt of CUDA " << major << ": not loaded or too old ("
                                 << version(major) << "), needed " << kOldest;
-  tvm::ffi::CUDADeviceGuard guard(int(device));
+  tvm::ffi::CUDADeviceGuard guard(static_cast<int>(device));
   auto const made = std::shared_ptr<Plan>(
       new Plan{*lt, handle_of(*lt, int(device)), int(device), m, n, k, by_row, fp16, biased});
   made->choose();
-  auto const gemm = tvm::ffi::Function::FromTyped(
-      [made](TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Optional<TensorView> bias,
-             TensorView d, TensorView workspace) { made->run(a, b, a_scale, b_scale, bias, d, workspace); });
-  return {gemm, int64_t(made->chosen.workspace)};
+  return made;
 }
 
 }  // namespace fp4d::cublaslt

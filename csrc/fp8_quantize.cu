@@ -14,7 +14,14 @@
 // scale = amax / 448, at least 2^-116, 1 where all is zero. Capture-safe: only launches.
 //
 // With it comes the host code that multiplies on cuBLASLt what was quantised here (cublaslt_gemm.h), which has no kernel:
-//   cublaslt_version(cuda_major), cublaslt_fp8_plan(cuda_major, device, m, n, k, by_row, fp16, biased)
+//   cublaslt_version(cuda_major)
+//   cublaslt_fp8_plan(cuda_major, device, m, n, k, by_row, fp16, biased, enable_pdl) -> (gemm, bytes of workspace)
+//   gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace) quantises x into a and launches on the current stream
+//     x as above, of d's dtype
+//     x_scale f32, 1 element: a is quantised with it, a_scale is read; or None: with a scale a row, a_scale is written
+//     a e4m3 [M, K], b e4m3 [N, K], d bf16 or fp16 [M, N]: contiguous, 16-byte aligned, on `device`
+//     a_scale f32 [M], b_scale f32 [N] with `by_row`, else one element each; bias [N] of d's dtype, or None
+//     workspace u8, or None where it needs none
 #include "cublaslt_gemm.h"
 #include "quantize.h"
 
@@ -193,10 +200,31 @@ void block(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   });
 }
 
+tvm::ffi::Array<tvm::ffi::Any> cublaslt_plan(int64_t major, int64_t device, int64_t m, int64_t n, int64_t k,
+                                             bool by_row, bool fp16, bool biased, bool enable_pdl) {
+  auto const made = cublaslt::plan(major, device, m, n, k, by_row, fp16, biased);
+  auto const gemm = tvm::ffi::Function::FromTyped(
+      [made, enable_pdl](TensorView x, Optional<TensorView> x_scale, TensorView a, TensorView a_scale,
+                         TensorView b, TensorView b_scale, Optional<TensorView> bias, TensorView d,
+                         Optional<TensorView> workspace) {
+        cublaslt::Operands const operands{a, b, a_scale, b_scale, bias, d, workspace};
+        made->check_operands(operands);
+        check_dtype({"x", x}, {made->fp16 ? kF16 : kBF16});
+        tvm::ffi::CUDADeviceGuard guard(made->device);
+        if (x_scale.has_value()) {
+          tensor(x, a, *x_scale, enable_pdl);
+        } else {
+          row(x, a, a_scale, enable_pdl);
+        }
+        made->launch(operands);
+      });
+  return {gemm, int64_t(made->chosen.workspace)};
+}
+
 }  // namespace fp4d
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quantize_row, fp4d::row);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quantize_tensor, fp4d::tensor);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quantize_1x128, fp4d::block);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublaslt_version, fp4d::cublaslt::version);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublaslt_fp8_plan, fp4d::cublaslt::plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublaslt_fp8_plan, fp4d::cublaslt_plan);

@@ -1,8 +1,9 @@
 """cuBLASLt's FP8 GEMM from our own host code (``csrc/cublaslt_gemm.h``), on Hopper.
 
 ``torch._scaled_mm`` makes descriptors and asks for an algorithm at every call: 15 us of the host, of which the launch
-is 5 (docs/measurements.md, host cost). Here both are done once for each M. cuBLASLt is asked for what torch asks it
-for, so the algorithm and the bits are torch's. Where cuBLASLt cannot be called like this, torch's operator runs.
+is 5 (docs/measurements.md, host cost). Here both are done once for each M, and one call quantises and multiplies.
+cuBLASLt is asked for what torch asks it for, so the algorithm and the bits are torch's. Where cuBLASLt cannot be called
+like this, torch's operator runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ OLDEST = 120900
 _MOST = 512
 """So many M are remembered; a prefill may bring any."""
 
-Gemm = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, Tensor], None]
+Gemm = Callable[..., None]
+"""``gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace)``, as ``csrc/fp8_quantize.cu`` says."""
 
 
 class DirectGemms:
@@ -36,10 +38,8 @@ class DirectGemms:
 
     Parameters
     ----------
-    quantizers
-        Of the device.
     make
-        Returns the GEMM for M tokens, ``gemm(a, b, a_scale, b_scale, bias, d, workspace)``, and its workspace in bytes.
+        Returns the GEMM for M tokens and its workspace in bytes.
     device
         Of the layer.
     parts
@@ -48,37 +48,31 @@ class DirectGemms:
 
     def __init__(
         self,
-        quantizers: Quantizers,
         make: Callable[[int], tuple[Gemm, int]],
         device: torch.device,
         parts: Callable[[int], Sequence[Part]],
     ) -> None:
-        self._quantizers, self._make, self._device, self._parts = quantizers, make, device, parts
+        self._make, self._device, self._parts = make, device, parts
         self._ones = ones(device)
-        with torch.inference_mode(mode=False):  # it outlives the call
-            self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._known: dict[int, tuple[Gemm, Scratch, int]] = {}
+        self._known: dict[int, tuple[Gemm, Scratch, int | None]] = {}
 
     def row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
         """Launch with one scale a token, from its own values."""
-        gemm, (q, scale, workspace) = self.of(m)
-        self._quantizers.row(x, q, scale, self._quantizers.pdl)
-        gemm(q, w[0], scale, w[1], bias, d, workspace)
+        gemm, (q, scale), workspace = self.of(m)
+        gemm(x, None, q, scale, w[0], w[1], bias, d, workspace)
 
     def static(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
         """Launch with one static scale for all tokens and one for the weight."""
-        gemm, (q, workspace) = self.of(m)
-        self._quantizers.tensor(x, q, w[2], self._quantizers.pdl)
-        gemm(q, w[0], w[2], w[1], bias, d, workspace)
+        gemm, (q,), workspace = self.of(m)
+        gemm(x, w[2], q, w[2], w[0], w[1], bias, d, workspace)
 
     def static_row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
         """Launch with one static scale for all tokens, which the weight's scales of rows hold already."""
-        gemm, (q, workspace) = self.of(m)
-        self._quantizers.tensor(x, q, w[3], self._quantizers.pdl)
-        gemm(q, w[0], ones_for(self._ones, m), w[2], bias, d, workspace)
+        gemm, (q,), workspace = self.of(m)
+        gemm(x, w[3], q, ones_for(self._ones, m), w[0], w[2], bias, d, workspace)
 
-    def of(self, m: int) -> tuple[Gemm, tuple[Tensor, ...]]:
-        """Return the GEMM for M tokens, and scratch memory for a launch: that of ``parts`` and the workspace, uint8.
+    def of(self, m: int) -> tuple[Gemm, tuple[Tensor, ...], Tensor | None]:
+        """Return the GEMM for M tokens, scratch memory for a launch as ``parts`` says, and the workspace, if any.
 
         Raises
         ------
@@ -91,19 +85,21 @@ class DirectGemms:
             if len(self._known) < _MOST:
                 self._known[m] = found
         gemm, scratch, apart = found
-        if not apart:
-            return gemm, scratch()
-        return gemm, (*scratch(), torch.empty(apart, dtype=torch.uint8, device=self._device))
+        if apart == 0:
+            return gemm, scratch(), None
+        if apart is None:
+            *parts, workspace = scratch()
+            return gemm, tuple(parts), workspace
+        return gemm, scratch(), torch.empty(apart, dtype=torch.uint8, device=self._device)
 
-    def _plan(self, m: int) -> tuple[Gemm, Scratch, int]:
+    def _plan(self, m: int) -> tuple[Gemm, Scratch, int | None]:
+        """Make a GEMM, its scratch memory and the bytes of its workspace, None where scratch has it last."""
         gemm, size = self._make(m)
         parts, workspace = list(self._parts(m)), Part((size,), torch.uint8)
-        if size == 0:
-            return gemm, Scratch(self._device, parts, lambda tensors: (*tensors, self._nothing)), 0
         # A workspace of megabytes is the allocator's: together with it nothing would fit the arena.
-        if sum(part.nbytes for part in parts) + workspace.nbytes > ARENA_BYTES:
+        if size == 0 or sum(part.nbytes for part in parts) + workspace.nbytes > ARENA_BYTES:
             return gemm, Scratch(self._device, parts), size
-        return gemm, Scratch(self._device, [*parts, workspace]), 0
+        return gemm, Scratch(self._device, [*parts, workspace]), None
 
 
 def direct_gemms(
@@ -134,11 +130,11 @@ def direct_gemms(
 
     def make(m: int) -> tuple[Gemm, int]:
         gemm, workspace = library.cublaslt_fp8_plan(
-            major, device.index or 0, m, layout.n, layout.k, layout.per_row, fp16, problem.bias
+            major, device.index or 0, m, layout.n, layout.k, layout.per_row, fp16, problem.bias, quantizers.pdl
         )
         return gemm, int(workspace)
 
-    gemms = DirectGemms(quantizers, make, device, parts)
+    gemms = DirectGemms(make, device, parts)
     try:
         make(problem.m)
     except RuntimeError as error:

@@ -5,12 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { kAttributes = 40 };
 static char text[1 << 16];
 static size_t length;
 static char failing[64];
 static int alive, algorithms = 1;
 static uint64_t workspace;
 static size_t release = 130000;
+static void (*during)(void);
 
 static int say(const char* name, const char* what) {
   length += (size_t)snprintf(text + length, sizeof text - length, "%s %s\n", name, what);
@@ -24,10 +26,12 @@ void lt_answer(int found, uint64_t bytes, size_t version) {
   algorithms = found, workspace = bytes, release = version;
 }
 int lt_alive(void) { return alive; }
+/* Called once, by the next multiplication. */
+void lt_during(void (*callback)(void)) { during = callback; }
 
 static int make(void** made, const char* name, const char* what) {
   int const status = say(name, what);
-  if (status == 0) *made = malloc(8), ++alive;
+  if (status == 0) *made = calloc(kAttributes, 8), ++alive;
   return status;
 }
 
@@ -36,12 +40,13 @@ static int drop(void* made) {
   return 0;
 }
 
-static int set(const char* name, int attribute, const void* value, size_t size) {
+static int set(const char* name, void* of, int attribute, const void* value, size_t size) {
   char line[96];
   int64_t number = 0;
   if (size == 1) number = *(const int8_t*)value;
   if (size == 4) number = *(const int32_t*)value;
   if (size == 8) number = *(const int64_t*)value;
+  if (attribute < kAttributes) ((int64_t*)of)[attribute] = number;
   snprintf(line, sizeof line, "%d %zu %lld", attribute, size, (long long)number);
   return say(name, line);
 }
@@ -55,8 +60,7 @@ int cublasLtMatmulDescCreate(void** made, int compute, int scale) {
   return make(made, "cublasLtMatmulDescCreate", line);
 }
 int cublasLtMatmulDescSetAttribute(void* of, int attribute, const void* value, size_t size) {
-  (void)of;
-  return set("cublasLtMatmulDescSetAttribute", attribute, value, size);
+  return set("cublasLtMatmulDescSetAttribute", of, attribute, value, size);
 }
 int cublasLtMatmulDescDestroy(void* made) { return drop(made); }
 
@@ -72,8 +76,7 @@ int cublasLtMatrixLayoutDestroy(void* made) { return drop(made); }
 
 int cublasLtMatmulPreferenceCreate(void** made) { return make(made, "cublasLtMatmulPreferenceCreate", ""); }
 int cublasLtMatmulPreferenceSetAttribute(void* of, int attribute, const void* value, size_t size) {
-  (void)of;
-  return set("cublasLtMatmulPreferenceSetAttribute", attribute, value, size);
+  return set("cublasLtMatmulPreferenceSetAttribute", of, attribute, value, size);
 }
 int cublasLtMatmulPreferenceDestroy(void* made) { return drop(made); }
 
@@ -105,12 +108,17 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void* operation, void* a, void*
 int cublasLtMatmul(void* handle, void* operation, const float* alpha, const void* a, void* a_layout,
                    const void* b, void* b_layout, const float* beta, const void* c, void* c_layout, void* d,
                    void* d_layout, const uint64_t* algorithm, void* space, size_t bytes, void* stream) {
-  (void)handle, (void)operation, (void)stream;
+  (void)handle, (void)stream;
   char line[512], shapes[128];
+  void (*const callback)(void) = during;
+  during = 0;
+  if (callback) callback();
+  const int64_t* const held = operation;
   layouts(shapes, sizeof shapes, a_layout, b_layout, c_layout, d_layout);
-  snprintf(line, sizeof line, "%g %g %llu %llu %d %llu %llu %zu %llu %llu | %s", (double)*alpha,
-           (double)*beta, (unsigned long long)(uintptr_t)a, (unsigned long long)(uintptr_t)b, c == d,
-           (unsigned long long)(uintptr_t)d, (unsigned long long)(uintptr_t)space, bytes,
-           (unsigned long long)algorithm[0], (unsigned long long)algorithm[7], shapes);
+  snprintf(line, sizeof line, "%g %g %llu %llu %d %llu %llu %zu %llu %llu | %s | %lld %lld %lld",
+           (double)*alpha, (double)*beta, (unsigned long long)(uintptr_t)a, (unsigned long long)(uintptr_t)b,
+           c == d, (unsigned long long)(uintptr_t)d, (unsigned long long)(uintptr_t)space, bytes,
+           (unsigned long long)algorithm[0], (unsigned long long)algorithm[7], shapes, (long long)held[17],
+           (long long)held[18], (long long)held[8]);
   return say("cublasLtMatmul", line);
 }

@@ -3,13 +3,17 @@
     python cublaslt_host.py RUNTIME CUBLASLT LIBRARY < steps.json
 
 A step is a dict: ``plan`` (arguments), ``tensors`` (name to ``[dlpack code, bits, shape, strides, address]``, or None),
-``fail`` (a call), ``answer`` (algorithms, workspace, version). Prints JSON: for each step the lines that cuBLASLt wrote
-while planning and while launching, the size of the workspace, the error, and how many descriptors are alive.
+``again`` (tensors of further launches of that plan, which replace those before), ``nested`` (the last of them launches
+while the one before it multiplies, as another thread's may), ``fail`` (a call), ``answer`` (algorithms, workspace,
+version). Prints JSON: for each step the lines that cuBLASLt wrote while planning and at each launch, how many kernels
+of ours each launched, the size of the workspace, the error, and how many descriptors are alive.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import json
 import sys
 from typing import Any
@@ -18,12 +22,14 @@ from host_calls import OnGpu  # first: it keeps torch out
 
 import tvm_ffi  # isort: skip
 
-ORDER = ("a", "b", "a_scale", "b_scale", "bias", "d", "workspace")
+ORDER = ("x", "x_scale", "a", "a_scale", "b", "b_scale", "bias", "d", "workspace")
+KEEP: list[OnGpu] = []
 
 
 def main(runtime: str, cublaslt: str, library: str) -> None:
     """Do the steps."""
-    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    fake = ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    fake.counted_name.restype, fake.counted_calls.restype = ctypes.c_char_p, ctypes.c_long
     module = tvm_ffi.load_module(library)
     before = module.cublaslt_version(13)
     lt = ctypes.CDLL(cublaslt, mode=ctypes.RTLD_GLOBAL)
@@ -35,30 +41,53 @@ def main(runtime: str, cublaslt: str, library: str) -> None:
         lt.lt_reset()
         return lines
 
-    keep: list[Any] = []
+    def kernels() -> int:
+        names = list(iter(map(fake.counted_name, itertools.count()).__next__, None))
+        launched = sum(fake.counted_calls(i) for i, name in enumerate(names) if name == b"cudaLaunchKernelExC")
+        fake.counts_reset()
+        return launched
+
     rows: list[dict[str, Any]] = [{"before": before, "after": module.cublaslt_version(13)}]
     for step in json.load(sys.stdin):
         lt.lt_fail(step.get("fail", "").encode())
         lt.lt_answer(*step.get("answer", (1, 0, 130000)))
-        row: dict[str, Any] = {"error": "", "launched": [], "alive_before": lt.lt_alive()}
-        gemm = None
+        row: dict[str, Any] = {"error": "", "launched": [], "kernels": [], "alive_before": lt.lt_alive()}
+        gemm = callback = None
+        kernels()
         try:
             gemm, row["workspace"] = module.cublaslt_fp8_plan(*step["plan"])
             row["planned"] = log()
-            arguments = []
-            for name in ORDER:
-                given = step["tensors"][name]
-                if given is not None:
-                    keep.append(OnGpu(*given[:4], step.get("device", 0), given[4]))
-                arguments.append(None if given is None else tvm_ffi.from_dlpack(keep[-1]))
-            gemm(*arguments)
+            tensors = step["tensors"]
+            calls = [_arguments(tensors, step.get("device", 0))]
+            for replaced in step.get("again", []):
+                tensors = tensors | replaced
+                calls.append(_arguments(tensors, step.get("device", 0)))
+            if step.get("nested"):
+                inner = calls.pop()
+                callback = ctypes.CFUNCTYPE(None)(functools.partial(gemm, *inner))
+                lt.lt_during(callback)
+            for arguments in calls:
+                gemm(*arguments)
+                row["launched"].append(log())
+                row["kernels"].append(kernels())
             row["alive_launched"] = lt.lt_alive()
         except (RuntimeError, TypeError, ValueError) as raised:
             row["error"] = str(raised)
-        row["launched" if "planned" in row else "planned"] = log()
-        del gemm
+            row["launched" if "planned" in row else "planned"] = log()
+            row["kernels"].append(kernels())
+        del gemm, callback
         rows.append(row | {"alive": lt.lt_alive()})
     print(json.dumps(rows))
+
+
+def _arguments(tensors: dict[str, Any], device: int) -> list[Any]:
+    made = []
+    for name in ORDER:
+        given = tensors[name]
+        if given is not None:
+            KEEP.append(OnGpu(*given[:4], device, given[4]))
+        made.append(None if given is None else tvm_ffi.from_dlpack(KEEP[-1]))
+    return made
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 F16 = (2, 16)
 M, N, K = 5, 48, 256
 CUDA_16F, CUDA_16BF, CUDA_E4M3 = 2, 14, 28
-AT = {name: (i + 1) << 20 for i, name in enumerate(("a", "b", "a_scale", "b_scale", "bias", "d", "workspace"))}
+NAMES = ("a", "b", "a_scale", "b_scale", "bias", "d", "workspace", "x", "x_scale")
+AT = {name: (i + 1) << 20 for i, name in enumerate(NAMES)}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def tensors(by_row: bool = True, fp16: bool = False, biased: bool = True, **replaced: Any) -> dict[str, Any]:
     out = F16 if fp16 else BF16
     made: dict[str, Any] = {
+        "x": rows(out, M, K),
+        "x_scale": None if by_row else rows(F32, 1),
         "a": rows(E4M3, M, K),
         "b": rows(E4M3, N, K),
         "a_scale": rows(F32, M if by_row else 1),
@@ -55,7 +58,7 @@ def tensors(by_row: bool = True, fp16: bool = False, biased: bool = True, **repl
 
 
 def plan(by_row: bool = True, fp16: bool = False, biased: bool = True, major: int = 13, device: int = 0) -> list[Any]:
-    return [major, device, M, N, K, by_row, fp16, biased]
+    return [major, device, M, N, K, by_row, fp16, biased, True]
 
 
 def outcome(shared: list[str], *steps: dict[str, Any]) -> list[dict[str, Any]]:
@@ -106,15 +109,56 @@ def test_it_is_asked_for_what_torch_asks_it(by_row: bool, fp16: bool, biased: bo
         f"cublasLtMatmulAlgoGetHeuristic {shapes}",
     ]
     addresses = f"{AT['b']} {AT['a']} 1 {AT['d']} {AT['workspace']} 64"
-    launched = [*operation(*kind, AT), f"cublasLtMatmul 1 0 {addresses} 40 47 | {shapes}"]
+    changed = [pointer(17, AT["b_scale"]), pointer(18, AT["a_scale"])]
+    changed += [pointer(8, AT["bias"])] if biased else []
+    held = f"{AT['b_scale']} {AT['a_scale']} {AT['bias'] if biased else 0}"
+    launched = [*changed, f"cublasLtMatmul 1 0 {addresses} 40 47 | {shapes} | {held}"]
     assert first["planned"] == ["cublasLtCreate ", *planned]
     assert second["planned"] == planned, "one handle for a device"
     for step in (first, second):
         assert step["error"] == ""
         assert step["workspace"] == 64
-        assert step["launched"] == launched
-        assert step["alive_launched"] - step["alive"] == 3, "a plan keeps its layouts and gives them back"
+        assert step["launched"] == [launched]
+        assert step["kernels"] == [1], "the quantiser's"
+        assert step["alive_launched"] - step["alive"] == 4, "a plan keeps its descriptors and gives them back"
     assert first["alive"] == second["alive"] == 1, "the handle"
+
+
+def pointer(number: int, address: int) -> str:
+    return f"cublasLtMatmulDescSetAttribute {number} 8 {address}"
+
+
+def test_a_further_launch_says_only_what_changed(shared: list[str]) -> None:
+    def moved(*names: str) -> dict[str, Any]:
+        return {name: [*tensors()[name][:4], AT[name] + 4096] for name in names}
+
+    again = [{}, moved("d", "a", "b", "x", "workspace"), moved("a_scale"), moved("b_scale"), moved("bias"), {}]
+    step = {"plan": plan(), "tensors": tensors(), "answer": (1, 64, 130000), "again": again}
+    _, row = outcome(shared, step)
+    assert row["error"] == ""
+    first, *others = [[line for line in lines if "Set" in line] for lines in row["launched"]]
+    numbers = {"b_scale": 17, "a_scale": 18, "bias": 8}
+    assert first == [pointer(number, AT[name]) for name, number in numbers.items()]
+    changed = [[], [], *([pointer(numbers[n], AT[n] + 4096)] for n in ("a_scale", "b_scale", "bias")), []]
+    assert others == changed
+    held, at = [lines[-1].split(" | ")[-1] for lines in row["launched"]], dict(AT)
+    for found, replaced in zip(held, [{}, *again], strict=True):
+        at |= {name: AT[name] + 4096 for name in replaced}
+        assert found == f"{at['b_scale']} {at['a_scale']} {at['bias']}"
+    assert all(len(lines) == 1 + len(sets) for lines, sets in zip(row["launched"], [first, *others], strict=True))
+    assert row["kernels"] == [1] * 7
+
+
+def test_a_launch_beside_another_has_a_descriptor_of_its_own(shared: list[str]) -> None:
+    other = {"a_scale": [*tensors()["a_scale"][:4], 1 << 30], "bias": [*tensors()["bias"][:4], 1 << 31]}
+    step = {"plan": plan(), "tensors": tensors(), "answer": (1, 64, 130000), "again": [other], "nested": True}
+    _, row = outcome(shared, step)
+    assert row["error"] == ""
+    (lines,) = row["launched"]
+    inner, outer = [line.split(" | ")[-1] for line in lines if line.startswith("cublasLtMatmul ")]
+    assert inner == f"{AT['b_scale']} {1 << 30} {1 << 31}"
+    assert outer == f"{AT['b_scale']} {AT['a_scale']} {AT['bias']}"
+    assert row["alive_launched"] - row["alive"] == 5
 
 
 @pytest.mark.parametrize(
@@ -130,6 +174,10 @@ def test_it_is_asked_for_what_torch_asks_it(by_row: bool, fp16: bool, biased: bo
         ({"d": rows(F16, M, N)}, "d: dtype is float16, needed bfloat16"),
         ({"d": [*BF16, [M, N], [1, M]]}, "d: not contiguous"),
         ({"workspace": rows(U8, 63)}, "workspace: has 63 bytes, needed 64"),
+        ({"workspace": None}, "workspace: has 0 bytes, needed 64"),
+        ({"x": rows(F16, M, K)}, "x: dtype is float16, needed bfloat16"),
+        ({"x": rows(BF16, M + 1, K)}, "q: size of dimension 0 is 5, needed 6"),
+        ({"x_scale": rows(F32, 2)}, "scale: has 2 elements, needed 1"),
     ],
 )
 def test_wrong_operands_are_refused_before_any_call(replaced: dict[str, Any], message: str, shared: list[str]) -> None:
@@ -137,6 +185,7 @@ def test_wrong_operands_are_refused_before_any_call(replaced: dict[str, Any], me
     _, row = outcome(shared, step)
     assert message in row["error"]
     assert row["launched"] == []
+    assert row["kernels"] == [0]
 
 
 def test_an_operand_that_is_not_aligned_or_is_elsewhere_is_refused(shared: list[str]) -> None:
@@ -178,7 +227,7 @@ def test_what_fails_says_so_and_the_next_plan_works(step: dict[str, Any], messag
 
 
 def test_a_device_has_a_handle_of_its_own(shared: list[str]) -> None:
-    steps = [{"plan": plan(device=d), "tensors": tensors(), "device": d} for d in (0, 1, 1, 0)]
+    steps = [{"plan": plan(device=d), "tensors": tensors(workspace=None), "device": d} for d in (0, 1, 1, 0)]
     _, *found = outcome(shared, *steps)
     assert ["cublasLtCreate " in row["planned"] for row in found] == [True, True, False, False]
     assert all(row["error"] == "" and row["launched"] for row in found)

@@ -28,27 +28,34 @@ class Library:
     def cublaslt_version(self, major):
         return self.version if major == 13 else 0
 
-    def cublaslt_fp8_plan(self, major, device, m, n, k, by_row, fp16, biased):
-        assert (major, device) == (13, 0)
+    def cublaslt_fp8_plan(self, major, device, m, n, k, by_row, fp16, biased, pdl):
+        assert (major, device, pdl) == (13, 0, True)
         if m in self.refuses:
             raise RuntimeError(f"cuBLASLt: no algorithm for M={m}")
         self.plans.append((m, n, k, by_row, fp16, biased))
 
         @leaf
-        def gemm(a, b, a_scale, b_scale, bias, d, workspace):
+        def gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace):
+            assert x.dtype == d.dtype
+            if x_scale is None:
+                self.kernels.fp8_quantize_row(x, a, a_scale, pdl)
+            else:
+                self.kernels.fp8_quantize_tensor(x, a, x_scale, pdl)
             assert a.shape == (m, k)
             assert b.shape == (n, k)
             assert d.shape == (m, n)
             assert d.dtype == (torch.float16 if fp16 else torch.bfloat16)
             assert a.dtype == b.dtype == torch.float8_e4m3fn
             assert (a_scale.numel(), b_scale.numel()) == ((m, n) if by_row else (1, 1))
-            assert workspace.dtype == torch.uint8
-            assert workspace.numel() >= self.workspace
-            for tensor in (a, b, a_scale, b_scale, d, workspace):
+            assert (workspace is None) == (self.workspace == 0)
+            if workspace is not None:
+                assert workspace.dtype == torch.uint8
+                assert workspace.numel() >= self.workspace
+            for tensor in (a, b, a_scale, b_scale, d, a if workspace is None else workspace):
                 assert tensor.is_contiguous()
             assert (bias is not None) == biased
             self.launches.append((a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), b_scale.data_ptr()))
-            self.addresses = a.data_ptr(), a.data_ptr() + a.numel(), workspace.data_ptr()
+            self.addresses = a.data_ptr(), a.data_ptr() + a.numel(), 0 if workspace is None else workspace.data_ptr()
             left, right = a.float() * a_scale.reshape(-1, 1), b.float() * b_scale.reshape(-1, 1)
             d.copy_(left @ right.t() + (0 if bias is None else bias.float()))
 
@@ -59,7 +66,7 @@ class Library:
 def library(monkeypatch):
     """Our quantisers and a cuBLASLt 13, on a machine that seems to have an H200; torch's operator is not called."""
     made = Library()
-    quantizer_fake.install(monkeypatch)
+    made.kernels = quantizer_fake.install(monkeypatch)
     fp8 = quantizers.load(torch.device("cuda:0"))[0]
     monkeypatch.setattr(quantizers, "load", lambda device: (fp8._replace(library=made), ""))
     monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
