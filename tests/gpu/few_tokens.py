@@ -134,7 +134,7 @@ def check_pdl_chain(layers: list[Problem], m: int) -> None:
 
 # What the tests of every such kernel check; ``kind`` is its Problem.
 
-WRONG_ARGUMENTS: tuple[tuple[str, Callable[[Problem], Tensor], str], ...] = (
+WRONG_ARGUMENTS: tuple[tuple[str, Callable[[Problem], Any], str], ...] = (
     ("x", lambda p: p.x.half(), "x: dtype is float16, needed bfloat16"),
     ("x", lambda p: p.x.cpu(), "on a CUDA device|w: is not on"),
     ("alpha", lambda p: p.alpha.expand(3).contiguous(), "alpha: has 3 elements, needed 1 or 136"),
@@ -204,7 +204,7 @@ def check_no_tokens(kind: type[Problem]) -> None:
     assert problem.guard.isnan().all()
 
 
-def check_argument_refused(kind: type[Problem], name: str, change: Callable[[Problem], Tensor], message: str) -> None:
+def check_argument_refused(kind: type[Problem], name: str, change: Callable[[Problem], Any], message: str) -> None:
     problem = kind("bf16", 5, 136, 208)
     with pytest.raises((ValueError, TypeError), match=message):
         problem.run(**{name: change(problem)})

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from fp4dispatch import formats, jit, ops, routes, system
+from fp4dispatch import formats, jit, ops, system
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.w4 import W4A8Backend, W4A16Backend
@@ -19,13 +18,12 @@ from fp4dispatch.linear import FP4Linear
 from fp4dispatch.problem import Problem
 from fp4dispatch.replace import warmup
 from tests import w4_fake
+from tests.gpu import layers
+from tests.gpu.layers import ERROR, K, N, error, exact, tokens
+from tests.gpu.layers import nvfp4_layer as layer
 from tests.gpu.sm90 import needs_sm90
 
 pytestmark = pytest.mark.gpu
-
-K, N = 1040, 520
-ERROR = {"bf16": 0.002, "fp8": 0.045}
-"""Relative, root mean square, against the exact product; one rounding to bfloat16, and what w4a8 rounds."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,26 +31,6 @@ def runs_here():
     reasons = W4A16Backend().supports(Problem("nvfp4_gemm", 1, N, K), system.current())
     if reasons:
         pytest.skip("; ".join(map(str, reasons)))
-
-
-def layer(k=K, n=N, dtype=torch.bfloat16, bias=True, seed=0, **options):
-    torch.manual_seed(seed)
-    return FP4Linear.from_linear(nn.Linear(k, n, bias).to("cuda", dtype), **options)
-
-
-def exact(lin, x):
-    scale = formats.expand_shards(lin.weight_scale_2, lin.shard_rows or (lin.out_features,))
-    w = formats.nvfp4_dequantize(lin.weight, lin.weight_scale, scale).double()
-    return x.double() @ w.t() + (0 if lin.bias is None else lin.bias.double())
-
-
-def error(y, want):
-    return float((y.double() - want).norm() / want.norm())
-
-
-def tokens(m, k=K, dtype=torch.bfloat16, seed=1):
-    torch.manual_seed(seed)
-    return torch.randn(m, k, device="cuda", dtype=dtype)
 
 
 # -------------------------------------------------------------------------------------------------------------- layers
@@ -83,30 +61,9 @@ def test_every_m_is_right(activation, dtype):
 
 
 def test_fused_shards_keep_their_own_global_scales():
-    parts = [layer(n=n, seed=n, bias=False) for n in (256, 72, 40)]
-    with torch.no_grad():
-        parts[1].weight_scale_2.mul_(1000)
-        parts[2].weight_scale_2.mul_(0.001)
-    fused = FP4Linear.from_weights(
-        LinearWeights(
-            "nvfp4_gemm",
-            "nvfp4",
-            368,
-            K,
-            torch.cat([p.weight for p in parts]),
-            torch.cat([p.weight_scale.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn),
-            torch.stack([p.weight_scale_2 for p in parts]),
-            (256, 72, 40),
-        )
-    )
-    for m in (1, 33, 300):
-        x, start = tokens(m), 0
-        y, want = fused(x), exact(fused, x)
-        bound = ERROR[fused.bind().spec.routes[fused.bind().spec.index(m)].activation]
-        for rows in (256, 72, 40):
-            part = slice(start, start + rows)
-            assert error(y[:, part], want[:, part]) < bound
-            start += rows
+    fused = layers.fused_shards()
+    spec = fused.bind().spec
+    layers.shards_keep_their_own_global_scales(fused, lambda m: ERROR[spec.routes[spec.index(m)].activation])
 
 
 def test_all_e4m3_scales_are_exact_subnormals_too():
@@ -125,35 +82,14 @@ def test_all_e4m3_scales_are_exact_subnormals_too():
 
 
 def test_the_same_bits_every_time():
-    lin = layer(4096, 4096, bias=False)
-    for m in (1, 16, 33, 200):
-        x = tokens(m, 4096)
-        first = lin(x)
-        for _ in range(20):
-            assert torch.equal(lin(x), first)
+    layers.the_same_bits_every_time(layer(4096, 4096, bias=False), (1, 16, 33, 200))
 
 
 # ------------------------------------------------------------------------------------------------------ graphs and PDL
 
 
 def test_graphs_of_every_m_replay_what_eager_computes():
-    model = nn.Sequential(layer(n=528, seed=1), nn.GELU(), layer(528, N, seed=2))
-    sizes = (1, 16, 33, 64, 200)
-    warmup(model, tokens=sizes)
-    graphs = []
-    for m in sizes:
-        x = tokens(m)
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
-            y = model(x)
-        graphs.append((graph, x, y))
-    for seed in range(3):
-        for graph, x, y in graphs:
-            x.copy_(tokens(x.shape[0], seed=seed))
-            y.fill_(float("nan"))
-            graph.replay()
-            with torch.no_grad():
-                assert torch.equal(y, model(x))
+    layers.graphs_of_every_m_replay_what_eager_computes(layer, (1, 16, 33, 64, 200))
 
 
 @pytest.mark.parametrize(("activation", "n", "m"), [("any", 536, 16), ("bf16", 536, 100), ("fp8", 536, 100)])
@@ -178,41 +114,13 @@ def test_an_m_that_was_never_planned_is_refused_during_capture(activation, n, m)
 
 @pytest.mark.parametrize("m", [1, 16, 33, 200])
 def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
-    """Each layer reads what the one before wrote, and writes where an earlier one read; weights come ahead of waits."""
-
-    def chain():
-        routes.LayerSpec.parse.cache_clear()
-        monkeypatch.setattr(routes, "_plans", {})
-        made = [layer(K, K, seed=i, bias=False) for i in range(6)]
-        warmup(nn.ModuleList(made), tokens=[m])
-        (pdl,) = {plan.state.gemm_pdl for plan in routes._plans.values()}
-        return made, pdl
-
-    def run(made, x):
-        for _ in range(5):
-            for lin in made:
-                x = lin(x)
-        return x
-
-    x = tokens(m, seed=3)
-    with torch.no_grad():
-        monkeypatch.setenv("FP4DISPATCH_PDL", "off")
-        made, pdl = chain()
-        assert not pdl
-        want = run(made, x)
-        monkeypatch.delenv("FP4DISPATCH_PDL")
-        made, pdl = chain()
-        assert pdl == (torch.cuda.get_device_capability() >= (9, 0))
-        run(made, x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = run(made, x)
-        for _ in range(20):
-            y.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(y, want)
-            assert torch.equal(run(made, x), want)
+    layers.a_chain_under_pdl_gives_the_bits_of_one_without(
+        monkeypatch,
+        layer,
+        m,
+        lambda plan: plan.state.gemm_pdl,
+        expected=torch.cuda.get_device_capability() >= (9, 0),
+    )
 
 
 def test_a_layer_runs_right_after_its_weights_were_packed():

@@ -11,24 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import compact, dispatch, formats, routes, system, tuned, tuning
-from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch import compact, dispatch, formats, system, tuned, tuning
 from fp4dispatch.backends.folding import fold_e4m3
 from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.linear import FP4Linear
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import replace_linears, warmup
-from tests import contract
-from tests.gpu import backend_cases
+from fp4dispatch.replace import replace_linears
+from tests.gpu import backend_cases, layers
+from tests.gpu.layers import K, N, error, exact, tokens
+from tests.gpu.layers import nvfp4_layer as layer
 from tests.gpu.sm90 import needs_sm90
 
 pytestmark = pytest.mark.gpu
 
 BACKEND = W4A8ExpandedBackend()
 COPY = "FP4DISPATCH_FP8_COPY"
-K, N = 1040, 520
-ERROR = 0.045
-"""Relative, root mean square, against the exact product of the NVFP4 weights: what w4a8 rounds."""
+ERROR = layers.ERROR["fp8"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,27 +38,7 @@ def runs_here(monkeypatch):
     monkeypatch.delenv(COPY, raising=False)
 
 
-def layer(k=K, n=N, dtype=torch.bfloat16, bias=True, seed=0, **options):
-    torch.manual_seed(seed)
-    return FP4Linear.from_linear(nn.Linear(k, n, bias).to("cuda", dtype), **options)
-
-
 named = functools.partial(layer, backend="w4a8_expanded")
-
-
-def exact(lin, x, activation="bf16"):
-    return x.double() @ contract.dequantised(lin.weights(), activation).t() + (
-        0 if lin.bias is None else lin.bias.double()
-    )
-
-
-def error(y, want):
-    return float((y.double() - want).norm() / want.norm())
-
-
-def tokens(m, k=K, dtype=torch.bfloat16, seed=1):
-    torch.manual_seed(seed)
-    return torch.randn(m, k, device="cuda", dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
@@ -108,31 +86,9 @@ def test_writing_the_copy_takes_little_memory_beside_it():
 
 
 def test_fused_shards_keep_their_own_global_scales():
-    parts = [layer(n=n, seed=n, bias=False) for n in (256, 72, 40)]
-    with torch.no_grad():
-        parts[1].weight_scale_2.mul_(1000)
-        parts[2].weight_scale_2.mul_(0.001)
-    fused = FP4Linear.from_weights(
-        LinearWeights(
-            "nvfp4_gemm",
-            "nvfp4",
-            368,
-            K,
-            torch.cat([p.weight for p in parts]),
-            torch.cat([p.weight_scale.view(torch.uint8) for p in parts]).view(torch.float8_e4m3fn),
-            torch.stack([p.weight_scale_2 for p in parts]),
-            (256, 72, 40),
-        ),
-        backend="w4a8_expanded",
-    )
-    for m in (1, 33, 300):
-        x, start = tokens(m), 0
-        y, want = fused(x), exact(fused, x)
-        for rows in (256, 72, 40):
-            part = slice(start, start + rows)
-            # 40 columns of one token scatter: 0.041 +- 0.007 over draws of x.
-            assert error(y[:, part], want[:, part]) < 2 * ERROR
-            start += rows
+    fused = layers.fused_shards(backend="w4a8_expanded")
+    # 40 columns of one token scatter: 0.041 +- 0.007 over draws of x.
+    layers.shards_keep_their_own_global_scales(fused, lambda m: 2 * ERROR)
 
 
 @needs_sm90
@@ -145,12 +101,7 @@ def test_results_are_those_of_w4a8_but_for_sums(m):
 
 
 def test_the_same_bits_every_time():
-    lin = named(4096, 4096, bias=False)
-    for m in (1, 192, 1000):
-        x = tokens(m, 4096)
-        first = lin(x)
-        for _ in range(20):
-            assert torch.equal(lin(x), first)
+    layers.the_same_bits_every_time(named(4096, 4096, bias=False), (1, 192, 1000))
 
 
 # -------------------------------------------------------------------------------------------------------------- layers
@@ -196,23 +147,7 @@ def test_the_report_counts_the_copy(monkeypatch):
 @needs_sm90
 def test_graphs_of_every_m_replay_what_eager_computes(monkeypatch):
     monkeypatch.setenv(COPY, "1")
-    model = nn.Sequential(layer(n=528, seed=1), nn.GELU(), layer(528, N, seed=2))
-    sizes = (1, 64, 192, 500, 1000)
-    warmup(model, tokens=sizes)
-    graphs = []
-    for m in sizes:
-        x = tokens(m)
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
-            y = model(x)
-        graphs.append((graph, x, y))
-    for seed in range(3):
-        for graph, x, y in graphs:
-            x.copy_(tokens(x.shape[0], seed=seed))
-            y.fill_(float("nan"))
-            graph.replay()
-            with torch.no_grad():
-                assert torch.equal(y, model(x))
+    layers.graphs_of_every_m_replay_what_eager_computes(layer, (1, 64, 192, 500, 1000))
 
 
 def test_layers_survive_what_every_librarys_layers_must():
@@ -229,27 +164,7 @@ def test_layers_survive_what_every_librarys_layers_must():
 
 @pytest.mark.parametrize("m", [33, 192])
 def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
-    def chain():
-        routes.LayerSpec.parse.cache_clear()
-        monkeypatch.setattr(routes, "_plans", {})
-        made = [named(K, K, seed=i, bias=False) for i in range(6)]
-        warmup(nn.ModuleList(made), tokens=[m])
-        return made
-
-    def run(made, x):
-        for _ in range(5):
-            for lin in made:
-                x = lin(x)
-        return x
-
-    x = tokens(m, seed=3)
-    with torch.no_grad():
-        monkeypatch.setenv("FP4DISPATCH_PDL", "off")
-        want = run(chain(), x)
-        monkeypatch.delenv("FP4DISPATCH_PDL")
-        made = chain()
-        for _ in range(20):
-            assert torch.equal(run(made, x), want)
+    layers.a_chain_under_pdl_gives_the_bits_of_one_without(monkeypatch, named, m)
 
 
 # ---------------------------------------------------------------------------------------------------------------- time

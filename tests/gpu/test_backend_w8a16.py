@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from fp4dispatch import formats, ops, routes, system
+from fp4dispatch import formats, ops, system
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.w8a16 import W8A16Backend
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.jit.proven import forget
 from fp4dispatch.linear import FP8Linear
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import warmup
-from tests import contract
+from tests.gpu import layers
+from tests.gpu.layers import ERROR, K, N, error, exact, tokens
 from tests.gpu.sm90 import needs_sm90
 
 pytestmark = pytest.mark.gpu
-
-K, N = 1040, 520
-ERROR = {"bf16": 0.002, "fp8": 0.045}
-"""Relative, root mean square, against the exact product with activations that are not rounded."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,21 +30,7 @@ def runs_here():
 
 
 def layer(k=K, n=N, dtype=torch.bfloat16, bias=True, seed=0, scaling="row", **options):
-    torch.manual_seed(seed)
-    return FP8Linear.from_linear(nn.Linear(k, n, bias).to("cuda", dtype), scaling=scaling, **options)
-
-
-def exact(lin, x):
-    return x.double() @ contract.dequantised(lin.weights()).t() + (0 if lin.bias is None else lin.bias.double())
-
-
-def error(y, want):
-    return float((y.double() - want).norm() / want.norm())
-
-
-def tokens(m, k=K, dtype=torch.bfloat16, seed=1):
-    torch.manual_seed(seed)
-    return torch.randn(m, k, device="cuda", dtype=dtype)
+    return FP8Linear.from_linear(layers.dense(k, n, dtype, bias, seed), scaling=scaling, **options)
 
 
 @needs_sm90
@@ -88,73 +69,20 @@ def test_nan_among_the_weights_makes_its_column_nan_and_no_other(scaling):
 
 
 def test_the_same_bits_every_time():
-    lin = layer(4096, 4096, bias=False)
-    for m in (1, 16, 32):
-        x = tokens(m, 4096)
-        first = lin(x)
-        for _ in range(20):
-            assert torch.equal(lin(x), first)
+    layers.the_same_bits_every_time(layer(4096, 4096, bias=False), (1, 16, 32))
 
 
 def test_graphs_of_every_m_replay_what_eager_computes():
-    model = nn.Sequential(layer(n=528, seed=1), nn.GELU(), layer(528, N, seed=2))
-    sizes = (1, 16, 32, 33, 100)
-    warmup(model, tokens=sizes)
-    graphs = []
-    for m in sizes:
-        x = tokens(m)
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
-            y = model(x)
-        graphs.append((graph, x, y))
-    for seed in range(3):
-        for graph, x, y in graphs:
-            x.copy_(tokens(x.shape[0], seed=seed))
-            y.fill_(float("nan"))
-            graph.replay()
-            with torch.no_grad():
-                assert torch.equal(y, model(x))
+    layers.graphs_of_every_m_replay_what_eager_computes(layer, (1, 16, 32, 33, 100))
 
 
 @pytest.mark.parametrize("m", [1, 9, 16])
 def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
-    """Each layer reads what the one before wrote, and writes where an earlier one read; weights come ahead of waits."""
-
-    def chain():
-        routes.LayerSpec.parse.cache_clear()
-        monkeypatch.setattr(routes, "_plans", {})
-        made = [layer(K, K, seed=i, bias=False) for i in range(6)]
-        warmup(nn.ModuleList(made), tokens=[m])
-        (pdl,) = {plan.state.pdl for plan in routes._plans.values() if plan.backend == "w8a16"}
-        return made, pdl
-
-    def run(made, x):
-        for _ in range(5):
-            for lin in made:
-                x = lin(x)
-        return x
-
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("auto takes another backend here")
-    x = tokens(m, seed=3)
-    with torch.no_grad():
-        monkeypatch.setenv("FP4DISPATCH_PDL", "off")
-        made, pdl = chain()
-        assert not pdl
-        want = run(made, x)
-        monkeypatch.delenv("FP4DISPATCH_PDL")
-        made, pdl = chain()
-        assert pdl
-        run(made, x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = run(made, x)
-        for _ in range(20):
-            y.fill_(float("nan"))
-            graph.replay()
-            assert torch.equal(y, want)
-            assert torch.equal(run(made, x), want)
+    layers.a_chain_under_pdl_gives_the_bits_of_one_without(
+        monkeypatch, layer, m, lambda plan: plan.state.pdl if plan.backend == "w8a16" else None
+    )
 
 
 def test_a_layer_runs_right_after_its_weights_came():
