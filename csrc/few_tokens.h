@@ -15,8 +15,8 @@
 
 #include "few_tokens_sums.h"
 #include "few_tokens_tile.h"
-#if FP4D_ACT == 8
-#include "w4a8_small_wgmma.h"
+#if defined(FP4D_CONSUMERS)
+#include FP4D_CONSUMERS
 #else
 #include "few_tokens_mma.h"
 #if FP4D_HAS_WGMMA

@@ -4,6 +4,7 @@
 //   w4_quantize_row(x, packed, scale, enable_pdl)     e4m3, dynamic, one scale a token; scale f32 [M], written
 //   w4_quantize_tensor(x, packed, scale, enable_pdl)  e4m3, static; scale f32, 1 element, read; NaN, negative or under
 //                                                     2^-116 gives NaN everywhere
+//   w8_quantize_row, w8_quantize_tensor               the same two, k in their own order
 //   w4_pack(x, packed, enable_pdl)                    the 16 bits as they are
 //     x       bf16 or fp16 [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8, 16-byte aligned
 //     packed  uint8, contiguous, 16-byte aligned, written: e4m3 [ceil(K/128), ceil(M/8), 1024], 16 bits [ceil(K/64),
@@ -16,6 +17,7 @@
 // the weights' registers (w4_dequant.h), so that a lane there holds whole scale blocks:
 //   e4m3     column 4 (k / 64 % 2) + 2 s + h, byte 4 c + j:       k = 16 c + 8 s + 4 h + j
 //   16 bits  column 2 s + h,                  bytes 4 c .. 4c+3:  k = 16 c + 4 s + 2 h, + 1
+//   e4m3 in their own order: column j, byte i:          k = 16 j + i, of 128
 // Lane p of 16 (e4m3) or 8 reads 16 bytes, 8 elements, of the 128-byte row: p = 8 (k / 64 % 2) + 2 c + r / 8. A column
 // has one word of each of the four lanes that differ in c alone, so words change places between these (transpose), and
 // both loads and stores are whole lines.
@@ -110,8 +112,9 @@ class TokenAmax {
   int parts_;
 };
 
+// 8 elements a vector to two words each.
 template <class T>
-__device__ inline uint4 quantize_and_transpose(uint4 const (&raw)[2], E4m3Divisor divisor, bool finite) {
+__device__ inline uint4 quantize(uint4 const (&raw)[2], E4m3Divisor divisor, bool finite) {
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -120,12 +123,12 @@ __device__ inline uint4 quantize_and_transpose(uint4 const (&raw)[2], E4m3Diviso
     words[2 * i] = to_e4m3(q[0], q[1], q[2], q[3]);
     words[2 * i + 1] = to_e4m3(q[4], q[5], q[6], q[7]);
   }
-  return transpose(make_uint4(words[0], words[1], words[2], words[3]));
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // 2^`parts_log2` blocks a token, a cluster where they look for a scale; their warps take turns along K, 512 k at a
 // time. `blocks` of 128 k.
-template <class T, bool dynamic, int each>
+template <class T, bool dynamic, bool transposed, int each>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     quantize_tokens(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
                     int rows, int k, int blocks, int parts_log2) {
@@ -160,25 +163,33 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   // Zeros of the padding stay zero under any scale but NaN.
   E4m3Divisor const divisor(token_scale);
 
-  // After the transposition lanes differ in bit 2 where the warp's 128 k do by 2, in bit 1 where columns are the
+  // After the transposition lanes differ in bit 2 where the warp's 128 k do by 2, in bit 1 where columns are of the
   // first or second four of 8 k.
-  int const lane_block = lane / 4 % 2 * 2 + lane / 16;
+  int const lane_block = transposed ? lane / 4 % 2 * 2 + lane / 16 : lane / 16;
+  int const column = transposed ? lane / 8 % 2 * 4 + lane % 2 * 2 + lane / 2 % 2 : lane % 16 / 2;
   int64_t const block_bytes = token_blocks * kBlockBytes;
-  uint8_t* to = column_of(packed, token, lane / 8 % 2 * 4 + lane % 2 * 2 + lane / 2 % 2) +
+  uint8_t* to = column_of(packed, token, column) + (transposed ? 0 : lane % 2 * 8) +
                 (first * kWarpBlocks + lane_block) * block_bytes;
-  auto const store = [&](int tile, uint4 value) {
-    if (tile * kWarpBlocks + lane_block < blocks) store_vector(to, value);
+  auto const store = [&](int tile, uint4 words) {
+    int const block = tile * kWarpBlocks + lane_block;
+    if constexpr (transposed) {
+      words = transpose(words);
+      if (block < blocks) store_vector(to, words);
+    } else {
+      if (block < blocks) *reinterpret_cast<uint2*>(to) = make_uint2(words.x, words.y);
+      if (block + 2 < blocks) *reinterpret_cast<uint2*>(to + 2 * block_bytes) = make_uint2(words.z, words.w);
+    }
     to += step * kWarpBlocks * block_bytes;
   };
 #pragma unroll
   for (int i = 0; i < each; ++i) {
     uint4 const raw[2] = {cached[2 * i], cached[2 * i + 1]};
-    store(first + i * step, quantize_and_transpose<T>(raw, divisor, amax.finite));
+    store(first + i * step, quantize<T>(raw, divisor, amax.finite));
   }
   for (int tile = first + each * step; tile < tiles; tile += step) {
     uint4 const raw[2] = {load(tile, 0), load(tile, 1)};
     bool const finite = dynamic ? amax.finite : amax_of<T>(raw).finite;
-    store(tile, quantize_and_transpose<T>(raw, divisor, finite));
+    store(tile, quantize<T>(raw, divisor, finite));
   }
 }
 
@@ -219,7 +230,7 @@ void check_packed(TensorView x, TensorView packed, int64_t block_k) {
   check_aligned({"packed", packed}, 16);
 }
 
-template <bool dynamic>
+template <bool dynamic, bool transposed>
 void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
   check_packed(x, packed, 128);
   check_dtype({"scale", scale}, {kF32});
@@ -240,7 +251,7 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
     unsigned const parts = 1u << parts_log2;
     int64_t const threads = std::min<int64_t>(kMaxThreads, (warps + parts - 1) / parts * 32);
     Shape const shape{dim3(unsigned(tokens * parts)), dim3(unsigned(threads)), dynamic ? parts : 1u};
-    launch(quantize_tokens<T, dynamic, each>, shape, device, enable_pdl, data, input_stride(x),
+    launch(quantize_tokens<T, dynamic, transposed, each>, shape, device, enable_pdl, data, input_stride(x),
            data_of<uint8_t>(packed), data_of<float>(scale), packed.size(1), x.size(0), x.size(1), blocks,
            parts_log2);
   };
@@ -258,14 +269,6 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   } else {
     sized(data_of<__half>(x));
   }
-}
-
-void quantize_row(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  quantize_e4m3<true>(x, packed, scale, enable_pdl);
-}
-
-void quantize_tensor(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  quantize_e4m3<false>(x, packed, scale, enable_pdl);
 }
 
 void pack(TensorView x, TensorView packed, bool enable_pdl) {
@@ -293,6 +296,8 @@ void pack(TensorView x, TensorView packed, bool enable_pdl) {
 
 }  // namespace fp4d
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row, fp4d::quantize_row);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor, fp4d::quantize_tensor);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row, (fp4d::quantize_e4m3<true, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor, (fp4d::quantize_e4m3<false, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_row, (fp4d::quantize_e4m3<true, false>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_tensor, (fp4d::quantize_e4m3<false, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_pack, fp4d::pack);

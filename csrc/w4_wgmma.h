@@ -78,6 +78,14 @@ __device__ __forceinline__ void wgmma_wait() {
                : __VA_ARGS__                                                                              \
                : FP4D_A, "r"(add))
 
+// The same with operand A in shared memory.
+#define FP4D_WGMMA_E4M3_SHARED(shape, registers, a, b, add_register, ...)                              \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_register                                    \
+               ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 {" registers "}, " a ", " b \
+               ", add, 1, 1;\n}"                                                                       \
+               : __VA_ARGS__                                                                           \
+               : "l"(a_at), "l"(b_at), "r"(add))
+
 // d[64 rows][T tokens] = A[64][32] B[T][32]^T, or += that; places as below.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
@@ -91,6 +99,20 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
     FP4D_WGMMA_E4M3("m64n64k32", FP4D_R32, "{%32, %33, %34, %35}, %36", "%37", FP4D_D32(0));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));
+  }
+}
+
+// Both operands in shared memory, rows of 128 bytes as operand_b() describes them.
+template <int T>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uint64_t b_at, int add) {
+  static_assert(T == 16 || T == 32 || T == 64);
+  if constexpr (T == 16) {
+    FP4D_WGMMA_E4M3_SHARED("m64n16k32", FP4D_R8, "%8", "%9", "%10", FP4D_D4(0), FP4D_D4(4));
+  } else if constexpr (T == 32) {
+    FP4D_WGMMA_E4M3_SHARED("m64n32k32", FP4D_R16, "%16", "%17", "%18", FP4D_D4(0), FP4D_D4(4), FP4D_D4(8),
+                           FP4D_D4(12));
+  } else if constexpr (T == 64) {
+    FP4D_WGMMA_E4M3_SHARED("m64n64k32", FP4D_R32, "%32", "%33", "%34", FP4D_D32(0));
   }
 }
 
@@ -132,6 +154,7 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_WGMMA_FEW
 #undef FP4D_WGMMA
 #undef FP4D_WGMMA_E4M3
+#undef FP4D_WGMMA_E4M3_SHARED
 #undef FP4D_A
 #undef FP4D_D32
 #undef FP4D_D4

@@ -18,7 +18,7 @@
 
 #include "w4a8_small_weights.h"
 
-#include "few_tokens_launch.h"
+#include "few_tokens_packed.h"
 
 namespace fp4d {
 
@@ -53,50 +53,11 @@ Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
 
 void ready(Weights::Source&, Machine const&) {}
 
-constexpr int64_t kBlockTokens = 8, kBlockBytes = 1024;  // of packed activations
-
-Params check(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
-             TensorView out) {
+int64_t k_of(TensorView w) {
   check_ndim({"w", w}, 3);
   check_at_least("chunks of w along K", w.size(1), 1, "w");
   check_at_most("chunks of w along K", w.size(1), kMaxRows / Weights::kChunkK, "32-bit problem sizes");
-  Params p = check_all_but_x(w, alpha, bias, out, w.size(1) * Weights::kChunkK);
-  check_dtype({"x", x}, {kU8});
-  check_ndim({"x", x}, 3);
-  check_size({"x", x}, 0, divide_up(w.size(1), Weights::kStageChunks), "ceil(K/128)");
-  check_size({"x", x}, 1, divide_up(p.m, kBlockTokens), "ceil(M/8)");
-  check_size({"x", x}, 2, kBlockBytes, "bytes of 8 tokens");
-  check_contiguous({"x", x});
-  check_aligned({"x", x}, 16);
-  check_dtype({"x_scale", x_scale}, {kF32});
-  check_scalar_or_vector({"x_scale", x_scale}, p.m, "M");
-  check_contiguous({"x_scale", x_scale});
-  p.x = data_of<uint8_t>(x), p.x_scale = data_of<float>(x_scale);
-  p.token_blocks = int(x.size(1)), p.x_scale_step = x_scale.numel() == 1 ? 0 : 1;
-  return p;
-}
-
-int device_of(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
-              TensorView out) {
-  return check_one_cuda_device({{"x", x},
-                                {"x_scale", x_scale},
-                                {"w", w},
-                                {"alpha", alpha},
-                                {"bias", bias.has_value() ? *bias : x},
-                                {"out", out}});
-}
-
-void run(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
-         TensorView out, bool enable_pdl) {
-  Params const params = check(x, x_scale, w, alpha, bias, out);
-  launch_planned(params, device_of(x, x_scale, w, alpha, bias, out), enable_pdl);
-}
-
-void run_shaped(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
-                TensorView out, tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
-  Params const params = check(x, x_scale, w, alpha, bias, out);
-  Plan const chosen = shape_of(shape);
-  launch_shaped(params, chosen, device_of(x, x_scale, w, alpha, bias, out), enable_pdl);
+  return w.size(1) * Weights::kChunkK;
 }
 
 }  // namespace fp4d

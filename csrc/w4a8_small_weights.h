@@ -8,6 +8,7 @@
 #include "w4_to_fp8.h"
 
 #define FP4D_HAS_WGMMA 1
+#define FP4D_CONSUMERS "w4a8_small_wgmma.h"
 
 namespace fp4d {
 

@@ -9,10 +9,9 @@
 // others; the other operand reads 4 consecutive k a lane.
 #pragma once
 
-#include <cuda.h>
-
 #include "async_copy.h"
 #include "few_tokens_element.h"
+#include "w8_rows.h"
 
 #define FP4D_HAS_WGMMA 0
 
@@ -46,8 +45,8 @@ constexpr float unscale(__half const*) { return 256.f; }
 }  // namespace w8
 
 struct Weights {
-  static constexpr int kRows = 64, kUnits = 4;
-  static constexpr int kChunkK = 128, kChunkBytes = kRows * kChunkK, kStageChunks = 1;
+  static constexpr int kRows = w8::kRows, kUnits = 4;
+  static constexpr int kChunkK = w8::kStageK, kChunkBytes = w8::kBlockBytes, kStageChunks = 1;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
   static constexpr int kReuseTokens = 16;
   using Activation = Element;
@@ -58,35 +57,12 @@ struct Weights {
     return units == 4 ? 80 + tokens * 9 / 4 : tokens <= 16 ? 80 : 96;
   }
 
-  // `map` for TMA, `rows` [n, k] for what has none.
-  struct Source {
-    CUtensorMap map;
-    uint8_t const* rows;
-    int n, k;
-  };
+  using Source = w8::Source;
 
   template <class Tile>
   __device__ static void load(Source const& w, int, int chunk, int row_block, int row_blocks, uint32_t to,
                               uint32_t barrier, int lane) {
-#if FP4D_BULK
-    if (lane == 0) {
-      barrier_arrive_expect(barrier, row_blocks * Tile::kWeightBytes);
-#pragma unroll 1
-      for (int block = 0; block < row_blocks; ++block)
-        copy_box(to + block * Tile::kWeightBytes, &w.map, chunk * kChunkK, (row_block + block) * kRows,
-                 barrier);
-    }
-#else
-    if (lane == 0) barrier_arrive(barrier);
-    int const column = lane % 8, k = chunk * kChunkK + column * 16;
-#pragma unroll 4
-    for (int r = lane / 8; r < row_blocks * kRows; r += 4) {
-      int64_t const row = int64_t(row_block) * kRows + r;
-      bool const inside = row < w.n && k < w.k;
-      copy_16(to + r * kChunkK + ((column ^ (r % 8)) * 16), w.rows + (inside ? row * w.k + k : 0),
-              inside ? 16 : 0);
-    }
-#endif
+    w8::load_rows(w, chunk, row_block, row_blocks, to, barrier, lane);
   }
 
   // What a lane holds of U units: 16 k of two rows each.

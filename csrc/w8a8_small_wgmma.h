@@ -1,0 +1,51 @@
+// Consumers of w8a8_small.cu: the four warps of a row block multiply together by FP8 wgmma, both operands from shared memory.
+#pragma once
+
+#include "few_tokens_tile.h"
+#include "w4_sm90.h"
+#include "w4_wgmma.h"
+
+namespace fp4d {
+
+// FP8 wgmma keeps 13 bits of a sum, so every 256 k the partial sums, which the first MMA has started from zero, are added
+// to f32 ones (w4_gemm_sm90.h).
+constexpr int kPromoteStages = 2;
+
+template <class Tile>
+__device__ __forceinline__ void consume_wgmma(Params const&, Ring<Tile> ring, Range range, uint32_t, int warp,
+                                              int lane, Sums<Tile>& sums) {
+  uint64_t const rows = operand_b(ring.weights(0, warp / Tile::kBlockWarps)),
+                 tokens = operand_b(ring.tokens(0));
+  uint32_t const last = ring.full(ring.stages);
+  uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0;
+  Sums<Tile> partial = {};
+  int phase = 0;
+#pragma unroll 1
+  for (int i = 0; i < range.count; ++i) {
+    barrier_wait(full, parity);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < kStageK / 32; ++s) {
+      uint64_t const at = offset + s * kDescriptorStep;
+      wgmma_e4m3<Tile::kTokens>(partial, rows + at, tokens + at, s == 0 ? phase : 1);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
+    if (++phase == kPromoteStages) {
+      phase = 0;
+      wgmma_wait<0>();
+#pragma unroll
+      for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
+    }
+    release = full + 8;
+    offset += Tile::kStageBytes / 16, full += 16;
+    if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
+  }
+  wgmma_wait<0>();
+  if (phase == 0) return;
+#pragma unroll
+  for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
+}
+
+}  // namespace fp4d
