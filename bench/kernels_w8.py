@@ -132,6 +132,15 @@ def peers(timed: Timed, x: Tensor) -> dict[str, Peer]:
         ),
         "row + quant": (with_quantiser, copies, QUANTISED),
     }
+    packer = jit.load("w4_activations", "any", SM90).module.w8_quantize_row
+    few = jit.load("w8a8_small", "bf16", SM90).module.w8a8_small
+    packed = torch.empty(-(-timed.weight.k // 128), -(-m // 8), 1024, device="cuda", dtype=torch.uint8)
+
+    def w8a8(i: int, out: Tensor) -> None:
+        packer(x, packed, q_scale, True)
+        few(packed, q_scale, timed.packed[i], columns, None, out, True)
+
+    found["w8a8 + quant"] = (w8a8, copies, QUANTISED)
     if m <= 64:
         tile = next(tile for tile in (16, 32, 64) if m <= tile)
         gemm = jit.load("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}", SM90).module
@@ -152,6 +161,7 @@ def main() -> None:
     """Compile the peers' kernels all at once, then run everything."""
     catalog = installed()
     wanted = [("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}") for tile in (16, 32, 64)] + [("fp8_quantize", "any")]
+    wanted += [("w4_activations", "any"), ("w8a8_small", "bf16")]
     wanted += [(KERNEL.name, variant) for variant in catalog.kernel(KERNEL.name).variants]
     kernels.build_all([kernels.job(catalog, name, variant, "90a") for name, variant in wanted], catalog)
     run(__doc__, KERNEL, peers)
