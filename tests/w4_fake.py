@@ -13,6 +13,7 @@ import torch
 from fp4dispatch import capture, formats
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends import scratch, w4
+from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.jit.manifest import installed
 
 
@@ -235,6 +236,14 @@ def fill(packed, values):
     assert packed.is_contiguous()
     assert packed.data_ptr() % 16 == 0
     packed.copy_(values)
+
+
+def weights(n, k, shards=(), layout="linear", seed=0, static=None):
+    """Weights of a layer, with a global scale for each shard."""
+    torch.manual_seed(seed)
+    q = formats.nvfp4_quantize(torch.randn(n, k), sf_layout=layout)
+    scales = torch.rand(max(len(shards), 1)) + 0.5
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, scales, shards or (n,), static, layout)
 
 
 def install(monkeypatch, capability="9.0", sms=132, **options):

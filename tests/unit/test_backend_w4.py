@@ -8,18 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4dispatch import dispatch, formats, routes, rules, selfcheck
+from fp4dispatch import formats, rules, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS
 from fp4dispatch.backends import cutlass_tiles, w4
-from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.backends.w4_layout import unpack_w4p
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.linear import FP4Linear
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
-from tests import contract, w4_fake
+from tests import contract, hopper, w4_fake
+from tests.hopper import HOPPER
+from tests.w4_fake import weights
 
 BACKENDS = {"w4a16": w4.W4A16Backend(), "w4a8": w4.W4A8Backend()}
 ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
@@ -34,13 +35,6 @@ TOKENS = (1, 8, 16, 31, 32, 33, 48, 64, 65, 128, 129, 4096, 100_000)
 
 def problem(name, m, n=4096, k=4096, out="bfloat16"):
     return Problem("nvfp4_gemm", m, n, k, BACKENDS[name].activation_for(Problem("nvfp4_gemm", m, n, k)), out_dtype=out)
-
-
-def weights(n, k, shards=(), layout="linear", seed=0):
-    torch.manual_seed(seed)
-    q = formats.nvfp4_quantize(torch.randn(n, k), sf_layout=layout)
-    scales = torch.rand(max(len(shards), 1)) + 0.5
-    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, scales, shards or (n,), sf_layout=layout)
 
 
 # ------------------------------------------------------------------------------------------------------- the emulation
@@ -252,11 +246,10 @@ def test_broken_scales_are_refused_at_preparation():
 
 
 def test_raw_operators_are_refused_with_a_reason():
-    hopper = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
     for backend in BACKENDS.values():
-        assert backend.supports(Problem("nvfp4_gemm", 16, 128, 128), hopper) == ()
+        assert backend.supports(Problem("nvfp4_gemm", 16, 128, 128), HOPPER) == ()
         raw = Problem("nvfp4_gemm", 16, 128, 128, "nvfp4", sf_layout="128x4")
-        reasons = backend.supports(raw, hopper)
+        reasons = backend.supports(raw, HOPPER)
         assert [r.code for r in reasons] == ["DTYPE", "LAYOUT"]
         assert "operands are quantised already (raw operator, b_sf 128x4)" in reasons[1].text
         assert "FP4Linear" in reasons[1].fix
@@ -366,9 +359,6 @@ def test_a_plan_is_for_one_m(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- self-check
 
 
-HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
-
-
 def checked(name):
     backend = BACKENDS[name]
     return selfcheck.check(backend, "nvfp4_gemm", "nvfp4", backend.activations["nvfp4_gemm"][0], HOPPER, "cpu")
@@ -421,14 +411,9 @@ def test_gdc_is_told_of_the_kernels_that_run():
 def test_a_layer_on_hopper_changes_with_m_and_holds_its_packed_weights_once(monkeypatch, shards):
     """The whole way of a layer, but for the GPU: policy, packing, plans, launches."""
     kernels = w4_fake.install(monkeypatch)
-    monkeypatch.setattr(dispatch, "_on", lambda machine, gpu: HOPPER)
-    monkeypatch.setattr(dispatch, "_arch", lambda machine, gpu: HOPPER.arch)
-    monkeypatch.setattr(routes, "_plans", {})
-    dispatch.reset()
-    routes.LayerSpec.parse.cache_clear()
     w = weights(72, 208, shards)
-    layer = FP4Linear.from_weights(w, torch.randn(72).bfloat16())
-    try:
+    with hopper.seems_to_be_here(monkeypatch):
+        layer = FP4Linear.from_weights(w, torch.randn(72).bfloat16())
         bound = layer.bind()
         few, many = bound.spec.routes
         assert [(r.backend, r.activation) for r in (few, many)] == [("w4a16", "bf16"), ("w4a8", "fp8")]
@@ -445,6 +430,3 @@ def test_a_layer_on_hopper_changes_with_m_and_holds_its_packed_weights_once(monk
             want = x.double() @ dense.t() + layer.bias.double()
             assert float((layer(x).double() - want).norm() / want.norm()) < bound_of_error
         assert {launch[0].split()[0] for launch in kernels.launched} >= {"w4a16_small", "w4_gemm"}
-    finally:
-        dispatch.reset()
-        routes.LayerSpec.parse.cache_clear()

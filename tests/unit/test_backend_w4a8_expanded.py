@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import capture, cli, dispatch, formats, routes, selfcheck, system
+from fp4dispatch import capture, cli, dispatch, formats, selfcheck, system
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends import cublaslt, w4, w4a8_expanded
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
@@ -21,10 +21,10 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.replace import replace_linears
 from fp4dispatch.system import System
 from tests import contract, quantizer_fake, w4_fake
+from tests.hopper import HOPPER, seems_to_be_here
 
 BACKEND = w4a8_expanded.W4A8ExpandedBackend()
 (RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
-HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
 E4M3 = torch.float8_e4m3fn
 COPY = "FP4DISPATCH_FP8_COPY"
 N, K = 96, 208
@@ -35,10 +35,7 @@ def problem(m, n=N, k=K, **options):
 
 
 def weights(n=N, k=K, shards=(), layout="linear", seed=0, static=None):
-    torch.manual_seed(seed)
-    q = formats.nvfp4_quantize(torch.randn(n, k), sf_layout=layout)
-    scales = torch.rand(max(len(shards), 1)) + 0.5
-    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, scales, shards or (n,), static, layout)
+    return w4_fake.weights(n, k, shards, layout, seed, static)
 
 
 def run(w, x, bias=None):
@@ -245,15 +242,8 @@ def hopper(monkeypatch):
     launches = w4_fake.install(monkeypatch)
     quantizer_fake.install(monkeypatch)
     monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
-    monkeypatch.setattr(dispatch, "_on", lambda machine, gpu: dispatch._allowed(HOPPER))
-    monkeypatch.setattr(dispatch, "_arch", lambda machine, gpu: HOPPER.arch)
-    monkeypatch.setattr(routes, "_plans", {})
-    monkeypatch.delenv(COPY, raising=False)
-    dispatch.reset()
-    routes.LayerSpec.parse.cache_clear()
-    yield launches
-    dispatch.reset()
-    routes.LayerSpec.parse.cache_clear()
+    with seems_to_be_here(monkeypatch):
+        yield launches
 
 
 def test_the_setting_is_read_when_a_choice_is_made(hopper, monkeypatch):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from fp4dispatch import dispatch, formats, routes, selfcheck
+from fp4dispatch import formats, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS
 from fp4dispatch.backends import w8a16
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
@@ -16,13 +16,12 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.linear import FP8Linear
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
 from tests import contract, w8_fake
+from tests.hopper import HOPPER, seems_to_be_here
 
 BACKEND = w8a16.W8A16Backend()
 ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
 (RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
-HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -238,14 +237,8 @@ def test_the_self_check_sees_wrong_weights(monkeypatch, spoil):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "_on", lambda machine, gpu: HOPPER)
-    monkeypatch.setattr(dispatch, "_arch", lambda machine, gpu: HOPPER.arch)
-    monkeypatch.setattr(routes, "_plans", {})
-    dispatch.reset()
-    routes.LayerSpec.parse.cache_clear()
-    yield w8_fake.install(monkeypatch)
-    dispatch.reset()
-    routes.LayerSpec.parse.cache_clear()
+    with seems_to_be_here(monkeypatch):
+        yield w8_fake.install(monkeypatch)
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])

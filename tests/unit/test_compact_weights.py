@@ -12,39 +12,27 @@ import torch
 from torch import nn
 
 import fp4dispatch
-from fp4dispatch import capture, compact, dispatch, formats, routes, warmup
+from fp4dispatch import capture, compact, warmup
 from fp4dispatch.backends import w4
-from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints import load_quantized, save_quantized
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.system import System
 from tests import w4_fake
+from tests.hopper import seems_to_be_here
 
 N, K = 96, 208
-HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
 FREED = N * K // 2 + N * K // 16
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     kernels = w4_fake.install(monkeypatch)
-    monkeypatch.setattr(dispatch, "_on", lambda machine, gpu: HOPPER)
-    monkeypatch.setattr(dispatch, "_arch", lambda machine, gpu: HOPPER.arch)
-    monkeypatch.setattr(routes, "_plans", {})
-    dispatch.reset()
-    routes.LayerSpec.parse.cache_clear()
-    yield kernels
-    dispatch.reset()
-    routes.LayerSpec.parse.cache_clear()
+    with seems_to_be_here(monkeypatch):
+        yield kernels
 
 
 def layer(shards=(), static=False, seed=0, **options):
-    torch.manual_seed(seed)
-    q = formats.nvfp4_quantize(torch.randn(N, K))
-    scales = torch.rand(max(len(shards), 1)) + 0.5
-    scale = torch.tensor(0.01) if static else None
-    weights = LinearWeights("nvfp4_gemm", "nvfp4", N, K, q.data, q.sf, scales, shards or (N,), scale)
+    weights = w4_fake.weights(N, K, shards, seed=seed, static=torch.tensor(0.01) if static else None)
     return FP4Linear.from_weights(weights, torch.randn(N).bfloat16(), **options)
 
 
