@@ -52,13 +52,16 @@ constexpr Instance instance() {
           few_tokens_kernel<Used>};
 }
 
-constexpr int64_t kMaxCluster = 8;   // portable
-constexpr double kFilled = 0.7;      // of the multiprocessors that must have a CTA
+constexpr int64_t kMaxCluster = 8;  // portable
+constexpr double kFilled =
+    0.7;  // of the multiprocessors that must have a CTA, if a kernel does not know better
 constexpr int64_t kReserved = 1024;  // bytes of shared memory that a CTA costs beside its own
 constexpr int64_t kFewestStages = 2;
 constexpr int64_t kFewRounds = 4;  // of a ring: no gain from more than the fewest stages
 
-bool filled(int64_t ctas, Machine const& on) { return double(ctas) >= kFilled * double(on.multiprocessors); }
+bool filled(int64_t ctas, Machine const& on, double share = kFilled) {
+  return double(ctas) >= share * double(on.multiprocessors);
+}
 
 // More CTAs than two for each multiprocessor.
 bool many(int64_t ctas, Machine const& on) { return ctas > 2 * on.multiprocessors; }
@@ -74,17 +77,19 @@ int64_t stages_that_fit(Instance const& used, Machine const& on, int64_t needed,
 
 // How a CTA is divided, and what is made of many or few CTAs. split_rounds: more than two for each multiprocessor share a
 // row block in pairs. whole: CTAs that have a multiprocessor each to themselves take all its shared memory. most_stages:
-// no more, though they would fit; 0: as many as fit.
+// no more, though they would fit; 0: as many as fit. filled: of the multiprocessors that must have a CTA before K is not
+// shared out any further.
 struct Division {
   int64_t row_blocks, groups, units;
   bool split_rounds = true, whole = false;
   int64_t most_stages = 0;
+  double filled = kFilled;
 };
 
 // CTAs of a cluster that share out K, so that `tiles` row blocks fill the GPU.
-int64_t cluster_of(int64_t tiles, int64_t most, Machine const& on) {
+int64_t cluster_of(int64_t tiles, int64_t most, Machine const& on, double share = kFilled) {
   int64_t cluster = 1;
-  while (on.clusters && cluster < most && !filled(tiles * cluster, on)) cluster *= 2;
+  while (on.clusters && cluster < most && !filled(tiles * cluster, on, share)) cluster *= 2;
   return cluster;
 }
 
@@ -94,7 +99,7 @@ Plan plan_of(Instance const& used, int64_t row_blocks, int64_t chunks, Machine c
   int64_t const tiles = divide_up(row_blocks, used.row_blocks);
   // With one CTA a multiprocessor not every cluster of 8 finds its place at once.
   int64_t const most = used.resident == 1 ? kMaxCluster / 2 : kMaxCluster;
-  int64_t cluster = cluster_of(tiles, most, on);
+  int64_t cluster = cluster_of(tiles, most, on, wanted.filled);
   // The next CTAs start where one has ended, so halves and short rings leave a shorter tail.
   bool const rounds = wanted.split_rounds && on.clusters && many(tiles, on);
   if (rounds) cluster = 2;
