@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fp4dispatch import dispatch, system
-from fp4dispatch.jit import kernels, proven
+from fp4dispatch.jit import building, kernels, proven
 from fp4dispatch.jit.cache import OWN, PROOF, Cache, digest
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.jit.prove import KernelProof, Proof
@@ -106,7 +106,7 @@ def test_an_entry_of_other_sources_is_not_current(cache, tmp_path, monkeypatch):
 def test_a_build_in_this_process_is_seen(cache, tmp_path, monkeypatch):
     assert proven.proven() == frozenset()
     publish(cache, tmp_path)
-    monkeypatch.setattr(kernels, "_compiled", [*kernels._compiled, ("tiny/one-120f", 1.0)])
+    monkeypatch.setattr(building, "_compiled", [*building._compiled, ("tiny/one-120f", 1.0)])
     assert proven.proven() == SM120
 
 

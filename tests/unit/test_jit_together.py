@@ -11,7 +11,7 @@ import pytest
 
 from fp4dispatch.arch import Arch
 from fp4dispatch.errors import CompileError
-from fp4dispatch.jit import kernels
+from fp4dispatch.jit import building, kernels
 from fp4dispatch.jit.manifest import Catalog
 from tests.jit_cases import MANIFEST, Fake, fake_toolchain, tiny_catalog
 
@@ -33,7 +33,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     (tmp_path / "cutlass" / "tools" / "util" / "include").mkdir(parents=True)
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "cutlass"))
     monkeypatch.setattr(kernels, "_asked", set())
-    monkeypatch.setattr(kernels, "_compiled", [])
+    monkeypatch.setattr(building, "_compiled", [])
     return made
 
 
@@ -47,8 +47,8 @@ EVERY = [(kernel, variant) for kernel in ("tiny", "large") for variant in ("one"
 
 def test_with_and_without_cutlass_compile_side_by_side(fake: Fake, catalog: Catalog, monkeypatch) -> None:
     runs = []
-    real = kernels.compile_jobs
-    monkeypatch.setattr(kernels, "compile_jobs", lambda *a, **k: runs.append(len(a[0])) or real(*a, **k))
+    real = building.compile_jobs
+    monkeypatch.setattr(building, "compile_jobs", lambda *a, **k: runs.append(len(a[0])) or real(*a, **k))
     fake.set_seconds(0.4)
     kernels.build_together([*EVERY, EVERY[0]], ARCH, catalog=catalog)
     assert runs == [4]
