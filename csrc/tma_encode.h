@@ -1,8 +1,15 @@
-// TMA descriptors without a look-up by name for each: CUTLASS asks the driver for cuTensorMapEncodeTiled every time
-// that it makes one, three or four times a launch. It says so as a function template of the types of its arguments;
-// this is the specialisation for those that cute/atom/copy_traits_sm90_tma.hpp passes.
+// TMA descriptors that were made before are not made again: CUTLASS makes three or four at each launch, looks up the
+// driver's function by name for each, and asks for the driver's version. It says the first as a function template of
+// the types of its arguments; this is the specialisation for those that cute/atom/copy_traits_sm90_tma.hpp passes.
+// Include it before CUTLASS, or its version is asked for each time (cute::cudaDriverGetVersion, below).
 // tests/compile/test_host_calls.py counts what a launch calls.
 #pragma once
+
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <type_traits>
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -41,7 +48,73 @@ inline EncodeTiled encode_tiled() {
   return found;
 }
 
+// All that goes into a descriptor, so that equal keys have equal descriptors, whatever the memory holds or belongs to
+// by then: a descriptor knows an address, not an allocation, and no device.
+struct MapKey {
+  static constexpr int kRank = 5;
+  uint64_t address = 0, sizes[kRank]{}, strides[kRank - 1]{};
+  uint32_t box[kRank]{}, box_strides[kRank]{};
+  int32_t type = 0, rank = 0, interleave = 0, swizzle = 0, promotion = 0, fill = 0;
+
+  bool operator==(MapKey const& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
+
+  size_t slot(size_t slots) const {
+    uint64_t mixed = address;
+    for (int i = 0; i < 2; ++i) {
+      mixed = (mixed ^ sizes[i]) * 0x9e3779b97f4a7c15u;
+      mixed ^= mixed >> 32;
+    }
+    return mixed % slots;
+  }
+};
+static_assert(std::has_unique_object_representations_v<MapKey>, "compared by its bytes");
+
+// The descriptors of a thread and a kernel library. One slot for each key, the last one has it: weights keep theirs
+// while a model runs, and outputs and scratch memory come back to the same addresses. 320 KB, taken when first used.
+class MapCache {
+ public:
+  static MapCache& of_thread() {
+    thread_local std::unique_ptr<MapCache> const made(new MapCache);
+    return *made;
+  }
+
+  template <class Encode>
+  CUresult find(MapKey const& key, CUtensorMap* map, Encode&& encode) {
+    Slot& slot = slots_[key.slot(slots_.size())];
+    if (!(slot.key == key)) {
+      slot.key.rank = 0;  // none has it: nothing is found here should the driver refuse
+      if (CUresult const error = encode(&slot.map); error != CUDA_SUCCESS) return error;
+      slot.key = key;
+    }
+    *map = slot.map;
+    return CUDA_SUCCESS;
+  }
+
+ private:
+  struct Slot {
+    CUtensorMap map;
+    MapKey key;
+  };
+  std::array<Slot, 1024> slots_;
+};
+
 }  // namespace fp4d
+
+namespace cute {
+
+// CUTLASS asks for each descriptor, unqualified and from this namespace: found here instead, asked once a process.
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  static std::atomic<int> known{0};
+  *version = known.load(std::memory_order_relaxed);
+  if (*version != 0) return cudaSuccess;
+  cudaError_t const error = ::cudaDriverGetVersion(version);
+  if (error != cudaSuccess)  // CUTLASS would go on with an older driver's workaround
+    TVM_FFI_THROW(RuntimeError) << "cudaDriverGetVersion failed with CUDA error " << int(error);
+  known.store(*version, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+}  // namespace cute
 
 namespace cutlass {
 
@@ -53,10 +126,22 @@ inline CUresult call_cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataTyp
                                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
                                             CUtensorMapFloatOOBfill fill) {
   static_assert(sizeof(uint64_t) == sizeof(cuuint64_t) && sizeof(uint32_t) == sizeof(cuuint32_t));
-  CUresult const error = fp4d::encode_tiled()(
-      map, type, static_cast<cuuint32_t>(rank), address, reinterpret_cast<cuuint64_t const*>(sizes),
-      reinterpret_cast<cuuint64_t const*>(strides), reinterpret_cast<cuuint32_t const*>(box),
-      reinterpret_cast<cuuint32_t const*>(box_strides), interleave, swizzle, promotion, fill);
+  if (rank < 1 || rank > fp4d::MapKey::kRank)
+    TVM_FFI_THROW(ValueError) << "a tensor of rank " << rank << ", needed 1 to " << fp4d::MapKey::kRank;
+  fp4d::MapKey key;
+  key.address = reinterpret_cast<uint64_t>(address);
+  std::memcpy(key.sizes, sizes, rank * sizeof *sizes);
+  std::memcpy(key.strides, strides, (rank - 1) * sizeof *strides);
+  std::memcpy(key.box, box, rank * sizeof *box);
+  std::memcpy(key.box_strides, box_strides, rank * sizeof *box_strides);
+  key.type = type, key.rank = rank, key.interleave = interleave, key.swizzle = swizzle;
+  key.promotion = promotion, key.fill = fill;
+  CUresult const error = fp4d::MapCache::of_thread().find(key, map, [&](CUtensorMap* made) {
+    return fp4d::encode_tiled()(
+        made, type, static_cast<cuuint32_t>(rank), address, reinterpret_cast<cuuint64_t const*>(sizes),
+        reinterpret_cast<cuuint64_t const*>(strides), reinterpret_cast<cuuint32_t const*>(box),
+        reinterpret_cast<cuuint32_t const*>(box_strides), interleave, swizzle, promotion, fill);
+  });
   if (error != CUDA_SUCCESS)
     TVM_FFI_THROW(RuntimeError) << "cuTensorMapEncodeTiled failed with CUDA driver error " << int(error)
                                 << " for a tensor of rank " << rank << " at " << address
