@@ -15,6 +15,9 @@
 //     a_scale   f32 [M, ceil(K/128)], strides (1, s), s >= M and s % 4 == 0, 16-byte aligned: TMA loads it,
 //               so M is the contiguous dimension (torch.empty(ceil(K/128), round_up(M, 4)).t()[:M])
 //     b_scale   f32 [ceil(N/128), ceil(K/128)], contiguous: as checkpoints store weight_scale_inv
+//   fp8_quantize_gemm(quantize, x, a, b, a_scale, b_scale, bias, d, quantize_pdl, enable_pdl)
+//     quantize(x, a, a_scale, quantize_pdl), a function of csrc/fp8_quantize.cu, and then fp8_gemm, in one call from
+//     Python, which costs the host more than either; of a wrong argument neither is launched
 //   workspace_size(m, n, k) -> bytes
 //   shared_memory_bytes() -> dynamic shared memory of a block
 //
@@ -31,6 +34,9 @@
 
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
+#include <tvm/ffi/function.h>
+
+#include "tma_encode.h"
 
 #include "cutlass/cutlass.h"
 #include "cutlass/detail/blockwise_scale_layout.hpp"
@@ -187,13 +193,12 @@ inline void check_vector_scales(TensorView a_scale, TensorView b_scale, Problem 
 }
 
 Problem check(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Optional<TensorView> bias,
-              TensorView d, TensorView workspace) {
+              TensorView d) {
   check_dtype({"a", a}, {kE4M3});
   check_dtype({"b", b}, {kE4M3});
   check_dtype({"a_scale", a_scale}, {kF32});
   check_dtype({"b_scale", b_scale}, {kF32});
   check_dtype({"d", d}, {kOut});
-  check_dtype({"workspace", workspace}, {kU8});
   check_ndim({"a", a}, 2);
   check_ndim({"b", b}, 2);
   check_ndim({"d", d}, 2);
@@ -273,18 +278,9 @@ void set_epilogue(Arguments& thread, TensorView a_scale, TensorView b_scale, Opt
   }
 }
 
-void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Optional<TensorView> bias,
-         TensorView d, TensorView workspace, bool enable_pdl) {
-  Problem const p = check(a, b, a_scale, b_scale, bias, d, workspace);
-  int const device = check_one_cuda_device({{"a", a},
-                                            {"b", b},
-                                            {"a_scale", a_scale},
-                                            {"b_scale", b_scale},
-                                            {"bias", bias.has_value() ? *bias : a},
-                                            {"d", d},
-                                            {"workspace", workspace}});
-  if (p.m == 0) return;
-
+// Of operands that were checked, on their device.
+void multiply(Problem p, int device, TensorView a, TensorView b, TensorView a_scale, TensorView b_scale,
+              Optional<TensorView> bias, TensorView d, bool enable_pdl) {
   tvm::ffi::CUDADeviceGuard guard(device);
   typename Gemm::Arguments args{};
   args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
@@ -304,6 +300,35 @@ void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Opt
   launch<Gemm>(args, nullptr, device, stream, enable_pdl);
 }
 
+void run(TensorView a, TensorView b, TensorView a_scale, TensorView b_scale, Optional<TensorView> bias,
+         TensorView d, TensorView workspace, bool enable_pdl) {
+  check_dtype({"workspace", workspace}, {kU8});
+  Problem const p = check(a, b, a_scale, b_scale, bias, d);
+  int const device = check_one_cuda_device({{"a", a},
+                                            {"b", b},
+                                            {"a_scale", a_scale},
+                                            {"b_scale", b_scale},
+                                            {"bias", bias.has_value() ? *bias : a},
+                                            {"d", d},
+                                            {"workspace", workspace}});
+  if (p.m != 0) multiply(p, device, a, b, a_scale, b_scale, bias, d, enable_pdl);
+}
+
+void quantize_and_run(tvm::ffi::Function quantize, TensorView x, TensorView a, TensorView b,
+                      TensorView a_scale, TensorView b_scale, Optional<TensorView> bias, TensorView d,
+                      bool quantize_pdl, bool enable_pdl) {
+  Problem const p = check(a, b, a_scale, b_scale, bias, d);
+  int const device = check_one_cuda_device({{"a", a},
+                                            {"b", b},
+                                            {"a_scale", a_scale},
+                                            {"b_scale", b_scale},
+                                            {"bias", bias.has_value() ? *bias : a},
+                                            {"d", d}});
+  if (p.m == 0) return;
+  quantize(x, a, a_scale, quantize_pdl);
+  multiply(p, device, a, b, a_scale, b_scale, bias, d, enable_pdl);
+}
+
 // The data-parallel scheduler needs none.
 int64_t workspace_size(int64_t, int64_t, int64_t) { return 0; }
 
@@ -312,5 +337,6 @@ int64_t shared_memory_bytes() { return Kernel::SharedStorageSize; }
 }  // namespace fp4d
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_gemm, fp4d::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quantize_gemm, fp4d::quantize_and_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(workspace_size, fp4d::workspace_size);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(shared_memory_bytes, fp4d::shared_memory_bytes);

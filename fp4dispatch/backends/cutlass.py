@@ -25,6 +25,9 @@ from fp4dispatch.system import System
 
 _N_MULTIPLE = 8  # TMA rows of D are multiples of 16 bytes
 _K_MULTIPLE = {"nvfp4_gemm": 32, "fp8_gemm": 16}  # likewise of A and B
+_AT_ONCE = ("fp8_gemm_sm90",)
+"""Kernels whose module has ``fp8_quantize_gemm``, which calls the quantiser too: a call through Python less."""
+
 _QUANTIZER: dict[Op, str] = {"nvfp4_gemm": "nvfp4_quantize", "fp8_gemm": "fp8_quantize"}
 
 
@@ -42,9 +45,10 @@ class _Layout(NamedTuple):
 class _State(NamedTuple):
     """All that a plan knows.
 
-    ``launch`` quantises and multiplies, with ``gemm`` and ``quantize``; each with PDL where its binary's proof and the
-    setting allow it. ``scratch``: quantised activation, its scales unless they are static, workspace. ``fits``: nothing
-    is padded, so that operands may be launched on as they come.
+    ``launch`` quantises and multiplies, with ``gemm`` and ``quantize``, or with ``at_once``, which calls ``quantize``
+    and needs no workspace; each with PDL where its binary's proof and the setting allow it. ``scratch``: quantised
+    activation, its scales unless they are static, workspace. ``fits``: nothing is padded, so that operands may be
+    launched on as they come.
     """
 
     m: int
@@ -55,6 +59,7 @@ class _State(NamedTuple):
     gemm_pdl: bool
     quantize: Callable[..., None]
     quantize_pdl: bool
+    at_once: Callable[..., None] | None
     workspace: Part
     scratch: Scratch
 
@@ -110,7 +115,7 @@ class CutlassBackend(Backend):
             )
         gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
         quantize = jit.load(_QUANTIZER[problem.op], "any", arch)
-        return Plan(self.name, problem, _state(problem, _Layout(*prepared.layout), device, gemm, quantize))
+        return Plan(self.name, problem, _state(problem, _Layout(*prepared.layout), device, tile.kernel, gemm, quantize))
 
     def run(
         self,
@@ -170,13 +175,14 @@ def _gpu(device: torch.device) -> tuple[Arch, int]:
 
 
 def _state(
-    problem: Problem, layout: _Layout, device: torch.device, gemm: LoadedKernel, quantize: LoadedKernel
+    problem: Problem, layout: _Layout, device: torch.device, name: str, gemm: LoadedKernel, quantize: LoadedKernel
 ) -> _State:
     """Return what a plan of loaded kernels knows."""
     m, pdl = problem.m, settings.pdl != "off"
     workspace = Part((gemm.module.workspace_size(m, layout.np, layout.kp),), torch.uint8)
     view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple
-    launch, function = _launch_fp8, quantize.module
+    at_once = gemm.module.fp8_quantize_gemm if name in _AT_ONCE else None
+    launch, function = _launch_fp8 if at_once is None else _launch_fp8_at_once, quantize.module
     parts = [Part((m, layout.kp), torch.float8_e4m3fn)]
     if problem.op == "nvfp4_gemm":
         launch, function = _launch_nvfp4, function.nvfp4_quantize
@@ -187,7 +193,8 @@ def _state(
         parts.append(Part(_columns(m, layout.kp), torch.float32))
         view = _transposed(m)
     elif layout.has_input_scale:
-        launch, function = _launch_fp8_static, function.fp8_quantize_tensor
+        launch = _launch_fp8_static if at_once is None else _launch_fp8_static_at_once
+        function = function.fp8_quantize_tensor
     else:
         function = function.fp8_quantize_row
         parts.append(Part((m,), torch.float32))
@@ -200,6 +207,7 @@ def _state(
         pdl and gemm.pdl_allowed,
         function,
         pdl and quantize.pdl_allowed,
+        at_once,
         workspace,
         Scratch(device, [*parts, workspace], view),
     )
@@ -228,6 +236,20 @@ def _launch_fp8_static(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Ten
     scale = tensors[2]
     s.quantize(x, q, scale, s.quantize_pdl)
     s.gemm(q, tensors[0], scale, tensors[1], bias, d, workspace, s.gemm_pdl)
+
+
+def _launch_fp8_at_once(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    assert s.at_once is not None
+    q, scale, _ = s.scratch()
+    s.at_once(s.quantize, x, q, tensors[0], scale, tensors[1], bias, d, s.quantize_pdl, s.gemm_pdl)
+
+
+def _launch_fp8_static_at_once(
+    s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None
+) -> None:
+    assert s.at_once is not None
+    q, _ = s.scratch()
+    s.at_once(s.quantize, x, q, tensors[0], tensors[2], tensors[1], bias, d, s.quantize_pdl, s.gemm_pdl)
 
 
 def _launch_nvfp4(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:

@@ -3,9 +3,12 @@
     python host_calls.py RUNTIME LIBRARY FUNCTION < arguments.json
 
 ``RUNTIME`` stands in for the CUDA runtime (cuda_calls.c), which ``LIBRARY`` is not linked with. Arguments are tensors
-``[dlpack code, bits, shape, strides]``, None or plain values; steps are ``[device of the tensors, call that fails]``,
-and launch once each. Prints JSON: for each step the calls by name, the device that is current after it, and the error.
-torch stays out: one with CUDA would bring the true runtime.
+``[dlpack code, bits, shape, strides]``, None, plain values, or functions of other libraries, ``{"library": path,
+"function": name}``. Steps are ``[device of the tensors, call that fails, arguments that replace others, by index, run
+in a thread of its own]``, and launch once each. A tensor's address hangs on its index, unless it stands behind the
+strides. Prints JSON: for each step the calls by name, the device that is current after it, the error, and the TMA
+descriptors of the launch, ``[address, sizes, sizes, whether CUTLASS changed it]``, zeros after the last. torch stays
+out: one with CUDA would bring the true runtime.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 sys.modules["torch"] = None  # type: ignore[assignment]
@@ -22,6 +26,7 @@ import tvm_ffi  # noqa: E402
 CUDA = 2
 ADDRESS = 1 << 44
 """Never read: no kernel runs."""
+MAPS = 4
 
 
 class _Tensor(ctypes.Structure):
@@ -64,29 +69,41 @@ def main(runtime: str, library: str, function: str) -> None:
     """Do the steps."""
     fake = ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     fake.counted_name.restype, fake.counted_calls.restype = ctypes.c_char_p, ctypes.c_long
+    fake.launched_map.restype = ctypes.c_uint64
     launch = getattr(tvm_ffi.load_module(library), function)
     given = json.load(sys.stdin)
     keep, rows = [], []
-    for device, failing in given["steps"]:
+    for device, failing, replaced, threaded in given["steps"]:
         arguments = []
-        for argument in given["arguments"]:
+        for i, argument in enumerate(given["arguments"]):
+            argument = replaced.get(str(i), argument)
             if isinstance(argument, list):
-                keep.append(OnGpu(*argument, device))
+                address = [ADDRESS + (i << 32)][len(argument) - 4 :]
+                keep.append(OnGpu(*argument[:4], device, *argument[4:], *address))
                 argument = tvm_ffi.from_dlpack(keep[-1])
+            elif isinstance(argument, dict):
+                argument = getattr(tvm_ffi.load_module(argument["library"]), argument["function"])
             arguments.append(argument)
         fake.fail_with(failing.encode(), 1)
         fake.counts_reset()
-        error = ""
-        try:
-            launch(*arguments)
-        except RuntimeError as raised:
-            error = str(raised)
+        with ThreadPoolExecutor(1) as pool:
+            raised = pool.submit(launch, *arguments).exception() if threaded else _raised(launch, arguments)
         calls = {}
         i = 0
         while name := fake.counted_name(i):
             calls[name.decode()], i = fake.counted_calls(i), i + 1
-        rows.append({"calls": calls, "error": error, "current": fake.current_device()})
+        rows.append({"calls": calls, "error": str(raised or ""), "current": fake.current_device()})
+        words = [[fake.launched_map(i, word) for word in (2, 3, 4, 1)] for i in range(MAPS)]
+        rows[-1]["maps"] = [[*of, bool(of[0]) and bits != (1 << 64) - 1] for *of, bits in words]
     print(json.dumps(rows))
+
+
+def _raised(launch: Any, arguments: list[Any]) -> Exception | None:
+    try:
+        launch(*arguments)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return error
+    return None
 
 
 if __name__ == "__main__":

@@ -194,3 +194,23 @@ def test_tile_check_sees_one_wrong_element():
     problem.d[199, 263] += problem.d.abs().max()
     with pytest.raises(AssertionError, match="1 of 6 tiles wrong"):
         problem.check()
+
+
+@pytest.mark.parametrize("variant", ["row_bf16_swap_64x16", "row_bf16_128x128", "block_bf16_128x128"])
+def test_memory_that_is_used_again_is_described_again(variant):
+    """Descriptors are kept by what they describe: other operands at the same addresses, and the first ones again."""
+    memory = {"a": torch.float8_e4m3fn, "b": torch.float8_e4m3fn, "d": torch.bfloat16}
+    memory = {name: torch.empty(1 << 20, device="cuda", dtype=dtype) for name, dtype in memory.items()}
+    for seed in range(3):
+        for m, n, k in ((64, 512, 256), (128, 512, 256), (64, 256, 512), (4, 1024, 128), (64, 512, 256)):
+            subject = Problem(variant, m, n, k, bias=True, seed=seed)
+            want = subject.run()
+            moved = {
+                name: memory[name][: size.numel()].view(size)
+                for name, size in (("a", subject.a.shape), ("b", subject.b.shape), ("d", subject.d.shape))
+            }
+            moved["a"].copy_(subject.a)
+            moved["b"].copy_(subject.b)
+            moved["d"].fill_(torch.nan)
+            subject.run(**moved)
+            assert torch.equal(moved["d"], want), f"{m}x{n}x{k}"

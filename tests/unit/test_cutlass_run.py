@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ class Gemm:
     """Multiplies as its namesakes in csrc/ do, and checks what TMA needs; remembers the addresses of its scratch."""
 
     def __init__(self, workspace=48):
-        self.workspace, self.calls = workspace, []
+        self.workspace, self.calls, self.at_once = workspace, [], 0
 
     def workspace_size(self, m, n, k):
         return self.workspace
@@ -47,6 +48,12 @@ class Gemm:
             left = a.float() * a_scale.reshape(-1, 1)
             right = b.float() * b_scale.reshape(-1, 1)
         self._store(left, right, bias, d)
+
+    def fp8_quantize_gemm(self, quantize, x, a, b, a_scale, b_scale, bias, d, quantize_pdl, pdl):
+        self.at_once += 1
+        assert quantize_pdl
+        quantize(x, a, a_scale, quantize_pdl)
+        self.fp8_gemm(a, b, a_scale, b_scale, bias, d, torch.empty(self.workspace, dtype=torch.uint8), pdl)
 
     def nvfp4_gemm(self, a, b, a_sf, b_sf, alpha, bias, d, workspace, pdl):
         self._aligned(a, b, d)
@@ -138,7 +145,9 @@ SIZES = [(64, 128), (72, 272), (100, 48), (60, 200)]  # the last two are padded
 @pytest.mark.parametrize("m", [1, 5, 130])
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block128", "nvfp4"])
-def test_it_computes_what_the_reference_does(gemm, scaling, n, k, m, static, bias):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_it_computes_what_the_reference_does(gemm, at_once, scaling, n, k, m, static, bias, monkeypatch):
+    monkeypatch.setattr(cutlass, "_AT_ONCE", ("gemm",) if at_once else ())
     if (scaling == "block128" and static) or (scaling == "nvfp4" and k % 16):
         pytest.skip("no such layer")
     w = weights(scaling, n, k, torch.tensor(0.01) if static else None)
@@ -151,6 +160,15 @@ def test_it_computes_what_the_reference_does(gemm, scaling, n, k, m, static, bia
         backend.run(plan, prepared, x, out, values)
         torch.testing.assert_close(out, expected(w, x, values, m), rtol=0.02, atol=0.02)
     assert all(not pdl for *_, pdl in gemm.calls)  # the GEMM is not proven here, the quantiser is
+    assert gemm.at_once == (2 if at_once and scaling != "nvfp4" else 0)
+    assert len(gemm.calls) == 2
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "csrc").glob("fp8_gemm_sm*.cu")), ids=lambda f: f.stem
+)
+def test_one_call_does_both_where_the_kernel_has_it(file):
+    assert (file.stem in cutlass._AT_ONCE) == ("FUNC(fp8_quantize_gemm," in file.read_text())
 
 
 def test_operands_that_kernels_cannot_read_are_copied(gemm):
