@@ -134,6 +134,7 @@ def _canary(op: Op, scaling: Scaling, activation: Activation, shape: Shape, draw
         shape.out_dtype,
         shape.bias,
         sf_layout="128x4" if shape.raw and op == "nvfp4_gemm" else None,
+        raw=shape.raw,
     )
     make = _Maker(problem, shape, draw)
     static = make.static_scale()

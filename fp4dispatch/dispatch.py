@@ -163,7 +163,7 @@ def explain(
         the question is about this machine.
     proven
         Whether the built kernels for this op and arch are proven: all, or those of these names (``nvfp4_gemm`` is
-        cutlass's, ``w4_gemm`` that of w4a16 and w4a8, ``w8_gemm`` that of w8a16).
+        cutlass's, ``w4_gemm`` that of w4a16 and w4a8, ``w8_gemm`` that of w8a16 and w8a8).
     quarantined
         Backends that failed the self-check there.
     backend

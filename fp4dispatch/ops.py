@@ -319,6 +319,7 @@ def _gemm(
         OUT_DTYPE[out.dtype],
         bias is not None,
         sf_layout=sf_layout,
+        raw=True,
     )
     decision = dispatch.select(problem, backend=name, gpu=routes.gpu_of(out.device))
     backend = dispatch.instance(str(decision.backend))

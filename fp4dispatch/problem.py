@@ -49,6 +49,8 @@ class Problem:
         captures pieces with a live token count may only promise 0.
     sf_layout
         Layout of the block scales as handed in; None where the backend's own ``prepare`` decides.
+    raw
+        Whether A comes quantised already, as raw operators take it; layers hand in floating-point activations.
     """
 
     op: Op
@@ -62,6 +64,7 @@ class Problem:
     capture: CaptureMode = "none"
     m_min: int = 1
     sf_layout: SfLayout | None = None
+    raw: bool = False
 
     def __post_init__(self) -> None:
         _one_of("op", self.op, OPS)

@@ -33,6 +33,7 @@ BUILTINS: dict[str, str] = {
     "w4a8": "fp4dispatch.backends.w4:W4A8Backend",
     "w4a8_expanded": "fp4dispatch.backends.w4a8_expanded:W4A8ExpandedBackend",
     "w8a16": "fp4dispatch.backends.w8a16:W8A16Backend",
+    "w8a8": "fp4dispatch.backends.w8a8:W8A8Backend",
     "flashinfer_cudnn": "fp4dispatch.backends.flashinfer:FlashInferCudnnBackend",
     "flashinfer_cutlass": "fp4dispatch.backends.flashinfer:FlashInferCutlassBackend",
     "flashinfer_trtllm": "fp4dispatch.backends.flashinfer:FlashInferTrtllmBackend",

@@ -84,6 +84,7 @@ class Case:
             self.out_dtype,
             self.bias,
             sf_layout=raw or None,
+            raw=bool(self.raw),
         )
 
 

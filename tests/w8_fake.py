@@ -1,6 +1,8 @@
-"""The kernel of w8a16 in torch, on any device: what the backend launches where there is no GPU.
+"""The kernels of w8a16 and w8a8 in torch, on any device: what the backends launch where there is no GPU.
 
-It has the signature of its CUDA namesake, refuses what that refuses, and reads NaN among the weights as a number.
+Each has the signature of its CUDA namesake and refuses what that refuses. ``w8a16_small`` reads NaN among the weights
+as a number; ``w8a8_small`` makes its numbers from the packed bytes alone, so packing, padding, scales, bias and slicing
+are all under test.
 """
 
 from __future__ import annotations
@@ -9,11 +11,65 @@ from types import SimpleNamespace
 
 import torch
 
+from fp4dispatch import capture, formats
 from fp4dispatch.arch import Arch
-from fp4dispatch.backends import w8a16
+from fp4dispatch.backends import scratch, w8a8, w8a16
 from fp4dispatch.jit.manifest import installed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+E4M3 = torch.float8_e4m3fn
+TOKEN, COLUMN = torch.arange(8).view(8, 1), torch.arange(8).view(1, 8)
+
+
+def pack_activation(q):
+    """e4m3 [M, K] -> what w8a8_small multiplies, uint8 [ceil(K/128), ceil(M/8), 1024]: csrc/w4_activations.cu."""
+    (m, k), (columns, blocks) = q.shape, (-(-q.shape[1] // 128), -(-q.shape[0] // 8))
+    padded = torch.zeros(blocks * 8, columns * 128, dtype=torch.uint8, device=q.device)
+    padded[:m, :k] = q.view(torch.uint8)
+    tiles = padded.view(blocks, 8, columns, 8, 16).permute(2, 0, 1, 3, 4)
+    return tiles[:, :, TOKEN, COLUMN ^ TOKEN].reshape(columns, blocks, 1024)
+
+
+def unpack_activation(packed, m, k):
+    """The inverse, to e4m3 [m, k]."""
+    columns, blocks, _ = packed.shape
+    assert (columns, blocks) == (-(-k // 128), -(-m // 8))
+    tiles = packed.view(columns, blocks, 8, 8, 16)[:, :, TOKEN, COLUMN ^ TOKEN]
+    return tiles.permute(1, 2, 0, 3, 4).reshape(blocks * 8, columns * 128)[:m, :k].contiguous().view(E4M3)
+
+
+def check_rows(x):
+    """What every kernel asks of a 16-bit activation."""
+    assert x.dtype in DTYPES.values()
+    assert x.shape[0] >= 1
+    assert x.shape[1] % 16 == 0
+    assert x.stride(1) == 1
+    assert x.stride(0) % 8 == 0
+    assert x.data_ptr() % 16 == 0
+
+
+def check_weight(w, alpha, bias, out, k):
+    """What both GEMMs ask of the rest."""
+    n = out.shape[1]
+    assert k % 16 == n % 8 == 0
+    assert w.dtype == E4M3
+    assert w.shape[1] == k
+    assert n - 8 < w.shape[0] <= n
+    assert alpha.dtype == torch.float32
+    assert alpha.numel() in (1, n)
+    assert bias is None or (tuple(bias.shape) == (n,) and bias.dtype == out.dtype)
+    for operand in (w, alpha, out, *([] if bias is None else [bias])):
+        assert operand.is_contiguous()
+    for operand in (w, out):
+        assert operand.data_ptr() % 16 == 0
+
+
+def finish(x, weight, alpha, bias, out):
+    """Rows that the weight lacks are zeros."""
+    sums = x.new_zeros(out.shape, dtype=torch.float32)
+    sums[:, : weight.shape[0]] = x @ weight.t()
+    result = sums * alpha
+    out.copy_(result if bias is None else result + bias.float())
 
 
 class Kernels:
@@ -27,41 +83,75 @@ class Kernels:
         catalog = installed()
         assert catalog.target_for(catalog.kernel(kernel), arch) is not None
         self.loaded.append((kernel, build))
-        dtype = DTYPES[build]
+        made = {"w8a16_small": self.unquantised, "w8a8_small": self.quantised, "w4_activations": self.quantizers}
+        return SimpleNamespace(module=made[kernel](build), pdl_allowed=self.pdl_allowed)
 
+    def unquantised(self, build):
         def w8a16_small(x, w, alpha, bias, out, enable_pdl):
-            (m, k), n = x.shape, out.shape[1]
-            assert (x.dtype, out.dtype) == (dtype, dtype)
-            assert m >= 1
+            m, k = x.shape
+            assert x.dtype == out.dtype == DTYPES[build]
             assert m == out.shape[0]
-            assert k % 16 == n % 8 == 0
-            assert x.stride(1) == 1
-            assert x.stride(0) % 8 == 0
-            assert w.dtype == torch.float8_e4m3fn
-            assert w.shape[1] == k
-            assert n - 8 < w.shape[0] <= n
-            assert alpha.dtype == torch.float32
-            assert alpha.numel() in (1, n)
-            assert bias is None or (tuple(bias.shape) == (n,) and bias.dtype == dtype)
-            for operand in (w, alpha, out, *([] if bias is None else [bias])):
-                assert operand.is_contiguous()
-            for operand in (x, w, out):
-                assert operand.data_ptr() % 16 == 0
+            check_rows(x)
+            check_weight(w, alpha, bias, out, k)
             weight = w.float()
-            codes = w.view(torch.uint8)
-            weight[codes & 0x7F == 0x7F] = 480.0
-            sums = x.new_zeros(m, n, dtype=torch.float32)
-            sums[:, : w.shape[0]] = x.float() @ weight.t()
-            result = sums * alpha
-            out.copy_(result if bias is None else result + bias.float())
-            self.launched.append((kernel, m, n, k, enable_pdl))
+            weight[w.view(torch.uint8) & 0x7F == 0x7F] = 480.0
+            finish(x.float(), weight, alpha, bias, out)
+            self.launched.append(("w8a16_small", m, out.shape[1], k, enable_pdl))
 
-        return SimpleNamespace(module=SimpleNamespace(w8a16_small=w8a16_small), pdl_allowed=self.pdl_allowed)
+        return SimpleNamespace(w8a16_small=w8a16_small)
+
+    def quantised(self, build):
+        def w8a8_small(x_packed, x_scale, w, alpha, bias, out, enable_pdl):
+            (m, n), k = out.shape, w.shape[1]
+            assert m >= 1
+            assert out.dtype == DTYPES[build]
+            assert x_packed.dtype == torch.uint8
+            assert x_packed.shape[2] == 1024
+            assert x_scale.dtype == torch.float32
+            assert x_scale.numel() in (1, m)
+            for operand in (x_packed, x_scale):
+                assert operand.is_contiguous()
+            assert x_packed.data_ptr() % 16 == 0
+            check_weight(w, alpha, bias, out, k)
+            x = unpack_activation(x_packed, m, k).float() * x_scale.reshape(-1, 1)
+            finish(x, w.float(), alpha, bias, out)
+            self.launched.append(("w8a8_small", m, n, k, enable_pdl))
+
+        return SimpleNamespace(w8a8_small=w8a8_small)
+
+    def quantizers(self, build):
+        assert build == "any"
+
+        def fill(name, x, packed, q, enable_pdl):
+            values = pack_activation(q)
+            assert (packed.dtype, packed.shape) == (torch.uint8, values.shape)
+            assert packed.is_contiguous()
+            assert packed.data_ptr() % 16 == 0
+            packed.copy_(values)
+            self.launched.append((name, *x.shape, enable_pdl))
+
+        def w8_quantize_row(x, packed, scale, enable_pdl):
+            check_rows(x)
+            assert (scale.dtype, tuple(scale.shape), scale.is_contiguous()) == (torch.float32, (x.shape[0],), True)
+            q = formats.fp8_quantize(x, "row")
+            scale.copy_(q.scale)
+            fill("w8_quantize_row", x, packed, q.data, enable_pdl)
+
+        def w8_quantize_tensor(x, packed, scale, enable_pdl):
+            check_rows(x)
+            assert (scale.dtype, scale.numel()) == (torch.float32, 1)
+            fill("w8_quantize_tensor", x, packed, formats.fp8_quantize(x, "tensor", scale[0]).data, enable_pdl)
+
+        return SimpleNamespace(w8_quantize_row=w8_quantize_row, w8_quantize_tensor=w8_quantize_tensor)
 
 
 def install(monkeypatch, capability="9.0", **options):
-    """Let the backend plan as on a GPU and launch this; returns the record."""
+    """Let both backends plan as on a GPU and launch these; returns the record."""
     kernels = Kernels(**options)
-    monkeypatch.setattr(w8a16.jit, "load", kernels.load)
-    monkeypatch.setattr(w8a16, "_arch_of", lambda device: Arch.parse(capability))
+    for module in (w8a16, w8a8):
+        monkeypatch.setattr(module.jit, "load", kernels.load)
+        monkeypatch.setattr(module, "_arch_of", lambda device: Arch.parse(capability))
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
+    monkeypatch.setattr(scratch, "_stream", lambda index: 7)
+    monkeypatch.setattr(scratch, "_arenas", {})
     return kernels

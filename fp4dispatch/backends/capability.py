@@ -89,19 +89,6 @@ def check(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
     return (*reasons, *_versions(record, problem, system))
 
 
-def check_weight_only(backend: str, problem: Problem, system: System) -> tuple[Reason, ...]:
-    """As :func:`check`, for a backend of NVFP4 weights that takes 16-bit activations, not quantised ones."""
-    reasons = check(backend, problem, system)
-    if problem.sf_layout is None:
-        return reasons
-    raw = Reason(
-        "LAYOUT",
-        f"operands are quantised already (raw operator, b_sf {problem.sf_layout}), needs 16-bit activations",
-        "FP4Linear, or a backend that multiplies NVFP4 by NVFP4",
-    )
-    return (*reasons, raw)
-
-
 def quarantined(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
     """Return the reason against a backend that failed the self-check of this op on this arch."""
     arch = system.arch.sm if system.arch else ""
@@ -153,10 +140,12 @@ def _formats(record: Capability, scalings: tuple[str, ...], problem: Problem) ->
 
 
 def _operands(record: Capability, problem: Problem) -> tuple[Reason, ...]:
-    """Check what binds raw operands only: layers pad exactly and own their layout."""
-    if problem.sf_layout is None:
-        return ()
+    """Check what binds raw operands only: layers pad exactly, own their layout, and leave quantising to a backend."""
     found = []
+    if not record.raw and (problem.raw or problem.sf_layout is not None):
+        found.append(_quantised_already(problem))
+    if problem.sf_layout is None:
+        return tuple(found)
     for size, value, multiple in (("N", problem.n, record.n_multiple), ("K", problem.k, record.k_multiple)):
         if value % multiple:
             found.append(
@@ -175,6 +164,16 @@ def _operands(record: Capability, problem: Problem) -> tuple[Reason, ...]:
             )
         )
     return tuple(found)
+
+
+def _quantised_already(problem: Problem) -> Reason:
+    scales = f", b_sf {problem.sf_layout}" if problem.sf_layout else ""
+    fp4 = problem.op == "nvfp4_gemm"
+    return Reason(
+        "LAYOUT",
+        f"operands are quantised already (raw operator{scales}), needs 16-bit activations",
+        "FP4Linear, or a backend that multiplies NVFP4 by NVFP4" if fp4 else "FP8Linear, or another backend",
+    )
 
 
 def _versions(record: Capability, problem: Problem, system: System) -> tuple[Reason, ...]:

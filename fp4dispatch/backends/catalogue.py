@@ -56,6 +56,7 @@ class Capability:
     proof: bool = False
     requires: tuple[Requirement, ...] = ()
     kernel_op: str = ""
+    raw: bool = True
 
     @property
     def proven_by(self) -> str:
@@ -183,7 +184,7 @@ def _capability(row: dict[str, Any]) -> Capability:
         where,
         row,
         required=("backend", "op", "archs", "activations", "scalings", "out_dtypes", "source", "checked"),
-        optional=("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op"),
+        optional=("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw"),
     )
     source, checked = provenance(where, row)
     for key in ("n_multiple", "k_multiple"):
@@ -209,6 +210,7 @@ def _capability(row: dict[str, Any]) -> Capability:
         proof=row.get("proof", False),
         requires=tuple(_requirement(where, need) for need in row.get("requires", ())),
         kernel_op=row.get("kernel_op", ""),
+        raw=row.get("raw", True),
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp4dispatch import formats, jit
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
-from fp4dispatch.backends.capability import check_weight_only
+from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import Tile, tiles
 from fp4dispatch.backends.folding import FOLD
 from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
@@ -77,7 +77,7 @@ class _W4Backend(Backend):
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""
-        return check_weight_only(self.name, problem, system)
+        return check(self.name, problem, system)
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Name the kernels that a plan will load."""

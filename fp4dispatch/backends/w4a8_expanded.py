@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, Plan, Prepared, QuantizedActivation
-from fp4dispatch.backends.capability import check_weight_only
+from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cublaslt import CublasLtBackend
 from fp4dispatch.backends.cublaslt_weights import prepare
 from fp4dispatch.backends.folding import FOLD, fold_e4m3
@@ -41,7 +41,7 @@ class W4A8ExpandedBackend(CublasLtBackend):
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""
-        return check_weight_only(self.name, problem, system)
+        return check(self.name, problem, system)
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Name the quantiser that a plan will load."""

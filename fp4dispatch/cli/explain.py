@@ -45,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=_names,
         metavar="KERNELS",
         help="the built kernels are proven there: all for this op, or nvfp4_gemm (cutlass), w4_gemm (w4a16, w4a8), "
-        "w8_gemm (w8a16)",
+        "w8_gemm (w8a16, w8a8)",
     )
     parser.add_argument("--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed there")
     parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")

@@ -6,8 +6,8 @@ Regenerate after a change of rules, capabilities or backends, then read the diff
 
 Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
 backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=8 or 16; 4096 for
-``nvfp4-many`` and ``nvfp4-many+copy``, 64 for ``fp8-row-64`` and ``nvfp4-64+copy``. ``+copy``: an FP8 copy of the
-weights is allowed.
+``nvfp4-many`` and ``nvfp4-many+copy``, 64 for ``fp8-row-64``, ``fp8-row-64+raw`` and ``nvfp4-64+copy``. ``+copy``: an
+FP8 copy of the weights is allowed. ``+raw``: the operator on operands that are quantised already.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ PROBLEMS = {
     "fp8-tensor": ("fp8_gemm", "tensor", 16),
     "fp8-row": ("fp8_gemm", "row", 16),
     "fp8-row-64": ("fp8_gemm", "row", 64),
+    "fp8-row-64+raw": ("fp8_gemm", "row", 64),
     "fp8-block128": ("fp8_gemm", "block128", 16),
 }
 CAPTURES = {"none": ("none", 1), "full": ("full", 1), "piecewise": ("piecewise", 1), "piecewise,M>=0": ("piecewise", 0)}
@@ -71,9 +72,9 @@ class Cell:
             proven=[(kernels, self.arch) for kernels in kernel_ops(op)] if PROVEN[self.proven] else [],
             fp8_copy=self.problem.endswith("+copy"),
         )
-        return resolve(
-            Problem(op, m, 4096, 4096, scaling=scaling, capture=capture, m_min=m_min), system, backends, rules=some
-        )
+        raw = self.problem.endswith("+raw")
+        asked = Problem(*(op, m, 4096, 4096, "fp8" if raw else "any", scaling), capture=capture, m_min=m_min, raw=raw)
+        return resolve(asked, system, backends, rules=some)
 
 
 def cells() -> Iterator[Cell]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fp4dispatch import registry
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends.capability import DeclaredBackend
 from fp4dispatch.backends.catalogue import catalogue
@@ -223,21 +224,31 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
 def test_fp8_on_sm_90_goes_to_cublaslt_from_65_tokens_on():
     for scaling in ("tensor", "row"):
         found = [ask("fp8_gemm", scaling, "9.0", FULL, m=m).backend for m in (64, 128, 4096)]
-        assert found == ["cutlass", "cublaslt", "cublaslt"]
+        assert found == ["w8a8", "cublaslt", "cublaslt"]
 
 
 def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
     for scaling in ("tensor", "row"):
-        for m, chosen, activation in ((1, "w8a16", "bf16"), (16, "w8a16", "bf16"), (17, "cutlass", "fp8")):
+        for m, chosen, activation in ((1, "w8a16", "bf16"), (16, "w8a16", "bf16"), (17, "w8a8", "fp8")):
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        assert ask("fp8_gemm", scaling, "9.0", FULL, m=1, activation="fp8").backend == "cutlass"
+        for m, chosen in ((1, "w8a8"), (64, "w8a8"), (65, "cublaslt")):
+            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",
             "w8a16",
         ]
     assert ask("fp8_gemm", "block128", "9.0", FULL, m=1).backend == "cutlass"
+
+
+def test_fp8_on_sm_90_few_tokens_go_to_cutlass_where_w8a8_cannot_run():
+    raw = Problem("fp8_gemm", 1, 4096, 4096, "fp8", "row", raw=True)
+    for decision in (
+        ask("fp8_gemm", "row", "9.0", FULL, m=17, disabled=["w8a8"]),
+        resolve(raw, System.fake("9.0", **FULL), registry.backends()),
+    ):
+        assert (decision.backend, decision.rule.id) == ("cutlass", "fp8-sm90-decode-cutlass")
 
 
 @pytest.mark.parametrize("arch", ["8.0", "8.6"])

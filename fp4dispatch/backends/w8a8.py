@@ -1,0 +1,194 @@
+"""FP8 weights by FP8 activations: our kernel for few tokens, on the checkpoint's own bytes.
+
+A GEMM of few tokens takes as long as the read of its weights. The kernel (``csrc/w8a8_small.cu``) streams them as
+``w8a16`` does, and FP8 tensor cores multiply: from 17 tokens on, 16-bit ones are what ``w8a16`` waits for. Activations
+are quantised ahead of it, one scale a token or the layer's static one, into the order in which the kernel loads them:
+for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32; scales and the bias are applied to
+them, and the result is rounded once.
+
+The weight stays [N, K] as it is stored and as ``w8a16``, ``cutlass`` and ``cublaslt`` read it: a layer that goes from
+one to the other by the number of tokens holds it once.
+
+Every M runs, in tiles of up to 64 tokens that each read all weights: who pins this backend pins that too. 128x128 block
+scales would need sums of their own for every 128 along K; they are not built.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import jit
+from fp4dispatch.arch import Arch
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.capability import check
+from fp4dispatch.backends.operands import aligned, bias_row, direct
+from fp4dispatch.backends.scratch import Part, ScratchByM
+from fp4dispatch.decision import Reason
+from fp4dispatch.errors import InputError
+from fp4dispatch.formats import round_up, zero_pad
+from fp4dispatch.problem import Activation, Op, Problem
+from fp4dispatch.settings import settings
+from fp4dispatch.system import System
+
+KERNEL, QUANTIZER = "w8a8_small", "w4_activations"
+"""The GEMM, and the kernels that pack activations, for W4P weights and for these."""
+
+BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
+"""Build of :data:`KERNEL` by output dtype; :data:`QUANTIZER` has one, which reads both types."""
+
+_N_MULTIPLE = 8  # the kernel stores 16 bytes of a row of the output at a time
+_K_MULTIPLE = 16  # and reads rows of the weight that start on 16 bytes
+_PACKED_K, _PACKED_TOKENS = 128, 8  # a block of packed activations: 128 bytes of each of 8 tokens
+
+
+class _Layout(NamedTuple):
+    """Sizes of prepared weights; ``np``, ``kp`` are padded with zeros: columns of the output, and K."""
+
+    n: int
+    k: int
+    np: int
+    kp: int
+    has_input_scale: bool
+
+
+class _State(NamedTuple):
+    """All that a plan knows; it serves every M.
+
+    ``launch`` quantises and multiplies, with ``quantize`` and ``gemm``; each with PDL where its binary's proof and the
+    setting allow it. ``scratch``: the packed activation, and its scales unless they are static. ``fits``: nothing is
+    padded, so that operands may be launched on as they come.
+    """
+
+    layout: _Layout
+    fits: bool
+    launch: Callable[[_State, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]
+    gemm: Callable[..., None]
+    gemm_pdl: bool
+    quantize: Callable[..., None]
+    quantize_pdl: bool
+    scratch: ScratchByM
+
+
+class W8A8Backend(Backend):
+    """FP8 weights (tensor, row) by FP8 activations, few tokens, from ``csrc/`` through :mod:`fp4dispatch.jit`."""
+
+    name = "w8a8"
+    activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"fp8_gemm": ("fp8",)}
+    plans_by_m = False
+
+    def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
+        """Collect every reason why this backend cannot run the problem."""
+        return check(self.name, problem, system)
+
+    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Name the kernels that a plan will load."""
+        build = BUILDS.get(problem.out_dtype)
+        return () if build is None else ((KERNEL, build), (QUANTIZER, "any"))
+
+    def prepare(self, weights: LinearWeights) -> Prepared:
+        """Take the weight as it is; pad with zeros where K is not a multiple of 16. Synchronises.
+
+        Tensors: weight e4m3 [n, kp], the layer's own where nothing is padded; its scale f32 [1] (``tensor``) or
+        [np] (``row``); the static input scale f32 [1], where the layer has one. NaN among the weights needs no care:
+        FP8 tensor cores multiply it as what it is.
+        """
+        w = weights
+        has_input_scale = w.input_scale is not None
+        layout = _Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE), has_input_scale)
+        weight = zero_pad(w.weight, w.n, layout.kp)
+        if weight.data_ptr() % 16:
+            weight = weight.clone()
+        columns = layout.np if w.scaling == "row" else 1
+        tensors = [weight, zero_pad(w.scale.reshape(1, -1), 1, columns).reshape(-1).contiguous()]
+        if w.input_scale is not None:
+            tensors.append(w.input_scale.reshape(1))
+        if weight.is_cuda:
+            # Under PDL the kernel reads weights before the kernel ahead of it has finished: it must not be this one.
+            torch.cuda.current_stream(weight.device).synchronize()
+        return Prepared(self.name, tuple(tensors), tuple(layout))
+
+    def plan(self, problem: Problem, prepared: Prepared) -> Plan:
+        """Load the kernels, compiling and proving them first where they are not in the cache.
+
+        Raises
+        ------
+        ToolchainError, CompileError, ProofError, CacheError
+            Each with what to do.
+        InputError
+            For a float32 output.
+        """
+        build = BUILDS.get(problem.out_dtype)
+        if build is None:
+            raise InputError(f"w8a8: output is {problem.out_dtype}, needs {' or '.join(BUILDS)}")
+        layout, device, pdl = _Layout(*prepared.layout), prepared.tensors[0].device, settings.pdl != "off"
+        arch = _arch_of(device)
+        gemm, quantizer = jit.load(KERNEL, build, arch), jit.load(QUANTIZER, "any", arch)
+        static = layout.has_input_scale
+        state = _State(
+            layout,
+            (layout.np, layout.kp) == (layout.n, layout.k),
+            _launch_static if static else _launch_row,
+            gemm.module.w8a8_small,
+            pdl and gemm.pdl_allowed,
+            quantizer.module.w8_quantize_tensor if static else quantizer.module.w8_quantize_row,
+            pdl and quantizer.pdl_allowed,
+            ScratchByM(device, functools.partial(_parts, layout)),
+        )
+        return Plan(self.name, problem, state)
+
+    def run(
+        self,
+        plan: Plan,
+        prepared: Prepared,
+        x: Tensor | QuantizedActivation,
+        out: Tensor,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Quantise the activation and launch the GEMM."""
+        s: _State = plan.state
+        if not isinstance(x, Tensor):
+            raise InputError("w8a8 takes 16-bit activations and quantises them itself: use FP8Linear")
+        # As a layer calls it: straight to the launches. Each test and view that is left out is a microsecond.
+        if (
+            s.fits
+            and not (x.data_ptr() | out.data_ptr()) % 16
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+        ):
+            s.launch(s, x, prepared.tensors, out, bias)
+            return
+        n, _, np, kp, _ = s.layout
+        d = out if direct(out, np) else out.new_empty(out.shape[0], np)
+        s.launch(s, aligned(x, kp), prepared.tensors, d, bias_row(bias, d.dtype, np))
+        if d is not out:
+            out.copy_(d[:, :n])
+
+
+def _arch_of(device: torch.device) -> Arch:
+    """Return the arch of a GPU."""
+    return Arch(*torch.cuda.get_device_capability(device))
+
+
+def _parts(layout: _Layout, m: int) -> list[Part]:
+    """Return what a launch for M tokens needs: the packed activation, and its scales unless they are static."""
+    blocks = (-(-layout.kp // _PACKED_K), -(-m // _PACKED_TOKENS), _PACKED_K * _PACKED_TOKENS)
+    packed = Part(blocks, torch.uint8)
+    return [packed] if layout.has_input_scale else [packed, Part((m,), torch.float32)]
+
+
+def _launch_row(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    packed, scale = s.scratch(d.shape[0])
+    s.quantize(x, packed, scale, s.quantize_pdl)
+    s.gemm(packed, scale, tensors[0], tensors[1], bias, d, s.gemm_pdl)
+
+
+def _launch_static(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+    (packed,) = s.scratch(d.shape[0])
+    s.quantize(x, packed, tensors[2], s.quantize_pdl)
+    s.gemm(packed, tensors[2], tensors[0], tensors[1], bias, d, s.gemm_pdl)

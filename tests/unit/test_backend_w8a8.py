@@ -1,0 +1,438 @@
+"""w8a8 without a GPU: the contract on emulated kernels, one copy of the weight, scales, padding, scratch, refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fp4dispatch import capture, formats, ops, selfcheck
+from fp4dispatch.arch import KNOWN_ARCHS, SM90
+from fp4dispatch.backends import scratch, w8a8, w8a16
+from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.errors import InputError
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.linear import FP8Linear
+from fp4dispatch.problem import Problem
+from tests import contract, w8_fake
+from tests.hopper import HOPPER, seems_to_be_here
+
+BACKEND = w8a8.W8A8Backend()
+ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
+(RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
+E4M3 = torch.float8_e4m3fn
+
+
+def problem(m, n=4096, k=4096, scaling="row", **options):
+    return Problem("fp8_gemm", m, n, k, options.pop("activation", "fp8"), scaling, **options)
+
+
+def weights(n, k, scaling="row", seed=0, static=None):
+    torch.manual_seed(seed)
+    q = formats.fp8_quantize(torch.randn(n, k) * 2.0 ** torch.randint(-3, 4, (n, 1)), scaling)
+    return LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale, input_scale=static)
+
+
+def run(w, x, bias=None, prepared=None):
+    prepared = prepared or BACKEND.prepare(w)
+    out_dtype = str(x.dtype).removeprefix("torch.")
+    plan = BACKEND.plan(problem(x.shape[0], w.n, w.k, w.scaling, out_dtype=out_dtype), prepared)
+    out = torch.full((x.shape[0], w.n), torch.nan, dtype=x.dtype)
+    BACKEND.run(plan, prepared, x, out, bias)
+    return out
+
+
+def exact(w, x, bias=None):
+    """In float64, of the activation as it is quantised."""
+    q = formats.fp8_quantize(x, "row") if w.input_scale is None else formats.fp8_quantize(x, "tensor", w.input_scale)
+    a = q.data.double() * q.scale.double().reshape(-1, 1)
+    return a @ contract.dequantised(w).t() + (0 if bias is None else bias.double())
+
+
+def error(y, want):
+    return float((y.double() - want).norm() / want.norm())
+
+
+# ------------------------------------------------------------------------------------------------------- the emulation
+
+
+def test_emulated_activations_are_packed_as_the_kernel_documents():
+    """csrc/w4_activations.cu, k in their own order, one byte at a time."""
+    m, k = 13, 336
+    x = torch.randint(256, (m, k), dtype=torch.uint8)
+    packed = w8_fake.pack_activation(x.view(E4M3))
+    assert packed.shape == (3, 2, 1024)
+    seen = torch.zeros_like(packed)
+    for token, at in itertools.product(range(16), range(3 * 128)):
+        block, column, byte = at // 128, at % 128 // 16, at % 16
+        where = (block, token // 8, 128 * (token % 8) + 16 * (column ^ (token % 8)) + byte)
+        assert packed[where] == (x[token, at] if token < m and at < k else 0)
+        seen[where] += 1
+    assert bool((seen == 1).all())
+    assert torch.equal(w8_fake.unpack_activation(packed, m, k).view(torch.uint8), x)
+
+
+@pytest.mark.parametrize("static", [None, 0.013])
+@pytest.mark.parametrize("build", ["bf16", "fp16"])
+def test_emulated_kernels_compute_what_they_define(build, static):
+    m, n, k, dtype, kernels = 21, 72, 208, w8_fake.DTYPES[build], w8_fake.Kernels()
+    x, w, alpha = torch.randn(m, k).to(dtype), torch.randn(69, k).to(E4M3), torch.rand(n)
+    bias, out = torch.randn(n).to(dtype), torch.full((m, n), torch.nan, dtype=dtype)
+    packed, scale = torch.full((2, 3, 1024), 0xFF, dtype=torch.uint8), torch.full((m,), torch.nan)
+    gemm = kernels.load(w8a8.KERNEL, build, SM90).module.w8a8_small
+    quantizers = kernels.load(w8a8.QUANTIZER, "any", SM90).module
+    if static is None:
+        quantizers.w8_quantize_row(x, packed, scale, True)
+    else:
+        scale = torch.tensor([static])
+        quantizers.w8_quantize_tensor(x, packed, scale, True)
+    gemm(packed, scale, w, alpha, bias, out, False)
+    dense = torch.zeros(n, k, dtype=torch.float64)
+    dense[:69] = w.double()
+    found = LinearWeights("fp8_gemm", "row", n, k, dense.to(E4M3), alpha, input_scale=static and scale[0])
+    assert error(out, exact(found, x, bias)) < 3e-3
+    assert [(name, pdl) for name, *_, pdl in kernels.launched][1:] == [("w8a8_small", False)]
+    for wrong in (out.float(), out[:, :64], out[:20], out[:0]):  # dtype, stride, scales of another M, no tokens
+        with pytest.raises(AssertionError):
+            gemm(packed, torch.rand(m), w, alpha, bias, wrong, True)
+    for wrong in (packed[:1], packed[:, :2].contiguous(), packed.transpose(0, 1).contiguous().transpose(0, 1)):
+        with pytest.raises(AssertionError):
+            gemm(wrong, scale, w, alpha, bias, out, True)
+        with pytest.raises(AssertionError):
+            quantizers.w8_quantize_row(x, wrong, torch.empty(m), True)
+
+
+# ------------------------------------------------------------------------------------------------------------ contract
+
+
+def cases():
+    return [case for case in contract.cases(BACKEND) if case.scaling in RECORD.scalings and not case.raw]
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_contract_on_emulated_kernels(monkeypatch, case):
+    kernels = w8_fake.install(monkeypatch)
+    contract.check(BACKEND, case)
+    quantizer = "w8_quantize_tensor" if case.static else "w8_quantize_row"
+    assert [name for name, *_ in kernels.launched] == [quantizer, "w8a8_small"] * 2
+
+
+def test_the_contract_has_static_scales_biases_and_both_scalings():
+    assert {(case.scaling, case.static) for case in cases()} == set(itertools.product(("tensor", "row"), (False, True)))
+    assert {(case.scaling, case.bias) for case in cases()} == set(itertools.product(("tensor", "row"), (False, True)))
+
+
+def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
+    catalog = installed()
+    kernel, quantizer = catalog.kernel(w8a8.KERNEL), catalog.kernel(w8a8.QUANTIZER)
+    assert set(w8a8.BUILDS) == set(RECORD.out_dtypes)
+    assert set(w8a8.BUILDS.values()) == set(kernel.variants)
+    assert RECORD.kernel_op == kernel.op
+    claimed = {arch for arch in ARCH if catalog.target_for(kernel, ARCH[arch]) is not None}
+    assert claimed == set(RECORD.archs)
+    assert all(catalog.target_for(quantizer, ARCH[arch]) is not None for arch in RECORD.archs)
+    assert "any" in quantizer.variants
+
+
+@pytest.mark.parametrize("out_dtype", w8a8.BUILDS)
+def test_the_names_are_those_that_a_plan_loads(monkeypatch, out_dtype):
+    kernels = w8_fake.install(monkeypatch)
+    asked = problem(17, 64, 64, out_dtype=out_dtype)
+    BACKEND.plan(asked, BACKEND.prepare(weights(64, 64)))
+    assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu"))
+    assert BACKEND.builds(problem(17, out_dtype="float32"), torch.device("cpu")) == ()
+
+
+def test_what_it_cannot_run_is_refused_with_reasons():
+    for asked, code, text in (
+        (problem(17, scaling="block128"), "DTYPE", "scaling is block128, needs tensor or row"),
+        (problem(17, activation="bf16"), "DTYPE", "activation is bf16, needs fp8"),
+        (problem(17, out_dtype="float32"), "DTYPE", "output is float32, needs bfloat16 or float16"),
+        (
+            problem(17, raw=True),
+            "LAYOUT",
+            "operands are quantised already (raw operator), needs 16-bit activations",
+        ),
+    ):
+        (reason,) = BACKEND.supports(asked, HOPPER)
+        assert (reason.code, reason.text) == (code, text)
+    assert "FP8Linear" in reason.fix
+    assert BACKEND.supports(problem(17), HOPPER) == ()
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("n", [64, 65, 72, 79])
+def test_the_weight_is_the_layers_own_and_that_of_w8a16(n, scaling):
+    w = weights(n, 208, scaling)
+    prepared = BACKEND.prepare(w)
+    assert prepared.tensors[0] is w.weight is w8a16.W8A16Backend().prepare(w).tensors[0]
+    assert prepared.nbytes() == w.weight.numel() + 4 * (1 if scaling == "tensor" else formats.round_up(n, 8))
+    if scaling == "tensor" or n % 8 == 0:
+        assert prepared.tensors[1].data_ptr() == w.scale.data_ptr()
+
+
+def test_a_weight_with_other_rows_is_copied_once_padded_with_zeros():
+    w = weights(40, 100)
+    weight, scale = BACKEND.prepare(w).tensors
+    assert (weight.shape, weight.data_ptr() % 16) == ((40, 112), 0)
+    assert torch.equal(weight[:, :100].view(torch.uint8), w.weight.view(torch.uint8))
+    assert not weight[:, 100:].view(torch.uint8).any()
+    assert torch.equal(scale, w.scale)
+    flat = torch.zeros(40 * 112 + 8, dtype=torch.uint8)
+    start = 8 - flat.data_ptr() % 16
+    moved = flat[start : start + 40 * 112].view(40, 112)
+    moved.copy_(weight.view(torch.uint8))
+    copied = BACKEND.prepare(LinearWeights("fp8_gemm", "row", 40, 112, moved.view(E4M3), w.scale)).tensors[0]
+    assert copied.data_ptr() % 16 == 0
+    assert torch.equal(copied.view(torch.uint8), moved)
+
+
+@pytest.mark.parametrize("n", [67, 72])
+def test_scales_of_columns_are_padded_with_zeros(n):
+    w = weights(n, 64, static=torch.tensor(0.5))
+    _, alpha, static = BACKEND.prepare(w).tensors
+    assert torch.equal(alpha[:n], w.scale)
+    assert (alpha.shape, int(alpha[n:].count_nonzero())) == ((72,), 0)
+    assert torch.equal(static, torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_nan_among_the_weights_makes_its_column_nan_and_no_other(monkeypatch, scaling):
+    w8_fake.install(monkeypatch)
+    w = weights(24, 64, scaling)
+    codes = w.weight.view(torch.uint8)
+    codes[3, 7], codes[23, 63], codes[4, 1] = 0x7F, 0xFF, 0x7E
+    y = run(w, torch.ones(20, 64).bfloat16())
+    assert y.isnan().all(0).nonzero().flatten().tolist() == [3, 23]
+    assert int(y.isnan().sum()) == 40
+
+
+def test_nan_among_the_scales_makes_its_column_nan_and_no_other(monkeypatch):
+    w8_fake.install(monkeypatch)
+    w = weights(24, 64)
+    w.scale[5] = torch.nan
+    y = run(w, torch.randn(20, 64).bfloat16())
+    assert y.isnan().all(0).nonzero().flatten().tolist() == [5]
+    assert int(y.isnan().sum()) == 20
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("static", [None, 0.02])
+@pytest.mark.parametrize("k", [208, 100, 16, 80])
+@pytest.mark.parametrize("n", [72, 67])
+def test_any_strides_and_sizes(monkeypatch, n, k, static):
+    w8_fake.install(monkeypatch)
+    w = weights(n, k, static=None if static is None else torch.tensor(static))
+    # As large as the products: one in the wrong place shows.
+    bias = (torch.randn(n) * contract.dequantised(w).norm(dim=1)).bfloat16()
+    wide = torch.randn(40, k + 9).bfloat16()
+    for x in (
+        torch.randn(40, k).bfloat16(),
+        wide[:, :k],
+        wide[:, 3 : 3 + k],
+        wide[::2, :k],
+        wide[:, :k].t().clone().t(),
+    ):
+        for b in (bias, torch.stack((bias, bias), 1)[:, 0], bias.float()):
+            assert error(run(w, x, b), exact(w, x, bias)) < 3e-3
+    out = torch.full((40, 2 * n), torch.nan, dtype=torch.bfloat16)
+    prepared = BACKEND.prepare(w)
+    BACKEND.run(BACKEND.plan(problem(40, n, k), prepared), prepared, x, out[:, :n], bias)
+    assert torch.equal(out[:, :n], run(w, x, bias))
+    assert out[:, n:].isnan().all()
+
+
+def test_operands_off_16_bytes_are_copied(monkeypatch):
+    w8_fake.install(monkeypatch)
+    w = weights(64, 64)
+    prepared = BACKEND.prepare(w)
+    plan = BACKEND.plan(problem(5, 64, 64), prepared)
+    flat = torch.randn(2, 5 * 64 + 1).bfloat16()
+    x, out = flat[0, 1:].view(5, 64), flat[1, 1:].view(5, 64)
+    BACKEND.run(plan, prepared, x, out)
+    assert torch.equal(out, run(w, x.clone()))
+
+
+def test_tokens_are_scaled_on_their_own_or_by_the_static_scale(monkeypatch):
+    """A token that is 2^20 larger leaves the others as exact as they were; a static scale saturates it."""
+    w8_fake.install(monkeypatch)
+    x = torch.randn(17, 64).bfloat16()
+    w, static = weights(64, 64), weights(64, 64, static=torch.tensor(0.02))
+    want = run(w, x)
+    large = x.clone()
+    large[3] *= 2.0**20
+    assert torch.equal(run(w, large)[:3], want[:3])
+    assert torch.equal(run(w, large)[3], want[3] * 2.0**20)
+    assert (
+        float(run(static, large)[3].abs().max()) < float(contract.dequantised(static).abs().sum(1).max()) * 448 * 0.021
+    )
+
+
+def test_one_plan_serves_every_m_and_remembers_its_scratch(monkeypatch):
+    kernels = w8_fake.install(monkeypatch)
+    w = weights(64, 64)
+    prepared = BACKEND.prepare(w)
+    plan = BACKEND.plan(problem(1, 64, 64), prepared)
+    assert not BACKEND.plans_by_m
+    for m in (1, 8, 9, 33, 64, 65, 100, 9):
+        x, out = torch.randn(m, 64).bfloat16(), torch.empty(m, 64, dtype=torch.bfloat16)
+        BACKEND.run(plan, prepared, x, out)
+        assert torch.equal(out, run(w, x, prepared=prepared))
+    assert kernels.loaded[:2] == [("w8a8_small", "bf16"), ("w4_activations", "any")]
+    found = plan.state.scratch(9)
+    assert found[0].shape == (1, 2, 1024)
+    assert plan.state.scratch(9) is found
+
+
+@pytest.mark.parametrize("static", [None, torch.tensor(0.1)])
+def test_during_a_capture_scratch_comes_from_the_allocator(monkeypatch, static):
+    """A replay may run beside eager work, which uses the arena; an M that no eager call had is fine too."""
+    w8_fake.install(monkeypatch)
+    w = weights(64, 64, static=static)
+    prepared = BACKEND.prepare(w)
+    plan = BACKEND.plan(problem(1, 64, 64), prepared)
+    x = torch.randn(33, 64).bfloat16()
+    want = run(w, x)
+    run(w, -x)
+    arenas = dict(scratch._arenas)
+    assert len(arenas) == 1
+    (arena,) = arenas.values()
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
+    before, out = arena.clone(), torch.empty(33, 64, dtype=torch.bfloat16)
+    BACKEND.run(plan, prepared, x, out)
+    assert torch.equal(out, want)
+    assert torch.equal(arena, before)
+    assert list(scratch._arenas) == list(arenas)
+    parts = plan.state.scratch(33)
+    assert len(parts) == (2 if static is None else 1)
+    assert all(part.untyped_storage().data_ptr() != arena.untyped_storage().data_ptr() for part in parts)
+
+
+@pytest.mark.parametrize(("allowed", "setting", "pdl"), [(True, "", True), (True, "off", False), (False, "", False)])
+def test_pdl_where_the_proofs_and_the_setting_allow_it(monkeypatch, allowed, setting, pdl):
+    if setting:
+        monkeypatch.setenv("FP4DISPATCH_PDL", setting)
+    kernels = w8_fake.install(monkeypatch, pdl_allowed=allowed)
+    run(weights(64, 64), torch.randn(17, 64).bfloat16())
+    run(weights(64, 64, static=torch.tensor(0.1)), torch.randn(17, 64).bfloat16())
+    assert [launch[-1] for launch in kernels.launched] == [pdl] * 4
+
+
+@pytest.mark.parametrize("proven", [w8a8.KERNEL, w8a8.QUANTIZER])
+def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, proven):
+    kernels = w8_fake.install(monkeypatch)
+    real = kernels.load
+
+    def load(kernel, build, arch):
+        kernels.pdl_allowed = kernel == proven
+        return real(kernel, build, arch)
+
+    monkeypatch.setattr(w8a8.jit, "load", load)
+    run(weights(64, 64), torch.randn(17, 64).bfloat16())
+    assert [launch[-1] for launch in kernels.launched] == [proven == w8a8.QUANTIZER, proven == w8a8.KERNEL]
+
+
+def test_what_it_cannot_launch_is_refused(monkeypatch):
+    kernels = w8_fake.install(monkeypatch)
+    prepared = BACKEND.prepare(weights(64, 64))
+    with pytest.raises(InputError, match="output is float32, needs bfloat16 or float16"):
+        BACKEND.plan(problem(1, 64, 64, out_dtype="float32"), prepared)
+    plan = BACKEND.plan(problem(1, 64, 64), prepared)
+    quantised = QuantizedActivation(torch.zeros(1, 64).to(E4M3), torch.ones(1))
+    with pytest.raises(InputError, match="w8a8 takes 16-bit activations"):
+        BACKEND.run(plan, prepared, quantised, torch.empty(1, 64, dtype=torch.bfloat16))
+    assert kernels.launched == []
+
+
+# ---------------------------------------------------------------------------------------------------------- self-check
+
+
+def checked(scaling):
+    return selfcheck.check(BACKEND, "fp8_gemm", scaling, "fp8", HOPPER, "cpu")
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_the_self_check_passes_the_emulated_kernels(monkeypatch, scaling):
+    w8_fake.install(monkeypatch)
+    result = checked(scaling)
+    assert (result.status, result.findings) == ("passed", ())
+    assert len(result.ran) >= 3
+    assert any("output is float32" in note for note in result.notes)
+    assert any("quantised already" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda w: w.view(torch.uint8).roll(1, 0).view(E4M3),
+        lambda w: w.view(torch.uint8).roll(16, 1).view(E4M3),
+        lambda w: torch.cat([w.view(torch.uint8)[:, :-16], w.view(torch.uint8)[:, -16:] * 0], 1).view(E4M3),
+    ],
+    ids=["rows", "columns", "tail"],
+)
+def test_the_self_check_sees_wrong_weights(monkeypatch, spoil):
+    w8_fake.install(monkeypatch)
+    monkeypatch.setattr(w8a8, "zero_pad", lambda t, rows, columns: t if t.dtype != E4M3 else spoil(t).contiguous())
+    assert checked("row").status == "failed"
+
+
+@pytest.mark.parametrize("spoil", [lambda p: p.roll(1, 1), lambda p: p.roll(16, 2), lambda p: p.roll(128, 2)])
+def test_the_self_check_sees_wrong_packing(monkeypatch, spoil):
+    w8_fake.install(monkeypatch)
+    real = w8_fake.unpack_activation
+    monkeypatch.setattr(w8_fake, "unpack_activation", lambda packed, m, k: real(spoil(packed), m, k))
+    assert checked("row").status == "failed"
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    with seems_to_be_here(monkeypatch):
+        yield w8_fake.install(monkeypatch)
+
+
+@pytest.mark.parametrize("static", [None, 0.02])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_a_layer_pinned_to_fp8_runs_every_m_up_to_64_on_its_own_weight(hopper, scaling, static):
+    w = weights(80, 208, scaling, static=None if static is None else torch.tensor(static))
+    layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16(), activation="fp8")
+    found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
+    assert found[0] == (64, "w8a8", "fp8")
+    assert found[1][1:] == ("cublaslt", "fp8")
+    held = [t for t in layer.bind().tensors if t.dtype == E4M3]
+    assert {t.data_ptr() for t in held} == {layer.weight.data_ptr()}
+    for m in (1, 7, 16, 17, 64):
+        x = torch.randn(m, 208).bfloat16()
+        assert error(layer(x), exact(w, x, layer.bias)) < 3e-3
+    quantizer = "w8_quantize_row" if static is None else "w8_quantize_tensor"
+    assert [launch[:2] for launch in hopper.launched[-4:]] == [
+        *((quantizer, 17), ("w8a8_small", 17)),
+        *((quantizer, 64), ("w8a8_small", 64)),
+    ]
+
+
+def test_raw_operators_do_not_go_to_it(hopper):
+    a, b = (formats.fp8_quantize(torch.randn(rows, 64), "row") for rows in (5, 48))
+    chosen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ops.routes, "plan_for", lambda backend, asked, prepared: chosen.append((backend.name, asked.raw)) or None
+        )
+        patch.setattr(ops.routes, "launch", lambda *_: None)
+        ops.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="row")
+    assert chosen == [("cutlass", True)]
+
+
+def test_no_tokens_launch_nothing(hopper):
+    layer = FP8Linear.from_weights(weights(80, 208), activation="fp8")
+    assert layer(torch.zeros(0, 208).bfloat16()).shape == (0, 80)
+    assert hopper.launched == []
