@@ -1,0 +1,315 @@
+"""w8a8_small and its quantisers on SM90: packing bit for bit, every tile against an fp64 product of the e4m3 values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp4dispatch import formats
+from tests import w8_fake
+from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
+from tests.gpu.tiles import bits, sees_one_wrong_element
+from tests.gpu.w8_packed import (
+    E4M3,
+    Problem,
+    activations,
+    check_pdl_chain,
+    empty_packed,
+    kernel,
+    quantizers,
+    weight,
+)
+
+pytestmark = [pytest.mark.gpu, needs_sm90]
+
+M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130)
+# Tails of N (multiples of 8) and K (multiples of 16) of stages and row blocks; two real layers.
+NK = ((8, 16), (72, 80), (136, 48), (264, 144), (1032, 2064), (1024, 4096), (4096, 1040))
+INSTANCES = ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1))
+SHAPE = [16, 1, 2, 1, 1, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+@pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
+@pytest.mark.parametrize(("m", "k"), [(1, 16), (7, 80), (8, 128), (13, 208), (65, 144), (40, 2064), (3, 40_000)])
+def test_packing_bit_for_bit(dtype: torch.dtype, m: int, k: int) -> None:
+    draw = torch.Generator().manual_seed(m + k)
+    wide = torch.full((m, k + 24), torch.nan, dtype=dtype)
+    x = wide[:, 8 : 8 + k]
+    x.copy_(torch.randn(m, k, generator=draw) * 3)
+    x[m // 2] = 0
+    x[-1, k // 2] = torch.inf
+    on_gpu = wide.cuda()[:, 8 : 8 + k]
+    packed, scale, _ = activations(on_gpu)
+    q = formats.fp8_quantize(x, "row")
+    assert torch.equal(packed.cpu(), w8_fake.pack_activation(q.data))
+    assert torch.equal(bits(scale.cpu()), bits(q.scale))
+    for static in (0.013, 2.0**-30):
+        packed, _, _ = activations(on_gpu, static)
+        want = formats.fp8_quantize(x, "tensor", torch.tensor(static)).data
+        assert torch.equal(packed.cpu(), w8_fake.pack_activation(want))
+
+
+def test_packing_no_tokens_writes_nothing() -> None:
+    x, packed = torch.zeros(0, 64, device="cuda").bfloat16(), torch.zeros(1, 0, 1024, device="cuda", dtype=torch.uint8)
+    one = torch.ones(1, device="cuda")
+    for pdl in (False, True):
+        quantizers().w8_quantize_row(x, packed, one[:0], pdl)
+        quantizers().w8_quantize_tensor(x, packed, one, pdl)
+    torch.cuda.synchronize()
+    assert torch.equal(one, torch.ones_like(one))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("x", lambda t: t.float(), "x: dtype is float32"),
+        ("x", lambda t: t[:, :200], "K is 200, needed a multiple of 16|x: size of dimension 1"),
+        ("x", lambda t: t.cpu(), "CUDA device|packed: is not on"),
+        ("packed", lambda t: t.view(torch.int8), "packed: dtype is int8, needed uint8"),
+        ("packed", lambda t: t[:1], r"packed: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
+        ("packed", lambda t: t[:, :2].contiguous(), r"packed: size of dimension 1 is 2, needed 3 \(ceil\(M/8\)\)"),
+        ("packed", lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), "packed: not contiguous"),
+        ("scale", lambda t: t[:20], "scale: has 20 elements, needed "),
+        ("scale", lambda t: t.half(), "scale: dtype is float16, needed float32"),
+    ],
+)
+def test_wrong_operands_of_the_quantisers_are_refused(name: str, change: Any, message: str) -> None:
+    given = {
+        "x": torch.randn(21, 208, device="cuda").bfloat16(),
+        "packed": empty_packed(21, 208),
+        "scale": torch.full((21,), torch.nan, device="cuda"),
+    }
+    wrong = given | {name: change(given[name])}
+    calls = [quantizers().w8_quantize_row]
+    if message != "scale: has 20 elements, needed ":
+        calls.append(lambda x, q, s, pdl: quantizers().w8_quantize_tensor(x, q, s[:1].contiguous(), pdl))
+    for call in calls:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call(*wrong.values(), False)
+    torch.cuda.synchronize()
+    assert bool((given["packed"] == 0xFF).all())
+
+
+# ---------------------------------------------------------------------------------------------------------------- GEMM
+
+
+@pytest.mark.parametrize("nk", NK, ids=str)
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> None:
+    for m in M:
+        problem = Problem(OUT_DTYPES[variant], (m, *nk))
+        problem.run(kernel(variant).w8a8_small)
+        problem.check(variant)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("vector", [False, True])
+def test_every_pair_of_bias_and_scales_of_columns(vector: bool, bias: bool) -> None:
+    for m in (1, 17, 64):
+        problem = Problem(torch.bfloat16, (m, 72, 80))
+        problem.alpha = (torch.rand(72 if vector else 1, device="cuda") + 0.5) * 2.0**-9
+        problem.bias = torch.randn(72, device="cuda").bfloat16() if bias else None
+        problem.run(kernel().w8a8_small)
+        problem.check(f"{vector} {bias}")
+
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_every_launch_shape_is_right(variant: str, instance: tuple[int, ...]) -> None:
+    """Parts of K without a stage too, and several tiles of tokens."""
+    for mnk in ((7, 200, 48), (33, 264, 400), (100, 136, 2064)):
+        problem = Problem(OUT_DTYPES[variant], mnk)
+        for cluster in (1, 2, 4, 8):
+            for stages in (2, 3, 4):
+                for trigger in (stages, 0, 100):
+                    problem.run(kernel(variant).w8a8_small_shaped, [*instance, cluster, stages, trigger])
+                    problem.check(f"{variant} {instance} {cluster} {stages} {trigger}")
+
+
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_one_static_scale_for_all_tokens(variant: str) -> None:
+    for m in (1, 16, 33, 64, 100):
+        problem = Problem(OUT_DTYPES[variant], (m, 264, 1040), static=0.013)
+        problem.run(kernel(variant).w8a8_small)
+        problem.check(variant)
+
+
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+@pytest.mark.parametrize("m", [8, 16, 32, 64])
+def test_every_finite_code_is_exact_at_every_k(variant: str, m: int) -> None:
+    """Subnormals and -0 too: one weight a product, so that nothing is rounded, and k that meets no other."""
+    codes = (torch.arange(256).view(256, 1) + 7 * torch.arange(272)).remainder(256).to(torch.uint8).cuda()
+    codes[codes & 0x7F == 0x7F] = 0x80
+    w, one = codes.view(E4M3), torch.ones(1, device="cuda")
+    for first in range(0, 272, m):
+        x = torch.zeros(m, 272, device="cuda", dtype=OUT_DTYPES[variant])
+        x[torch.arange(m), torch.arange(first, first + m) % 272] = 1
+        packed, _, exact = activations(x, 1.0)
+        assert torch.equal(exact, x.double())
+        out = torch.full((m, 256), torch.nan, device="cuda", dtype=x.dtype)
+        kernel(variant).w8a8_small(packed, one, w, one, None, out, False)
+        assert torch.equal(out.double(), exact @ w.double().t())
+
+
+@pytest.mark.parametrize("missing", [1, 7])
+@pytest.mark.parametrize("m", [5, 33, 64])
+def test_rows_that_a_weight_lacks_are_zeros(m: int, missing: int) -> None:
+    problem = Problem(torch.bfloat16, (m, 136, 208), missing=missing)
+    problem.run(kernel().w8a8_small)
+    problem.check(f"{missing} missing")
+
+
+def test_nan_among_the_weights_makes_its_column_nan_and_no_other() -> None:
+    problem = Problem(torch.bfloat16, (33, 136, 208))
+    problem.w = problem.w.clone()
+    problem.w.view(torch.uint8)[[3, 135], [7, 207]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device="cuda")
+    problem.run(kernel().w8a8_small)
+    assert problem.out.isnan().all(0).nonzero().flatten().tolist() == [3, 135]
+    assert int(problem.out.isnan().sum()) == 66
+
+
+def test_repeats_bit_for_bit() -> None:
+    for mnk in ((1, 4096, 4096), (16, 1032, 2064), (64, 4096, 1040)):
+        Problem(torch.bfloat16, mnk).run(kernel().w8a8_small, times=20)
+
+
+def test_a_token_has_the_same_bits_whoever_shares_its_launch() -> None:
+    """Of 16 tokens: they and one alone go to the same tile."""
+    x = torch.randn(16, 2064, device="cuda").bfloat16()
+    w, alpha = weight(1032, 2064), torch.full((1,), 2.0**-9, device="cuda")
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        packed, scale, _ = activations(rows.contiguous())
+        out = torch.full((rows.shape[0], 1032), torch.nan, device="cuda", dtype=torch.bfloat16)
+        kernel().w8a8_small(packed, scale, w, alpha, None, out, False)
+        return out
+
+    together = product(x)
+    for token in range(16):
+        assert torch.equal(bits(product(x[token : token + 1])[0]), bits(together[token]))
+
+
+def test_long_k_and_more_tiles_than_multiprocessors() -> None:
+    for mnk in ((64, 256, 28672), (16, 256, 28672), (64, 28672, 512), (300, 5120, 512)):
+        problem = Problem(torch.bfloat16, mnk, alpha=2.0**-12)
+        problem.run(kernel().w8a8_small)
+        problem.check()
+
+
+def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -> None:
+    """Packed blocks hold 8 tokens: those beyond M are whatever lies there."""
+    x = torch.randn(21, 400, device="cuda").bfloat16()
+    packed, scale, _ = activations(x)
+    w, alpha = weight(136, 400), torch.ones(1, device="cuda")
+    out = torch.zeros(2, 21, 136, device="cuda", dtype=torch.bfloat16)
+    kernel().w8a8_small(packed, scale, w, alpha, None, out[0], False)
+    packed.view(-1, 3, 8, 128)[:, 2, 5:] = 0x7F  # NaN
+    kernel().w8a8_small(packed, scale, w, alpha, None, out[1], False)
+    assert out[0].isfinite().all()
+    assert torch.equal(bits(out[0]), bits(out[1]))
+    x[3, 7] = torch.nan
+    packed, scale, _ = activations(x)
+    kernel().w8a8_small(packed, scale, w, alpha, None, out[1], False)
+    assert out[1, 3].isnan().all()
+    others = torch.arange(21, device="cuda") != 3
+    assert torch.equal(bits(out[1, others]), bits(out[0, others]))
+
+
+@pytest.mark.parametrize("static", [None, 0.01])
+@pytest.mark.parametrize("m", [1, 16, 32, 64])
+def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
+    """Each layer reads what the one before wrote, while its weights were already on their way."""
+    check_pdl_chain(m, static)
+
+
+def test_a_graph_replays_what_an_eager_call_wrote() -> None:
+    x = torch.randn(40, 512, device="cuda").bfloat16()
+    packed, scale, _ = activations(x)
+    w, alpha = weight(256, 512), torch.full((1,), 2.0**-9, device="cuda")
+    out = torch.full((40, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    kernel().w8a8_small(packed, scale, w, alpha, None, out, True)
+    expected = out.clone()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantizers().w8_quantize_row(x, packed, scale, True)
+        kernel().w8a8_small(packed, scale, w, alpha, None, out, True)
+    packed.fill_(0xFF)
+    scale.fill_(torch.nan)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(bits(out), bits(expected))
+
+
+def test_no_tokens_write_nothing() -> None:
+    packed = torch.zeros(4, 0, 1024, device="cuda", dtype=torch.uint8)
+    out = torch.full((3, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    one = torch.ones(1, device="cuda")
+    for pdl in (False, True):
+        kernel().w8a8_small(packed, one[:0], weight(256, 512), one, None, out[:0], pdl)
+        kernel().w8a8_small_shaped(packed, one[:0], weight(256, 512), one, None, out[:0], SHAPE, pdl)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("x", lambda p: p.x.view(torch.int8), "x: dtype is int8, needed uint8"),
+        ("x", lambda p: p.x[:1], r"x: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
+        ("x", lambda p: p.x[:, :2].contiguous(), r"x: size of dimension 1 is 2, needed 3 \(ceil\(M/8\)\)"),
+        ("x", lambda p: p.x.transpose(0, 1).contiguous().transpose(0, 1), "x: not contiguous"),
+        ("x", lambda p: p.x.cpu(), "x: is not on a CUDA device"),
+        ("x_scale", lambda p: p.x_scale[:20], r"x_scale: has 20 elements, needed 1 or 21 \(M\)"),
+        ("x_scale", lambda p: p.x_scale.half(), "x_scale: dtype is float16, needed float32"),
+        ("x_scale", lambda p: p.x_scale.cpu(), "x_scale: is not on a CUDA device"),
+        ("w", lambda p: p.w[:128], r"w: size of dimension 0 is 128, needed 136 \(N\), or up to 7 less"),
+        ("w", lambda p: p.w.view(torch.uint8), "w: dtype is uint8, needed float8_e4m3fn"),
+        ("w", lambda p: p.w[:, :200].contiguous(), "K is 200, needed a multiple of 16"),
+        ("w", lambda p: p.w[:, :128], "w: not contiguous|x: size of dimension 0 is 2, needed 1"),
+        ("w", lambda p: p.w.cpu(), "w: is not on a CUDA device"),
+        ("alpha", lambda p: torch.ones(3, device="cuda"), "alpha: has 3 elements, needed 1 or 136"),
+        ("bias", lambda p: torch.zeros(136, device="cuda"), "bias: dtype is float32, needed bfloat16"),
+        ("bias", lambda p: torch.zeros(136, dtype=torch.bfloat16), "bias: is not on a CUDA device"),
+        ("out", lambda p: p.out.view(torch.float16), "out: dtype is float16, needed bfloat16"),
+        ("out", lambda p: p.out[:, :128], "out: not contiguous"),
+        ("out", lambda p: p.out[:16], r"x: size of dimension 1 is 3, needed 2 \(ceil\(M/8\)\)"),
+    ],
+)
+def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, message: str) -> None:
+    problem = Problem(torch.bfloat16, (21, 136, 208))
+    given = problem.operands() | {name: change(problem)}
+    for call, more in ((kernel().w8a8_small, ()), (kernel().w8a8_small_shaped, (SHAPE,))):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call(*given.values(), *more, False)
+    torch.cuda.synchronize()
+    assert problem.out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([16, 1, 2, 1, 1, 2], "shape: has 6 numbers, needed 7"),
+        ([16, 3, 2, 1, 1, 2, 0], "no kernel for 16 tokens, 3 row blocks, 2 groups and 1 units"),
+        ([16, 1, 2, 1, 3, 2, 0], "cluster is 3, needed 1, 2, 4 or 8"),
+        ([16, 1, 2, 1, 1, 1, 0], "1 stages, needed 2 to"),
+        ([64, 1, 2, 1, 1, 31, 0], "bytes of shared memory, a CTA has 232448"),
+        ([16, 1, 2, 1, 1, 2, -1], "trigger is -1, needed at least 0"),
+    ],
+)
+def test_wrong_launch_shapes_are_refused(shape: list[int], message: str) -> None:
+    problem = Problem(torch.bfloat16, (21, 136, 208))
+    with pytest.raises(ValueError, match=message):
+        kernel().w8a8_small_shaped(*problem.operands().values(), shape, False)
+    assert problem.out.isnan().all()
+
+
+def test_the_check_sees_one_wrong_element() -> None:
+    problem = Problem(torch.bfloat16, (33, 264, 144))
+    problem.run(kernel().w8a8_small)
+    sees_one_wrong_element(problem)
