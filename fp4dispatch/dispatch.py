@@ -144,6 +144,7 @@ def explain(
     capture: CaptureMode = "none",
     m_min: int = 1,
     sf_layout: SfLayout | None = None,
+    raw: bool = False,
     disabled: Iterable[str] | None = None,
     fp8_copy: bool | None = None,
     system: System | None = None,
@@ -152,7 +153,7 @@ def explain(
 
     Parameters
     ----------
-    op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout
+    op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw
         As in :class:`~fp4dispatch.problem.Problem`; ``scaling`` is ``nvfp4`` or ``tensor`` by default, by op.
     arch
         Capability (``12.0``) or arch (``sm_120``) of the GPU, or ``none`` for a machine without one.
@@ -188,9 +189,8 @@ def explain(
     UnknownBackendError, SettingsError
         As in :func:`select`.
     """
-    problem = Problem(
-        op, m, n, k, activation, scaling or default_scaling(op), out_dtype, bias, capture, m_min, sf_layout
-    )
+    scaling = scaling or default_scaling(op)
+    problem = Problem(op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw)
     versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
     proven = proven if isinstance(proven, bool) else tuple(proven)
     stated = arch is not None or bool(proven) or any(versions.values()) or bool(quarantined := tuple(quarantined))

@@ -88,6 +88,7 @@ class Problem:
         bias = " + bias" if self.bias else ""
         capture = "" if self.capture == "none" else f", {self.capture} capture"
         act = "" if self.activation == "any" else f", activation {self.activation}"
+        act += ", quantised already" if self.raw else ""
         return f"{self.op} M={self.m} N={self.n} K={self.k} ({self.scaling}{act}) -> {self.out_dtype}{bias}{capture}"
 
 

@@ -83,7 +83,7 @@ def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) 
         "--sf-layout": p.sf_layout or "",
     }
     words += [word for flag, value in options.items() if value for word in (flag, value)]
-    words += ["--bias"] * p.bias + ["--fp8-copy"] * (system.fp8_copy and p.op == "nvfp4_gemm")
+    words += ["--raw"] * p.raw + ["--bias"] * p.bias + ["--fp8-copy"] * (system.fp8_copy and p.op == "nvfp4_gemm")
     return shlex.join(words)
 
 

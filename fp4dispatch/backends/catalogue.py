@@ -192,6 +192,8 @@ def _capability(row: dict[str, Any]) -> Capability:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a positive integer")
     if "kernel_op" in row and not (row.get("proof") and isinstance(row["kernel_op"], str)):
         raise SettingsError(f"{where}: kernel_op is the op of the kernels whose proof counts, and belongs to proof")
+    if not isinstance(row.get("raw", True), bool):
+        raise SettingsError(f"{where}: raw {row['raw']!r} is not true or false")
     if (row["op"] == "nvfp4_gemm") != ("sf_layouts" in row):
         raise SettingsError(f"{where}: sf_layouts belongs to nvfp4_gemm, and is needed there")
     return Capability(

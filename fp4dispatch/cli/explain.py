@@ -56,6 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--capture", choices=CAPTURE_MODES, default="none", help="CUDA graph capture mode")
     parser.add_argument("--m-min", type=int, default=1, help="smallest M that the caller promises")
     parser.add_argument("--sf-layout", choices=SF_LAYOUTS, help="layout of block scales handed in (raw operands)")
+    parser.add_argument("--raw", action="store_true", help="operands are quantised already (raw operators)")
     parser.add_argument("--bias", action="store_true")
     parser.add_argument(
         "--fp8-copy",
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         capture=args.capture,
         m_min=args.m_min,
         sf_layout=args.sf_layout,
+        raw=args.raw,
         bias=args.bias,
         fp8_copy=args.fp8_copy,
     )

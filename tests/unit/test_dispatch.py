@@ -332,6 +332,7 @@ QUESTIONS = {
     "raw": (Problem("nvfp4_gemm", 3, 100, 7160, sf_layout="linear", bias=True, out_dtype="float16"), None),
     "piecewise": (Problem("nvfp4_gemm", 1, 64, 64, capture="piecewise", m_min=0, activation="nvfp4"), None),
     "fp8": (FP8, None),
+    "fp8 raw": (replace(FP8, activation="fp8", raw=True), None),
     "block": (Problem("fp8_gemm", 16, 4096, 4096, scaling="block128"), "cudnn"),
 }
 

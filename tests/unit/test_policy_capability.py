@@ -104,6 +104,20 @@ def test_raw_operands_are_held_to_alignment_and_layout_and_layers_are_not():
     assert check("cutlass", replace(NVFP4, sf_layout="128x4"), system) == ()
 
 
+def test_operands_that_are_quantised_already_go_to_backends_that_take_them():
+    system = System.fake("9.0", **FACTS)
+    raw = replace(FP8, activation="fp8", raw=True)
+    assert codes("cutlass", raw, system) == codes("w8a8", replace(raw, raw=False), system) == []
+    (reason,) = check("w8a8", raw, system)
+    assert (reason.code, reason.text) == (
+        "LAYOUT",
+        "operands are quantised already (raw operator), needs 16-bit activations",
+    )
+    for problem in (replace(NVFP4, raw=True), replace(NVFP4, sf_layout="linear")):  # the layout says it too
+        for name in ("w4a16", "w4a8", "w4a8_expanded"):
+            assert codes(name, problem, system) == ["LAYOUT"]
+
+
 def test_formats():
     system = System.fake("10.0", **FACTS)
     assert codes("cutlass", replace(NVFP4, activation="bf16"), system) == ["DTYPE"]
@@ -215,6 +229,7 @@ def test_a_good_file_loads():
         ("capability", {"source": "somewhere"}, "https"),
         ("capability", {"kernel_op": "w4_gemm"}, "belongs to proof"),
         ("capability", {"kernel_op": 4, "proof": True}, "belongs to proof"),
+        ("capability", {"raw": "no"}, "raw 'no' is not true or false"),
         ("capability", {"checked": "2026"}, "date"),
         ("toolkit", {"nvcc": "newest"}, "not a version"),
         ("toolkit", {"archs": []}, "must be a list of"),
