@@ -3,8 +3,8 @@
 A GEMM of few tokens takes as long as the read of its weights. The kernel (``csrc/w8a8_small.cu``) streams them as
 ``w8a16`` does, and FP8 tensor cores multiply: 16-bit ones are what ``w8a16`` waits for from a dozen tokens on.
 Activations are quantised ahead of it, one scale a token or the layer's static one, into the order in which the kernel
-loads them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32; scales and the bias are applied to
-them, and the result is rounded once.
+loads them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32; scales and the bias
+are applied to them, and the result is rounded once.
 
 The weight stays [N, K] as it is stored and as ``w8a16``, ``cutlass`` and ``cublaslt`` read it: a layer that goes from
 one to the other by the number of tokens holds it once.
