@@ -19,8 +19,8 @@ from fp4dispatch.jit import flags, strict_toml
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 OPS = ("nvfp4_gemm", "fp8_gemm", "w4_gemm", "w8_gemm", "nvfp4_quantize", "fp8_quantize", "w4_activations", "w4_weights")
 """What kernels are for. ``w4_gemm``: NVFP4 weights by 16-bit or FP8 activations. It is not ``nvfp4_gemm``, which is
-NVFP4 by NVFP4: a proof of the one says nothing about the other. Likewise ``w8_gemm``, FP8 weights by 16-bit
-activations, and ``fp8_gemm``."""
+NVFP4 by NVFP4: a proof of the one says nothing about the other. Likewise ``w8_gemm``, FP8 weights by 16-bit or
+FP8 activations of few tokens, and ``fp8_gemm``."""
 BEFORE_WAIT = ("UBLKCP", "UTMALDG")
 """What a kernel may declare to do before it waits for the previous grid: bulk copies, and TMA loads of a box of a
 matrix, from global to shared memory."""

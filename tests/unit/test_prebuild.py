@@ -136,14 +136,19 @@ def test_every_backend_that_loads_kernels_of_ours_names_them():
     every = {name: type(b) for name, b in registry.backends().items() if isinstance(b, Backend)}
     loads = re.compile(r"jit\.load\(|quantizers")
     own = {name: cls for name, cls in every.items() if loads.search(inspect.getsource(inspect.getmodule(cls)))}
-    assert {"cutlass", "w4a16", "w4a8", "w8a16", "cublaslt", "cudnn", "flashinfer_deepgemm"} <= set(own)
+    assert {"cutlass", "w4a16", "w4a8", "w8a16", "w8a8", "cublaslt", "cudnn", "flashinfer_deepgemm"} <= set(own)
     assert [name for name, cls in own.items() if cls.builds is Backend.builds] == []
 
 
 def test_fp8_rows_need_the_kernels_of_few_and_of_many_tokens(asked):
     prebuild.together([ask("fp8_gemm", "row", n, k) for n, k in SHAPES])
     ((names, _),) = asked
-    assert {("w8a16_small", "bf16"), ("fp8_quantize", "any")} < names
+    assert {
+        ("w8a16_small", "bf16"),
+        ("w8a8_small", "bf16"),
+        ("w4_activations", "any"),
+        ("fp8_quantize", "any"),
+    } == names
 
 
 # ------------------------------------------------------------------------------------------------------------- callers
