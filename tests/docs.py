@@ -38,6 +38,14 @@ def support() -> str:
         for row in result.get("candidates", []):  # a self-check runs the backend and compares every tile
             if row.get("status") == "passed":
                 ran[row["backend"], row["op"], row["scaling"]] = f"ran on {result['device']} ({result['date']})"
+        # bench compares every tile of an output before its time counts.
+        if result.get("kind") == "bench" and result["facts"]["arch"].startswith("sm_"):
+            for row in result["measured"]:
+                layer, _, scaling = row["method"].partition("/")
+                op, scaling = ("nvfp4_gemm", "nvfp4") if layer == "FP4Linear" else ("fp8_gemm", scaling)
+                if layer in ("FP4Linear", "FP8Linear", "fp8_gemm") and row["status"] == "ok":
+                    state = f"ran on {result['facts']['device']} ({result['facts']['date']})"
+                    ran.setdefault((row["backend"].partition(" ")[0], op, scaling), state)
         for row in result.get("rows", []):
             compiled.setdefault(row["kernel"].rsplit("_", 1)[0], set()).add(f"`{row['target']}`")
     lines = ["| backend | op | scaling | GPU archs | activations | state |", "|---|---|---|---|---|---|"]

@@ -1,14 +1,16 @@
-"""bench/host_cost.py and bench/candidates.py on a CPU: what they measure, refuse and print."""
+"""bench/host_cost.py, candidates.py and evidence.py on a CPU: what they measure, refuse and print."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import candidates, host_cost
+from bench import candidates, evidence, host_cost
 from fp4dispatch import canary, ops, quarantine, registry, tuned
 from fp4dispatch.benchmark import machine
 from fp4dispatch.problem import Problem
@@ -160,3 +162,27 @@ def test_tuned_choices_on_a_cpu_are_the_reference():
     assert {row["auto"] for row in rows} == {"reference (bf16)"}
     table = candidates.choice_table({"tuned": rows})
     assert "| fp8_gemm | row | 64x64 | 1 | reference (bf16) |" in table
+
+
+# ------------------------------------------------------------------------------------------------------------ evidence
+
+
+def test_a_group_without_files_runs_nothing_and_one_with_a_file_runs_it(monkeypatch):
+    """pytest without a file takes every test there is."""
+    started = []
+
+    def run(command, **_):
+        started.append(command)
+        report = next(part for part in command if part.startswith("--junitxml=")).partition("=")[2]
+        passed = '<testcase classname="tests.gpu.test_race" name="test_a"/>'
+        skipped = '<testcase classname="x" name="b"><skipped/></testcase>'
+        Path(report).write_text(f"<testsuites><testsuite>{passed}{skipped}</testsuite></testsuites>")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(evidence.subprocess, "run", run)
+    assert evidence.run_tests([]) == ([], 0)
+    assert evidence.run_tests(["-n", "4"]) == ([], 0)
+    assert started == []
+    rows = [("test_race", "test_a", "passed"), ("x", "b", "skipped")]
+    assert evidence.run_tests(["-n", "4", "tests/gpu/test_race.py"]) == (rows, 0)
+    assert started[0][-3:] == ["-n", "4", "tests/gpu/test_race.py"]
