@@ -35,9 +35,10 @@ constexpr int64_t kLongK = 2048;
 // What won on an H200 (bench/NOTES.md): one row block; four groups of warps where a CTA has a multiprocessor to itself
 // and much of K. Four stages, or five where two CTAs share a multiprocessor or tokens take little of a stage.
 Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
-  int64_t const cluster = cluster_of(row_blocks, kMaxCluster, on), ctas = row_blocks * cluster;
-  if (ctas > on.multiprocessors) return {1, 2, 1, false, false, 5};
-  return {1, k > kLongK * cluster ? 4 : 2, 1, false, false, tokens == 16 ? 5 : 4};
+  double const share = filled_for(row_blocks, k, on);
+  int64_t const cluster = cluster_of(row_blocks, kMaxCluster, on, share), ctas = row_blocks * cluster;
+  if (ctas > on.multiprocessors) return {1, 2, 1, false, false, 5, share};
+  return {1, k > kLongK * cluster ? 4 : 2, 1, false, false, tokens == 16 ? 5 : 4, share};
 }
 
 Weights::Source source_of(TensorView w, int64_t n, int64_t k) {

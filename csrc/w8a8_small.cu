@@ -30,13 +30,10 @@ Built built() {
   return {std::begin(kInstances), std::end(kInstances)};
 }
 
-constexpr int64_t kShortK = 8192;
-
 // What won on an H200 (bench/NOTES.md): one row block, two groups of warps, and where a CTA has its multiprocessor to itself
-// a ring of all its shared memory. Half of the multiprocessors take in nearly what memory gives, so a short K is not
-// shared out for more: 4096x4096 at 64 tokens 8.0 us, with clusters of 2 9.8.
-Division division(int64_t, int64_t, int64_t k, Machine const&) {
-  return {1, 2, 1, false, true, 0, k <= kShortK ? 0.45 : kFilled};
+// a ring of all its shared memory.
+Division division(int64_t, int64_t row_blocks, int64_t k, Machine const& on) {
+  return {1, 2, 1, false, true, 0, filled_for(row_blocks, k, on)};
 }
 
 int64_t k_of(TensorView w) {

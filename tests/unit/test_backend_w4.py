@@ -177,7 +177,7 @@ def test_tiles_are_the_fastest_ones_that_were_measured(name, n, m, tokens):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shards", [(), (32, 48)])
 def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkeypatch, shards, bias):
-    n, k, m = 80, 112, 1100
+    n, k, m = 80, 112, 800
     w, kernels = weights(n, k, shards), w4_fake.install(monkeypatch)
     backend = BACKENDS["w4a8"]
     prepared = backend.prepare(w)
