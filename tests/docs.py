@@ -132,12 +132,13 @@ def few_tokens(kernel: str) -> list[dict]:
 
 
 def w8_small() -> str:
-    """Return the times of w8a16's kernel beside what quantises its activations."""
+    """Return the times of w8a16's kernel beside what quantises activations, w8a8's among it."""
     found = few_tokens("w8a16_small")
     if not found:
         return "No run is kept yet."
     result = found[-1]
     methods = {"bf16": "bf16", "row + quant": "torch row + q", "cutlass + quant": "cutlass + q"}
+    methods |= {"w8a8 + quant": "w8a8 + q"} if any("w8a8 + quant" in p["us"] for p in result["problems"]) else {}
     methods |= {"bf16 default pdl": "w8a16, PDL chain"}
     lines = [
         f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
