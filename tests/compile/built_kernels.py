@@ -31,6 +31,8 @@ MACHINES: Mapping[str, Machine] = {
 }
 """Multiprocessors, shared memory of one and of a CTA, clusters: what the plans of kernels for few tokens ask for."""
 PlanOf = Callable[..., Sequence[int]]
+REAL = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
+"""[N, K] of real layers."""
 
 
 def module(kernel: str, variant: str) -> Any:
@@ -69,6 +71,15 @@ def check_few_tokens_proved(
         if built.pdl_allowed:
             assert found.wait == 2  # the producer and the consumers
             assert found.signal >= 1
+
+
+def check_wgmmas_overlap(built: jit.Built) -> None:
+    """Each kernel of small e4m3 tiles has the MMAs of one stage, four of 32 k, and none that waits for another."""
+    assert built.proof is not None
+    for kernel in built.proof.kernels:
+        assert kernel.mma == {"QGMMA.64": 4}
+        assert kernel.unguarded == ()
+    assert "serialized" not in (built.entry.folder / "build.log").read_text()  # what ptxas says of MMAs that wait
 
 
 def check_early_accesses(kernel: str, instruction: str) -> None:
@@ -141,3 +152,14 @@ def packed_operands(m: int, n: int, k: int) -> dict[str, Any]:
         "bias": None,
         "out": torch.zeros(m, n, dtype=torch.bfloat16),
     }
+
+
+def check_operands_refused(name: str, given: Mapping[str, Any], message: str) -> None:
+    """By w4a8_small or w8a8_small, with its own launch shape and with one that is given."""
+    built = module(name, "bf16")
+    for call in (
+        lambda: getattr(built, name)(*given.values(), False),
+        lambda: getattr(built, f"{name}_shaped")(*given.values(), [16, 1, 2, 1, 1, 2, 2], True),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()

@@ -11,14 +11,13 @@ import torch
 from fp4dispatch import jit
 from fp4dispatch.jit.manifest import installed
 from tests.compile import built_kernels
-from tests.compile.built_kernels import packed_operands, tile_in
+from tests.compile.built_kernels import REAL, packed_operands, tile_in
 from tests.w4a8_small import H200, INSTANCES, MOST_SLOTS, NAME, shared_bytes, threads
 
 pytest.importorskip("tvm_ffi")
 
 pytestmark = built_kernels.NEEDS_NVCC
 
-REAL = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
 # CTAs of a multiprocessor that plan()'s rings count on; an SM90 has 65536 registers, dealt out to warps by 256.
 RESIDENT = {(16, 1, 2, 1): 2, (16, 1, 4, 1): 1, (32, 1, 2, 1): 2, (32, 1, 4, 1): 1, (64, 1, 2, 1): 1, (64, 1, 4, 1): 1}
 
@@ -39,13 +38,10 @@ def test_every_kernel_is_proved(variant: str) -> None:
         instance = tile_in(kernel.name)
         assert kernel.wait == 2  # the producer and the consumers
         assert kernel.signal >= 1
-        assert kernel.unguarded == ()
-        assert kernel.mma == {"QGMMA.64": 4}  # two for each of the two chunks of a stage
         assert (kernel.spills, kernel.stack, kernel.local) == (0, 0, 0), instance
         warps = threads(instance) // 32
         assert RESIDENT[instance] * warps * -(-kernel.registers // 8) * 256 <= 65536, (instance, kernel.registers)
-    log = (built.entry.folder / "build.log").read_text()
-    assert "serialized" not in log  # MMAs that ptxas makes wait for each other
+    built_kernels.check_wgmmas_overlap(built)
 
 
 def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
@@ -174,13 +170,7 @@ U8, BF16 = torch.uint8, torch.bfloat16
     ],
 )
 def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
-    given = operands() | change
-    for call in (
-        lambda: module().w4a8_small(*given.values(), False),
-        lambda: module().w4a8_small_shaped(*given.values(), [16, 1, 2, 1, 1, 2, 2], True),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            call()
+    built_kernels.check_operands_refused(NAME, operands() | change, message)
 
 
 @pytest.mark.parametrize(

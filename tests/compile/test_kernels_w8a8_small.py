@@ -9,6 +9,7 @@ import torch
 
 from fp4dispatch import jit
 from tests.compile import built_kernels
+from tests.compile.built_kernels import REAL, packed_operands
 from tests.w4a8_small import H200
 
 pytest.importorskip("tvm_ffi")
@@ -16,7 +17,6 @@ pytest.importorskip("tvm_ffi")
 pytestmark = built_kernels.NEEDS_NVCC
 
 NAME = "w8a8_small"
-REAL = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
 # Registers of each tile: two CTAs of 10 warps share a multiprocessor's 65536.
 REGISTERS = {(16, 1, 2, 1): 96, (32, 1, 2, 1): 96, (64, 1, 2, 1): 96}
 
@@ -36,12 +36,7 @@ def shared_bytes(plan: Any) -> int:
 @pytest.mark.parametrize(("variant", "target"), built_kernels.builds(NAME))
 def test_every_kernel_is_proved(variant: str, target: str) -> None:
     built_kernels.check_few_tokens_proved(NAME, variant, target, REGISTERS)
-    built = jit.build(NAME, variant, target)
-    assert built.proof is not None
-    for kernel in built.proof.kernels:
-        assert kernel.mma == {"QGMMA.64": 4}  # of 32 k each, a stage
-        assert kernel.unguarded == ()
-    assert "serialized" not in (built.entry.folder / "build.log").read_text()
+    built_kernels.check_wgmmas_overlap(jit.build(NAME, variant, target))
 
 
 def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
@@ -87,14 +82,8 @@ E4M3, BF16, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
 
 
 def operands() -> dict[str, Any]:
-    return {
-        "x": torch.zeros(2, 3, 1024, dtype=U8),
-        "x_scale": torch.ones(21),
-        "w": torch.zeros(136, 208, dtype=U8).view(E4M3),
-        "alpha": torch.ones(136),
-        "bias": None,
-        "out": torch.zeros(21, 136, dtype=BF16),
-    }
+    w, alpha = torch.zeros(136, 208, dtype=U8).view(E4M3), torch.ones(136)
+    return packed_operands(21, 136, 208) | {"w": w, "alpha": alpha}
 
 
 @pytest.mark.parametrize(
@@ -117,13 +106,7 @@ def operands() -> dict[str, Any]:
     ],
 )
 def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
-    given = operands() | change
-    for call in (
-        lambda: module().w8a8_small(*given.values(), False),
-        lambda: module().w8a8_small_shaped(*given.values(), [16, 1, 2, 1, 1, 2, 2], True),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            call()
+    built_kernels.check_operands_refused(NAME, operands() | change, message)
 
 
 def test_launch_shapes_are_those_that_are_built() -> None:
