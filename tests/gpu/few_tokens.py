@@ -117,19 +117,7 @@ def check_pdl_chain(layers: list[Problem], m: int) -> None:
         for i in range(12):
             layers[i % 3].run(pdl=pdl, x=buffers[i % 2], alpha=alpha, out=buffers[(i + 1) % 2])
 
-    buffers[0].copy_(start)
-    run(pdl=False)
-    expected = buffers[0].clone()
-    assert expected.isfinite().all()
-    assert expected.any()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(pdl=True)
-    for _ in range(50):
-        buffers[0].copy_(start)
-        buffers[1].fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(tiles.bits(buffers[0]), tiles.bits(expected))
+    tiles.check_replays(run, buffers, start, 50)
 
 
 # What the tests of every such kernel check; ``kind`` is its Problem.

@@ -9,15 +9,20 @@ import pytest
 import torch
 
 from fp4dispatch import jit
+from tests.gpu.few_tokens import NK
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
-from tests.gpu.tiles import bits, sees_one_wrong_element
+from tests.gpu.tiles import sees_one_wrong_element
 from tests.gpu.w4_packed import (
     Problem,
     activations,
+    check_a_token_alone_and_with_others,
+    check_argument_refused,
     check_capture,
     check_no_tokens,
     check_pdl_chain,
     check_scales,
+    check_shape_refused,
+    check_tokens_stay_alone,
     weight,
 )
 from tests.w4a8_small import INSTANCES, NAME, launch_shapes
@@ -25,8 +30,6 @@ from tests.w4a8_small import INSTANCES, NAME, launch_shapes
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
 M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100)
-# Tails of N (multiples of 8) and K (multiples of 16) of chunks, stages and row blocks; two real layers.
-NK = ((8, 16), (72, 80), (136, 48), (264, 144), (1032, 2064), (1024, 4096), (4096, 1040))
 
 
 @functools.cache
@@ -68,18 +71,8 @@ def test_repeats_bit_for_bit() -> None:
 
 
 def test_a_token_has_the_same_bits_whoever_shares_its_launch() -> None:
-    x = torch.randn(16, 2064, device="cuda").bfloat16()
-    w, alpha = weight(1032, 2064)[2], torch.full((1,), 2.0**-9, device="cuda")
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        packed, scale, _ = activations(True, rows.contiguous())
-        out = torch.full((rows.shape[0], 1032), torch.nan, device="cuda", dtype=torch.bfloat16)
-        module().w4a8_small(packed, scale, w, alpha, None, out, False)
-        return out
-
-    together = product(x)
-    for token in range(16):
-        assert torch.equal(bits(product(x[token : token + 1])[0]), bits(together[token]))
+    e4m3 = functools.partial(activations, True)
+    check_a_token_alone_and_with_others(module().w4a8_small, weight(1032, 2064)[2], e4m3)
 
 
 def test_long_k_and_more_tiles_than_multiprocessors() -> None:
@@ -90,22 +83,7 @@ def test_long_k_and_more_tiles_than_multiprocessors() -> None:
 
 
 def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -> None:
-    """Packed blocks hold 8 tokens: those beyond M are whatever lies there."""
-    x = torch.randn(21, 400, device="cuda").bfloat16()
-    packed, scale, _ = activations(True, x)
-    w, alpha = weight(136, 400)[2], torch.ones(1, device="cuda")
-    out = torch.zeros(2, 21, 136, device="cuda", dtype=torch.bfloat16)
-    module().w4a8_small(packed, scale, w, alpha, None, out[0], False)
-    packed.view(-1, 3, 8, 128)[:, 2, 5:] = 0x7F  # NaN
-    module().w4a8_small(packed, scale, w, alpha, None, out[1], False)
-    assert out[0].isfinite().all()
-    assert torch.equal(bits(out[0]), bits(out[1]))
-    x[3, 7] = torch.nan
-    packed, scale, _ = activations(True, x)
-    module().w4a8_small(packed, scale, w, alpha, None, out[1], False)
-    assert out[1, 3].isnan().all()
-    others = torch.arange(21, device="cuda") != 3
-    assert torch.equal(bits(out[1, others]), bits(out[0, others]))
+    check_tokens_stay_alone(module().w4a8_small, weight(136, 400)[2], functools.partial(activations, True))
 
 
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
@@ -144,12 +122,7 @@ def test_capture_and_no_tokens() -> None:
 )
 def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, message: str) -> None:
     problem = Problem(True, torch.bfloat16, (21, 136, 208))
-    given = problem.operands() | {name: change(problem)}
-    for call, more in ((module().w4a8_small, ()), (module().w4a8_small_shaped, ([16, 1, 2, 1, 1, 2, 2],))):
-        with pytest.raises((ValueError, TypeError), match=message):
-            call(*given.values(), *more, False)
-    torch.cuda.synchronize()
-    assert problem.out.isnan().all()
+    check_argument_refused(problem, module().w4a8_small, module().w4a8_small_shaped, name, change, message)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +141,7 @@ def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, mess
 )
 def test_wrong_launch_shapes_are_refused(shape: list[int], message: str) -> None:
     problem = Problem(True, torch.bfloat16, (21, 136, 208))
-    with pytest.raises(ValueError, match=message):
-        module().w4a8_small_shaped(*problem.operands().values(), shape, False)
-    assert problem.out.isnan().all()
+    check_shape_refused(problem, module().w4a8_small_shaped, shape, message)
 
 
 def test_the_check_sees_one_wrong_element() -> None:

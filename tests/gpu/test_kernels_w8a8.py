@@ -9,24 +9,23 @@ import torch
 
 from fp4dispatch import formats
 from tests import w8_fake
+from tests.gpu.few_tokens import NK
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
 from tests.gpu.tiles import bits, sees_one_wrong_element
-from tests.gpu.w8_packed import (
-    E4M3,
-    Problem,
-    activations,
-    check_pdl_chain,
+from tests.gpu.w4_packed import (
+    check_a_token_alone_and_with_others,
+    check_argument_refused,
+    check_no_tokens,
+    check_shape_refused,
+    check_tokens_stay_alone,
     empty_packed,
-    kernel,
-    quantizers,
-    weight,
+    packer,
 )
+from tests.gpu.w8_packed import E4M3, Problem, activations, check_pdl_chain, kernel, weight
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
 M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130)
-# Tails of N (multiples of 8) and K (multiples of 16) of stages and row blocks; two real layers.
-NK = ((8, 16), (72, 80), (136, 48), (264, 144), (1032, 2064), (1024, 4096), (4096, 1040))
 INSTANCES = ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1))
 SHAPE = [16, 1, 2, 1, 1, 2, 2]
 
@@ -58,8 +57,8 @@ def test_packing_no_tokens_writes_nothing() -> None:
     x, packed = torch.zeros(0, 64, device="cuda").bfloat16(), torch.zeros(1, 0, 1024, device="cuda", dtype=torch.uint8)
     one = torch.ones(1, device="cuda")
     for pdl in (False, True):
-        quantizers().w8_quantize_row(x, packed, one[:0], pdl)
-        quantizers().w8_quantize_tensor(x, packed, one, pdl)
+        packer().w8_quantize_row(x, packed, one[:0], pdl)
+        packer().w8_quantize_tensor(x, packed, one, pdl)
     torch.cuda.synchronize()
     assert torch.equal(one, torch.ones_like(one))
 
@@ -85,9 +84,9 @@ def test_wrong_operands_of_the_quantisers_are_refused(name: str, change: Any, me
         "scale": torch.full((21,), torch.nan, device="cuda"),
     }
     wrong = given | {name: change(given[name])}
-    calls = [quantizers().w8_quantize_row]
+    calls = [packer().w8_quantize_row]
     if message != "scale: has 20 elements, needed ":
-        calls.append(lambda x, q, s, pdl: quantizers().w8_quantize_tensor(x, q, s[:1].contiguous(), pdl))
+        calls.append(lambda x, q, s, pdl: packer().w8_quantize_tensor(x, q, s[:1].contiguous(), pdl))
     for call in calls:
         with pytest.raises((ValueError, TypeError), match=message):
             call(*wrong.values(), False)
@@ -179,19 +178,7 @@ def test_repeats_bit_for_bit() -> None:
 
 
 def test_a_token_has_the_same_bits_whoever_shares_its_launch() -> None:
-    """Of 16 tokens: they and one alone go to the same tile."""
-    x = torch.randn(16, 2064, device="cuda").bfloat16()
-    w, alpha = weight(1032, 2064), torch.full((1,), 2.0**-9, device="cuda")
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        packed, scale, _ = activations(rows.contiguous())
-        out = torch.full((rows.shape[0], 1032), torch.nan, device="cuda", dtype=torch.bfloat16)
-        kernel().w8a8_small(packed, scale, w, alpha, None, out, False)
-        return out
-
-    together = product(x)
-    for token in range(16):
-        assert torch.equal(bits(product(x[token : token + 1])[0]), bits(together[token]))
+    check_a_token_alone_and_with_others(kernel().w8a8_small, weight(1032, 2064), activations)
 
 
 def test_long_k_and_more_tiles_than_multiprocessors() -> None:
@@ -202,22 +189,7 @@ def test_long_k_and_more_tiles_than_multiprocessors() -> None:
 
 
 def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -> None:
-    """Packed blocks hold 8 tokens: those beyond M are whatever lies there."""
-    x = torch.randn(21, 400, device="cuda").bfloat16()
-    packed, scale, _ = activations(x)
-    w, alpha = weight(136, 400), torch.ones(1, device="cuda")
-    out = torch.zeros(2, 21, 136, device="cuda", dtype=torch.bfloat16)
-    kernel().w8a8_small(packed, scale, w, alpha, None, out[0], False)
-    packed.view(-1, 3, 8, 128)[:, 2, 5:] = 0x7F  # NaN
-    kernel().w8a8_small(packed, scale, w, alpha, None, out[1], False)
-    assert out[0].isfinite().all()
-    assert torch.equal(bits(out[0]), bits(out[1]))
-    x[3, 7] = torch.nan
-    packed, scale, _ = activations(x)
-    kernel().w8a8_small(packed, scale, w, alpha, None, out[1], False)
-    assert out[1, 3].isnan().all()
-    others = torch.arange(21, device="cuda") != 3
-    assert torch.equal(bits(out[1, others]), bits(out[0, others]))
+    check_tokens_stay_alone(kernel().w8a8_small, weight(136, 400), activations)
 
 
 @pytest.mark.parametrize("static", [None, 0.01])
@@ -237,7 +209,7 @@ def test_a_graph_replays_what_an_eager_call_wrote() -> None:
     assert expected.isfinite().all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        quantizers().w8_quantize_row(x, packed, scale, True)
+        packer().w8_quantize_row(x, packed, scale, True)
         kernel().w8a8_small(packed, scale, w, alpha, None, out, True)
     packed.fill_(0xFF)
     scale.fill_(torch.nan)
@@ -247,14 +219,8 @@ def test_a_graph_replays_what_an_eager_call_wrote() -> None:
 
 
 def test_no_tokens_write_nothing() -> None:
-    packed = torch.zeros(4, 0, 1024, device="cuda", dtype=torch.uint8)
-    out = torch.full((3, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
-    one = torch.ones(1, device="cuda")
-    for pdl in (False, True):
-        kernel().w8a8_small(packed, one[:0], weight(256, 512), one, None, out[:0], pdl)
-        kernel().w8a8_small_shaped(packed, one[:0], weight(256, 512), one, None, out[:0], SHAPE, pdl)
-    torch.cuda.synchronize()
-    assert out.isnan().all()
+    check_no_tokens(kernel().w8a8_small, w=weight(256, 512))
+    check_no_tokens(kernel().w8a8_small_shaped, SHAPE, w=weight(256, 512))
 
 
 @pytest.mark.parametrize(
@@ -283,12 +249,7 @@ def test_no_tokens_write_nothing() -> None:
 )
 def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, message: str) -> None:
     problem = Problem(torch.bfloat16, (21, 136, 208))
-    given = problem.operands() | {name: change(problem)}
-    for call, more in ((kernel().w8a8_small, ()), (kernel().w8a8_small_shaped, (SHAPE,))):
-        with pytest.raises((ValueError, TypeError), match=message):
-            call(*given.values(), *more, False)
-    torch.cuda.synchronize()
-    assert problem.out.isnan().all()
+    check_argument_refused(problem, kernel().w8a8_small, kernel().w8a8_small_shaped, name, change, message)
 
 
 @pytest.mark.parametrize(
@@ -304,9 +265,7 @@ def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, mess
 )
 def test_wrong_launch_shapes_are_refused(shape: list[int], message: str) -> None:
     problem = Problem(torch.bfloat16, (21, 136, 208))
-    with pytest.raises(ValueError, match=message):
-        kernel().w8a8_small_shaped(*problem.operands().values(), shape, False)
-    assert problem.out.isnan().all()
+    check_shape_refused(problem, kernel().w8a8_small_shaped, shape, message)
 
 
 def test_the_check_sees_one_wrong_element() -> None:

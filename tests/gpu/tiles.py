@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import pytest
@@ -49,3 +50,20 @@ def sees_one_wrong_element(solved: Checked) -> None:
     solved.out[-1, -1] += solved.out.abs().max()
     with pytest.raises(AssertionError, match="1 of 3 tiles wrong"):
         solved.check()
+
+
+def check_replays(layers: Callable[[bool], None], buffers: list[Tensor], start: Tensor, times: int) -> None:
+    """``layers(pdl)`` go from buffers[0] over buffers[1] back to it: a graph of them with PDL, against none."""
+    buffers[0].copy_(start)
+    layers(False)
+    expected = buffers[0].clone()
+    assert expected.isfinite().all()
+    assert expected.any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers(True)
+    for _ in range(times):
+        buffers[0].copy_(start)
+        buffers[1].fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(bits(buffers[0]), bits(expected))

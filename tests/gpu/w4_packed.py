@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from fp4dispatch import formats, jit
 from fp4dispatch.backends.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.w4_layout import pack_w4p
 from tests.gpu.sm90 import SM90
-from tests.gpu.tiles import bits, wrong_tiles
+from tests.gpu.tiles import bits, check_replays, wrong_tiles
 
 
 @functools.cache
@@ -37,19 +39,30 @@ def dense(fp8: bool, codes: Tensor, scale: Tensor) -> Tensor:
     return formats.decode_e2m1(formats.unpack_e2m1(codes)).double() * scale.double().repeat_interleave(16, 1)
 
 
+def empty_packed(m: int, k: int, itemsize: int = 1) -> Tensor:
+    """Poisoned bytes for a packed activation."""
+    return torch.full((-(-k * itemsize // 128), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
+
+
 def activations(fp8: bool, x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
     """(packed, scale or None, what they stand for in float64); ``static``: one scale for all tokens."""
-    m, k = x.shape
-    packed = torch.full((-(-k // (128 if fp8 else 64)), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
     if not fp8:
+        packed = empty_packed(*x.shape, itemsize=2)
         packer().w4_pack(x, packed, False)
         return packed, None, x.double()
+    return quantised(x, static, packer().w4_quantize_row, packer().w4_quantize_tensor)
+
+
+def quantised(x: Tensor, static: float | None, row: Any, tensor: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``activations``, in e4m3; ``row`` and ``tensor``: the kernels that quantise and pack."""
+    m, k = x.shape
+    packed = empty_packed(m, k)
     if static is not None:
         one = torch.full((1,), static, device="cuda")
-        packer().w4_quantize_tensor(x, packed, one, False)
+        tensor(x, packed, one, False)
         return packed, one, formats.fp8_quantize(x, "tensor", one[0]).data.double() * one.double()
     scale = torch.full((m,), torch.nan, device="cuda")
-    packer().w4_quantize_row(x, packed, scale, False)
+    row(x, packed, scale, False)
     q = formats.fp8_quantize(x, "row")
     return packed, scale, q.data.double() * q.scale.double().view(-1, 1)
 
@@ -74,9 +87,14 @@ class Problem:
         self.x, self.x_scale, self.exact_x = activations(fp8, x, static)
         codes, scale, self.w = weight(n, k, 0, scales)
         self.dense = dense(fp8, codes, scale)
+        self.complete(draw, alpha)
+
+    def complete(self, draw: torch.Generator, alpha: float) -> None:
+        """Add what is the same for every kind of weight."""
+        m, n, _ = self.mnk
         self.alpha = (torch.rand(n if m % 2 else 1, generator=draw, device="cuda") + 0.5) * alpha
-        self.bias = torch.randn(n, generator=draw, device="cuda").to(dtype) if m % 3 else None
-        guarded = torch.full((m + 2, n), torch.nan, device="cuda", dtype=dtype)
+        self.bias = torch.randn(n, generator=draw, device="cuda").to(self.dtype) if m % 3 else None
+        guarded = torch.full((m + 2, n), torch.nan, device="cuda", dtype=self.dtype)
         self.guard, self.out = guarded[:: m + 1], guarded[1:-1]
 
     def operands(self) -> dict[str, Tensor | None]:
@@ -125,19 +143,7 @@ def check_pdl_chain(call: Any, fp8: bool, m: int) -> None:
                 packer().w4_pack(x, q, pdl)
             call(q, scale, weights[i % 3][2], alpha, None, buffers[(i + 1) % 2], pdl)
 
-    buffers[0].copy_(start)
-    layers(False)
-    expected = buffers[0].clone()
-    assert expected.isfinite().all()
-    assert expected.any()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers(True)
-    for _ in range(30):
-        buffers[0].copy_(start)
-        buffers[1].fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(bits(buffers[0]), bits(expected))
+    check_replays(layers, buffers, start, 30)
 
 
 def check_scales(call: Any, dtype: torch.dtype, tokens: tuple[int, ...], what: object = "") -> None:
@@ -168,12 +174,68 @@ def check_capture(call: Any, m: int) -> None:
     assert torch.equal(bits(out), bits(expected))
 
 
-def check_no_tokens(call: Any, *more: Any) -> None:
-    """Nothing is written where there is no token. ``more``: what comes before the PDL flag."""
+def check_no_tokens(call: Any, *more: Any, w: Tensor | None = None) -> None:
+    """Nothing is written where there is no token. ``more``: what comes before the PDL flag; ``w``: [256, 512]."""
+    w = weight(256, 512)[2] if w is None else w
     packed = torch.zeros(4, 0, 1024, device="cuda", dtype=torch.uint8)
     out = torch.full((3, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
     alpha = torch.ones(1, device="cuda")
     for pdl in (False, True):
-        call(packed, alpha[:0], weight(256, 512)[2], alpha, None, out[:0], *more, pdl)
+        call(packed, alpha[:0], w, alpha, None, out[:0], *more, pdl)
     torch.cuda.synchronize()
     assert out.isnan().all()
+
+
+# What the tests of w4a8_small and w8a8_small check; ``activations`` are (packed, scale, values) of tokens.
+Activations = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def check_a_token_alone_and_with_others(call: Any, w: Tensor, activations: Activations) -> None:
+    """Of 16 tokens: they and one alone go to the same tile. ``w``: [1032, 2064]."""
+    x, alpha = torch.randn(16, 2064, device="cuda").bfloat16(), torch.full((1,), 2.0**-9, device="cuda")
+
+    def product(rows: Tensor) -> Tensor:
+        packed, scale, _ = activations(rows.contiguous())
+        out = torch.full((rows.shape[0], 1032), torch.nan, device="cuda", dtype=torch.bfloat16)
+        call(packed, scale, w, alpha, None, out, False)
+        return out
+
+    together = product(x)
+    for token in range(16):
+        assert torch.equal(bits(product(x[token : token + 1])[0]), bits(together[token]))
+
+
+def check_tokens_stay_alone(call: Any, w: Tensor, activations: Activations) -> None:
+    """Packed blocks hold 8 tokens: those beyond M are whatever lies there. ``w``: [136, 400]."""
+    x, alpha = torch.randn(21, 400, device="cuda").bfloat16(), torch.ones(1, device="cuda")
+    packed, scale, _ = activations(x)
+    out = torch.zeros(2, 21, 136, device="cuda", dtype=torch.bfloat16)
+    call(packed, scale, w, alpha, None, out[0], False)
+    packed.view(-1, 3, 8, 128)[:, 2, 5:] = 0x7F  # NaN
+    call(packed, scale, w, alpha, None, out[1], False)
+    assert out[0].isfinite().all()
+    assert torch.equal(bits(out[0]), bits(out[1]))
+    x[3, 7] = torch.nan
+    packed, scale, _ = activations(x)
+    call(packed, scale, w, alpha, None, out[1], False)
+    assert out[1, 3].isnan().all()
+    others = torch.arange(21, device="cuda") != 3
+    assert torch.equal(bits(out[1, others]), bits(out[0, others]))
+
+
+def check_argument_refused(
+    problem: Problem, call: Any, shaped: Any, name: str, change: Callable[[Problem], Any], message: str
+) -> None:
+    """By the call that plans its launch and by the one that is given a shape."""
+    given = problem.operands() | {name: change(problem)}
+    for launch, more in ((call, ()), (shaped, ([16, 1, 2, 1, 1, 2, 2],))):
+        with pytest.raises((ValueError, TypeError), match=message):
+            launch(*given.values(), *more, False)
+    torch.cuda.synchronize()
+    assert problem.out.isnan().all()
+
+
+def check_shape_refused(problem: Problem, shaped: Any, shape: Sequence[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shaped(*problem.operands().values(), shape, False)
+    assert problem.out.isnan().all()

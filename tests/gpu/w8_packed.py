@@ -8,17 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch import formats, jit
+from fp4dispatch import jit
 from tests.gpu import w4_packed
 from tests.gpu.sm90 import SM90
-from tests.gpu.tiles import bits
+from tests.gpu.tiles import check_replays
+from tests.gpu.w4_packed import empty_packed, packer, quantised
 
 E4M3 = torch.float8_e4m3fn
-
-
-@functools.cache
-def quantizers() -> Any:
-    return jit.load("w4_activations", "any", SM90).module
 
 
 @functools.cache
@@ -26,23 +22,9 @@ def kernel(variant: str = "bf16") -> Any:
     return jit.load("w8a8_small", variant, SM90).module
 
 
-def empty_packed(m: int, k: int) -> Tensor:
-    """Poisoned bytes for a packed activation."""
-    return torch.full((-(-k // 128), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
-
-
 def activations(x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(packed, scale, what they stand for in float64); ``static``: one scale for all tokens."""
-    m, k = x.shape
-    packed = empty_packed(m, k)
-    if static is not None:
-        one = torch.full((1,), static, device="cuda")
-        quantizers().w8_quantize_tensor(x, packed, one, False)
-        return packed, one, formats.fp8_quantize(x, "tensor", one[0]).data.double() * one.double()
-    scale = torch.full((m,), torch.nan, device="cuda")
-    quantizers().w8_quantize_row(x, packed, scale, False)
-    q = formats.fp8_quantize(x, "row")
-    return packed, scale, q.data.double() * q.scale.double().view(-1, 1)
+    return quantised(x, static, packer().w8_quantize_row, packer().w8_quantize_tensor)
 
 
 @functools.cache
@@ -78,10 +60,7 @@ class Problem(w4_packed.Problem):
             after = self.w.view(torch.uint8).clone()
             after[n - missing :] = 0x7F  # NaN, in memory after the shorter weight
             self.w = after.view(E4M3)[: n - missing]
-        self.alpha = (torch.rand(n if m % 2 else 1, generator=draw, device="cuda") + 0.5) * alpha
-        self.bias = torch.randn(n, generator=draw, device="cuda").to(dtype) if m % 3 else None
-        guarded = torch.full((m + 2, n), torch.nan, device="cuda", dtype=dtype)
-        self.guard, self.out = guarded[:: m + 1], guarded[1:-1]
+        self.complete(draw, alpha)
 
 
 def check_pdl_chain(m: int, static: float | None = None) -> None:
@@ -93,7 +72,7 @@ def check_pdl_chain(m: int, static: float | None = None) -> None:
     packed = [empty_packed(m, size) for _ in buffers]
     scales = [torch.full((m if static is None else 1,), static or torch.nan, device="cuda") for _ in buffers]
     start = torch.randn(m, size, device="cuda").bfloat16()
-    quantize = quantizers().w8_quantize_row if static is None else quantizers().w8_quantize_tensor
+    quantize = packer().w8_quantize_row if static is None else packer().w8_quantize_tensor
 
     def layers(pdl: bool) -> None:
         for i in range(12):
@@ -101,16 +80,4 @@ def check_pdl_chain(m: int, static: float | None = None) -> None:
             quantize(x, q, scale, pdl)
             kernel().w8a8_small(q, scale, weights[i % 3], alpha, None, buffers[(i + 1) % 2], pdl)
 
-    buffers[0].copy_(start)
-    layers(False)
-    expected = buffers[0].clone()
-    assert expected.isfinite().all()
-    assert expected.any()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers(True)
-    for _ in range(30):
-        buffers[0].copy_(start)
-        buffers[1].fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(bits(buffers[0]), bits(expected))
+    check_replays(layers, buffers, start, 30)
