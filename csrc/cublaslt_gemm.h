@@ -19,6 +19,7 @@
 #include <tvm/ffi/function.h>
 
 #include "ffi_checks.h"
+#include "per_device.h"
 
 namespace fp4d::cublaslt {
 
@@ -117,14 +118,12 @@ inline void check(int status, char const* what) {
 
 // One for each device, made on the current one and kept.
 inline Handle handle_of(Library const& lt, int device) {
-  constexpr int kDevices = 64;
-  static std::mutex lock;
-  static std::array<Handle, kDevices> known{};
-  if (device >= kDevices)
-    TVM_FFI_THROW(ValueError) << "device " << device << ", needed one below " << kDevices;
-  std::lock_guard<std::mutex> const held(lock);
-  if (known[device] == nullptr) check(lt.create(&known[device]), "cublasLtCreate");
-  return known[device];
+  static PerDevice<Handle> handles;
+  return handles.of(device, [&] {
+    Handle made = nullptr;
+    check(lt.create(&made), "cublasLtCreate");
+    return made;
+  });
 }
 
 // Destroys a descriptor with its owner.

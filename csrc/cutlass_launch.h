@@ -3,9 +3,6 @@
 // adapter does it, and asks for errors twice, at every launch.
 #pragma once
 
-#include <array>
-#include <atomic>
-
 #include <cuda_runtime.h>
 
 #include <tvm/ffi/extra/cuda/base.h>
@@ -14,6 +11,7 @@
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 
 #include "ffi_checks.h"
+#include "per_device.h"
 #include "tma_encode.h"
 
 namespace fp4d {
@@ -24,23 +22,18 @@ inline void check_status(cutlass::Status status, char const* step) {
                                 << " (is this the GPU that the kernel was compiled for?)";
 }
 
-// Makes a kernel ready on the current device and returns its multiprocessors. Threads that come here at once all do it,
-// which is harmless; the attribute is set before the device counts as ready.
+// Makes a kernel ready on the current device and returns its multiprocessors.
 template <class Kernel>
 int ready(int device) {
-  constexpr int kDevices = 64;
-  static std::array<std::atomic<int>, kDevices> known{};
-  if (device >= kDevices)
-    TVM_FFI_THROW(ValueError) << "device " << device << ", needed one below " << kDevices;
-  int count = known[device].load(std::memory_order_acquire);
-  if (count == 0) {
+  static PerDevice<int> counts;
+  return counts.of(device, [&] {
+    int count = 0;
     TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(cutlass::device_kernel<Kernel>,
                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   Kernel::SharedStorageSize));
     TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    known[device].store(count, std::memory_order_release);
-  }
-  return count;
+    return count;
+  });
 }
 
 // `arguments` complete but for the device, which is the current one.

@@ -2,12 +2,10 @@
 // what is declared here without a body.
 #pragma once
 
-#include <array>
-#include <mutex>
-
 #include <tvm/ffi/container/array.h>
 
 #include "few_tokens.h"
+#include "per_device.h"
 #include "quantize.h"
 
 namespace fp4d {
@@ -53,8 +51,8 @@ constexpr Instance instance() {
 }
 
 constexpr int64_t kMaxCluster = 8;  // portable
-constexpr double kFilled =
-    0.7;  // of the multiprocessors that must have a CTA, if a kernel does not know better
+// Of the multiprocessors that must have a CTA, unless filled_for() knows better.
+constexpr double kFilled = 0.7;
 constexpr int64_t kReserved = 1024;  // bytes of shared memory that a CTA costs beside its own
 constexpr int64_t kFewestStages = 2;
 constexpr int64_t kFewRounds = 4;  // of a ring: no gain from more than the fewest stages
@@ -198,13 +196,8 @@ Machine ask_machine(int device) {
 
 // The current device. Its kernels are made ready for large shared memory on the way.
 Machine const& machine(int device) {
-  constexpr int kDevices = 64;
-  static std::array<Machine, kDevices> machines;
-  static std::array<std::once_flag, kDevices> asked;
-  if (device >= kDevices)
-    TVM_FFI_THROW(ValueError) << "device " << device << ", needed one below " << kDevices;
-  std::call_once(asked[device], [&] { machines[device] = ask_machine(device); });
-  return machines[device];
+  static PerDevice<Machine> machines;
+  return machines.of(device, [&] { return ask_machine(device); });
 }
 
 void check_plan(Plan const& plan, Instance const& used, Machine const& on) {

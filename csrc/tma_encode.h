@@ -16,37 +16,9 @@
 
 #include "cutlass/cuda_host_adapter.hpp"
 
-#include "ffi_checks.h"
+#include "tma_driver.h"
 
 namespace fp4d {
-
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*,
-                                 cuuint64_t const*, cuuint32_t const*, cuuint32_t const*,
-                                 CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                                 CUtensorMapFloatOOBfill);
-
-inline EncodeTiled find_encode_tiled() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 13000
-  cudaError_t const error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-  cudaError_t const error =
-      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess)
-    TVM_FFI_THROW(RuntimeError) << "cuTensorMapEncodeTiled: not in this driver (CUDA error " << int(error)
-                                << ", query result " << int(result)
-                                << "), needed a driver for CUDA 12.0 or newer";
-  return reinterpret_cast<EncodeTiled>(found);
-}
-
-// One for the process, whatever the device; a look-up that throws is done again by the next call.
-inline EncodeTiled encode_tiled() {
-  static EncodeTiled const found = find_encode_tiled();
-  return found;
-}
 
 // All that goes into a descriptor, so that equal keys have equal descriptors, whatever the memory holds or belongs to
 // by then: a descriptor knows an address, not an allocation, and no device.

@@ -28,14 +28,12 @@
     "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128 or 256"
 #endif
 
-#include <array>
-#include <mutex>
-
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 
 #include "ffi_checks.h"
+#include "per_device.h"
 #include "w4_gemm_plan.h"
 #include "w4_gemm_sm90.h"
 
@@ -73,17 +71,14 @@ int log2_of(int64_t value) {
 
 // Makes the kernel ready on the current device and returns its multiprocessors.
 int64_t multiprocessors(int device) {
-  constexpr int kDevices = 64;
-  static std::array<int, kDevices> counts;
-  static std::array<std::once_flag, kDevices> asked;
-  if (device >= kDevices)
-    TVM_FFI_THROW(ValueError) << "device " << device << ", needed one below " << kDevices;
-  std::call_once(asked[device], [&] {
+  static PerDevice<int> counts;
+  return counts.of(device, [&] {
+    int count = 0;
     TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
         w4_gemm_kernel<Used>, cudaFuncAttributeMaxDynamicSharedMemorySize, Used::kShared));
-    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&counts[device], cudaDevAttrMultiProcessorCount, device));
+    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
   });
-  return counts[device];
 }
 
 void check_scale(Optional<TensorView> x_scale, int64_t m) {

@@ -22,11 +22,10 @@ __device__ __forceinline__ Lut load_lut(uint32_t address) {
 template <int threads>
 __device__ __forceinline__ void make_lut_table(uint32_t at, int thread) {
   constexpr int kEntries = 128 * kLutCopies;
-  static_assert(threads % kLutCopies == 0);
+  static_assert(kEntries % threads == 0 && threads % kLutCopies == 0);
 #pragma unroll
   for (int i = 0; i < kEntries; i += threads) {
     int const entry = i + thread;
-    if (kEntries % threads != 0 && entry >= kEntries) break;
     uint32_t const scale = entry / kLutCopies, raw = scale * 0x00800080;
     Lut const lut = e4m3_lut(reinterpret_cast<__half2 const&>(raw));
     store_8(at + entry * 8, lut.low, lut.high);
