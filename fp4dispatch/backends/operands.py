@@ -6,8 +6,17 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats
+from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.scratch import Part
 from fp4dispatch.formats import zero_pad
+
+_PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 bytes of each of 8 tokens
+
+
+def arch_of(device: torch.device) -> Arch:
+    """Return the arch of a GPU."""
+    return Arch(*torch.cuda.get_device_capability(device))
 
 
 def aligned(x: Tensor, k: int) -> Tensor:
@@ -15,6 +24,23 @@ def aligned(x: Tensor, k: int) -> Tensor:
     x = zero_pad(x, x.shape[0], k)
     ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) * x.element_size()) % 16 == 0
     return x if ok else x.clone(memory_format=torch.contiguous_format)
+
+
+def packed_part(m: int, k: int, itemsize: int) -> Part:
+    """Return the memory of an activation as ``csrc/w4_activations.cu`` packs it: 8 tokens by 128 bytes of K a block."""
+    return Part((-(-k * itemsize // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
+
+
+def stored_rows(weight: Tensor, n: int, kp: int) -> Tensor:
+    """Return a weight [n, kp] padded with zeros and on 16 bytes; ``weight`` itself where it is so."""
+    weight = zero_pad(weight, n, kp)
+    return weight.clone() if weight.data_ptr() % 16 else weight
+
+
+def await_writes(weight: Tensor) -> None:
+    """Wait until a prepared weight is written: under PDL a kernel reads weights before the one ahead has finished."""
+    if weight.is_cuda:
+        torch.cuda.current_stream(weight.device).synchronize()
 
 
 def per_column(w: LinearWeights, np: int) -> Tensor:

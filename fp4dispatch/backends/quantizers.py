@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.arch import Arch
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.operands import aligned
+from fp4dispatch.backends.operands import aligned, arch_of
 from fp4dispatch.backends.scratch import Part, ScratchByM
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
@@ -87,7 +86,7 @@ def _loaded(name: str, label: str, device: torch.device) -> tuple[LoadedKernel |
     if device.type != "cuda":
         return None, ""
     try:
-        return jit.load(name, "any", Arch(*torch.cuda.get_device_capability(device))), ""
+        return jit.load(name, "any", arch_of(device)), ""
     except (CacheError, CompileError, FlagsError, ProofError, ToolchainError) as error:
         why = f"{label} activations are quantised by torch's operations, which can take longer than the GEMM: {error}"
         if why not in _said:

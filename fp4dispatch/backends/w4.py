@@ -22,7 +22,7 @@ from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, Qu
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import Tile, tiles
 from fp4dispatch.backends.folding import FOLD
-from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
+from fp4dispatch.backends.operands import aligned, await_writes, bias_row, direct, packed_part, per_column
 from fp4dispatch.backends.scratch import Part, Scratch
 from fp4dispatch.backends.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.decision import Reason
@@ -40,7 +40,6 @@ _ENTRY = {"w4_gemm_sm90": "w4_gemm", "w4a8_small": "w4a8_small"}  # a kernel's f
 
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 _N_MULTIPLE = 8  # kernels store 16 bytes of a row of the output at a time
-_PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 bytes of each of 8 tokens
 
 
 class _Layout(NamedTuple):
@@ -105,9 +104,7 @@ class _W4Backend(Backend):
         tensors = [pack_w4p(w.weight, scale), per_column(w, np)]
         if w.n % _UNFOLD_N_MULTIPLE == 0:
             tensors.append((tensors[1] * FOLD).expand(w.n).reshape(1, -1).contiguous())
-        if tensors[0].is_cuda:
-            # Under PDL the kernels read weights before the kernel ahead of them has finished: it must not be this one.
-            torch.cuda.current_stream(tensors[0].device).synchronize()
+        await_writes(tensors[0])
         return Prepared(self.name, tuple(tensors), tuple(_Layout(w.n, w.k, np)))
 
     def canonical(self, prepared: Prepared) -> tuple[Tensor, Tensor]:
@@ -216,17 +213,12 @@ def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, 
     pack_pdl = pdl and packer.pdl_allowed
     if problem.activation == "fp8":
         launch, pack = _launch_fp8, packer.module.w4_quantize_row
-        scratch = Scratch(device, [_packed(m, layout.k, 1), Part((m,), torch.float32)])
+        scratch = Scratch(device, [packed_part(m, layout.k, 1), Part((m,), torch.float32)])
     else:
         launch, pack = _launch_16, packer.module.w4_pack
-        scratch = Scratch(device, [_packed(m, layout.k, 2)])
+        scratch = Scratch(device, [packed_part(m, layout.k, 2)])
     entry = getattr(gemm.module, _ENTRY[tile.kernel])
     return _State(m, layout, fits, launch, entry, gemm_pdl, pack, pack_pdl, scratch)
-
-
-def _packed(m: int, k: int, itemsize: int) -> Part:
-    """Return the memory of a packed activation: blocks of 8 tokens by 128 bytes of K."""
-    return Part((-(-k * itemsize // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
 
 
 def _nothing(*_: object) -> None:

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import jit
-from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
-from fp4dispatch.backends.operands import aligned, bias_row, direct
+from fp4dispatch.backends.operands import aligned, arch_of, await_writes, bias_row, direct, stored_rows
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
@@ -88,14 +87,10 @@ class W8A16Backend(Backend):
         """
         w = weights
         layout = _Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE))
-        weight = zero_pad(w.weight, w.n, layout.kp)
-        if weight.data_ptr() % 16:
-            weight = weight.clone()
+        weight = stored_rows(w.weight, w.n, layout.kp)
         scale = w.scale.float().expand(w.n).masked_fill(_rows_with_nan(weight), float("nan"))
         tensors = (weight, zero_pad(scale.reshape(1, -1), 1, layout.np).reshape(-1).contiguous())
-        if weight.is_cuda:
-            # Under PDL the kernel reads weights before the kernel ahead of it has finished: it must not be this one.
-            torch.cuda.current_stream(weight.device).synchronize()
+        await_writes(weight)
         return Prepared(self.name, tensors, tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
@@ -112,7 +107,7 @@ class W8A16Backend(Backend):
         if build is None:
             raise InputError(f"w8a16: output is {problem.out_dtype}, needs {' or '.join(BUILDS)}")
         layout = _Layout(*prepared.layout)
-        kernel = jit.load(KERNEL, build, _arch_of(prepared.tensors[0].device))
+        kernel = jit.load(KERNEL, build, arch_of(prepared.tensors[0].device))
         fits = (layout.np, layout.kp) == (layout.n, layout.k)
         pdl = settings.pdl != "off" and kernel.pdl_allowed
         return Plan(self.name, problem, _State(layout, fits, kernel.module.w8a16_small, pdl))
@@ -145,11 +140,6 @@ class W8A16Backend(Backend):
         s.gemm(aligned(x, kp), weight, scale, bias_row(bias, d.dtype, np), d, s.pdl)
         if d is not out:
             out.copy_(d[:, :n])
-
-
-def _arch_of(device: torch.device) -> Arch:
-    """Return the arch of a GPU."""
-    return Arch(*torch.cuda.get_device_capability(device))
 
 
 def _rows_with_nan(weight: Tensor) -> Tensor:

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import jit
-from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
-from fp4dispatch.backends.operands import aligned, bias_row, direct
+from fp4dispatch.backends.operands import aligned, arch_of, await_writes, bias_row, direct, packed_part, stored_rows
 from fp4dispatch.backends.scratch import Part, ScratchByM
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
@@ -43,7 +42,6 @@ BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
 
 _N_MULTIPLE = 8  # the kernel stores 16 bytes of a row of the output at a time
 _K_MULTIPLE = 16  # and reads rows of the weight that start on 16 bytes
-_PACKED_K, _PACKED_TOKENS = 128, 8  # a block of packed activations: 128 bytes of each of 8 tokens
 
 
 class _Layout(NamedTuple):
@@ -100,16 +98,12 @@ class W8A8Backend(Backend):
         w = weights
         has_input_scale = w.input_scale is not None
         layout = _Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE), has_input_scale)
-        weight = zero_pad(w.weight, w.n, layout.kp)
-        if weight.data_ptr() % 16:
-            weight = weight.clone()
+        weight = stored_rows(w.weight, w.n, layout.kp)
         columns = layout.np if w.scaling == "row" else 1
         tensors = [weight, zero_pad(w.scale.reshape(1, -1), 1, columns).reshape(-1).contiguous()]
         if w.input_scale is not None:
             tensors.append(w.input_scale.reshape(1))
-        if weight.is_cuda:
-            # Under PDL the kernel reads weights before the kernel ahead of it has finished: it must not be this one.
-            torch.cuda.current_stream(weight.device).synchronize()
+        await_writes(weight)
         return Prepared(self.name, tuple(tensors), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
@@ -126,7 +120,7 @@ class W8A8Backend(Backend):
         if build is None:
             raise InputError(f"w8a8: output is {problem.out_dtype}, needs {' or '.join(BUILDS)}")
         layout, device, pdl = _Layout(*prepared.layout), prepared.tensors[0].device, settings.pdl != "off"
-        arch = _arch_of(device)
+        arch = arch_of(device)
         gemm, quantizer = jit.load(KERNEL, build, arch), jit.load(QUANTIZER, "any", arch)
         static = layout.has_input_scale
         state = _State(
@@ -170,15 +164,9 @@ class W8A8Backend(Backend):
             out.copy_(d[:, :n])
 
 
-def _arch_of(device: torch.device) -> Arch:
-    """Return the arch of a GPU."""
-    return Arch(*torch.cuda.get_device_capability(device))
-
-
 def _parts(layout: _Layout, m: int) -> list[Part]:
     """Return what a launch for M tokens needs: the packed activation, and its scales unless they are static."""
-    blocks = (-(-layout.kp // _PACKED_K), -(-m // _PACKED_TOKENS), _PACKED_K * _PACKED_TOKENS)
-    packed = Part(blocks, torch.uint8)
+    packed = packed_part(m, layout.kp, 1)
     return [packed] if layout.has_input_scale else [packed, Part((m,), torch.float32)]
 
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100)])
 def test_the_compiled_kernel_accepts_what_the_backend_passes(monkeypatch, n, k, scaling, dtype):
-    monkeypatch.setattr(w8a16, "_arch_of", lambda device: SM90)
+    monkeypatch.setattr(w8a16, "arch_of", lambda device: SM90)
     backend = w8a16.W8A16Backend()
     q = formats.fp8_quantize(torch.randn(n, k), scaling)
     prepared = backend.prepare(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale))

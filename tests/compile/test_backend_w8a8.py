@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100)])
 def test_the_compiled_kernels_accept_what_the_backend_passes(monkeypatch, n, k, scaling, static, dtype):
-    monkeypatch.setattr(w8a8, "_arch_of", lambda device: SM90)
+    monkeypatch.setattr(w8a8, "arch_of", lambda device: SM90)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
     monkeypatch.setattr(scratch, "_arenas", {})
