@@ -2,19 +2,23 @@
 
 Each has the signature of its CUDA namesake and refuses what that refuses. ``w8a16_small`` reads NaN among the weights
 as a number; ``w8a8_small`` makes its numbers from the packed bytes alone, so packing, padding, scales, bias and slicing
-are all under test.
+are all under test. Below them is what the tests of both backends check.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from fp4dispatch import capture, formats
-from fp4dispatch.arch import Arch
+from fp4dispatch.arch import KNOWN_ARCHS, Arch
 from fp4dispatch.backends import scratch, w8a8, w8a16
+from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.errors import InputError
 from fp4dispatch.jit.manifest import installed
+from fp4dispatch.problem import Problem
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 E4M3 = torch.float8_e4m3fn
@@ -150,8 +154,110 @@ def install(monkeypatch, capability="9.0", **options):
     kernels = Kernels(**options)
     for module in (w8a16, w8a8):
         monkeypatch.setattr(module.jit, "load", kernels.load)
-        monkeypatch.setattr(module, "_arch_of", lambda device: Arch.parse(capability))
+        monkeypatch.setattr(module, "arch_of", lambda device: Arch.parse(capability))
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
     monkeypatch.setattr(scratch, "_arenas", {})
     return kernels
+
+
+# What the tests of both backends check; ``activation`` is that of the backend's problems.
+
+wrong_weights = pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda w: w.view(torch.uint8).roll(1, 0).view(E4M3),
+        lambda w: w.view(torch.uint8).roll(16, 1).view(E4M3),
+        lambda w: torch.cat([w.view(torch.uint8)[:, :-16], w.view(torch.uint8)[:, -16:] * 0], 1).view(E4M3),
+    ],
+    ids=["rows", "columns", "tail"],
+)
+
+
+def spoil_weights(monkeypatch, module, spoil):
+    """Let ``module`` prepare weights that ``spoil`` went over."""
+    monkeypatch.setattr(module, "stored_rows", lambda weight, n, kp: spoil(weight).contiguous())
+
+
+def error(y, want):
+    return float((y.double() - want).norm() / want.norm())
+
+
+def plan_of(backend, activation, w, prepared, m, out_dtype="bfloat16"):
+    return backend.plan(Problem("fp8_gemm", m, w.n, w.k, activation, w.scaling, out_dtype=out_dtype), prepared)
+
+
+def run(backend, activation, w, x, bias=None, prepared=None):
+    prepared = prepared or backend.prepare(w)
+    plan = plan_of(backend, activation, w, prepared, x.shape[0], str(x.dtype).removeprefix("torch."))
+    out = torch.full((x.shape[0], w.n), torch.nan, dtype=x.dtype)
+    backend.run(plan, prepared, x, out, bias)
+    return out
+
+
+def check_built_as_claimed(module, record):
+    """Every output type and arch of its capabilities has a build of the kernel, and there are no others."""
+    catalog = installed()
+    kernel = catalog.kernel(module.KERNEL)
+    assert set(module.BUILDS) == set(record.out_dtypes)
+    assert set(module.BUILDS.values()) == set(kernel.variants)
+    assert record.kernel_op == kernel.op
+    assert {arch.sm for arch in KNOWN_ARCHS if catalog.target_for(kernel, arch) is not None} == set(record.archs)
+
+
+def check_other_rows_are_copied(backend, w):
+    """A weight [40, 100], and one with rows of 112 bytes that begins 8 bytes past a multiple of 16."""
+    weight, _ = backend.prepare(w).tensors
+    assert (weight.shape, weight.data_ptr() % 16) == ((40, 112), 0)
+    assert torch.equal(weight[:, :100].view(torch.uint8), w.weight.view(torch.uint8))
+    assert not weight[:, 100:].view(torch.uint8).any()
+    flat = torch.zeros(40 * 112 + 8, dtype=torch.uint8)
+    start = 8 - flat.data_ptr() % 16
+    moved = flat[start : start + 40 * 112].view(40, 112)
+    moved.copy_(weight.view(torch.uint8))
+    copied, _ = backend.prepare(LinearWeights("fp8_gemm", "row", 40, 112, moved.view(E4M3), w.scale)).tensors
+    assert copied.data_ptr() % 16 == 0
+    assert torch.equal(copied.view(torch.uint8), moved)
+
+
+def check_any_strides(backend, activation, w, bias, exact):
+    """Of x, the bias and the output. ``exact(x)``: what w, x and the bias make in float64."""
+    wide = torch.randn(40, w.k + 9).bfloat16()
+    for x in (
+        torch.randn(40, w.k).bfloat16(),
+        wide[:, : w.k],
+        wide[:, 3 : 3 + w.k],
+        wide[::2, : w.k],
+        wide[:, : w.k].t().clone().t(),
+    ):
+        for b in (bias, torch.stack((bias, bias), 1)[:, 0], bias.float()):
+            assert error(run(backend, activation, w, x, b), exact(x)) < 3e-3
+    out = torch.full((40, 2 * w.n), torch.nan, dtype=torch.bfloat16)
+    prepared = backend.prepare(w)
+    backend.run(plan_of(backend, activation, w, prepared, 40), prepared, x, out[:, : w.n], bias)
+    assert torch.equal(out[:, : w.n], run(backend, activation, w, x, bias))
+    assert out[:, w.n :].isnan().all()
+
+
+def check_one_plan_serves(backend, activation, w, tokens):
+    """That for one token, also any other number of them; returns it."""
+    prepared = backend.prepare(w)
+    plan = plan_of(backend, activation, w, prepared, 1)
+    assert not backend.plans_by_m
+    for m in tokens:
+        x, out = torch.randn(m, w.k).bfloat16(), torch.empty(m, w.n, dtype=torch.bfloat16)
+        backend.run(plan, prepared, x, out)
+        assert torch.equal(out, run(backend, activation, w, x, prepared=prepared))
+    return plan
+
+
+def check_refused_before_a_launch(backend, activation, w, kernels, quantised):
+    """float32 outputs, and operands that are quantised already, of which ``quantised`` is the message."""
+    prepared = backend.prepare(w)
+    with pytest.raises(InputError, match="output is float32, needs bfloat16 or float16"):
+        plan_of(backend, activation, w, prepared, 1, "float32")
+    plan = plan_of(backend, activation, w, prepared, 1)
+    raw = QuantizedActivation(torch.zeros(1, w.k).to(E4M3), torch.ones(1))
+    with pytest.raises(InputError, match=quantised):
+        backend.run(plan, prepared, raw, torch.empty(1, w.n, dtype=torch.bfloat16))
+    assert kernels.launched == []

@@ -10,10 +10,8 @@ import torch
 from fp4dispatch import formats, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS
 from fp4dispatch.backends import w8a16
-from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.errors import InputError
-from fp4dispatch.jit.manifest import installed
 from fp4dispatch.linear import FP8Linear
 from fp4dispatch.problem import Problem
 from tests import contract, w8_fake
@@ -36,12 +34,7 @@ def weights(n, k, scaling="row", seed=0, static=None):
 
 
 def run(w, x, bias=None, prepared=None):
-    prepared = prepared or BACKEND.prepare(w)
-    out_dtype = str(x.dtype).removeprefix("torch.")
-    plan = BACKEND.plan(problem(x.shape[0], w.n, w.k, w.scaling, out_dtype=out_dtype), prepared)
-    out = torch.full((x.shape[0], w.n), torch.nan, dtype=x.dtype)
-    BACKEND.run(plan, prepared, x, out, bias)
-    return out
+    return w8_fake.run(BACKEND, "bf16", w, x, bias, prepared)
 
 
 # ------------------------------------------------------------------------------------------------------------ contract
@@ -63,13 +56,7 @@ def test_contract_on_the_emulated_kernel(monkeypatch, arch, case):
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
-    catalog = installed()
-    kernel = catalog.kernel(w8a16.KERNEL)
-    assert set(w8a16.BUILDS) == set(RECORD.out_dtypes)
-    assert set(w8a16.BUILDS.values()) == set(kernel.variants)
-    assert RECORD.kernel_op == kernel.op
-    claimed = {arch for arch in ARCH if catalog.target_for(kernel, ARCH[arch]) is not None}
-    assert claimed == set(RECORD.archs)
+    w8_fake.check_built_as_claimed(w8a16, RECORD)
 
 
 def test_block_scales_and_quantised_operands_are_refused_with_reasons():
@@ -97,19 +84,7 @@ def test_the_weight_is_the_layers_own(monkeypatch, n, scaling):
 
 
 def test_a_weight_with_other_rows_is_copied_once_padded_with_zeros():
-    w = weights(40, 100)
-    weight, _ = BACKEND.prepare(w).tensors
-    assert (weight.shape, weight.data_ptr() % 16) == ((40, 112), 0)
-    assert torch.equal(weight[:, :100].view(torch.uint8), w.weight.view(torch.uint8))
-    assert not weight[:, 100:].view(torch.uint8).any()
-    flat = torch.zeros(40 * 112 + 8, dtype=torch.uint8)
-    start = 8 - flat.data_ptr() % 16
-    moved = flat[start : start + 40 * 112].view(40, 112)
-    moved.copy_(weight.view(torch.uint8))
-    w = LinearWeights("fp8_gemm", "row", 40, 112, moved.view(E4M3), w.scale)
-    copied, _ = BACKEND.prepare(w).tensors
-    assert copied.data_ptr() % 16 == 0
-    assert torch.equal(copied.view(torch.uint8), moved)
+    w8_fake.check_other_rows_are_copied(BACKEND, weights(40, 100))
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
@@ -150,35 +125,12 @@ def test_any_strides_and_sizes(monkeypatch, n, k):
     w8_fake.install(monkeypatch)
     w, bias = weights(n, k), torch.randn(n).bfloat16()
     dense = contract.dequantised(w)
-    wide = torch.randn(40, k + 9).bfloat16()
-    for x in (
-        torch.randn(40, k).bfloat16(),
-        wide[:, :k],
-        wide[:, 3 : 3 + k],
-        wide[::2, :k],
-        wide[:, :k].t().clone().t(),
-    ):
-        want = x.double() @ dense.t() + bias.double()
-        for b in (bias, torch.stack((bias, bias), 1)[:, 0], bias.float()):
-            y = run(w, x, b)
-            assert float((y.double() - want).norm() / want.norm()) < 3e-3
-    out = torch.full((40, 2 * n), torch.nan, dtype=torch.bfloat16)
-    prepared = BACKEND.prepare(w)
-    BACKEND.run(BACKEND.plan(problem(40, n, k), prepared), prepared, x, out[:, :n], bias)
-    assert torch.equal(out[:, :n], run(w, x, bias))
-    assert out[:, n:].isnan().all()
+    w8_fake.check_any_strides(BACKEND, "bf16", w, bias, lambda x: x.double() @ dense.t() + bias.double())
 
 
 def test_one_plan_serves_every_m(monkeypatch):
     kernels = w8_fake.install(monkeypatch)
-    w = weights(64, 64)
-    prepared = BACKEND.prepare(w)
-    plan = BACKEND.plan(problem(1, 64, 64), prepared)
-    assert not BACKEND.plans_by_m
-    for m in (1, 32, 33, 100):
-        x, out = torch.randn(m, 64).bfloat16(), torch.empty(m, 64, dtype=torch.bfloat16)
-        BACKEND.run(plan, prepared, x, out)
-        assert torch.equal(out, run(w, x, prepared=prepared))
+    w8_fake.check_one_plan_serves(BACKEND, "bf16", weights(64, 64), (1, 32, 33, 100))
     assert kernels.loaded[0] == ("w8a16_small", "bf16")
 
 
@@ -193,14 +145,7 @@ def test_pdl_where_the_proof_and_the_setting_allow_it(monkeypatch, allowed, sett
 
 def test_what_it_cannot_run_is_refused(monkeypatch):
     kernels = w8_fake.install(monkeypatch)
-    prepared = BACKEND.prepare(weights(64, 64))
-    with pytest.raises(InputError, match="output is float32, needs bfloat16 or float16"):
-        BACKEND.plan(problem(1, 64, 64, out_dtype="float32"), prepared)
-    plan = BACKEND.plan(problem(1, 64, 64), prepared)
-    raw = QuantizedActivation(torch.zeros(1, 64).to(E4M3), torch.ones(1))
-    with pytest.raises(InputError, match="takes 16-bit activations"):
-        BACKEND.run(plan, prepared, raw, torch.empty(1, 64, dtype=torch.bfloat16))
-    assert kernels.launched == []
+    w8_fake.check_refused_before_a_launch(BACKEND, "bf16", weights(64, 64), kernels, "takes 16-bit activations")
 
 
 # ---------------------------------------------------------------------------------------------------------- self-check
@@ -217,18 +162,10 @@ def test_the_self_check_passes_the_emulated_kernel(monkeypatch, scaling):
     assert (result.status, result.findings) == ("passed", ())
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda w: w.view(torch.uint8).roll(1, 0).view(E4M3),
-        lambda w: w.view(torch.uint8).roll(16, 1).view(E4M3),
-        lambda w: torch.cat([w.view(torch.uint8)[:, :-16], w.view(torch.uint8)[:, -16:] * 0], 1).view(E4M3),
-    ],
-    ids=["rows", "columns", "tail"],
-)
+@w8_fake.wrong_weights
 def test_the_self_check_sees_wrong_weights(monkeypatch, spoil):
     w8_fake.install(monkeypatch)
-    monkeypatch.setattr(w8a16, "zero_pad", lambda t, rows, columns: t if t.dtype != E4M3 else spoil(t).contiguous())
+    w8_fake.spoil_weights(monkeypatch, w8a16, spoil)
     assert checked("row").status == "failed"
 
 
@@ -257,7 +194,7 @@ def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, scal
     for m in (1, 7, 8):
         x = torch.randn(m, 208).bfloat16()
         want = x.double() @ dense.t() + layer.bias.double()
-        assert float((layer(x).double() - want).norm() / want.norm()) < 3e-3
+        assert w8_fake.error(layer(x), want) < 3e-3
     assert [launch[1] for launch in hopper.launched][-3:] == [1, 7, 8]
 
 

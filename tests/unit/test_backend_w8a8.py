@@ -10,9 +10,8 @@ import torch
 from fp4dispatch import capture, formats, ops, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS, SM90
 from fp4dispatch.backends import scratch, w8a8, w8a16
-from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.errors import InputError
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.linear import FP8Linear
 from fp4dispatch.problem import Problem
@@ -36,12 +35,7 @@ def weights(n, k, scaling="row", seed=0, static=None):
 
 
 def run(w, x, bias=None, prepared=None):
-    prepared = prepared or BACKEND.prepare(w)
-    out_dtype = str(x.dtype).removeprefix("torch.")
-    plan = BACKEND.plan(problem(x.shape[0], w.n, w.k, w.scaling, out_dtype=out_dtype), prepared)
-    out = torch.full((x.shape[0], w.n), torch.nan, dtype=x.dtype)
-    BACKEND.run(plan, prepared, x, out, bias)
-    return out
+    return w8_fake.run(BACKEND, "fp8", w, x, bias, prepared)
 
 
 def exact(w, x, bias=None):
@@ -49,10 +43,6 @@ def exact(w, x, bias=None):
     q = formats.fp8_quantize(x, "row") if w.input_scale is None else formats.fp8_quantize(x, "tensor", w.input_scale)
     a = q.data.double() * q.scale.double().reshape(-1, 1)
     return a @ contract.dequantised(w).t() + (0 if bias is None else bias.double())
-
-
-def error(y, want):
-    return float((y.double() - want).norm() / want.norm())
 
 
 # ------------------------------------------------------------------------------------------------------- the emulation
@@ -92,7 +82,7 @@ def test_emulated_kernels_compute_what_they_define(build, static):
     dense = torch.zeros(n, k, dtype=torch.float64)
     dense[:69] = w.double()
     found = LinearWeights("fp8_gemm", "row", n, k, dense.to(E4M3), alpha, input_scale=static and scale[0])
-    assert error(out, exact(found, x, bias)) < 3e-3
+    assert w8_fake.error(out, exact(found, x, bias)) < 3e-3
     assert [(name, pdl) for name, *_, pdl in kernels.launched][1:] == [("w8a8_small", False)]
     for wrong in (out.float(), out[:, :64], out[:20], out[:0]):  # dtype, stride, scales of another M, no tokens
         with pytest.raises(AssertionError):
@@ -125,13 +115,9 @@ def test_the_contract_has_static_scales_biases_and_both_scalings():
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
+    w8_fake.check_built_as_claimed(w8a8, RECORD)
     catalog = installed()
-    kernel, quantizer = catalog.kernel(w8a8.KERNEL), catalog.kernel(w8a8.QUANTIZER)
-    assert set(w8a8.BUILDS) == set(RECORD.out_dtypes)
-    assert set(w8a8.BUILDS.values()) == set(kernel.variants)
-    assert RECORD.kernel_op == kernel.op
-    claimed = {arch for arch in ARCH if catalog.target_for(kernel, ARCH[arch]) is not None}
-    assert claimed == set(RECORD.archs)
+    quantizer = catalog.kernel(w8a8.QUANTIZER)
     assert all(catalog.target_for(quantizer, ARCH[arch]) is not None for arch in RECORD.archs)
     assert "any" in quantizer.variants
 
@@ -178,18 +164,8 @@ def test_the_weight_is_the_layers_own_and_that_of_w8a16(n, scaling):
 
 def test_a_weight_with_other_rows_is_copied_once_padded_with_zeros():
     w = weights(40, 100)
-    weight, scale = BACKEND.prepare(w).tensors
-    assert (weight.shape, weight.data_ptr() % 16) == ((40, 112), 0)
-    assert torch.equal(weight[:, :100].view(torch.uint8), w.weight.view(torch.uint8))
-    assert not weight[:, 100:].view(torch.uint8).any()
-    assert torch.equal(scale, w.scale)
-    flat = torch.zeros(40 * 112 + 8, dtype=torch.uint8)
-    start = 8 - flat.data_ptr() % 16
-    moved = flat[start : start + 40 * 112].view(40, 112)
-    moved.copy_(weight.view(torch.uint8))
-    copied = BACKEND.prepare(LinearWeights("fp8_gemm", "row", 40, 112, moved.view(E4M3), w.scale)).tensors[0]
-    assert copied.data_ptr() % 16 == 0
-    assert torch.equal(copied.view(torch.uint8), moved)
+    w8_fake.check_other_rows_are_copied(BACKEND, w)
+    assert torch.equal(BACKEND.prepare(w).tensors[1], w.scale)
 
 
 @pytest.mark.parametrize("n", [67, 72])
@@ -232,21 +208,7 @@ def test_any_strides_and_sizes(monkeypatch, n, k, static):
     w = weights(n, k, static=None if static is None else torch.tensor(static))
     # As large as the products: one in the wrong place shows.
     bias = (torch.randn(n) * contract.dequantised(w).norm(dim=1)).bfloat16()
-    wide = torch.randn(40, k + 9).bfloat16()
-    for x in (
-        torch.randn(40, k).bfloat16(),
-        wide[:, :k],
-        wide[:, 3 : 3 + k],
-        wide[::2, :k],
-        wide[:, :k].t().clone().t(),
-    ):
-        for b in (bias, torch.stack((bias, bias), 1)[:, 0], bias.float()):
-            assert error(run(w, x, b), exact(w, x, bias)) < 3e-3
-    out = torch.full((40, 2 * n), torch.nan, dtype=torch.bfloat16)
-    prepared = BACKEND.prepare(w)
-    BACKEND.run(BACKEND.plan(problem(40, n, k), prepared), prepared, x, out[:, :n], bias)
-    assert torch.equal(out[:, :n], run(w, x, bias))
-    assert out[:, n:].isnan().all()
+    w8_fake.check_any_strides(BACKEND, "fp8", w, bias, lambda x: exact(w, x, bias))
 
 
 def test_operands_off_16_bytes_are_copied(monkeypatch):
@@ -277,14 +239,7 @@ def test_tokens_are_scaled_on_their_own_or_by_the_static_scale(monkeypatch):
 
 def test_one_plan_serves_every_m_and_remembers_its_scratch(monkeypatch):
     kernels = w8_fake.install(monkeypatch)
-    w = weights(64, 64)
-    prepared = BACKEND.prepare(w)
-    plan = BACKEND.plan(problem(1, 64, 64), prepared)
-    assert not BACKEND.plans_by_m
-    for m in (1, 8, 9, 33, 64, 65, 100, 9):
-        x, out = torch.randn(m, 64).bfloat16(), torch.empty(m, 64, dtype=torch.bfloat16)
-        BACKEND.run(plan, prepared, x, out)
-        assert torch.equal(out, run(w, x, prepared=prepared))
+    plan = w8_fake.check_one_plan_serves(BACKEND, "fp8", weights(64, 64), (1, 8, 9, 33, 64, 65, 100, 9))
     assert kernels.loaded[:2] == [("w8a8_small", "bf16"), ("w4_activations", "any")]
     found = plan.state.scratch(9)
     assert found[0].shape == (1, 2, 1024)
@@ -341,14 +296,7 @@ def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, proven):
 
 def test_what_it_cannot_launch_is_refused(monkeypatch):
     kernels = w8_fake.install(monkeypatch)
-    prepared = BACKEND.prepare(weights(64, 64))
-    with pytest.raises(InputError, match="output is float32, needs bfloat16 or float16"):
-        BACKEND.plan(problem(1, 64, 64, out_dtype="float32"), prepared)
-    plan = BACKEND.plan(problem(1, 64, 64), prepared)
-    quantised = QuantizedActivation(torch.zeros(1, 64).to(E4M3), torch.ones(1))
-    with pytest.raises(InputError, match="w8a8 takes 16-bit activations"):
-        BACKEND.run(plan, prepared, quantised, torch.empty(1, 64, dtype=torch.bfloat16))
-    assert kernels.launched == []
+    w8_fake.check_refused_before_a_launch(BACKEND, "fp8", weights(64, 64), kernels, "w8a8 takes 16-bit activations")
 
 
 # ---------------------------------------------------------------------------------------------------------- self-check
@@ -368,18 +316,10 @@ def test_the_self_check_passes_the_emulated_kernels(monkeypatch, scaling):
     assert any("quantised already" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda w: w.view(torch.uint8).roll(1, 0).view(E4M3),
-        lambda w: w.view(torch.uint8).roll(16, 1).view(E4M3),
-        lambda w: torch.cat([w.view(torch.uint8)[:, :-16], w.view(torch.uint8)[:, -16:] * 0], 1).view(E4M3),
-    ],
-    ids=["rows", "columns", "tail"],
-)
+@w8_fake.wrong_weights
 def test_the_self_check_sees_wrong_weights(monkeypatch, spoil):
     w8_fake.install(monkeypatch)
-    monkeypatch.setattr(w8a8, "zero_pad", lambda t, rows, columns: t if t.dtype != E4M3 else spoil(t).contiguous())
+    w8_fake.spoil_weights(monkeypatch, w8a8, spoil)
     assert checked("row").status == "failed"
 
 
@@ -412,7 +352,7 @@ def test_a_layer_pinned_to_fp8_runs_every_m_up_to_64_on_its_own_weight(hopper, s
     assert {t.data_ptr() for t in held} == {layer.weight.data_ptr()}
     for m in (1, 7, 16, 17, 64):
         x = torch.randn(m, 208).bfloat16()
-        assert error(layer(x), exact(w, x, layer.bias)) < 3e-3
+        assert w8_fake.error(layer(x), exact(w, x, layer.bias)) < 3e-3
     quantizer = "w8_quantize_row" if static is None else "w8_quantize_tensor"
     assert [launch[:2] for launch in hopper.launched[-4:]] == [
         *((quantizer, 17), ("w8a8_small", 17)),
