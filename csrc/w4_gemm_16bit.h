@@ -1,11 +1,11 @@
-// Main loop of w4_gemm_sm90.h for 16-bit activations.
+// Main loop of many_tokens.h for 16-bit activations.
 //
 // Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the words of group i + 1 are
 // dequantised into the registers that group i - 1 has finished with, half of them between the two MMAs: one after the
 // other left the tensor cores idle (10 % of time at 256 tokens a tile, H200).
 #pragma once
 
-#include "w4_gemm_tile.h"
+#include "many_tokens_tile.h"
 
 namespace fp4d {
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ void dequantize(uint4 codes, uint32_t scales, uint32_
 }
 
 template <class Tile>
-struct Loop16 {
+struct Loop {
   static constexpr int T = Tile::kTokens;
   Params const& p;
   Place const& place;
@@ -31,20 +31,21 @@ struct Loop16 {
   int warpgroup, warp, lane;  // warp of the warpgroup
   Position<Tile> at = {};
 
-  __device__ void start() {}
+  uint32_t empty_at = 0, releases = 0;
+
+  __device__ void start() {
+    releases = lane < Place::sources(p);
+    empty_at = address_in(ring.empty(0), place.source(p, releases != 0 ? lane : 0));
+  }
 
   // This warp is done with a slot.
   __device__ void release(int slot) const {
-    if (p.multicast_log2 == 0) {
-      if (lane == 0) barrier_arrive(ring.empty(slot));
-    } else if (lane < 1 << p.multicast_log2) {
-      barrier_arrive_in(address_in(ring.empty(slot), place.with_multicast(p, lane)));
-    }
+    if (releases != 0) barrier_arrive_in(empty_at + slot * 16);
   }
 
   __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[4], uint64_t b) {
     wgmma_fence();
-    wgmma<kOperand, T>(sums, a, b);
+    wgmma<Weights::kOperand, T>(sums, a, b);
     wgmma_commit();
   }
 

@@ -1,4 +1,4 @@
-// Main loop of w4_gemm_sm90.h for FP8 activations.
+// Main loop of many_tokens.h for FP8 activations.
 //
 // A stage is two chunks along K, each two MMAs with their registers of operand A. While MMAs run, the next chunk is
 // dequantised, a step between any two of them: the two steps of an operand in a row would leave the tensor cores idle.
@@ -10,12 +10,12 @@
 // one multiplies while the other adds.
 #pragma once
 
-#include "w4_gemm_tile.h"
+#include "many_tokens_tile.h"
 
 namespace fp4d {
 
 template <class Tile>
-struct LoopFp8 {
+struct Loop {
   static constexpr int T = Tile::kTokens;
   Params const& p;
   Place const& place;
@@ -32,8 +32,8 @@ struct LoopFp8 {
     words_at = ring.weights(0, warpgroup) + warp * w4::kUnitBytes + lane * 16;
     scales_at = ring.weights(0, warpgroup) + w4::kScaleOffset + lane * 8 + warp * 2;
     luts_at = ring.base + Tile::kLutAt + lane % w4::kLutCopies * 8;
-    releases = lane < 1 << p.multicast_log2;
-    empty_at = address_in(ring.empty(0), place.with_multicast(p, releases != 0 ? lane : 0));
+    releases = lane < Place::sources(p);
+    empty_at = address_in(ring.empty(0), place.source(p, releases != 0 ? lane : 0));
     keep(words_at), keep(scales_at), keep(luts_at), keep(empty_at);
     barrier_wait(ring.full(0), 0);
     load(first, 0);

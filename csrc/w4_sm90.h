@@ -30,6 +30,27 @@ __device__ __forceinline__ void copy_bulk_multicast(uint32_t to, uint8_t const* 
       : "memory");
 }
 
+// A box of a tensor by TMA, by one thread; reports the whole box's bytes to the barrier. What is outside of the tensor
+// comes as zero. Coordinates: the fastest dimension first. `hint`: a cache policy.
+__device__ __forceinline__ void copy_box(uint32_t to, void const* tensor_map, int x, int y, uint32_t barrier,
+                                         uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(tensor_map), "r"(x), "r"(y), "r"(barrier), "l"(hint)
+      : "memory");
+}
+
+// To the same place in every CTA of the cluster whose bit is set, as copy_bulk_multicast.
+__device__ __forceinline__ void copy_box_multicast(uint32_t to, void const* tensor_map, int x, int y,
+                                                   uint32_t barrier, uint32_t ctas, uint64_t hint) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+      "l"(tensor_map), "r"(x), "r"(y), "r"(barrier), "h"(uint16_t(ctas)), "l"(hint)
+      : "memory");
+}
+
 // ---- Clusters. Unlike those of async_copy.h, threads need not come in whole warps. ----
 
 __device__ __forceinline__ void cluster_arrive_relaxed() {  // orders nothing

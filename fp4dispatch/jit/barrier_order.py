@@ -26,8 +26,12 @@ _BARRIER = "ACQBULK"
 _PLAIN_ACCESS = ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG")
 _GLOBAL_ACCESS = frozenset((*_PLAIN_ACCESS, "UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED"))
 # What a kernel may declare to do before it waits, and the spellings that this allows, whole: UBLKCP.S.G copies from
-# global to shared memory, UBLKCP.G.S would write global memory. UTMALDG only ever loads; 2D is what weights need.
-_DECLARED = {"UBLKCP": frozenset(("UBLKCP.S.G",)), "UTMALDG": frozenset(("UTMALDG.2D",))}
+# global to shared memory, UBLKCP.G.S would write global memory. UTMALDG only ever loads; 2D is what weights need, for
+# one CTA or for several of a cluster.
+_DECLARED = {
+    "UBLKCP": frozenset(("UBLKCP.S.G",)),
+    "UTMALDG": frozenset(("UTMALDG.2D", "UTMALDG.2D.MULTICAST")),
+}
 _ENDS = frozenset(("EXIT", "RET", "KILL", "BPT"))
 _JUMPS = frozenset(("BRA", "JMP"))
 _MAY_JUMP = frozenset(("CALL", "WARPSYNC", "BREAK"))

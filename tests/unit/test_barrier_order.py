@@ -157,9 +157,9 @@ def test_the_declaration_needs_no_less_of_a_barrier() -> None:
 
 
 def test_a_declared_tma_load_of_a_box_may_come_before_the_barrier() -> None:
-    load = "UTMALDG.2D [UR8], [UR6], desc[UR4]"
-    lines = (load, f"@UP0 {load}", "ACQBULK", load, "EXIT")
-    assert found(*lines) == ["UTMALDG.2D", "UTMALDG.2D"]
+    load, to_several = "UTMALDG.2D [UR8], [UR6], desc[UR4]", "UTMALDG.2D.MULTICAST [UR8], [UR24], UR5, desc[UR6]"
+    lines = (load, f"@UP0 {load}", to_several, "ACQBULK", load, to_several, "EXIT")
+    assert found(*lines) == ["UTMALDG.2D", "UTMALDG.2D", "UTMALDG.2D.MULTICAST"]
     assert found(*lines, before_wait=("UTMALDG",)) == []
 
 
@@ -168,7 +168,6 @@ def test_a_declared_tma_load_of_a_box_may_come_before_the_barrier() -> None:
     [
         "UTMALDG.3D [UR8], [UR24], desc[UR6]",
         "UTMALDG.2D.IM2COL [UR8], [UR24], desc[UR6]",
-        "UTMALDG.2D.MULTICAST [UR8], [UR24], UR5, desc[UR6]",
         "UTMASTG.2D [UR8], [UR24]",
         "UTMAREDG.2D.ADD [UR8], [UR24]",
         PREFETCH,

@@ -1,58 +1,47 @@
-// What the parts of w4_gemm_sm90.h share: its arguments, its tile, the ring of stages, places in a cluster.
+// What the parts of many_tokens.h share: its arguments, its tile, the ring of stages, places in a cluster. Before it is
+// included, `Weights` says how weights are stored (w4_gemm_weights.h, w8_gemm_weights.h).
 #pragma once
 
 #include <algorithm>
 
 #include "gdc_guard.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include "async_copy.h"
-#include "w4_dequant.h"
+#include "many_tokens_out.h"
 #include "w4_sm90.h"
-#include "w4_to_fp8.h"
 #include "w4_wgmma.h"
 
 namespace fp4d {
 
-#if FP4D_OUT == 0
-using Out = __nv_bfloat16;
-#else
-using Out = __half;
-#endif
-
-// What activations are; 16-bit ones have the type of the output.
-constexpr bool kFp8 = FP4D_ACT == 8;
-constexpr Operand kOperand = kFp8 ? Operand::kE4M3 : FP4D_OUT == 0 ? Operand::kBF16 : Operand::kF16;
-// What the dequantised weights must be multiplied by.
-constexpr float kWeightFactor = kFp8 ? 8.f : w4::Dequant<Out>::kUnscale;
+constexpr int kBlockRows = 64;  // of weights, which a consumer warpgroup multiplies
 
 struct Params {
-  uint8_t const *x, *w;
+  Weights::Source w;
+  uint8_t const* x;
   float const *x_scale, *alpha;
   Out const* bias;
   Out* out;
   int m, n;
   int token_blocks;              // of 8 tokens in x
-  int row_blocks, chunks;        // of w
+  int row_blocks;                // of w
   int stages;                    // along K
   int x_scale_step, alpha_step;  // 0: one for all
-  int multicast_log2, split;     // CTAs of a cluster
-  int row_tiles, token_tiles;    // clusters that cover N, and M
-  int raster;                    // token tiles that are done before the next rows
-  int clusters;                  // of the grid
+  int multicast_log2, sharing_log2,
+      split;                   // CTAs of a cluster with the same tokens, with the same rows; parts of K
+  int row_tiles, token_tiles;  // clusters that cover N, and M
+  int raster;                  // token tiles that are done before the next rows
+  int clusters;                // of the grid
 };
 
 template <int T>
 struct Tile {
   static constexpr int kTokens = T;
-  static constexpr int kConsumers = kFp8 || T == 256 ? 2 : 4;  // warpgroups
-  static constexpr int kCtas =
-      kFp8 && T <= 64 ? 2 : 1;  // of a multiprocessor: one's ends hide under the other
+  static constexpr int kConsumers = Weights::consumers(T);  // warpgroups
+  static constexpr int kCtas = Weights::ctas(T);  // of a multiprocessor: one's ends hide under the other
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kRows = kBlockRows * kConsumers;
   static constexpr int kMostSplit = T == 32 ? 4 : 8;  // each part of K adds up 8 tokens at least
   // 65536 registers, shared out evenly at the start; the producer gives its up.
   static constexpr int kProducerRegisters = kConsumers == 2 && kCtas == 1 ? 40 : 32;
@@ -60,17 +49,17 @@ struct Tile {
   // 256 k. Sums of one sign end up 0.18 % low, measured on an H200; after 512 k 0.51 %, for 1 % of speed.
   static constexpr int kPromoteStages = 2;
 
-  static constexpr int kStageChunks = kFp8 ? 2 : 1;  // a stage is 128 bytes of activations along K
-  static constexpr int kTokenBytes = T * 128;
-  static constexpr int kBlockBytes = kStageChunks * w4::kChunkBytes;  // weights of a warpgroup in a stage
+  static constexpr int kTokenBytes = T * 128;               // a stage is 128 bytes of activations along K
+  static constexpr int kBlockBytes = Weights::kBlockBytes;  // weights of a warpgroup in a stage
   static constexpr int kWeightBytes = kConsumers * kBlockBytes;
 
-  // Where a warpgroup turns 32 tokens of its output, twice. 16 bytes more a token keep 8 tokens off each other's banks.
-  static constexpr int kPieceTokens = 32, kPitch = 64 * sizeof(Out) + 16, kPieceBytes = kPieceTokens * kPitch;
+  // Where a warpgroup turns a piece of its output, twice. 16 bytes more a token keep 8 tokens off each other's banks.
+  static constexpr int kPieceTokens = T % 32 == 0 ? 32 : 16, kPitch = 64 * sizeof(Out) + 16,
+                       kPieceBytes = kPieceTokens * kPitch;
   static constexpr int kPieces = T / kPieceTokens;
   static constexpr int kOutBytes = kConsumers * 2 * kPieceBytes;
 
-  static constexpr int kLutBytes = kFp8 ? w4::kLutTableBytes : 0;
+  static constexpr int kLutBytes = Weights::kTableBytes;
 
   static constexpr int kBarrierBytes = 128, kMaxShared = kCtas == 2 ? 115712 : 232448;
   // Tokens, then weights; the next stage's tokens at a multiple of 1024.
@@ -79,7 +68,7 @@ struct Tile {
       std::min(8, (kMaxShared - kOutBytes - kLutBytes - kBarrierBytes) / kStageBytes);
   static constexpr int kOutAt = kStages * kStageBytes, kLutAt = kOutAt + kOutBytes,
                        kBarriersAt = kLutAt + kLutBytes, kShared = kBarriersAt + kBarrierBytes;
-  static_assert(kStages >= 4 && kStages * 16 <= kBarrierBytes);
+  static_assert(T % kPieceTokens == 0 && kStages >= 4 && kStages * 16 <= kBarrierBytes);
   static_assert(kRows * T * 4 <= kOutAt, "the sums of a split take the place of the ring");
 };
 
@@ -96,11 +85,12 @@ struct Ring {
   __device__ uint32_t full(int slot) const { return base + Tile::kBarriersAt + slot * 16; }
   __device__ uint32_t empty(int slot) const { return full(slot) + 8; }
 
-  // An arrival with its bytes of each copying thread; one of each consumer warp of each CTA with the same activations.
-  __device__ void init(int multicast) const {
+  // An arrival with its bytes of each copying thread; one of each consumer warp of each of the CTAs to which this one
+  // copies, itself among them.
+  __device__ void init(int ctas) const {
     for (int slot = 0; slot < Tile::kStages; ++slot) {
       barrier_init(full(slot), 1 + kWeightThreads);
-      barrier_init(empty(slot), multicast * Tile::kConsumers * 4);
+      barrier_init(empty(slot), ctas * Tile::kConsumers * 4);
     }
   }
 };
@@ -118,23 +108,36 @@ struct Position {
 
 // This CTA's place in its cluster and its share of K, in stages.
 struct Place {
-  int cluster, multicast, split;  // number of the cluster; ranks
+  int cluster, multicast, sharing, split;  // number of the cluster; ranks
   int first, count;
 
   __device__ explicit Place(Params const& p) {
-    int const ctas = p.split << p.multicast_log2, rank = blockIdx.x % ctas;
+    int const together = p.multicast_log2 + p.sharing_log2, ctas = p.split << together,
+              rank = blockIdx.x % ctas;
     cluster = blockIdx.x / ctas;
     multicast = rank & ((1 << p.multicast_log2) - 1);
-    split = rank >> p.multicast_log2;
+    sharing = (rank >> p.multicast_log2) & ((1 << p.sharing_log2) - 1);
+    split = rank >> together;
     first = int(int64_t(p.stages) * split / p.split);
     count = int(int64_t(p.stages) * (split + 1) / p.split) - first;
   }
-  // Rank in the cluster of a CTA with the same tokens, or the same rows.
+  // Rank in the cluster of a CTA with the same tokens, with the same rows, or with both.
   __device__ int with_multicast(Params const& p, int rank) const {
-    return (split << p.multicast_log2) + rank;
+    return (((split << p.sharing_log2) + sharing) << p.multicast_log2) + rank;
+  }
+  __device__ int with_sharing(Params const& p, int rank) const {
+    return (((split << p.sharing_log2) + rank) << p.multicast_log2) + multicast;
   }
   __device__ int with_split(Params const& p, int rank) const {
-    return (rank << p.multicast_log2) + multicast;
+    return (((rank << p.sharing_log2) + sharing) << p.multicast_log2) + multicast;
+  }
+  // The ones that copy to this CTA, itself among them: how many, and the rank of one.
+  __device__ static int sources(Params const& p) {
+    return (1 << p.multicast_log2) + (1 << p.sharing_log2) - 1;
+  }
+  __device__ int source(Params const& p, int i) const {
+    int const beyond = i - (1 << p.multicast_log2);
+    return beyond < 0 ? with_multicast(p, i) : with_sharing(p, beyond + (beyond >= sharing));
   }
 };
 
@@ -149,7 +152,7 @@ __device__ __forceinline__ Corner corner_of(Params const& p, Place const& place,
   int const band = tile / (p.row_tiles * p.raster), in_band = tile - band * p.row_tiles * p.raster;
   int const width = min(p.raster, p.token_tiles - band * p.raster), row = in_band / width;
   return {((row << p.multicast_log2) + place.multicast) * Tile::kConsumers,
-          (band * p.raster + in_band - row * width) * Tile::kTokens};
+          (((band * p.raster + in_band - row * width) << p.sharing_log2) + place.sharing) * Tile::kTokens};
 }
 
 }  // namespace fp4d

@@ -1,42 +1,10 @@
-// Producers of w4_gemm_sm90.h: one thread for the activations, two for the weights.
+// Producers of many_tokens.h: one thread for the activations, two for the weights.
 #pragma once
 
-#include "w4_gemm_tile.h"
+#include "many_tokens_tile.h"
+#include FP4D_WEIGHT_COPIES
 
 namespace fp4d {
-
-// Weights of a consumer warpgroup, or of two. A warpgroup beyond the last row block takes that one again, and so does
-// the second half of a last stage with one chunk: its activations are zero.
-template <class Tile>
-struct WeightCopies {
-  static constexpr int kWarpgroups = Tile::kConsumers / kWeightThreads, kBytes = Tile::kBlockBytes;
-  Params const& p;
-  Place const& place;
-  Ring<Tile> ring;
-  int first;  // warpgroup
-  uint8_t const* from[kWarpgroups] = {};
-
-  __device__ void start(Corner corner, int in_tile) {
-#pragma unroll
-    for (int i = 0; i < kWarpgroups; ++i) {
-      int const block = min(corner.row_block + first + i, p.row_blocks - 1);
-      int64_t const chunk = int64_t(block) * p.chunks + (place.first + in_tile) * Tile::kStageChunks;
-      from[i] = p.w + chunk * w4::kChunkBytes;
-    }
-  }
-  __device__ void copy(int stage, int slot) {
-    uint32_t const full = ring.full(slot);
-    bool const whole = Tile::kStageChunks == 1 || (stage + 1) * Tile::kStageChunks <= p.chunks;
-    barrier_arrive_expect(full, kWarpgroups * kBytes);
-#pragma unroll
-    for (int i = 0; i < kWarpgroups; ++i) {
-      uint32_t const to = ring.weights(slot, first + i);
-      copy_bulk(to, from[i], whole ? kBytes : w4::kChunkBytes, full);
-      if (!whole) copy_bulk(to + w4::kChunkBytes, from[i], w4::kChunkBytes, full);
-      from[i] += kBytes;
-    }
-  }
-};
 
 // This CTA's share of the activations, to all that have the same tokens; each expects all of them.
 template <class Tile>
@@ -48,7 +16,7 @@ struct TokenCopies {
   uint32_t all = 0, mine = 0, skip = 0;  // bytes
 
   __device__ void start(Corner corner, int in_tile) {
-    int const tokens = min(Tile::kTokens, p.token_blocks * 8 - corner.token);
+    int const tokens = max(0, min(Tile::kTokens, p.token_blocks * 8 - corner.token));
     int const share = Tile::kTokens >> p.multicast_log2;
     all = tokens * 128, skip = place.multicast * share * 128;
     mine = max(0, min(share, tokens - place.multicast * share)) * 128;
@@ -105,9 +73,10 @@ __device__ __forceinline__ void produce(Params const& p, Place const& place, Rin
     copy_stages<Tile>(tokens, 0, all);
   } else {
     WeightCopies<Tile> weights{p, place, ring, (warp - 1) * WeightCopies<Tile>::kWarpgroups};
-    bool const copies = warp <= kWeightThreads;
+    bool const copies = warp <= kWeightThreads, to_others = p.sharing_log2 > 0;
+    if (to_others) cluster_wait_acquire();
     copy_stages<Tile>(weights, 0, copies ? ahead : 0);  // before the previous grid has finished
-    if (clustered) cluster_wait_acquire();
+    if (clustered && !to_others) cluster_wait_acquire();
     grid_dependency_wait();
     copy_stages<Tile>(weights, ahead, copies ? all : 0);
   }

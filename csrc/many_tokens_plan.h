@@ -1,4 +1,4 @@
-// How the W4P GEMM shares a problem out over the multiprocessors: a pure function of sizes, and the model behind it.
+// How many_tokens.h shares a problem out over the multiprocessors: a pure function of sizes, and the model behind it.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,10 @@ struct TileSizes {
   double alone_clocks, stage_clocks, pair_clocks;
 };
 
-// CTAs of a cluster that share activations (1, 2, 4), that share out K (kSplits), and how many token tiles are done
-// side by side before the next rows. `clocks`: what the model expects.
+// CTAs of a cluster that share activations (1, 2, 4), that share weights (1, 2), that share out K (kSplits), and how many
+// token tiles are done side by side before the next rows. `clocks`: what the model expects.
 struct LaunchPlan {
-  int64_t multicast = 1, split = 1, raster = 1;
+  int64_t multicast = 1, sharing = 1, split = 1, raster = 1;
   double clocks = 0;
 };
 
@@ -38,8 +38,9 @@ constexpr int64_t kSplitWaves = 2;      // with a split, more have not been meas
 
 inline int64_t waves_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n,
                         int64_t multiprocessors, int64_t& clusters, int64_t& slots) {
-  int64_t const cluster = plan.multicast * plan.split;
-  clusters = divide_up(divide_up(n, tile.rows), plan.multicast) * divide_up(m, tile.tokens);
+  int64_t const cluster = plan.multicast * plan.sharing * plan.split;
+  clusters =
+      divide_up(divide_up(n, tile.rows), plan.multicast) * divide_up(divide_up(m, tile.tokens), plan.sharing);
   // Larger clusters than pairs do not fill groups of multiprocessors (14, 16 or 18 of them) that are no multiple of them.
   int64_t const usable = (cluster > 2 ? multiprocessors * 15 / 16 : multiprocessors) * tile.ctas;
   slots = std::max<int64_t>(usable / cluster, 1);
@@ -49,7 +50,8 @@ inline int64_t waves_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m
 inline double stage_clocks_of(TileSizes const& tile, LaunchPlan const& plan) {
   if (tile.stage_clocks > 0) return plan.multicast == 1 ? tile.stage_clocks : tile.pair_clocks;
   double const tensor = double(tile.rows / 64 * 4 * tile.tokens / 2);
-  double const bytes = double(tile.weight_bytes) + double(tile.token_bytes) / double(plan.multicast);
+  double const bytes =
+      double(tile.weight_bytes) / double(plan.sharing) + double(tile.token_bytes) / double(plan.multicast);
   return std::max({tensor, tile.dequantize_clocks, bytes / kCacheBytes});
 }
 
@@ -58,7 +60,7 @@ inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m
   int64_t const token_tiles = divide_up(m, tile.tokens);
   int64_t clusters, slots;
   int64_t const waves = waves_of(tile, plan, m, n, multiprocessors, clusters, slots);
-  double const running = double(std::min(clusters, slots) * plan.multicast * plan.split);
+  double const running = double(std::min(clusters, slots) * plan.multicast * plan.sharing * plan.split);
   // CTAs that share a multiprocessor share all it has.
   double const shared = std::min(std::max(running / double(multiprocessors), 1.), double(tile.ctas));
   double const memory =
@@ -79,7 +81,7 @@ inline LaunchPlan plan_launch(TileSizes const& tile, int64_t m, int64_t n, int64
     for (int64_t const split : kSplits) {
       if (split > tile.most_split || multicast * split > kLargestCluster) break;
       if (split > 1 && stages < split * kFewestStages) break;
-      LaunchPlan plan{multicast, split, kRaster};
+      LaunchPlan plan{multicast, 1, split, kRaster};
       int64_t clusters, slots;
       if (split > 1 && waves_of(tile, plan, m, n, multiprocessors, clusters, slots) > kSplitWaves) continue;
       plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);

@@ -1,4 +1,4 @@
-// The kernel of w4_gemm_sm90.cu.
+// The kernel of w4_gemm_sm90.cu and w8_gemm_sm90.cu; `Weights` (w4_gemm_weights.h, w8_gemm_weights.h) says how weights come.
 //
 // Weights are operand A of wgmma, dequantised into registers; tokens are operand B, as w4_activations.cu packs them.
 // A CTA takes 64 rows a consumer warpgroup and T tokens. One thread of each producer warp keeps a ring of stages full:
@@ -11,12 +11,9 @@
 // Without a split the grid is persistent, and the ring runs ahead into the next tile during an epilogue.
 #pragma once
 
-#include <type_traits>
-
-#include "w4_gemm_16bit.h"
-#include "w4_gemm_epilogue.h"
-#include "w4_gemm_fp8.h"
-#include "w4_gemm_producer.h"
+#include "many_tokens_epilogue.h"
+#include "many_tokens_producer.h"
+#include FP4D_LOOP
 
 namespace fp4d {
 
@@ -27,7 +24,7 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
   // Alpha, bias and scales are asked for before a tile's stages where there are registers for them.
   constexpr bool kEarly = kFp8 && T == 128;
   Output<Tile> output{p, warpgroup, warp, lane, ring.base + Tile::kOutAt + warpgroup * 2 * Tile::kPieceBytes};
-  std::conditional_t<kFp8, LoopFp8<Tile>, Loop16<Tile>> loop{p, place, ring, warpgroup, warp, lane};
+  Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
   int const tiles = p.row_tiles * p.token_tiles;
   if (place.cluster < tiles) loop.start();
 #pragma unroll 1
@@ -49,9 +46,10 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
 #pragma unroll
       for (int i = 0; i < Tile::kPieces; ++i) {
         if (corner.token + i * Tile::kPieceTokens < p.m) {
-          float piece[16];
+          constexpr int kSums = Tile::kPieceTokens / 2;
+          float piece[kSums];
 #pragma unroll
-          for (int v = 0; v < 16; ++v) piece[v] = sums[i * 16 + v];
+          for (int v = 0; v < kSums; ++v) piece[v] = sums[i * kSums + v];
           output.piece(piece, scales[i], corner.token + i * Tile::kPieceTokens, Tile::kPieceTokens);
         }
       }
@@ -78,14 +76,14 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
-    w4_gemm_kernel(__grid_constant__ Params const p) {
+    many_tokens_kernel(__grid_constant__ Params const p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<Tile> const ring{shared_address(shared)};
-  bool const clustered = p.multicast_log2 > 0 || p.split > 1;
+  bool const clustered = p.multicast_log2 + p.sharing_log2 > 0 || p.split > 1;
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   grid_dependency_launch_dependents();
   if (threadIdx.x == 0) {
-    ring.init(1 << p.multicast_log2);
+    ring.init(Place::sources(p));
     barriers_visible();
   }
   __syncthreads();
@@ -110,8 +108,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();
-    if constexpr (kFp8) {
-      w4::make_lut_table<128 * Tile::kConsumers>(ring.base + Tile::kLutAt, threadIdx.x - 128);
+    if constexpr (Tile::kLutBytes > 0) {
+      Weights::make_tables<128 * Tile::kConsumers>(ring.base + Tile::kLutAt, threadIdx.x - 128);
       sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
     }
     if (clustered) cluster_wait_acquire();

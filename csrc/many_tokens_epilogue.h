@@ -1,7 +1,7 @@
-// The end of a tile of w4_gemm_sm90.h: sums to the output, and the sums of a split of K added up.
+// The end of a tile of many_tokens.h: sums to the output, and the sums of a split of K added up.
 #pragma once
 
-#include "w4_gemm_tile.h"
+#include "many_tokens_tile.h"
 
 namespace fp4d {
 
@@ -16,28 +16,28 @@ struct Output {
   int buffer = 0;
 
   __device__ void start(int row_block) {
-    row = (row_block + warpgroup) * w4::kChunkRows;
+    row = (row_block + warpgroup) * kBlockRows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const mine = row + warp * 16 + half * 8 + lane / 4;
-      alpha[half] = mine < p.n ? p.alpha[int64_t(mine) * p.alpha_step] * kWeightFactor : 0.f;
+      alpha[half] = mine < p.n ? p.alpha[int64_t(mine) * p.alpha_step] * Weights::kFactor : 0.f;
       bias[half] = p.bias != nullptr && mine < p.n ? float(p.bias[mine]) : 0.f;
     }
   }
 
   // Of token `token` + lane.
   __device__ float token_scale(int token) const {
-    if (!kFp8 || token + lane >= p.m) return 0.f;
+    if (!kFp8 || lane >= Tile::kPieceTokens || token + lane >= p.m) return 0.f;
     return p.x_scale[int64_t(token + lane) * p.x_scale_step];
   }
 
-  // 32 tokens from `token` on: sums as wgmma leaves them, `count` of them wanted.
-  __device__ void piece(float const (&sums)[16], float scale, int token, int count) {
+  // A piece from `token` on: sums as wgmma leaves them, `count` tokens of them wanted.
+  __device__ void piece(float const (&sums)[Tile::kPieceTokens / 2], float scale, int token, int count) {
     uint32_t const to = staging + buffer * Tile::kPieceBytes;
     uint32_t const mine =
         to + (lane / 16 * 8 + lane % 8) * Tile::kPitch + (warp * 16 + lane / 8 % 2 * 8) * int(sizeof(Out));
 #pragma unroll
-    for (int j = 0; j < 4; j += 2) {
+    for (int j = 0; j < Tile::kPieceTokens / 8; j += 2) {
       uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -75,7 +75,7 @@ template <class Tile, int split>
 __device__ __forceinline__ void add_and_store(Params const& p, Place const& place, uint32_t sums_at,
                                               Output<Tile>& output, int token) {
   constexpr int kBlocks = Tile::kTokens / 8, kMost = (kBlocks + split - 1) / split;  // of 8 tokens
-  constexpr int kAtOnce = kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
+  constexpr int kAtOnce = std::min(kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1, Tile::kPieceTokens / 8);
   constexpr int kBatch = std::min(kAtOnce, split >= 8 ? 1 : split >= 3 ? 2 : 4);  // about 8 loads under way
   static_assert(kAtOnce % kBatch == 0);
   uint32_t const own =
@@ -86,7 +86,7 @@ __device__ __forceinline__ void add_and_store(Params const& p, Place const& plac
   int const blocks = min(kBlocks, (p.m - token + 7) / 8), end = blocks * (place.split + 1) / split;
 #pragma unroll 1
   for (int j = blocks * place.split / split; j < end; j += kAtOnce) {
-    float total[16] = {};
+    float total[Tile::kPieceTokens / 2] = {};
 #pragma unroll
     for (int batch = 0; batch < kAtOnce; batch += kBatch) {
       float4 part[kBatch][split] = {};

@@ -1,0 +1,44 @@
+// NVFP4 weights in W4P order, as many_tokens.h takes them: chunks of 64 rows by 64 k, dequantised into registers.
+#pragma once
+
+#include <cstdint>
+
+#include "many_tokens_out.h"
+#include "w4_dequant.h"
+#include "w4_sm90.h"
+#include "w4_to_fp8.h"
+#include "w4_wgmma.h"
+
+#define FP4D_WEIGHT_COPIES "w4_gemm_copies.h"
+#if FP4D_ACT == 8
+#define FP4D_LOOP "w4_gemm_fp8.h"
+#else
+#define FP4D_LOOP "w4_gemm_16bit.h"
+#endif
+
+namespace fp4d {
+
+struct Weights {
+  struct Source {
+    uint8_t const* chunks;
+    int count;  // along K
+  };
+  static constexpr int kStageChunks = kFp8 ? 2 : 1;
+  static constexpr int kBlockBytes = kStageChunks * w4::kChunkBytes;
+  static constexpr int kTableBytes = kFp8 ? w4::kLutTableBytes : 0;
+  // What the dequantised weights must be multiplied by.
+  static constexpr float kFactor = kFp8 ? 8.f : w4::Dequant<Out>::kUnscale;
+  static constexpr Operand kOperand = kFp8 ? Operand::kE4M3 : FP4D_OUT == 0 ? Operand::kBF16 : Operand::kF16;
+
+  static constexpr bool kShares = false;  // CTAs of a cluster may share rows
+
+  static constexpr int consumers(int tokens) { return kFp8 || tokens == 256 ? 2 : 4; }
+  static constexpr int ctas(int tokens) { return kFp8 && tokens <= 64 ? 2 : 1; }
+
+  template <int threads>
+  __device__ static void make_tables(uint32_t at, int thread) {
+    w4::make_lut_table<threads>(at, thread);
+  }
+};
+
+}  // namespace fp4d

@@ -1,0 +1,33 @@
+// e4m3 weights [N, K] row by row, as a checkpoint holds them, as many_tokens.h takes them: boxes of 64 rows by 128 k, which
+// TMA brings in the order of wgmma's operand A.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "many_tokens_out.h"
+
+#define FP4D_WEIGHT_COPIES "w8_gemm_copies.h"
+#define FP4D_LOOP "w8_gemm_loop.h"
+
+namespace fp4d {
+
+struct Weights {
+  struct Source {
+    CUtensorMap map;
+    uint64_t hint;  // of the cache: how soon L2 may forget what was read
+  };
+  static constexpr int kBlockBytes = 64 * 128, kTableBytes = 0;
+  static constexpr float kFactor = 1.f;
+
+  static constexpr bool kShares = true;  // CTAs of a cluster may share rows
+
+  static constexpr int consumers(int) { return 2; }
+  static constexpr int ctas(int) { return 1; }
+
+  template <int threads>
+  __device__ static void make_tables(uint32_t, int) {}
+};
+
+}  // namespace fp4d
