@@ -1,5 +1,5 @@
-/* The CUDA runtime, as far as our kernel libraries call it, without a GPU: it does nothing, succeeds and counts. One
- * call can be told to fail. For tests/compile/test_host_calls.py. */
+/* The CUDA runtime, as far as our kernel libraries call it, without a GPU: it does nothing, succeeds and counts; devices
+ * are an H200 each. One call can be told to fail. For tests/compile/test_host_calls.py. */
 #include <stdint.h>
 #include <string.h>
 
@@ -64,8 +64,16 @@ int cudaSetDevice(int wanted) {
 }
 
 int cudaDeviceGetAttribute(int* value, int attribute, int of) {
-  (void)attribute, (void)of;
-  *value = 132;
+  enum { kSharedOfMultiprocessor = 81, kSharedOfBlock = 97 };
+  (void)of;
+  *value = attribute == kSharedOfMultiprocessor ? 233472 : attribute == kSharedOfBlock ? 232448 : 132;
+  return count(__func__);
+}
+
+int cudaFuncGetAttributes(int* attributes, const void* kernel) {
+  enum { kPtxVersion = 8 }; /* after three sizes of 8 bytes, threads and registers */
+  (void)kernel;
+  attributes[kPtxVersion] = 90;
   return count(__func__);
 }
 
@@ -101,7 +109,6 @@ const char* cudaGetErrorString(int error) { return error ? "planted" : "no error
 #define COUNTS(name) \
   int name() { return count(#name); }
 COUNTS(cudaFuncSetAttribute)
-COUNTS(cudaFuncGetAttributes)
 COUNTS(cudaGetLastError)
 COUNTS(cudaPeekAtLastError)
 COUNTS(cudaLaunchKernel)

@@ -41,7 +41,9 @@ def gemm(scales: list[Any]) -> list[Any]:
 
 BY_ROW = [rows(F32, M), rows(F32, N)]
 BY_BLOCK = [[*F32, [M, K // 128], [1, 8]], rows(F32, N // 128, K // 128)]
-GEMM = "fp8_gemm_sm90"
+GEMM, FEW, MANY = "fp8_gemm_sm90", "w8a8_small", "w8_gemm_sm90"
+PACKED = [[*U8, [2, 1, 1024], [1024, 1024, 1]], rows(F32, M), rows(E4M3, N, K), rows(F32, N)]
+PACKED += [None, rows(BF16, M, N), True]
 
 # kernel, variant, function, arguments, TMA descriptors of a launch
 CASES = [
@@ -50,8 +52,18 @@ CASES = [
     (GEMM, "row_bf16_128x128", "fp8_gemm", gemm(BY_ROW), 3),
     (GEMM, "block_bf16_swap_128x16", "fp8_gemm", gemm(BY_BLOCK), 3),
     (GEMM, "block_bf16_128x128", "fp8_gemm", gemm(BY_BLOCK), 4),
+    (FEW, "bf16", "w8a8_small", PACKED, 1),
+    (MANY, "bf16_128", "w8_gemm", PACKED, 1),
 ]
-QUICK = ("any", "row_bf16_swap_64x16")
+QUICK = ("any", "row_bf16_swap_64x16", "bf16", "bf16_128")
+FOUND, SIZED = {"cudaGetDriverEntryPoint": 1}, {"cudaFuncSetAttribute": 1, "cudaDeviceGetAttribute": 1}
+ONCE: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "fp8_quantize": ({}, {}),
+    GEMM: (SIZED, FOUND | {"cudaDriverGetVersion": 1}),
+    FEW: ({"cudaFuncGetAttributes": 1, "cudaFuncSetAttribute": 3, "cudaDeviceGetAttribute": 6}, FOUND),
+    MANY: (SIZED, FOUND),
+}
+"""What a kernel library asks once a device, and once a process."""
 
 
 def cases() -> list[Any]:
@@ -92,8 +104,7 @@ def launches(runtime: Path, case: tuple[Any, ...], *steps: tuple[Any, ...]) -> l
 def test_a_launch_calls_cuda_for_nothing_that_can_be_done_once(case: tuple[Any, ...], runtime: Path) -> None:
     maps = case[-1]
     each = {"cudaGetDevice": 1, "cudaLaunchKernelExC": 1}
-    a_device = {"cudaFuncSetAttribute": 1, "cudaDeviceGetAttribute": 1} if maps else {}
-    process = {"cudaGetDriverEntryPoint": 1, "cudaDriverGetVersion": 1} if maps else {}
+    a_device, process = ONCE[case[0]]
     operands = {"cuTensorMapEncodeTiled": maps} if maps else {}
     there_and_back = {"cudaSetDevice": 2}
 
@@ -110,14 +121,13 @@ def test_a_launch_calls_cuda_for_nothing_that_can_be_done_once(case: tuple[Any, 
 
 @pytest.mark.parametrize("case", cases())
 def test_an_error_is_raised_and_what_failed_is_done_by_the_next_launch(case: tuple[Any, ...], runtime: Path) -> None:
-    failing = ["cudaGetDevice", "cudaLaunchKernelExC"]
-    if case[-1]:
-        once = ["cudaFuncSetAttribute", "cudaDeviceGetAttribute", "cudaGetDriverEntryPoint"]
-        failing = [*once, "cuTensorMapEncodeTiled", "cudaDriverGetVersion", *failing]
+    a_device, process = ONCE[case[0]]
+    encode = ["cuTensorMapEncodeTiled"] if case[-1] else []
+    failing = [*a_device, *list(process)[:1], *encode, *list(process)[1:], "cudaGetDevice", "cudaLaunchKernelExC"]
+    named = {name: name for name in (*encode, *process)} | {"cudaGetDriverEntryPoint": "cuTensorMapEncodeTiled"}
     *failed, last = launches(runtime, case, *((0, name) for name in failing), (0, ""))
     for name, step in zip(failing, failed, strict=True):
-        own = {"cudaGetDriverEntryPoint": "cuTensorMapEncodeTiled"} | {name: name for name in failing[3:5]}
-        assert own.get(name, "planted") in step["error"], name
+        assert named.get(name, "planted") in step["error"], name
         assert step["calls"][name] == 1
         assert ("cudaLaunchKernelExC" in step["calls"]) == (name == "cudaLaunchKernelExC")
         if name == "cudaDriverGetVersion":
@@ -192,3 +202,23 @@ def test_a_launch_has_the_descriptors_of_its_own_operands(case: tuple[Any, ...],
     assert sum(made[7:]) < 1500 * 1.4
     again = made[-6:]
     assert again[1] == again[4] == 0
+
+
+@pytest.mark.parametrize("case", [param for param in cases() if param.id in ("bf16", "bf16_128")])
+def test_a_weight_has_one_descriptor_whatever_the_tokens(case: tuple[Any, ...], runtime: Path) -> None:
+    weights = [
+        *((0, N, K), (0, N, K), (4096, N, K), (0, N, K)),  # another address
+        *((0, N - 1, K), (0, N, K)),  # rows of the same memory
+        *((0, N, K + 16), (0, N, K)),
+    ]
+    steps: list[Any] = []
+    for i, (offset, n, k) in enumerate(weights):
+        m = M + 8 * (i % 2)
+        x = [*U8, [-(-k // 128), -(-m // 8), 1024], [-(-m // 8) * 1024, 1024, 1]]
+        replaced = {0: x, 1: rows(F32, m), 2: [*rows(E4M3, n, k), at(2, offset)], 5: rows(BF16, m, N)}
+        steps.append((0, "", replaced))
+    found = launches(runtime, case, *steps)
+    assert {step["error"] for step in found} == {""}
+    assert [step["maps"][0] for step in found] == [[at(2, offset), k, n, False] for offset, n, k in weights]
+    made = [step["calls"].get("cuTensorMapEncodeTiled", 0) for step in found]
+    assert made == [1, 0, 1, 0, 1, 0, 1, 0]
