@@ -15,6 +15,8 @@ struct TileSizes {
   // Of a stage as measured: a CTA by itself on its multiprocessor, and what it takes of a multiprocessor that is full,
   // without and with multicast. 0: not measured, the model's.
   double alone_clocks, stage_clocks, pair_clocks;
+  double share_clocks = 0;    // the same where two CTAs share rows; 0: they cannot
+  double cluster_clocks = 0;  // before two CTAs that share anything but K have started
 };
 
 // CTAs of a cluster that share activations (1, 2, 4), that share weights (1, 2), that share out K (kSplits), and how many
@@ -48,7 +50,8 @@ inline int64_t waves_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m
 }
 
 inline double stage_clocks_of(TileSizes const& tile, LaunchPlan const& plan) {
-  if (tile.stage_clocks > 0) return plan.multicast == 1 ? tile.stage_clocks : tile.pair_clocks;
+  if (tile.stage_clocks > 0)
+    return plan.sharing > 1 ? tile.share_clocks : plan.multicast > 1 ? tile.pair_clocks : tile.stage_clocks;
   double const tensor = double(tile.rows / 64 * 4 * tile.tokens / 2);
   double const bytes =
       double(tile.weight_bytes) / double(plan.sharing) + double(tile.token_bytes) / double(plan.multicast);
@@ -63,31 +66,42 @@ inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m
   double const running = double(std::min(clusters, slots) * plan.multicast * plan.sharing * plan.split);
   // CTAs that share a multiprocessor share all it has.
   double const shared = std::min(std::max(running / double(multiprocessors), 1.), double(tile.ctas));
-  double const memory =
+  double const own = stage_clocks_of(tile, plan);
+  double memory =
       running * double(tile.weight_bytes) / double(std::min(token_tiles, plan.raster)) / kMemoryBytes;
-  double const stage = std::max({stage_clocks_of(tile, plan) * shared, tile.alone_clocks, memory});
+  if (own < tile.stage_clocks)
+    memory *= own / tile.stage_clocks;  // what others copy leaves more of the cache
+  double const stage = std::max({own * shared, tile.alone_clocks, memory});
   double const end = plan.split == 1 ? 0 : kSplitClocks + double(tile.rows * tile.tokens * 4) / kSplitBytes;
   double const stages = double(divide_up(divide_up(k, tile.stage_k), plan.split));
   // A tile's start and end hide behind others' only in part, and with a split not at all.
   double const again = plan.split == 1 ? 0.5 : 1;
-  return double(waves) * (stages * stage + end) + kTileClocks * (1 + again * double(waves - 1));
+  double const start = plan.multicast * plan.sharing > 1 ? tile.cluster_clocks : 0;
+  return start + double(waves) * (stages * stage + end) + kTileClocks * (1 + again * double(waves - 1));
 }
 
+// The best of those that share activations and weights as given, if any is better than `best`.
+inline void plan_splits(TileSizes const& tile, int64_t multicast, int64_t sharing, int64_t m, int64_t n,
+                        int64_t k, int64_t multiprocessors, LaunchPlan& best) {
+  int64_t const stages = divide_up(k, tile.stage_k);
+  for (int64_t const split : kSplits) {
+    if (split > tile.most_split || multicast * sharing * split > kLargestCluster) break;
+    if (split > 1 && stages < split * kFewestStages) break;
+    LaunchPlan plan{multicast, sharing, split, kRaster};
+    int64_t clusters, slots;
+    if (split > 1 && waves_of(tile, plan, m, n, multiprocessors, clusters, slots) > kSplitWaves) continue;
+    plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);
+    if (best.clocks == 0 || plan.clocks < best.clocks) best = plan;
+  }
+}
+
+// Two CTAs share activations or rows, never both: four of a cluster do not fill the GPU.
 inline LaunchPlan plan_launch(TileSizes const& tile, int64_t m, int64_t n, int64_t k,
                               int64_t multiprocessors) {
   LaunchPlan best;
-  int64_t const stages = divide_up(k, tile.stage_k), rows = divide_up(n, tile.rows);
-  for (int64_t multicast = 1; multicast <= std::min<int64_t>(2, rows); multicast *= 2) {
-    for (int64_t const split : kSplits) {
-      if (split > tile.most_split || multicast * split > kLargestCluster) break;
-      if (split > 1 && stages < split * kFewestStages) break;
-      LaunchPlan plan{multicast, 1, split, kRaster};
-      int64_t clusters, slots;
-      if (split > 1 && waves_of(tile, plan, m, n, multiprocessors, clusters, slots) > kSplitWaves) continue;
-      plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);
-      if (best.clocks == 0 || plan.clocks < best.clocks) best = plan;
-    }
-  }
+  plan_splits(tile, 1, 1, m, n, k, multiprocessors, best);
+  if (n > tile.rows) plan_splits(tile, 2, 1, m, n, k, multiprocessors, best);
+  if (m > tile.tokens && tile.share_clocks > 0) plan_splits(tile, 1, 2, m, n, k, multiprocessors, best);
   return best;
 }
 

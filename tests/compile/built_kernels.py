@@ -82,14 +82,14 @@ def check_wgmmas_overlap(built: jit.Built) -> None:
     assert "serialized" not in (built.entry.folder / "build.log").read_text()  # what ptxas says of MMAs that wait
 
 
-def check_early_accesses(kernel: str, instruction: str) -> None:
-    """They are all that comes before the wait, and only their declaration lets them pass."""
-    built = jit.build(kernel, "bf16", "90a")
+def check_early_accesses(kernel: str, instruction: str, variant: str = "bf16") -> None:
+    """They, or kinds of them, are all that comes before the wait, and only their declaration lets them pass."""
+    built = jit.build(kernel, variant, "90a")
     request = {key: value for key, value in built.entry.request.items() if key != "before_wait"}
     proof = prove.prove(built.entry.library, request, disassembler(installed().common.minimum["disassembler"]))
     for found in proof.kernels:
         assert found.unguarded
-        assert all(f" {instruction} " in access for access in found.unguarded)
+        assert all(f" {instruction}" in access for access in found.unguarded)
     assert not proof.pdl_allowed(request)
 
 

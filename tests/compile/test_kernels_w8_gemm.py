@@ -1,0 +1,166 @@
+"""The kernel for FP8 weights and many tokens without a GPU: proofs, registers, the launch plan, and what it refuses."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from fp4dispatch import jit
+from fp4dispatch.jit.manifest import installed
+from tests.compile import built_kernels
+from tests.compile.built_kernels import packed_operands
+
+pytest.importorskip("tvm_ffi")
+
+pytestmark = built_kernels.NEEDS_NVCC
+
+KERNEL = "w8_gemm_sm90"
+CI = "bf16_128"
+TILE = 128  # tokens, and rows
+E4M3, BF16, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
+
+
+def variants() -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name == CI else pytest.mark.slow) for name in installed().kernel(KERNEL).variants
+    ]
+
+
+def module() -> Any:
+    return built_kernels.module(KERNEL, CI)
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_it_is_proved(variant: str) -> None:
+    built = jit.build(KERNEL, variant, "90a")
+    assert built.pdl_allowed
+    assert built.proof is not None
+    (kernel,) = built.proof.kernels
+    assert kernel.wait == 3  # who copies activations, who copies weights, and the consumers
+    assert kernel.signal == 1
+    assert kernel.unguarded == ()
+    assert kernel.mma == {"QGMMA.64": 4}  # a stage of 128 k
+    assert (kernel.spills, kernel.stack) == (0, 0)
+    assert kernel.registers == 168  # what a launch may take before setmaxnreg shares 65536 out
+    # ptxas says so where it makes MMAs wait for each other, or ignores setmaxnreg.
+    log = (built.entry.folder / "build.log").read_text()
+    assert "serialized" not in log
+    assert "setmaxnreg" not in log
+
+
+def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
+    assert jit.build(KERNEL, CI, "90a").entry.request["before_wait"] == ["UTMALDG"]
+    built_kernels.check_early_accesses(KERNEL, "UTMALDG.2D", CI)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_stays_within_its_limits() -> None:
+    built, found = module(), set()
+    assert built.w8_gemm_tokens() == TILE
+    tokens, rows = (1, 65, 128, 129, 300, 512, 4096), (8, 128, 136, 200, 4096, 57344)
+    for m, n, k in itertools.product(tokens, rows, (16, 144, 512, 4096, 28672)):
+        multicast, split, raster, sharing, clocks = built.w8_gemm_plan(m, n, k, 132)
+        assert (multicast in (1, 2), sharing in (1, 2), split in (1, 2, 3, 4, 8)) == (True, True, True)
+        assert multicast * sharing <= 2
+        assert multicast * split * sharing <= 8
+        assert sharing == 1 or m > TILE
+        assert multicast == 1 or n > TILE
+        assert split == 1 or split * 4 <= -(-k // 128)  # a part of K has four stages at least
+        clusters = math.ceil(math.ceil(n / TILE) / multicast) * math.ceil(math.ceil(m / TILE) / sharing)
+        assert split == 1 or clusters * multicast * sharing * split <= 2 * 132  # more waves have not been measured
+        assert (raster, clocks > 0) == (8, True)
+        found.add((multicast, sharing, split > 1))
+    assert found >= {(1, 1, False), (1, 1, True), (2, 1, False), (1, 2, False)}
+    for refused, name in (((0, 8, 16, 132), "m"), ((1, 0, 16, 132), "n"), ((1, 8, 0, 132), "k")):
+        with pytest.raises(ValueError, match=f"{name} is 0, needed at least 1"):
+            built.w8_gemm_plan(*refused)
+
+
+def test_plan_takes_the_fastest_shape_that_was_measured() -> None:
+    """Nearly: of the best speed of each problem, the geometric mean and the least."""
+    sweep = json.loads((built_kernels.RESULTS / "2026-11-21-h200-w8-large-sweep.json").read_text())
+    of_tokens = collections.defaultdict(list)
+    for problem in sweep["problems"]:
+        m, n, k = problem["m"], problem["n"], problem["k"]
+        us = {tuple(shape): us for shape, us in problem["shapes"]}
+        plan = tuple(module().w8_gemm_plan(m, n, k, 132))[:4]
+        assert plan in us, f"M={m} N={n} K={k}: {plan} was not measured"
+        of_tokens[m].append(min(us.values()) / us[plan])
+    assert {m: len(found) for m, found in of_tokens.items()} == dict.fromkeys((128, 256, 512, 1024, 2048, 4096), 6)
+    for m, found in of_tokens.items():
+        least, mean = (0.99, 0.995) if m <= 1024 else (0.96, 0.98)
+        assert min(found) >= least, f"M={m}: {found}"
+        assert statistics.geometric_mean(found) >= mean, f"M={m}: {found}"
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def operands(m: int = 70, n: int = 136, k: int = 272) -> dict[str, Any]:
+    w = torch.zeros(n, k, dtype=U8).view(E4M3)
+    return packed_operands(m, n, k) | {"w": w, "alpha": torch.ones(n)}
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=U8).view(E4M3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "x: is not on a CUDA device"),
+        ({"x_scale": torch.ones(1), "alpha": torch.ones(1)}, "x: is not on a CUDA device"),
+        ({"w": rows(129, 272)}, "x: is not on a CUDA device"),  # up to 7 rows less
+        ({"w": rows(128, 272)}, r"w: size of dimension 0 is 128, needed 136 \(N\), or up to 7 less"),
+        ({"w": rows(137, 272)}, r"w: size of dimension 0 is 137, needed 136 \(N\), or up to 7 less"),
+        ({"w": rows(136, 264)}, "K is 264, needed a multiple of 16"),
+        ({"w": rows(136, 0)}, "K is 0, needed at least 16"),
+        ({"w": rows(136, 272).view(U8)}, "w: dtype is uint8, needed float8_e4m3fn"),
+        ({"w": rows(136, 544)[:, ::2]}, "w: not contiguous"),
+        (
+            {"w": rows(136 * 272 + 8)[8:].view(136, 272)},
+            "w: address is 8 past a multiple of 16 bytes, needed a multiple of 16",
+        ),
+        ({"x": torch.zeros(2, 9, 1024, dtype=U8)}, r"x: size of dimension 0 is 2, needed 3 \(ceil\(K/128\)\)"),
+        ({"x": torch.zeros(3, 8, 1024, dtype=U8)}, r"x: size of dimension 1 is 8, needed 9 \(ceil\(M/8\)\)"),
+        ({"x": torch.zeros(3, 9, 1024)}, "x: dtype is float32, needed uint8"),
+        ({"x_scale": None}, "x_scale: None, needed the scales of e4m3 activations"),
+        ({"x_scale": torch.ones(69)}, r"x_scale: has 69 elements, needed 1 or 70 \(M\)"),
+        ({"alpha": torch.ones(5)}, r"alpha: has 5 elements, needed 1 or 136 \(N\)"),
+        ({"bias": torch.ones(136)}, "bias: dtype is float32, needed bfloat16"),
+        ({"out": torch.zeros(70, 132, dtype=BF16)}, "N is 132, needed a multiple of 8"),
+        ({"out": torch.zeros(70, 272, dtype=BF16)[:, :136]}, "out: not contiguous"),
+    ],
+)
+def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
+    given = operands() | change
+    for call, shape in ((module().w8_gemm, ()), (module().w8_gemm_shaped, ([1, 1, 1, 1],))):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call(*given.values(), *shape, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([1, 1, 1], "shape: has 3 numbers, needed 4"),
+        ([3, 1, 1, 1], "shape: multicast is 3, needed 1, 2 or 4"),
+        ([1, 5, 1, 1], "shape: split is 5, needed 1, 2, 3, 4 or 8"),
+        ([1, 1, 1, 3], "shape: sharing is 3, needed 1 or 2"),
+        ([2, 3, 1, 2], r"shape: multicast \* split \* sharing is 12, needed at most 8 \(CTAs of a cluster\)"),
+        ([1, 4, 1, 1], r"shape: split is 4, needed at most 3 \(parts of K with at least one stage\)"),
+        ([1, 1, 0, 1], r"shape: raster is 0, needed at least 1"),
+        ([1, 3, 1, 2], "x: is not on a CUDA device"),
+    ],
+)
+def test_wrong_launch_shapes_are_refused_before_any_cuda_call(shape: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module().w8_gemm_shaped(*operands().values(), shape, False)
