@@ -129,7 +129,8 @@ class QuantizedLinear(CompactWeights):
             and not (x.requires_grad and torch.is_grad_enabled())
         ):
             shape = x.shape
-            m, bias = shape.numel() // self.in_features, self._parameters["bias"]
+            m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
+            bias = self._parameters["bias"]
             ready = bound.ready.get(m)
             if (
                 ready is not None
@@ -137,15 +138,15 @@ class QuantizedLinear(CompactWeights):
                 and bias is bound.bias
                 and x.device == bound.device
                 and x.is_contiguous()
+                and not x.data_ptr() % 16
+                and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+                and not (bound.cuda and capture.stream_is_capturing())
             ):
-                if bound.cuda and capture.stream_is_capturing():
-                    bound.captured = True
-                run, plan, prepared = ready
                 out = x.new_empty(m, self.out_features)
                 if len(shape) == 2:
-                    run(plan, prepared, x, out, bias)
+                    ready[0](x, out, bias)
                     return out
-                run(plan, prepared, x.view(m, self.in_features), out, bias)
+                ready[0](x.view(m, self.in_features), out, bias)
                 return out.view(*shape[:-1], self.out_features)
         return self._call(x)
 

@@ -11,7 +11,6 @@ import functools
 import json
 import threading
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import capture, dispatch, prebuild
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import CaptureError, NoBackendError
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
@@ -126,8 +125,6 @@ class LayerSpec:
         return launch
 
 
-Run = Callable[[Plan, Prepared, Tensor, Tensor, Tensor | None], None]
-
 READY_M = 512
 """Up to so many tokens a layer keeps what it runs by M: beyond, a kernel takes longer than finding it."""
 
@@ -162,7 +159,7 @@ class Bound:
         self.cuda = self.device.type == "cuda"
         self.captured = False
         """Whether a CUDA graph may hold the addresses of ``tensors``."""
-        self.ready: dict[int, tuple[Run, Plan, Prepared]] = {}
+        self.ready: dict[int, tuple[Ready, Plan, Prepared]] = {}
         """By M, what has run before: the eager fast path is one look-up here."""
         self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
 
@@ -177,10 +174,11 @@ class Bound:
         index = self.spec.index(m)
         prepared = self._prepared[index]
         found = self.spec.launch_on(m, self.dtype, bias, index, prepared)
-        if m <= READY_M and bias == (self.bias is not None):
-            many = self.cuda and torch.cuda.device_count() > 1
-            run = functools.partial(launch, found.backend) if many else found.backend.run
-            self.ready[m] = (run, found.plan, prepared)
+        if m <= READY_M and m not in self.ready and bias == (self.bias is not None):
+            ready = found.backend.ready(found.plan, prepared)
+            if self.cuda and torch.cuda.device_count() > 1:
+                ready = _on_its_device(ready, found.backend, found.plan, prepared)
+            self.ready[m] = (ready, found.plan, prepared)
         return found.backend, found.plan, prepared
 
 
@@ -297,6 +295,23 @@ def launch(
             backend.run(plan, prepared, x, out, bias)
     else:
         backend.run(plan, prepared, x, out, bias)
+
+
+def _on_its_device(ready: Ready, backend: Backend, plan: Plan, prepared: Prepared) -> Ready:
+    """Return ``ready`` for whatever device is the current one; who calls it has asked that one whether it captures."""
+    device = prepared.tensors[0].device
+
+    def launch(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        if torch.cuda.current_device() == device.index:
+            ready(x, out, bias)
+            return
+        with torch.cuda.device(device):
+            if capture.stream_is_capturing():
+                backend.run(plan, prepared, x, out, bias)
+            else:
+                ready(x, out, bias)
+
+    return launch
 
 
 def _same(a: Decision, b: Decision) -> bool:

@@ -7,6 +7,8 @@ The life of a backend::
     plan     = backend.plan(problem, prepared)        # host work: JIT, cuDNN graph, tuning; refused during capture
     backend.run(plan, prepared, x, out)               # launches only: no compile, sync, logging or environment read
 
+A warm layer calls what ``backend.ready(plan, prepared)`` returned: ``run``, unless a backend has something quicker.
+
 A plan never keeps a weight alive and never bakes in its address, so that layers of one shape share it: a 32-layer model
 holds one plan (and one tuning) per distinct shape, and ``torch.compile`` sees the weights as ordinary tensor inputs.
 
@@ -19,6 +21,8 @@ the memory belongs to the graph's own pool, so a replay can never read scratch t
 from __future__ import annotations
 
 import abc
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -114,6 +118,10 @@ class Plan:
     note: str = ""
 
 
+Ready = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor | None"], None]
+"""``ready(x, out, bias)``: a plan and weights that belong together, as :meth:`Backend.ready` returns them."""
+
+
 class Backend(abc.ABC):
     """One way to run the GEMM of a linear layer."""
 
@@ -176,6 +184,16 @@ class Backend(abc.ABC):
         bias: torch.Tensor | None = None,
     ) -> None:
         """Launch ``out[M,N] = x[M,K] @ W^T (+ bias)``; M >= 1. No compile, sync, logging or environment read."""
+
+    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
+        """Return :meth:`run` of a plan and weights as the eager fast path of a layer calls it, ``ready(x, out, bias)``.
+
+        The same launches and results; what is known now is looked up now, and what the layer has seen to is not tested
+        again: M is the plan's; ``x`` [M, K] has the dtype that was planned for, is contiguous on 16 bytes and on the
+        device of the weights, which is the current one; ``out`` [M, N] is fresh from the allocator; ``bias`` has the
+        dtype of ``out`` and is contiguous; the current stream is not being captured.
+        """
+        return functools.partial(self.run, plan, prepared)
 
     def release(self, plan: Plan) -> None:  # noqa: B027  (most plans hold nothing)
         """Give back what this backend itself keeps for a plan. Only for plans that neither a layer nor a graph uses."""

@@ -32,7 +32,7 @@ from fp4dispatch import capture, formats
 from fp4dispatch import system as _system
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends import quantizers
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.catalogue import parse_version
 from fp4dispatch.backends.cublaslt_direct import direct_gemms
@@ -194,6 +194,18 @@ class CublasLtBackend(Backend):
             if bias is not None:
                 result.add_(bias)
         out.copy_(result)
+
+    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
+        """Return the launches alone, where nothing is padded."""
+        s: _State = plan.state
+        if s.launch is None or s.m_multiple != 1:
+            return super().ready(plan, prepared)
+        launch, tensors = s.launch, prepared.tensors
+
+        def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+            launch(s, x.shape[0], x, tensors, out, bias)
+
+        return ready
 
 
 def _kernels(layout: Layout, device: torch.device) -> tuple[Quantizers | None, Nvfp4Quantizer | None, str]:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fp4dispatch import formats, jit
 from fp4dispatch.arch import Arch
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import tile_for
 from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
-from fp4dispatch.backends.scratch import Part, Scratch
+from fp4dispatch.backends.scratch import Part, Scratch, eager
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
@@ -61,7 +61,7 @@ class _State(NamedTuple):
     quantize_pdl: bool
     at_once: Callable[..., None] | None
     workspace: Part
-    scratch: Scratch
+    scratch: Callable[[], tuple[Tensor, ...]]
 
 
 class CutlassBackend(Backend):
@@ -153,6 +153,13 @@ class CutlassBackend(Backend):
         if d is not out:
             out.copy_(d[:, : layout.n])
 
+    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
+        """Return the launches alone, where nothing is padded."""
+        s: _State = plan.state
+        if not s.fits:
+            return super().ready(plan, prepared)
+        return (_ready if s.at_once is None else _ready_at_once)(s, prepared.tensors)
+
 
 # ------------------------------------------------------------------------------------------------------------- prepare
 
@@ -181,7 +188,7 @@ def _state(
     m, pdl = problem.m, settings.pdl != "off"
     workspace = Part((gemm.module.workspace_size(m, layout.np, layout.kp),), torch.uint8)
     view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple
-    at_once = gemm.module.fp8_quantize_gemm if name in _AT_ONCE else None
+    at_once = gemm.module.fp8_quantize_gemm if name in _AT_ONCE and problem.op == "fp8_gemm" else None
     launch, function = _launch_fp8 if at_once is None else _launch_fp8_at_once, quantize.module
     parts = [Part((m, layout.kp), torch.float8_e4m3fn)]
     if problem.op == "nvfp4_gemm":
@@ -250,6 +257,29 @@ def _launch_fp8_static_at_once(
     assert s.at_once is not None
     q, _ = s.scratch()
     s.at_once(s.quantize, x, q, tensors[0], tensors[2], tensors[1], bias, d, s.quantize_pdl, s.gemm_pdl)
+
+
+def _ready(s: _State, tensors: tuple[Tensor, ...]) -> Ready:
+    launch, state = s.launch, s._replace(scratch=eager(s.scratch))
+
+    def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        launch(state, x, tensors, out, bias)
+
+    return ready
+
+
+def _ready_at_once(s: _State, tensors: tuple[Tensor, ...]) -> Ready:
+    assert s.at_once is not None
+    at_once, quantize, quantize_pdl, gemm_pdl = s.at_once, s.quantize, s.quantize_pdl, s.gemm_pdl
+    scratch, weight, w_scale = eager(s.scratch), tensors[0], tensors[1]
+    static = tensors[2] if s.layout.has_input_scale else None
+
+    def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        parts = scratch()
+        a_scale = parts[1] if static is None else static
+        at_once(quantize, x, parts[0], weight, a_scale, w_scale, bias, out, quantize_pdl, gemm_pdl)
+
+    return ready
 
 
 def _launch_nvfp4(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:

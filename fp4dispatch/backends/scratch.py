@@ -70,14 +70,22 @@ class Scratch:
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Return the temporaries for a launch on the current stream, which must be on the device of the plan."""
-        if not self._fits or capture.stream_is_capturing():
-            return self._view([torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in self._parts])
+        return self._allocated() if capture.stream_is_capturing() else self.eager()
+
+    def eager(self) -> tuple[Tensor, ...]:
+        """Do what a call does, for who knows that the current stream is not being captured."""
         key = (threading.get_ident(), _stream(self._index))
-        found = self._found.get(key)
-        if found is None:
-            with torch.inference_mode(mode=False):  # what outlives this call must serve outside inference mode too
-                found = self._found[key] = self._cut(key)
+        return self._found.get(key) or self._first(key)
+
+    def _first(self, key: tuple[int, int]) -> tuple[Tensor, ...]:
+        if not self._fits:
+            return self._allocated()
+        with torch.inference_mode(mode=False):  # what outlives this call must serve outside inference mode too
+            found = self._found[key] = self._cut(key)
         return found
+
+    def _allocated(self) -> tuple[Tensor, ...]:
+        return self._view([torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in self._parts])
 
     def _cut(self, key: tuple[int, int]) -> tuple[Tensor, ...]:
         arena = self._arena(key)
@@ -96,6 +104,11 @@ class Scratch:
             capture.forbid_in_capture("making scratch memory for eager launches", "run one such layer eagerly")
             arena = _arenas[name] = torch.empty(ARENA_BYTES, dtype=torch.uint8, device=self._device)
         return arena
+
+
+def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
+    """Return what takes the same temporaries where the current stream is known not to be captured."""
+    return scratch.eager if isinstance(scratch, Scratch) else scratch
 
 
 class ScratchByM:
@@ -123,12 +136,16 @@ class ScratchByM:
 
     def __call__(self, m: int) -> tuple[Tensor, ...]:
         """Return the temporaries for a launch of M tokens, as :meth:`Scratch.__call__` does."""
+        return self.of(m)()
+
+    def of(self, m: int) -> Scratch:
+        """Return the scratch memory for launches of M tokens."""
         found = self._known.get(m)
         if found is None:
             found = Scratch(self._device, self._parts(m), self._view)
             if len(self._known) < self._MOST:
                 self._known[m] = found
-        return found()
+        return found
 
 
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fp4dispatch import formats, jit
 from fp4dispatch.arch import Arch
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import Tile, tiles
 from fp4dispatch.backends.folding import FOLD
 from fp4dispatch.backends.operands import aligned, await_writes, bias_row, direct, packed_part, per_column
-from fp4dispatch.backends.scratch import Part, Scratch
+from fp4dispatch.backends.scratch import Part, Scratch, eager
 from fp4dispatch.backends.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
@@ -160,6 +160,18 @@ class _W4Backend(Backend):
         s.launch(s, aligned(x, k), prepared.tensors, d, bias_row(bias, d.dtype, np))
         if d is not out:
             out.copy_(d[:, :n])
+
+    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
+        """Return the launches alone, where nothing is padded."""
+        s: _State = plan.state
+        if not s.fits:
+            return super().ready(plan, prepared)
+        launch, tensors, state = s.launch, prepared.tensors, s._replace(scratch=eager(s.scratch))
+
+        def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+            launch(state, x, tensors, out, bias)
+
+        return ready
 
 
 class W4A16Backend(_W4Backend):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import jit
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.operands import aligned, arch_of, await_writes, bias_row, direct, stored_rows
 from fp4dispatch.decision import Reason
@@ -140,6 +140,18 @@ class W8A16Backend(Backend):
         s.gemm(aligned(x, kp), weight, scale, bias_row(bias, d.dtype, np), d, s.pdl)
         if d is not out:
             out.copy_(d[:, :n])
+
+    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
+        """Return the launch alone, where nothing is padded."""
+        s: _State = plan.state
+        if not s.fits:
+            return super().ready(plan, prepared)
+        gemm, pdl, (weight, scale) = s.gemm, s.pdl, prepared.tensors
+
+        def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+            gemm(x, weight, scale, bias, out, pdl)
+
+        return ready
 
 
 def _rows_with_nan(weight: Tensor) -> Tensor:

@@ -392,9 +392,9 @@ def scratch_in_a_graph_is_the_graphs():
         torch.cuda._sleep(20 * MILLISECOND)
         quick.gemm(*operands)
 
-    plan.state = quick._replace(gemm=slowly)
+    launching(layer, plan, in_two_calls(quick, slowly))
     graph, out = captured(lambda: layer(x), stream=stream)
-    plan.state = quick
+    launching(layer, plan, quick)
     for _ in range(3):
         out.fill_(torch.nan)
         torch.cuda.synchronize()
@@ -404,6 +404,17 @@ def scratch_in_a_graph_is_the_graphs():
             layer(other)
         torch.cuda.synchronize()
         assert torch.equal(out, want), "a replay read what an eager call had left in its scratch"
+
+
+def in_two_calls(state, gemm):
+    """The state of a plan of cutlass that quantises and multiplies in a call each, the second of them ``gemm``."""
+    return state._replace(gemm=gemm, at_once=None, launch=cutlass._launch_fp8)
+
+
+def launching(layer, plan, state):
+    """Have the layer launch with this state from now on: what it had ready knows the one before."""
+    plan.state = state
+    layer.bind().ready.clear()
 
 
 def one_arena_for_all_threads():
@@ -432,7 +443,7 @@ def two_threads_on_one_stream():
         results["second"] = layer(other)
         done.set()
 
-    plan.state = quick._replace(gemm=gemm)
+    launching(layer, plan, in_two_calls(quick, gemm))
     threads = [threading.Thread(target=work, name=work.__name__) for work in (first, second)]
     for thread in threads:
         thread.start()
@@ -594,7 +605,7 @@ def quantised_by_address():
         q, scale = kept[x.data_ptr()]
         s.gemm(q, tensors[0], scale, tensors[1], bias, d, workspace, s.gemm_pdl)
 
-    cutlass._launch_fp8 = launch
+    cutlass._AT_ONCE, cutlass._launch_fp8 = (), launch
 
 
 @case(quantised_by_address, "an input that is gone")

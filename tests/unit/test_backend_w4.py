@@ -339,6 +339,10 @@ def test_ragged_n_with_shards_and_a_bias_of_any_dtype(monkeypatch, name, m, dtyp
     out = torch.full((m, 101), float("nan"), dtype=torch.bfloat16)
     plan = backend.plan(problem(name, m, 101, 48), prepared)
     backend.run(plan, prepared, x, out, bias)
+    if dtype == out.dtype:
+        as_a_layer = torch.full_like(out, float("nan"))
+        backend.ready(plan, prepared)(x, as_a_layer, bias)
+        assert torch.equal(as_a_layer, out)
     a = x.double()
     if name == "w4a8":
         a = formats.fp8_dequantize(*formats.fp8_quantize(x, "row"), "row").double()

@@ -55,6 +55,15 @@ def test_contract_on_the_emulated_kernel(monkeypatch, arch, case):
     assert kernels.launched
 
 
+@pytest.mark.parametrize(("n", "k"), [(64, 80), (101, 48), (64, 90)])
+def test_what_a_layer_calls_is_run(monkeypatch, n, k):
+    w8_fake.install(monkeypatch)
+    w, x, bias = weights(n, k), torch.randn(5, k).bfloat16(), torch.randn(n).bfloat16()
+    prepared, out = BACKEND.prepare(w), torch.full((5, n), torch.nan, dtype=torch.bfloat16)
+    BACKEND.ready(w8_fake.plan_of(BACKEND, "bf16", w, prepared, 5), prepared)(x, out, bias)
+    assert torch.equal(out, run(w, x, bias, prepared))
+
+
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
     w8_fake.check_built_as_claimed(w8a16, RECORD)
 

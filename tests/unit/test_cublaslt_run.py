@@ -194,6 +194,16 @@ def test_a_static_scale_beside_scales_per_row_is_multiplied_once(kernels, gemms)
     assert torch.equal(run(wide, x)[-5:], run(wide, x[-5:].contiguous()))
 
 
+@pytest.mark.parametrize(("scaling", "static"), ALL)
+@pytest.mark.parametrize("m", [7, 8])
+def test_what_a_layer_calls_is_run(kernels, scaling, static, m):
+    subject, x = planned(weights(scaling, static), m), torch.randn(m, 256).bfloat16()
+    out = torch.full((m, 128), torch.nan, dtype=torch.bfloat16)
+    backend, plan, prepared = subject
+    backend.ready(plan, prepared)(x, out, None)
+    assert torch.equal(out, run(subject, x))
+
+
 def test_f32_activations_are_quantised_by_torch(kernels):
     for scaling, static in ALL:
         run(planned(weights(scaling, static), dtype="float32"), torch.randn(8, 256))

@@ -171,6 +171,32 @@ def test_one_call_does_both_where_the_kernel_has_it(file):
     assert (file.stem in cutlass._AT_ONCE) == ("FUNC(fp8_quantize_gemm," in file.read_text())
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("n", "k"), [SIZES[0], SIZES[-1]])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block128", "nvfp4"])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_a_layer_calls_is_run_without_the_tests(gemm, at_once, scaling, n, k, static, bias, monkeypatch):
+    monkeypatch.setattr(cutlass, "_AT_ONCE", ("gemm",) if at_once else ())
+    if (scaling == "block128" and static) or (scaling == "nvfp4" and k % 16):
+        pytest.skip("no such layer")
+    m, w = 5, weights(scaling, n, k, torch.tensor(0.01) if static else None)
+    backend, prepared, plan = planned(w, m, bias)
+    ready, values = backend.ready(plan, prepared), torch.randn(n, dtype=torch.bfloat16) if bias else None
+    asked = []
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: asked.append(1))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(m, k, dtype=torch.bfloat16)
+        out, want = torch.full((2, m, n), torch.nan, dtype=torch.bfloat16)
+        ready(x, out, values)
+        assert bool(asked) == ((n, k) != SIZES[0]), "who calls it has asked"
+        backend.run(plan, prepared, x, want, values)
+        assert torch.equal(out, want)
+        del asked[:]
+    assert len({q for q, *_ in gemm.calls}) == 1, "one arena"
+
+
 def test_operands_that_kernels_cannot_read_are_copied(gemm):
     w = weights("row", 64, 128)
     backend, prepared, plan = planned(w, 4)
@@ -277,6 +303,8 @@ def test_the_arena_never_grows(gemm):
     before = {name: arena.data_ptr() for name, arena in scratch._arenas.items()}
     assert not large[2].state.scratch._fits
     launch(*large, m=80, k=k)
+    backend, prepared, plan = large
+    backend.ready(plan, prepared)(torch.randn(80, k).bfloat16(), torch.empty(80, 64).bfloat16(), None)
     assert {name: arena.data_ptr() for name, arena in scratch._arenas.items()} == before
     assert not large[2].state.scratch._found
 

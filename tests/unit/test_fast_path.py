@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -121,6 +123,64 @@ def test_what_differs_takes_the_long_way_and_is_right(long_way):
     with torch.autocast("cpu", torch.float16):
         assert layer(x.float()).dtype == torch.float16
     assert len(long_way) == 1
+
+
+def test_what_ready_does_not_test_takes_the_long_way(long_way):
+    layer, x = make(), rows(4)
+    want = layer(x)
+    del long_way[:]
+    moved = torch.empty(4 * K + 1, dtype=torch.bfloat16)[1:].view(4, K).copy_(x)
+    assert moved.data_ptr() % 16
+    assert torch.equal(layer(moved), want)
+    assert len(long_way) == 1
+    bias = layer.bias.data
+    for other in (bias.float(), bias.repeat(2).view(2, N).t().contiguous()[:, 0], bias):
+        layer.bias.data = other
+        del long_way[:]
+        torch.testing.assert_close(layer(x), want, rtol=0.02, atol=0.02)
+        assert len(long_way) == (other is not bias)
+
+
+def test_a_capture_takes_the_long_way_and_is_remembered(long_way, monkeypatch):
+    layer, x = make(), rows(4)
+    want, bound = layer(x), layer.bind()
+    bound.cuda = True
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(bound.ready[4][1], "state", None)
+    bound.ready[4] = (lambda *operands: pytest.fail("in a capture"), *bound.ready[4][1:])
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
+    del long_way[:]
+    assert torch.equal(layer(x), want)
+    assert len(long_way) == 1
+    assert bound.captured
+
+
+def test_with_many_gpus_it_runs_on_its_own(monkeypatch):
+    current, ran, capturing = [0], [], [False]
+
+    class On:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.device.index
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: capturing[0] and current[0] == 1)
+    backend = SimpleNamespace(run=lambda *operands: ran.append(("run", current[0])))
+    prepared = SimpleNamespace(tensors=(SimpleNamespace(device=torch.device("cuda", 1)),))
+    launch = routes._on_its_device(lambda *operands: ran.append(("ready", current[0])), backend, None, prepared)
+    launch(None, None, None)
+    capturing[0] = True
+    launch(None, None, None)
+    current[0] = 1
+    launch(None, None, None)
+    assert ran == [("ready", 1), ("run", 1), ("ready", 1)]
+    assert current == [1]
 
 
 def test_a_gradient_is_still_refused_by_a_layer_that_is_warm():
