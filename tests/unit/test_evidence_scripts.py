@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from bench import candidates, evidence, host_cost
 from fp4dispatch import canary, ops, quarantine, registry, tuned
 from fp4dispatch.benchmark import machine
 from fp4dispatch.problem import Problem
+from fp4dispatch.timing import WallEngine
 from tests.planted import FAULTS, HONEST, Honest
 
 CPU = torch.device("cpu")
@@ -50,6 +52,65 @@ def test_the_table_and_the_limit(cost):
     missed = host_cost.over(cost, 1.0)
     assert len(missed) == 8
     assert missed[0].startswith("FP8Linear row on reference (bf16) at M=1: 1.10 times")
+
+
+def test_a_record_without_flashinfer_is_an_error_where_it_was_asked_for(cost, tmp_path, monkeypatch, capsys):
+    assert host_cost.lacking(cost, "none") == []
+    assert [line.split(",")[0] for line in host_cost.lacking(cost, "slow")] == [
+        "no function of FlashInfer's at M=1",
+        "no function of FlashInfer's at M=3",
+    ]
+    broken = "ImportError: no module named deep_gemm"
+
+    def run(card, n, k, tokens, calls, rounds, peers):
+        assert tokens == (1, 16, 128, 512)
+        left_out = {"flashinfer.gemm, M=16": broken, "flashinfer.gemm, M=1": "other", "FP8Linear, M=16": "other"}
+        row = {"us": 1.0, "spread": 0.0, "ratio": 1.0, "limited": False}
+        rows = [row | {"m": m, "what": host_cost.BASELINE, "backend": "torch"} for m in tokens]
+        have = [m for m in tokens if m != 16 or not asked["missing"]]
+        rows += [row | {"m": m, "what": "flashinfer.gemm", "backend": host_cost.FLASHINFER} for m in have]
+        asked["peers"] = peers
+        return {"n": n, "k": k, "rows": rows, "left_out": left_out, "method": "", "calls": calls, "rounds": rounds}
+
+    asked = {"missing": True}
+    monkeypatch.setattr(host_cost, "run", run)
+    command = ["host_cost.py", "--commit", "0" * 7, "--device", "cpu", "--json", str(tmp_path / "cost.json")]
+    monkeypatch.setattr("sys.argv", command)
+    assert host_cost.main() == 1
+    assert asked["peers"] == "slow", "the record's own run asks for DeepGEMM"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no function")]
+    assert line.startswith("no function of FlashInfer's at M=16, which --peers slow asks for")
+    assert line.endswith(f": flashinfer.gemm, M=16: {broken}")
+    monkeypatch.setattr("sys.argv", [*command, "--peers", "none"])
+    assert host_cost.main() == 0
+    asked["missing"] = False
+    monkeypatch.setattr("sys.argv", command)
+    assert host_cost.main() == 0
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_slow_peers_have_deepgemm(slow, monkeypatch):
+    linear, x = torch.nn.Linear(256, 128, bias=False).bfloat16().requires_grad_(False), torch.randn(3, 256).bfloat16()
+    gemm = SimpleNamespace(fp8_blockscale_gemm_sm90=lambda x, w, scale, w_scale: linear(x))
+    package = SimpleNamespace(gemm=gemm, bmm_fp8=lambda a, b, *rest: linear(x).unsqueeze(0))
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.gemm", gemm)
+    found, lacks = host_cost.flashinfer_methods(linear, x, slow)
+    assert not lacks
+    assert ("flashinfer.fp8_blockscale_gemm_sm90" in found) == slow
+    assert {method.backend for method in found.values()} == {host_cost.FLASHINFER}
+
+
+def test_blocks_start_with_calls_that_no_clock_sees(monkeypatch):
+    called, clock = [], []
+    method = host_cost.Method(lambda: called.append(1))
+    monkeypatch.setattr(
+        host_cost, "WallEngine", lambda: WallEngine(clock=lambda: clock.append(len(called)) or len(clock))
+    )
+    host_cost.measure({"one": method}, machine.card("cpu"), 3, 5)
+    each = host_cost.UNTIMED + 3
+    assert clock[:4] == [each - 3, each, 2 * each - 3, 2 * each]
+    assert 2 * (host_cost.UNTIMED + host_cost.CALLS) < 1000
 
 
 def test_a_wrong_method_gets_no_time(monkeypatch):
