@@ -25,11 +25,12 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
   constexpr bool kEarly = kFp8 && T == 128;
   Output<Tile> output{p, warpgroup, warp, lane, ring.base + Tile::kOutAt + warpgroup * 2 * Tile::kPieceBytes};
   Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
-  int const tiles = p.row_tiles * p.token_tiles;
-  if (place.cluster < tiles) loop.start();
+  int const items = place.whole + place.parts;
+  if (items > 0) loop.start();
 #pragma unroll 1
-  for (int tile = place.cluster; tile < tiles; tile += p.clusters) {
-    Corner const corner = corner_of<Tile>(p, place, tile);
+  for (int i = 0; i < items; ++i) {
+    Item const item = item_of<Tile>(p, place, i);
+    Corner const corner = item.corner;
     float sums[T / 2], scales[Tile::kPieces];
 #pragma unroll
     for (float& sum : sums) sum = 0.f;
@@ -40,20 +41,20 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
         scales[i] = output.token_scale(corner.token + i * Tile::kPieceTokens);
     };
     if (kEarly) ask();
-    loop.run(tile + p.clusters >= tiles, sums);
+    loop.run(i + 1 == items, item.count, sums);
     if (!kEarly) ask();
-    if (p.split == 1) {
+    if (i < place.whole) {
 #pragma unroll
-      for (int i = 0; i < Tile::kPieces; ++i) {
-        if (corner.token + i * Tile::kPieceTokens < p.m) {
+      for (int j = 0; j < Tile::kPieces; ++j) {
+        if (corner.token + j * Tile::kPieceTokens < p.m) {
           constexpr int kSums = Tile::kPieceTokens / 2;
           float piece[kSums];
 #pragma unroll
-          for (int v = 0; v < kSums; ++v) piece[v] = sums[i * kSums + v];
-          output.piece(piece, scales[i], corner.token + i * Tile::kPieceTokens, Tile::kPieceTokens);
+          for (int v = 0; v < kSums; ++v) piece[v] = sums[j * kSums + v];
+          output.piece(piece, scales[j], corner.token + j * Tile::kPieceTokens, Tile::kPieceTokens);
         }
       }
-    } else {  // one tile a cluster: nothing is loaded into the ring any more
+    } else {  // the last: nothing is loaded into the ring any more
       sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
 #pragma unroll
       for (int j = 0; j < T / 8; ++j) {
@@ -91,14 +92,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
 
   if (warp < 4) {
     give_registers<Tile::kProducerRegisters>();
+    Place const place(p);
     if (threadIdx.x % 32 == 0) {
-      Place const place(p);
       produce(p, place, ring, warp, clustered);
     } else if (clustered) {
       cluster_wait_acquire();
     }
     __syncwarp();
-    if (p.split > 1) {  // the consumers' sums
+    if (place.parts > 0) {  // the consumers' sums
       cluster_arrive_release();
       cluster_wait_acquire();
     }

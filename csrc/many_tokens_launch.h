@@ -102,11 +102,8 @@ void set_shape(Params& p, LaunchPlan const& plan, int64_t multiprocessors) {
   p.row_tiles = int(row_tiles), p.token_tiles = int(token_tiles);
   p.raster = int(std::min(raster, token_tiles));
   int64_t const tiles = row_tiles * token_tiles;
-  // A split's sums take the place of the ring: one tile a cluster.
-  p.clusters =
-      int(split > 1
-              ? tiles
-              : std::min(tiles, std::max<int64_t>(multiprocessors * Used::kCtas / (multicast * sharing), 1)));
+  Rounds const rounds = rounds_of(plan, tiles, slots_of(kSizes, plan, multiprocessors));
+  p.rounds = int(rounds.whole), p.clusters = int(rounds.clusters);
 }
 
 void launch(Params const& p, int device, bool enable_pdl) {

@@ -38,15 +38,30 @@ constexpr int64_t kLargestCluster = 8;  // what every GPU with clusters has
 constexpr int64_t kFewestStages = 4;    // a part of K shorter than that is all start and end
 constexpr int64_t kSplitWaves = 2;      // with a split, more have not been measured
 
-inline int64_t waves_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n,
-                        int64_t multiprocessors, int64_t& clusters, int64_t& slots) {
+// Clusters that run at once.
+inline int64_t slots_of(TileSizes const& tile, LaunchPlan const& plan, int64_t multiprocessors) {
   int64_t const cluster = plan.multicast * plan.sharing * plan.split;
-  clusters =
-      divide_up(divide_up(n, tile.rows), plan.multicast) * divide_up(divide_up(m, tile.tokens), plan.sharing);
   // Larger clusters than pairs do not fill groups of multiprocessors (14, 16 or 18 of them) that are no multiple of them.
   int64_t const usable = (cluster > 2 ? multiprocessors * 15 / 16 : multiprocessors) * tile.ctas;
-  slots = std::max<int64_t>(usable / cluster, 1);
-  return divide_up(clusters, slots);
+  return std::max<int64_t>(usable / cluster, 1);
+}
+
+// Clusters of the grid, and the whole tiles that their CTAs do before each cluster takes its last one together. `tiles`:
+// of CTAs with the same tokens or rows.
+struct Rounds {
+  int64_t whole, clusters;
+};
+
+inline Rounds rounds_of(LaunchPlan const& plan, int64_t tiles, int64_t slots) {
+  if (plan.split == 1) return {0, std::min(tiles, slots)};
+  int64_t const whole = tiles / (slots * plan.split), left = tiles - whole * slots * plan.split;
+  if (whole > 0 && left <= slots) return {whole, slots};
+  return {0, tiles};  // the sums of a split take the place of the ring, so that a CTA does one such tile
+}
+
+inline int64_t tiles_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n) {
+  return divide_up(divide_up(n, tile.rows), plan.multicast) *
+         divide_up(divide_up(m, tile.tokens), plan.sharing);
 }
 
 inline double stage_clocks_of(TileSizes const& tile, LaunchPlan const& plan) {
@@ -61,9 +76,9 @@ inline double stage_clocks_of(TileSizes const& tile, LaunchPlan const& plan) {
 inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n, int64_t k,
                         int64_t multiprocessors) {
   int64_t const token_tiles = divide_up(m, tile.tokens);
-  int64_t clusters, slots;
-  int64_t const waves = waves_of(tile, plan, m, n, multiprocessors, clusters, slots);
-  double const running = double(std::min(clusters, slots) * plan.multicast * plan.sharing * plan.split);
+  int64_t const tiles = tiles_of(tile, plan, m, n), slots = slots_of(tile, plan, multiprocessors);
+  Rounds const rounds = rounds_of(plan, tiles, slots);
+  double const running = double(std::min(tiles, slots) * plan.multicast * plan.sharing * plan.split);
   // CTAs that share a multiprocessor share all it has.
   double const shared = std::min(std::max(running / double(multiprocessors), 1.), double(tile.ctas));
   double const own = stage_clocks_of(tile, plan);
@@ -73,11 +88,15 @@ inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m
     memory *= own / tile.stage_clocks;  // what others copy leaves more of the cache
   double const stage = std::max({own * shared, tile.alone_clocks, memory});
   double const end = plan.split == 1 ? 0 : kSplitClocks + double(tile.rows * tile.tokens * 4) / kSplitBytes;
-  double const stages = double(divide_up(divide_up(k, tile.stage_k), plan.split));
-  // A tile's start and end hide behind others' only in part, and with a split not at all.
-  double const again = plan.split == 1 ? 0.5 : 1;
+  double const stages = double(divide_up(k, tile.stage_k));
+  double const part = double(divide_up(int64_t(stages), plan.split));
   double const start = plan.multicast * plan.sharing > 1 ? tile.cluster_clocks : 0;
-  return start + double(waves) * (stages * stage + end) + kTileClocks * (1 + again * double(waves - 1));
+  // A tile's start and end hide behind others' only in part, and with a split not at all.
+  if (rounds.whole > 0)
+    return start + double(rounds.whole) * (stages * stage + 0.5 * kTileClocks) + part * stage + end +
+           kTileClocks;
+  double const waves = double(divide_up(tiles, slots)), again = plan.split == 1 ? 0.5 : 1;
+  return start + waves * (part * stage + end) + kTileClocks * (1 + again * (waves - 1));
 }
 
 // The best of those that share activations and weights as given, if any is better than `best`.
@@ -88,8 +107,9 @@ inline void plan_splits(TileSizes const& tile, int64_t multicast, int64_t sharin
     if (split > tile.most_split || multicast * sharing * split > kLargestCluster) break;
     if (split > 1 && stages < split * kFewestStages) break;
     LaunchPlan plan{multicast, sharing, split, kRaster};
-    int64_t clusters, slots;
-    if (split > 1 && waves_of(tile, plan, m, n, multiprocessors, clusters, slots) > kSplitWaves) continue;
+    int64_t const tiles = tiles_of(tile, plan, m, n), slots = slots_of(tile, plan, multiprocessors);
+    if (split > 1 && rounds_of(plan, tiles, slots).whole == 0 && divide_up(tiles, slots) > kSplitWaves)
+      continue;
     plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);
     if (best.clocks == 0 || plan.clocks < best.clocks) best = plan;
   }

@@ -33,6 +33,7 @@ struct Params {
   int row_tiles, token_tiles;  // clusters that cover N, and M
   int raster;                  // token tiles that are done before the next rows
   int clusters;                // of the grid
+  int rounds;                  // whole tiles of every CTA before it takes part in a split one
 };
 
 template <int T>
@@ -46,8 +47,7 @@ struct Tile {
   // 65536 registers, shared out evenly at the start; the producer gives its up.
   static constexpr int kProducerRegisters = kConsumers == 2 && kCtas == 1 ? 40 : 32;
   static constexpr int kConsumerRegisters = kCtas == 2 ? 104 : kConsumers == 2 ? 232 : 112;
-  // 256 k. Sums of one sign end up 0.18 % low, measured on an H200; after 512 k 0.51 %, for 1 % of speed.
-  static constexpr int kPromoteStages = 2;
+  static constexpr int kPromoteStages = Weights::promote_stages(T);
 
   static constexpr int kTokenBytes = T * 128;               // a stage is 128 bytes of activations along K
   static constexpr int kBlockBytes = Weights::kBlockBytes;  // weights of a warpgroup in a stage
@@ -106,9 +106,11 @@ struct Position {
   }
 };
 
-// This CTA's place in its cluster and its share of K, in stages.
+// This CTA's place in its cluster, and what it does: `whole` tiles together with those that share tokens or rows with it,
+// its group, and then, if `parts`, its share of K, in stages, of one that the cluster does together.
 struct Place {
   int cluster, multicast, sharing, split;  // number of the cluster; ranks
+  int group, groups, whole, parts;
   int first, count;
 
   __device__ explicit Place(Params const& p) {
@@ -120,7 +122,13 @@ struct Place {
     split = rank >> together;
     first = int(int64_t(p.stages) * split / p.split);
     count = int(int64_t(p.stages) * (split + 1) / p.split) - first;
+    int const tiles = p.row_tiles * p.token_tiles;
+    group = cluster * p.split + split, groups = p.clusters * p.split;
+    whole = p.split > 1 ? p.rounds : group < tiles ? (tiles - 1 - group) / groups + 1 : 0;
+    parts = p.split > 1 && whole * groups + cluster < tiles;
   }
+  // Stages of all of it.
+  __device__ int stages(Params const& p) const { return whole * p.stages + parts * count; }
   // Rank in the cluster of a CTA with the same tokens, with the same rows, or with both.
   __device__ int with_multicast(Params const& p, int rank) const {
     return (((split << p.sharing_log2) + sharing) << p.multicast_log2) + rank;
@@ -153,6 +161,18 @@ __device__ __forceinline__ Corner corner_of(Params const& p, Place const& place,
   int const width = min(p.raster, p.token_tiles - band * p.raster), row = in_band / width;
   return {((row << p.multicast_log2) + place.multicast) * Tile::kConsumers,
           (((band * p.raster + in_band - row * width) << p.sharing_log2) + place.sharing) * Tile::kTokens};
+}
+
+// A tile, or the part of it that this CTA does: where it begins, and which stages along K.
+struct Item {
+  Corner corner;
+  int first, count;
+};
+
+template <class Tile>
+__device__ __forceinline__ Item item_of(Params const& p, Place const& place, int i) {
+  if (i < place.whole) return {corner_of<Tile>(p, place, place.group + i * place.groups), 0, p.stages};
+  return {corner_of<Tile>(p, place, place.whole * place.groups + place.cluster), place.first, place.count};
 }
 
 }  // namespace fp4d

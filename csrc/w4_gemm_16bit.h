@@ -55,8 +55,8 @@ struct Loop {
     scales = load_2(chunk + w4::kScaleOffset + lane * 8 + warp * 2);
   }
 
-  // Adds a tile's stages to `sums`.
-  __device__ void run(bool, float (&sums)[T / 2]) {
+  // Adds an item's stages to `sums`.
+  __device__ void run(bool, int count, float (&sums)[T / 2]) {
     uint32_t even[2][4], odd[2][4], scales;  // groups 0 and 1 of a stage
     uint4 codes;
     barrier_wait(ring.full(at.slot), at.parity);
@@ -65,7 +65,7 @@ struct Loop {
     dequantize<0, 1>(codes, scales, even);
     Position<Tile> previous = at;
 #pragma unroll 1
-    for (int i = 0; i < place.count; ++i) {
+    for (int i = 0; i < count; ++i) {
       uint64_t const b = operand_b(ring.tokens(at.slot));
       multiply(sums, even[0], b);
       wgmma_wait<1>();
@@ -77,7 +77,7 @@ struct Loop {
       // After the last stage the same one again, for nothing: no branch around registers that a wgmma reads.
       Position<Tile> next = at;
       next.advance();
-      bool const last = i + 1 == place.count;
+      bool const last = i + 1 == count;
       int const slot = last ? at.slot : next.slot;
       barrier_wait(ring.full(slot), last ? at.parity : next.parity);
       load(slot, codes, scales);

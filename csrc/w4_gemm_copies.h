@@ -16,11 +16,11 @@ struct WeightCopies {
   int first;  // warpgroup
   uint8_t const* from[kWarpgroups] = {};
 
-  __device__ void start(Corner corner, int in_tile) {
+  __device__ void start(Corner corner, int stage) {
 #pragma unroll
     for (int i = 0; i < kWarpgroups; ++i) {
       int const block = min(corner.row_block + first + i, p.row_blocks - 1);
-      int64_t const chunk = int64_t(block) * p.w.count + (place.first + in_tile) * Weights::kStageChunks;
+      int64_t const chunk = int64_t(block) * p.w.count + stage * Weights::kStageChunks;
       from[i] = p.w.chunks + chunk * w4::kChunkBytes;
     }
   }

@@ -64,12 +64,12 @@ struct Loop {
     parity ^= wraps ? 1 : 0;
   }
 
-  // Adds a tile's stages to `sums`.
-  __device__ void run(bool last_tile, float (&sums)[T / 2]) {
+  // Adds an item's stages to `sums`.
+  __device__ void run(bool last_item, int count, float (&sums)[T / 2]) {
     float partial[T / 2];
 #pragma unroll
     for (float& sum : partial) sum = 0.f;
-    int phase = warpgroup * (Tile::kPromoteStages / 2), left = place.count;
+    int phase = warpgroup * (Tile::kPromoteStages / 2), left = count;
     uint32_t previous = barrier, release = 0;  // nothing before the first stage has been multiplied
 #pragma unroll 1
     do {
@@ -78,7 +78,7 @@ struct Loop {
       --left;
       if (++phase == Tile::kPromoteStages) phase = 0;
       uint32_t const current = barrier;
-      advance(last_tile && left == 0);
+      advance(last_item && left == 0);
       wgmma_wait<1>();
       if (release != 0) barrier_arrive_in(empty_at + previous);
       release = releases;

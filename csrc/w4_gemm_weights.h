@@ -33,6 +33,9 @@ struct Weights {
   static constexpr bool kShares = false;  // CTAs of a cluster may share rows
 
   static constexpr int consumers(int tokens) { return kFp8 || tokens == 256 ? 2 : 4; }
+  // Stages after which FP8 sums become f32 ones. Sums of one sign end up 0.18 % low after 256 k (2 stages) and 0.51 % after 512
+  // k, measured on an H200; 3 stages are 3 % faster than 2 where promotion takes long.
+  static constexpr int promote_stages(int tokens) { return tokens >= 128 ? 3 : 2; }
   static constexpr int ctas(int tokens) { return kFp8 && tokens <= 64 ? 2 : 1; }
 
   template <int threads>

@@ -46,7 +46,6 @@ __device__ __forceinline__ void wgmma_wait() {
   ", "                                                                                                   \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
   "%84, %85, %86, %87"
-#define FP4D_R96 FP4D_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define FP4D_R128                                                                                \
   FP4D_R64                                                                                       \
   ", "                                                                                           \
@@ -95,7 +94,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // d[64 rows][T tokens] = A[64][32] B[T][32]^T, or += that; places as below.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
-  static_assert(T == 16 || T == 32 || T == 64 || T == 128);
+  static_assert(T == 16 || T == 32 || T == 64 || T == 128 || T == 176);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3("m64n16k32", FP4D_R8, "{%8, %9, %10, %11}, %12", "%13", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 32) {
@@ -105,13 +104,16 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
     FP4D_WGMMA_E4M3("m64n64k32", FP4D_R32, "{%32, %33, %34, %35}, %36", "%37", FP4D_D32(0));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));
+  } else if constexpr (T == 176) {
+    FP4D_WGMMA_E4M3("m64n176k32", FP4D_R88, "{%88, %89, %90, %91}, %92", "%93", FP4D_D32(0), FP4D_D32(32),
+                    FP4D_D4(64), FP4D_D4(68), FP4D_D4(72), FP4D_D4(76), FP4D_D4(80), FP4D_D4(84));
   }
 }
 
 // Both operands in shared memory, rows of 128 bytes as operand_b() describes them.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uint64_t b_at, int add) {
-  static_assert(T == 16 || T == 32 || T == 64 || T == 128 || T == 176 || T == 192);
+  static_assert(T == 16 || T == 32 || T == 64 || T == 128);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3_SHARED("m64n16k32", FP4D_R8, "%8", "%9", "%10", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 32) {
@@ -121,12 +123,6 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uin
     FP4D_WGMMA_E4M3_SHARED("m64n64k32", FP4D_R32, "%32", "%33", "%34", FP4D_D32(0));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3_SHARED("m64n128k32", FP4D_R64, "%64", "%65", "%66", FP4D_D32(0), FP4D_D32(32));
-  } else if constexpr (T == 176) {
-    FP4D_WGMMA_E4M3_SHARED("m64n176k32", FP4D_R88, "%88", "%89", "%90", FP4D_D32(0), FP4D_D32(32),
-                           FP4D_D4(64), FP4D_D4(68), FP4D_D4(72), FP4D_D4(76), FP4D_D4(80), FP4D_D4(84));
-  } else if constexpr (T == 192) {
-    FP4D_WGMMA_E4M3_SHARED("m64n192k32", FP4D_R96, "%96", "%97", "%98", FP4D_D32(0), FP4D_D32(32),
-                           FP4D_D32(64));
   }
 }
 
@@ -173,7 +169,6 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_D32
 #undef FP4D_D4
 #undef FP4D_R128
-#undef FP4D_R96
 #undef FP4D_R88
 #undef FP4D_R64
 #undef FP4D_R32

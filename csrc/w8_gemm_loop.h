@@ -24,15 +24,15 @@ struct Loop {
     empty_at = address_in(ring.empty(0), place.source(p, releases != 0 ? lane : 0));
   }
 
-  // Adds a tile's stages to `sums`.
-  __device__ void run(bool, float (&sums)[T / 2]) {
+  // Adds an item's stages to `sums`.
+  __device__ void run(bool, int count, float (&sums)[T / 2]) {
     float partial[T / 2];
 #pragma unroll
     for (float& sum : partial) sum = 0.f;
     int phase = warpgroup * (Tile::kPromoteStages / 2);
     uint32_t release = 0;
 #pragma unroll 1
-    for (int i = 0; i < place.count; ++i) {
+    for (int i = 0; i < count; ++i) {
       barrier_wait(ring.full(at.slot), at.parity);
       uint64_t const a = operand_b(ring.weights(at.slot, warpgroup)), b = operand_b(ring.tokens(at.slot));
       wgmma_fence();

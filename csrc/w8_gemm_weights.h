@@ -24,6 +24,7 @@ struct Weights {
   static constexpr bool kShares = true;  // CTAs of a cluster may share rows
 
   static constexpr int consumers(int) { return 2; }
+  static constexpr int promote_stages(int) { return 2; }
   static constexpr int ctas(int) { return 1; }
 
   template <int threads>
