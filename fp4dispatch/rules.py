@@ -37,18 +37,26 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
 }
 _SWITCHES = ("proven", "fp8_copy")
+_SIZES = {"m_max": 1, "k_max": 1, "tiles_max": 1, "m_min_max": 0}
+"""The smallest value of each bound."""
+_TILE = 128
 _BOUND = re.compile(r"\s*(>=|<=|==|>|<)\s*([0-9][0-9A-Za-z.+-]*)\s*")
 
 
 @dataclass(frozen=True)
 class When:
-    """The condition of a rule: every field that is set must hold."""
+    """The condition of a rule: every field that is set must hold.
+
+    ``tiles_max``: most tiles of 128x128 that cover the output. M counts as the power of two that it is decided as.
+    """
 
     archs: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     scalings: tuple[str, ...] = ()
     captures: tuple[str, ...] = ()
     m_max: int | None = None
+    k_max: int | None = None
+    tiles_max: int | None = None
     m_min_max: int | None = None
     proven: bool | None = None
     fp8_copy: bool | None = None
@@ -63,6 +71,8 @@ class When:
             and (not self.scalings or problem.scaling in self.scalings)
             and (not self.captures or problem.capture in self.captures)
             and (self.m_max is None or problem.m <= self.m_max)
+            and (self.k_max is None or problem.k <= self.k_max)
+            and (self.tiles_max is None or _tiles(problem) <= self.tiles_max)
             and (self.m_min_max is None or problem.m_min <= self.m_min_max)
             and (self.proven is None or ((problem.op, arch) in system.proven) == self.proven)
             and (self.fp8_copy is None or system.fp8_copy == self.fp8_copy)
@@ -137,6 +147,10 @@ def m_bucket(m: int, op: Op, arch: Arch | None) -> int:
     return min([power_of_two(m), *(bound for bound in bounds(op, arch) if bound >= m)])
 
 
+def _tiles(problem: Problem) -> int:
+    return -(-power_of_two(problem.m) // _TILE) * -(-problem.n // _TILE)
+
+
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """Return the packaged rules, read once, in the file's order."""
@@ -149,7 +163,7 @@ def load(data: dict[str, Any]) -> tuple[Rule, ...]:
     Raises
     ------
     SettingsError
-        For an unknown key, verb, arch, op or backend, an unreadable version range, an M bound that is no size, a
+        For an unknown key, verb, arch, op or backend, an unreadable version range, a bound that is no size, a
         duplicate id, or a missing reason, source or date.
     """
     keys("policy_rules.toml", data, required=("rule",))
@@ -194,14 +208,13 @@ def _rule(row: dict[str, Any]) -> Rule:
 
 def _when(where: str, row: dict[str, Any]) -> When:
     names = {"archs": SM, "ops": OPS, "scalings": SCALINGS, "captures": CAPTURE_MODES}
-    keys(where, row, required=(), optional=(*names, "m_max", "m_min_max", *_SWITCHES, *FACTS))
+    keys(where, row, required=(), optional=(*names, *_SIZES, *_SWITCHES, *FACTS))
     if not row:
         raise SettingsError(f"{where}: when is empty; a rule that always holds is a default, not a rule")
-    m_max, m_min_max = row.get("m_max"), row.get("m_min_max")
-    if m_max is not None and (type(m_max) is not int or m_max < 1):
-        raise SettingsError(f"{where}: m_max {m_max!r} is not a positive integer")
-    if m_min_max is not None and (type(m_min_max) is not int or m_min_max < 0):
-        raise SettingsError(f"{where}: m_min_max {m_min_max!r} is not a size")
+    for bound, least in _SIZES.items():
+        size = row.get(bound, least)
+        if type(size) is not int or size < least:
+            raise SettingsError(f"{where}: {bound} {size!r} is not {'a positive integer' if least else 'a size'}")
     for switch in _SWITCHES:
         if not isinstance(row.get(switch, True), bool):
             raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
@@ -210,8 +223,10 @@ def _when(where: str, row: dict[str, Any]) -> When:
             parse_range(row[what])
     return When(
         **{key: subset(where, row[key], allowed) for key, allowed in names.items() if key in row},
-        m_max=m_max,
-        m_min_max=m_min_max,
+        m_max=row.get("m_max"),
+        k_max=row.get("k_max"),
+        tiles_max=row.get("tiles_max"),
+        m_min_max=row.get("m_min_max"),
         proven=row.get("proven"),
         fp8_copy=row.get("fp8_copy"),
         versions=tuple((what, row[what]) for what in FACTS if what in row),

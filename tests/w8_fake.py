@@ -1,12 +1,13 @@
 """The kernels of w8a16 and w8a8 in torch, on any device: what the backends launch where there is no GPU.
 
 Each has the signature of its CUDA namesake and refuses what that refuses. ``w8a16_small`` reads NaN among the weights
-as a number; ``w8a8_small`` makes its numbers from the packed bytes alone, so packing, padding, scales, bias and slicing
-are all under test. Below them is what the tests of both backends check.
+as a number; ``w8a8_small`` and ``w8_gemm`` make their numbers from the packed bytes alone, so packing, padding, scales,
+bias and slicing are all under test. Below them is what the tests of both backends check.
 """
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ TOKEN, COLUMN = torch.arange(8).view(8, 1), torch.arange(8).view(1, 8)
 
 
 def pack_activation(q):
-    """e4m3 [M, K] -> what w8a8_small multiplies, uint8 [ceil(K/128), ceil(M/8), 1024]: csrc/w4_activations.cu."""
+    """e4m3 [M, K] -> what w8a8 multiplies, uint8 [ceil(K/128), ceil(M/8), 1024]: csrc/w4_activations.cu."""
     (m, k), (columns, blocks) = q.shape, (-(-q.shape[1] // 128), -(-q.shape[0] // 8))
     padded = torch.zeros(blocks * 8, columns * 128, dtype=torch.uint8, device=q.device)
     padded[:m, :k] = q.view(torch.uint8)
@@ -53,7 +54,7 @@ def check_rows(x):
 
 
 def check_weight(w, alpha, bias, out, k):
-    """What both GEMMs ask of the rest."""
+    """What all GEMMs ask of the rest."""
     n = out.shape[1]
     assert k % 16 == n % 8 == 0
     assert w.dtype == E4M3
@@ -87,7 +88,12 @@ class Kernels:
         catalog = installed()
         assert catalog.target_for(catalog.kernel(kernel), arch) is not None
         self.loaded.append((kernel, build))
-        made = {"w8a16_small": self.unquantised, "w8a8_small": self.quantised, "w4_activations": self.quantizers}
+        made = {
+            "w8a16_small": self.unquantised,
+            "w8a8_small": functools.partial(self.quantised, "w8a8_small"),
+            "w8_gemm_sm90": functools.partial(self.quantised, "w8_gemm"),
+            "w4_activations": self.quantizers,
+        }
         return SimpleNamespace(module=made[kernel](build), pdl_allowed=self.pdl_allowed)
 
     def unquantised(self, build):
@@ -104,11 +110,11 @@ class Kernels:
 
         return SimpleNamespace(w8a16_small=w8a16_small)
 
-    def quantised(self, build):
-        def w8a8_small(x_packed, x_scale, w, alpha, bias, out, enable_pdl):
+    def quantised(self, name, build):
+        def multiply(x_packed, x_scale, w, alpha, bias, out, enable_pdl):
             (m, n), k = out.shape, w.shape[1]
             assert m >= 1
-            assert out.dtype == DTYPES[build]
+            assert out.dtype == DTYPES[build.partition("_")[0]]
             assert x_packed.dtype == torch.uint8
             assert x_packed.shape[2] == 1024
             assert x_scale.dtype == torch.float32
@@ -119,9 +125,9 @@ class Kernels:
             check_weight(w, alpha, bias, out, k)
             x = unpack_activation(x_packed, m, k).float() * x_scale.reshape(-1, 1)
             finish(x, w.float(), alpha, bias, out)
-            self.launched.append(("w8a8_small", m, n, k, enable_pdl))
+            self.launched.append((name, m, n, k, enable_pdl))
 
-        return SimpleNamespace(w8a8_small=w8a8_small)
+        return SimpleNamespace(**{name: multiply})
 
     def quantizers(self, build):
         assert build == "any"
@@ -195,12 +201,12 @@ def run(backend, activation, w, x, bias=None, prepared=None):
     return out
 
 
-def check_built_as_claimed(module, record):
-    """Every output type and arch of its capabilities has a build of the kernel, and there are no others."""
+def check_built_as_claimed(kernel, builds, record):
+    """Every output type and arch of its capabilities has one of a kernel's builds, and there are no others."""
     catalog = installed()
-    kernel = catalog.kernel(module.KERNEL)
-    assert set(module.BUILDS) == set(record.out_dtypes)
-    assert set(module.BUILDS.values()) == set(kernel.variants)
+    kernel = catalog.kernel(kernel)
+    assert set(builds) == set(record.out_dtypes)
+    assert set(builds.values()) == set(kernel.variants)
     assert record.kernel_op == kernel.op
     assert {arch.sm for arch in KNOWN_ARCHS if catalog.target_for(kernel, arch) is not None} == set(record.archs)
 
@@ -239,22 +245,10 @@ def check_any_strides(backend, activation, w, bias, exact):
     assert out[:, w.n :].isnan().all()
 
 
-def check_one_plan_serves(backend, activation, w, tokens):
-    """That for one token, also any other number of them; returns it."""
+def check_refused_before_a_launch(backend, activation, w, kernels, wide, quantised):
+    """float32 outputs, and operands that are quantised already; the messages."""
     prepared = backend.prepare(w)
-    plan = plan_of(backend, activation, w, prepared, 1)
-    assert not backend.plans_by_m
-    for m in tokens:
-        x, out = torch.randn(m, w.k).bfloat16(), torch.empty(m, w.n, dtype=torch.bfloat16)
-        backend.run(plan, prepared, x, out)
-        assert torch.equal(out, run(backend, activation, w, x, prepared=prepared))
-    return plan
-
-
-def check_refused_before_a_launch(backend, activation, w, kernels, quantised):
-    """float32 outputs, and operands that are quantised already, of which ``quantised`` is the message."""
-    prepared = backend.prepare(w)
-    with pytest.raises(InputError, match="output is float32, needs bfloat16 or float16"):
+    with pytest.raises(InputError, match=wide):
         plan_of(backend, activation, w, prepared, 1, "float32")
     plan = plan_of(backend, activation, w, prepared, 1)
     raw = QuantizedActivation(torch.zeros(1, w.k).to(E4M3), torch.ones(1))

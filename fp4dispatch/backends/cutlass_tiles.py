@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 _KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "fill", "builds"}
-_SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm"}
+_SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
 

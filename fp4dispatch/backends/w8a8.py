@@ -1,21 +1,22 @@
-"""FP8 weights by FP8 activations: our kernel for few tokens, on the checkpoint's own bytes.
+"""FP8 weights by FP8 activations: our kernels for few and for many tokens, on the checkpoint's own bytes.
 
-A GEMM of few tokens takes as long as the read of its weights. The kernel (``csrc/w8a8_small.cu``) streams them as
-``w8a16`` does, and FP8 tensor cores multiply: 16-bit ones are what ``w8a16`` waits for from a dozen tokens on.
-Activations are quantised ahead of it, one scale a token or the layer's static one, into the order in which the kernel
-loads them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32; scales and the bias
-are applied to them, and the result is rounded once.
+A GEMM of few tokens takes as long as the read of its weights. The kernel for up to 64 (``csrc/w8a8_small.cu``) streams
+them as ``w8a16`` does, and FP8 tensor cores multiply: 16-bit ones are what ``w8a16`` waits for from a dozen tokens on.
+Each of its tiles reads all weights, so from 65 tokens on another one multiplies (``csrc/w8_gemm_sm90.cu``): tiles of
+128 tokens by 128 rows, whose CTAs share what they copy. ``w8_tiles.toml`` has which serves which M; every M runs.
+Activations are quantised ahead of either, one scale a token or the layer's static one, into the order in which both
+load them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32 (for many tokens FP8
+tensor cores' own over 256 k, which are added in f32); scales and the bias are applied to them, and the result is
+rounded once.
 
 The weight stays [N, K] as it is stored and as ``w8a16``, ``cutlass`` and ``cublaslt`` read it: a layer that goes from
 one to the other by the number of tokens holds it once.
 
-Every M runs, in tiles of up to 64 tokens that each read all weights: who pins this backend pins that too. 128x128 block
-scales would need sums of their own for every 128 along K; they are not built.
+128x128 block scales would need sums of their own for every 128 along K; they are not built.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import jit
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
+from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
 from fp4dispatch.backends.operands import aligned, arch_of, await_writes, bias_row, direct, packed_part, stored_rows
-from fp4dispatch.backends.scratch import Part, ScratchByM
+from fp4dispatch.backends.scratch import Part, Scratch, eager
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
@@ -34,14 +36,13 @@ from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
-KERNEL, QUANTIZER = "w8a8_small", "w4_activations"
-"""The GEMM, and the kernels that pack activations, for W4P weights and for these."""
+QUANTIZER = "w4_activations"
+"""The kernels that pack activations, for W4P weights and for these; its one build reads both types."""
 
-BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
-"""Build of :data:`KERNEL` by output dtype; :data:`QUANTIZER` has one, which reads both types."""
+_ENTRY = {"w8a8_small": "w8a8_small", "w8_gemm_sm90": "w8_gemm"}  # a kernel's function
 
-_N_MULTIPLE = 8  # the kernel stores 16 bytes of a row of the output at a time
-_K_MULTIPLE = 16  # and reads rows of the weight that start on 16 bytes
+_N_MULTIPLE = 8  # kernels store 16 bytes of a row of the output at a time
+_K_MULTIPLE = 16  # and read rows of the weight that start on 16 bytes
 
 
 class _Layout(NamedTuple):
@@ -55,13 +56,14 @@ class _Layout(NamedTuple):
 
 
 class _State(NamedTuple):
-    """All that a plan knows; it serves every M.
+    """All that a plan knows.
 
     ``launch`` quantises and multiplies, with ``quantize`` and ``gemm``; each with PDL where its binary's proof and the
     setting allow it. ``scratch``: the packed activation, and its scales unless they are static. ``fits``: nothing is
     padded, so that operands may be launched on as they come.
     """
 
+    m: int
     layout: _Layout
     fits: bool
     launch: Callable[[_State, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]
@@ -69,15 +71,14 @@ class _State(NamedTuple):
     gemm_pdl: bool
     quantize: Callable[..., None]
     quantize_pdl: bool
-    scratch: ScratchByM
+    scratch: Callable[[], tuple[Tensor, ...]]
 
 
 class W8A8Backend(Backend):
-    """FP8 weights (tensor, row) by FP8 activations, few tokens, from ``csrc/`` through :mod:`fp4dispatch.jit`."""
+    """FP8 weights (tensor, row) by FP8 activations, from ``csrc/`` through :mod:`fp4dispatch.jit`. Plans are by M."""
 
     name = "w8a8"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"fp8_gemm": ("fp8",)}
-    plans_by_m = False
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""
@@ -85,8 +86,8 @@ class W8A8Backend(Backend):
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Name the kernels that a plan will load."""
-        build = BUILDS.get(problem.out_dtype)
-        return () if build is None else ((KERNEL, build), (QUANTIZER, "any"))
+        tile = _tile_for(problem, device)
+        return () if tile is None else ((tile.kernel, tile.builds[problem.out_dtype]), (QUANTIZER, "any"))
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Take the weight as it is; pad with zeros where K is not a multiple of 16. Synchronises.
@@ -107,33 +108,22 @@ class W8A8Backend(Backend):
         return Prepared(self.name, tuple(tensors), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Load the kernels, compiling and proving them first where they are not in the cache.
+        """Load the kernels for this M, compiling and proving them first where they are not in the cache.
 
         Raises
         ------
         ToolchainError, CompileError, ProofError, CacheError
             Each with what to do.
         InputError
-            For a float32 output.
+            Where no kernel serves the problem: a float32 output, or an arch that has none.
         """
-        build = BUILDS.get(problem.out_dtype)
-        if build is None:
-            raise InputError(f"w8a8: output is {problem.out_dtype}, needs {' or '.join(BUILDS)}")
-        layout, device, pdl = _Layout(*prepared.layout), prepared.tensors[0].device, settings.pdl != "off"
-        arch = arch_of(device)
-        gemm, quantizer = jit.load(KERNEL, build, arch), jit.load(QUANTIZER, "any", arch)
-        static = layout.has_input_scale
-        state = _State(
-            layout,
-            (layout.np, layout.kp) == (layout.n, layout.k),
-            _launch_static if static else _launch_row,
-            gemm.module.w8a8_small,
-            pdl and gemm.pdl_allowed,
-            quantizer.module.w8_quantize_tensor if static else quantizer.module.w8_quantize_row,
-            pdl and quantizer.pdl_allowed,
-            ScratchByM(device, functools.partial(_parts, layout)),
-        )
-        return Plan(self.name, problem, state)
+        device = prepared.tensors[0].device
+        tile = _tile_for(problem, device)
+        if tile is None:
+            raise InputError(
+                f"w8a8 has no kernel for {problem} on {arch_of(device)}; fp4dispatch explain lists what can run it"
+            )
+        return Plan(self.name, problem, _state(problem, _Layout(*prepared.layout), device, tile))
 
     def run(
         self,
@@ -147,6 +137,8 @@ class W8A8Backend(Backend):
         s: _State = plan.state
         if not isinstance(x, Tensor):
             raise InputError("w8a8 takes 16-bit activations and quantises them itself: use FP8Linear")
+        if out.shape[0] != s.m:
+            raise InputError(f"w8a8: out has {out.shape[0]} rows, the plan is for M={s.m}: make one for this M")
         # As a layer calls it: straight to the launches. Each test and view that is left out is a microsecond.
         if (
             s.fits
@@ -163,20 +155,50 @@ class W8A8Backend(Backend):
         if d is not out:
             out.copy_(d[:, :n])
 
+    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
+        """Return the launches alone, where nothing is padded."""
+        s: _State = plan.state
+        if not s.fits:
+            return super().ready(plan, prepared)
+        launch, tensors, state = s.launch, prepared.tensors, s._replace(scratch=eager(s.scratch))
 
-def _parts(layout: _Layout, m: int) -> list[Part]:
-    """Return what a launch for M tokens needs: the packed activation, and its scales unless they are static."""
+        def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+            launch(state, x, tensors, out, bias)
+
+        return ready
+
+
+def _tile_for(problem: Problem, device: torch.device) -> Tile | None:
+    """Return the first row of ``w8_tiles.toml`` that serves a problem; none asks how many SMs there are."""
+    return tile_for(problem, arch_of(device), 0, "w8")
+
+
+def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile) -> _State:
+    """Load the kernels of a tile and return what a plan knows."""
+    m, arch, pdl, static = problem.m, arch_of(device), settings.pdl != "off", layout.has_input_scale
+    gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
+    quantizer = jit.load(QUANTIZER, "any", arch)
     packed = packed_part(m, layout.kp, 1)
-    return [packed] if layout.has_input_scale else [packed, Part((m,), torch.float32)]
+    return _State(
+        m,
+        layout,
+        (layout.np, layout.kp) == (layout.n, layout.k),
+        _launch_static if static else _launch_row,
+        getattr(gemm.module, _ENTRY[tile.kernel]),
+        pdl and gemm.pdl_allowed,
+        quantizer.module.w8_quantize_tensor if static else quantizer.module.w8_quantize_row,
+        pdl and quantizer.pdl_allowed,
+        Scratch(device, [packed] if static else [packed, Part((m,), torch.float32)]),
+    )
 
 
 def _launch_row(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
-    packed, scale = s.scratch(d.shape[0])
+    packed, scale = s.scratch()
     s.quantize(x, packed, scale, s.quantize_pdl)
     s.gemm(packed, scale, tensors[0], tensors[1], bias, d, s.gemm_pdl)
 
 
 def _launch_static(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
-    (packed,) = s.scratch(d.shape[0])
+    (packed,) = s.scratch()
     s.quantize(x, packed, tensors[2], s.quantize_pdl)
     s.gemm(packed, tensors[2], tensors[0], tensors[1], bias, d, s.gemm_pdl)

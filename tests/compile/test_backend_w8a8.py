@@ -33,12 +33,12 @@ def test_the_compiled_kernels_accept_what_the_backend_passes(monkeypatch, n, k, 
     q = formats.fp8_quantize(torch.randn(n, k), scaling)
     input_scale = None if static is None else torch.tensor(static)
     prepared = backend.prepare(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale, input_scale=input_scale))
-    problem = Problem("fp8_gemm", 19, n, k, "fp8", scaling, str(dtype).removeprefix("torch."), bias=True)
-    plan = backend.plan(problem, prepared)
-    quantised = plan.state._replace(quantize=lambda *_: None)
-    for state in (plan.state, quantised):  # the second comes to the GEMM
-        plan.state = state
-        for m in (1, 19, 64):
+    for m in (1, 19, 64, 65, 300):
+        problem = Problem("fp8_gemm", m, n, k, "fp8", scaling, str(dtype).removeprefix("torch."), bias=True)
+        plan = backend.plan(problem, prepared)
+        quantised = plan.state._replace(quantize=lambda *_: None)
+        for state in (plan.state, quantised):  # the second comes to the GEMM
+            plan.state = state
             for bias in (None, torch.ones(n), torch.ones(n, dtype=dtype)):
                 with pytest.raises(ValueError, match="x: is not on a CUDA device"):
                     backend.run(plan, prepared, torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype), bias)

@@ -88,7 +88,7 @@ def test_plan_stays_within_its_limits() -> None:
         assert split == 1 or tiles * cluster <= 2 * 132 or tiles % (slots * split) <= slots
         assert (raster, clocks > 0) == (8, True)
         found.add((multicast, sharing, split > 1))
-    assert found >= {(1, 1, False), (1, 1, True), (2, 1, False), (1, 2, False)}
+    assert found >= {(1, 1, False), (1, 1, True), (1, 2, False)}
     for refused, name in (((0, 8, 16, 132), "m"), ((1, 0, 16, 132), "n"), ((1, 8, 0, 132), "k")):
         with pytest.raises(ValueError, match=f"{name} is 0, needed at least 1"):
             built.w8_gemm_plan(*refused)

@@ -5,9 +5,9 @@ Regenerate after a change of rules, capabilities or backends, then read the diff
     python -m tests.golden.regenerate
 
 Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
-backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=8 or 16; 4096 for
-``nvfp4-many`` and ``nvfp4-many+copy``, 64 for ``fp8-row-64``, ``fp8-row-64+raw`` and ``nvfp4-64+copy``. ``+copy``: an
-FP8 copy of the weights is allowed. ``+raw``: the operator on operands that are quantised already.
+backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=8 or 16, that of
+the name (64, 256, 512), 4096 for ``many``. ``+copy``: an FP8 copy of the weights is allowed. ``+raw``: the operator on
+operands that are quantised already.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ PROBLEMS = {
     "fp8-row": ("fp8_gemm", "row", 8),
     "fp8-row-64": ("fp8_gemm", "row", 64),
     "fp8-row-64+raw": ("fp8_gemm", "row", 64),
+    "fp8-row-256": ("fp8_gemm", "row", 256),
+    "fp8-row-512": ("fp8_gemm", "row", 512),
     "fp8-block128": ("fp8_gemm", "block128", 16),
 }
 CAPTURES = {"none": ("none", 1), "full": ("full", 1), "piecewise": ("piecewise", 1), "piecewise,M>=0": ("piecewise", 0)}

@@ -65,7 +65,7 @@ def test_what_a_layer_calls_is_run(monkeypatch, n, k):
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
-    w8_fake.check_built_as_claimed(w8a16, RECORD)
+    w8_fake.check_built_as_claimed(w8a16.KERNEL, w8a16.BUILDS, RECORD)
 
 
 def test_block_scales_and_quantised_operands_are_refused_with_reasons():
@@ -138,9 +138,15 @@ def test_any_strides_and_sizes(monkeypatch, n, k):
 
 
 def test_one_plan_serves_every_m(monkeypatch):
-    kernels = w8_fake.install(monkeypatch)
-    w8_fake.check_one_plan_serves(BACKEND, "bf16", weights(64, 64), (1, 32, 33, 100))
-    assert kernels.loaded[0] == ("w8a16_small", "bf16")
+    kernels, w = w8_fake.install(monkeypatch), weights(64, 64)
+    prepared = BACKEND.prepare(w)
+    plan = w8_fake.plan_of(BACKEND, "bf16", w, prepared, 1)
+    assert kernels.loaded == [("w8a16_small", "bf16")]
+    assert not BACKEND.plans_by_m
+    for m in (1, 32, 33, 100):
+        x, out = torch.randn(m, 64).bfloat16(), torch.empty(m, 64, dtype=torch.bfloat16)
+        BACKEND.run(plan, prepared, x, out)
+        assert torch.equal(out, run(w, x, prepared=prepared))
 
 
 @pytest.mark.parametrize(("allowed", "setting", "pdl"), [(True, "", True), (True, "off", False), (False, "", False)])
@@ -154,7 +160,8 @@ def test_pdl_where_the_proof_and_the_setting_allow_it(monkeypatch, allowed, sett
 
 def test_what_it_cannot_run_is_refused(monkeypatch):
     kernels = w8_fake.install(monkeypatch)
-    w8_fake.check_refused_before_a_launch(BACKEND, "bf16", weights(64, 64), kernels, "takes 16-bit activations")
+    wide, quantised = "output is float32, needs bfloat16 or float16", "takes 16-bit activations"
+    w8_fake.check_refused_before_a_launch(BACKEND, "bf16", weights(64, 64), kernels, wide, quantised)
 
 
 # ---------------------------------------------------------------------------------------------------------- self-check
@@ -192,7 +199,7 @@ def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, scal
     w = weights(80, 208, scaling)
     layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16())
     found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[:2] == [(8, "w8a16", "bf16"), (64, "w8a8", "fp8")]
+    assert found[:2] == [(8, "w8a16", "bf16"), (1024, "w8a8", "fp8")]
     assert found[2][1:] == ("cublaslt", "fp8")
     held = [t for t in layer.bind().tensors if t.dtype == E4M3]
     assert len(held) == 3

@@ -9,9 +9,10 @@ import torch
 
 from fp4dispatch import capture, formats, ops, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS, SM90
-from fp4dispatch.backends import scratch, w8a8, w8a16
+from fp4dispatch.backends import cutlass_tiles, scratch, w8a8, w8a16
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.errors import InputError
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.linear import FP8Linear
 from fp4dispatch.problem import Problem
@@ -22,6 +23,7 @@ BACKEND = w8a8.W8A8Backend()
 ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
 (RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
 E4M3 = torch.float8_e4m3fn
+FEW, MANY = "w8a8_small", "w8_gemm_sm90"
 
 
 def problem(m, n=4096, k=4096, scaling="row", **options):
@@ -65,13 +67,14 @@ def test_emulated_activations_are_packed_as_the_kernel_documents():
 
 
 @pytest.mark.parametrize("static", [None, 0.013])
-@pytest.mark.parametrize("build", ["bf16", "fp16"])
-def test_emulated_kernels_compute_what_they_define(build, static):
-    m, n, k, dtype, kernels = 21, 72, 208, w8_fake.DTYPES[build], w8_fake.Kernels()
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("kernel", "build", "entry"), [(FEW, "{}", FEW), (MANY, "{}_128", "w8_gemm")])
+def test_emulated_kernels_compute_what_they_define(kernel, build, entry, dtype, static):
+    m, n, k, build, dtype, kernels = 21, 72, 208, build.format(dtype), w8_fake.DTYPES[dtype], w8_fake.Kernels()
     x, w, alpha = torch.randn(m, k).to(dtype), torch.randn(69, k).to(E4M3), torch.rand(n)
     bias, out = torch.randn(n).to(dtype), torch.full((m, n), torch.nan, dtype=dtype)
     packed, scale = torch.full((2, 3, 1024), 0xFF, dtype=torch.uint8), torch.full((m,), torch.nan)
-    gemm = kernels.load(w8a8.KERNEL, build, SM90).module.w8a8_small
+    gemm = getattr(kernels.load(kernel, build, SM90).module, entry)
     quantizers = kernels.load(w8a8.QUANTIZER, "any", SM90).module
     if static is None:
         quantizers.w8_quantize_row(x, packed, scale, True)
@@ -83,7 +86,7 @@ def test_emulated_kernels_compute_what_they_define(build, static):
     dense[:69] = w.double()
     found = LinearWeights("fp8_gemm", "row", n, k, dense.to(E4M3), alpha, input_scale=static and scale[0])
     assert w8_fake.error(out, exact(found, x, bias)) < 3e-3
-    assert [(name, pdl) for name, *_, pdl in kernels.launched][1:] == [("w8a8_small", False)]
+    assert [(name, pdl) for name, *_, pdl in kernels.launched][1:] == [(entry, False)]
     for wrong in (out.float(), out[:, :64], out[:20], out[:0]):  # dtype, stride, scales of another M, no tokens
         with pytest.raises(AssertionError):
             gemm(packed, torch.rand(m), w, alpha, bias, wrong, True)
@@ -106,7 +109,8 @@ def test_contract_on_emulated_kernels(monkeypatch, case):
     kernels = w8_fake.install(monkeypatch)
     contract.check(BACKEND, case)
     quantizer = "w8_quantize_tensor" if case.static else "w8_quantize_row"
-    assert [name for name, *_ in kernels.launched] == [quantizer, "w8a8_small"] * 2
+    gemm = "w8a8_small" if case.m <= 64 else "w8_gemm"
+    assert [name for name, *_ in kernels.launched] == [quantizer, gemm] * 2
 
 
 def test_the_contract_has_static_scales_biases_and_both_scalings():
@@ -115,20 +119,28 @@ def test_the_contract_has_static_scales_biases_and_both_scalings():
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
-    w8_fake.check_built_as_claimed(w8a8, RECORD)
+    tiles = cutlass_tiles.tiles("w8")
+    assert [(tile.kernel, tile.m_max) for tile in tiles] == [(FEW, 64), (MANY, None)]
+    for tile in tiles:
+        w8_fake.check_built_as_claimed(tile.kernel, tile.builds, RECORD)
+        assert (set(tile.scalings), set(tile.activations)) == (set(RECORD.scalings), set(RECORD.activations))
     catalog = installed()
     quantizer = catalog.kernel(w8a8.QUANTIZER)
     assert all(catalog.target_for(quantizer, ARCH[arch]) is not None for arch in RECORD.archs)
     assert "any" in quantizer.variants
 
 
-@pytest.mark.parametrize("out_dtype", w8a8.BUILDS)
-def test_the_names_are_those_that_a_plan_loads(monkeypatch, out_dtype):
+@pytest.mark.parametrize("m", [1, 64, 65, 256, 4096])
+@pytest.mark.parametrize(("out_dtype", "build"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_only_what_an_m_needs_is_loaded_and_named(monkeypatch, out_dtype, build, m):
     kernels = w8_fake.install(monkeypatch)
-    asked = problem(17, 64, 64, out_dtype=out_dtype)
+    asked = problem(m, 64, 64, out_dtype=out_dtype)
     BACKEND.plan(asked, BACKEND.prepare(weights(64, 64)))
-    assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu"))
-    assert BACKEND.builds(problem(17, out_dtype="float32"), torch.device("cpu")) == ()
+    gemm = (FEW, build) if m <= 64 else (MANY, f"{build}_128")
+    assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu")) == (gemm, ("w4_activations", "any"))
+    assert BACKEND.builds(problem(m, out_dtype="float32"), torch.device("cpu")) == ()
+    monkeypatch.setattr(w8a8, "arch_of", lambda device: ARCH["sm_120"])
+    assert BACKEND.builds(asked, torch.device("cpu")) == ()
 
 
 def test_what_it_cannot_run_is_refused_with_reasons():
@@ -237,35 +249,50 @@ def test_tokens_are_scaled_on_their_own_or_by_the_static_scale(monkeypatch):
     )
 
 
-def test_one_plan_serves_every_m_and_remembers_its_scratch(monkeypatch):
-    kernels = w8_fake.install(monkeypatch)
-    plan = w8_fake.check_one_plan_serves(BACKEND, "fp8", weights(64, 64), (1, 8, 9, 33, 64, 65, 100, 9))
-    assert kernels.loaded[:2] == [("w8a8_small", "bf16"), ("w4_activations", "any")]
-    found = plan.state.scratch(9)
-    assert found[0].shape == (1, 2, 1024)
-    assert plan.state.scratch(9) is found
-
-
+@pytest.mark.parametrize(("n", "k"), [(64, 80), (101, 48), (64, 90)])
+@pytest.mark.parametrize("m", [5, 65])
 @pytest.mark.parametrize("static", [None, torch.tensor(0.1)])
-def test_during_a_capture_scratch_comes_from_the_allocator(monkeypatch, static):
-    """A replay may run beside eager work, which uses the arena; an M that no eager call had is fine too."""
+def test_what_a_layer_calls_is_run(monkeypatch, static, m, n, k):
+    kernels = w8_fake.install(monkeypatch)
+    w, x, bias = weights(n, k, static=static), torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16()
+    prepared, out = BACKEND.prepare(w), torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+    BACKEND.ready(w8_fake.plan_of(BACKEND, "fp8", w, prepared, m), prepared)(x, out, bias)
+    assert torch.equal(out, run(w, x, bias, prepared))
+    assert kernels.launched[:2] == kernels.launched[2:]
+
+
+def test_a_plan_is_for_one_m(monkeypatch):
+    kernels = w8_fake.install(monkeypatch)
+    prepared = BACKEND.prepare(weights(64, 64))
+    plan = BACKEND.plan(problem(64, 64, 64), prepared)
+    assert BACKEND.plans_by_m
+    x = torch.randn(65, 64).bfloat16()
+    with pytest.raises(InputError, match="w8a8: out has 65 rows, the plan is for M=64: make one for this M"):
+        BACKEND.run(plan, prepared, x, torch.empty_like(x))
+    assert kernels.launched == []
+
+
+@pytest.mark.parametrize("m", [33, 130])
+@pytest.mark.parametrize("static", [None, torch.tensor(0.1)])
+def test_during_a_capture_scratch_comes_from_the_allocator(monkeypatch, static, m):
+    """A replay may run beside eager work, which uses the arena."""
     w8_fake.install(monkeypatch)
     w = weights(64, 64, static=static)
     prepared = BACKEND.prepare(w)
-    plan = BACKEND.plan(problem(1, 64, 64), prepared)
-    x = torch.randn(33, 64).bfloat16()
+    x = torch.randn(m, 64).bfloat16()
+    plan = BACKEND.plan(problem(m, 64, 64), prepared)
     want = run(w, x)
     run(w, -x)
     arenas = dict(scratch._arenas)
     assert len(arenas) == 1
     (arena,) = arenas.values()
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
-    before, out = arena.clone(), torch.empty(33, 64, dtype=torch.bfloat16)
+    before, out = arena.clone(), torch.empty(m, 64, dtype=torch.bfloat16)
     BACKEND.run(plan, prepared, x, out)
     assert torch.equal(out, want)
     assert torch.equal(arena, before)
     assert list(scratch._arenas) == list(arenas)
-    parts = plan.state.scratch(33)
+    parts = plan.state.scratch()
     assert len(parts) == (2 if static is None else 1)
     assert all(part.untyped_storage().data_ptr() != arena.untyped_storage().data_ptr() for part in parts)
 
@@ -275,13 +302,15 @@ def test_pdl_where_the_proofs_and_the_setting_allow_it(monkeypatch, allowed, set
     if setting:
         monkeypatch.setenv("FP4DISPATCH_PDL", setting)
     kernels = w8_fake.install(monkeypatch, pdl_allowed=allowed)
-    run(weights(64, 64), torch.randn(17, 64).bfloat16())
-    run(weights(64, 64, static=torch.tensor(0.1)), torch.randn(17, 64).bfloat16())
-    assert [launch[-1] for launch in kernels.launched] == [pdl] * 4
+    for m, static in itertools.product((17, 65), (None, torch.tensor(0.1))):
+        run(weights(64, 64, static=static), torch.randn(m, 64).bfloat16())
+    assert [launch[-1] for launch in kernels.launched] == [pdl] * 8
 
 
-@pytest.mark.parametrize("proven", [w8a8.KERNEL, w8a8.QUANTIZER])
-def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, proven):
+@pytest.mark.parametrize(
+    ("m", "proven"), [(17, FEW), (17, MANY), (17, w8a8.QUANTIZER), (65, FEW), (65, MANY), (65, w8a8.QUANTIZER)]
+)
+def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, m, proven):
     kernels = w8_fake.install(monkeypatch)
     real = kernels.load
 
@@ -290,13 +319,15 @@ def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, proven):
         return real(kernel, build, arch)
 
     monkeypatch.setattr(w8a8.jit, "load", load)
-    run(weights(64, 64), torch.randn(17, 64).bfloat16())
-    assert [launch[-1] for launch in kernels.launched] == [proven == w8a8.QUANTIZER, proven == w8a8.KERNEL]
+    run(weights(64, 64), torch.randn(m, 64).bfloat16())
+    gemm = FEW if m <= 64 else MANY
+    assert [launch[-1] for launch in kernels.launched] == [proven == w8a8.QUANTIZER, proven == gemm]
 
 
 def test_what_it_cannot_launch_is_refused(monkeypatch):
     kernels = w8_fake.install(monkeypatch)
-    w8_fake.check_refused_before_a_launch(BACKEND, "fp8", weights(64, 64), kernels, "w8a8 takes 16-bit activations")
+    wide, quantised = "w8a8 has no kernel for .* -> float32 on sm_90", "w8a8 takes 16-bit activations"
+    w8_fake.check_refused_before_a_launch(BACKEND, "fp8", weights(64, 64), kernels, wide, quantised)
 
 
 # ---------------------------------------------------------------------------------------------------------- self-check
@@ -342,21 +373,21 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize("static", [None, 0.02])
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_a_layer_pinned_to_fp8_runs_every_m_up_to_64_on_its_own_weight(hopper, scaling, static):
+def test_a_small_layer_pinned_to_fp8_runs_up_to_1024_tokens_on_its_own_weight(hopper, scaling, static):
     w = weights(80, 208, scaling, static=None if static is None else torch.tensor(static))
     layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16(), activation="fp8")
     found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[0] == (64, "w8a8", "fp8")
+    assert found[0] == (1024, "w8a8", "fp8")
     assert found[1][1:] == ("cublaslt", "fp8")
     held = [t for t in layer.bind().tensors if t.dtype == E4M3]
     assert {t.data_ptr() for t in held} == {layer.weight.data_ptr()}
-    for m in (1, 7, 16, 17, 64):
+    for m in (1, 7, 16, 17, 64, 65, 300):
         x = torch.randn(m, 208).bfloat16()
         assert w8_fake.error(layer(x), exact(w, x, layer.bias)) < 3e-3
     quantizer = "w8_quantize_row" if static is None else "w8_quantize_tensor"
     assert [launch[:2] for launch in hopper.launched[-4:]] == [
-        *((quantizer, 17), ("w8a8_small", 17)),
-        *((quantizer, 64), ("w8a8_small", 64)),
+        *((quantizer, 65), ("w8_gemm", 65)),
+        *((quantizer, 300), ("w8_gemm", 300)),
     ]
 
 

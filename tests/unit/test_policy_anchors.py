@@ -221,10 +221,30 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
         assert (decision.backend, decision.rule.id) == ("w4a16", "nvfp4-weight-only")
 
 
-def test_fp8_on_sm_90_goes_to_cublaslt_from_65_tokens_on():
-    for scaling in ("tensor", "row"):
-        found = [ask("fp8_gemm", scaling, "9.0", FULL, m=m).backend for m in (64, 128, 4096)]
-        assert found == ["w8a8", "cublaslt", "cublaslt"]
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize(
+    ("n", "k", "most"),
+    [
+        (57344, 8192, 128),
+        (28672, 4096, 128),
+        (8192, 8192, 128),  # one wave at 256 tokens, but a long K
+        (8192, 4096, 256),
+        (4096, 4096, 512),
+        (4096, 14336, 256),  # half a wave there
+        (2048, 4096, 1024),
+        (2048, 8192, 512),
+        (1024, 28672, 1024),
+        (64, 64, 1024),
+    ],
+)
+def test_fp8_on_sm_90_goes_to_cublaslt_where_w8a8_is_slower(scaling, n, k, most):
+    def asked(m):
+        problem = Problem("fp8_gemm", m, n, k, scaling=scaling)
+        return resolve(problem, System.fake("9.0", **FULL), registry.backends()).backend
+
+    tokens = (9, 64, 65, 128, 129, 256, 257, 300, 512, 513, 1000, 1024, 1025, 4096)
+    assert [m for m in tokens if asked(m) == "w8a8"] == [m for m in tokens if m <= most]
+    assert {asked(m) for m in tokens if m > most} == {"cublaslt"}
 
 
 def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
@@ -233,7 +253,7 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        for m, chosen in ((1, "w8a8"), (64, "w8a8"), (65, "cublaslt")):
+        for m, chosen in ((1, "w8a8"), (512, "w8a8"), (513, "cublaslt")):
             assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",

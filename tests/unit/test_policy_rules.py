@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 from packaging.version import Version
@@ -11,7 +12,7 @@ from fp4dispatch.arch import KNOWN_ARCHS, SM90, SM120
 from fp4dispatch.backends.catalogue import MEASURED
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.problem import OPS, Problem
-from fp4dispatch.rules import bounds, in_range, load, m_bucket, rules
+from fp4dispatch.rules import When, bounds, in_range, load, m_bucket, rules
 from fp4dispatch.system import System
 
 RULE = {
@@ -63,7 +64,9 @@ def test_a_good_rule_loads():
         ({"when": {"m_max": 0}}, "not a positive integer"),
         ({"when": {"m_max": True}}, "not a positive integer"),
         ({"when": {"m_max": 48.0}}, "not a positive integer"),
-        ({"when": {"m_min_max": -1}}, "not a size"),
+        ({"when": {"m_min_max": -1}}, "m_min_max -1 is not a size"),
+        ({"when": {"k_max": 0}}, "k_max 0 is not a positive integer"),
+        ({"when": {"tiles_max": 1.5}}, "tiles_max 1.5 is not a positive integer"),
         ({"when": {"proven": "no"}}, "proven 'no' is not true or false"),
         ({"when": {"fp8_copy": 1}}, "fp8_copy 1 is not true or false"),
         ({"when": {"flashinfer": "0.6"}}, "not a version range"),
@@ -84,15 +87,30 @@ def test_m_is_decided_in_ranges_that_end_at_powers_of_two_and_where_rules_end(mo
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_rule_ends_inside_a_range_of_m(op):
-    bounded = [rule.when for rule in rules() if rule.when.m_max]
+    bounded = [rule.when for rule in rules() if rule.when.m_max or rule.when.tiles_max]
     assert bounded
     for arch in KNOWN_ARCHS:
         system = System.fake(arch.capability, flashinfer="0.7.2", cudnn="9.19")
-        for m in {when.m_max + step for when in bounded for step in (-1, 0, 1)}:
+        tokens = {300, 600, *(when.m_max + step for when in bounded if when.m_max for step in (-1, 0, 1))}
+        for m, n in itertools.product(tokens, (64, 2048, 4096, 6144, 8192)):
             for scaling in ("nvfp4",) if op == "nvfp4_gemm" else ("tensor", "row", "block128"):
-                mine = Problem(op, m, 64, 64, scaling=scaling)
-                theirs = Problem(op, m_bucket(m, op, arch), 64, 64, scaling=scaling)
+                mine = Problem(op, m, n, 64, scaling=scaling)
+                theirs = Problem(op, m_bucket(m, op, arch), n, 64, scaling=scaling)
                 assert [w.holds(mine, system) for w in bounded] == [w.holds(theirs, system) for w in bounded]
+
+
+def test_bounds_on_k_and_on_tiles_of_the_output():
+    when = When(k_max=4096, tiles_max=64)
+    for m, n, k, holds in (
+        (256, 4096, 4096, True),
+        (129, 4096, 4096, True),
+        (257, 4096, 4096, False),  # decided like 512
+        (256, 4097, 4096, False),
+        (256, 4096, 4112, False),
+        (1, 8192, 16, True),
+        (1, 8193, 16, False),
+    ):
+        assert when.holds(Problem("nvfp4_gemm", m, n, k), System.fake("9.0")) == holds, (m, n, k)
 
 
 def test_rules_of_other_archs_do_not_cut_ranges():

@@ -15,7 +15,7 @@ from fp4dispatch import dispatch, jit, prebuild, quarantine, registry, routes, s
 from fp4dispatch import replace as replace_module
 from fp4dispatch import system as _system
 from fp4dispatch.arch import SM90
-from fp4dispatch.backends import cutlass, w4
+from fp4dispatch.backends import cutlass, w4, w8a8
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.cutlass_tiles import tiles
 from fp4dispatch.jit.manifest import installed
@@ -38,6 +38,7 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setattr(dispatch, "_must_check", lambda decision, gpu: decision.backend != "reference")
     for module in (w4, cutlass):
         monkeypatch.setattr(module, "_gpu", lambda device: (SM90, 132))
+    monkeypatch.setattr(w8a8, "arch_of", lambda device: SM90)
     quarantine.reset()
     monkeypatch.setattr(prebuild, "_seen", {})
     calls = []
@@ -146,6 +147,7 @@ def test_fp8_rows_need_the_kernels_of_few_and_of_many_tokens(asked):
     assert {
         ("w8a16_small", "bf16"),
         ("w8a8_small", "bf16"),
+        ("w8_gemm_sm90", "bf16_128"),
         ("w4_activations", "any"),
         ("fp8_quantize", "any"),
     } == names
