@@ -21,7 +21,17 @@ from tests.gpu.w4_packed import (
     empty_packed,
     packer,
 )
-from tests.gpu.w8_packed import E4M3, Problem, activations, check_pdl_chain, kernel, weight
+from tests.gpu.w8_packed import (
+    WRONG_OPERANDS,
+    Problem,
+    activations,
+    check_capture,
+    check_every_finite_code,
+    check_nan_among_the_weights,
+    check_pdl_chain,
+    kernel,
+    weight,
+)
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
@@ -141,18 +151,7 @@ def test_one_static_scale_for_all_tokens(variant: str) -> None:
 @pytest.mark.parametrize("variant", OUT_DTYPES)
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
 def test_every_finite_code_is_exact_at_every_k(variant: str, m: int) -> None:
-    """Subnormals and -0 too: one weight a product, so that nothing is rounded, and k that meets no other."""
-    codes = (torch.arange(256).view(256, 1) + 7 * torch.arange(272)).remainder(256).to(torch.uint8).cuda()
-    codes[codes & 0x7F == 0x7F] = 0x80
-    w, one = codes.view(E4M3), torch.ones(1, device="cuda")
-    for first in range(0, 272, m):
-        x = torch.zeros(m, 272, device="cuda", dtype=OUT_DTYPES[variant])
-        x[torch.arange(m), torch.arange(first, first + m) % 272] = 1
-        packed, _, exact = activations(x, 1.0)
-        assert torch.equal(exact, x.double())
-        out = torch.full((m, 256), torch.nan, device="cuda", dtype=x.dtype)
-        kernel(variant).w8a8_small(packed, one, w, one, None, out, False)
-        assert torch.equal(out.double(), exact @ w.double().t())
+    check_every_finite_code(kernel(variant).w8a8_small, OUT_DTYPES[variant], m)
 
 
 @pytest.mark.parametrize("missing", [1, 7])
@@ -164,12 +163,7 @@ def test_rows_that_a_weight_lacks_are_zeros(m: int, missing: int) -> None:
 
 
 def test_nan_among_the_weights_makes_its_column_nan_and_no_other() -> None:
-    problem = Problem(torch.bfloat16, (33, 136, 208))
-    problem.w = problem.w.clone()
-    problem.w.view(torch.uint8)[[3, 135], [7, 207]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device="cuda")
-    problem.run(kernel().w8a8_small)
-    assert problem.out.isnan().all(0).nonzero().flatten().tolist() == [3, 135]
-    assert int(problem.out.isnan().sum()) == 66
+    check_nan_among_the_weights(kernel().w8a8_small, 33)
 
 
 def test_repeats_bit_for_bit() -> None:
@@ -196,26 +190,11 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
-    check_pdl_chain(m, static)
+    check_pdl_chain(kernel().w8a8_small, m, static)
 
 
 def test_a_graph_replays_what_an_eager_call_wrote() -> None:
-    x = torch.randn(40, 512, device="cuda").bfloat16()
-    packed, scale, _ = activations(x)
-    w, alpha = weight(256, 512), torch.full((1,), 2.0**-9, device="cuda")
-    out = torch.full((40, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
-    kernel().w8a8_small(packed, scale, w, alpha, None, out, True)
-    expected = out.clone()
-    assert expected.isfinite().all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        packer().w8_quantize_row(x, packed, scale, True)
-        kernel().w8a8_small(packed, scale, w, alpha, None, out, True)
-    packed.fill_(0xFF)
-    scale.fill_(torch.nan)
-    out.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(bits(out), bits(expected))
+    check_capture(kernel().w8a8_small, 40)
 
 
 def test_no_tokens_write_nothing() -> None:
@@ -223,30 +202,7 @@ def test_no_tokens_write_nothing() -> None:
     check_no_tokens(kernel().w8a8_small_shaped, SHAPE, w=weight(256, 512))
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("x", lambda p: p.x.view(torch.int8), "x: dtype is int8, needed uint8"),
-        ("x", lambda p: p.x[:1], r"x: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
-        ("x", lambda p: p.x[:, :2].contiguous(), r"x: size of dimension 1 is 2, needed 3 \(ceil\(M/8\)\)"),
-        ("x", lambda p: p.x.transpose(0, 1).contiguous().transpose(0, 1), "x: not contiguous"),
-        ("x", lambda p: p.x.cpu(), "x: is not on a CUDA device"),
-        ("x_scale", lambda p: p.x_scale[:20], r"x_scale: has 20 elements, needed 1 or 21 \(M\)"),
-        ("x_scale", lambda p: p.x_scale.half(), "x_scale: dtype is float16, needed float32"),
-        ("x_scale", lambda p: p.x_scale.cpu(), "x_scale: is not on a CUDA device"),
-        ("w", lambda p: p.w[:128], r"w: size of dimension 0 is 128, needed 136 \(N\), or up to 7 less"),
-        ("w", lambda p: p.w.view(torch.uint8), "w: dtype is uint8, needed float8_e4m3fn"),
-        ("w", lambda p: p.w[:, :200].contiguous(), "K is 200, needed a multiple of 16"),
-        ("w", lambda p: p.w[:, :128], "w: not contiguous|x: size of dimension 0 is 2, needed 1"),
-        ("w", lambda p: p.w.cpu(), "w: is not on a CUDA device"),
-        ("alpha", lambda p: torch.ones(3, device="cuda"), "alpha: has 3 elements, needed 1 or 136"),
-        ("bias", lambda p: torch.zeros(136, device="cuda"), "bias: dtype is float32, needed bfloat16"),
-        ("bias", lambda p: torch.zeros(136, dtype=torch.bfloat16), "bias: is not on a CUDA device"),
-        ("out", lambda p: p.out.view(torch.float16), "out: dtype is float16, needed bfloat16"),
-        ("out", lambda p: p.out[:, :128], "out: not contiguous"),
-        ("out", lambda p: p.out[:16], r"x: size of dimension 1 is 3, needed 2 \(ceil\(M/8\)\)"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_OPERANDS)
 def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, message: str) -> None:
     problem = Problem(torch.bfloat16, (21, 136, 208))
     check_argument_refused(problem, kernel().w8a8_small, kernel().w8a8_small_shaped, name, change, message)

@@ -186,7 +186,7 @@ def check_no_tokens(call: Any, *more: Any, w: Tensor | None = None) -> None:
     assert out.isnan().all()
 
 
-# What the tests of w4a8_small and w8a8_small check; ``activations`` are (packed, scale, values) of tokens.
+# What the tests of w4a8_small, w8a8_small and w8_gemm check; ``activations`` are (packed, scale, values) of tokens.
 Activations = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -224,11 +224,17 @@ def check_tokens_stay_alone(call: Any, w: Tensor, activations: Activations) -> N
 
 
 def check_argument_refused(
-    problem: Problem, call: Any, shaped: Any, name: str, change: Callable[[Problem], Any], message: str
+    problem: Problem,
+    call: Any,
+    shaped: Any,
+    name: str,
+    change: Callable[[Problem], Any],
+    message: str,
+    shape: Sequence[int] = (16, 1, 2, 1, 1, 2, 2),
 ) -> None:
     """By the call that plans its launch and by the one that is given a shape."""
     given = problem.operands() | {name: change(problem)}
-    for launch, more in ((call, ()), (shaped, ([16, 1, 2, 1, 1, 2, 2],))):
+    for launch, more in ((call, ()), (shaped, (list(shape),))):
         with pytest.raises((ValueError, TypeError), match=message):
             launch(*given.values(), *more, False)
     torch.cuda.synchronize()

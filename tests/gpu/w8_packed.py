@@ -1,8 +1,9 @@
-"""Problems for the kernel that multiplies packed e4m3 activations by FP8 weights in rows, and its PDL chain."""
+"""Problems for the kernels that multiply packed e4m3 activations by FP8 weights in rows, and what both must keep."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from fp4dispatch import jit
 from tests.gpu import w4_packed
 from tests.gpu.sm90 import SM90
-from tests.gpu.tiles import check_replays
+from tests.gpu.tiles import bits, check_replays
 from tests.gpu.w4_packed import empty_packed, packer, quantised
 
 E4M3 = torch.float8_e4m3fn
@@ -19,7 +20,14 @@ E4M3 = torch.float8_e4m3fn
 
 @functools.cache
 def kernel(variant: str = "bf16") -> Any:
+    """The one for few tokens."""
     return jit.load("w8a8_small", variant, SM90).module
+
+
+@functools.cache
+def gemm(variant: str = "bf16") -> Any:
+    """The one for many."""
+    return jit.load("w8_gemm_sm90", f"{variant}_128", SM90).module
 
 
 def activations(x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +71,7 @@ class Problem(w4_packed.Problem):
         self.complete(draw, alpha)
 
 
-def check_pdl_chain(m: int, static: float | None = None) -> None:
+def check_pdl_chain(call: Any, m: int, static: float | None = None) -> None:
     """12 square layers, each quantises and reads what the one before wrote: a graph with PDL against none."""
     size = 2048
     weights = [weight(size, size, seed) for seed in range(3)]
@@ -78,6 +86,75 @@ def check_pdl_chain(m: int, static: float | None = None) -> None:
         for i in range(12):
             x, q, scale = buffers[i % 2], packed[i % 2], scales[i % 2]
             quantize(x, q, scale, pdl)
-            kernel().w8a8_small(q, scale, weights[i % 3], alpha, None, buffers[(i + 1) % 2], pdl)
+            call(q, scale, weights[i % 3], alpha, None, buffers[(i + 1) % 2], pdl)
 
     check_replays(layers, buffers, start, 30)
+
+
+def check_capture(call: Any, m: int) -> None:
+    """Quantise and multiply in a graph; its replay writes what an eager call wrote."""
+    x = torch.randn(m, 512, device="cuda").bfloat16()
+    packed, scale, _ = activations(x)
+    w, alpha = weight(256, 512), torch.full((1,), 2.0**-9, device="cuda")
+    out = torch.full((m, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    call(packed, scale, w, alpha, None, out, True)
+    expected = out.clone()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packer().w8_quantize_row(x, packed, scale, True)
+        call(packed, scale, w, alpha, None, out, True)
+    packed.fill_(0xFF)
+    scale.fill_(torch.nan)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(bits(out), bits(expected))
+
+
+def check_every_finite_code(call: Any, dtype: torch.dtype, m: int) -> None:
+    """Subnormals and -0 too: one weight a product, so that nothing is rounded, and k that meets no other."""
+    codes = (torch.arange(256).view(256, 1) + 7 * torch.arange(272)).remainder(256).to(torch.uint8).cuda()
+    codes[codes & 0x7F == 0x7F] = 0x80
+    w, one = codes.view(E4M3), torch.ones(1, device="cuda")
+    for first in range(0, 272, m):
+        x = torch.zeros(m, 272, device="cuda", dtype=dtype)
+        x[torch.arange(m), torch.arange(first, first + m) % 272] = 1
+        packed, _, exact = activations(x, 1.0)
+        assert torch.equal(exact, x.double())
+        out = torch.full((m, 256), torch.nan, device="cuda", dtype=x.dtype)
+        call(packed, one, w, one, None, out, False)
+        assert torch.equal(out.double(), exact @ w.double().t())
+
+
+def check_nan_among_the_weights(call: Any, m: int) -> None:
+    """It makes its column NaN and no other."""
+    problem = Problem(torch.bfloat16, (m, 136, 208))
+    problem.w = problem.w.clone()
+    problem.w.view(torch.uint8)[[3, 135], [7, 207]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device="cuda")
+    problem.run(call)
+    assert problem.out.isnan().all(0).nonzero().flatten().tolist() == [3, 135]
+    assert int(problem.out.isnan().sum()) == 2 * m
+
+
+WRONG_OPERANDS: tuple[tuple[str, Callable[[Any], Any], str], ...] = (
+    ("x", lambda p: p.x.view(torch.int8), "x: dtype is int8, needed uint8"),
+    ("x", lambda p: p.x[:1], r"x: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
+    ("x", lambda p: p.x[:, :2].contiguous(), r"x: size of dimension 1 is 2, needed 3 \(ceil\(M/8\)\)"),
+    ("x", lambda p: p.x.transpose(0, 1).contiguous().transpose(0, 1), "x: not contiguous"),
+    ("x", lambda p: p.x.cpu(), "x: is not on a CUDA device"),
+    ("x_scale", lambda p: p.x_scale[:20], r"x_scale: has 20 elements, needed 1 or 21 \(M\)"),
+    ("x_scale", lambda p: p.x_scale.half(), "x_scale: dtype is float16, needed float32"),
+    ("x_scale", lambda p: p.x_scale.cpu(), "x_scale: is not on a CUDA device"),
+    ("w", lambda p: p.w[:128], r"w: size of dimension 0 is 128, needed 136 \(N\), or up to 7 less"),
+    ("w", lambda p: p.w.view(torch.uint8), "w: dtype is uint8, needed float8_e4m3fn"),
+    ("w", lambda p: p.w[:, :200].contiguous(), "K is 200, needed a multiple of 16"),
+    ("w", lambda p: p.w[:, :128], "w: not contiguous|x: size of dimension 0 is 2, needed 1"),
+    ("w", lambda p: p.w.cpu(), "w: is not on a CUDA device"),
+    ("alpha", lambda p: torch.ones(3, device="cuda"), "alpha: has 3 elements, needed 1 or 136"),
+    ("bias", lambda p: torch.zeros(136, device="cuda"), "bias: dtype is float32, needed bfloat16"),
+    ("bias", lambda p: torch.zeros(136, dtype=torch.bfloat16), "bias: is not on a CUDA device"),
+    ("out", lambda p: p.out.view(torch.float16), "out: dtype is float16, needed bfloat16"),
+    ("out", lambda p: p.out[:, :128], "out: not contiguous"),
+    ("out", lambda p: p.out[:16], r"x: size of dimension 1 is 3, needed 2 \(ceil\(M/8\)\)"),
+)
+"""Operand, what takes its place and the refusal, for 21 tokens by [136, 208]."""

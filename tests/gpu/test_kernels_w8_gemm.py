@@ -1,0 +1,181 @@
+"""w8_gemm_sm90: FP8 weights in rows by packed FP8 activations, many tokens, every tile against an fp64 product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp4dispatch.jit.manifest import installed
+from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
+from tests.gpu.tiles import sees_one_wrong_element
+from tests.gpu.w4_packed import (
+    check_a_token_alone_and_with_others,
+    check_argument_refused,
+    check_no_tokens,
+    check_shape_refused,
+    check_tokens_stay_alone,
+)
+from tests.gpu.w8_packed import (
+    WRONG_OPERANDS,
+    Problem,
+    activations,
+    check_capture,
+    check_every_finite_code,
+    check_nan_among_the_weights,
+    check_pdl_chain,
+    gemm,
+    weight,
+)
+
+pytestmark = [pytest.mark.gpu, needs_sm90]
+
+# multicast, split, raster, sharing: alone, in pairs and fours of either kind, and each with parts of K
+LAUNCHES = (
+    *(None, (1, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 2), (4, 1, 1, 2)),
+    *((1, 2, 1, 1), (1, 3, 2, 1), (1, 4, 1, 1), (1, 8, 1, 1), (2, 2, 1, 1), (2, 3, 1, 1), (2, 4, 1, 1), (4, 2, 1, 1)),
+    *((1, 2, 1, 2), (1, 3, 1, 2), (1, 4, 1, 2), (2, 2, 1, 2)),
+)
+# Tails of tokens (of blocks of 8, of tiles), of rows (of blocks of 64, of tiles) and of K (of 16, of a stage).
+SHAPES = (
+    *((1, 8, 16), (9, 72, 128), (65, 72, 48), (77, 136, 208), (100, 64, 144), (127, 264, 1040), (128, 128, 128)),
+    *((129, 520, 2064), (200, 392, 528), (255, 136, 272), (256, 256, 256), (257, 200, 1040), (300, 648, 2064)),
+)
+# Whole tiles first, once and twice, and what is left of them in parts of K.
+LEFT = (
+    *(((1, 2, 8, 1), (300, 6016, 512)), ((1, 2, 8, 1), (300, 12160, 528)), ((1, 3, 8, 1), (300, 6016, 528))),
+    *(((1, 4, 8, 1), (300, 6016, 1040)), ((1, 8, 8, 1), (300, 5504, 1040)), ((2, 2, 8, 1), (300, 6144, 512))),
+    *(((1, 2, 8, 2), (300, 4480, 512)), ((2, 2, 1, 1), (300, 6136, 400))),
+)
+
+
+def test_the_builds_are_those_that_are_tested() -> None:
+    assert set(installed().kernel("w8_gemm_sm90").variants) == {f"{dtype}_128" for dtype in OUT_DTYPES}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_every_tile_and_the_same_bits_twice(variant: str, launch: tuple[int, ...] | None) -> None:
+    checked = 0
+    for m, n, k in SHAPES:
+        if launch is not None and launch[1] > -(-k // 128):  # each part of K has a stage
+            continue
+        problem = Problem(OUT_DTYPES[variant], (m, n, k))
+        if launch is None:
+            problem.run(gemm(variant).w8_gemm)
+        else:
+            problem.run(gemm(variant).w8_gemm_shaped, list(launch))
+        problem.check(f"{variant} {launch}")
+        checked += 1
+    assert checked >= 4
+
+
+@pytest.mark.parametrize(("launch", "mnk"), LEFT, ids=str)
+def test_whole_tiles_and_then_parts_of_k(launch: tuple[int, ...], mnk: tuple[int, int, int]) -> None:
+    problem = Problem(torch.bfloat16, mnk)
+    problem.run(gemm().w8_gemm_shaped, list(launch))
+    problem.check(launch)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("vector", [False, True])
+def test_every_pair_of_bias_and_scales_of_columns(vector: bool, bias: bool) -> None:
+    for m in (65, 130):
+        problem = Problem(torch.bfloat16, (m, 200, 208))
+        problem.alpha = (torch.rand(200 if vector else 1, device="cuda") + 0.5) * 2.0**-9
+        problem.bias = torch.randn(200, device="cuda").bfloat16() if bias else None
+        problem.run(gemm().w8_gemm)
+        problem.check(f"{vector} {bias}")
+
+
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+def test_one_static_scale_for_all_tokens(variant: str) -> None:
+    for m in (65, 128, 200):
+        problem = Problem(OUT_DTYPES[variant], (m, 264, 1040), static=0.013)
+        problem.run(gemm(variant).w8_gemm)
+        problem.check(variant)
+
+
+@pytest.mark.parametrize("variant", OUT_DTYPES)
+@pytest.mark.parametrize("m", [68, 136])
+def test_every_finite_code_is_exact_at_every_k(variant: str, m: int) -> None:
+    check_every_finite_code(gemm(variant).w8_gemm, OUT_DTYPES[variant], m)
+
+
+@pytest.mark.parametrize("missing", [1, 7])
+@pytest.mark.parametrize("launch", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1)], ids=str)
+def test_rows_that_a_weight_lacks_are_zeros(launch: tuple[int, ...], missing: int) -> None:
+    problem = Problem(torch.bfloat16, (200, 136, 208), missing=missing)
+    problem.run(gemm().w8_gemm_shaped, list(launch))
+    problem.check(f"{missing} missing")
+
+
+def test_nan_among_the_weights_makes_its_column_nan_and_no_other() -> None:
+    check_nan_among_the_weights(gemm().w8_gemm, 133)
+
+
+def test_repeats_bit_for_bit() -> None:
+    for mnk in ((128, 4096, 4096), (256, 4096, 1040), (200, 1032, 2064)):
+        Problem(torch.bfloat16, mnk).run(gemm().w8_gemm, times=20)
+
+
+def test_a_token_has_the_same_bits_whoever_shares_its_tile() -> None:
+    check_a_token_alone_and_with_others(gemm().w8_gemm, weight(1032, 2064), activations)
+
+
+def test_long_k_and_more_tiles_than_multiprocessors() -> None:
+    """A persistent grid's ring runs on into the next tile."""
+    for mnk in ((1024, 5120, 512), (300, 256, 28672), (128, 28672, 512), (256, 28672, 1040)):
+        problem = Problem(torch.bfloat16, mnk, alpha=2.0**-12)
+        problem.run(gemm().w8_gemm)
+        problem.check()
+
+
+def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -> None:
+    check_tokens_stay_alone(gemm().w8_gemm, weight(136, 400), activations)
+
+
+@pytest.mark.parametrize("static", [None, 0.01])
+@pytest.mark.parametrize("m", [65, 128, 200, 512])
+def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
+    """Each layer reads what the one before wrote, while its weights were already on their way."""
+    check_pdl_chain(gemm().w8_gemm, m, static)
+
+
+def test_a_graph_replays_what_an_eager_call_wrote() -> None:
+    check_capture(gemm().w8_gemm, 130)
+
+
+def test_no_tokens_write_nothing() -> None:
+    check_no_tokens(gemm().w8_gemm, w=weight(256, 512))
+    check_no_tokens(gemm().w8_gemm_shaped, [1, 1, 1, 1], w=weight(256, 512))
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_OPERANDS)
+def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, message: str) -> None:
+    problem = Problem(torch.bfloat16, (21, 136, 208))
+    calls = gemm().w8_gemm, gemm().w8_gemm_shaped
+    check_argument_refused(problem, *calls, name, change, message, (1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([1, 1, 1], "shape: has 3 numbers, needed 4"),
+        ([3, 1, 1, 1], "shape: multicast is 3, needed 1, 2 or 4"),
+        ([1, 5, 1, 1], "shape: split is 5, needed 1, 2, 3, 4 or 8"),
+        ([1, 3, 1, 1], "shape: split is 3, needed at most 2"),
+        ([1, 1, 1, 4], "shape: sharing is 4, needed 1 or 2"),
+        ([4, 2, 1, 2], r"shape: multicast \* split \* sharing is 16, needed at most 8"),
+        ([1, 1, 0, 1], "shape: raster is 0, needed at least 1"),
+    ],
+)
+def test_wrong_launch_shapes_are_refused(shape: list[int], message: str) -> None:
+    check_shape_refused(Problem(torch.bfloat16, (21, 136, 208)), gemm().w8_gemm_shaped, shape, message)
+
+
+def test_the_check_sees_one_wrong_element() -> None:
+    problem = Problem(torch.bfloat16, (100, 264, 144))
+    problem.run(gemm().w8_gemm)
+    sees_one_wrong_element(problem)
