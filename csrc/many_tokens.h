@@ -17,6 +17,13 @@
 
 namespace fp4d {
 
+// From when the first stage is there.
+__device__ __forceinline__ void wait_clocks(uint32_t first_full, int clocks) {
+  barrier_wait(first_full, 0);
+  for (uint32_t const from = clock(); clock() - from < uint32_t(clocks);) {
+  }
+}
+
 template <class Tile>
 __device__ __forceinline__ void consume(Params const& p, Place const& place, Ring<Tile> ring, int warpgroup,
                                         int warp, int lane) {
@@ -27,6 +34,9 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
   Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
   int const items = place.whole + place.parts;
   if (items > 0) loop.start();
+  if constexpr (Weights::head_start(T) > 0) {
+    if (warpgroup > 0 && place.whole > 1) wait_clocks(ring.full(0), Weights::head_start(T));
+  }
 #pragma unroll 1
   for (int i = 0; i < items; ++i) {
     Item const item = item_of<Tile>(p, place, i);

@@ -10,12 +10,11 @@ inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Of a build: its tile, and what a stage along K holds.
 struct TileSizes {
-  int64_t tokens, rows, stage_k, weight_bytes, token_bytes, ctas, most_split;  // ctas: of a multiprocessor
-  double dequantize_clocks;  // of a stage, where nothing else is in the way
-  // Of a stage as measured: a CTA by itself on its multiprocessor, and what it takes of a multiprocessor that is full,
-  // without and with multicast. 0: not measured, the model's.
+  int64_t tokens, rows, stage_k, weight_bytes, ctas, most_split;  // ctas: of a multiprocessor
+  // Of a stage as measured: what a CTA takes by itself, whoever else runs; what it takes of a multiprocessor that is full,
+  // alone, and where two CTAs of a cluster share activations, or rows (0: they cannot).
   double alone_clocks, stage_clocks, pair_clocks;
-  double share_clocks = 0;    // the same where two CTAs share rows; 0: they cannot
+  double share_clocks = 0;
   double cluster_clocks = 0;  // before two CTAs that share anything but K have started
 };
 
@@ -26,24 +25,26 @@ struct LaunchPlan {
   double clocks = 0;
 };
 
-// Clocks are a model's of an H200, to order the choices by; bench/NOTES.md has what was measured.
-constexpr double kCacheBytes = 28;     // from the L2 cache, a clock and multiprocessor
+// Clocks are a model's of an H200, fitted to bench/results' sweep of all tiles and launch shapes, to order the choices by:
+// bench/NOTES.md. fp4dispatch/backends/many_tokens.py works the same out, to choose between tiles.
 constexpr double kMemoryBytes = 2350;  // from memory, a clock
-constexpr double kTileClocks = 3000;   // before the first and after the last stage
-constexpr double kSplitClocks = 5000;  // barriers of a cluster, twice, and a start that nothing hides
-constexpr double kSplitBytes = 40;     // of sums from other CTAs, a clock
+constexpr double kTileClocks =
+    7800;  // before the first and after the last stage; again only after a split tile
+constexpr double kSplitClocks = 3100;  // barriers of a cluster, twice
+constexpr double kSplitBytes = 32;     // of sums from other CTAs, a clock
 constexpr int64_t kRaster = 8;
 constexpr int64_t kSplits[] = {1, 2, 3, 4, 8};
 constexpr int64_t kLargestCluster = 8;  // what every GPU with clusters has
 constexpr int64_t kFewestStages = 4;    // a part of K shorter than that is all start and end
-constexpr int64_t kSplitWaves = 2;      // with a split, more have not been measured
+
+// CTAs of clusters of 1 to 8 that run at once on the 132 multiprocessors of an H200, one each
+// (cudaOccupancyMaxActiveClusters): groups of 16 or 18 multiprocessors are not filled by every size.
+constexpr int64_t kUsable[] = {132, 132, 117, 120, 110, 102, 105, 120}, kUsableOf = 132;
 
 // Clusters that run at once.
 inline int64_t slots_of(TileSizes const& tile, LaunchPlan const& plan, int64_t multiprocessors) {
   int64_t const cluster = plan.multicast * plan.sharing * plan.split;
-  // Larger clusters than pairs do not fill groups of multiprocessors (14, 16 or 18 of them) that are no multiple of them.
-  int64_t const usable = (cluster > 2 ? multiprocessors * 15 / 16 : multiprocessors) * tile.ctas;
-  return std::max<int64_t>(usable / cluster, 1);
+  return std::max<int64_t>(multiprocessors * kUsable[cluster - 1] / kUsableOf * tile.ctas / cluster, 1);
 }
 
 // Clusters of the grid, and the whole tiles that their CTAs do before each cluster takes its last one together. `tiles`:
@@ -64,39 +65,24 @@ inline int64_t tiles_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m
          divide_up(divide_up(m, tile.tokens), plan.sharing);
 }
 
-inline double stage_clocks_of(TileSizes const& tile, LaunchPlan const& plan) {
-  if (tile.stage_clocks > 0)
-    return plan.sharing > 1 ? tile.share_clocks : plan.multicast > 1 ? tile.pair_clocks : tile.stage_clocks;
-  double const tensor = double(tile.rows / 64 * 4 * tile.tokens / 2);
-  double const bytes =
-      double(tile.weight_bytes) / double(plan.sharing) + double(tile.token_bytes) / double(plan.multicast);
-  return std::max({tensor, tile.dequantize_clocks, bytes / kCacheBytes});
-}
-
 inline double clocks_of(TileSizes const& tile, LaunchPlan const& plan, int64_t m, int64_t n, int64_t k,
                         int64_t multiprocessors) {
-  int64_t const token_tiles = divide_up(m, tile.tokens);
   int64_t const tiles = tiles_of(tile, plan, m, n), slots = slots_of(tile, plan, multiprocessors);
   Rounds const rounds = rounds_of(plan, tiles, slots);
   double const running = double(std::min(tiles, slots) * plan.multicast * plan.sharing * plan.split);
   // CTAs that share a multiprocessor share all it has.
   double const shared = std::min(std::max(running / double(multiprocessors), 1.), double(tile.ctas));
-  double const own = stage_clocks_of(tile, plan);
-  double memory =
-      running * double(tile.weight_bytes) / double(std::min(token_tiles, plan.raster)) / kMemoryBytes;
-  if (own < tile.stage_clocks)
-    memory *= own / tile.stage_clocks;  // what others copy leaves more of the cache
+  double const own = plan.multicast > 1 ? tile.pair_clocks
+                     : plan.sharing > 1 ? tile.share_clocks
+                                        : tile.stage_clocks;
+  double const memory = running * double(tile.weight_bytes) /
+                        double(std::min(divide_up(m, tile.tokens), plan.raster)) / kMemoryBytes;
   double const stage = std::max({own * shared, tile.alone_clocks, memory});
   double const end = plan.split == 1 ? 0 : kSplitClocks + double(tile.rows * tile.tokens * 4) / kSplitBytes;
-  double const stages = double(divide_up(k, tile.stage_k));
-  double const part = double(divide_up(int64_t(stages), plan.split));
-  double const start = plan.multicast * plan.sharing > 1 ? tile.cluster_clocks : 0;
-  // A tile's start and end hide behind others' only in part, and with a split not at all.
-  if (rounds.whole > 0)
-    return start + double(rounds.whole) * (stages * stage + 0.5 * kTileClocks) + part * stage + end +
-           kTileClocks;
-  double const waves = double(divide_up(tiles, slots)), again = plan.split == 1 ? 0.5 : 1;
-  return start + waves * (part * stage + end) + kTileClocks * (1 + again * (waves - 1));
+  int64_t const stages = divide_up(k, tile.stage_k), part = divide_up(stages, plan.split);
+  double const start = kTileClocks + (plan.multicast * plan.sharing > 1 ? tile.cluster_clocks : 0);
+  if (plan.split == 1) return start + double(divide_up(tiles, slots) * stages) * stage;
+  return start + double(rounds.whole * stages + part) * stage + end;
 }
 
 // The best of those that share activations and weights as given, if any is better than `best`.
@@ -108,8 +94,9 @@ inline void plan_splits(TileSizes const& tile, int64_t multicast, int64_t sharin
     if (split > 1 && stages < split * kFewestStages) break;
     LaunchPlan plan{multicast, sharing, split, kRaster};
     int64_t const tiles = tiles_of(tile, plan, m, n), slots = slots_of(tile, plan, multiprocessors);
-    if (split > 1 && rounds_of(plan, tiles, slots).whole == 0 && divide_up(tiles, slots) > kSplitWaves)
-      continue;
+    // Split tiles in one wave, and whole ones before them where nothing is shared: no more has been measured.
+    bool const whole_first = rounds_of(plan, tiles, slots).whole > 0;
+    if (split > 1 && (whole_first ? multicast * sharing > 1 : tiles > slots)) continue;
     plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);
     if (best.clocks == 0 || plan.clocks < best.clocks) best = plan;
   }

@@ -13,9 +13,9 @@
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens (32 for FP8, 64, 128, and 256 for 16 bits); every build takes every M.
+// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 256); every build takes every M.
 // FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
-// and sums of at most 512 k (64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
+// and sums of at most 384 k (up to 64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
 // truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
 // The same inputs give the same bits, whatever ran before; another launch shape may give others (order of sums).
 //
@@ -25,7 +25,7 @@
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
 #error \
-    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128 or 256"
+    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128, 176 or 256"
 #endif
 
 #include "w4_gemm_weights.h"
@@ -34,29 +34,21 @@
 
 namespace fp4d {
 
-// A warp's instructions for a chunk on the half-rate pipe, two clocks each: counted in the machine code.
-constexpr double kDequantizeClocks = 2 * (kFp8 ? 35 : 50);
-
-// Measured: bench/NOTES.md, "w4 large M", fourth run.
+// Measured on an H200: bench/NOTES.md, "many tokens".
 struct Clocks {
   double alone, stage, pair;
 };
-constexpr Clocks kClocks = !kFp8                 ? Clocks{0, 0, 0}
-                           : Used::kTokens == 32 ? Clocks{650, 590, 600}
-                           : Used::kTokens == 64 ? Clocks{880, 720, 740}
-                                                 : Clocks{0, 930, 960};
+constexpr Clocks kClocks = !kFp8                  ? (Used::kTokens == 64    ? Clocks{0, 835, 833}
+                                                     : Used::kTokens == 128 ? Clocks{0, 883, 869}
+                                                                            : Clocks{0, 998, 996})
+                           : Used::kTokens == 32  ? Clocks{920, 519, 383}
+                           : Used::kTokens == 64  ? Clocks{1191, 673, 554}
+                           : Used::kTokens == 128 ? Clocks{0, 788, 820}
+                                                  : Clocks{0, 928, 928};
 
-TileSizes const kSizes{Used::kTokens,
-                       Used::kRows,
-                       Weights::kStageChunks * w4::kChunkK,
-                       Used::kWeightBytes,
-                       Used::kTokenBytes,
-                       Used::kCtas,
-                       Used::kMostSplit,
-                       kDequantizeClocks * Weights::kStageChunks * Used::kConsumers,
-                       kClocks.alone,
-                       kClocks.stage,
-                       kClocks.pair};
+TileSizes const kSizes{Used::kTokens,      Used::kRows,   Weights::kStageChunks * w4::kChunkK,
+                       Used::kWeightBytes, Used::kCtas,   Used::kMostSplit,
+                       kClocks.alone,      kClocks.stage, kClocks.pair};
 
 int64_t stages_of(TensorView w) { return divide_up(w.size(1), int64_t(Weights::kStageChunks)); }
 

@@ -25,7 +25,7 @@
 #include "gdc_guard.h"
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS) || FP4D_ACT != 8
-#error "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8; FP4D_TOKENS: 128, 176 or 192"
+#error "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8; FP4D_TOKENS: 128"
 #endif
 
 #include "w8_gemm_weights.h"
@@ -35,16 +35,10 @@
 
 namespace fp4d {
 
-// Measured on an H200: bench/NOTES.md, "w8 large M".
-struct Clocks {
-  double stage, pair, share, cluster;
-};
-constexpr Clocks kClocks = Used::kTokens == 128 ? Clocks{770, 762, 755, 800} : Clocks{0, 0, 0, 0};
-
+// Clocks measured on an H200: bench/NOTES.md, "many tokens".
 TileSizes const kSizes{
-    Used::kTokens,    Used::kRows, 128, Used::kWeightBytes, Used::kTokenBytes, Used::kCtas,
-    Used::kMostSplit, 0,           0,   kClocks.stage,      kClocks.pair,      kClocks.share,
-    kClocks.cluster};
+    Used::kTokens, Used::kRows, 128, Used::kWeightBytes, Used::kCtas, Used::kMostSplit, 0, 679,
+    674,           674,         913};
 
 int64_t stages_of(TensorView w) { return divide_up(w.size(1), 128); }
 

@@ -25,6 +25,7 @@ struct Weights {
 
   static constexpr int consumers(int) { return 2; }
   static constexpr int promote_stages(int) { return 2; }
+  static constexpr int head_start(int) { return 0; }
   static constexpr int ctas(int) { return 1; }
 
   template <int threads>

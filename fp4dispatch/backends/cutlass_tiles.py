@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
 
 from fp4dispatch.arch import Arch
+from fp4dispatch.backends.many_tokens import TileSpeed, clocks
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
@@ -18,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "fill", "builds"}
+_KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "fill", "speed", "builds"}
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
@@ -28,7 +30,8 @@ class Tile:
     """One row: a kernel's builds by output dtype, and the problems that they are for.
 
     ``activations``: formats that the kernel multiplies; empty for the one that its op has. ``fill`` is (tile_m, tile_n,
-    SMs a tile, share of all SMs that must get work); None where any number of tiles does.
+    SMs a tile, share of all SMs that must get work); None where any number of tiles does. ``speed``: of rows that have
+    one, the fastest for the problem is meant, where the first row that fits is one of them.
     """
 
     kernel: str
@@ -40,6 +43,7 @@ class Tile:
     m_min: int
     m_max: int | None
     fill: tuple[int, int, int, float] | None
+    speed: TileSpeed | None = None
 
     def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
@@ -82,6 +86,7 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
         ("activation", set(row.get("activations", ())), set(ACTIVATIONS[1:])),
         ("output dtype", set(row["builds"]), set(OUT_DTYPES)),
         ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms", "share"}),
+        ("key of speed", set(row.get("speed", ())), {field.name for field in fields(TileSpeed)}),
     ):
         if found - known:
             raise FlagsError(
@@ -103,9 +108,24 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
         row.get("m_min", 0),
         row.get("m_max"),
         size,
+        TileSpeed(**row["speed"]) if "speed" in row else None,
     )
 
 
-def tile_for(problem: Problem, arch: Arch | None, sms: int, table: str = "cutlass") -> Tile | None:
-    """Return the first row of a table that serves a problem, or None."""
-    return next((tile for tile in tiles(table) if tile.fits(problem, arch, sms)), None)
+def tile_for(
+    problem: Problem,
+    arch: Arch | None,
+    sms: int,
+    table: str = "cutlass",
+    takes: Callable[[Tile], bool] = lambda _: True,
+) -> Tile | None:
+    """Return the first row of a table that serves a problem, of those that ``takes`` says can; None where none does.
+
+    Where that row has a ``speed``, the fastest of all that have one.
+    """
+    fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
+    if not fitting or fitting[0].speed is None:
+        return fitting[0] if fitting else None
+    m, n, k = problem.m, problem.n, problem.k
+    timed = [(clocks(tile.speed, m, n, k, sms), tile) for tile in fitting if tile.speed is not None]
+    return min(timed, key=lambda found: found[0])[1]

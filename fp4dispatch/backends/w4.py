@@ -20,7 +20,7 @@ from fp4dispatch import formats, jit
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
-from fp4dispatch.backends.cutlass_tiles import Tile, tiles
+from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
 from fp4dispatch.backends.folding import FOLD
 from fp4dispatch.backends.operands import aligned, await_writes, bias_row, direct, packed_part, per_column
 from fp4dispatch.backends.scratch import Part, Scratch, eager
@@ -198,9 +198,8 @@ def _gpu(device: torch.device) -> tuple[Arch, int]:
 
 
 def _tile_for(problem: Problem, arch: Arch, sms: int) -> Tile | None:
-    """Return the first row of the table that serves a problem."""
-    fitting = (tile for tile in tiles("w4") if tile.fits(problem, arch, sms))
-    return next((tile for tile in fitting if tile.kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0), None)
+    """Return the row of the table that serves a problem."""
+    return tile_for(problem, arch, sms, "w4", lambda tile: tile.kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0)
 
 
 def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, arch: Arch) -> _State:
