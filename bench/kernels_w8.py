@@ -1,10 +1,11 @@
 """Check, then time the kernel for FP8 weights and few tokens beside bf16 cuBLAS, torch._scaled_mm and our CUTLASS GEMM.
 
 As kernels_w4.py does it, whose checks, method and options these are. Peers: torch._scaled_mm with one scale (tensor)
-and with scales per token and column (row), row with our quantiser of activations, and the CUTLASS GEMM of the backend
-cutlass with that quantiser, each reading the same rotating copies of the weight.
+and with scales per token and column (row), row with our quantiser of activations, the CUTLASS GEMM of the backend
+cutlass with that quantiser, and the kernel of the backend w8a8 for so many tokens, alone and with its quantiser, each
+reading the same rotating copies of the weight.
 
-    python bench/kernels_w8.py --out w8.json [--sweep] [--ptx80] [--m 1 8 16 32 64] [--commit HASH]
+    python bench/kernels_w8.py --out w8.json [--sweep] [--ptx80] [--m 1 8 16 32 64 128 256] [--commit HASH]
 """
 
 from __future__ import annotations
@@ -133,14 +134,23 @@ def peers(timed: Timed, x: Tensor) -> dict[str, Peer]:
         "row + quant": (with_quantiser, copies, QUANTISED),
     }
     packer = jit.load("w4_activations", "any", SM90).module.w8_quantize_row
-    few = jit.load("w8a8_small", "bf16", SM90).module.w8a8_small
+    if m <= 64:
+        multiply = jit.load("w8a8_small", "bf16", SM90).module.w8a8_small
+    else:
+        multiply = jit.load("w8_gemm_sm90", "bf16_128", SM90).module.w8_gemm
     packed = torch.empty(-(-timed.weight.k // 128), -(-m // 8), 1024, device="cuda", dtype=torch.uint8)
+    packed_scale = torch.empty_like(q_scale)
+    packer(x, packed, packed_scale, False)
 
     def w8a8(i: int, out: Tensor) -> None:
-        packer(x, packed, q_scale, True)
-        few(packed, q_scale, timed.packed[i], columns, None, out, True)
+        multiply(packed, packed_scale, timed.packed[i], columns, None, out, True)
 
-    found["w8a8 + quant"] = (w8a8, copies, QUANTISED)
+    def w8a8_with_quantiser(i: int, out: Tensor) -> None:
+        packer(x, packed, packed_scale, True)
+        w8a8(i, out)
+
+    found["w8a8"] = (w8a8, copies, QUANTISED)
+    found["w8a8 + quant"] = (w8a8_with_quantiser, copies, QUANTISED)
     if m <= 64:
         tile = next(tile for tile in (16, 32, 64) if m <= tile)
         gemm = jit.load("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}", SM90).module
@@ -161,7 +171,7 @@ def main() -> None:
     """Compile the peers' kernels all at once, then run everything."""
     catalog = installed()
     wanted = [("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}") for tile in (16, 32, 64)] + [("fp8_quantize", "any")]
-    wanted += [("w4_activations", "any"), ("w8a8_small", "bf16")]
+    wanted += [("w4_activations", "any"), ("w8a8_small", "bf16"), ("w8_gemm_sm90", "bf16_128")]
     wanted += [(KERNEL.name, variant) for variant in catalog.kernel(KERNEL.name).variants]
     kernels.build_all([kernels.job(catalog, name, variant, "90a") for name, variant in wanted], catalog)
     run(__doc__, KERNEL, peers)
