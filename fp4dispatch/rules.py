@@ -37,7 +37,7 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
 }
 _SWITCHES = ("proven", "fp8_copy")
-_SIZES = {"m_max": 1, "k_max": 1, "tiles_max": 1, "m_min_max": 0}
+_SIZES = {"m_max": 1, "tiles_max": 1, "m_min_max": 0}
 """The smallest value of each bound."""
 _TILE = 128
 _BOUND = re.compile(r"\s*(>=|<=|==|>|<)\s*([0-9][0-9A-Za-z.+-]*)\s*")
@@ -55,7 +55,6 @@ class When:
     scalings: tuple[str, ...] = ()
     captures: tuple[str, ...] = ()
     m_max: int | None = None
-    k_max: int | None = None
     tiles_max: int | None = None
     m_min_max: int | None = None
     proven: bool | None = None
@@ -71,7 +70,6 @@ class When:
             and (not self.scalings or problem.scaling in self.scalings)
             and (not self.captures or problem.capture in self.captures)
             and (self.m_max is None or problem.m <= self.m_max)
-            and (self.k_max is None or problem.k <= self.k_max)
             and (self.tiles_max is None or _tiles(problem) <= self.tiles_max)
             and (self.m_min_max is None or problem.m_min <= self.m_min_max)
             and (self.proven is None or ((problem.op, arch) in system.proven) == self.proven)
@@ -224,7 +222,6 @@ def _when(where: str, row: dict[str, Any]) -> When:
     return When(
         **{key: subset(where, row[key], allowed) for key, allowed in names.items() if key in row},
         m_max=row.get("m_max"),
-        k_max=row.get("k_max"),
         tiles_max=row.get("tiles_max"),
         m_min_max=row.get("m_min_max"),
         proven=row.get("proven"),

@@ -155,6 +155,27 @@ def w8_small() -> str:
     return "\n".join(lines)
 
 
+def w8_many() -> str:
+    """Return what w8_gemm_sm90 gains over bf16 and over torch's row-wise GEMM, by the number of tokens."""
+    result = [r for r in results() if any("builds" in p for p in r.get("problems", ()))][-1]
+    gains: dict[int, list[tuple[float, float]]] = {}
+    for problem in result["problems"]:
+        if shapes := problem["builds"].get("w8_gemm_sm90/bf16_128"):
+            ours, others = min(us for _, us in shapes), problem["others_us"]
+            gains.setdefault(problem["m"], []).append((others["bf16"] / ours, others["row"] / ours))
+    lines = [
+        f"{result['gpu']}, commit {result['commit']}. {result['method']}; of each problem the fastest launch shape.",
+        "",
+        "| M | N x K | bf16 / w8a8 | torch row / w8a8 | lowest |",
+        "|---|---|---|---|---|",
+    ]
+    for m, found in sorted(gains.items()):
+        bf16, row = zip(*found, strict=True)
+        means = f"{statistics.geometric_mean(bf16):.2f} | {statistics.geometric_mean(row):.2f}"
+        lines.append(f"| {m} | {len(found)} | {means} | {min(row):.2f} |")
+    return "\n".join(lines)
+
+
 def w4_small() -> str:
     """Return the times of w4a16's kernel for few tokens as plan() launches it."""
     (result,) = few_tokens("w4a16_small")
@@ -352,6 +373,7 @@ def generate() -> dict[Path, str]:
         ("sm90", sm90),
         ("w4 small", w4_small),
         ("w8 small", w8_small),
+        ("w8 many", w8_many),
         ("w4 large", w4_large),
         ("ncu", profiler),
         ("bench", bench),

@@ -6,7 +6,7 @@ Regenerate after a change of rules, capabilities or backends, then read the diff
 
 Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
 backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=8 or 16, that of
-the name (64, 256, 512), 4096 for ``many``. ``+copy``: an FP8 copy of the weights is allowed. ``+raw``: the operator on
+the name (64, 512), 4096 for ``many``. ``+copy``: an FP8 copy of the weights is allowed. ``+raw``: the operator on
 operands that are quantised already.
 """
 
@@ -45,7 +45,6 @@ PROBLEMS = {
     "fp8-row": ("fp8_gemm", "row", 8),
     "fp8-row-64": ("fp8_gemm", "row", 64),
     "fp8-row-64+raw": ("fp8_gemm", "row", 64),
-    "fp8-row-256": ("fp8_gemm", "row", 256),
     "fp8-row-512": ("fp8_gemm", "row", 512),
     "fp8-block128": ("fp8_gemm", "block128", 16),
 }

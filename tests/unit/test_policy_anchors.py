@@ -225,15 +225,12 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
 @pytest.mark.parametrize(
     ("n", "k", "most"),
     [
-        (57344, 8192, 128),
-        (28672, 4096, 128),
-        (8192, 8192, 128),  # one wave at 256 tokens, but a long K
-        (8192, 4096, 256),
-        (4096, 4096, 512),
-        (4096, 14336, 256),  # half a wave there
-        (2048, 4096, 1024),
-        (2048, 8192, 512),
-        (1024, 28672, 1024),
+        (57344, 8192, 256),
+        (28672, 4096, 256),
+        (16392, 4096, 256),  # 516 tiles at 512 tokens
+        (16384, 4096, 512),
+        (8192, 28672, 1024),
+        (4096, 4096, 1024),
         (64, 64, 1024),
     ],
 )
@@ -253,7 +250,7 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        for m, chosen in ((1, "w8a8"), (512, "w8a8"), (513, "cublaslt")):
+        for m, chosen in ((1, "w8a8"), (1024, "w8a8"), (1025, "cublaslt")):
             assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",
