@@ -24,8 +24,8 @@ constexpr int64_t kMaxRaster = 1 << 20;
 extern TileSizes const kSizes;
 int64_t stages_of(TensorView w);
 Weights::Source source_of(TensorView w, int64_t n);
-// Before a launch; `again`: weights are read by more than one tile of tokens.
-void ready(Weights::Source& source, TensorView w, bool again);
+// Before a launch.
+void ready(Weights::Source& source, TensorView w);
 
 int log2_of(int64_t value) {
   int log = 0;
@@ -141,7 +141,7 @@ int device_of(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorVi
 void run_as(Params& p, TensorView w, LaunchPlan const& plan, int64_t multiprocessors, int device,
             bool enable_pdl) {
   set_shape(p, plan, multiprocessors);
-  ready(p.w, w, p.token_tiles > 1);
+  ready(p.w, w);
   launch(p, device, enable_pdl);
 }
 

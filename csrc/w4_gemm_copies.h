@@ -31,8 +31,8 @@ struct WeightCopies {
 #pragma unroll
     for (int i = 0; i < kWarpgroups; ++i) {
       uint32_t const to = ring.weights(slot, first + i);
-      copy_bulk(to, from[i], whole ? kBytes : w4::kChunkBytes, full);
-      if (!whole) copy_bulk(to + w4::kChunkBytes, from[i], w4::kChunkBytes, full);
+      copy_bulk_once(to, from[i], whole ? kBytes : w4::kChunkBytes, full);
+      if (!whole) copy_bulk_once(to + w4::kChunkBytes, from[i], w4::kChunkBytes, full);
       from[i] += kBytes;
     }
   }

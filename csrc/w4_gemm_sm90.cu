@@ -64,7 +64,7 @@ Weights::Source source_of(TensorView w, int64_t n) {
   return {data_of<uint8_t>(w), int(w.size(1))};
 }
 
-void ready(Weights::Source&, TensorView, bool) {}
+void ready(Weights::Source&, TensorView) {}
 
 }  // namespace fp4d
 

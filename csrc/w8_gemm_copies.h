@@ -22,10 +22,10 @@ struct WeightCopies {
     uint32_t const full = ring.full(slot), to = ring.weights(slot, first);
     barrier_arrive_expect(full, Tile::kBlockBytes);
     if (p.sharing_log2 == 0) {
-      copy_box(to, &p.w.map, stage * 128, row, full, p.w.hint);
+      copy_box(to, &p.w.map, stage * 128, row, full);
     } else if ((first & 1) == place.sharing) {
       uint32_t const both = 1u << place.with_sharing(p, 0) | 1u << place.with_sharing(p, 1);
-      copy_box_multicast(to, &p.w.map, stage * 128, row, full, both, p.w.hint);
+      copy_box_multicast(to, &p.w.map, stage * 128, row, full, both);
     }
   }
 };

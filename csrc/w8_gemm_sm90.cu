@@ -56,12 +56,8 @@ Weights::Source source_of(TensorView w, int64_t n) {
   return {};
 }
 
-// Encodings of CUTLASS's CacheHintSm90, copy_sm90_desc.hpp.
-constexpr uint64_t kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000;
-
-void ready(Weights::Source& source, TensorView w, bool again) {
+void ready(Weights::Source& source, TensorView w) {
   source.map = tensor_map(data_of<uint8_t>(w), w.size(0), w.size(1));
-  source.hint = again ? kEvictNormal : kEvictFirst;
 }
 
 }  // namespace fp4d

@@ -16,7 +16,6 @@ namespace fp4d {
 struct Weights {
   struct Source {
     CUtensorMap map;
-    uint64_t hint;  // of the cache: how soon L2 may forget what was read
   };
   static constexpr int kBlockBytes = 64 * 128, kTableBytes = 0;
   static constexpr float kFactor = 1.f;
