@@ -13,7 +13,7 @@
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 256); every build takes every M.
+// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 256), FP4D_ROWS, if defined, of rows; every build takes every M.
 // FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
 // and sums of at most 384 k (up to 64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
 // truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
@@ -38,13 +38,15 @@ namespace fp4d {
 struct Clocks {
   double alone, stage, pair;
 };
-constexpr Clocks kClocks = !kFp8                  ? (Used::kTokens == 64    ? Clocks{0, 835, 833}
-                                                     : Used::kTokens == 128 ? Clocks{0, 883, 869}
-                                                                            : Clocks{0, 998, 996})
-                           : Used::kTokens == 32  ? Clocks{920, 519, 383}
-                           : Used::kTokens == 64  ? Clocks{1191, 673, 554}
-                           : Used::kTokens == 128 ? Clocks{0, 788, 820}
-                                                  : Clocks{0, 928, 928};
+constexpr Clocks clocks_of_tile() {
+  if (!kFp8 && Used::kTokens == 64) return {0, 835, 833};
+  if (!kFp8 && Used::kTokens == 128) return Used::kRows == 128 ? Clocks{0, 568, 573} : Clocks{0, 1029, 1012};
+  if (!kFp8) return {0, 947, 950};
+  if (Used::kTokens == 32) return {920, 519, 383};
+  if (Used::kTokens == 64) return {1191, 673, 554};
+  return Used::kTokens == 128 ? Clocks{0, 788, 820} : Clocks{0, 928, 928};
+}
+constexpr Clocks kClocks = clocks_of_tile();
 
 TileSizes const kSizes{Used::kTokens,      Used::kRows,   Weights::kStageChunks * w4::kChunkK,
                        Used::kWeightBytes, Used::kCtas,   Used::kMostSplit,

@@ -32,7 +32,13 @@ struct Weights {
 
   static constexpr bool kShares = false;  // CTAs of a cluster may share rows
 
-  static constexpr int consumers(int tokens) { return kFp8 || tokens == 256 ? 2 : 4; }
+  static constexpr int consumers(int tokens) {
+#if defined(FP4D_ROWS)
+    return FP4D_ROWS / 64;
+#else
+    return kFp8 || tokens == 256 ? 2 : 4;
+#endif
+  }
   // Stages after which FP8 sums become f32 ones. Sums of one sign end up 0.18 % low after 256 k (2 stages) and 0.51 % after 512
   // k, measured on an H200; 3 stages are 3 % faster than 2 where promotion takes long.
   static constexpr int promote_stages(int tokens) { return tokens >= 128 ? 3 : 2; }
