@@ -35,15 +35,16 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.many_tokens import USABLE, USABLE_OF
 from fp4dispatch.benchmark.check import worst_tile
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.manifest import installed
 from tests.w4a8_small import H200, INSTANCES, launch_shapes, shared_bytes
 
 M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-TILES = ("small", 32, 64, 128, 256)
+TILES = ("small", 32, 64, 128, 176, 256)
 MOST_M = {"small": 64, 32: 64, 64: 192}
-LEAST_M = {256: 65}
+LEAST_M = {176: 129, 256: 65}
 W4A16_MOST_M = 32
 ROUNDS = 7
 TIMED_TILE_ERROR = 7e-3  # against a bf16 product, which is rounded too
@@ -206,12 +207,16 @@ def shapes_to_tune(module: Any, act: str, tile: Any, mnk: tuple[int, int, int]) 
         auto = tuple(module.w4_gemm_plan(m, n, k, sms))
         return auto, {auto, *few_tokens_shapes(m, n, k, sms)}
     auto = tuple(module.w4_gemm_plan(m, n, k, sms))[:3]
-    tiles = -(-n // (128 if tile == 256 or act == "a8" else 256)) * -(-m // tile)
-    slots = sms * (2 if tile <= 64 and act == "a8" else 1)
+    rows, ctas = 128 if tile == 256 or act == "a8" else 256, 2 if tile <= 64 and act == "a8" else 1
     shapes = {auto}
     for multicast, split in itertools.product((1, 2), (1, 2, 3, 4, 8)):
-        fits = split <= MOST_SPLIT.get(tile, 8) and multicast * split <= 8
-        if fits and (split == 1 or tiles * split <= 2 * slots) and k // 128 >= 2 * split:
+        cluster, tiles = multicast * split, -(-n // (rows * multicast)) * -(-m // tile)
+        if split > MOST_SPLIT.get(tile, 8) or cluster > 8 or k // 128 < 2 * split:
+            continue
+        # Split tiles in two waves at most, or whole ones first and what they leave in one.
+        slots = sms * USABLE[cluster - 1] // USABLE_OF * ctas // cluster
+        rounds, left = divmod(tiles, slots * split)
+        if split == 1 or tiles <= 2 * slots or (rounds > 0 and left <= slots):
             shapes.add((multicast, split, auto[2]))
     return auto, shapes | {(auto[0], auto[1], raster) for raster in (4, 16) if m // tile > 4}
 

@@ -15,17 +15,21 @@ from fp4dispatch import formats
 from fp4dispatch.backends.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.w4_layout import pack_w4p
 from fp4dispatch.benchmark.check import relative_error
+from tests import many_tokens
 from tests.w4_model import pack_activations
 from tests.w4a8_small import H200, INSTANCES, launch_shapes
 
 SHAPES = ((8, 16), (72, 48), (200, 144), (264, 400), (520, 2064), (1032, 1040), (768, 4096))
 TOKENS = (1, 64, 65, 77, 127, 192, 200, 256, 385)
 FEW_TOKENS = (1, 7, 16, 17, 33, 64, 65, 100)
+RAGGED = {176: (176, 177, 361)}  # whole tiles, and pieces of 16 tokens at their end
 LAUNCHES = (
     *((1, 1, 8), (2, 1, 1), (4, 1, 2), (1, 2, 1), (2, 2, 1), (4, 2, 1)),
     *((1, 3, 2), (2, 3, 1), (1, 4, 3), (2, 4, 1), (1, 8, 1)),
 )
 """multicast, split, raster"""
+WHOLE_FIRST = (((1, 2, 8), 2, "many"), ((1, 3, 1), 1, "few"), ((1, 4, 8), 3, "few"), ((2, 2, 2), 1, "many"))
+"""Launch shapes that split what whole tiles leave, rounds of those, and what is left."""
 MOST_SPLIT = {32: 4}  # of a tile that is no larger; 8 of the others
 TILE_ERROR, FP8_TILE_ERROR = 2.5e-3, 4e-3
 """Of a 128x128 tile: rounding to bf16 gives 1.7e-3, and FP8 sums are truncated. For the few elements that an edge
@@ -245,17 +249,29 @@ def launches_of(variant: str, k: int) -> list[tuple[int, ...]]:
 
 def problems_of(variant: str, weights: list[Any]) -> Iterator[tuple[Any, Any, int, list[Any]]]:
     """Yield (weight, what it stands for, tokens, launch shapes) to check: a third of the shapes for each M, in turn."""
-    tokens = {"small": FEW_TOKENS, 32: (*FEW_TOKENS, *TOKENS[3:])}.get(tile_of(variant), TOKENS)
+    tile = tile_of(variant)
+    tokens = {"small": FEW_TOKENS, 32: (*FEW_TOKENS, *TOKENS[3:])}.get(tile, (*TOKENS, *RAGGED.get(tile, ())))
     for number, (weight, exact, fold) in enumerate(weights):
         shapes = launches_of(variant, weight.k)
         for i, m in enumerate(tokens):
             yield weight, fold if variant.startswith("a8") else exact, m, [None, *shapes[(i + number) % 3 :: 3]]
 
 
+def whole_tiles_first(variant: str) -> Iterator[tuple[Any, Any, int, list[Any]]]:
+    """Yield, as ``problems_of``, problems of more tiles than run at once, of which the last ones have K shared out."""
+    if tile_of(variant) == "small":
+        return
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for shape, rounds, parts in WHOLE_FIRST:
+        m, n = many_tokens.whole_tiles_first(variant, shape, sms, rounds, parts)
+        weight = Weight(n, 528)
+        yield weight, folded(weight) if variant.startswith("a8") else weight.dense64, m, [shape]
+
+
 def check_build(module: Any, activations: Any, variant: str, weights: list[Any]) -> dict[str, Any]:
     """Return the number of problems, what was wrong, and the worst tile's error of any that was right."""
     faults, count, worst = [], 0, 0.0
-    for weight, dense, m, shapes in problems_of(variant, weights):
+    for weight, dense, m, shapes in itertools.chain(problems_of(variant, weights), whole_tiles_first(variant)):
         for shape in shapes:
             count += 1
             what = f"M={m} N={weight.n} K={weight.k} shape={shape}"
@@ -324,5 +340,5 @@ def check_everything(modules: dict[str, Any]) -> tuple[list[dict[str, Any]], lis
     builds = {variant: module for variant, module in modules.items() if variant not in ("activations", "w4a16")}
     checks = [check_packing(activations)]
     checks += [check_build(module, activations, variant, weights) for variant, module in builds.items()]
-    sums = [sum_errors(modules[f"a8_fp16_{tile}"], activations, tile) for tile in ("small", 32, 64, 128)]
+    sums = [sum_errors(modules[f"a8_fp16_{tile}"], activations, tile) for tile in ("small", 32, 64, 128, 176)]
     return checks, [row for rows in sums for row in rows]

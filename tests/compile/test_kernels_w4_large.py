@@ -16,7 +16,7 @@ from fp4dispatch import jit
 from fp4dispatch.backends import cutlass_tiles
 from fp4dispatch.backends.many_tokens import clocks
 from fp4dispatch.jit.manifest import installed
-from tests import many_tokens_sweep
+from tests import many_tokens
 from tests.compile import built_kernels
 
 pytest.importorskip("tvm_ffi")
@@ -50,8 +50,8 @@ def test_gemm_is_proved(variant: str) -> None:
     assert kernel.mma == {"QGMMA.64" if variant.startswith("a8") else "HGMMA.64": 4}
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 registers over all threads.
-    one_cta = 96 if variant.startswith("a16") and not variant.endswith("_256") else 168
-    assert kernel.registers == (80 if variant.startswith("a8") and variant.endswith(("_32", "_64")) else one_cta)
+    _, rows, ctas = many_tokens.tile_of(variant)
+    assert kernel.registers == (80 if ctas == 2 else 168 if rows == 128 else 96)
     # ptxas says so where it makes MMAs wait for each other, or ignores setmaxnreg.
     log = (built.entry.folder / "build.log").read_text()
     assert "serialized" not in log
@@ -155,8 +155,9 @@ PLANS = {
 )
 def test_plan_is_near_the_fastest_shape_that_was_measured(variant: str) -> None:
     built, wanted, speeds, unknown = module(variant), PLANS[variant], {}, 0
-    tile = (built.w4_gemm_tokens(), 256 if variant in ("a16_bf16_64", "a16_bf16_128") else 128)
-    for (m, n, k), us in many_tokens_sweep.times(f"{KERNEL}/{variant}"):
+    tile = many_tokens.tile_of(variant)[:2]
+    assert built.w4_gemm_tokens() == tile[0]
+    for (m, n, k), us in many_tokens.times(f"{KERNEL}/{variant}"):
         plan = tuple(built.w4_gemm_plan(m, n, k, 132))[:3]
         if plan in us:
             speeds[m, n, k] = min(us.values()) / us[plan]

@@ -14,7 +14,7 @@ import torch
 
 from fp4dispatch import jit
 from fp4dispatch.jit.manifest import installed
-from tests import many_tokens_sweep
+from tests import many_tokens
 from tests.compile import built_kernels
 from tests.compile.built_kernels import packed_operands
 
@@ -113,7 +113,7 @@ def test_plan_takes_the_fastest_shape_that_was_measured() -> None:
     Where whole tiles go first, not every split was tried: such a problem does not count.
     """
     of_tokens = collections.defaultdict(list)
-    for (m, n, k), us in many_tokens_sweep.times(f"{KERNEL}/{CI}"):
+    for (m, n, k), us in many_tokens.times(f"{KERNEL}/{CI}"):
         plan = module().w8_gemm_plan(m, n, k, 132)
         shape = tuple(plan)[:4]
         if shape not in us:

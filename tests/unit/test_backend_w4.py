@@ -156,8 +156,9 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a8", 8192, 65, 128),
         ("w4a8", 28672, 64, 64),
         ("w4a8", 28672, 65, 128),
-        ("w4a8", 57344, 512, 128),
-        ("w4a8", 57344, 513, 128),
+        ("w4a8", 57344, 512, 176),
+        ("w4a8", 8192, 384, 128),
+        ("w4a8", 28672, 2048, 176),
         ("w4a8", 4096, 1024, 128),
         ("w4a16", 8192, 64, 64),
         ("w4a16", 4096, 128, 128),
@@ -167,6 +168,7 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
     ],
 )
 def test_tiles_are_the_fastest_ones_that_were_measured(name, n, m, tokens):
+    # Between 128 and 176 tokens, test_many_tokens.py has every problem that was.
     wanted = problem(name, m, n, 4096, out="float16")  # bfloat16 has cuBLASLt for many tokens
     tile = cutlass_tiles.tile_for(wanted, ARCH["sm_90"], 132, "w4")
     assert tile.kernel == ("w4_gemm_sm90" if tokens else "w4a8_small")
@@ -177,7 +179,7 @@ def test_tiles_are_the_fastest_ones_that_were_measured(name, n, m, tokens):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shards", [(), (32, 48)])
 def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkeypatch, shards, bias):
-    n, k, m = 80, 112, 800
+    n, k, m = 80, 112, 2049
     w, kernels = weights(n, k, shards), w4_fake.install(monkeypatch)
     backend = BACKENDS["w4a8"]
     prepared = backend.prepare(w)
@@ -191,6 +193,24 @@ def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkey
     monkeypatch.setattr(w4, "_tile_for", lambda *_: tile)
     backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, want, b)
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "written"),
+    [
+        (2048, 16384, False),
+        (2049, 16, True),
+        (1024, 42128, True),  # 330 x 8 tiles: 20 for each of 132 multiprocessors
+        (1024, 42112, False),
+        (1023, 57344, False),
+        (1536, 28672, True),
+        (1408, 28672, False),
+    ],
+)
+def test_weights_are_written_out_for_many_tokens_or_many_tiles(m, n, written):
+    for out in ("bfloat16", "float16"):  # cuBLASLt's row-wise FP8 GEMM has no float16
+        tile = cutlass_tiles.tile_for(problem("w4a8", m, n, 4096, out=out), ARCH["sm_90"], 132, "w4")
+        assert (tile.kernel == "w4_to_e4m3") == (written and out == "bfloat16")
 
 
 def test_written_out_weights_are_for_what_cublaslt_takes(monkeypatch):

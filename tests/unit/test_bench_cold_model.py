@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import cold_model
+from fp4dispatch.jit.manifest import installed
 
 SMALL = ("--shapes", "64x64", "32x64", "--tokens", "1", "3", "--device", "cpu")
 
@@ -21,6 +22,14 @@ def result(**changes):
     row |= {"kernels": {"w4a16_small/bf16-90a": 60.0, "fp8_quantize/any-90a": 33.0}, "compiled_again": []} | changes
     one_file = {"jobs": 2, "kernel": "w4a16_small/bf16-90a", "wall_s": 33.0, "proven": True, "each": []}
     return {"models": [row], "one_file": one_file, "failed": []}
+
+
+def test_what_is_compiled_alone_is_built():
+    for name in cold_model.KERNELS:
+        kernel, variant = name.split("/")
+        build, target = variant.rsplit("-", 1)
+        known = installed().kernel(kernel)
+        assert (build in known.variants, target in known.targets) == (True, True)
 
 
 def test_a_model_is_started_twice_with_one_cache(monkeypatch):

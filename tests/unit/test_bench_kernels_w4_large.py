@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fp4dispatch.jit.manifest import installed
 from tests import w4_fake, w4a8_small
 
 pytest.importorskip("tvm_ffi")
@@ -110,14 +111,58 @@ def test_a_tile_of_32_tokens_is_never_asked_for_8_parts_of_k(bench):
     assert tokens > {1, 16, 17, 33, 64, 65, 100, 385}
 
 
+def test_a_tile_of_176_tokens_is_checked_at_its_own_edges(bench):
+    tokens = {m for _, _, m, _ in bench.check.problems_of("a8_bf16_176", weights(bench, ((8, 16),)))}
+    assert tokens > {1, 176, 177, 361, 385}
+    assert 361 - 2 * 176 < 16  # a piece of the output that is not full, the only one of its tile
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+
+
+@pytest.mark.parametrize(
+    ("variant", "rows", "tokens"), [("a8_bf16_176", 128, 176), ("a8_bf16_32", 128, 32), ("a16_bf16_64", 256, 64)]
+)
+def test_splits_of_what_whole_tiles_leave_are_checked(bench, h200, monkeypatch, variant, rows, tokens):
+    """In every such shape: more tiles than whole ones fill rounds of, and no more than clusters run at once."""
+    monkeypatch.setattr(bench.check, "Weight", lambda n, k: SimpleNamespace(n=n, k=k, dense64="exact"))
+    monkeypatch.setattr(bench.check, "folded", lambda weight: "folded")
+    ctas, seen = (2 if tokens == 32 else 1), set()
+    for weight, values, m, ((multicast, split, _),) in bench.check.whole_tiles_first(variant):
+        assert values == ("folded" if variant.startswith("a8") else "exact")
+        tiles = -(-weight.n // (rows * multicast)) * -(-m // tokens)
+        clusters = {2: 66, 3: 39, 4: 30}[multicast * split] * ctas
+        rounds, left = divmod(tiles, clusters * split)
+        assert (rounds > 0, 0 < left <= clusters, m % tokens > 0, weight.n % rows > 0) == (True, True, True, True)
+        assert split <= -(-weight.k // 128)
+        seen.add((multicast, split, rounds > 1))
+    assert seen == {(1, 2, True), (1, 3, False), (1, 4, True), (2, 2, False)}
+    assert list(bench.check.whole_tiles_first("a8_bf16_small")) == []
+
+
+def test_the_sums_of_every_tile_of_fp8_are_measured(bench, monkeypatch):
+    monkeypatch.setattr(bench.check, "check_packing", lambda _: {})
+    monkeypatch.setattr(bench.check, "check_build", lambda *_: {})
+    monkeypatch.setattr(bench.check, "sum_errors", lambda module, _, tile: [(module, tile)])
+    tiles = ["small", *sorted({int(v[8:]) for v in installed().kernel("w4_gemm_sm90").variants if v[:7] == "a8_fp16"})]
+    builds = {f"a8_fp16_{tile}": f"build of {tile}" for tile in tiles}
+    _, sums = bench.check.check_everything({"activations": None} | builds)
+    assert sums == [(f"build of {tile}", tile) for tile in tiles]
+
+
 def test_tiles_that_are_timed(bench):
-    names = [f"{act}_bf16_{tile}" for act, tile in (("a8", "small"), ("a8", 32), ("a8", 64), ("a8", 128))]
+    names = [f"a8_bf16_{tile}" for tile in ("small", 32, 64, 128, 176)]
     modules = dict.fromkeys([*names, "a16_bf16_64", "a16_bf16_256", "w4a16"])
     for act, m, tiles in (
         ("a8", 1, ["small", 32, 64, 128]),
         ("a8", 64, ["small", 32, 64, 128]),
         ("a8", 65, [64, 128]),
-        ("a8", 193, [128]),
+        ("a8", 128, [64, 128]),
+        ("a8", 129, [64, 128, 176]),
+        ("a8", 193, [128, 176]),
         ("a16", 32, [64]),
         ("a16", 256, [256]),
     ):
@@ -138,9 +183,7 @@ def test_the_table_has_few_tokens_and_exact_weights(bench):
     assert "w4a16" not in other
 
 
-def test_launch_shapes_to_tune_fit_and_fill_the_gpu(bench, monkeypatch):
-    h200 = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+def test_launch_shapes_to_tune_fit_and_fill_the_gpu(bench, h200):
     auto, shapes = bench.run.shapes_to_tune(module(bench), "a8", "small", (16, 4096, 4096))
     assert auto == (64, 1, 2, 1, 8, 2, 2)
     assert auto in shapes
@@ -150,4 +193,23 @@ def test_launch_shapes_to_tune_fit_and_fill_the_gpu(bench, monkeypatch):
     assert all(w4a8_small.shared_bytes(shape) <= 232448 for shape in others)
     tile = SimpleNamespace(w4_gemm_plan=lambda *_: [1, 4, 8, 1000])
     assert max(split for _, split, _ in bench.run.shapes_to_tune(tile, "a8", 32, (16, 4096, 4096))[1]) == 4
-    assert max(split for _, split, _ in bench.run.shapes_to_tune(tile, "a8", 128, (16, 4096, 4096))[1]) == 8
+    assert max(split for _, split, _ in bench.run.shapes_to_tune(tile, "a8", 128, (16, 3840, 4096))[1]) == 8
+
+
+def test_launch_shapes_to_tune_are_one_wave_or_whole_tiles_and_one_wave(bench, h200):
+    """Two waves of split tiles too; never what a plan may not choose for want of stages."""
+    tile = SimpleNamespace(w4_gemm_plan=lambda *_: [1, 1, 8, 1000])
+
+    def splits(act, tokens, mnk):
+        return {shape[:2] for shape in bench.run.shapes_to_tune(tile, act, tokens, mnk)[1]}
+
+    whole = {(1, 1), (2, 1)}
+    # 15 tiles: clusters of 8 are one wave, of 6 and 4 too; 32: clusters of 8 would be three waves.
+    assert splits("a8", 128, (128, 15 * 128, 4096)) == whole | {(1, 2), (1, 3), (1, 4), (1, 8), (2, 2), (2, 3), (2, 4)}
+    assert splits("a8", 128, (128, 32 * 128, 4096)) == whole | {(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (2, 4)}
+    # 650 tiles: after 4 rounds of 132, 5 of 117 or 120, more are left than clusters run. In pairs 5 of 60, and 25.
+    assert splits("a8", 128, (128, 650 * 128, 4096)) == whole | {(2, 2)}
+    # 576 tiles: 4 rounds of 132, and 48 in halves, as the plan has it.
+    assert (1, 2) in splits("a8", 176, (9 * 176, 64 * 128, 4096))
+    # Of 4 stages, no more than two parts.
+    assert splits("a8", 128, (128, 128, 512)) == whole | {(1, 2), (2, 2)}

@@ -1,0 +1,130 @@
+"""The model of the kernels for many tokens, worked out by hand, and the tiles that it chooses, on a kept sweep."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from dataclasses import asdict, replace
+
+import pytest
+
+from fp4dispatch.arch import KNOWN_ARCHS
+from fp4dispatch.backends import cutlass_tiles
+from fp4dispatch.backends.many_tokens import TileSpeed, clocks
+from fp4dispatch.errors import FlagsError
+from fp4dispatch.jit.manifest import installed
+from fp4dispatch.problem import Problem
+from tests import many_tokens
+
+SM90 = next(arch for arch in KNOWN_ARCHS if arch.sm == "sm_90")
+KERNEL = "w4_gemm_sm90"
+SPEED = TileSpeed(128, 128, 128, 9216, ctas=1, most_split=8, alone=0, stage=788, pair=820)
+ROW = {
+    "kernel": KERNEL,
+    "scalings": ["nvfp4"],
+    "activations": ["fp8"],
+    "builds": {"bfloat16": "a8_bf16_128"},
+    "speed": asdict(SPEED),
+}
+
+
+def w4a8(m, n, k, out="float16"):
+    """In float16 no weights are written out for cuBLASLt."""
+    return Problem("nvfp4_gemm", m, n, k, "fp8", out_dtype=out)
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+@pytest.mark.parametrize(
+    ("changes", "mnk", "expected"),
+    [
+        # The start, and 1 stage, or 8: halves of them would cost 5148 more.
+        ({}, (128, 128, 128), 7800 + 788),
+        ({}, (1, 128, 1024), 7800 + 8 * 788),
+        ({}, (128, 129, 1024), 7800 + 8 * 788),
+        # 32 stages in 8 parts, which meet: 3100 and the tile's sums at 32 bytes a clock.
+        ({}, (128, 128, 4096), 7800 + 4 * 788 + 3100 + 128 * 128 * 4 / 32),
+        ({"most_split": 4}, (128, 128, 4096), 7800 + 8 * 788 + 3100 + 2048),
+        # 40 tiles: 39 clusters of 3 run at once, so 2 parts; of 39 tiles, 3.
+        ({}, (128, 40 * 128, 6144), 7800 + 24 * 788 + 5148),
+        ({}, (128, 39 * 128, 6144), 7800 + 16 * 788 + 5148),
+        # Whole tiles, 4 of each CTA, and 10 or 66 in halves; 67 are a round of their own.
+        ({}, (128, 538 * 128, 4096), 7800 + (4 * 32 + 16) * 788 + 5148),
+        ({}, (128, (528 + 66) * 128, 4096), 7800 + (4 * 32 + 16) * 788 + 5148),
+        ({}, (128, (528 + 67) * 128, 4096), 7800 + 5 * 32 * 788),
+        # Pairs, where they are faster: 67 of two rounds.
+        ({"pair": 700}, (128, (128 + 5) * 128, 1024), 7800 + 2 * 8 * 700),
+        # Memory: 132 stages of 9216 bytes at 2350 a clock, which two tiles of tokens share; a CTA's own at least.
+        ({"stage": 100, "pair": 900}, (128, 132 * 128, 4096), 7800 + 32 * 132 * 9216 / 2350),
+        ({"stage": 100, "pair": 900}, (256, 66 * 128, 4096), 7800 + 32 * 132 * 9216 / 2 / 2350),
+        ({"stage": 100, "pair": 900, "alone": 600}, (128, 132 * 128, 4096), 7800 + 32 * 600),
+        # Two CTAs of a multiprocessor share it where both are there.
+        ({"ctas": 2}, (128, 264 * 128, 1024), 7800 + 8 * 2 * 788),
+        ({"ctas": 2}, (128, 198 * 128, 1024), 7800 + 8 * 1.5 * 788),
+    ],
+)
+def test_clocks_are_those_of_the_best_launch_shape(changes, mnk, expected):
+    assert clocks(replace(SPEED, **changes), *mnk, 132) == int(expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+def test_the_chosen_tile_is_the_fastest_that_was_measured():
+    of_tokens, chosen = collections.defaultdict(list), collections.Counter()
+    for problem in many_tokens.problems():
+        m, n, k = problem["m"], problem["n"], problem["k"]
+        best = {
+            build: min(us for _, us in problem["builds"][f"{KERNEL}/{build}"])
+            for build in ("a8_bf16_128", "a8_bf16_176")
+            if f"{KERNEL}/{build}" in problem["builds"]
+        }
+        if len(best) < 2:
+            continue
+        tile = cutlass_tiles.tile_for(w4a8(m, n, k), SM90, 132, "w4")
+        of_best = min(best.values()) / best[tile.builds["bfloat16"]]
+        assert of_best >= 0.97, f"M={m} N={n} K={k}: {best}"
+        of_tokens[m].append(of_best)
+        chosen[tile.builds["bfloat16"]] += 1
+    assert {m: len(found) for m, found in of_tokens.items()} == dict.fromkeys((256, 384, 512, 768, 1024, 1536, 2048), 8)
+    assert min(chosen.values()) >= 20
+    for m, found in of_tokens.items():
+        assert statistics.geometric_mean(found) >= 0.995, f"M={m}: {found}"
+
+
+def test_the_fastest_tile_is_chosen_only_of_those_that_fit_and_are_taken():
+    def tile(takes=lambda _: True, out="float16"):
+        found = cutlass_tiles.tile_for(w4a8(1024, 28672, 4096, out), SM90, 132, "w4", takes)
+        return found and found.builds[out]
+
+    assert tile() == "a8_fp16_176"
+    assert tile(lambda t: t.speed is None or t.speed.tokens != 176) == "a8_fp16_128"
+    assert tile(lambda t: t.speed is None or t.speed.tokens != 128) == "a8_fp16_176"
+    assert tile(lambda t: t.speed is None) is None
+
+
+def test_a_first_row_without_a_speed_comes_before_any_that_has_one():
+    first = cutlass_tiles.tile_for(w4a8(32, 28672, 4096), SM90, 132, "w4")
+    assert (first.builds["float16"], first.speed) == ("a8_fp16_32", None)
+    assert any(tile.speed and tile.fits(w4a8(32, 28672, 4096), SM90, 132) for tile in cutlass_tiles.tiles("w4"))
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_speeds_are_of_the_tiles_of_their_builds():
+    timed = [tile for tile in cutlass_tiles.tiles("w4") if tile.speed]
+    assert [tile.speed.tokens for tile in timed] == [128, 176]
+    for tile in timed:
+        for build in tile.builds.values():
+            defines = installed().kernel(tile.kernel).variant(build).defines
+            assert f"FP4D_TOKENS={tile.speed.tokens}" in defines
+        assert tile.speed.weight_bytes == tile.speed.rows * tile.speed.stage_k * 9 // 16  # 4 bits, and 8 a block of 16
+
+
+@pytest.mark.parametrize("key", ["token", "share", "clocks"])
+def test_an_unknown_key_of_speed_is_refused(key):
+    assert cutlass_tiles.load({"tile": [ROW]}, installed(), "w4")[0].speed == SPEED
+    with pytest.raises(FlagsError, match=f"w4_tiles.toml, {KERNEL}: unknown key of speed {key}; known: alone, ctas, "):
+        cutlass_tiles.load({"tile": [ROW | {"speed": ROW["speed"] | {key: 1}}]}, installed(), "w4")
