@@ -39,12 +39,13 @@ from fp4dispatch.backends.many_tokens import USABLE, USABLE_OF
 from fp4dispatch.benchmark.check import worst_tile
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.manifest import installed
+from tests.many_tokens import tile_of
 from tests.w4a8_small import H200, INSTANCES, launch_shapes, shared_bytes
 
 M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-TILES = ("small", 32, 64, 128, 176, 256)
+TILES = ("small", 32, 64, 128, "128x128", 176, 256)
 MOST_M = {"small": 64, 32: 64, 64: 192}
-LEAST_M = {176: 129, 256: 65}
+LEAST_M = {"128x128": 65, 176: 129, 256: 65}
 W4A16_MOST_M = 32
 ROUNDS = 7
 TIMED_TILE_ERROR = 7e-3  # against a bf16 product, which is rounded too
@@ -207,10 +208,10 @@ def shapes_to_tune(module: Any, act: str, tile: Any, mnk: tuple[int, int, int]) 
         auto = tuple(module.w4_gemm_plan(m, n, k, sms))
         return auto, {auto, *few_tokens_shapes(m, n, k, sms)}
     auto = tuple(module.w4_gemm_plan(m, n, k, sms))[:3]
-    rows, ctas = 128 if tile == 256 or act == "a8" else 256, 2 if tile <= 64 and act == "a8" else 1
+    tokens, rows, ctas = tile_of(f"{act}_bf16_{tile}")
     shapes = {auto}
     for multicast, split in itertools.product((1, 2), (1, 2, 3, 4, 8)):
-        cluster, tiles = multicast * split, -(-n // (rows * multicast)) * -(-m // tile)
+        cluster, tiles = multicast * split, -(-n // (rows * multicast)) * -(-m // tokens)
         if split > MOST_SPLIT.get(tile, 8) or cluster > 8 or k // 128 < 2 * split:
             continue
         # Split tiles in two waves at most, or whole ones first and what they leave in one.
@@ -218,7 +219,7 @@ def shapes_to_tune(module: Any, act: str, tile: Any, mnk: tuple[int, int, int]) 
         rounds, left = divmod(tiles, slots * split)
         if split == 1 or tiles <= 2 * slots or (rounds > 0 and left <= slots):
             shapes.add((multicast, split, auto[2]))
-    return auto, shapes | {(auto[0], auto[1], raster) for raster in (4, 16) if m // tile > 4}
+    return auto, shapes | {(auto[0], auto[1], raster) for raster in (4, 16) if m // tokens > 4}
 
 
 def few_tokens_shapes(m: int, n: int, k: int, sms: int) -> Iterator[tuple[int, ...]]:

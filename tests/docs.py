@@ -264,7 +264,7 @@ def w4_large() -> str:
 
     def best(row: dict, act: str) -> float:
         """The fastest build, packing included."""
-        return min(us for name, us in row["us"].items() if re.fullmatch(rf"{act} (\d+|small)", name))
+        return min(us for name, us in row["us"].items() if re.fullmatch(rf"{act} (\d+(x\d+)?|small)", name))
 
     parts = []
     for result in results():

@@ -1,4 +1,4 @@
-"""The kernels for many tokens: what bench/results keeps of a sweep, and sizes that end in tiles with K shared out."""
+"""The kernels for many tokens: what bench/results keeps of sweeps, and sizes that end in tiles with K shared out."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 
 from fp4dispatch.backends.many_tokens import USABLE, USABLE_OF
 
-PATH = Path(__file__).parents[1] / "bench" / "results" / "2026-11-21-h200-many-tokens-sweep.json"
+SWEEPS = ("sweep", "16bit-sweep")
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Shape = tuple[int, ...]
 TOKEN_TILES = 3
 
 
-def problems() -> list[dict[str, Any]]:
-    """All of them, as they are kept."""
-    found: list[dict[str, Any]] = json.loads(PATH.read_text())["problems"]
+def problems(sweep: str = "sweep") -> list[dict[str, Any]]:
+    """Return all of one of ``SWEEPS``, as they are kept."""
+    path = RESULTS / f"2026-11-21-h200-many-tokens-{sweep}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text())["problems"]
     return found
 
 
 def times(build: str) -> Iterator[tuple[tuple[int, int, int], dict[Shape, float]]]:
-    """Yield (M, N, K) and the microseconds of each launch shape of "kernel/build", where it was run."""
-    for problem in problems():
+    """Yield (M, N, K) and the microseconds of each launch shape of "kernel/build", where it was run, in every sweep."""
+    for problem in (problem for sweep in SWEEPS for problem in problems(sweep)):
         if build in problem["builds"]:
             shapes = {tuple(shape): us for shape, us in problem["builds"][build]}
             yield (problem["m"], problem["n"], problem["k"]), shapes

@@ -142,11 +142,12 @@ class Found:
 PLANS = {
     "a8_bf16_32": Found(16, 2, 0.79, 0.980),  # 0.79: 2560x9728, which w4a8_small multiplies
     "a8_bf16_64": Found(24, 1, 0.96, 0.994),
-    "a8_bf16_128": Found(67, 1, 0.95, 0.998, unknown=5),  # 0.95: 512 tokens, 4096x14336
+    "a8_bf16_128": Found(107, 2, 0.95, 0.997, unknown=5),  # 0.95: 512 tokens, 4096x14336
     "a8_bf16_176": Found(53, 2, 0.96, 0.995, unknown=3),
     "a16_bf16_64": Found(24, 1, 0.95, 0.992),
-    "a16_bf16_128": Found(71, 4, 0.95, 0.994, unknown=1),
-    "a16_bf16_256": Found(54, 2, 0.94, 0.994, unknown=2),
+    "a16_bf16_128": Found(111, 4, 0.95, 0.994, unknown=1),
+    "a16_bf16_128x128": Found(40, 1, 0.93, 0.998),
+    "a16_bf16_256": Found(78, 4, 0.93, 0.995, unknown=2),
 }
 
 
@@ -154,22 +155,22 @@ PLANS = {
     "variant", [pytest.param(name, marks=() if name == CI else pytest.mark.slow) for name in PLANS]
 )
 def test_plan_is_near_the_fastest_shape_that_was_measured(variant: str) -> None:
-    built, wanted, speeds, unknown = module(variant), PLANS[variant], {}, 0
+    built, wanted, speeds, unknown = module(variant), PLANS[variant], [], 0
     tile = many_tokens.tile_of(variant)[:2]
     assert built.w4_gemm_tokens() == tile[0]
     for (m, n, k), us in many_tokens.times(f"{KERNEL}/{variant}"):
         plan = tuple(built.w4_gemm_plan(m, n, k, 132))[:3]
         if plan in us:
-            speeds[m, n, k] = min(us.values()) / us[plan]
+            speeds.append(min(us.values()) / us[plan])
         else:
             # The sweep has tried no split after 12 rounds of whole tiles and more.
             assert (plan[:2], tiles_of(1, (m, n), tile) > 12 * 132) == ((1, 2), True), f"{m, n, k}: {plan}"
             unknown += 1
     found = Found(
         len(speeds),
-        sum(speed < 0.97 for speed in speeds.values()),
-        min(speeds.values()),
-        statistics.geometric_mean(speeds.values()),
+        sum(speed < 0.97 for speed in speeds),
+        min(speeds),
+        statistics.geometric_mean(speeds),
         unknown,
     )
     assert (found.problems, found.unknown) == (wanted.problems, wanted.unknown)
@@ -178,7 +179,12 @@ def test_plan_is_near_the_fastest_shape_that_was_measured(variant: str) -> None:
     )
 
 
-@pytest.mark.parametrize("variant", [CI, pytest.param("a8_bf16_176", marks=pytest.mark.slow)])
+TIMED = [tile.builds["bfloat16"] for tile in cutlass_tiles.tiles("w4") if tile.speed]
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name == CI else pytest.mark.slow) for name in TIMED]
+)
 def test_the_model_in_python_expects_the_clocks_of_the_compiled_plan(variant: str) -> None:
     """By the first, a tile is chosen before its build is loaded."""
     (speed,) = {tile.speed for tile in cutlass_tiles.tiles("w4") if variant in tile.builds.values()}

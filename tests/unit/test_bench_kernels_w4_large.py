@@ -124,7 +124,8 @@ def h200(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variant", "rows", "tokens"), [("a8_bf16_176", 128, 176), ("a8_bf16_32", 128, 32), ("a16_bf16_64", 256, 64)]
+    ("variant", "rows", "tokens"),
+    [("a8_bf16_176", 128, 176), ("a8_bf16_32", 128, 32), ("a16_bf16_64", 256, 64), ("a16_bf16_128x128", 128, 128)],
 )
 def test_splits_of_what_whole_tiles_leave_are_checked(bench, h200, monkeypatch, variant, rows, tokens):
     """In every such shape: more tiles than whole ones fill rounds of, and no more than clusters run at once."""
@@ -155,7 +156,7 @@ def test_the_sums_of_every_tile_of_fp8_are_measured(bench, monkeypatch):
 
 def test_tiles_that_are_timed(bench):
     names = [f"a8_bf16_{tile}" for tile in ("small", 32, 64, 128, 176)]
-    modules = dict.fromkeys([*names, "a16_bf16_64", "a16_bf16_256", "w4a16"])
+    modules = dict.fromkeys([*names, "a16_bf16_64", "a16_bf16_128x128", "a16_bf16_256", "w4a16"])
     for act, m, tiles in (
         ("a8", 1, ["small", 32, 64, 128]),
         ("a8", 64, ["small", 32, 64, 128]),
@@ -164,7 +165,8 @@ def test_tiles_that_are_timed(bench):
         ("a8", 129, [64, 128, 176]),
         ("a8", 193, [128, 176]),
         ("a16", 32, [64]),
-        ("a16", 256, [256]),
+        ("a16", 65, [64, "128x128", 256]),
+        ("a16", 256, ["128x128", 256]),
     ):
         assert list(bench.run.tiles_of(modules, act, m)) == tiles
 
@@ -211,5 +213,8 @@ def test_launch_shapes_to_tune_are_one_wave_or_whole_tiles_and_one_wave(bench, h
     assert splits("a8", 128, (128, 650 * 128, 4096)) == whole | {(2, 2)}
     # 576 tiles: 4 rounds of 132, and 48 in halves, as the plan has it.
     assert (1, 2) in splits("a8", 176, (9 * 176, 64 * 128, 4096))
+    # With 256 rows a tile, 30 of them, with 128 rows 60.
+    assert (1, 4) in splits("a16", 128, (128, 30 * 256, 4096))
+    assert {(1, 4), (1, 8)} & splits("a16", "128x128", (128, 66 * 128, 4096)) == set()
     # Of 4 stages, no more than two parts.
     assert splits("a8", 128, (128, 128, 512)) == whole | {(1, 2), (2, 2)}
