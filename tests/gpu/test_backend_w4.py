@@ -53,7 +53,34 @@ def test_every_m_is_right(activation, dtype):
     if activation == "fp8" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("w4a8 needs an SM90 GPU")
     lin = layer(dtype=dtype, activation=activation)
-    for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 48, 49, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4096):
+    for m in (
+        1,
+        2,
+        7,
+        8,
+        9,
+        16,
+        17,
+        31,
+        32,
+        33,
+        48,
+        49,
+        63,
+        64,
+        65,
+        127,
+        128,
+        129,
+        176,
+        177,
+        255,
+        256,
+        257,
+        1000,
+        2048,
+        2049,
+    ):
         x = tokens(m, dtype=dtype)
         route = lin.bind().spec.routes[lin.bind().spec.index(m)]
         assert route.backend.startswith("w4")

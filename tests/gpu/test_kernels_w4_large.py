@@ -10,6 +10,7 @@ import torch
 
 from fp4dispatch import formats, jit
 from fp4dispatch.jit.manifest import installed
+from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
 from tests.gpu.tiles import bits, sees_one_wrong_element
 from tests.gpu.w4_packed import (
@@ -41,6 +42,8 @@ SHAPES = (
     (333, 392, 528),
     (256, 256, 256),
 )
+AT_176 = ((175, 136, 208), (176, 264, 400), (177, 72, 1040), (361, 136, 528))
+"""Around the ends of a tile of 176 tokens, which it writes 16 at a time; 361 ends in a piece of 9."""
 FEW = ((7, 200, 144), (16, 136, 528), (17, 264, 1040), (32, 520, 2064), (33, 264, 400), (64, 136, 1040))
 
 
@@ -55,6 +58,10 @@ def dtype_of(variant):
 
 def is_fp8(variant):
     return variant.startswith("a8")
+
+
+def sms():
+    return torch.cuda.get_device_properties(0).multi_processor_count
 
 
 def most_split(variant, k):
@@ -86,7 +93,7 @@ def test_packing_bit_for_bit(dtype, m, k):
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tile_and_the_same_bits_twice(variant, launch):
-    for m, n, k in (*SHAPES, *(FEW if variant.endswith("_32") else ())):
+    for m, n, k in (*SHAPES, *{"32": FEW, "176": AT_176}.get(variant.split("_")[2], ())):
         if launch is not None and launch[1] > most_split(variant, k):
             continue
         problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
@@ -97,6 +104,37 @@ def test_every_tile_and_the_same_bits_twice(variant, launch):
         problem.check(f"{variant} {launch}")
 
 
+@pytest.mark.parametrize(
+    ("launch", "rounds", "parts"),
+    [
+        *(((1, split, 8), 2, parts) for split in (2, 3, 4, 8) for parts in ("few", "many")),
+        *(((1, 2, 1), 1, "few"), ((1, 2, 2), 5, "few"), ((2, 2, 8), 2, "many"), ((2, 4, 1), 1, "few")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if "bf16" in v or v == "a8_fp16_176"])
+def test_whole_tiles_and_then_parts_of_k_and_the_same_bits_twice(variant, launch, rounds, parts):
+    """In one launch: a CTA's ring goes on from whole tiles into its part of the last one."""
+    k = 1040 if launch[1] > 4 else 528
+    if launch[1] > most_split(variant, k):
+        pytest.skip("a tile of 32 tokens has no 8 parts of K")
+    m, n = many_tokens.whole_tiles_first(variant, launch, sms(), rounds, parts)
+    problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
+    problem.run(gemm(variant).w4_gemm_shaped, list(launch), times=3)
+    problem.check(f"{variant} {launch} {rounds} rounds, {parts} parts")
+
+
+@pytest.mark.parametrize("variant", ["a8_bf16_128", "a8_bf16_176", "a16_bf16_128x128", "a16_bf16_256"])
+def test_a_plan_that_does_whole_tiles_first(variant):
+    m, n = many_tokens.whole_tiles_first(variant, (1, 2), sms(), 4, "few")
+    k = 4112
+    multicast, split, *_ = gemm(variant).w4_gemm_plan(m, n, k, sms())
+    assert (multicast, split > 1) == (1, True)
+    problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
+    problem.run(gemm(variant).w4_gemm, times=3)
+    problem.check(f"{variant} {split} parts")
+
+
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if is_fp8(v)])
 def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
     check_scales(gemm(variant).w4_gemm, dtype_of(variant), (16, 33, 100), variant)
@@ -104,7 +142,10 @@ def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
 
 @pytest.mark.parametrize(
     ("variant", "m"),
-    [("a8_bf16_32", 1), ("a8_bf16_32", 32), ("a8_bf16_64", 64), ("a8_bf16_128", 200), ("a16_bf16_64", 40)],
+    [
+        *(("a8_bf16_32", 1), ("a8_bf16_32", 32), ("a8_bf16_64", 64), ("a8_bf16_128", 200), ("a8_bf16_176", 300)),
+        *(("a16_bf16_64", 40), ("a16_bf16_128x128", 200)),
+    ],
 )
 def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
     check_pdl_chain(gemm(variant).w4_gemm, is_fp8(variant), m)
@@ -113,7 +154,8 @@ def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
 def test_long_k_and_many_tiles():
     """More tiles than multiprocessors (a persistent grid's ring runs on into the next tile), and long K."""
     for variant, (m, n, k) in itertools.product(
-        ("a8_bf16_32", "a8_bf16_64", "a8_bf16_128", "a16_bf16_128"), ((1024, 5120, 512), (300, 256, 14336))
+        ("a8_bf16_32", "a8_bf16_64", "a8_bf16_128", "a8_bf16_176", "a16_bf16_128", "a16_bf16_128x128"),
+        ((1024, 5120, 512), (300, 256, 14336)),
     ):
         x = torch.randn(m, k, generator=torch.Generator("cuda").manual_seed(k), device="cuda").bfloat16()
         packed, scale, exact_x = activations(is_fp8(variant), x)
@@ -130,7 +172,7 @@ def test_long_k_and_many_tiles():
 def test_a_token_that_is_not_finite_stays_alone():
     x = torch.randn(70, 256, device="cuda").bfloat16()
     x[3, 7] = torch.nan
-    for variant in ("a8_bf16_32", "a8_bf16_64", "a16_bf16_64"):
+    for variant in ("a8_bf16_32", "a8_bf16_64", "a8_bf16_176", "a16_bf16_64"):
         packed, scale, _ = activations(is_fp8(variant), x)
         out = torch.zeros(70, 128, device="cuda", dtype=torch.bfloat16)
         gemm(variant).w4_gemm(packed, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)

@@ -9,6 +9,7 @@ from fp4dispatch import FP4Linear, jit, registry, warmup
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.folding import fold_e4m3
 from fp4dispatch.backends.w4_layout import pack_w4p
+from fp4dispatch.problem import Problem
 from tests import contract
 
 pytestmark = pytest.mark.gpu
@@ -56,9 +57,15 @@ def test_wrong_arguments_are_refused(kernel, change, message):
     assert (out.float() == 1).all()
 
 
+def writes_weights_out(m, n, k):
+    wanted = Problem("nvfp4_gemm", m, n, k, "fp8")
+    return ("w4_to_e4m3", "any") in registry.instance("w4a8").builds(wanted, torch.device("cuda"))
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(768, 512, 1040), (1001, 1040, 512), (4096, 1024, 4096)])
+@pytest.mark.parametrize(("m", "n", "k"), [(2049, 512, 1040), (3001, 1040, 512), (4096, 1024, 4096)])
 def test_many_tokens_meet_the_contract(m, n, k, bias):
+    assert writes_weights_out(m, n, k)
     case = contract.Case("nvfp4_gemm", "nvfp4", "fp8", m, n, k, "bfloat16", bias)
     contract.check(registry.instance("w4a8"), case, "cuda")
 
@@ -67,8 +74,9 @@ def test_capture_replays_what_eager_computes():
     torch.manual_seed(0)
     linear = torch.nn.Linear(1024, 2048, device="cuda", dtype=torch.bfloat16)
     layer = FP4Linear.from_linear(linear, activation="fp8")
-    x = torch.randn(1000, 1024, device="cuda", dtype=torch.bfloat16)
-    warmup(layer, tokens=[1000])
+    assert writes_weights_out(2100, 2048, 1024)
+    x = torch.randn(2100, 1024, device="cuda", dtype=torch.bfloat16)
+    warmup(layer, tokens=[2100])
     with torch.inference_mode():
         want = layer(x)
         graph = torch.cuda.CUDAGraph()
