@@ -74,34 +74,39 @@ def tiles_of(multicast: int, mn: tuple[int, int], tile: tuple[int, int]) -> int:
     return math.ceil(math.ceil(mn[1] / tile[1]) / multicast) * math.ceil(mn[0] / tile[0])
 
 
-def check_limits(shape: Sequence[int], mnk: tuple[int, int, int], tile: tuple[int, int], ctas: int = 1) -> str:
+def check_limits(variant: str, shape: Sequence[int], mnk: tuple[int, int, int]) -> str:
     """Return how K is shared out: "whole", "one wave" of split tiles, or "whole first" and split ones after them."""
     multicast, split, raster, clocks = shape
     m, n, k = mnk
+    tokens, rows, ctas = many_tokens.tile_of(variant)
     assert (multicast in (1, 2), split in (1, 2, 3, 4, 8), raster, clocks > 0) == (True, True, 8, True)
-    assert multicast == 1 or n > tile[1]
+    assert multicast == 1 or n > rows
     if split == 1:
         return "whole"
-    assert split * 4 <= math.ceil(k / 128)  # a part of K has four stages at least
-    tiles, clusters = tiles_of(multicast, (m, n), tile), CLUSTERS[multicast * split] * ctas
+    assert split * 4 <= math.ceil(k / (128 if variant.startswith("a8") else 64))  # four stages of a part of K at least
+    tiles, clusters = tiles_of(multicast, (m, n), (tokens, rows)), CLUSTERS[multicast * split] * ctas
     if tiles <= clusters:
         return "one wave"
     rounds, left = divmod(tiles, clusters * split)
-    assert multicast == 1
+    assert multicast == 1, f"{mnk}: pairs split what whole tiles leave"
     assert (rounds > 0, 0 < left <= clusters) == (True, True), f"{mnk}: {rounds} rounds, then {left} of {clusters}"
     return "whole first"
 
 
-def test_plan_splits_in_one_wave_or_after_whole_tiles() -> None:
-    plan, found = module().w4_gemm_plan, set()
+@pytest.mark.parametrize("variant", variants())
+def test_plan_splits_in_one_wave_or_after_whole_tiles(variant: str) -> None:
+    plan, found = module(variant).w4_gemm_plan, set()
     tokens, rows = (1, 64, 200, 300, 1500, 4096), (8, 200, 2560, 4096, 6144, 28672, 57344)
     for mnk in itertools.product(tokens, rows, (16, 144, 1024, 4096, 9728, 28672)):
-        found.add(check_limits(plan(*mnk, 132), mnk, (128, 128)))
+        found.add(check_limits(variant, plan(*mnk, 132), mnk))
     assert found == {"whole", "one wave", "whole first"}
-    # One tile more than 4 rounds and as many as there are clusters is one that no cluster would take.
+
+
+def test_plan_takes_whole_tiles_first_where_clusters_do_all_that_is_left() -> None:
+    plan = module().w4_gemm_plan
     for row_tiles, how in ((132 * 4 + 66, "whole first"), (132 * 4 + 67, "whole")):
         mnk = (128, row_tiles * 128, 4096)
-        assert check_limits(plan(*mnk, 132), mnk, (128, 128)) == how
+        assert check_limits(CI, plan(*mnk, 132), mnk) == how
     with pytest.raises(ValueError, match="m is 0, needed at least 1"):
         plan(0, 4096, 4096, 132)
 
@@ -113,7 +118,7 @@ def test_plan_of_32_tokens_never_splits_k_by_more_than_4() -> None:
     splits = set()
     for mnk in itertools.product((1, 16, 32, 33, 64, 4096), (8, 200, 1024, 4096, 57344), (16, 1024, 4096, 28672)):
         shape = built.w4_gemm_plan(*mnk, 132)
-        check_limits(shape, mnk, (32, 128), ctas=2)
+        check_limits("a8_bf16_32", shape, mnk)
         splits.add(shape[1])
     assert splits == {1, 2, 3, 4}
     given = operands(m=21, k=2048) | {"shape": [1, 8, 1]}
