@@ -48,8 +48,11 @@ struct Producer {
     if (lane != 0) return;
     uint32_t const bytes = min(Tile::kTokens / 8, p.token_blocks - token / 8) * 1024;
     int64_t const block = int64_t(range.first + i) * p.token_blocks + token / 8;
-    barrier_arrive_expect(ring.full(slot), bytes);
+    barrier_arrive_expect(ring.full(slot), bytes + (Weights::kBlocks ? bytes / 32 : 0));
     copy_bulk(ring.tokens(slot), p.x + block * 1024, bytes, ring.full(slot));
+    if constexpr (Weights::kBlocks)
+      copy_bulk(ring.scales(slot), reinterpret_cast<uint8_t const*>(p.x_scale + block * 8), bytes / 32,
+                ring.full(slot));
   }
 #else
   // k beyond the end comes as zero, so that nothing meets the zero weights there that is not finite. Tokens beyond

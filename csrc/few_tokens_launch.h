@@ -258,7 +258,13 @@ Params check_all_but_x(TensorView w, TensorView alpha, Optional<TensorView> bias
   check_aligned({"out", out}, 16);
   Weights::Source const source = source_of(w, n, k);
   check_dtype({"alpha", alpha}, {kF32});
-  check_scalar_or_vector({"alpha", alpha}, n, "N");
+  if (Weights::kBlocks) {
+    check_ndim({"alpha", alpha}, 2);
+    check_size({"alpha", alpha}, 0, divide_up(n, 128), "ceil(N/128)");
+    check_size({"alpha", alpha}, 1, divide_up(k, 128), "ceil(K/128)");
+  } else {
+    check_scalar_or_vector({"alpha", alpha}, n, "N");
+  }
   check_contiguous({"alpha", alpha});
   if (bias.has_value()) check_bias({"bias", *bias}, kElement, n);
   Params p{};

@@ -21,7 +21,14 @@ Params check(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, O
   check_contiguous({"x", x});
   check_aligned({"x", x}, 16);
   check_dtype({"x_scale", x_scale}, {kF32});
-  check_scalar_or_vector({"x_scale", x_scale}, p.m, "M");
+  if (Weights::kBlocks) {
+    check_ndim({"x_scale", x_scale}, 2);
+    check_size({"x_scale", x_scale}, 0, x.size(0), "ceil(K/128)");
+    check_size({"x_scale", x_scale}, 1, x.size(1) * kBlockTokens, "8 ceil(M/8)");
+    check_aligned({"x_scale", x_scale}, 16);
+  } else {
+    check_scalar_or_vector({"x_scale", x_scale}, p.m, "M");
+  }
   check_contiguous({"x_scale", x_scale});
   p.x = data_of<uint8_t>(x), p.x_scale = data_of<float>(x_scale);
   p.token_blocks = int(x.size(1)), p.x_scale_step = x_scale.numel() == 1 ? 0 : 1;

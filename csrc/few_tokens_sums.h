@@ -64,10 +64,12 @@ template <class Tile>
 struct TokenScales {
   static constexpr int kMost =
       std::max(1, Tile::kTokens* Reduction<Tile>::kQuads / Reduction<Tile>::kThreads);
+  static constexpr bool kScaled =
+      Weights::kPacked && !Weights::kBlocks;  // blocks are scaled where they are added
   float scales[kMost] = {};
 
   __device__ TokenScales(Params const& p, int token, int tokens, int first, int each) {
-    if constexpr (Weights::kPacked) {
+    if constexpr (kScaled) {
 #pragma unroll
       for (int i = 0; i < kMost; ++i)
         if (first + i * each < tokens)
@@ -78,7 +80,7 @@ struct TokenScales {
   __device__ float of(int i) const {
     float scale = 1.f;
 #pragma unroll
-    for (int j = 0; j < kMost && Weights::kPacked; ++j) scale = i == j ? scales[j] : scale;
+    for (int j = 0; j < kMost && kScaled; ++j) scale = i == j ? scales[j] : scale;
     return scale;
   }
 };
@@ -92,7 +94,7 @@ struct Quad {
     if (row >= p.n) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      alpha[i] = p.alpha[int64_t(row + i) * p.alpha_step] * Weights::kUnscale;
+      alpha[i] = Weights::kBlocks ? 1.f : p.alpha[int64_t(row + i) * p.alpha_step] * Weights::kUnscale;
       if (p.bias != nullptr) bias[i] = float(p.bias[row + i]);
     }
   }

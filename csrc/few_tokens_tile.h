@@ -51,7 +51,8 @@ struct Tile {
   // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
   static constexpr int kTokenPitch = kStageK * 2 + 16;
   static constexpr int kTokenBytes =
-      (T * (kWgmma ? kStageK * int(sizeof(Weights::Activation)) : kTokenPitch) + Weights::kAlign - 1) /
+      (T * (kWgmma ? kStageK * int(sizeof(Weights::Activation)) + (Weights::kBlocks ? 4 : 0) : kTokenPitch) +
+       Weights::kAlign - 1) /
       Weights::kAlign * Weights::kAlign;
   static constexpr int kStageAlign = kWgmma ? 1024 : Weights::kAlign;
   static constexpr int kStageBytes =
@@ -102,6 +103,8 @@ struct Ring {
   __device__ uint32_t full(int slot) const { return barriers + slot * 16; }
   __device__ uint32_t empty(int slot) const { return barriers + slot * 16 + 8; }
   __device__ uint32_t tokens(int slot) const { return stages_at + slot * Tile::kStageBytes; }
+  // In blocks, of the stage's tokens, behind them.
+  __device__ uint32_t scales(int slot) const { return tokens(slot) + Tile::kTokens * kStageK; }
   __device__ uint32_t weights(int slot, int row_block) const {
     return tokens(slot) + Tile::kTokenBytes + row_block * Tile::kWeightBytes;
   }

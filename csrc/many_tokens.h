@@ -51,7 +51,10 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
         scales[i] = output.token_scale(corner.token + i * Tile::kPieceTokens);
     };
     if (kEarly) ask();
-    loop.run(i + 1 == items, item.count, sums);
+    // Blocks: the scales of this tile's rows, or of the last where it has none, from the item's first stage on.
+    int const row_tile = min(corner.row_block, p.row_blocks - 1) / Tile::kConsumers;
+    float const* const scales_at = p.alpha + int64_t(row_tile) * p.stages + item.first;
+    loop.run(i + 1 == items, item.count, sums, scales_at);
     if (!kEarly) ask();
     if (i < place.whole) {
 #pragma unroll

@@ -6,6 +6,9 @@
 namespace fp4d {
 
 // What a warpgroup writes: 64 rows of the weight, which are columns of the output.
+constexpr bool kScaledTokens =
+    kFp8 && !Weights::kBlocks;  // at the end; blocks are scaled where they are added
+
 template <class Tile>
 struct Output {
   Params const& p;
@@ -20,14 +23,16 @@ struct Output {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const mine = row + warp * 16 + half * 8 + lane / 4;
-      alpha[half] = mine < p.n ? p.alpha[int64_t(mine) * p.alpha_step] * Weights::kFactor : 0.f;
+      alpha[half] = Weights::kBlocks ? 1.f
+                    : mine < p.n     ? p.alpha[int64_t(mine) * p.alpha_step] * Weights::kFactor
+                                     : 0.f;
       bias[half] = p.bias != nullptr && mine < p.n ? float(p.bias[mine]) : 0.f;
     }
   }
 
   // Of token `token` + lane.
   __device__ float token_scale(int token) const {
-    if (!kFp8 || lane >= Tile::kPieceTokens || token + lane >= p.m) return 0.f;
+    if (!kScaledTokens || lane >= Tile::kPieceTokens || token + lane >= p.m) return 0.f;
     return p.x_scale[int64_t(token + lane) * p.x_scale_step];
   }
 
@@ -43,7 +48,7 @@ struct Output {
       for (int i = 0; i < 2; ++i) {
         float scales[2] = {1.f, 1.f};
 #pragma unroll
-        for (int t = 0; t < 2 && kFp8; ++t)
+        for (int t = 0; t < 2 && kScaledTokens; ++t)
           scales[t] = __shfl_sync(~0u, scale, (j + i) * 8 + lane % 4 * 2 + t);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

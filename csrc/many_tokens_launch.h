@@ -45,14 +45,24 @@ int64_t multiprocessors(int device) {
   });
 }
 
-void check_scale(Optional<TensorView> x_scale, int64_t m) {
+constexpr int64_t kScaleBlock = 128;
+static_assert(!Weights::kBlocks || Used::kRows == kScaleBlock, "a tile has one scale a stage");
+
+void check_scale(Optional<TensorView> x_scale, int64_t m, int64_t stages, int64_t token_blocks) {
   if (kFp8 != x_scale.has_value())
     TVM_FFI_THROW(ValueError) << "x_scale: "
                               << (kFp8 ? "None, needed the scales of e4m3 activations"
                                        : "a tensor, but 16-bit activations have no scale: needed None");
   if (!kFp8) return;
   check_dtype({"x_scale", *x_scale}, {kF32});
-  check_scalar_or_vector({"x_scale", *x_scale}, m, "M");
+  if (Weights::kBlocks) {
+    check_ndim({"x_scale", *x_scale}, 2);
+    check_size({"x_scale", *x_scale}, 0, stages, "ceil(K/128)");
+    check_size({"x_scale", *x_scale}, 1, token_blocks * kTokenBlock, "8 ceil(M/8)");
+    check_aligned({"x_scale", *x_scale}, 16);
+  } else {
+    check_scalar_or_vector({"x_scale", *x_scale}, m, "M");
+  }
   check_contiguous({"x_scale", *x_scale});
 }
 
@@ -77,9 +87,15 @@ Params check(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorVie
   check_size({"x", x}, 2, kTokenBlockBytes, "bytes of 8 tokens");
   check_contiguous({"x", x});
   check_aligned({"x", x}, 16);
-  check_scale(x_scale, m);
+  check_scale(x_scale, m, stages, x.size(1));
   check_dtype({"alpha", alpha}, {kF32});
-  check_scalar_or_vector({"alpha", alpha}, n, "N");
+  if (Weights::kBlocks) {
+    check_ndim({"alpha", alpha}, 2);
+    check_size({"alpha", alpha}, 0, divide_up(n, kScaleBlock), "ceil(N/128)");
+    check_size({"alpha", alpha}, 1, stages, "ceil(K/128)");
+  } else {
+    check_scalar_or_vector({"alpha", alpha}, n, "N");
+  }
   check_contiguous({"alpha", alpha});
   if (bias.has_value()) check_bias({"bias", *bias}, kOut, n);
   p.x = data_of<uint8_t>(x), p.alpha = data_of<float>(alpha);

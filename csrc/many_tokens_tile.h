@@ -20,6 +20,7 @@ constexpr int kBlockRows = 64;  // of weights, which a consumer warpgroup multip
 struct Params {
   Weights::Source w;
   uint8_t const* x;
+  // One a token, and one a column or row of the weight; in blocks [stages, 8 token_blocks] and [row tiles, stages].
   float const *x_scale, *alpha;
   Out const* bias;
   Out* out;
@@ -52,6 +53,7 @@ struct Tile {
   static constexpr int kTokenBytes = T * 128;               // a stage is 128 bytes of activations along K
   static constexpr int kBlockBytes = Weights::kBlockBytes;  // weights of a warpgroup in a stage
   static constexpr int kWeightBytes = kConsumers * kBlockBytes;
+  static constexpr int kScaleBytes = Weights::kBlocks ? T * 4 : 0;  // of a stage's tokens
 
   // Where a warpgroup turns a piece of its output, twice. 16 bytes more a token keep 8 tokens off each other's banks.
   static constexpr int kPieceTokens = T % 32 == 0 ? 32 : 16, kPitch = 64 * sizeof(Out) + 16,
@@ -62,8 +64,8 @@ struct Tile {
   static constexpr int kLutBytes = Weights::kTableBytes;
 
   static constexpr int kBarrierBytes = 128, kMaxShared = kCtas == 2 ? 115712 : 232448;
-  // Tokens, then weights; the next stage's tokens at a multiple of 1024.
-  static constexpr int kStageBytes = (kTokenBytes + kWeightBytes + 1023) / 1024 * 1024;
+  // Tokens, then weights, then scales; the next stage's tokens at a multiple of 1024.
+  static constexpr int kStageBytes = (kTokenBytes + kWeightBytes + kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kStages =
       std::min(8, (kMaxShared - kOutBytes - kLutBytes - kBarrierBytes) / kStageBytes);
   static constexpr int kOutAt = kStages * kStageBytes, kLutAt = kOutAt + kOutBytes,
@@ -82,6 +84,7 @@ struct Ring {
   __device__ uint32_t weights(int slot, int warpgroup) const {
     return tokens(slot) + Tile::kTokenBytes + warpgroup * Tile::kBlockBytes;
   }
+  __device__ uint32_t scales(int slot) const { return tokens(slot) + Tile::kTokenBytes + Tile::kWeightBytes; }
   __device__ uint32_t full(int slot) const { return base + Tile::kBarriersAt + slot * 16; }
   __device__ uint32_t empty(int slot) const { return full(slot) + 8; }
 

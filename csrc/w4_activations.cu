@@ -5,6 +5,8 @@
 //   w4_quantize_tensor(x, packed, scale, enable_pdl)  e4m3, static; scale f32, 1 element, read; NaN, negative or under
 //                                                     2^-116 gives NaN everywhere
 //   w8_quantize_row, w8_quantize_tensor               the same two, k in their own order
+//   w8_quantize_block(x, packed, scale, enable_pdl)   e4m3, dynamic, k in their own order, one scale for 128 k of a token; scale
+//                                                     f32 [ceil(K/128), 8 ceil(M/8)], contiguous, written, 1 beyond M
 //   w4_pack(x, packed, enable_pdl)                    the 16 bits as they are
 //     x       bf16 or fp16 [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8, 16-byte aligned
 //     packed  uint8, contiguous, 16-byte aligned, written: e4m3 [ceil(K/128), ceil(M/8), 1024], 16 bits [ceil(K/64),
@@ -217,6 +219,40 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A warp a token, eight tokens a block, `each` times 256 k, of which half a warp has one scale; `tiles` blocks along K,
+// `blocks` of 128 k.
+template <class T, int each>
+__global__ void __launch_bounds__(kThreads)
+    quantize_blocks(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
+                    int rows, int k, int blocks, int tiles) {
+  grid_dependency_launch_dependents();
+  grid_dependency_wait();
+  int64_t const token = int64_t(blockIdx.x / unsigned(tiles)) * kBlockTokens + threadIdx.x / 32;
+  int const lane = threadIdx.x % 32, first = blockIdx.x % unsigned(tiles) * each;
+  bool const padding = token >= rows;
+  T const* const row = padding ? x : x + token * x_stride;
+  uint4 raw[each];
+#pragma unroll
+  for (int i = 0; i < each; ++i) raw[i] = load_vector(row, (first + i) * 32 + lane, padding ? 0 : k);
+  uint8_t* const to = column_of(packed, token, lane % 16 / 2) + lane % 2 * 8;
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    uint4 const vector[1] = {raw[i]};
+    Amax const amax = amax_of<T>(vector);
+    uint32_t bits = amax.bits;
+#pragma unroll
+    for (int other = 8; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, other));
+    float const block_scale = scale_of<T>(bits);
+    float q[kVector];
+    E4m3Divisor(block_scale).divide<T>(raw[i], amax.finite, q);
+    int const block = (first + i) * 2 + lane / 16;
+    if (block >= blocks) continue;
+    *reinterpret_cast<uint2*>(to + block * token_blocks * kBlockBytes) =
+        make_uint2(to_e4m3(q[0], q[1], q[2], q[3]), to_e4m3(q[4], q[5], q[6], q[7]));
+    if (lane % 16 == 0) scale[block * token_blocks * kBlockTokens + token] = block_scale;
+  }
+}
+
 // `block_k`: elements of a token in 128 bytes.
 void check_packed(TensorView x, TensorView packed, int64_t block_k) {
   check_input(x, 16);
@@ -271,6 +307,47 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   }
 }
 
+// How many times 256 k a warp takes, so that all tokens run at once.
+template <class Go>
+void sized(int64_t token_blocks, int64_t warp_tiles, Go&& go) {
+  int64_t const wanted = token_blocks * kBlockTokens * warp_tiles / kWaveWarps + 1;
+  if (wanted <= 1) {
+    go(std::integral_constant<int, 1>{});
+  } else if (wanted <= 2) {
+    go(std::integral_constant<int, 2>{});
+  } else {
+    go(std::integral_constant<int, 4>{});
+  }
+}
+
+void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
+  check_packed(x, packed, 128);
+  check_dtype({"scale", scale}, {kF32});
+  check_ndim({"scale", scale}, 2);
+  check_size({"scale", scale}, 0, packed.size(0), "ceil(K/128)");
+  check_size({"scale", scale}, 1, packed.size(1) * kBlockTokens, "8 ceil(M/8)");
+  check_contiguous({"scale", scale});
+  int const device = check_one_cuda_device({{"x", x}, {"packed", packed}, {"scale", scale}});
+  if (x.size(0) == 0) return;
+  tvm::ffi::CUDADeviceGuard guard(device);
+  int64_t const blocks = packed.size(0), token_blocks = packed.size(1), warp_tiles = (blocks + 1) / 2;
+  auto const on = [&](auto const* data) {
+    using T = std::decay_t<decltype(*data)>;
+    sized(token_blocks, warp_tiles, [&](auto each) {
+      int64_t const tiles = (warp_tiles + each - 1) / each;
+      Shape const shape{dim3(unsigned(token_blocks * tiles)), dim3(kThreads), 1};
+      launch(quantize_blocks<T, each>, shape, device, enable_pdl, data, input_stride(x),
+             data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0), x.size(1), blocks,
+             tiles);
+    });
+  };
+  if (same(x.dtype(), kBF16)) {
+    on(data_of<__nv_bfloat16>(x));
+  } else {
+    on(data_of<__half>(x));
+  }
+}
+
 void pack(TensorView x, TensorView packed, bool enable_pdl) {
   check_packed(x, packed, 64);
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}});
@@ -284,14 +361,7 @@ void pack(TensorView x, TensorView packed, bool enable_pdl) {
     launch(pack_tokens<each>, shape, device, enable_pdl, data_of<uint16_t>(x), input_stride(x),
            data_of<uint8_t>(packed), token_blocks, x.size(0), x.size(1), blocks, tiles);
   };
-  int64_t const wanted = token_blocks * kBlockTokens * warp_tiles / kWaveWarps + 1;
-  if (wanted <= 1) {
-    go(std::integral_constant<int, 1>{});
-  } else if (wanted <= 2) {
-    go(std::integral_constant<int, 2>{});
-  } else {
-    go(std::integral_constant<int, 4>{});
-  }
+  sized(token_blocks, warp_tiles, go);
 }
 
 }  // namespace fp4d
@@ -300,4 +370,5 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row, (fp4d::quantize_e4m3<true, true>)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor, (fp4d::quantize_e4m3<false, true>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_row, (fp4d::quantize_e4m3<true, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_tensor, (fp4d::quantize_e4m3<false, false>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_block, fp4d::quantize_block);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_pack, fp4d::pack);

@@ -56,7 +56,7 @@ struct Loop {
   }
 
   // Adds an item's stages to `sums`.
-  __device__ void run(bool, int count, float (&sums)[T / 2]) {
+  __device__ void run(bool, int count, float (&sums)[T / 2], float const*) {
     uint32_t even[2][4], odd[2][4], scales;  // groups 0 and 1 of a stage
     uint4 codes;
     barrier_wait(ring.full(at.slot), at.parity);

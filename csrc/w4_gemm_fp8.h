@@ -65,7 +65,7 @@ struct Loop {
   }
 
   // Adds an item's stages to `sums`.
-  __device__ void run(bool last_item, int count, float (&sums)[T / 2]) {
+  __device__ void run(bool last_item, int count, float (&sums)[T / 2], float const*) {
     float partial[T / 2];
 #pragma unroll
     for (float& sum : partial) sum = 0.f;

@@ -33,6 +33,7 @@ struct Weights {
   static constexpr int kAlign = 16;
   static constexpr int kReuseTokens = 32;
   static constexpr float kUnscale = w4::Dequant<Element>::kUnscale;
+  static constexpr bool kBlocks = false;
   static constexpr int registers(int tokens, int units) {
     return units == 1 ? 80 : units == 4 ? 64 + tokens * 9 / 4 : tokens <= 16 ? 72 : 96;
   }

@@ -18,6 +18,7 @@ struct Weights {
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
   static constexpr int kReuseTokens = 32;
   static constexpr float kUnscale = 8.f;
+  static constexpr bool kBlocks = false;
   static constexpr int registers(int tokens, int) { return tokens <= 32 ? 80 : 112; }
 
   using Source = uint8_t const*;

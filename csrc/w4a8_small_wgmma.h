@@ -10,7 +10,7 @@
 namespace fp4d {
 
 // FP8 wgmma keeps 13 bits of a sum, so every 256 k the partial sums, which the first MMA has started from zero, are added
-// to f32 ones (w4_gemm_sm90.h).
+// to f32 ones (many_tokens.h).
 constexpr int kPromoteStages = 2;
 
 template <class Tile>

@@ -24,8 +24,70 @@ struct Loop {
     empty_at = address_in(ring.empty(0), place.source(p, releases != 0 ? lane : 0));
   }
 
-  // Adds an item's stages to `sums`.
-  __device__ void run(bool, int count, float (&sums)[T / 2]) {
+  // Adds an item's stages to `sums`. `at_scales`: of the weight's block, at the item's first stage.
+  __device__ void run(bool, int count, float (&sums)[T / 2], [[maybe_unused]] float const* at_scales) {
+    if constexpr (Weights::kBlocks) {
+      run_blocks(count, sums, at_scales);
+    } else {
+      run_promoted(count, sums);
+    }
+  }
+
+  __device__ void multiply(float (&partial)[T / 2], int add) const {
+    uint64_t const a = operand_b(ring.weights(at.slot, warpgroup)), b = operand_b(ring.tokens(at.slot));
+    wgmma_fence();
+    wgmma_e4m3<T>(partial, a, b, add);
+#pragma unroll
+    for (int j = 1; j < kMmas; ++j)
+      wgmma_e4m3<T>(partial, a + j * kDescriptorStep, b + j * kDescriptorStep, 1);
+    wgmma_commit();
+  }
+
+  // Every 128 k have scales of their own: one of the weights, and one a token, which lie in the stage. A stage is added while
+  // the next one is multiplied, into the other of two sets of partial sums.
+  __device__ void run_blocks(int count, float (&sums)[T / 2], float const* at_scales) {
+    float even[T / 2], odd[T / 2];
+#pragma unroll
+    for (float& sum : odd) sum = 0.f;  // before the first stage
+    uint32_t scales = ring.scales(at.slot), release = 0;
+    float scale = 0.f;
+    auto const add = [&](float const(&partial)[T / 2]) {
+#pragma unroll
+      for (int j = 0; j < T / 8; ++j) {
+        uint2 const pair = load_8(scales + lane % 4 * 8 + j * 32);
+        float const first = __uint_as_float(pair.x) * scale, second = __uint_as_float(pair.y) * scale;
+        sums[4 * j] = fmaf(partial[4 * j], first, sums[4 * j]);
+        sums[4 * j + 1] = fmaf(partial[4 * j + 1], second, sums[4 * j + 1]);
+        sums[4 * j + 2] = fmaf(partial[4 * j + 2], first, sums[4 * j + 2]);
+        sums[4 * j + 3] = fmaf(partial[4 * j + 3], second, sums[4 * j + 3]);
+      }
+      if (release != 0 && releases != 0) barrier_arrive_in(release);
+    };
+    auto const step = [&](float (&now)[T / 2], float const(&before)[T / 2], int i) {
+      float const next = __ldg(at_scales + i);
+      barrier_wait(ring.full(at.slot), at.parity);
+      multiply(now, 0);
+      wgmma_wait<1>();
+      add(before);
+      scales = ring.scales(at.slot), scale = next, release = empty_at + at.slot * 16;
+      at.advance();
+    };
+#pragma unroll 1
+    for (int i = 0; i + 1 < count; i += 2) {
+      step(even, odd, i);
+      step(odd, even, i + 1);
+    }
+    if (count % 2 != 0) {
+      step(even, odd, count - 1);
+      wgmma_wait<0>();
+      add(even);
+    } else {
+      wgmma_wait<0>();
+      add(odd);
+    }
+  }
+
+  __device__ void run_promoted(int count, float (&sums)[T / 2]) {
     float partial[T / 2];
 #pragma unroll
     for (float& sum : partial) sum = 0.f;
@@ -34,13 +96,7 @@ struct Loop {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       barrier_wait(ring.full(at.slot), at.parity);
-      uint64_t const a = operand_b(ring.weights(at.slot, warpgroup)), b = operand_b(ring.tokens(at.slot));
-      wgmma_fence();
-      wgmma_e4m3<T>(partial, a, b, phase);
-#pragma unroll
-      for (int j = 1; j < kMmas; ++j)
-        wgmma_e4m3<T>(partial, a + j * kDescriptorStep, b + j * kDescriptorStep, 1);
-      wgmma_commit();
+      multiply(partial, phase);
       wgmma_wait<1>();
       if (release != 0 && releases != 0) barrier_arrive_in(release);
       release = empty_at + at.slot * 16;

@@ -8,10 +8,12 @@
 //   w8_gemm_plan(m, n, k, multiprocessors) -> [shape, clocks that a model expects]; pure
 //   w8_gemm_tokens() -> tokens of a tile
 //     x       uint8 [ceil(K/128), ceil(M/8), 1024], e4m3 as w8_quantize_row packs it, contiguous, 16-byte aligned
-//     x_scale f32, 1 element or [M]
+//     x_scale f32, 1 element or [M]; FP4D_SCALING == 1: [ceil(K/128), 8 ceil(M/8)] as w8_quantize_block writes it, 16-byte
+//             aligned
 //     w       e4m3 [R, K], contiguous, 16-byte aligned, K % 16 == 0; R is N, or up to 7 less: rows that are not there are
 //             zeros
-//     alpha   f32, 1 element or [N]
+//     alpha   f32, 1 element or [N]; FP4D_SCALING == 1: [ceil(N/128), ceil(K/128)], contiguous, as checkpoints hold
+//             weight_scale_inv
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
@@ -28,6 +30,10 @@
 #error "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8; FP4D_TOKENS: 128"
 #endif
 
+#if !defined(FP4D_SCALING)
+#define FP4D_SCALING 0  // 1: scales of 128x128 weights and of 128 k of a token
+#endif
+
 #include "w8_gemm_weights.h"
 
 #include "many_tokens_launch.h"
@@ -36,9 +42,10 @@
 namespace fp4d {
 
 // Clocks measured on an H200: bench/NOTES.md, "many tokens".
-TileSizes const kSizes{
-    Used::kTokens, Used::kRows, 128, Used::kWeightBytes, Used::kCtas, Used::kMostSplit, 0, 679,
-    674,           674,         913};
+constexpr double kStageClocks = Weights::kBlocks ? 980 : 679, kSharedClocks = Weights::kBlocks ? 975 : 674;
+TileSizes const kSizes{Used::kTokens, Used::kRows,      128, Used::kWeightBytes,
+                       Used::kCtas,   Used::kMostSplit, 0,   kStageClocks,
+                       kSharedClocks, kSharedClocks,    913};
 
 int64_t stages_of(TensorView w) { return divide_up(w.size(1), 128); }
 

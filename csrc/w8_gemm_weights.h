@@ -19,6 +19,8 @@ struct Weights {
   };
   static constexpr int kBlockBytes = 64 * 128, kTableBytes = 0;
   static constexpr float kFactor = 1.f;
+  static constexpr bool kBlocks =
+      FP4D_SCALING == 1;  // a scale for 128x128 weights and one for 128 k of a token
 
   static constexpr bool kShares = true;  // CTAs of a cluster may share rows
 

@@ -53,6 +53,7 @@ struct Weights {
   static constexpr bool kPacked = false;
   static constexpr int kTableBytes = 0;
   static constexpr float kUnscale = w8::unscale(static_cast<Element const*>(nullptr));
+  static constexpr bool kBlocks = false;
   static constexpr int registers(int tokens, int units) {
     return units == 4 ? 80 + tokens * 9 / 4 : tokens <= 16 ? 80 : 96;
   }

@@ -6,16 +6,22 @@
 //   w8a8_small_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)    shape: the 7 numbers of Plan
 //   w8a8_small_plan(m, n, k, multiprocessors, shared_sm, shared_block, clusters)    those 7 numbers, pure
 //     x        uint8 [ceil(K/128), ceil(M/8), 1024], e4m3 as w8_quantize_row packs it, contiguous, 16-byte aligned
-//     x_scale  f32, 1 element or [M]
+//     x_scale  f32, 1 element or [M]; FP4D_SCALING == 1: [ceil(K/128), 8 ceil(M/8)] as w8_quantize_block writes it, 16-byte
+//              aligned
 //     w        e4m3 [R, K], contiguous, 16-byte aligned, K % 16 == 0; R is N, or up to 7 less: rows that are not there are
 //              zeros
-//     alpha    f32, 1 element or [N]
+//     alpha    f32, 1 element or [N]; FP4D_SCALING == 1: [ceil(N/128), ceil(K/128)], contiguous, as checkpoints hold
+//              weight_scale_inv
 //     bias     None or [N], the build's type
 //     out      bf16 or fp16 (the build's type) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
 // With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
 // Capture-safe: only launches. The first call on a device asks it for its properties.
 #include "gdc_guard.h"
+
+#if !defined(FP4D_SCALING)
+#define FP4D_SCALING 0  // 1: scales of 128x128 weights and of 128 k of a token
+#endif
 
 #include "w8a8_small_weights.h"
 

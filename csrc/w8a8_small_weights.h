@@ -17,6 +17,8 @@ struct Weights {
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
   static constexpr int kReuseTokens = 32;
   static constexpr float kUnscale = 1.f;
+  static constexpr bool kBlocks =
+      FP4D_SCALING == 1;  // a scale for 128x128 weights and one for 128 k of a token
   static constexpr int registers(int tokens, int) { return tokens <= 32 ? 80 : 96; }
 
   using Source = w8::Source;

@@ -8,37 +8,65 @@
 namespace fp4d {
 
 // FP8 wgmma keeps 13 bits of a sum, so every 256 k the partial sums, which the first MMA has started from zero, are added
-// to f32 ones (w4_gemm_sm90.h).
+// to f32 ones (many_tokens.h).
 constexpr int kPromoteStages = 2;
+constexpr int kScaleBlock = 128;  // rows of the weight and k with one scale, if any
+
+// Every 128 k have scales of their own: one of the weights, and one a token, which lie in the stage.
+template <class Tile>
+__device__ __forceinline__ void add_scaled(uint32_t scales, int lane, float scale, Sums<Tile> const& partial,
+                                           Sums<Tile>& sums) {
+#pragma unroll
+  for (int j = 0; j < Tile::kTokens / 8; ++j) {
+    uint2 const pair = load_8(scales + lane % 4 * 8 + j * 32);
+    float const first = __uint_as_float(pair.x) * scale, second = __uint_as_float(pair.y) * scale;
+    sums[4 * j] = fmaf(partial[4 * j], first, sums[4 * j]);
+    sums[4 * j + 1] = fmaf(partial[4 * j + 1], second, sums[4 * j + 1]);
+    sums[4 * j + 2] = fmaf(partial[4 * j + 2], first, sums[4 * j + 2]);
+    sums[4 * j + 3] = fmaf(partial[4 * j + 3], second, sums[4 * j + 3]);
+  }
+}
 
 template <class Tile>
-__device__ __forceinline__ void consume_wgmma(Params const&, Ring<Tile> ring, Range range, uint32_t, int warp,
-                                              int lane, Sums<Tile>& sums) {
+__device__ __forceinline__ void consume_wgmma(Params const& p, Ring<Tile> ring, Range range, uint32_t,
+                                              int warp, int lane, Sums<Tile>& sums) {
   uint64_t const rows = operand_b(ring.weights(0, warp / Tile::kBlockWarps)),
                  tokens = operand_b(ring.tokens(0));
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0;
   Sums<Tile> partial = {};
   int phase = 0;
+  int const row_block = blockIdx.z * Tile::kRowBlocks + warp / Tile::kBlockWarps;
+  [[maybe_unused]] float const* const at =
+      p.alpha + int64_t(row_block * Weights::kRows / kScaleBlock) * p.chunks + range.first;
+  [[maybe_unused]] float scale = Weights::kBlocks && range.count > 0 ? __ldg(at) : 0.f;
 #pragma unroll 1
   for (int i = 0; i < range.count; ++i) {
     barrier_wait(full, parity);
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < kStageK / 32; ++s) {
-      uint64_t const at = offset + s * kDescriptorStep;
-      wgmma_e4m3<Tile::kTokens>(partial, rows + at, tokens + at, s == 0 ? phase : 1);
+      uint64_t const at_k = offset + s * kDescriptorStep;
+      wgmma_e4m3<Tile::kTokens>(partial, rows + at_k, tokens + at_k, s == 0 ? phase : 1);
     }
     wgmma_commit();
-    wgmma_wait<1>();
-    if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
-    if (++phase == kPromoteStages) {
-      phase = 0;
+    if constexpr (Weights::kBlocks) {
+      float const next = __ldg(at + min(i + 1, range.count - 1));
       wgmma_wait<0>();
+      add_scaled<Tile>(ring.scales(0) + offset * 16, lane, scale, partial, sums);
+      if (lane == 0) barrier_arrive(full + 8);
+      scale = next;
+    } else {
+      wgmma_wait<1>();
+      if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
+      if (++phase == kPromoteStages) {
+        phase = 0;
+        wgmma_wait<0>();
 #pragma unroll
-      for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
+        for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
+      }
+      release = full + 8;
     }
-    release = full + 8;
     offset += Tile::kStageBytes / 16, full += 16;
     if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
   }
