@@ -8,7 +8,8 @@
 // A cluster is `multicast` CTAs, which take neighbouring rows and the same tokens and copy a part of the activations
 // each to all of them, times `split`, which share out K. Sums of the parts of K meet in shared memory and are added in
 // the order of the parts, each CTA doing a range of tokens: the same bits every time, no workspace, no atomics.
-// Without a split the grid is persistent, and the ring runs ahead into the next tile during an epilogue.
+// The grid is persistent: a CTA does whole tiles, and the ring runs ahead into the next one during an epilogue. With a split,
+// what is left of a wave comes last, a tile a cluster, because its sums take the place of the ring.
 #pragma once
 
 #include "many_tokens_epilogue.h"

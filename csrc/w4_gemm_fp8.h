@@ -26,14 +26,14 @@ struct Loop {
   w4::Fp8Chunk first = {}, second = {};
   uint32_t offset = 0, barrier = 0, parity = 0;  // in the ring
   // The lane's words and scales of the first stage, its table, the barrier that it releases, if it does.
-  uint32_t words_at = 0, scales_at = 0, luts_at = 0, empty_at = 0, releases = 0;
+  uint32_t words_at = 0, scales_at = 0, luts_at = 0, empty_at = 0;
 
   __device__ void start() {
     words_at = ring.weights(0, warpgroup) + warp * w4::kUnitBytes + lane * 16;
     scales_at = ring.weights(0, warpgroup) + w4::kScaleOffset + lane * 8 + warp * 2;
     luts_at = ring.base + Tile::kLutAt + lane % w4::kLutCopies * 8;
-    releases = lane < Place::sources(p);
-    empty_at = address_in(ring.empty(0), place.source(p, releases != 0 ? lane : 0));
+    bool const releases = lane < Place::sources(p);
+    empty_at = releases ? address_in(ring.empty(0), place.source(p, lane)) : 0;
     keep(words_at), keep(scales_at), keep(luts_at), keep(empty_at);
     barrier_wait(ring.full(0), 0);
     load(first, 0);
@@ -81,7 +81,7 @@ struct Loop {
       advance(last_item && left == 0);
       wgmma_wait<1>();
       if (release != 0) barrier_arrive_in(empty_at + previous);
-      release = releases;
+      release = empty_at;
       second.dequantize<0>(a[2]);
       multiply(partial, a[1], b + kDescriptorStep, 1);
       second.dequantize<1>(a[3]);
@@ -107,7 +107,7 @@ struct Loop {
 #pragma unroll
       for (int v = 0; v < T / 2; ++v) sums[v] += partial[v];
     }
-    if (releases != 0) barrier_arrive_in(empty_at + previous);
+    if (empty_at != 0) barrier_arrive_in(empty_at + previous);
   }
 };
 
