@@ -18,7 +18,7 @@
 
 namespace fp4d {
 
-// From when the first stage is there.
+// Until so many clocks after the first stage is there.
 __device__ __forceinline__ void wait_clocks(uint32_t first_full, int clocks) {
   barrier_wait(first_full, 0);
   for (uint32_t const from = clock(); clock() - from < uint32_t(clocks);) {
@@ -48,8 +48,8 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
     auto const ask = [&] {
       output.start(corner.row_block);
 #pragma unroll
-      for (int i = 0; i < Tile::kPieces; ++i)
-        scales[i] = output.token_scale(corner.token + i * Tile::kPieceTokens);
+      for (int j = 0; j < Tile::kPieces; ++j)
+        scales[j] = output.token_scale(corner.token + j * Tile::kPieceTokens);
     };
     if (kEarly) ask();
     // Blocks: the scales of this tile's rows, or of the last where it has none, from the item's first stage on.
