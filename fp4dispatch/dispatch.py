@@ -357,15 +357,8 @@ def _arch(machine: System, gpu: int | None) -> Arch | None:
 
 
 def _on(machine: System, gpu: int | None) -> System:
-    """Return the facts as seen from one device: its GPU first, or none."""
-    machine = _allowed(machine)
-    if gpu == 0:
-        return machine
-    if gpu is None:
-        return replace(machine, gpus=())
-    if gpu >= len(machine.gpus):
-        raise InputError(f"gpu={gpu} is not visible: {len(machine.gpus)} GPUs are")
-    return replace(machine, gpus=(machine.gpus[gpu], *machine.gpus[:gpu], *machine.gpus[gpu + 1 :]))
+    """Return the facts as seen from one device, with what the user allows."""
+    return _allowed(machine).seen_from(gpu)
 
 
 def _allowed(machine: System) -> System:

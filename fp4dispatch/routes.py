@@ -11,6 +11,7 @@ import functools
 import json
 import threading
 from bisect import bisect_left
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -257,7 +258,7 @@ def gpu_of(device: torch.device) -> int | None:
     return device.index if device.type == "cuda" else None
 
 
-_plans: dict[tuple[str, Problem, tuple[Any, ...], torch.device], Plan] = {}
+_plans: dict[tuple[str, Hashable, tuple[Any, ...], torch.device], Plan] = {}
 _lock = threading.Lock()
 
 
@@ -269,8 +270,8 @@ def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
     CaptureError
         If one would have to be made while a CUDA graph is being captured.
     """
-    keyed = problem if backend.plans_by_m else replace(problem, m=1)
-    key = (backend.name, keyed, prepared.layout, prepared.tensors[0].device)
+    device = prepared.tensors[0].device
+    key = (backend.name, backend.plan_key(problem, device), prepared.layout, device)
     plan = _plans.get(key)
     if plan is None:
         capture.forbid_in_capture(f"no plan for {problem} on {backend.name}: building one", "run it once, eagerly")

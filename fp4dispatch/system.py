@@ -58,6 +58,22 @@ class System:
         """Arch of the first visible GPU; None without one."""
         return self.gpus[0].arch if self.gpus else None
 
+    def seen_from(self, gpu: int | None) -> System:
+        """Return the facts as seen from one device: its GPU first, or none for the CPU.
+
+        Raises
+        ------
+        InputError
+            If there is no such GPU.
+        """
+        if gpu == 0:
+            return self
+        if gpu is None:
+            return replace(self, gpus=())
+        if gpu >= len(self.gpus):
+            raise InputError(f"gpu={gpu} is not visible: {len(self.gpus)} GPUs are")
+        return replace(self, gpus=(self.gpus[gpu], *self.gpus[:gpu], *self.gpus[gpu + 1 :]))
+
     def __str__(self) -> str:
         known = [f"{label} {text}" for label, text in self._versions().items() if text]
         known += ["FP8 copy allowed"] * self.fp8_copy

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fp4dispatch.decision import Reason
@@ -173,6 +173,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Do all host work for a problem (``problem.activation`` is resolved, not ``any``). Refused during capture."""
+
+    def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
+        """Return what a plan is kept by: one that was made for a problem serves every problem of the same key."""
+        return problem if self.plans_by_m else replace(problem, m=1)
 
     @abc.abstractmethod
     def run(

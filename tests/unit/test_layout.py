@@ -18,9 +18,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
     ("capture",),
     ("jit", "csrc", "jit_flags"),
-    ("backends",),
+    ("backends", "policy", "rules"),  # a backend made of others asks the policy which of them
     ("registry",),
-    ("policy", "rules"),
     ("selfcheck", "trial", "canary", "tilecheck", "quarantine", "tuned", "records", "race"),
     ("dispatch", "whatif", "timing"),
     ("tuning", "agreement", "prebuild"),
