@@ -78,13 +78,21 @@ def finish(x, weight, alpha, bias, out):
 
 
 class Kernels:
-    """The modules that ``jit.load`` would return, and a record of what was loaded and launched."""
+    """The modules that ``jit.load`` would return, and a record of what was loaded and launched.
 
-    def __init__(self, pdl_allowed=True):
-        self.pdl_allowed = pdl_allowed
+    ``beside``: other backends' kernels on the same machine; it is asked for what is not here, and packs for them.
+    """
+
+    def __init__(self, pdl_allowed=True, beside=None):
+        self.pdl_allowed, self.beside = pdl_allowed, beside
         self.loaded, self.launched = [], []
 
     def load(self, kernel, build, arch):
+        if self.beside is not None and not kernel.startswith("w8"):
+            found = self.beside.load(kernel, build, arch)
+            if kernel == "w4_activations":
+                found.module = SimpleNamespace(**vars(found.module), **vars(self.quantizers(build)))
+            return found
         catalog = installed()
         assert catalog.target_for(catalog.kernel(kernel), arch) is not None
         self.loaded.append((kernel, build))

@@ -45,7 +45,7 @@ _N_MULTIPLE = 8  # kernels store 16 bytes of a row of the output at a time
 _K_MULTIPLE = 16  # and read rows of the weight that start on 16 bytes
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Sizes of prepared weights; ``np``, ``kp`` are padded with zeros: columns of the output, and K."""
 
     n: int
@@ -64,7 +64,7 @@ class _State(NamedTuple):
     """
 
     m: int
-    layout: _Layout
+    layout: Layout
     fits: bool
     launch: Callable[[_State, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]
     gemm: Callable[..., None]
@@ -98,7 +98,7 @@ class W8A8Backend(Backend):
         """
         w = weights
         has_input_scale = w.input_scale is not None
-        layout = _Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE), has_input_scale)
+        layout = Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE), has_input_scale)
         weight = stored_rows(w.weight, w.n, layout.kp)
         columns = layout.np if w.scaling == "row" else 1
         tensors = [weight, zero_pad(w.scale.reshape(1, -1), 1, columns).reshape(-1).contiguous()]
@@ -123,7 +123,7 @@ class W8A8Backend(Backend):
             raise InputError(
                 f"w8a8 has no kernel for {problem} on {arch_of(device)}; fp4dispatch explain lists what can run it"
             )
-        return Plan(self.name, problem, _state(problem, _Layout(*prepared.layout), device, tile))
+        return Plan(self.name, problem, _state(problem, Layout(*prepared.layout), device, tile))
 
     def run(
         self,
@@ -173,7 +173,7 @@ def _tile_for(problem: Problem, device: torch.device) -> Tile | None:
     return tile_for(problem, arch_of(device), 0, "w8")
 
 
-def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile) -> _State:
+def _state(problem: Problem, layout: Layout, device: torch.device, tile: Tile) -> _State:
     """Load the kernels of a tile and return what a plan knows."""
     m, arch, pdl, static = problem.m, arch_of(device), settings.pdl != "off", layout.has_input_scale
     gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)

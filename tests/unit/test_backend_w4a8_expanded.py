@@ -1,4 +1,4 @@
-"""w4a8_expanded without a GPU: the values of w4a8, the contract on torch's CPU kernel, what is allowed, bytes."""
+"""w4a8_expanded without a GPU: the values of w4a8, who multiplies, the contract on both, what is allowed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import capture, cli, dispatch, formats, selfcheck, system
+from fp4dispatch import capture, cli, dispatch, formats, routes, selfcheck, system
 from fp4dispatch.arch import SM90
-from fp4dispatch.backends import cublaslt, w4, w4a8_expanded
+from fp4dispatch.backends import cublaslt, w4, w4a8_expanded, w8a8
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.backends.folding import fold_e4m3
+from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.backends.w8a8 import W8A8Backend
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError, SettingsError
 from fp4dispatch.linear import FP4Linear
 from fp4dispatch.problem import Problem
 from fp4dispatch.replace import replace_linears
 from fp4dispatch.system import System
-from tests import contract, quantizer_fake, w4_fake
+from fp4dispatch.warming import warmup
+from tests import contract, quantizer_fake, w4_fake, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
 
-BACKEND = w4a8_expanded.W4A8ExpandedBackend()
+BACKEND = W4A8ExpandedBackend()
 (RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
 E4M3 = torch.float8_e4m3fn
 COPY = "FP4DISPATCH_FP8_COPY"
 N, K = 96, 208
+NO_COMPILER = System.fake("9.0", cuda="13.0", torch="2.11")
+ADA = System.fake("8.9", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+FEW, MANY, PACKER = "w8a8_small", "w8_gemm", ("w4_activations", "any")
+"""w8a8's kernels."""
 
 
 def problem(m, n=N, k=K, **options):
@@ -46,34 +53,62 @@ def run(w, x, bias=None):
     return out
 
 
+def on(monkeypatch, machine):
+    monkeypatch.setattr(w4a8_expanded, "_facts", lambda device: machine)
+
+
 @pytest.fixture
 def kernels(monkeypatch):
-    """Our quantiser in torch; the GEMM is torch's own for CPUs."""
+    """An H200 where nothing can be compiled but our quantiser, which is torch; the GEMM is torch's own for CPUs."""
+    on(monkeypatch, NO_COMPILER)
     monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
     return quantizer_fake.install(monkeypatch)
+
+
+@pytest.fixture
+def ours(kernels, monkeypatch):
+    """An H200 with a compiler: w8a8's kernels too."""
+    on(monkeypatch, HOPPER)
+    return w8_fake.install(monkeypatch)
+
+
+def planned(m, n=N, k=K, **options):
+    prepared = BACKEND.prepare(weights(n, k))
+    return BACKEND.plan(problem(m, n, k, **options), prepared), prepared
 
 
 # ------------------------------------------------------------------------------------------------------------ contract
 
 
 @pytest.mark.parametrize("case", contract.cases(BACKEND), ids=str)
-def test_the_contract_holds_with_our_quantiser(case, kernels):
+def test_the_contract_holds_on_w8a8(case, ours, kernels):
+    contract.check(BACKEND, case)
+    assert [launch[0] for launch in ours.launched] == ["w8_quantize_row", FEW if case.m <= 64 else MANY] * 2
+    assert kernels.calls == []
+
+
+@pytest.mark.parametrize("case", contract.cases(BACKEND), ids=str)
+def test_the_contract_holds_on_cublaslt_with_our_quantiser(case, kernels):
     contract.check(BACKEND, case)
     assert [call[0] for call in kernels.calls] == ["row", "row"]
 
 
+@pytest.mark.parametrize("machine", [NO_COMPILER, ADA], ids=["hopper", "ada"])
 @pytest.mark.parametrize("case", contract.cases(BACKEND)[::3], ids=str)
-def test_the_contract_holds_without_a_compiler_and_away_from_hopper(case):
+def test_the_contract_holds_without_our_quantiser(case, machine, monkeypatch):
+    on(monkeypatch, machine)
     contract.check(BACKEND, case)
 
 
 def test_a_plan_says_why_it_goes_without_our_quantiser(monkeypatch):
+    on(monkeypatch, NO_COMPILER)
     quantizer_fake.without(monkeypatch, "by torch's operations: no nvcc")
     assert "by torch's operations: no nvcc" in BACKEND.plan(problem(4), BACKEND.prepare(weights())).note
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 5), ("float16", 1)])
 def test_on_ada_scales_per_row_are_left_to_the_epilogue_for_float16(dtype, rows, monkeypatch):
+    on(monkeypatch, ADA)
     quantizer_fake.install(monkeypatch)
     calls, real = [], torch._scaled_mm
     monkeypatch.setattr(
@@ -126,6 +161,10 @@ def test_results_are_those_of_w4a8_but_for_the_order_of_sums(kernels, monkeypatc
     w, x = weights(shards=shards), torch.randn(300, K).bfloat16()
     b = torch.randn(N).bfloat16() if bias else None
     got = run(w, x, b)
+    with monkeypatch.context() as patch:
+        on(patch, HOPPER)
+        w8_fake.install(patch)
+        torch.testing.assert_close(run(w, x, b), got, rtol=2**-7, atol=1e-3)  # whoever multiplies
     w4_fake.install(monkeypatch)
     other, want = w4.W4A8Backend(), torch.empty(300, N, dtype=torch.bfloat16)
     prepared = other.prepare(w)
@@ -143,6 +182,103 @@ def test_bytes_are_eight_bits_a_weight_and_the_scales():
     assert BACKEND.prepare(weights()).nbytes() == N * K + 4 * N
     assert BACKEND.prepare(weights(n=100)).nbytes() == 112 * K + 4 * 112
     assert BACKEND.layout_name == "w4a8_expanded"
+
+
+# ----------------------------------------------------------------------------------------------------- who multiplies
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "most"),
+    [(57344, 8192, 256), (16392, 4096, 256), (16384, 4096, 512), (4096, 4096, 1024), (64, 64, 1024)],
+)
+def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(n, k, most, monkeypatch):
+    on(monkeypatch, HOPPER)
+    tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 1000, 1024, 1025, 4096)
+    found = [w4a8_expanded._backend_for(problem(m, n, k), torch.device("cpu")).name for m in tokens]
+    asked = {"activation": "fp8", "scaling": "row", "system": HOPPER}
+    assert found == [dispatch.explain("fp8_gemm", m, n, k, **asked).backend for m in tokens]
+    assert found == ["w8a8" if m <= most else "cublaslt" for m in tokens]
+
+
+def test_without_a_compiler_and_away_from_hopper_it_is_cublaslt(monkeypatch):
+    proven = System.fake("9.0", cuda="13.0", torch="2.11", proven=[("w8_gemm", "sm_90")])
+    for machine, name in ((NO_COMPILER, "cublaslt"), (ADA, "cublaslt"), (HOPPER, "w8a8"), (proven, "w8a8")):
+        on(monkeypatch, machine)
+        assert w4a8_expanded._backend_for(problem(64), torch.device("cpu")).name == name
+
+
+def test_one_that_failed_its_self_check_does_not_multiply(monkeypatch):
+    def machine(*names):
+        return System.fake(
+            "9.0", cuda="13.0", torch="2.11", nvcc="13.0", quarantined=[(n, "fp8_gemm", "sm_90") for n in names]
+        )
+
+    for failed, other in (("w8a8", "cublaslt"), ("cublaslt", "w8a8")):
+        on(monkeypatch, machine(failed))
+        found = {w4a8_expanded._backend_for(problem(m), torch.device("cpu")).name for m in (64, 4096)}
+        assert found == {other}
+        assert BACKEND.supports(problem(64), machine(failed)) == ()
+    both = machine("w8a8", "cublaslt")
+    reasons = BACKEND.supports(problem(64), both)
+    assert [r.code for r in reasons] == ["QUARANTINED", "QUARANTINED"]
+    assert {r.text.split()[0] for r in reasons} == {"w8a8", "cublaslt"}
+    on(monkeypatch, both)
+    with pytest.raises(InputError, match="nothing can run the FP8 copy of the weights of nvfp4_gemm M=64"):
+        BACKEND.builds(problem(64), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("arch", ["8.9", "9.0"])
+@pytest.mark.parametrize("nvcc", [None, "13.0"])
+@pytest.mark.parametrize("cuda", ["12.4", "13.0"])
+def test_where_it_can_run_somebody_can_multiply(cuda, nvcc, arch, dtype):
+    machine = System.fake(arch, cuda=cuda, torch="2.11", nvcc=nvcc)
+    asked = problem(300, out_dtype=dtype, bias=True)
+    assert BACKEND.supports(asked, machine) == check_of_its_own(asked, machine)
+
+
+def check_of_its_own(asked, machine):
+    return w4a8_expanded.check("w4a8_expanded", asked, machine)
+
+
+def test_the_gpu_that_is_asked_about_is_that_of_the_weights(monkeypatch):
+    here = System.fake(gpus=["9.0", "8.9"], cuda="13.0", torch="2.11", nvcc="13.0")
+    monkeypatch.setattr(system, "current", lambda: here)
+    found = [w4a8_expanded._facts(torch.device(d)).arch for d in ("cuda", "cuda:0", "cuda:1", "cpu")]
+    assert [arch and arch.sm for arch in found] == ["sm_90", "sm_90", "sm_89", None]
+
+
+@pytest.mark.parametrize("n", [96, 104, 100])
+def test_both_read_the_one_copy(n, ours, monkeypatch):
+    held, seen = BACKEND.prepare(weights(n)), []
+    for m in (64, 65, 1025):
+        plan = BACKEND.plan(problem(m, n), held)
+        inner = plan.state.backend
+        real = inner.run
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                inner, "run", lambda p, prepared, *rest, real=real: (seen.append(prepared), real(p, prepared, *rest))
+            )
+            BACKEND.run(plan, held, torch.randn(m, K).bfloat16(), torch.empty(m, n, dtype=torch.bfloat16))
+        other = w4a8_expanded._held_by(inner, held)
+        assert [t.data_ptr() for t in other.tensors] == [t.data_ptr() for t in held.tensors]
+        if n % 16 == 0:
+            assert other.layout == inner.prepare(of_fp8(weights(n))).layout
+    assert [prepared.tensors[0].data_ptr() for prepared in seen] == [held.tensors[0].data_ptr()] * 3
+    assert [name for name, *_ in ours.launched] == ["w8_quantize_row", FEW, "w8_quantize_row", MANY]
+
+
+def of_fp8(w):
+    """The FP8 layer that the copy is."""
+    scale = torch.ones(w.n)
+    return LinearWeights("fp8_gemm", "row", w.n, w.k, fold_e4m3(w.weight, w.scale), scale)
+
+
+def test_the_copy_is_written_before_a_kernel_may_read_it_ahead_of_its_turn(monkeypatch):
+    awaited = []
+    monkeypatch.setattr(w4a8_expanded, "await_writes", awaited.append)
+    (weight, _), (seen,) = BACKEND.prepare(weights()).tensors, awaited
+    assert seen is weight
 
 
 # ------------------------------------------------------------------------------------------------------- plan and runs
@@ -165,9 +301,26 @@ def test_operands_that_fit_go_straight_to_two_launches(kernels, monkeypatch):
     assert (first[0], first[3]) == ("row", True)
 
 
+@pytest.mark.parametrize("m", [4, 100])
+def test_operands_that_fit_go_straight_to_w8a8s_two_launches(m, ours, monkeypatch):
+    plan, prepared = planned(m)
+    x, out = torch.randn(m, K).bfloat16(), torch.empty(m, N, dtype=torch.bfloat16)
+    ready = BACKEND.ready(plan, prepared)
+    with monkeypatch.context() as patch:
+        for slow in ("aligned", "bias_row", "direct"):
+            patch.setattr(w8a8, slow, lambda *args: pytest.fail("the long way"))
+        BACKEND.run(plan, prepared, x, out)
+        patch.setattr(W8A8Backend, "run", lambda *args: pytest.fail("not ready"))
+        patch.setattr(W4A8ExpandedBackend, "run", lambda *args: pytest.fail("not ready"))
+        again = torch.full_like(out, torch.nan)
+        ready(x, again, None)
+    assert torch.equal(out, again)
+    assert [launch[0] for launch in ours.launched] == ["w8_quantize_row", FEW if m == 4 else MANY] * 2
+    assert {launch[-1] for launch in ours.launched} == {True}
+
+
 def test_during_capture_scratch_is_the_graphs_and_nothing_is_planned(kernels, monkeypatch):
-    prepared = BACKEND.prepare(weights())
-    plan = BACKEND.plan(problem(4), prepared)
+    plan, prepared = planned(4)
     x, out = torch.randn(4, K).bfloat16(), torch.empty(4, N, dtype=torch.bfloat16)
     BACKEND.run(plan, prepared, x, out)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
@@ -177,19 +330,47 @@ def test_during_capture_scratch_is_the_graphs_and_nothing_is_planned(kernels, mo
     assert torch.equal(again, out)
     arena, own = kernels.calls
     assert arena[1] != own[1]
-    with pytest.raises(CaptureError):
+    with pytest.raises(CaptureError, match=r"warmup\(model, tokens=\[5\]\)"):
         BACKEND.plan(problem(5), prepared)
 
 
-def test_one_plan_serves_every_m_and_only_the_quantiser_is_compiled(kernels):
-    assert not BACKEND.plans_by_m
-    assert BACKEND.builds(problem(1), torch.device("cpu")) == (("fp8_quantize", "any"),)
+def test_nothing_is_planned_in_a_capture_for_w8a8_either(ours, monkeypatch):
+    plan, prepared = planned(4)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
+    with pytest.raises(CaptureError, match=r"warmup\(model, tokens=\[5\]\)"):
+        BACKEND.plan(problem(5), prepared)
+    BACKEND.run(plan, prepared, torch.randn(4, K).bfloat16(), torch.empty(4, N, dtype=torch.bfloat16))
+    assert [launch[0] for launch in ours.launched] == ["w8_quantize_row", FEW]
+
+
+def test_plans_are_by_m_and_cublaslt_needs_but_one(ours, monkeypatch):
+    monkeypatch.setattr(routes, "_plans", {})
     prepared = BACKEND.prepare(weights())
-    plan = BACKEND.plan(problem(1), prepared)
-    for m in (1, 33, 300):
+    tokens = (1, 2, 64, 65, 1024, 1025, 2000, 9000)
+    plans = [routes.plan_for(BACKEND, problem(m), prepared) for m in tokens]
+    assert BACKEND.plans_by_m
+    assert len({id(plan) for plan in plans[:5]}) == 5
+    assert len({id(plan) for plan in plans[5:]}) == 1 == len(set(map(id, plans)) - set(map(id, plans[:5])))
+    assert routes.plan_for(BACKEND, problem(2), prepared) is plans[1]
+    assert routes.plan_for(BACKEND, problem(1025, bias=True), prepared) is not plans[5]
+    for m, plan in zip(tokens, plans, strict=True):
         x, out = torch.randn(m, K).bfloat16(), torch.empty(m, N, dtype=torch.bfloat16)
         BACKEND.run(plan, prepared, x, out)
-        assert torch.equal(out, run(weights(), x))
+        assert torch.equal(out, run(weights(), x)), m
+    with pytest.raises(InputError, match="out has 3 rows, the plan is for M=2"):
+        BACKEND.run(plans[1], prepared, torch.randn(3, K).bfloat16(), torch.empty(3, N, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_compiled_is_what_an_m_needs(dtype, ours):
+    half, loaded = {"bfloat16": "bf16", "float16": "fp16"}[dtype], ours.loaded
+    few, many = {("w8a8_small", half), PACKER}, {("w8_gemm_sm90", f"{half}_128"), PACKER}
+    for m, names in ((1, few), (64, few), (65, many), (1024, many), (1025, {("fp8_quantize", "any")})):
+        assert set(BACKEND.builds(problem(m, out_dtype=dtype), torch.device("cpu"))) == names
+        loaded.clear()
+        planned(m, out_dtype=dtype)
+        assert set(loaded) == (names if m <= 1024 else set())  # that quantiser is not loaded through jit here
 
 
 def test_what_is_quantised_already_is_refused(kernels):
@@ -238,9 +419,11 @@ def test_the_self_check_passes_it_and_sees_wrong_weights(kernels, monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine that seems to have an H200, with the kernels of w4a16 and w4a8; nothing is allowed yet."""
+    """A machine that seems to have an H200, with our kernels; nothing is allowed yet."""
     launches = w4_fake.install(monkeypatch)
     quantizer_fake.install(monkeypatch)
+    launches.w8 = w8_fake.install(monkeypatch, beside=launches)
+    on(monkeypatch, HOPPER)
     monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
     with seems_to_be_here(monkeypatch):
         yield launches
@@ -251,7 +434,8 @@ def test_the_setting_is_read_when_a_choice_is_made(hopper, monkeypatch):
     assert dispatch.select(asked).backend == "w4a8"
     monkeypatch.setenv(COPY, "1")
     assert dispatch.select(asked).backend == "w4a8_expanded"
-    assert dispatch.select(problem(191, activation="any")).backend == "w4a8"
+    assert dispatch.select(problem(128, activation="any")).backend == "w4a8"
+    assert dispatch.select(problem(129, activation="any")).backend == "w4a8_expanded"
     monkeypatch.setenv(COPY, "0")
     assert dispatch.select(asked).backend == "w4a8"
     monkeypatch.setenv(COPY, "perhaps")
@@ -326,17 +510,32 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
     monkeypatch.setenv(COPY, "1")
     made = layer(shards)
     few, more, many = made.bind().spec.routes
-    assert [(r.m_max, r.backend) for r in (few, more)] == [(8, "w4a16"), (191, "w4a8")]
+    assert [(r.m_max, r.backend) for r in (few, more)] == [(8, "w4a16"), (128, "w4a8")]
     assert (many.backend, many.activation) == ("w4a8_expanded", "fp8")
     assert (few.start, few.stop) == (more.start, more.stop) != (many.start, many.stop)
     assert made.nbytes() - plain.nbytes() == N * K + 4 * N
     assert list(made.state_dict()) == list(plain.state_dict())
     dense = contract.dequantised(made.weights())
-    for m in (1, 8, 9, 191, 192, 1000):
+    for m in (1, 8, 9, 128, 129, 1000, 1025):
         x = torch.randn(m, K).bfloat16()
         want = x.double() @ dense.t() + made.bias.double()
         assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 8 else 0.05)
-    assert "then w4a8 (fp8) up to M=191, then w4a8_expanded (fp8)" in repr(made)
+    multiplied = [name for name, *_ in (*hopper.w8.launched, *hopper.launched) if name in (FEW, MANY, "scaled_mm")]
+    assert multiplied == [MANY, MANY, "scaled_mm"]
+    assert "then w4a8 (fp8) up to M=128, then w4a8_expanded (fp8)" in repr(made)
+
+
+def test_an_m_that_was_never_planned_is_not_captured(hopper, monkeypatch):
+    monkeypatch.setenv(COPY, "1")
+    made = layer()
+    warmup(made, tokens=[200, 2000])
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
+    for m in (200, 2000):
+        made(torch.randn(m, K).bfloat16())
+    for m in (201, 2001):
+        with pytest.raises(CaptureError, match=rf"no plan for M={m} .*(\n.*)*warmup\(model, tokens=\[{m}\]\)"):
+            made(torch.randn(m, K).bfloat16())
 
 
 def test_without_the_setting_no_layer_holds_a_copy(hopper):

@@ -7,7 +7,7 @@ import torch
 
 from fp4dispatch import capture, formats
 from fp4dispatch.arch import SM90, Arch
-from fp4dispatch.backends import cublaslt, cublaslt_direct, quantizers, scratch
+from fp4dispatch.backends import cublaslt, cublaslt_direct, quantizers, scratch, w4a8_expanded
 from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.system import System
@@ -71,6 +71,8 @@ def library(monkeypatch):
     monkeypatch.setattr(quantizers, "load", lambda device: (fp8._replace(library=made), ""))
     monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
     monkeypatch.setattr(cublaslt_direct._system, "current", lambda: System.fake("9.0", cuda="13.0"))
+    without_nvcc = System.fake("9.0", cuda="13.0", torch="2.11")
+    monkeypatch.setattr(w4a8_expanded, "_facts", lambda device: without_nvcc)  # whose copy cublaslt then multiplies
     return made
 
 

@@ -174,9 +174,9 @@ def test_a_pinned_activation_holds_for_every_m_on_sm_90(activation, chosen):
         assert (decision.backend, decision.activation) == (chosen, activation)
 
 
-@pytest.mark.parametrize(("arch", "few"), [("9.0", "w4a8"), ("8.9", "w4a16")])
-def test_an_fp8_copy_that_is_allowed_serves_192_tokens_and_more(arch, few):
-    for m, chosen in ((9, few), (191, few), (192, "w4a8_expanded"), (8192, "w4a8_expanded")):
+@pytest.mark.parametrize(("arch", "few", "most"), [("9.0", "w4a8", 128), ("8.9", "w4a16", 191)])
+def test_an_fp8_copy_that_is_allowed_serves_many_tokens(arch, few, most):
+    for m, chosen in ((9, few), (most, few), (most + 1, "w4a8_expanded"), (8192, "w4a8_expanded")):
         decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m, copy=True)
         assert (decision.backend, decision.warnings) == (chosen, ())
     assert (decision.activation, decision.rule.id) == ("fp8", "nvfp4-fp8-copy")

@@ -113,7 +113,8 @@ def test_a_bound_on_tiles_of_the_output():
 
 
 def test_rules_of_other_archs_do_not_cut_ranges():
-    assert {8, 191} <= set(bounds("nvfp4_gemm", SM90))
+    assert {8, 128} <= set(bounds("nvfp4_gemm", SM90))
+    assert 191 not in bounds("nvfp4_gemm", SM90)  # sm_89's
     assert bounds("nvfp4_gemm", SM120) == bounds("nvfp4_gemm", None) == ()
     assert m_bucket(33, "nvfp4_gemm", SM120) == 64
 
