@@ -239,7 +239,7 @@ def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
 @needs_sm90
 @pytest.mark.parametrize("m", [256, 1024])
 def test_it_is_faster_than_w4a8_where_the_rule_prefers_it(m, tmp_path, monkeypatch):
-    """Or the rule is wrong. Through the layers the H200 has 1.57 and 1.66 times bf16, w4a8 1.33 and 1.40."""
+    """Or the rule is wrong. On the H200 FP8 layers have 1.57 and 1.66 times bf16, w4a8 1.33 and 1.40."""
     monkeypatch.setenv("FP4DISPATCH_TUNED", "auto")
     monkeypatch.setenv(COPY, "1")
     tmp_path.chmod(0o755)
