@@ -53,15 +53,18 @@ def check_rows(x):
     assert x.data_ptr() % 16 == 0
 
 
-def check_weight(w, alpha, bias, out, k):
-    """What all GEMMs ask of the rest."""
+def check_weight(w, alpha, bias, out, k, block=False):
+    """What all GEMMs ask of the rest; ``block``: of builds for block scales."""
     n = out.shape[1]
     assert k % 16 == n % 8 == 0
     assert w.dtype == E4M3
     assert w.shape[1] == k
     assert n - 8 < w.shape[0] <= n
     assert alpha.dtype == torch.float32
-    assert alpha.numel() in (1, n)
+    if block:
+        assert tuple(alpha.shape) == (-(-n // 128), -(-k // 128))
+    else:
+        assert alpha.numel() in (1, n)
     assert bias is None or (tuple(bias.shape) == (n,) and bias.dtype == out.dtype)
     for operand in (w, alpha, out, *([] if bias is None else [bias])):
         assert operand.is_contiguous()
@@ -119,20 +122,30 @@ class Kernels:
         return SimpleNamespace(w8a16_small=w8a16_small)
 
     def quantised(self, name, build):
+        block, dtype = build.startswith("block_"), DTYPES[build.removeprefix("block_").partition("_")[0]]
+
         def multiply(x_packed, x_scale, w, alpha, bias, out, enable_pdl):
             (m, n), k = out.shape, w.shape[1]
             assert m >= 1
-            assert out.dtype == DTYPES[build.partition("_")[0]]
+            assert out.dtype == dtype
             assert x_packed.dtype == torch.uint8
             assert x_packed.shape[2] == 1024
             assert x_scale.dtype == torch.float32
-            assert x_scale.numel() in (1, m)
+            if block:
+                assert tuple(x_scale.shape) == (-(-k // 128), -(-m // 8) * 8)
+                assert x_scale.data_ptr() % 16 == 0
+            else:
+                assert x_scale.numel() in (1, m)
             for operand in (x_packed, x_scale):
                 assert operand.is_contiguous()
             assert x_packed.data_ptr() % 16 == 0
-            check_weight(w, alpha, bias, out, k)
-            x = unpack_activation(x_packed, m, k).float() * x_scale.reshape(-1, 1)
-            finish(x, w.float(), alpha, bias, out)
+            check_weight(w, alpha, bias, out, k, block)
+            x = unpack_activation(x_packed, m, k).float()
+            if block:
+                rows = alpha.repeat_interleave(128, 0)[: w.shape[0]].repeat_interleave(128, 1)[:, :k]
+                finish(x * x_scale.t()[:m].repeat_interleave(128, 1)[:, :k], w.float() * rows, 1, bias, out)
+            else:
+                finish(x * x_scale.reshape(-1, 1), w.float(), alpha, bias, out)
             self.launched.append((name, m, n, k, enable_pdl))
 
         return SimpleNamespace(**{name: multiply})
@@ -160,7 +173,17 @@ class Kernels:
             assert (scale.dtype, scale.numel()) == (torch.float32, 1)
             fill("w8_quantize_tensor", x, packed, formats.fp8_quantize(x, "tensor", scale[0]).data, enable_pdl)
 
-        return SimpleNamespace(w8_quantize_row=w8_quantize_row, w8_quantize_tensor=w8_quantize_tensor)
+        def w8_quantize_block(x, packed, scale, enable_pdl):
+            check_rows(x)
+            m, k = x.shape
+            shape = (-(-k // 128), -(-m // 8) * 8)
+            assert (scale.dtype, tuple(scale.shape), scale.is_contiguous()) == (torch.float32, shape, True)
+            q = formats.fp8_quantize(x, "1x128")
+            scale.fill_(1).t()[:m].copy_(q.scale)
+            fill("w8_quantize_block", x, packed, q.data, enable_pdl)
+
+        made = (w8_quantize_row, w8_quantize_tensor, w8_quantize_block)
+        return SimpleNamespace(**{quantizer.__name__: quantizer for quantizer in made})
 
 
 def install(monkeypatch, capability="9.0", **options):
@@ -209,12 +232,12 @@ def run(backend, activation, w, x, bias=None, prepared=None):
     return out
 
 
-def check_built_as_claimed(kernel, builds, record):
-    """Every output type and arch of its capabilities has one of a kernel's builds, and there are no others."""
+def check_built_as_claimed(kernel, record, *tables):
+    """Every output type and arch of its capabilities has a build of a kernel in each table; there are no others."""
     catalog = installed()
     kernel = catalog.kernel(kernel)
-    assert set(builds) == set(record.out_dtypes)
-    assert set(builds.values()) == set(kernel.variants)
+    assert all(set(builds) == set(record.out_dtypes) for builds in tables)
+    assert sorted(build for builds in tables for build in builds.values()) == sorted(kernel.variants)
     assert record.kernel_op == kernel.op
     assert {arch.sm for arch in KNOWN_ARCHS if catalog.target_for(kernel, arch) is not None} == set(record.archs)
 

@@ -31,6 +31,12 @@ def packed_part(m: int, k: int, itemsize: int) -> Part:
     return Part((-(-k * itemsize // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
 
 
+def block_scales_part(m: int, k: int) -> Part:
+    """Return the memory of its scales where each token has one for 128 k, as ``w8_quantize_block`` writes them."""
+    tokens = formats.round_up(m, _PACKED_TOKENS)
+    return Part((-(-k // formats.FP8_BLOCK), tokens), torch.float32)
+
+
 def stored_rows(weight: Tensor, n: int, kp: int) -> Tensor:
     """Return a weight [n, kp] padded with zeros and on 16 bytes; ``weight`` itself where it is so."""
     weight = zero_pad(weight, n, kp)

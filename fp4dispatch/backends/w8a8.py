@@ -5,14 +5,14 @@ them as ``w8a16`` does, and FP8 tensor cores multiply: 16-bit ones are what ``w8
 Each of its tiles reads all weights, so from 65 tokens on another one multiplies (``csrc/w8_gemm_sm90.cu``): tiles of
 128 tokens by 128 rows, whose CTAs share what they copy. ``w8_tiles.toml`` has which serves which M; every M runs.
 Activations are quantised ahead of either, one scale a token or the layer's static one, into the order in which both
-load them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32 (for many tokens FP8
-tensor cores' own over 256 k, which are added in f32); scales and the bias are applied to them, and the result is
-rounded once.
+load them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32 (FP8 tensor cores' own
+over 256 k, which are added in f32); scales and the bias are applied to them, and the result is rounded once.
+
+Under 128x128 block scales each token has a scale for every 128 k, and what tensor cores sum over these is multiplied by
+both as it is added: builds of their own of both kernels.
 
 The weight stays [N, K] as it is stored and as ``w8a16``, ``cutlass`` and ``cublaslt`` read it: a layer that goes from
-one to the other by the number of tokens holds it once.
-
-128x128 block scales would need sums of their own for every 128 along K; they are not built.
+one to the other by the number of tokens holds it once. So do block scales, as they are stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
-from fp4dispatch.backends.operands import aligned, arch_of, await_writes, bias_row, direct, packed_part, stored_rows
+from fp4dispatch.backends.operands import (
+    aligned,
+    arch_of,
+    await_writes,
+    bias_row,
+    block_scales_part,
+    direct,
+    packed_part,
+    stored_rows,
+)
 from fp4dispatch.backends.scratch import Part, Scratch, eager
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
@@ -75,7 +84,7 @@ class _State(NamedTuple):
 
 
 class W8A8Backend(Backend):
-    """FP8 weights (tensor, row) by FP8 activations, from ``csrc/`` through :mod:`fp4dispatch.jit`. Plans are by M."""
+    """FP8 weights (tensor, row, block128) by FP8 activations, from ``csrc/``. Plans are by M."""
 
     name = "w8a8"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"fp8_gemm": ("fp8",)}
@@ -92,18 +101,22 @@ class W8A8Backend(Backend):
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Take the weight as it is; pad with zeros where K is not a multiple of 16. Synchronises.
 
-        Tensors: weight e4m3 [n, kp], the layer's own where nothing is padded; its scale f32 [1] (``tensor``) or
-        [np] (``row``); the static input scale f32 [1], where the layer has one. NaN among the weights needs no care:
-        FP8 tensor cores multiply it as what it is.
+        Tensors: weight e4m3 [n, kp], the layer's own where nothing is padded; its scale f32 [1] (``tensor``), [np]
+        (``row``) or [ceil(N/128), ceil(K/128)] (``block128``, which np and kp do not change); the static input scale
+        f32 [1], where the layer has one: not under ``block128``, whose activations are scaled from their own values.
+        NaN among the weights needs no care: FP8 tensor cores multiply it as what it is.
         """
         w = weights
-        has_input_scale = w.input_scale is not None
-        layout = Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE), has_input_scale)
+        static = None if w.scaling == "block128" else w.input_scale
+        layout = Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE), static is not None)
         weight = stored_rows(w.weight, w.n, layout.kp)
-        columns = layout.np if w.scaling == "row" else 1
-        tensors = [weight, zero_pad(w.scale.reshape(1, -1), 1, columns).reshape(-1).contiguous()]
-        if w.input_scale is not None:
-            tensors.append(w.input_scale.reshape(1))
+        if w.scaling == "block128":
+            scale = w.scale
+        else:
+            scale = zero_pad(w.scale.reshape(1, -1), 1, layout.np if w.scaling == "row" else 1).reshape(-1)
+        tensors = [weight, scale.contiguous()]
+        if static is not None:
+            tensors.append(static.reshape(1))
         await_writes(weight)
         return Prepared(self.name, tuple(tensors), tuple(layout))
 
@@ -178,21 +191,28 @@ def _state(problem: Problem, layout: Layout, device: torch.device, tile: Tile) -
     m, arch, pdl, static = problem.m, arch_of(device), settings.pdl != "off", layout.has_input_scale
     gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
     quantizer = jit.load(QUANTIZER, "any", arch)
-    packed = packed_part(m, layout.kp, 1)
+    quantize, parts = quantizer.module.w8_quantize_row, [packed_part(m, layout.kp, 1)]
+    if static:
+        quantize = quantizer.module.w8_quantize_tensor
+    elif problem.scaling == "block128":
+        quantize = quantizer.module.w8_quantize_block
+        parts.append(block_scales_part(m, layout.kp))
+    else:
+        parts.append(Part((m,), torch.float32))
     return _State(
         m,
         layout,
         (layout.np, layout.kp) == (layout.n, layout.k),
-        _launch_static if static else _launch_row,
+        _launch_static if static else _launch_dynamic,
         getattr(gemm.module, _ENTRY[tile.kernel]),
         pdl and gemm.pdl_allowed,
-        quantizer.module.w8_quantize_tensor if static else quantizer.module.w8_quantize_row,
+        quantize,
         pdl and quantizer.pdl_allowed,
-        Scratch(device, [packed] if static else [packed, Part((m,), torch.float32)]),
+        Scratch(device, parts),
     )
 
 
-def _launch_row(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+def _launch_dynamic(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
     packed, scale = s.scratch()
     s.quantize(x, packed, scale, s.quantize_pdl)
     s.gemm(packed, scale, tensors[0], tensors[1], bias, d, s.gemm_pdl)

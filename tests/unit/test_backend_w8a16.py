@@ -65,7 +65,7 @@ def test_what_a_layer_calls_is_run(monkeypatch, n, k):
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
-    w8_fake.check_built_as_claimed(w8a16.KERNEL, w8a16.BUILDS, RECORD)
+    w8_fake.check_built_as_claimed(w8a16.KERNEL, RECORD, w8a16.BUILDS)
 
 
 def test_block_scales_and_quantised_operands_are_refused_with_reasons():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fp4dispatch import capture, formats, ops, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS, SM90
-from fp4dispatch.backends import cutlass_tiles, scratch, w8a8, w8a16
+from fp4dispatch.backends import cutlass, cutlass_tiles, scratch, w8a8, w8a16
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.errors import InputError
@@ -24,6 +25,8 @@ ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
 (RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
 E4M3 = torch.float8_e4m3fn
 FEW, MANY = "w8a8_small", "w8_gemm_sm90"
+DYNAMIC_AND_STATIC = [("row", None), ("row", torch.tensor(0.1)), ("block128", None)]
+"""Scaling and static scale: what each way to quantise is for."""
 
 
 def problem(m, n=4096, k=4096, scaling="row", **options):
@@ -42,8 +45,13 @@ def run(w, x, bias=None, prepared=None):
 
 def exact(w, x, bias=None):
     """In float64, of the activation as it is quantised."""
-    q = formats.fp8_quantize(x, "row") if w.input_scale is None else formats.fp8_quantize(x, "tensor", w.input_scale)
-    a = q.data.double() * q.scale.double().reshape(-1, 1)
+    if w.scaling == "block128":
+        q = formats.fp8_quantize(x, "1x128")
+        a = q.data.double() * q.scale.double().repeat_interleave(128, 1)[:, : w.k]
+    else:
+        static = w.input_scale
+        q = formats.fp8_quantize(x, "row") if static is None else formats.fp8_quantize(x, "tensor", static)
+        a = q.data.double() * q.scale.double().reshape(-1, 1)
     return a @ contract.dequantised(w).t() + (0 if bias is None else bias.double())
 
 
@@ -97,6 +105,35 @@ def test_emulated_kernels_compute_what_they_define(kernel, build, entry, dtype, 
             quantizers.w8_quantize_row(x, wrong, torch.empty(m), True)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("kernel", "build", "entry"), [(FEW, "block_{}", FEW), (MANY, "block_{}_128", "w8_gemm")])
+def test_emulated_kernels_of_blocks_compute_what_they_define(kernel, build, entry, dtype):
+    m, n, k, build, dtype, kernels = 21, 200, 336, build.format(dtype), w8_fake.DTYPES[dtype], w8_fake.Kernels()
+    x, w, alpha = torch.randn(m, k).to(dtype), torch.randn(197, k).to(E4M3), torch.rand(2, 3)
+    x[2, 128:] = 0
+    bias, out = torch.randn(n).to(dtype), torch.full((m, n), torch.nan, dtype=dtype)
+    packed, scale = torch.full((3, 3, 1024), 0xFF, dtype=torch.uint8), torch.full((3, 24), torch.nan)
+    gemm = getattr(kernels.load(kernel, build, SM90).module, entry)
+    quantize = kernels.load(w8a8.QUANTIZER, "any", SM90).module.w8_quantize_block
+    quantize(x, packed, scale, True)
+    assert torch.equal(scale[:, :m].t(), formats.fp8_quantize(x, "1x128").scale)
+    assert bool((scale[1:, 2] == 1).all())
+    assert bool((scale[:, m:] == 1).all())
+    gemm(packed, scale, w, alpha, bias, out, False)
+    dense = torch.zeros(n, k)
+    dense[:197] = w.float()
+    found = LinearWeights("fp8_gemm", "block128", n, k, dense.to(E4M3), alpha)
+    assert w8_fake.error(out, exact(found, x, bias)) < 3e-3
+    for wrong in (torch.rand(3, 21), torch.rand(2, 24), torch.rand(24, 3).t(), torch.rand(21)):
+        with pytest.raises(AssertionError):
+            gemm(packed, wrong, w, alpha, bias, out, True)
+        with pytest.raises(AssertionError):
+            quantize(x, packed, wrong, True)
+    for wrong in (torch.rand(1, 3), torch.rand(2, 2), torch.rand(3, 2).t(), torch.rand(1), torch.rand(n)):
+        with pytest.raises(AssertionError):
+            gemm(packed, scale, w, wrong, bias, out, True)
+
+
 # ------------------------------------------------------------------------------------------------------------ contract
 
 
@@ -108,22 +145,29 @@ def cases():
 def test_contract_on_emulated_kernels(monkeypatch, case):
     kernels = w8_fake.install(monkeypatch)
     contract.check(BACKEND, case)
-    quantizer = "w8_quantize_tensor" if case.static else "w8_quantize_row"
+    dynamic = "w8_quantize_block" if case.scaling == "block128" else "w8_quantize_row"
+    quantizer = "w8_quantize_tensor" if case.static else dynamic
     gemm = "w8a8_small" if case.m <= 64 else "w8_gemm"
     assert [name for name, *_ in kernels.launched] == [quantizer, gemm] * 2
 
 
-def test_the_contract_has_static_scales_biases_and_both_scalings():
-    assert {(case.scaling, case.static) for case in cases()} == set(itertools.product(("tensor", "row"), (False, True)))
-    assert {(case.scaling, case.bias) for case in cases()} == set(itertools.product(("tensor", "row"), (False, True)))
+def test_the_contract_has_static_scales_biases_and_all_scalings():
+    ours = ("tensor", "row", "block128")
+    static = set(itertools.product(ours, (False, True))) - {("block128", True)}
+    assert {(case.scaling, case.static) for case in cases()} == static
+    assert {(case.scaling, case.bias) for case in cases()} == set(itertools.product(ours, (False, True)))
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
     tiles = cutlass_tiles.tiles("w8")
-    assert [(tile.kernel, tile.m_max) for tile in tiles] == [(FEW, 64), (MANY, None)]
-    for tile in tiles:
-        w8_fake.check_built_as_claimed(tile.kernel, tile.builds, RECORD)
-        assert (set(tile.scalings), set(tile.activations)) == (set(RECORD.scalings), set(RECORD.activations))
+    plain, blocks = ("tensor", "row"), ("block128",)
+    assert [(tile.kernel, tile.m_max, tile.scalings) for tile in tiles] == [
+        *((FEW, 64, plain), (MANY, None, plain), (FEW, 64, blocks), (MANY, None, blocks))
+    ]
+    assert {*plain, *blocks} == set(RECORD.scalings)
+    for kernel in (FEW, MANY):
+        w8_fake.check_built_as_claimed(kernel, RECORD, *(tile.builds for tile in tiles if tile.kernel == kernel))
+    assert all(set(tile.activations) == set(RECORD.activations) for tile in tiles)
     catalog = installed()
     quantizer = catalog.kernel(w8a8.QUANTIZER)
     assert all(catalog.target_for(quantizer, ARCH[arch]) is not None for arch in RECORD.archs)
@@ -131,21 +175,22 @@ def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
 
 
 @pytest.mark.parametrize("m", [1, 64, 65, 256, 4096])
+@pytest.mark.parametrize("scaling", ["row", "block128"])
 @pytest.mark.parametrize(("out_dtype", "build"), [("bfloat16", "bf16"), ("float16", "fp16")])
-def test_only_what_an_m_needs_is_loaded_and_named(monkeypatch, out_dtype, build, m):
+def test_only_what_an_m_needs_is_loaded_and_named(monkeypatch, out_dtype, build, scaling, m):
     kernels = w8_fake.install(monkeypatch)
-    asked = problem(m, 64, 64, out_dtype=out_dtype)
-    BACKEND.plan(asked, BACKEND.prepare(weights(64, 64)))
+    build = f"block_{build}" if scaling == "block128" else build
+    asked = problem(m, 64, 64, scaling, out_dtype=out_dtype)
+    BACKEND.plan(asked, BACKEND.prepare(weights(64, 64, scaling)))
     gemm = (FEW, build) if m <= 64 else (MANY, f"{build}_128")
     assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu")) == (gemm, ("w4_activations", "any"))
-    assert BACKEND.builds(problem(m, out_dtype="float32"), torch.device("cpu")) == ()
+    assert BACKEND.builds(problem(m, scaling=scaling, out_dtype="float32"), torch.device("cpu")) == ()
     monkeypatch.setattr(w8a8, "arch_of", lambda device: ARCH["sm_120"])
     assert BACKEND.builds(asked, torch.device("cpu")) == ()
 
 
 def test_what_it_cannot_run_is_refused_with_reasons():
     for asked, code, text in (
-        (problem(17, scaling="block128"), "DTYPE", "scaling is block128, needs tensor or row"),
         (problem(17, activation="bf16"), "DTYPE", "activation is bf16, needs fp8"),
         (problem(17, out_dtype="float32"), "DTYPE", "output is float32, needs bfloat16 or float16"),
         (
@@ -157,7 +202,7 @@ def test_what_it_cannot_run_is_refused_with_reasons():
         (reason,) = BACKEND.supports(asked, HOPPER)
         assert (reason.code, reason.text) == (code, text)
     assert "FP8Linear" in reason.fix
-    assert BACKEND.supports(problem(17), HOPPER) == ()
+    assert all(BACKEND.supports(problem(17, scaling=scaling), HOPPER) == () for scaling in RECORD.scalings)
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -172,6 +217,19 @@ def test_the_weight_is_the_layers_own_and_that_of_w8a16(n, scaling):
     assert prepared.nbytes() == w.weight.numel() + 4 * (1 if scaling == "tensor" else formats.round_up(n, 8))
     if scaling == "tensor" or n % 8 == 0:
         assert prepared.tensors[1].data_ptr() == w.scale.data_ptr()
+
+
+@pytest.mark.parametrize("n", [64, 67, 128, 300])
+def test_a_weight_and_its_block_scales_are_the_layers_own_and_those_of_cutlass(n):
+    w = weights(n, 208, "block128", static=torch.tensor(0.5))  # which block scales do not use
+    prepared, other = BACKEND.prepare(w), cutlass.CutlassBackend().prepare(w)
+    assert len(prepared.tensors) == 2
+    assert prepared.tensors[0] is w.weight
+    assert prepared.tensors[1].data_ptr() == w.scale.data_ptr() == other.tensors[1].data_ptr()
+    assert tuple(prepared.tensors[1].shape) == (-(-n // 128), 2)
+    assert (other.tensors[0].data_ptr() == w.weight.data_ptr()) == (n % 8 == 0)
+    w = replace(w, scale=w.scale.t().clone().t())
+    assert BACKEND.prepare(w).tensors[1].is_contiguous()
 
 
 def test_a_weight_with_other_rows_is_copied_once_padded_with_zeros():
@@ -189,7 +247,7 @@ def test_scales_of_columns_are_padded_with_zeros(n):
     assert torch.equal(static, torch.tensor([0.5]))
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])
 def test_nan_among_the_weights_makes_its_column_nan_and_no_other(monkeypatch, scaling):
     w8_fake.install(monkeypatch)
     w = weights(24, 64, scaling)
@@ -209,6 +267,15 @@ def test_nan_among_the_scales_makes_its_column_nan_and_no_other(monkeypatch):
     assert int(y.isnan().sum()) == 20
 
 
+def test_nan_among_block_scales_makes_their_rows_nan_and_no_others(monkeypatch):
+    w8_fake.install(monkeypatch)
+    w = weights(300, 272, "block128")
+    w.scale[1, 2] = torch.nan
+    y = run(w, torch.randn(20, 272).bfloat16())
+    assert y.isnan().all(0).nonzero().flatten().tolist() == list(range(128, 256))
+    assert int(y.isnan().sum()) == 20 * 128
+
+
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
@@ -216,8 +283,18 @@ def test_nan_among_the_scales_makes_its_column_nan_and_no_other(monkeypatch):
 @pytest.mark.parametrize("k", [208, 100, 16, 80])
 @pytest.mark.parametrize("n", [72, 67])
 def test_any_strides_and_sizes(monkeypatch, n, k, static):
+    check_any_strides(monkeypatch, n, k, static, "row")
+
+
+@pytest.mark.parametrize("k", [272, 300, 16])
+@pytest.mark.parametrize("n", [264, 131])
+def test_any_strides_and_sizes_under_block_scales(monkeypatch, n, k):
+    check_any_strides(monkeypatch, n, k, None, "block128")
+
+
+def check_any_strides(monkeypatch, n, k, static, scaling):
     w8_fake.install(monkeypatch)
-    w = weights(n, k, static=None if static is None else torch.tensor(static))
+    w = weights(n, k, scaling, static=None if static is None else torch.tensor(static))
     # As large as the products: one in the wrong place shows.
     bias = (torch.randn(n) * contract.dequantised(w).norm(dim=1)).bfloat16()
     w8_fake.check_any_strides(BACKEND, "fp8", w, bias, lambda x: exact(w, x, bias))
@@ -249,12 +326,26 @@ def test_tokens_are_scaled_on_their_own_or_by_the_static_scale(monkeypatch):
     )
 
 
+def test_blocks_of_a_token_are_scaled_on_their_own(monkeypatch):
+    """One that is 2^20 larger leaves the products of the others as exact as they were."""
+    w8_fake.install(monkeypatch)
+    w, x = weights(64, 272, "block128"), torch.randn(17, 272).bfloat16()
+    w.weight[:, 128:256] = 0
+    want = run(w, x)
+    x[3, 128:256] *= 2.0**20
+    assert torch.equal(run(w, x), want)
+    x[5, 256:] *= 2.0**20
+    others = torch.arange(17) != 5
+    assert torch.equal(run(w, x)[others], want[others])
+    assert w8_fake.error(run(w, x)[5], exact(w, x)[5]) < 3e-3
+
+
 @pytest.mark.parametrize(("n", "k"), [(64, 80), (101, 48), (64, 90)])
 @pytest.mark.parametrize("m", [5, 65])
-@pytest.mark.parametrize("static", [None, torch.tensor(0.1)])
-def test_what_a_layer_calls_is_run(monkeypatch, static, m, n, k):
+@pytest.mark.parametrize(("scaling", "static"), DYNAMIC_AND_STATIC)
+def test_what_a_layer_calls_is_run(monkeypatch, scaling, static, m, n, k):
     kernels = w8_fake.install(monkeypatch)
-    w, x, bias = weights(n, k, static=static), torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16()
+    w, x, bias = weights(n, k, scaling, static=static), torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16()
     prepared, out = BACKEND.prepare(w), torch.full((m, n), torch.nan, dtype=torch.bfloat16)
     BACKEND.ready(w8_fake.plan_of(BACKEND, "fp8", w, prepared, m), prepared)(x, out, bias)
     assert torch.equal(out, run(w, x, bias, prepared))
@@ -273,14 +364,14 @@ def test_a_plan_is_for_one_m(monkeypatch):
 
 
 @pytest.mark.parametrize("m", [33, 130])
-@pytest.mark.parametrize("static", [None, torch.tensor(0.1)])
-def test_during_a_capture_scratch_comes_from_the_allocator(monkeypatch, static, m):
+@pytest.mark.parametrize(("scaling", "static"), DYNAMIC_AND_STATIC)
+def test_during_a_capture_scratch_comes_from_the_allocator(monkeypatch, scaling, static, m):
     """A replay may run beside eager work, which uses the arena."""
     w8_fake.install(monkeypatch)
-    w = weights(64, 64, static=static)
+    w = weights(64, 64, scaling, static=static)
     prepared = BACKEND.prepare(w)
     x = torch.randn(m, 64).bfloat16()
-    plan = BACKEND.plan(problem(m, 64, 64), prepared)
+    plan = BACKEND.plan(problem(m, 64, 64, scaling), prepared)
     want = run(w, x)
     run(w, -x)
     arenas = dict(scratch._arenas)
@@ -302,15 +393,16 @@ def test_pdl_where_the_proofs_and_the_setting_allow_it(monkeypatch, allowed, set
     if setting:
         monkeypatch.setenv("FP4DISPATCH_PDL", setting)
     kernels = w8_fake.install(monkeypatch, pdl_allowed=allowed)
-    for m, static in itertools.product((17, 65), (None, torch.tensor(0.1))):
-        run(weights(64, 64, static=static), torch.randn(m, 64).bfloat16())
-    assert [launch[-1] for launch in kernels.launched] == [pdl] * 8
+    for m, (scaling, static) in itertools.product((17, 65), DYNAMIC_AND_STATIC):
+        run(weights(64, 64, scaling, static=static), torch.randn(m, 64).bfloat16())
+    assert [launch[-1] for launch in kernels.launched] == [pdl] * 12
 
 
 @pytest.mark.parametrize(
     ("m", "proven"), [(17, FEW), (17, MANY), (17, w8a8.QUANTIZER), (65, FEW), (65, MANY), (65, w8a8.QUANTIZER)]
 )
-def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, m, proven):
+@pytest.mark.parametrize("scaling", ["row", "block128"])
+def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, scaling, m, proven):
     kernels = w8_fake.install(monkeypatch)
     real = kernels.load
 
@@ -319,7 +411,7 @@ def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, m, proven):
         return real(kernel, build, arch)
 
     monkeypatch.setattr(w8a8.jit, "load", load)
-    run(weights(64, 64), torch.randn(m, 64).bfloat16())
+    run(weights(64, 64, scaling), torch.randn(m, 64).bfloat16())
     gemm = FEW if m <= 64 else MANY
     assert [launch[-1] for launch in kernels.launched] == [proven == w8a8.QUANTIZER, proven == gemm]
 
@@ -337,7 +429,7 @@ def checked(scaling):
     return selfcheck.check(BACKEND, "fp8_gemm", scaling, "fp8", HOPPER, "cpu")
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])
 def test_the_self_check_passes_the_emulated_kernels(monkeypatch, scaling):
     w8_fake.install(monkeypatch)
     result = checked(scaling)
@@ -348,10 +440,42 @@ def test_the_self_check_passes_the_emulated_kernels(monkeypatch, scaling):
 
 
 @w8_fake.wrong_weights
-def test_the_self_check_sees_wrong_weights(monkeypatch, spoil):
+@pytest.mark.parametrize("scaling", ["row", "block128"])
+def test_the_self_check_sees_wrong_weights(monkeypatch, scaling, spoil):
     w8_fake.install(monkeypatch)
     w8_fake.spoil_weights(monkeypatch, w8a8, spoil)
-    assert checked("row").status == "failed"
+    assert checked(scaling).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("which", "spoil"),
+    [
+        ("x_scale", lambda s: s.roll(1, 0)),
+        ("x_scale", lambda s: s.roll(1, 1)),
+        ("x_scale", lambda s: s[:1].expand(s.shape).contiguous()),
+        ("alpha", lambda s: s.roll(1, 0)),
+        ("alpha", lambda s: s.roll(1, 1)),
+        ("alpha", lambda s: s[:1].expand(s.shape).contiguous()),
+        ("alpha", lambda s: s[:, :1].expand(s.shape).contiguous()),
+    ],
+)
+def test_the_self_check_sees_wrong_block_scales(monkeypatch, which, spoil):
+    kernels = w8_fake.install(monkeypatch)
+    real = kernels.load
+
+    def load(kernel, build, arch):
+        found = real(kernel, build, arch)
+        for name, gemm in list(vars(found.module).items()):
+            if "quantize" not in name:
+                setattr(found.module, name, lambda *args, gemm=gemm: gemm(*spoiled(args)))
+        return found
+
+    def spoiled(args):
+        at = 1 if which == "x_scale" else 3
+        return [spoil(arg) if i == at else arg for i, arg in enumerate(args)]
+
+    monkeypatch.setattr(w8a8.jit, "load", load)
+    assert checked("block128").status == "failed"
 
 
 @pytest.mark.parametrize("spoil", [lambda p: p.roll(1, 1), lambda p: p.roll(16, 2), lambda p: p.roll(128, 2)])
@@ -388,6 +512,24 @@ def test_a_small_layer_pinned_to_fp8_runs_up_to_1024_tokens_on_its_own_weight(ho
     assert [launch[:2] for launch in hopper.launched[-4:]] == [
         *((quantizer, 65), ("w8_gemm", 65)),
         *((quantizer, 300), ("w8_gemm", 300)),
+    ]
+
+
+def test_a_layer_with_block_scales_goes_to_cutlass_from_129_tokens_on_and_holds_its_weight_once(hopper):
+    w = weights(264, 400, "block128")
+    layer = FP8Linear.from_weights(w, torch.randn(264).bfloat16())
+    found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
+    assert found[0] == (128, "w8a8", "fp8")
+    assert [route[1:] for route in found[1:]] == [("cutlass", "fp8")]
+    held = layer.bind().tensors
+    assert {t.data_ptr() for t in held if t.dtype == E4M3} == {layer.weight.data_ptr()}
+    assert {t.data_ptr() for t in held if t.dtype == torch.float32} == {layer.weight_scale_inv.data_ptr()}
+    for m in (1, 17, 64, 65, 128):
+        x = torch.randn(m, 400).bfloat16()
+        assert w8_fake.error(layer(x), exact(w, x, layer.bias)) < 3e-3
+    assert [launch[:2] for launch in hopper.launched[-4:]] == [
+        *(("w8_quantize_block", 65), ("w8_gemm", 65)),
+        *(("w8_quantize_block", 128), ("w8_gemm", 128)),
     ]
 
 

@@ -47,7 +47,7 @@ ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, s
     "fp8 on sm_120": ("fp8_gemm", "tensor", "12.0", FULL, False, "none", 1, "cublaslt"),
     "fp8 on sm_80": ("fp8_gemm", "tensor", "8.0", FULL, False, "none", 1, "w8a16"),
     "fp8 block128 on sm_80": ("fp8_gemm", "block128", "8.0", FULL, False, "none", 1, "reference"),
-    "fp8 block128 on sm_90": ("fp8_gemm", "block128", "9.0", FULL, False, "none", 1, "cutlass"),
+    "fp8 block128 on sm_90": ("fp8_gemm", "block128", "9.0", FULL, False, "none", 1, "w8a8"),
     "fp8 block128 on sm_120, unproven": ("fp8_gemm", "block128", "12.0", FULL, False, "none", 1, "reference"),
 }
 
@@ -256,7 +256,22 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
             "w8a16",
             "w8a16",
         ]
-    assert ask("fp8_gemm", "block128", "9.0", FULL, m=1).backend == "cutlass"
+
+
+@pytest.mark.parametrize("activation", ["any", "fp8"])
+def test_block_scales_on_sm_90_go_to_cutlass_from_129_tokens_on(activation):
+    for m, chosen, rule in (
+        *((m, "w8a8", "fp8-sm90-block128-few-tokens-w8a8") for m in (1, 8, 9, 64, 65, 128)),
+        *((m, "cutlass", "fp8-block128-cutlass") for m in (129, 256, 1024, 8192)),
+    ):
+        decision = ask("fp8_gemm", "block128", "9.0", FULL, m=m, activation=activation)
+        assert (decision.backend, decision.activation, decision.rule.id) == (chosen, "fp8", rule)
+    raw = Problem("fp8_gemm", 1, 4096, 4096, "fp8", "block128", raw=True)
+    for decision in (
+        ask("fp8_gemm", "block128", "9.0", FULL, m=17, disabled=["w8a8"]),
+        resolve(raw, System.fake("9.0", **FULL), registry.backends()),
+    ):
+        assert (decision.backend, decision.rule.id) == ("cutlass", "fp8-block128-cutlass")
 
 
 def test_fp8_on_sm_90_few_tokens_go_to_cutlass_where_w8a8_cannot_run():
