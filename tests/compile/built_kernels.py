@@ -73,6 +73,33 @@ def check_few_tokens_proved(
             assert found.signal >= 1
 
 
+def block_scaled(given: Mapping[str, Any], m: int, n: int, k: int) -> dict[str, Any]:
+    """Operands of w8a8_small and w8_gemm with the scales of builds for 128x128 block scales."""
+    x_scale, alpha = torch.ones(-(-k // 128), -(-m // 8) * 8), torch.ones(-(-n // 128), -(-k // 128))
+    return {**given, "x_scale": x_scale, "alpha": alpha}
+
+
+BLOCK_SCALES_REFUSED = (
+    ({}, "x: is not on a CUDA device"),
+    ({"x_scale": torch.ones(21)}, "x_scale: has 1 dimensions, needed 2"),
+    ({"x_scale": torch.ones(1, 24)}, r"x_scale: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
+    ({"x_scale": torch.ones(2, 21)}, r"x_scale: size of dimension 1 is 21, needed 24 \(8 ceil\(M/8\)\)"),
+    ({"x_scale": torch.ones(24, 2).t()}, "x_scale: not contiguous"),
+    ({"x_scale": torch.ones(2, 24).half()}, "x_scale: dtype is float16, needed float32"),
+    (
+        {"x_scale": torch.ones(49)[1:].view(2, 24)},
+        "x_scale: address is 4 past a multiple of 16 bytes, needed a multiple of 16",
+    ),
+    ({"alpha": torch.ones(1)}, "alpha: has 1 dimensions, needed 2"),
+    ({"alpha": torch.ones(136)}, "alpha: has 1 dimensions, needed 2"),
+    ({"alpha": torch.ones(1, 2)}, r"alpha: size of dimension 0 is 1, needed 2 \(ceil\(N/128\)\)"),
+    ({"alpha": torch.ones(2, 3)}, r"alpha: size of dimension 1 is 3, needed 2 \(ceil\(K/128\)\)"),
+    ({"alpha": torch.ones(2, 2).t()}, "alpha: not contiguous"),
+    ({"alpha": torch.ones(2, 2).double()}, "alpha: dtype is float64, needed float32"),
+)
+"""Of ``block_scaled(..., 21, 136, 208)``: what takes an operand's place, and the refusal."""
+
+
 def check_wgmmas_overlap(built: jit.Built) -> None:
     """Each kernel of small e4m3 tiles has the MMAs of one stage, four of 32 k, and none that waits for another."""
     assert built.proof is not None
@@ -154,9 +181,9 @@ def packed_operands(m: int, n: int, k: int) -> dict[str, Any]:
     }
 
 
-def check_operands_refused(name: str, given: Mapping[str, Any], message: str) -> None:
+def check_operands_refused(name: str, given: Mapping[str, Any], message: str, variant: str = "bf16") -> None:
     """By w4a8_small or w8a8_small, with its own launch shape and with one that is given."""
-    built = module(name, "bf16")
+    built = module(name, variant)
     for call in (
         lambda: getattr(built, name)(*given.values(), False),
         lambda: getattr(built, f"{name}_shaped")(*given.values(), [16, 1, 2, 1, 1, 2, 2], True),

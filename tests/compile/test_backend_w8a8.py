@@ -6,6 +6,8 @@ accepted. Every number is tested with emulated kernels in tests/unit/test_backen
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -21,9 +23,14 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("static", [None, 0.02])
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
-@pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100)])
+@pytest.mark.parametrize(
+    ("scaling", "static"),
+    [
+        *itertools.product(("tensor", "row"), (None, 0.02)),
+        pytest.param("block128", None, marks=pytest.mark.slow),  # builds of its own
+    ],
+)
+@pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100), (264, 400)])
 def test_the_compiled_kernels_accept_what_the_backend_passes(monkeypatch, n, k, scaling, static, dtype):
     monkeypatch.setattr(w8a8, "arch_of", lambda device: SM90)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)

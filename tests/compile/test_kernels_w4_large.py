@@ -252,9 +252,30 @@ def test_wrong_arguments_are_refused_before_any_cuda_call(change: dict[str, Any]
             (torch.zeros(9, 64).half(), torch.zeros(1, 2, 1024, dtype=torch.uint8), torch.ones(9)),
             "scale: has 9 elements, needed 1",
         ),
+        *(
+            ("w8_quantize_block", (torch.zeros(9, 208).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), scale), text)
+            for scale, text in (
+                (torch.ones(2, 16), "x: is not on a CUDA device"),
+                (torch.ones(16), "scale: has 1 dimensions, needed 2"),
+                (torch.ones(1, 16), r"scale: size of dimension 0 is 1, needed 2 \(ceil\(K/128\)\)"),
+                (torch.ones(2, 9), r"scale: size of dimension 1 is 9, needed 16 \(8 ceil\(M/8\)\)"),
+                (torch.ones(16, 2).t(), "scale: not contiguous"),
+                (torch.ones(2, 16).half(), "scale: dtype is float16, needed float32"),
+            )
+        ),
+        (
+            "w8_quantize_block",
+            (torch.zeros(9, 208).half(), torch.zeros(2, 1, 1024, dtype=torch.uint8), torch.ones(2, 16)),
+            r"packed: size of dimension 1 is 1, needed 2 \(ceil\(M/8\)\)",
+        ),
+        (
+            "w8_quantize_block",
+            (torch.zeros(9, 200).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(2, 16)),
+            "K is 200, needed a multiple of 16",
+        ),
     ],
 )
 def test_packer_refuses(function: str, arguments: tuple[Any, ...], message: str) -> None:
     packer = built_kernels.module("w4_activations", "any")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         getattr(packer, function)(*arguments, False)

@@ -23,7 +23,8 @@ pytest.importorskip("tvm_ffi")
 pytestmark = built_kernels.NEEDS_NVCC
 
 KERNEL = "w8_gemm_sm90"
-CI = "bf16_128"
+CI, BLOCK = "bf16_128", "block_bf16_128"
+CI_AND_BLOCK = [CI, pytest.param(BLOCK, marks=pytest.mark.slow)]
 TILE = 128  # tokens, and rows
 E4M3, BF16, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
 
@@ -34,8 +35,8 @@ def variants() -> list[Any]:
     ]
 
 
-def module() -> Any:
-    return built_kernels.module(KERNEL, CI)
+def module(variant: str = CI) -> Any:
+    return built_kernels.module(KERNEL, variant)
 
 
 @pytest.mark.parametrize("variant", variants())
@@ -47,7 +48,8 @@ def test_it_is_proved(variant: str) -> None:
     assert kernel.wait == 3  # who copies activations, who copies weights, and the consumers
     assert kernel.signal == 1
     assert kernel.unguarded == ()
-    assert kernel.mma == {"QGMMA.64": 4}  # a stage of 128 k
+    # A stage of 128 k; under block scales stages go to two sets of partial sums in turns, and an odd one comes last.
+    assert kernel.mma == {"QGMMA.64": 12 if variant.startswith("block") else 4}
     assert (kernel.spills, kernel.stack) == (0, 0)
     assert kernel.registers == 168  # what a launch may take before setmaxnreg shares 65536 out
     # ptxas says so where it makes MMAs wait for each other, or ignores setmaxnreg.
@@ -56,9 +58,10 @@ def test_it_is_proved(variant: str) -> None:
     assert "setmaxnreg" not in log
 
 
-def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
-    assert jit.build(KERNEL, CI, "90a").entry.request["before_wait"] == ["UTMALDG"]
-    built_kernels.check_early_accesses(KERNEL, "UTMALDG.2D", CI)
+@pytest.mark.parametrize("variant", CI_AND_BLOCK)
+def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> None:
+    assert jit.build(KERNEL, variant, "90a").entry.request["before_wait"] == ["UTMALDG"]
+    built_kernels.check_early_accesses(KERNEL, "UTMALDG.2D", variant)
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -94,8 +97,9 @@ def check_limits(plan: Sequence[int], m: int, n: int, k: int) -> str:
     return "whole first"
 
 
-def test_plan_stays_within_its_limits() -> None:
-    built = module()
+@pytest.mark.parametrize("variant", CI_AND_BLOCK)
+def test_plan_stays_within_its_limits(variant: str) -> None:
+    built = module(variant)
     assert built.w8_gemm_tokens() == TILE
     tokens, rows = (1, 65, 128, 129, 300, 512, 1500, 4096), (8, 128, 136, 200, 2560, 4096, 6144, 28672, 57344)
     found = set()
@@ -136,6 +140,9 @@ def operands(m: int = 70, n: int = 136, k: int = 272) -> dict[str, Any]:
     return packed_operands(m, n, k) | {"w": w, "alpha": torch.ones(n)}
 
 
+NO_SCALES = ({"x_scale": None}, "x_scale: None, needed the scales of e4m3 activations")
+
+
 def rows(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=U8).view(E4M3)
 
@@ -159,7 +166,7 @@ def rows(*shape: int) -> torch.Tensor:
         ({"x": torch.zeros(2, 9, 1024, dtype=U8)}, r"x: size of dimension 0 is 2, needed 3 \(ceil\(K/128\)\)"),
         ({"x": torch.zeros(3, 8, 1024, dtype=U8)}, r"x: size of dimension 1 is 8, needed 9 \(ceil\(M/8\)\)"),
         ({"x": torch.zeros(3, 9, 1024)}, "x: dtype is float32, needed uint8"),
-        ({"x_scale": None}, "x_scale: None, needed the scales of e4m3 activations"),
+        NO_SCALES,
         ({"x_scale": torch.ones(69)}, r"x_scale: has 69 elements, needed 1 or 70 \(M\)"),
         ({"alpha": torch.ones(5)}, r"alpha: has 5 elements, needed 1 or 136 \(N\)"),
         ({"bias": torch.ones(136)}, "bias: dtype is float32, needed bfloat16"),
@@ -170,6 +177,15 @@ def rows(*shape: int) -> torch.Tensor:
 def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
     given = operands() | change
     for call, shape in ((module().w8_gemm, ()), (module().w8_gemm_shaped, ([1, 1, 1, 1],))):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call(*given.values(), *shape, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "message"), [*built_kernels.BLOCK_SCALES_REFUSED, NO_SCALES])
+def test_wrong_block_scales_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
+    given = built_kernels.block_scaled(operands(21, 136, 208), 21, 136, 208) | change
+    for call, shape in ((module(BLOCK).w8_gemm, ()), (module(BLOCK).w8_gemm_shaped, ([1, 1, 1, 1],))):
         with pytest.raises((ValueError, TypeError), match=message):
             call(*given.values(), *shape, False)
 

@@ -21,14 +21,18 @@ NAME = "w8a8_small"
 REGISTERS = {(16, 1, 2, 1): 96, (32, 1, 2, 1): 96, (64, 1, 2, 1): 96}
 
 
-def module() -> Any:
-    return built_kernels.module(NAME, "bf16")
+VARIANTS = ["bf16", pytest.param("block_bf16", marks=pytest.mark.slow)]
 
 
-def shared_bytes(plan: Any) -> int:
+def module(variant: str = "bf16") -> Any:
+    return built_kernels.module(NAME, variant)
+
+
+def shared_bytes(plan: Any, variant: str = "bf16") -> int:
     """Shared memory of a CTA: barriers, the rings, sums of the cluster's groups of warps."""
     tokens, row_blocks, groups, _, cluster, stages = plan[:6]
-    ring = groups * stages * (row_blocks * 8192 + tokens * 128)
+    scales = -(-tokens * 4 // 1024) * 1024 if variant.startswith("block") else 0  # of tokens, in a stage
+    ring = groups * stages * (row_blocks * 8192 + tokens * 128 + scales)
     sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
     return 1024 + (max(ring, sums) if tokens >= 32 else ring + sums)
 
@@ -39,21 +43,23 @@ def test_every_kernel_is_proved(variant: str, target: str) -> None:
     built_kernels.check_wgmmas_overlap(jit.build(NAME, variant, target))
 
 
-def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
-    assert jit.build(NAME, "bf16", "90a").entry.request["before_wait"] == ["UTMALDG"]
-    built_kernels.check_early_accesses(NAME, "UTMALDG.2D")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> None:
+    assert jit.build(NAME, variant, "90a").entry.request["before_wait"] == ["UTMALDG"]
+    built_kernels.check_early_accesses(NAME, "UTMALDG.2D", variant)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("nk", REAL, ids=str)
 @pytest.mark.parametrize("m", [16, 32, 64])
-def test_plan_of_a_real_layer_fits_an_h200(m: int, nk: tuple[int, int]) -> None:
-    plan = list(module().w8a8_small_plan(m, *nk, *H200))
+def test_plan_of_a_real_layer_fits_an_h200(m: int, nk: tuple[int, int], variant: str) -> None:
+    plan = list(module(variant).w8a8_small_plan(m, *nk, *H200))
     instance, (cluster, stages, trigger) = tuple(plan[:4]), plan[4:]
     ctas = -(-nk[0] // 64) * cluster
     assert instance == (m, 1, 2, 1)
-    assert shared_bytes(plan) <= H200[2]
+    assert shared_bytes(plan, variant) <= H200[2]
     resident = 2 if ctas > H200[0] else 1
-    assert resident * (shared_bytes(plan) + 1024) <= H200[1]
+    assert resident * (shared_bytes(plan, variant) + 1024) <= H200[1]
     wanted = 0.45 if nk[1] <= 8192 else 0.7
     assert ctas >= wanted * H200[0]  # what the reads need
     assert cluster == 1 or ctas // 2 < wanted * H200[0]  # and no CTA more than that takes shares K
@@ -66,16 +72,17 @@ def test_a_short_k_is_not_shared_out_where_half_of_the_multiprocessors_have_a_ct
     assert clusters == {(4096, 4096): 1, (4096, 14336): 2, (1024, 4096): 8}
 
 
-def test_any_plan_is_of_what_is_built_and_fits() -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_plan_is_of_what_is_built_and_fits(variant: str) -> None:
     for m in (1, 16, 17, 32, 33, 64, 65, 500):
         for n in (8, 72, 4096, 28672, 151936):
             for k in (16, 80, 128, 4096, 28672):
-                plan = list(module().w8a8_small_plan(m, n, k, *H200))
+                plan = list(module(variant).w8a8_small_plan(m, n, k, *H200))
                 assert tuple(plan[:4]) in REGISTERS, (m, n, k)
                 assert plan[0] == (16 if m <= 16 else 32 if m <= 32 else 64)
                 assert plan[4] in (1, 2, 4, 8)
                 assert plan[5] >= 2  # wgmma still reads a stage when the next one begins
-                assert shared_bytes(plan) <= H200[2]
+                assert shared_bytes(plan, variant) <= H200[2]
 
 
 E4M3, BF16, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
@@ -107,6 +114,13 @@ def operands() -> dict[str, Any]:
 )
 def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
     built_kernels.check_operands_refused(NAME, operands() | change, message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "message"), built_kernels.BLOCK_SCALES_REFUSED)
+def test_wrong_block_scales_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
+    given = built_kernels.block_scaled(operands(), 21, 136, 208)
+    built_kernels.check_operands_refused(NAME, given | change, message, "block_bf16")
 
 
 def test_launch_shapes_are_those_that_are_built() -> None:
