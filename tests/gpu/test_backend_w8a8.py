@@ -5,6 +5,8 @@ That every backend keeps the contract, tile by tile, is in test_backends.py.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -38,8 +40,20 @@ def layer(k=K, n=N, dtype=torch.bfloat16, bias=True, seed=0, scaling="row", **op
     )
 
 
+blocks = functools.partial(layer, scaling="block128")
+both = pytest.mark.parametrize("made", [layer, blocks], ids=["row", "block128"])
+"""Each has builds of its own."""
+
+
 def case(seed, backend="w8a8"):
     return layer(backend_cases.K, backend_cases.N, seed=seed, backend=backend)
+
+
+def case_of_blocks(seed):
+    return blocks(backend_cases.K, backend_cases.N, seed=seed, backend="w8a8")
+
+
+cases = pytest.mark.parametrize("made", [case, case_of_blocks], ids=["row", "block128"])
 
 
 def weights(scaling="row", static=None, n=N, k=K, seed=0):
@@ -86,8 +100,39 @@ def test_every_m_is_right(activation, dtype, n, k):
         assert error(lin(x), exact(lin, x)) < ERROR[route.activation], m
 
 
+def test_a_layer_with_block_scales_goes_to_cutlass_from_129_tokens_on_and_holds_its_weight_once():
+    lin = blocks(n=528, activation="any")
+    found = lin.bind().spec.routes
+    assert [(r.m_max, r.backend, r.activation) for r in found[:1]] == [(128, "w8a8", "fp8")]
+    assert [(r.backend, r.activation) for r in found[1:]] == [("cutlass", "fp8")]
+    held = lin.bind().tensors
+    assert {t.data_ptr() for t in held if t.dtype == torch.float8_e4m3fn} == {lin.weight.data_ptr()}
+    assert {t.data_ptr() for t in held if t.dtype == torch.float32} == {lin.weight_scale_inv.data_ptr()}
+    for m in (1, 64, 65, 128, 129, 1000):
+        x = tokens(m)
+        assert error(lin(x), exact(lin, x)) < ERROR["fp8"], m
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(N, K), (517, 1000), (72, 80), (128, 128)])
+def test_every_m_is_right_under_block_scales(dtype, n, k):
+    lin = blocks(k, n, dtype=dtype, backend="w8a8")
+    for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300, 1000):
+        x = tokens(m, k, dtype=dtype)
+        assert error(lin(x), exact(lin, x)) < ERROR["fp8"], m
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 128])
+@pytest.mark.parametrize("n", [N, 136])
+def test_results_under_block_scales_are_those_of_cutlass_but_for_sums(n, m):
+    """The same codes by the same scales."""
+    ours, theirs = (blocks(n=n, backend=backend) for backend in ("w8a8", "cutlass"))
+    x = tokens(m)
+    assert error(ours(x), theirs(x).double()) < 0.004
+
+
 @pytest.mark.parametrize("m", [1, 17, 64, 65, 130, 4096])
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])
 def test_who_names_it_gets_it_for_every_m(scaling, m):
     lin = layer(scaling=scaling, backend="w8a8")
     assert {route.backend for route in lin.bind().spec.routes} == {"w8a8"}
@@ -111,7 +156,7 @@ def test_a_static_scale_is_used_and_saturates(scaling, m):
 
 
 @pytest.mark.parametrize("m", [20, 130])
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])
 def test_nan_among_the_weights_makes_its_column_nan_and_no_other(scaling, m):
     w = weights(scaling)
     w.weight.view(torch.uint8)[[3, 519], [7, 1039]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device="cuda")
@@ -121,8 +166,9 @@ def test_nan_among_the_weights_makes_its_column_nan_and_no_other(scaling, m):
 
 
 @pytest.mark.parametrize("m", [40, 140])
-def test_non_finite_activations_stay_in_their_token(m):
-    w, x = weights(), tokens(m)
+@pytest.mark.parametrize("scaling", ["row", "block128"])
+def test_non_finite_activations_stay_in_their_token(scaling, m):
+    w, x = weights(scaling), tokens(m)
     want = run(w, x)
     x[3, 5], x[38, 7] = float("nan"), float("inf")
     got = run(w, x)
@@ -131,58 +177,67 @@ def test_non_finite_activations_stay_in_their_token(m):
     assert got[[3, 38]].isnan().all()
 
 
-def test_the_same_bits_every_time():
-    layers.the_same_bits_every_time(layer(4096, 4096, bias=False), SIZES)
+@both
+def test_the_same_bits_every_time(made):
+    layers.the_same_bits_every_time(made(4096, 4096, bias=False), SIZES)
 
 
 # ------------------------------------------------------------------------------------------------------ graphs and PDL
 
 
-def test_graphs_of_every_m_replay_what_eager_computes():
-    layers.graphs_of_every_m_replay_what_eager_computes(layer, SIZES)
+@both
+def test_graphs_of_every_m_replay_what_eager_computes(made):
+    layers.graphs_of_every_m_replay_what_eager_computes(made, SIZES)
 
 
-def test_a_replay_equals_eager_and_survives_what_is_planned_later():
-    backend_cases.replay_equals_eager_and_survives_what_is_planned_later(case, SIZES, (9, 63, 100), (5, 40, 300))
+@cases
+def test_a_replay_equals_eager_and_survives_what_is_planned_later(made):
+    backend_cases.replay_equals_eager_and_survives_what_is_planned_later(made, SIZES, (9, 63, 100), (5, 40, 300))
 
 
-def test_an_m_that_was_never_planned_is_refused_in_capture():
-    backend_cases.an_m_that_was_never_planned_is_refused_in_capture(case, 40, 130)
+@cases
+def test_an_m_that_was_never_planned_is_refused_in_capture(made):
+    backend_cases.an_m_that_was_never_planned_is_refused_in_capture(made, 40, 130)
 
 
-def test_many_threads_and_streams_at_once():
-    backend_cases.many_threads_and_streams_at_once([case(0), case(1)], (1, 17, 64, 65, 200))
+@cases
+def test_many_threads_and_streams_at_once(made):
+    backend_cases.many_threads_and_streams_at_once([made(0), made(1)], (1, 17, 64, 65, 200))
 
 
+@cases
 @pytest.mark.parametrize("m", [33, 130])
-def test_launches_go_to_the_current_stream(m):
-    backend_cases.launches_go_to_the_current_stream(case, m)
+def test_launches_go_to_the_current_stream(m, made):
+    backend_cases.launches_go_to_the_current_stream(made, m)
 
 
-def test_no_call_costs_memory():
-    backend_cases.no_call_costs_memory(case, SIZES)
+@cases
+def test_no_call_costs_memory(made):
+    backend_cases.no_call_costs_memory(made, SIZES)
 
 
+@both
 @pytest.mark.parametrize("m", [1, 17, 32, 64, 65, 200, 512])
-def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
+def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, made, monkeypatch):
     layers.a_chain_under_pdl_gives_the_bits_of_one_without(
         monkeypatch,
-        layer,
+        functools.partial(made, backend="w8a8"),
         m,
         lambda plan: plan.state.gemm_pdl and plan.state.quantize_pdl if plan.backend == "w8a8" else None,
     )
 
 
+@both
 @pytest.mark.parametrize("m", [17, 130])
-def test_a_layer_runs_right_after_its_weights_came(m):
+def test_a_layer_runs_right_after_its_weights_came(m, made):
     """The kernels read weights before the kernel ahead has finished: what writes them must not be that one."""
     x = tokens(m, 4096)
     for seed in range(10):
-        lin = layer(4096, 4096, seed=seed, bias=False)
+        lin = made(4096, 4096, seed=seed, bias=False)
         assert error(lin(x), exact(lin, x)) < ERROR["fp8"]
-    other = layer(4096, 4096, seed=20, bias=False).state_dict()
+    other = made(4096, 4096, seed=20, bias=False).state_dict()
     for seed in range(5):
-        lin = layer(4096, 4096, seed=seed, bias=False)
+        lin = made(4096, 4096, seed=seed, bias=False)
         lin(x)
         lin.load_state_dict(other)
         assert error(lin(x), exact(lin, x)) < ERROR["fp8"]
@@ -192,19 +247,23 @@ def test_a_layer_runs_right_after_its_weights_came(m):
 
 
 def test_raw_operators_are_refused_by_name_and_go_elsewhere_by_policy():
+    a, b = (formats.fp8_quantize(tokens(rows, 64), scaling) for rows, scaling in ((5, "1x128"), (48, "block128")))
+    with pytest.raises(BackendUnsupportedError, match="quantised already"):
+        ops.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="block128", backend="w8a8")
     a, b = (formats.fp8_quantize(tokens(rows, 64), "row") for rows in (5, 48))
     with pytest.raises(BackendUnsupportedError, match="quantised already"):
         ops.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="row", backend="w8a8")
     assert ops.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="row").shape == (5, 48)
 
 
+@both
 @pytest.mark.parametrize("m", [17, 130])
-def test_finished_kernels_are_proven_and_used_with_pdl(m):
-    lin = layer()
+def test_finished_kernels_are_proven_and_used_with_pdl(m, made):
+    lin = made(backend="w8a8")
     lin(tokens(m))
     forget()
     assert ("w8_gemm", "sm_90") in system.current().proven
     backend = W8A8Backend()
-    state = backend.plan(Problem("fp8_gemm", m, N, K, "fp8", "row"), backend.prepare(lin.weights())).state
+    state = backend.plan(Problem("fp8_gemm", m, N, K, "fp8", lin.scaling), backend.prepare(lin.weights())).state
     assert state.gemm_pdl
     assert state.quantize_pdl

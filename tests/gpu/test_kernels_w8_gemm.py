@@ -19,6 +19,7 @@ from tests.gpu.w4_packed import (
 )
 from tests.gpu.w8_packed import (
     WRONG_OPERANDS,
+    Blocks,
     Problem,
     activations,
     check_capture,
@@ -51,7 +52,9 @@ LEFT = (
 
 
 def test_the_builds_are_those_that_are_tested() -> None:
-    assert set(installed().kernel("w8_gemm_sm90").variants) == {f"{dtype}_128" for dtype in OUT_DTYPES}
+    """Those for block scales in test_kernels_w8_blocks.py."""
+    builds = {f"{kind.build}{dtype}_128" for kind in (Problem, Blocks) for dtype in OUT_DTYPES}
+    assert set(installed().kernel("w8_gemm_sm90").variants) == builds
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)

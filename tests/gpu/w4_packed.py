@@ -97,6 +97,10 @@ class Problem:
         guarded = torch.full((m + 2, n), torch.nan, device="cuda", dtype=self.dtype)
         self.guard, self.out = guarded[:: m + 1], guarded[1:-1]
 
+    def weights(self) -> Tensor:
+        """Return what the weight stands for with its scales, in fp64."""
+        return self.dense * self.alpha.double().view(-1, 1)
+
     def operands(self) -> dict[str, Tensor | None]:
         """Arguments of w4_gemm and w4a8_small by name, in their order."""
         return {name: getattr(self, name) for name in ("x", "x_scale", "w", "alpha", "bias", "out")}
@@ -113,7 +117,7 @@ class Problem:
     def check(self, what: object = "") -> None:
         """Compare every element with the fp64 product; report by tiles."""
         m, n, k = self.mnk
-        w = self.dense * self.alpha.double().view(-1, 1)
+        w = self.weights()
         exact = self.exact_x @ w.t() + (0 if self.bias is None else self.bias.double())
         # An MMA of 32 k cuts up to 2^-13 off an FP8 sum, which stays within 4 times its root-sum-square.
         sums = (self.exact_x.square() @ w.t().square()).sqrt() * 4 * (k / 32 + 2) * 2.0**-13
@@ -174,14 +178,20 @@ def check_capture(call: Any, m: int) -> None:
     assert torch.equal(bits(out), bits(expected))
 
 
-def check_no_tokens(call: Any, *more: Any, w: Tensor | None = None) -> None:
-    """Nothing is written where there is no token. ``more``: what comes before the PDL flag; ``w``: [256, 512]."""
+def check_no_tokens(
+    call: Any, *more: Any, w: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Nothing is written where there is no token. ``more``: what comes before the PDL flag; ``w``: [256, 512].
+
+    ``scales``: of no tokens, and of ``w``.
+    """
     w = weight(256, 512)[2] if w is None else w
     packed = torch.zeros(4, 0, 1024, device="cuda", dtype=torch.uint8)
     out = torch.full((3, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
-    alpha = torch.ones(1, device="cuda")
+    one = torch.ones(1, device="cuda")
+    x_scale, alpha = (one[:0], one) if scales is None else scales
     for pdl in (False, True):
-        call(packed, alpha[:0], w, alpha, None, out[:0], *more, pdl)
+        call(packed, x_scale, w, alpha, None, out[:0], *more, pdl)
     torch.cuda.synchronize()
     assert out.isnan().all()
 
@@ -190,9 +200,11 @@ def check_no_tokens(call: Any, *more: Any, w: Tensor | None = None) -> None:
 Activations = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def check_a_token_alone_and_with_others(call: Any, w: Tensor, activations: Activations) -> None:
-    """Of 16 tokens: they and one alone go to the same tile. ``w``: [1032, 2064]."""
-    x, alpha = torch.randn(16, 2064, device="cuda").bfloat16(), torch.full((1,), 2.0**-9, device="cuda")
+def check_a_token_alone_and_with_others(
+    call: Any, w: Tensor, activations: Activations, scales: tuple[int, ...] = (1,)
+) -> None:
+    """Of 16 tokens: they and one alone go to the same tile. ``w``: [1032, 2064]; ``scales``: size of its own."""
+    x, alpha = torch.randn(16, 2064, device="cuda").bfloat16(), torch.full(scales, 2.0**-9, device="cuda")
 
     def product(rows: Tensor) -> Tensor:
         packed, scale, _ = activations(rows.contiguous())
@@ -205,9 +217,9 @@ def check_a_token_alone_and_with_others(call: Any, w: Tensor, activations: Activ
         assert torch.equal(bits(product(x[token : token + 1])[0]), bits(together[token]))
 
 
-def check_tokens_stay_alone(call: Any, w: Tensor, activations: Activations) -> None:
-    """Packed blocks hold 8 tokens: those beyond M are whatever lies there. ``w``: [136, 400]."""
-    x, alpha = torch.randn(21, 400, device="cuda").bfloat16(), torch.ones(1, device="cuda")
+def check_tokens_stay_alone(call: Any, w: Tensor, activations: Activations, scales: tuple[int, ...] = (1,)) -> None:
+    """Packed blocks hold 8 tokens: those beyond M are whatever lies there. ``w``: [136, 400]; ``scales``: its own."""
+    x, alpha = torch.randn(21, 400, device="cuda").bfloat16(), torch.ones(scales, device="cuda")
     packed, scale, _ = activations(x)
     out = torch.zeros(2, 21, 136, device="cuda", dtype=torch.bfloat16)
     call(packed, scale, w, alpha, None, out[0], False)

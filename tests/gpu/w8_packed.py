@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fp4dispatch import jit
+from fp4dispatch import formats, jit
 from tests.gpu import w4_packed
 from tests.gpu.sm90 import SM90
 from tests.gpu.tiles import bits, check_replays
 from tests.gpu.w4_packed import empty_packed, packer, quantised
 
 E4M3 = torch.float8_e4m3fn
+BLOCK = 128
 
 
 @functools.cache
@@ -35,6 +36,19 @@ def activations(x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor,
     return quantised(x, static, packer().w8_quantize_row, packer().w8_quantize_tensor)
 
 
+def block_scales(m: int, k: int) -> Tensor:
+    """Poisoned scales for 128 k of a token each."""
+    return torch.full((-(-k // BLOCK), -(-m // 8) * 8), torch.nan, device="cuda")
+
+
+def block_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``activations``, scaled in blocks."""
+    packed, scale = empty_packed(*x.shape), block_scales(*x.shape)
+    packer().w8_quantize_block(x, packed, scale, False)
+    q = formats.fp8_quantize(x, "1x128")
+    return packed, scale, q.data.double() * q.scale.double().repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+
+
 @functools.cache
 def weight(n: int, k: int, seed: int = 0) -> Tensor:
     """Every code but NaN, in no order, on the GPU."""
@@ -46,6 +60,9 @@ def weight(n: int, k: int, seed: int = 0) -> Tensor:
 
 class Problem(w4_packed.Problem):
     """As that of W4P weights, with a weight in rows; ``missing``: so many of its last rows are not there."""
+
+    build: ClassVar[str] = ""
+    """What the names of builds for it begin with."""
 
     def __init__(
         self,
@@ -59,8 +76,8 @@ class Problem(w4_packed.Problem):
         m, n, k = self.mnk = mnk
         self.fp8, self.dtype = True, dtype
         draw = torch.Generator("cuda").manual_seed(m)
-        x = torch.randn(m, k, generator=draw, device="cuda").to(dtype)
-        self.x, self.x_scale, self.exact_x = activations(x, static)
+        x = torch.randn(m, k, generator=draw, device="cuda")
+        self.x, self.x_scale, self.exact_x = self.quantise(x, static)
         self.w = weight(n, k)
         self.dense = self.w.double()
         if missing:
@@ -70,17 +87,49 @@ class Problem(w4_packed.Problem):
             self.w = after.view(E4M3)[: n - missing]
         self.complete(draw, alpha)
 
+    def quantise(self, x: Tensor, static: float | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the kernel reads of tokens, and their values in float64."""
+        return activations(x.to(self.dtype), static)
 
-def check_pdl_chain(call: Any, m: int, static: float | None = None) -> None:
+
+class Blocks(Problem):
+    """With block scales, each up to 64 times its neighbours: one in the wrong place shows."""
+
+    build = "block_"
+
+    def quantise(self, x: Tensor, static: float | None) -> tuple[Tensor, Tensor, Tensor]:
+        m, k = x.shape
+        factors = torch.randint(-3, 4, (m, -(-k // BLOCK)), generator=torch.Generator().manual_seed(k))
+        assert static is None
+        return block_activations((x * (2.0**factors).cuda().repeat_interleave(BLOCK, 1)[:, :k]).to(self.dtype))
+
+    def complete(self, draw: torch.Generator, alpha: float) -> None:
+        super().complete(draw, alpha)
+        _, n, k = self.mnk
+        sizes = -(-n // BLOCK), -(-k // BLOCK)
+        factors = torch.randint(-3, 4, sizes, generator=torch.Generator().manual_seed(n))
+        # Products of the two stay below fp16's largest number.
+        self.alpha = (torch.rand(sizes, generator=draw, device="cuda") + 0.5) * (2.0 ** (factors - 4)).cuda() * alpha
+
+    def weights(self) -> Tensor:
+        _, n, k = self.mnk
+        scales = self.alpha.double().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+        return self.dense * scales
+
+
+def check_pdl_chain(call: Any, m: int, static: float | None = None, blocks: bool = False) -> None:
     """12 square layers, each quantises and reads what the one before wrote: a graph with PDL against none."""
     size = 2048
     weights = [weight(size, size, seed) for seed in range(3)]
     alpha = size**0.5 / weights[0].double().norm().float().view(1)
+    alpha = alpha.expand(size // BLOCK, size // BLOCK).contiguous() if blocks else alpha
     buffers = [torch.zeros(m, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     packed = [empty_packed(m, size) for _ in buffers]
     scales = [torch.full((m if static is None else 1,), static or torch.nan, device="cuda") for _ in buffers]
+    scales = [block_scales(m, size) for _ in buffers] if blocks else scales
     start = torch.randn(m, size, device="cuda").bfloat16()
-    quantize = packer().w8_quantize_row if static is None else packer().w8_quantize_tensor
+    dynamic = packer().w8_quantize_block if blocks else packer().w8_quantize_row
+    quantize = dynamic if static is None else packer().w8_quantize_tensor
 
     def layers(pdl: bool) -> None:
         for i in range(12):
@@ -91,18 +140,19 @@ def check_pdl_chain(call: Any, m: int, static: float | None = None) -> None:
     check_replays(layers, buffers, start, 30)
 
 
-def check_capture(call: Any, m: int) -> None:
+def check_capture(call: Any, m: int, blocks: bool = False) -> None:
     """Quantise and multiply in a graph; its replay writes what an eager call wrote."""
     x = torch.randn(m, 512, device="cuda").bfloat16()
-    packed, scale, _ = activations(x)
-    w, alpha = weight(256, 512), torch.full((1,), 2.0**-9, device="cuda")
+    packed, scale, _ = block_activations(x) if blocks else activations(x)
+    w, alpha = weight(256, 512), torch.full((2, 4) if blocks else (1,), 2.0**-9, device="cuda")
+    quantize = packer().w8_quantize_block if blocks else packer().w8_quantize_row
     out = torch.full((m, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
     call(packed, scale, w, alpha, None, out, True)
     expected = out.clone()
     assert expected.isfinite().all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        packer().w8_quantize_row(x, packed, scale, True)
+        quantize(x, packed, scale, True)
         call(packed, scale, w, alpha, None, out, True)
     packed.fill_(0xFF)
     scale.fill_(torch.nan)
@@ -126,9 +176,9 @@ def check_every_finite_code(call: Any, dtype: torch.dtype, m: int) -> None:
         assert torch.equal(out.double(), exact @ w.double().t())
 
 
-def check_nan_among_the_weights(call: Any, m: int) -> None:
+def check_nan_among_the_weights(call: Any, m: int, kind: type[Problem] = Problem) -> None:
     """It makes its column NaN and no other."""
-    problem = Problem(torch.bfloat16, (m, 136, 208))
+    problem = kind(torch.bfloat16, (m, 136, 208))
     problem.w = problem.w.clone()
     problem.w.view(torch.uint8)[[3, 135], [7, 207]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8, device="cuda")
     problem.run(call)
