@@ -228,7 +228,7 @@ def test_a_weight_and_its_block_scales_are_the_layers_own_and_those_of_cutlass(n
     assert prepared.tensors[1].data_ptr() == w.scale.data_ptr() == other.tensors[1].data_ptr()
     assert tuple(prepared.tensors[1].shape) == (-(-n // 128), 2)
     assert (other.tensors[0].data_ptr() == w.weight.data_ptr()) == (n % 8 == 0)
-    w = replace(w, scale=w.scale.t().clone().t())
+    w = replace(w, scale=w.scale.t().contiguous().t())
     assert BACKEND.prepare(w).tensors[1].is_contiguous()
 
 
