@@ -199,7 +199,10 @@ def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkey
 @pytest.mark.parametrize(
     ("m", "n", "written"),
     [
-        (2048, 16384, False),
+        (2048, 7936, True),  # 16 x 62 tiles: 7.5 for each of 132 multiprocessors
+        (2048, 7808, False),
+        (1536, 16384, False),
+        (1537, 9856, True),
         (2049, 16, True),
         (1024, 42128, True),  # 330 x 8 tiles: 20 for each of 132 multiprocessors
         (1024, 42112, False),
