@@ -6,6 +6,7 @@
 #pragma once
 
 #include "many_tokens_tile.h"
+#include "w8_block_scales.h"
 
 namespace fp4d {
 
@@ -52,15 +53,7 @@ struct Loop {
     uint32_t scales = ring.scales(at.slot), release = 0;
     float scale = 0.f;
     auto const add = [&](float const(&partial)[T / 2]) {
-#pragma unroll
-      for (int j = 0; j < T / 8; ++j) {
-        uint2 const pair = load_8(scales + lane % 4 * 8 + j * 32);
-        float const first = __uint_as_float(pair.x) * scale, second = __uint_as_float(pair.y) * scale;
-        sums[4 * j] = fmaf(partial[4 * j], first, sums[4 * j]);
-        sums[4 * j + 1] = fmaf(partial[4 * j + 1], second, sums[4 * j + 1]);
-        sums[4 * j + 2] = fmaf(partial[4 * j + 2], first, sums[4 * j + 2]);
-        sums[4 * j + 3] = fmaf(partial[4 * j + 3], second, sums[4 * j + 3]);
-      }
+      add_scaled<T>(scales, lane, scale, partial, sums);
       if (release != 0 && releases != 0) barrier_arrive_in(release);
     };
     auto const step = [&](float (&now)[T / 2], float const(&before)[T / 2], int i) {

@@ -4,6 +4,7 @@
 #include "few_tokens_tile.h"
 #include "w4_sm90.h"
 #include "w4_wgmma.h"
+#include "w8_block_scales.h"
 
 namespace fp4d {
 
@@ -11,21 +12,6 @@ namespace fp4d {
 // to f32 ones (many_tokens.h).
 constexpr int kPromoteStages = 2;
 constexpr int kScaleBlock = 128;  // rows of the weight and k with one scale, if any
-
-// Every 128 k have scales of their own: one of the weights, and one a token, which lie in the stage.
-template <class Tile>
-__device__ __forceinline__ void add_scaled(uint32_t scales, int lane, float scale, Sums<Tile> const& partial,
-                                           Sums<Tile>& sums) {
-#pragma unroll
-  for (int j = 0; j < Tile::kTokens / 8; ++j) {
-    uint2 const pair = load_8(scales + lane % 4 * 8 + j * 32);
-    float const first = __uint_as_float(pair.x) * scale, second = __uint_as_float(pair.y) * scale;
-    sums[4 * j] = fmaf(partial[4 * j], first, sums[4 * j]);
-    sums[4 * j + 1] = fmaf(partial[4 * j + 1], second, sums[4 * j + 1]);
-    sums[4 * j + 2] = fmaf(partial[4 * j + 2], first, sums[4 * j + 2]);
-    sums[4 * j + 3] = fmaf(partial[4 * j + 3], second, sums[4 * j + 3]);
-  }
-}
 
 template <class Tile>
 __device__ __forceinline__ void consume_wgmma(Params const& p, Ring<Tile> ring, Range range, uint32_t,
@@ -53,7 +39,7 @@ __device__ __forceinline__ void consume_wgmma(Params const& p, Ring<Tile> ring, 
     if constexpr (Weights::kBlocks) {
       float const next = __ldg(at + min(i + 1, range.count - 1));
       wgmma_wait<0>();
-      add_scaled<Tile>(ring.scales(0) + offset * 16, lane, scale, partial, sums);
+      add_scaled<Tile::kTokens>(ring.scales(0) + offset * 16, lane, scale, partial, sums);
       if (lane == 0) barrier_arrive(full + 8);
       scale = next;
     } else {
