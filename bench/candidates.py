@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +250,15 @@ def main() -> int:
         quarantine.folder = lambda: Path(folder) / quarantine.FOLDER  # type: ignore[assignment]
         tuned.folder = lambda: Path(folder) / tuned.FOLDER  # type: ignore[assignment]
         torch.zeros(1, device=card.device)
-        result["candidates"] = candidates(card.device)
-        result["tuned"] = choices(card.device, nk, arguments.tokens)
-        result["planted"] = planted(card.device, everything if arguments.all_planted else PLANTED)
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "candidates": lambda: candidates(card.device),
+            "tuned": lambda: choices(card.device, nk, arguments.tokens),
+            "planted": lambda: planted(card.device, everything if arguments.all_planted else PLANTED),
+        }
+        result |= dict.fromkeys(parts, ())
+        for name, part in parts.items():  # a time limit loses the part that it ends
+            result[name] = part()
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(candidate_table(result), choice_table(result), planted_table(result), sep="\n\n")
     wrong = faults_in(result)
     fine = f"every candidate passed and was checked in less than {LIMIT_MS} ms, every fault was caught, nothing accused"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,13 @@ TOKENS = (1, 16, 128, 512)
 CALLS, UNTIMED = 200, 20
 """Of a block: those that are timed, and those before. Of two launches each, under the thousand that a driver queues."""
 FLASHINFER = "flashinfer"
+PEERS = {
+    "none": (),
+    "quick": ("flashinfer.bmm_fp8 (cublas)",),
+    "deepgemm": ("flashinfer.fp8_blockscale_gemm_sm90",),
+    "slow": ("flashinfer.bmm_fp8 (cublas)", "flashinfer.fp8_blockscale_gemm_sm90"),
+}
+"""FlashInfer's functions by what ``--peers`` asks for."""
 TILE_ERROR = {"fp8": 0.08, "nvfp4": 0.25}
 """Largest relative error of a 128x128 tile, by the format of the weights: what quantising random numbers costs."""
 
@@ -109,8 +116,8 @@ def torch_methods(linear: nn.Linear, x: Tensor) -> dict[str, Method]:
     return found
 
 
-def flashinfer_methods(linear: nn.Linear, x: Tensor, slow: bool) -> tuple[dict[str, Method], dict[str, str]]:
-    """Return FlashInfer's functions where they can be imported and run."""
+def flashinfer_methods(linear: nn.Linear, x: Tensor, peers: str) -> tuple[dict[str, Method], dict[str, str]]:
+    """Return FlashInfer's functions that ``--peers`` names, where they can be imported and run."""
     found: dict[str, Method] = {}
     lacks: dict[str, str] = {}
     weight = linear.weight.detach()
@@ -129,10 +136,9 @@ def flashinfer_methods(linear: nn.Linear, x: Tensor, slow: bool) -> tuple[dict[s
         b = formats.fp8_quantize(weight, "block128")
         return lambda: fp8_blockscale_gemm_sm90(x, b.data, None, b.scale)
 
-    makers = {"flashinfer.bmm_fp8 (cublas)": bmm_fp8}
-    if slow:
-        makers["flashinfer.fp8_blockscale_gemm_sm90"] = blockscale
-    for name, make in makers.items():
+    makers = {"flashinfer.bmm_fp8 (cublas)": bmm_fp8, "flashinfer.fp8_blockscale_gemm_sm90": blockscale}
+    for name in PEERS[peers]:
+        make = makers[name]
         try:
             call = make()
             error = _error(call(), linear, x)
@@ -191,31 +197,33 @@ def measure(methods: dict[str, Method], card: Card, calls: int, rounds: int) -> 
     return take_turns(replays, dict.fromkeys(methods, calls), rounds=rounds, limit_us=6e7)
 
 
-def run(card: Card, n: int, k: int, tokens: tuple[int, ...], calls: int, rounds: int, peers: str) -> dict[str, Any]:
-    """Measure every method for each number of tokens; return plain data."""
+def run(
+    card: Card, n: int, k: int, tokens: tuple[int, ...], calls: int, rounds: int, peers: str
+) -> Iterator[dict[str, Any]]:
+    """Measure every method for each number of tokens; yield all that is known after each, as plain data."""
     torch.manual_seed(0)
     linear = nn.Linear(k, n, bias=False, device=card.device, dtype=torch.bfloat16).requires_grad_(False)
-    rows, left_out = [], {}
+    method = (
+        f"median of {rounds} blocks of {calls} calls in turns, each after {UNTIMED} untimed, wall clock, N={n}, K={k}"
+    )
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
     for m in tokens:
         x = torch.randn(m, k, device=card.device, dtype=torch.bfloat16)
         with torch.inference_mode():
             methods = torch_methods(linear, x)
             ours, lacks = layer_methods(linear, x)
             methods |= ours
-            if peers != "none":
-                theirs, more = flashinfer_methods(linear, x, peers == "slow")
-                methods, lacks = methods | theirs, lacks | more
+            theirs, more = flashinfer_methods(linear, x, peers)
+            methods, lacks = methods | theirs, lacks | more
             samples = measure(methods, card, calls, rounds)
         left_out |= {f"{name}, M={m}": why for name, why in lacks.items()}
         base = samples[BASELINE].us
-        for name, method in methods.items():
+        for name, used in methods.items():
             sample = samples[name]
-            row = {"m": m, "what": name, "backend": method.backend, "us": sample.us, "spread": sample.spread}
-            rows.append(row | {"ratio": sample.us / base, "limited": method.limited, "tile_error": method.error})
-    method = (
-        f"median of {rounds} blocks of {calls} calls in turns, each after {UNTIMED} untimed, wall clock, N={n}, K={k}"
-    )
-    return {"n": n, "k": k, "rows": rows, "left_out": left_out, "method": method, "calls": calls, "rounds": rounds}
+            row = {"m": m, "what": name, "backend": used.backend, "us": sample.us, "spread": sample.spread}
+            rows.append(row | {"ratio": sample.us / base, "limited": used.limited, "tile_error": used.error})
+        yield {"n": n, "k": k, "rows": rows, "left_out": left_out, "method": method, "calls": calls, "rounds": rounds}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -275,9 +283,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument(
         "--peers",
-        choices=("none", "quick", "slow"),
+        choices=tuple(PEERS),
         default="slow",
-        help="FlashInfer's functions; slow: with DeepGEMM, which compiles for minutes",
+        help="FlashInfer's functions; deepgemm: its block-scale GEMM, which compiles for minutes; slow: bmm_fp8 too",
     )
     parser.add_argument("--limit", type=float, default=1.2)
     arguments = parser.parse_args()
@@ -287,8 +295,8 @@ def main() -> int:
         parser.error(str(error))
     sizes = (arguments.n, arguments.k, tuple(arguments.tokens), arguments.calls, arguments.rounds)
     result = machine.facts(card, arguments.commit) | {"kind": "host cost"}
-    result["host_cost"] = run(card, *sizes, arguments.peers)
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    for result["host_cost"] in run(card, *sizes, arguments.peers):  # a time limit loses what it did not reach
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     for name, why in result["host_cost"]["left_out"].items():
         print(f"left out: {name}: {why[:200]}")
     print(table(result))

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def cost():
-    result = host_cost.run(machine.card("cpu"), 64, 64, (1, 3), calls=3, rounds=5, peers="none")
+    *_, result = host_cost.run(machine.card("cpu"), 64, 64, (1, 3), calls=3, rounds=5, peers="none")
     return {"host_cost": result}
 
 
@@ -70,14 +70,18 @@ def test_a_record_without_flashinfer_is_an_error_where_it_was_asked_for(cost, tm
         have = [m for m in tokens if m != 16 or not asked["missing"]]
         rows += [row | {"m": m, "what": "flashinfer.gemm", "backend": host_cost.FLASHINFER} for m in have]
         asked["peers"] = peers
-        return {"n": n, "k": k, "rows": rows, "left_out": left_out, "method": "", "calls": calls, "rounds": rounds}
+        known = {"n": n, "k": k, "left_out": left_out, "method": "", "calls": calls, "rounds": rounds}
+        yield known | {"rows": rows[:1]}
+        kept.append(json.loads((tmp_path / "cost.json").read_text())["host_cost"]["rows"])
+        yield known | {"rows": rows}
 
-    asked = {"missing": True}
+    asked, kept = {"missing": True}, []
     monkeypatch.setattr(host_cost, "run", run)
     command = ["host_cost.py", "--commit", "0" * 7, "--device", "cpu", "--json", str(tmp_path / "cost.json")]
     monkeypatch.setattr("sys.argv", command)
     assert host_cost.main() == 1
     assert asked["peers"] == "slow", "the record's own run asks for DeepGEMM"
+    assert [len(rows) for rows in kept] == [1], "what is known is kept before the next number of tokens"
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no function")]
     assert line.startswith("no function of FlashInfer's at M=16, which --peers slow asks for")
     assert line.endswith(f": flashinfer.gemm, M=16: {broken}")
@@ -88,17 +92,25 @@ def test_a_record_without_flashinfer_is_an_error_where_it_was_asked_for(cost, tm
     assert host_cost.main() == 0
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_slow_peers_have_deepgemm(slow, monkeypatch):
+@pytest.mark.parametrize(
+    ("peers", "names"),
+    [
+        ("none", ()),
+        ("quick", ("bmm_fp8 (cublas)",)),
+        ("deepgemm", ("fp8_blockscale_gemm_sm90",)),
+        ("slow", ("bmm_fp8 (cublas)", "fp8_blockscale_gemm_sm90")),
+    ],
+)
+def test_peers_are_those_that_were_asked_for(peers, names, monkeypatch):
     linear, x = torch.nn.Linear(256, 128, bias=False).bfloat16().requires_grad_(False), torch.randn(3, 256).bfloat16()
     gemm = SimpleNamespace(fp8_blockscale_gemm_sm90=lambda x, w, scale, w_scale: linear(x))
     package = SimpleNamespace(gemm=gemm, bmm_fp8=lambda a, b, *rest: linear(x).unsqueeze(0))
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.gemm", gemm)
-    found, lacks = host_cost.flashinfer_methods(linear, x, slow)
+    found, lacks = host_cost.flashinfer_methods(linear, x, peers)
     assert not lacks
-    assert ("flashinfer.fp8_blockscale_gemm_sm90" in found) == slow
-    assert {method.backend for method in found.values()} == {host_cost.FLASHINFER}
+    assert list(found) == [f"flashinfer.{name}" for name in names]
+    assert all(method.backend == host_cost.FLASHINFER for method in found.values())
 
 
 def test_blocks_start_with_calls_that_no_clock_sees(monkeypatch):
@@ -134,6 +146,21 @@ def apart(tmp_path, monkeypatch):
     canary.canaries.cache_clear()
     yield
     canary.canaries.cache_clear()
+
+
+def test_a_part_that_is_done_is_kept(tmp_path, monkeypatch):
+    def ended(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(candidates, "candidates", lambda device: [{"op": "one"}])
+    monkeypatch.setattr(candidates, "choices", lambda *_: [{"op": "two"}])
+    monkeypatch.setattr(candidates, "planted", ended)
+    record = tmp_path / "c.json"
+    monkeypatch.setattr("sys.argv", ["candidates.py", "--commit", "0" * 7, "--device", "cpu", "--json", str(record)])
+    with pytest.raises(KeyboardInterrupt):
+        candidates.main()
+    kept = json.loads(record.read_text())
+    assert [kept[part] for part in ("candidates", "tuned", "planted")] == [[{"op": "one"}], [{"op": "two"}], []]
 
 
 def test_candidates_are_judged_and_checked():
