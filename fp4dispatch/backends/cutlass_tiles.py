@@ -21,6 +21,7 @@ else:
     import tomli as tomllib
 
 _KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "fill", "speed", "builds"}
+_SPEED_KEYS = {field.name for field in fields(TileSpeed)}
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
@@ -86,12 +87,14 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
         ("activation", set(row.get("activations", ())), set(ACTIVATIONS[1:])),
         ("output dtype", set(row["builds"]), set(OUT_DTYPES)),
         ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms", "share"}),
-        ("key of speed", set(row.get("speed", ())), {field.name for field in fields(TileSpeed)}),
+        ("key of speed", set(row.get("speed", ())), _SPEED_KEYS),
     ):
         if found - known:
             raise FlagsError(
                 f"{where}: unknown {what} {', '.join(sorted(found - known))}; known: {', '.join(sorted(known))}"
             )
+    if "speed" in row and (missing := _SPEED_KEYS - set(row["speed"])):
+        raise FlagsError(f"{where}: speed lacks {', '.join(sorted(missing))}; needs all of its keys")
     kernel = catalog.kernel(row["kernel"])
     for build in row["builds"].values():
         kernel.variant(build)
