@@ -152,6 +152,18 @@ struct Place {
   }
 };
 
+// A consumer warp's arrivals at the barriers of a slot in all CTAs that copy to this one, a lane each.
+struct Releases {
+  uint32_t empty_at = 0, mine = 0;  // of slot 0; whether this lane has a CTA
+
+  template <class Tile>
+  __device__ void start(Params const& p, Place const& place, Ring<Tile> ring, int lane) {
+    mine = lane < Place::sources(p);
+    empty_at = address_in(ring.empty(0), place.source(p, mine != 0 ? lane : 0));
+  }
+  __device__ uint32_t of(int slot) const { return empty_at + slot * 16; }
+};
+
 // Where a tile begins.
 struct Corner {
   int row_block, token;

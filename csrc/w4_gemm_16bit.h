@@ -31,16 +31,13 @@ struct Loop {
   int warpgroup, warp, lane;  // warp of the warpgroup
   Position<Tile> at = {};
 
-  uint32_t empty_at = 0, releases = 0;
+  Releases releases = {};
 
-  __device__ void start() {
-    releases = lane < Place::sources(p);
-    empty_at = address_in(ring.empty(0), place.source(p, releases != 0 ? lane : 0));
-  }
+  __device__ void start() { releases.start(p, place, ring, lane); }
 
   // This warp is done with a slot.
   __device__ void release(int slot) const {
-    if (releases != 0) barrier_arrive_in(empty_at + slot * 16);
+    if (releases.mine != 0) barrier_arrive_in(releases.of(slot));
   }
 
   __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[4], uint64_t b) {

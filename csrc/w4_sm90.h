@@ -7,6 +7,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "async_copy.h"
+
 namespace fp4d {
 
 // ---- Copies from global to shared memory: a multiple of 16 bytes, by one thread; they report to a barrier ----
@@ -16,21 +18,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, uint8_t const* from, uint
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
-// Of what is read once, or by CTAs that run at the same time: L2 forgets it first. A GEMM of many tokens is up to 6 % faster
-// where weights are, with what packs its activations, because those stay (H200). Encoding: CacheHintSm90 of CUTLASS,
-// copy_sm90_desc.hpp.
-constexpr uint64_t kEvictFirst = 0x12F0000000000000;
-
-__device__ __forceinline__ void copy_bulk_once(uint32_t to, uint8_t const* from, uint32_t bytes,
-                                               uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-      "[%3], "
-      "%4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
       : "memory");
 }
 

@@ -18,12 +18,9 @@ struct Loop {
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup
   Position<Tile> at = {};
-  uint32_t empty_at = 0, releases = 0;
+  Releases releases = {};
 
-  __device__ void start() {
-    releases = lane < Place::sources(p);
-    empty_at = address_in(ring.empty(0), place.source(p, releases != 0 ? lane : 0));
-  }
+  __device__ void start() { releases.start(p, place, ring, lane); }
 
   // Adds an item's stages to `sums`. `at_scales`: of the weight's block, at the item's first stage.
   __device__ void run(bool, int count, float (&sums)[T / 2], [[maybe_unused]] float const* at_scales) {
@@ -54,7 +51,7 @@ struct Loop {
     float scale = 0.f;
     auto const add = [&](float const(&partial)[T / 2]) {
       add_scaled<T>(scales, lane, scale, partial, sums);
-      if (release != 0 && releases != 0) barrier_arrive_in(release);
+      if (release != 0 && releases.mine != 0) barrier_arrive_in(release);
     };
     auto const step = [&](float (&now)[T / 2], float const(&before)[T / 2], int i) {
       float const next = __ldg(at_scales + i);
@@ -62,7 +59,7 @@ struct Loop {
       multiply(now, 0);
       wgmma_wait<1>();
       add(before);
-      scales = ring.scales(at.slot), scale = next, release = empty_at + at.slot * 16;
+      scales = ring.scales(at.slot), scale = next, release = releases.of(at.slot);
       at.advance();
     };
 #pragma unroll 1
@@ -91,20 +88,20 @@ struct Loop {
       barrier_wait(ring.full(at.slot), at.parity);
       multiply(partial, phase);
       wgmma_wait<1>();
-      if (release != 0 && releases != 0) barrier_arrive_in(release);
-      release = empty_at + at.slot * 16;
+      if (release != 0 && releases.mine != 0) barrier_arrive_in(release);
+      release = releases.of(at.slot);
       at.advance();
       if (++phase == Tile::kPromoteStages) {
         phase = 0;
         wgmma_wait<0>();
-        if (releases != 0) barrier_arrive_in(release);
+        if (releases.mine != 0) barrier_arrive_in(release);
         release = 0;
 #pragma unroll
         for (int v = 0; v < T / 2; ++v) sums[v] += partial[v];
       }
     }
     wgmma_wait<0>();
-    if (release != 0 && releases != 0) barrier_arrive_in(release);
+    if (release != 0 && releases.mine != 0) barrier_arrive_in(release);
     if (phase != 0) {
 #pragma unroll
       for (int v = 0; v < T / 2; ++v) sums[v] += partial[v];
