@@ -14,7 +14,7 @@ from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, Qu
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import tile_for
 from fp4dispatch.backends.operands import aligned, bias_row, direct, per_column
-from fp4dispatch.backends.scratch import Part, Scratch, eager
+from fp4dispatch.backends.scratch import Part, Scratch, eager, ready_to_launch
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
@@ -158,7 +158,7 @@ class CutlassBackend(Backend):
         s: _State = plan.state
         if not s.fits:
             return super().ready(plan, prepared)
-        return (_ready if s.at_once is None else _ready_at_once)(s, prepared.tensors)
+        return (ready_to_launch if s.at_once is None else _ready_at_once)(s, prepared.tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------- prepare
@@ -257,15 +257,6 @@ def _launch_fp8_static_at_once(
     assert s.at_once is not None
     q, _ = s.scratch()
     s.at_once(s.quantize, x, q, tensors[0], tensors[2], tensors[1], bias, d, s.quantize_pdl, s.gemm_pdl)
-
-
-def _ready(s: _State, tensors: tuple[Tensor, ...]) -> Ready:
-    launch, state = s.launch, s._replace(scratch=eager(s.scratch))
-
-    def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-        launch(state, x, tensors, out, bias)
-
-    return ready
 
 
 def _ready_at_once(s: _State, tensors: tuple[Tensor, ...]) -> Ready:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp4dispatch import capture
+from fp4dispatch.backends.base import Ready
 
 ARENA_BYTES = 1 << 20
 _ALIGNMENT = 512  # as torch's allocator
@@ -109,6 +110,19 @@ class Scratch:
 def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
     """Return what takes the same temporaries where the current stream is known not to be captured."""
     return scratch.eager if isinstance(scratch, Scratch) else scratch
+
+
+def ready_to_launch(state: Any, tensors: tuple[Tensor, ...]) -> Ready:
+    """Return ``Backend.ready``'s function of a plan whose ``launch(state, x, tensors, out, bias)`` is all of a call.
+
+    ``state``: a named tuple with ``launch`` and ``scratch``, which ``launch`` takes its temporaries from.
+    """
+    launch, eagerly = state.launch, state._replace(scratch=eager(state.scratch))
+
+    def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        launch(eagerly, x, tensors, out, bias)
+
+    return ready
 
 
 class ScratchByM:

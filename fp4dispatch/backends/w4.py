@@ -23,7 +23,7 @@ from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
 from fp4dispatch.backends.folding import FOLD
 from fp4dispatch.backends.operands import aligned, await_writes, bias_row, direct, packed_part, per_column
-from fp4dispatch.backends.scratch import Part, Scratch, eager
+from fp4dispatch.backends.scratch import Part, Scratch, ready_to_launch
 from fp4dispatch.backends.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
@@ -166,12 +166,7 @@ class _W4Backend(Backend):
         s: _State = plan.state
         if not s.fits:
             return super().ready(plan, prepared)
-        launch, tensors, state = s.launch, prepared.tensors, s._replace(scratch=eager(s.scratch))
-
-        def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-            launch(state, x, tensors, out, bias)
-
-        return ready
+        return ready_to_launch(s, prepared.tensors)
 
 
 class W4A16Backend(_W4Backend):

@@ -37,7 +37,7 @@ from fp4dispatch.backends.operands import (
     packed_part,
     stored_rows,
 )
-from fp4dispatch.backends.scratch import Part, Scratch, eager
+from fp4dispatch.backends.scratch import Part, Scratch, ready_to_launch
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
@@ -173,12 +173,7 @@ class W8A8Backend(Backend):
         s: _State = plan.state
         if not s.fits:
             return super().ready(plan, prepared)
-        launch, tensors, state = s.launch, prepared.tensors, s._replace(scratch=eager(s.scratch))
-
-        def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-            launch(state, x, tensors, out, bias)
-
-        return ready
+        return ready_to_launch(s, prepared.tensors)
 
 
 def _tile_for(problem: Problem, device: torch.device) -> Tile | None:
