@@ -40,6 +40,14 @@ def module(kernel: str, variant: str) -> Any:
     return tvm_ffi.load_module(str(jit.build(kernel, variant, "90a").entry.library))
 
 
+def variants(kernel: str, quick: str) -> list[Any]:
+    """Every variant that is built for Hopper; slow but for one."""
+    return [
+        pytest.param(name, marks=() if name == quick else pytest.mark.slow)
+        for name in installed().kernel(kernel).variants
+    ]
+
+
 def builds(kernel: str) -> list[Any]:
     """(variant, target) of everything that is built; slow but for bf16 on Hopper."""
     known = installed().kernel(kernel)

@@ -15,7 +15,6 @@ import torch
 from fp4dispatch import jit
 from fp4dispatch.backends import cutlass_tiles
 from fp4dispatch.backends.many_tokens import clocks
-from fp4dispatch.jit.manifest import installed
 from tests import many_tokens
 from tests.compile import built_kernels
 
@@ -27,17 +26,11 @@ KERNEL = "w4_gemm_sm90"
 CI = "a8_bf16_128"
 
 
-def variants() -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name == CI else pytest.mark.slow) for name in installed().kernel(KERNEL).variants
-    ]
-
-
 def module(variant: str = CI) -> Any:
     return built_kernels.module(KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
 def test_gemm_is_proved(variant: str) -> None:
     built = jit.build(KERNEL, variant, "90a")
     assert built.pdl_allowed
@@ -93,7 +86,7 @@ def check_limits(variant: str, shape: Sequence[int], mnk: tuple[int, int, int]) 
     return "whole first"
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
 def test_plan_splits_in_one_wave_or_after_whole_tiles(variant: str) -> None:
     plan, found = module(variant).w4_gemm_plan, set()
     tokens, rows = (1, 64, 200, 300, 1500, 4096), (8, 200, 2560, 4096, 6144, 28672, 57344)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.jit.manifest import installed
 from tests import many_tokens
 from tests.compile import built_kernels
 from tests.compile.built_kernels import packed_operands
@@ -29,17 +28,11 @@ TILE = 128  # tokens, and rows
 E4M3, BF16, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
 
 
-def variants() -> list[Any]:
-    return [
-        pytest.param(name, marks=() if name == CI else pytest.mark.slow) for name in installed().kernel(KERNEL).variants
-    ]
-
-
 def module(variant: str = CI) -> Any:
     return built_kernels.module(KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
 def test_it_is_proved(variant: str) -> None:
     built = jit.build(KERNEL, variant, "90a")
     assert built.pdl_allowed
