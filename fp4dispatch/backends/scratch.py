@@ -20,7 +20,9 @@ from torch import Tensor
 from fp4dispatch import capture
 from fp4dispatch.backends.base import Ready
 
-ARENA_BYTES = 1 << 20
+ARENA_BYTES = 4 << 20
+"""512 tokens of 4096 elements in 16 bits. More keep a GPU busy for longer than the allocator takes: 7.6 us for two
+tensors on the host of an H200, where a whole call took 15 (bench/NOTES.md, "Host cost")."""
 _ALIGNMENT = 512  # as torch's allocator
 
 _arenas: dict[tuple[int, int, int], Tensor] = {}

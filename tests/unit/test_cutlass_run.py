@@ -298,13 +298,14 @@ def test_a_capture_never_sees_the_arena(gemm, monkeypatch):
 
 def test_the_arena_never_grows(gemm):
     k = 1 << 14
-    small, large = planned(weights("row", 64, k), 4), planned(weights("row", 64, k), 80)
+    m = scratch.ARENA_BYTES // k + 1
+    small, large = planned(weights("row", 64, k), 4), planned(weights("row", 64, k), m)
     launch(*small, k=k)
     before = {name: arena.data_ptr() for name, arena in scratch._arenas.items()}
     assert not large[2].state.scratch._fits
-    launch(*large, m=80, k=k)
+    launch(*large, m=m, k=k)
     backend, prepared, plan = large
-    backend.ready(plan, prepared)(torch.randn(80, k).bfloat16(), torch.empty(80, 64).bfloat16(), None)
+    backend.ready(plan, prepared)(torch.randn(m, k).bfloat16(), torch.empty(m, 64).bfloat16(), None)
     assert {name: arena.data_ptr() for name, arena in scratch._arenas.items()} == before
     assert not large[2].state.scratch._found
 
