@@ -691,7 +691,9 @@ def forget_captures():
 
 @case(forget_captures, "weights that are gone")
 def another_backend_is_chosen_after_a_capture():
-    layer, x = fp8(None, n=388, activation="fp8"), rows()  # padded, so that the layout is a copy of its own
+    # w8a8 multiplies the stored bytes; what comes after it pads them, so that the layout is a copy of its own.
+    dispatch.exclude("w8a8", "fp8_gemm", "row", Reason("DENIED", "for this test"))
+    layer, x = fp8(None, n=388, activation="fp8"), rows()
     want = layer(x)
     graph, out = captured(lambda: layer(x))
     name = layer.bind().spec.routes[layer.bind().spec.index(M)].backend
