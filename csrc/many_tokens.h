@@ -90,7 +90,7 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
 // ---- The kernel ----
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
+__global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
     many_tokens_kernel(__grid_constant__ Params const p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<Tile> const ring{shared_address(shared)};

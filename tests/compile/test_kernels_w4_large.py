@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,8 +44,9 @@ def test_gemm_is_proved(variant: str) -> None:
     assert kernel.mma == {"QGMMA.64" if variant.startswith("a8") else "HGMMA.64": 4}
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 registers over all threads.
-    _, rows, ctas = many_tokens.tile_of(variant)
-    assert kernel.registers == (80 if ctas == 2 else 168 if rows == 128 else 96)
+    tokens, rows, ctas = many_tokens.tile_of(variant)
+    alone = built_kernels.BESIDE_A_PACKER if tokens == 128 else 168
+    assert kernel.registers == (80 if ctas == 2 else alone if rows == 128 else 96)
     # ptxas says so where it makes MMAs wait for each other, or ignores setmaxnreg.
     log = (built.entry.folder / "build.log").read_text()
     assert "serialized" not in log
@@ -56,6 +58,18 @@ def test_packer_is_proved() -> None:
     assert built.pdl_allowed
     assert built.proof is not None
     assert all((k.wait, k.unguarded, k.spills) == (1, (), 0) for k in built.proof.kernels)
+
+
+def test_a_packer_fits_beside_a_tile_of_128_tokens() -> None:
+    """Up to 512 tokens its blocks wait there for the GEMM before them: registers are dealt out to warps by 256."""
+    built = jit.build("w4_activations", "any", "90a")
+    assert built.proof is not None
+    packers = {name: k for k in built.proof.kernels if (name := re.search(r"quantize_tokens\w*?ELi(\d)E", k.name))}
+    assert {name[1] for name in packers} == {"1", "2", "4"}
+    left = 65536 - 3 * 4 * 32 * built_kernels.BESIDE_A_PACKER
+    for name, kernel in packers.items():
+        warps = 6 if name[1] == "4" else 8
+        assert warps * -(-kernel.registers // 8) * 256 <= left, kernel.name
 
 
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}

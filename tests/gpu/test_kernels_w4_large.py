@@ -14,6 +14,7 @@ from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
 from tests.gpu.tiles import bits, sees_one_wrong_element
 from tests.gpu.w4_packed import (
+    MANY_TO_PACK,
     Problem,
     activations,
     check_capture,
@@ -70,7 +71,7 @@ def most_split(variant, k):
 
 
 @pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
-@pytest.mark.parametrize(("m", "k"), [(1, 16), (13, 208), (65, 144), (40, 2064), (300, 272), (3, 40_000)])
+@pytest.mark.parametrize(("m", "k"), [(1, 16), (13, 208), (65, 144), (40, 2064), (3, 40_000), *MANY_TO_PACK])
 def test_packing_bit_for_bit(dtype, m, k):
     draw = torch.Generator().manual_seed(m + k)
     wide = torch.full((m, k + 24), torch.nan, dtype=dtype)

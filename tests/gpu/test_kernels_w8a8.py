@@ -13,6 +13,7 @@ from tests.gpu.few_tokens import NK
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
 from tests.gpu.tiles import bits, sees_one_wrong_element
 from tests.gpu.w4_packed import (
+    MANY_TO_PACK,
     check_a_token_alone_and_with_others,
     check_argument_refused,
     check_no_tokens,
@@ -44,7 +45,9 @@ SHAPE = [16, 1, 2, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
-@pytest.mark.parametrize(("m", "k"), [(1, 16), (7, 80), (8, 128), (13, 208), (65, 144), (40, 2064), (3, 40_000)])
+@pytest.mark.parametrize(
+    ("m", "k"), [(1, 16), (7, 80), (8, 128), (13, 208), (65, 144), (40, 2064), (3, 40_000), *MANY_TO_PACK]
+)
 def test_packing_bit_for_bit(dtype: torch.dtype, m: int, k: int) -> None:
     draw = torch.Generator().manual_seed(m + k)
     wide = torch.full((m, k + 24), torch.nan, dtype=dtype)

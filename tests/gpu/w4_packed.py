@@ -16,6 +16,9 @@ from fp4dispatch.backends.w4_layout import pack_w4p
 from tests.gpu.sm90 import SM90
 from tests.gpu.tiles import bits, check_replays, wrong_tiles
 
+MANY_TO_PACK = ((300, 272), (270, 6160), (140, 14_336), (70, 28_672))
+"""Tokens and k that blocks pack one token after the other, all of it in registers or not; last, two blocks a token."""
+
 
 @functools.cache
 def packer() -> Any:
