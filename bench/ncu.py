@@ -48,7 +48,7 @@ FIELDS = {
 LIMITS = tuple(f"launch__occupancy_limit_{what}" for what in ("blocks", "registers", "shared_mem", "warps"))
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "LaunchStats", "Occupancy")
 SECTIONS += ("SchedulerStats", "WarpStateStats")
-KERNELS = "few_tokens_kernel|w4_gemm_kernel|device_kernel"
+KERNELS = "few_tokens_kernel|many_tokens_kernel|device_kernel"
 """Names of our kernels, and CUTLASS's; the quantisers and packers beside them are not among them."""
 PERCENTS = ("dram_percent", "l2_percent", "tensor_percent", "issue_percent", "alu_percent")
 UNITS = {"second": 1e6, "msecond": 1e3, "ms": 1e3, "usecond": 1.0, "us": 1.0, "nsecond": 1e-3, "ns": 1e-3}
@@ -70,10 +70,12 @@ CASES = (
     Case("w4a16", "nvfp4", 16, 8192, 8192),
     Case("w4a8", "nvfp4", 32, 8192, 8192),
     Case("w4a8", "nvfp4", 64, 57344, 8192),
+    Case("w4a8", "nvfp4", 128, 28672, 4096),
     Case("w4a8", "nvfp4", 512, 28672, 4096),
     Case("w4a16", "nvfp4", 4096, 28672, 4096),
     Case("w8a16", "row", 1, 57344, 8192),
     Case("w8a8", "row", 64, 28672, 4096),
+    Case("w8a8", "row", 256, 28672, 4096),
     Case("cutlass", "row", 64, 28672, 4096),
 )
 

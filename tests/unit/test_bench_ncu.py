@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -137,11 +138,11 @@ DONE = {"ran": "w4a16 (bf16)", "off": 0.001, "sms": 132}
 
 
 def test_profiles_go_to_the_cases_that_were_launched():
-    kernels = ncu.parse(table(("few_tokens_kernel", "w4_gemm_kernel")))
+    kernels = ncu.parse(table(("few_tokens_kernel", "many_tokens_kernel")))
     lines = [{"case": 0} | DONE, {"case": 1, "failed": "no"}, {"case": 4} | DONE]
     first, second = ncu.joined(lines, kernels, 3)
     assert (first["m"], first["kernel"]) == (1, "few_tokens_kernel")
-    assert (second["m"], second["kernel"], second["ran"]) == (512, "w4_gemm_kernel", "w4a16 (bf16)")
+    assert (second["m"], second["kernel"], second["ran"]) == (512, "many_tokens_kernel", "w4a16 (bf16)")
     assert second["ring_kb_per_sm"] == pytest.approx(110.592 * 2)
     assert len(ncu.joined(lines[:1], kernels, 3)) == 1  # the child was ended during the second
     for some, asked in ((lines[:1], 1), ([*lines, {"case": 5} | DONE], 4)):
@@ -235,3 +236,10 @@ def test_it_says_what_it_needs():
     done = subprocess.run([sys.executable, ncu.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--out is needed" in done.stderr
+
+
+def test_the_kernels_that_ncu_looks_for_are_there():
+    sources = "".join(path.read_text() for path in (ncu.ROOT / "csrc").iterdir() if path.suffix in (".h", ".cu"))
+    cutlass = "device_kernel"  # cutlass/device_kernel.h
+    for name in set(ncu.KERNELS.split("|")) - {cutlass}:
+        assert re.search(rf"__global__ void[^;{{]*\b{name}\(", sources), name
