@@ -142,7 +142,7 @@ def test_profiles_go_to_the_cases_that_were_launched():
     lines = [{"case": 0} | DONE, {"case": 1, "failed": "no"}, {"case": 4} | DONE]
     first, second = ncu.joined(lines, kernels, 3)
     assert (first["m"], first["kernel"]) == (1, "few_tokens_kernel")
-    assert (second["m"], second["kernel"], second["ran"]) == (512, "many_tokens_kernel", "w4a16 (bf16)")
+    assert (second["m"], second["kernel"], second["ran"]) == (ncu.CASES[4].m, "many_tokens_kernel", "w4a16 (bf16)")
     assert second["ring_kb_per_sm"] == pytest.approx(110.592 * 2)
     assert len(ncu.joined(lines[:1], kernels, 3)) == 1  # the child was ended during the second
     for some, asked in ((lines[:1], 1), ([*lines, {"case": 5} | DONE], 4)):
