@@ -45,12 +45,9 @@ struct Tile {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kRows = kBlockRows * kConsumers;
   static constexpr int kMostSplit = T == 32 ? 4 : 8;  // each part of K adds up 8 tokens at least
-  // 65536 registers, shared out evenly at the start; the producer gives its up. A tile of 128 tokens takes 49152 and leaves the
-  // rest to what packs the next launch's activations (w4_activations.cu), which then waits on the same multiprocessor for
-  // this launch to end, and is no longer in the next one's way: FP4Linear 5 % faster at 128 tokens (H200).
-  static constexpr bool kLeavesRegisters = kConsumers == 2 && T == 128 && !Weights::kBlocks;
-  static constexpr int kSharingThreads =
-      kLeavesRegisters ? 512 : kThreads;  // among which registers are dealt out
+  // 65536 registers, shared out evenly at the start; the producer gives its up. Or 49152, as if there were more threads.
+  static constexpr bool kLeavesRegisters = Weights::leaves_registers(T, kConsumers);
+  static constexpr int kSharingThreads = kLeavesRegisters ? 512 : kThreads;
   static constexpr int kProducerRegisters = kConsumers == 2 && kCtas == 1 && !kLeavesRegisters ? 40 : 32;
   static constexpr int kConsumerRegisters = kLeavesRegisters  ? 176
                                             : kCtas == 2      ? 104

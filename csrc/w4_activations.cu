@@ -26,21 +26,17 @@
 //
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
 #include "async_copy.h"
-#include "per_device.h"
 #include "quantize.h"
 
 namespace fp4d {
 
 constexpr int64_t kBlockTokens = 8, kBlockBytes = 1024;
 constexpr int kWarpBlocks = 4;  // of 128 bytes, that a warp writes at once
-constexpr int kMaxWarps = 8, kMaxThreads = kMaxWarps * 32;
+// At most 16384 registers a block of quantize_tokens, which is what some tiles of many_tokens.h leave of a multiprocessor: it
+// waits there for the GEMM before it to end.
+constexpr int kMaxWarps = 8, kMaxThreads = kMaxWarps * 32, kBlocksAtOnce = 4;
 constexpr int kMaxPartsLog2 = 3;  // blocks that share a token
 constexpr int kMostEach = 4;  // times 512 k that a warp keeps in registers between the two passes of a row
-// From kFewTokens + 1 to kBesideTokens tokens: no more blocks than multiprocessors, each of at most 16384 registers. These are
-// what a tile of 128 tokens leaves (many_tokens_tile.h), so the blocks wait beside the GEMM before them, and the GEMM
-// after them loads its first weights while they work. Fewer tokens have fewer blocks anyway.
-constexpr int64_t kFewTokens = 64, kBesideTokens = 512;
-constexpr int kBesideWarps = 6;       // with kMostEach, 80 registers a thread
 constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
 
 // A token's 16-byte column in the first 128 bytes along K.
@@ -87,12 +83,10 @@ class TokenAmax {
     cluster_arrive();
   }
 
-  // `round`: of a block that is no cluster's, which comes once for each of its tokens.
-  __device__ uint32_t operator()(uint32_t bits, int part, int round) const {
+  __device__ uint32_t operator()(uint32_t bits, int part) const {
     int const lane = threadIdx.x % 32, warps = blockDim.x / 32;
     bits = __reduce_max_sync(~0u, bits);
-    uint32_t* const all = shared().bits + (round & 1) * kMaxWarps;
-    uint32_t* const mine = all + part * warps + threadIdx.x / 32;
+    uint32_t* const mine = shared().bits + part * warps + threadIdx.x / 32;
     if (parts_ == 1) {
       if (lane == 0) *mine = bits;
       __syncthreads();
@@ -106,7 +100,7 @@ class TokenAmax {
       __syncwarp();
     }
     bits = 0;
-    for (int i = lane; i < parts_ * warps; i += 32) bits = max(bits, all[i]);
+    for (int i = lane; i < parts_ * warps; i += 32) bits = max(bits, shared().bits[i]);
     return __reduce_max_sync(~0u, bits);
   }
 
@@ -136,74 +130,70 @@ __device__ inline uint4 quantize(uint4 const (&raw)[2], E4m3Divisor divisor, boo
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A block a token and then another one, or 2^`parts_log2` blocks, a cluster where they look for a scale; their warps take
-// turns along K, 512 k at a time. `blocks` of 128 k.
+// 2^`parts_log2` blocks a token, a cluster where they look for a scale; their warps take turns along K, 512 k at a
+// time. `blocks` of 128 k.
 template <class T, bool dynamic, bool transposed, int each>
-__global__ void __launch_bounds__(kMaxThreads, each == kMostEach ? 3 : 4)
+__global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_tokens(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
                     int rows, int k, int blocks, int parts_log2) {
   grid_dependency_launch_dependents();
   TokenAmax const greatest(dynamic ? 1 << parts_log2 : 1);
   grid_dependency_wait();
+  int64_t const token = blockIdx.x >> parts_log2;
   int const part = blockIdx.x & ((1 << parts_log2) - 1), warps = blockDim.x / 32, lane = threadIdx.x % 32;
   int const step = warps << parts_log2, first = part * warps + threadIdx.x / 32;
-  int const tokens = int(token_blocks * kBlockTokens), blocks_a_round = gridDim.x >> parts_log2;
-#pragma unroll 1
-  for (int round = 0, token = blockIdx.x >> parts_log2; token < tokens; ++round, token += blocks_a_round) {
-    bool const padding = token >= rows;
-    T const* const row = padding ? x : x + token * x_stride;
-    int const row_k = padding ? 0 : k, tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
-    auto const load = [&](int tile, int i) { return load_vector(row, (tile * 2 + i) * 32 + lane, row_k); };
+  bool const padding = token >= rows;
+  T const* const row = padding ? x : x + token * x_stride;
+  int const row_k = padding ? 0 : k, tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
+  auto const load = [&](int tile, int i) { return load_vector(row, (tile * 2 + i) * 32 + lane, row_k); };
 
-    uint4 cached[2 * each];
+  uint4 cached[2 * each];
 #pragma unroll
-    for (int i = 0; i < 2 * each; ++i) cached[i] = load(first + i / 2 * step, i % 2);
-    Amax amax = amax_of<T>(cached);
-    float token_scale;
-    if constexpr (dynamic) {
-      for (int tile = first + each * step; tile < tiles; tile += step) {
-        uint4 const raw[2] = {load(tile, 0), load(tile, 1)};
-        Amax const other = amax_of<T>(raw);
-        amax = {max(amax.bits, other.bits), amax.finite && other.finite};
-      }
-      token_scale = scale_of<T>(greatest(amax.bits, part, round));
-      if (part == 0 && threadIdx.x == 0 && !padding) scale[token] = token_scale;
-    } else {
-      token_scale = *scale >= kMinScale ? *scale : NAN;
-      if (padding) token_scale = 1.f;
-    }
-    // Zeros of the padding stay zero under any scale but NaN.
-    E4m3Divisor const divisor(token_scale);
-
-    // After the transposition lanes differ in bit 2 where the warp's 128 k do by 2, in bit 1 where columns are of the
-    // first or second four of 8 k.
-    int const lane_block = transposed ? lane / 4 % 2 * 2 + lane / 16 : lane / 16;
-    int const column = transposed ? lane / 8 % 2 * 4 + lane % 2 * 2 + lane / 2 % 2 : lane % 16 / 2;
-    int64_t const block_bytes = token_blocks * kBlockBytes;
-    uint8_t* to = column_of(packed, token, column) + (transposed ? 0 : lane % 2 * 8) +
-                  (first * kWarpBlocks + lane_block) * block_bytes;
-    auto const store = [&](int tile, uint4 words) {
-      int const block = tile * kWarpBlocks + lane_block;
-      if constexpr (transposed) {
-        words = transpose(words);
-        if (block < blocks) store_vector(to, words);
-      } else {
-        if (block < blocks) *reinterpret_cast<uint2*>(to) = make_uint2(words.x, words.y);
-        if (block + 2 < blocks)
-          *reinterpret_cast<uint2*>(to + 2 * block_bytes) = make_uint2(words.z, words.w);
-      }
-      to += step * kWarpBlocks * block_bytes;
-    };
-#pragma unroll
-    for (int i = 0; i < each; ++i) {
-      uint4 const raw[2] = {cached[2 * i], cached[2 * i + 1]};
-      store(first + i * step, quantize<T>(raw, divisor, amax.finite));
-    }
+  for (int i = 0; i < 2 * each; ++i) cached[i] = load(first + i / 2 * step, i % 2);
+  Amax amax = amax_of<T>(cached);
+  float token_scale;
+  if constexpr (dynamic) {
     for (int tile = first + each * step; tile < tiles; tile += step) {
       uint4 const raw[2] = {load(tile, 0), load(tile, 1)};
-      bool const finite = dynamic ? amax.finite : amax_of<T>(raw).finite;
-      store(tile, quantize<T>(raw, divisor, finite));
+      Amax const other = amax_of<T>(raw);
+      amax = {max(amax.bits, other.bits), amax.finite && other.finite};
     }
+    token_scale = scale_of<T>(greatest(amax.bits, part));
+    if (part == 0 && threadIdx.x == 0 && !padding) scale[token] = token_scale;
+  } else {
+    token_scale = *scale >= kMinScale ? *scale : NAN;
+    if (padding) token_scale = 1.f;
+  }
+  // Zeros of the padding stay zero under any scale but NaN.
+  E4m3Divisor const divisor(token_scale);
+
+  // After the transposition lanes differ in bit 2 where the warp's 128 k do by 2, in bit 1 where columns are of the
+  // first or second four of 8 k.
+  int const lane_block = transposed ? lane / 4 % 2 * 2 + lane / 16 : lane / 16;
+  int const column = transposed ? lane / 8 % 2 * 4 + lane % 2 * 2 + lane / 2 % 2 : lane % 16 / 2;
+  int64_t const block_bytes = token_blocks * kBlockBytes;
+  uint8_t* to = column_of(packed, token, column) + (transposed ? 0 : lane % 2 * 8) +
+                (first * kWarpBlocks + lane_block) * block_bytes;
+  auto const store = [&](int tile, uint4 words) {
+    int const block = tile * kWarpBlocks + lane_block;
+    if constexpr (transposed) {
+      words = transpose(words);
+      if (block < blocks) store_vector(to, words);
+    } else {
+      if (block < blocks) *reinterpret_cast<uint2*>(to) = make_uint2(words.x, words.y);
+      if (block + 2 < blocks) *reinterpret_cast<uint2*>(to + 2 * block_bytes) = make_uint2(words.z, words.w);
+    }
+    to += step * kWarpBlocks * block_bytes;
+  };
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    uint4 const raw[2] = {cached[2 * i], cached[2 * i + 1]};
+    store(first + i * step, quantize<T>(raw, divisor, amax.finite));
+  }
+  for (int tile = first + each * step; tile < tiles; tile += step) {
+    uint4 const raw[2] = {load(tile, 0), load(tile, 1)};
+    bool const finite = dynamic ? amax.finite : amax_of<T>(raw).finite;
+    store(tile, quantize<T>(raw, divisor, finite));
   }
 }
 
@@ -265,15 +255,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-int64_t multiprocessors(int device) {
-  static PerDevice<int> counts;
-  return counts.of(device, [&] {
-    int count = 0;
-    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-  });
-}
-
 // `block_k`: elements of a token in 128 bytes.
 void check_packed(TensorView x, TensorView packed, int64_t block_k) {
   check_input(x, 16);
@@ -298,20 +279,16 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   tvm::ffi::CUDADeviceGuard guard(device);
   int64_t const blocks = packed.size(0), tokens = packed.size(1) * kBlockTokens;
   int64_t const tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
-  bool const beside = tokens > kFewTokens && tokens <= kBesideTokens;
-  // As little a warp as lets all tokens run at once, for latency; or as puts a token into a block.
-  int64_t const wanted = beside ? (tiles + kMaxWarps - 1) / kMaxWarps : tokens * tiles / kWaveWarps + 1;
+  // As little a warp as lets all tokens run at once, for latency.
+  int64_t const wanted = tokens * tiles / kWaveWarps + 1;
   auto const go = [&](auto const* data, auto each) {
     using T = std::decay_t<decltype(*data)>;
-    int64_t const warps = (tiles + each - 1) / each,
-                  most = beside && each == kMostEach ? kBesideWarps : kMaxWarps;
+    int64_t const warps = (tiles + each - 1) / each;
     int64_t parts_log2 = 0;
     while (parts_log2 < kMaxPartsLog2 && kMaxWarps << parts_log2 < warps) ++parts_log2;
     unsigned const parts = 1u << parts_log2;
-    int64_t const threads = std::min(most, (warps + parts - 1) / parts) * 32;
-    int64_t const sms = multiprocessors(device), rounds = beside && parts == 1 ? (tokens + sms - 1) / sms : 1;
-    int64_t const at_once = (tokens + rounds - 1) / rounds;
-    Shape const shape{dim3(unsigned(at_once * parts)), dim3(unsigned(threads)), dynamic ? parts : 1u};
+    int64_t const threads = std::min<int64_t>(kMaxThreads, (warps + parts - 1) / parts * 32);
+    Shape const shape{dim3(unsigned(tokens * parts)), dim3(unsigned(threads)), dynamic ? parts : 1u};
     launch(quantize_tokens<T, dynamic, transposed, each>, shape, device, enable_pdl, data, input_stride(x),
            data_of<uint8_t>(packed), data_of<float>(scale), packed.size(1), x.size(0), x.size(1), blocks,
            parts_log2);

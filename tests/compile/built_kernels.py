@@ -31,8 +31,6 @@ MACHINES: Mapping[str, Machine] = {
 }
 """Multiprocessors, shared memory of one and of a CTA, clusters: what the plans of kernels for few tokens ask for."""
 PlanOf = Callable[..., Sequence[int]]
-BESIDE_A_PACKER = 128
-"""Registers of a thread of a tile of 128 tokens at its launch, of 384 threads: 16384 of a multiprocessor are left."""
 REAL = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
 """[N, K] of real layers."""
 

@@ -17,7 +17,7 @@ from tests.gpu.sm90 import SM90
 from tests.gpu.tiles import bits, check_replays, wrong_tiles
 
 MANY_TO_PACK = ((300, 272), (270, 6160), (140, 14_336), (70, 28_672))
-"""Tokens and k that blocks pack one token after the other, all of it in registers or not; last, two blocks a token."""
+"""Tokens and k whose packer has 1 to 8 blocks a token."""
 
 
 @functools.cache

@@ -133,7 +133,16 @@ def test_logits_errors():
     assert 0 < other["kl"] < 0.02
 
 
-def test_a_wrong_step_gets_no_speed(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("off", "same", "status"),
+    [
+        (0.1, decoder.SAME, "WRONG"),
+        (0.1, decoder.SAME_IN_FP8, "WRONG"),
+        (0.03, decoder.SAME, "WRONG"),
+        (0.03, decoder.SAME_IN_FP8, "ok"),
+    ],
+)
+def test_a_wrong_step_gets_no_speed(model, monkeypatch, off, same, status):
     real = decoder.Decoder._advance
     count = [0]
 
@@ -141,13 +150,13 @@ def test_a_wrong_step_gets_no_speed(model, monkeypatch):
         real(self, tokens)
         count[0] += 1
         if count[0] > 1 + decoder.CHECKED_STEPS:  # the steps that stand for the graph's
-            self.logits.mul_(1.1)
+            self.logits.mul_(1 + off)
 
     monkeypatch.setattr(decoder.Decoder, "_advance", later_wrong)
-    found = decoder.decode(model, 1, 2, CPU, VOCABULARY)
-    assert found["status"] == "WRONG"
-    assert found["off"] == pytest.approx(0.1, rel=0.1)
-    assert "tokens_per_s" not in found
+    found = decoder.decode(model, 1, 2, CPU, VOCABULARY, same)
+    assert found["status"] == status
+    assert found["off"] == pytest.approx(off, rel=0.1)
+    assert ("tokens_per_s" in found) == (status == "ok")
 
 
 def test_what_differs_after_a_different_token_does_not_count():
