@@ -5,12 +5,11 @@
 #include <tvm/ffi/container/array.h>
 
 #include "few_tokens.h"
+#include "gemm_operands.h"
 #include "per_device.h"
 #include "quantize.h"
 
 namespace fp4d {
-
-constexpr DLDataType kElement = FP4D_OUT == 0 ? kBF16 : kF16;
 
 // tokens, row blocks, groups, units: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
 // stages before its end a CTA lets the next grid start (PDL).
@@ -247,26 +246,11 @@ constexpr int64_t kMaxTokens = 65535 * 8, kMaxColumns = 65535 * Weights::kRows; 
 
 // Everything but the activations; M and N are those of the output.
 Params check_all_but_x(TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out, int64_t k) {
-  check_dtype({"out", out}, {kElement});
-  check_ndim({"out", out}, 2);
+  check_out(out, {kMaxTokens, "the grid; use a kernel for many tokens"}, {kMaxColumns, "the grid"});
   int64_t const m = out.size(0), n = out.size(1);
-  check_at_most("M", m, kMaxTokens, "the grid; use a kernel for many tokens");
-  check_at_most("N", n, kMaxColumns, "the grid");
-  check_at_least("N", n, 8, "out");
-  check_multiple("N", n, 8, "16-byte rows of out");
-  check_contiguous({"out", out});
-  check_aligned({"out", out}, 16);
   Weights::Source const source = source_of(w, n, k);
-  check_dtype({"alpha", alpha}, {kF32});
-  if (Weights::kBlocks) {
-    check_ndim({"alpha", alpha}, 2);
-    check_size({"alpha", alpha}, 0, divide_up(n, 128), "ceil(N/128)");
-    check_size({"alpha", alpha}, 1, divide_up(k, 128), "ceil(K/128)");
-  } else {
-    check_scalar_or_vector({"alpha", alpha}, n, "N");
-  }
-  check_contiguous({"alpha", alpha});
-  if (bias.has_value()) check_bias({"bias", *bias}, kElement, n);
+  check_alpha(alpha, n, divide_up(k, kScaleBlock));
+  if (bias.has_value()) check_bias({"bias", *bias}, kOutType, n);
   Params p{};
   p.w = source, p.alpha = data_of<float>(alpha);
   p.bias = bias.has_value() ? data_of<Element>(*bias) : nullptr;

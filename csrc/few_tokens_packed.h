@@ -5,31 +5,14 @@
 
 namespace fp4d {
 
-constexpr int64_t kBlockTokens = 8, kBlockBytes = 1024;  // of packed activations
-
 // K as the weights say it, checked as far as that takes.
 int64_t k_of(TensorView w);
 
 Params check(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
              TensorView out) {
   Params p = check_all_but_x(w, alpha, bias, out, k_of(w));
-  check_dtype({"x", x}, {kU8});
-  check_ndim({"x", x}, 3);
-  check_size({"x", x}, 0, divide_up(p.chunks, Weights::kStageChunks), "ceil(K/128)");
-  check_size({"x", x}, 1, divide_up(p.m, kBlockTokens), "ceil(M/8)");
-  check_size({"x", x}, 2, kBlockBytes, "bytes of 8 tokens");
-  check_contiguous({"x", x});
-  check_aligned({"x", x}, 16);
-  check_dtype({"x_scale", x_scale}, {kF32});
-  if (Weights::kBlocks) {
-    check_ndim({"x_scale", x_scale}, 2);
-    check_size({"x_scale", x_scale}, 0, x.size(0), "ceil(K/128)");
-    check_size({"x_scale", x_scale}, 1, x.size(1) * kBlockTokens, "8 ceil(M/8)");
-    check_aligned({"x_scale", x_scale}, 16);
-  } else {
-    check_scalar_or_vector({"x_scale", x_scale}, p.m, "M");
-  }
-  check_contiguous({"x_scale", x_scale});
+  check_packed({"x", x}, divide_up(p.chunks, Weights::kStageChunks), "ceil(K/128)", p.m);
+  check_token_scales(x_scale, p.m, x.size(0), x.size(1));
   p.x = data_of<uint8_t>(x), p.x_scale = data_of<float>(x_scale);
   p.token_blocks = int(x.size(1)), p.x_scale_step = x_scale.numel() == 1 ? 0 : 1;
   return p;

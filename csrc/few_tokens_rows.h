@@ -6,7 +6,7 @@
 namespace fp4d {
 
 Params check(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  check_dtype({"x", x}, {kElement});
+  check_dtype({"x", x}, {kOutType});
   check_input(x, 16);
   Params p = check_all_but_x(w, alpha, bias, out, x.size(1));
   check_size({"out", out}, 0, x.size(0), "M");

@@ -8,7 +8,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/cuda/device_guard.h>
 
-#include "ffi_checks.h"
+#include "gemm_operands.h"
 #include "many_tokens.h"
 #include "many_tokens_plan.h"
 #include "per_device.h"
@@ -16,8 +16,6 @@
 namespace fp4d {
 
 using Used = Tile<FP4D_TOKENS>;
-constexpr DLDataType kOut = FP4D_OUT == 0 ? kBF16 : kF16;
-constexpr int64_t kTokenBlock = 8, kTokenBlockBytes = 1024;  // of packed activations
 constexpr int64_t kMaxRaster = 1 << 20;
 
 // Of the weights at hand: the tile as the plan sees it, stages along K, what the kernel reads.
@@ -45,7 +43,6 @@ int64_t multiprocessors(int device) {
   });
 }
 
-constexpr int64_t kScaleBlock = 128;
 static_assert(!Weights::kBlocks || Used::kRows == kScaleBlock, "a tile has one scale a stage");
 
 void check_scale(Optional<TensorView> x_scale, int64_t m, int64_t stages, int64_t token_blocks) {
@@ -54,50 +51,20 @@ void check_scale(Optional<TensorView> x_scale, int64_t m, int64_t stages, int64_
                               << (kFp8 ? "None, needed the scales of e4m3 activations"
                                        : "a tensor, but 16-bit activations have no scale: needed None");
   if (!kFp8) return;
-  check_dtype({"x_scale", *x_scale}, {kF32});
-  if (Weights::kBlocks) {
-    check_ndim({"x_scale", *x_scale}, 2);
-    check_size({"x_scale", *x_scale}, 0, stages, "ceil(K/128)");
-    check_size({"x_scale", *x_scale}, 1, token_blocks * kTokenBlock, "8 ceil(M/8)");
-    check_aligned({"x_scale", *x_scale}, 16);
-  } else {
-    check_scalar_or_vector({"x_scale", *x_scale}, m, "M");
-  }
-  check_contiguous({"x_scale", *x_scale});
+  check_token_scales(*x_scale, m, stages, token_blocks);
 }
 
 Params check(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
              Optional<TensorView> bias, TensorView out) {
-  check_dtype({"out", out}, {kOut});
-  check_ndim({"out", out}, 2);
+  check_out(out, {kMaxRows, "32-bit problem sizes"}, {kMaxRows, "32-bit problem sizes"});
   int64_t const m = out.size(0), n = out.size(1);
-  check_at_most("M", m, kMaxRows, "32-bit problem sizes");
-  check_at_most("N", n, kMaxRows, "32-bit problem sizes");
-  check_at_least("N", n, 8, "out");
-  check_multiple("N", n, 8, "16-byte rows of out");
-  check_contiguous({"out", out});
-  check_aligned({"out", out}, 16);
   Params p{};
   p.w = source_of(w, n);
   int64_t const stages = stages_of(w);
-  check_dtype({"x", x}, {kU8});
-  check_ndim({"x", x}, 3);
-  check_size({"x", x}, 0, stages, kFp8 ? "ceil(K/128)" : "ceil(K/64)");
-  check_size({"x", x}, 1, divide_up(m, kTokenBlock), "ceil(M/8)");
-  check_size({"x", x}, 2, kTokenBlockBytes, "bytes of 8 tokens");
-  check_contiguous({"x", x});
-  check_aligned({"x", x}, 16);
+  check_packed({"x", x}, stages, kFp8 ? "ceil(K/128)" : "ceil(K/64)", m);
   check_scale(x_scale, m, stages, x.size(1));
-  check_dtype({"alpha", alpha}, {kF32});
-  if (Weights::kBlocks) {
-    check_ndim({"alpha", alpha}, 2);
-    check_size({"alpha", alpha}, 0, divide_up(n, kScaleBlock), "ceil(N/128)");
-    check_size({"alpha", alpha}, 1, stages, "ceil(K/128)");
-  } else {
-    check_scalar_or_vector({"alpha", alpha}, n, "N");
-  }
-  check_contiguous({"alpha", alpha});
-  if (bias.has_value()) check_bias({"bias", *bias}, kOut, n);
+  check_alpha(alpha, n, stages);
+  if (bias.has_value()) check_bias({"bias", *bias}, kOutType, n);
   p.x = data_of<uint8_t>(x), p.alpha = data_of<float>(alpha);
   p.x_scale = kFp8 ? data_of<float>(*x_scale) : nullptr;
   p.bias = bias.has_value() ? data_of<Out>(*bias) : nullptr;

@@ -26,11 +26,11 @@
 //
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
 #include "async_copy.h"
+#include "packed_tokens.h"
 #include "quantize.h"
 
 namespace fp4d {
 
-constexpr int64_t kBlockTokens = 8, kBlockBytes = 1024;
 constexpr int kWarpBlocks = 4;  // of 128 bytes, that a warp writes at once
 // At most 16384 registers a block of quantize_tokens, which is what some tiles of many_tokens.h leave of a multiprocessor: it
 // waits there for the GEMM before it to end.
@@ -256,21 +256,15 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // `block_k`: elements of a token in 128 bytes.
-void check_packed(TensorView x, TensorView packed, int64_t block_k) {
+void check_both(TensorView x, TensorView packed, int64_t block_k) {
   check_input(x, 16);
-  check_dtype({"packed", packed}, {kU8});
-  check_ndim({"packed", packed}, 3);
-  check_size({"packed", packed}, 0, (x.size(1) + block_k - 1) / block_k,
-             block_k == 128 ? "ceil(K/128)" : "ceil(K/64)");
-  check_size({"packed", packed}, 1, (x.size(0) + kBlockTokens - 1) / kBlockTokens, "ceil(M/8)");
-  check_size({"packed", packed}, 2, kBlockBytes, "bytes of 8 tokens");
-  check_contiguous({"packed", packed});
-  check_aligned({"packed", packed}, 16);
+  check_packed({"packed", packed}, (x.size(1) + block_k - 1) / block_k,
+               block_k == 128 ? "ceil(K/128)" : "ceil(K/64)", x.size(0));
 }
 
 template <bool dynamic, bool transposed>
 void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  check_packed(x, packed, 128);
+  check_both(x, packed, 128);
   check_dtype({"scale", scale}, {kF32});
   check_numel({"scale", scale}, dynamic ? x.size(0) : 1, dynamic ? "M" : "per tensor");
   check_contiguous({"scale", scale});
@@ -323,11 +317,8 @@ void sized(int64_t token_blocks, int64_t warp_tiles, Go&& go) {
 }
 
 void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  check_packed(x, packed, 128);
-  check_dtype({"scale", scale}, {kF32});
-  check_ndim({"scale", scale}, 2);
-  check_size({"scale", scale}, 0, packed.size(0), "ceil(K/128)");
-  check_size({"scale", scale}, 1, packed.size(1) * kBlockTokens, "8 ceil(M/8)");
+  check_both(x, packed, 128);
+  check_block_scales({"scale", scale}, packed.size(0), packed.size(1));
   check_contiguous({"scale", scale});
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}, {"scale", scale}});
   if (x.size(0) == 0) return;
@@ -351,7 +342,7 @@ void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enab
 }
 
 void pack(TensorView x, TensorView packed, bool enable_pdl) {
-  check_packed(x, packed, 64);
+  check_both(x, packed, 64);
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}});
   if (x.size(0) == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "few_tokens_tile.h"
+#include "scale_block.h"
 #include "w4_sm90.h"
 #include "w4_wgmma.h"
 #include "w8_block_scales.h"
@@ -11,7 +12,6 @@ namespace fp4d {
 // FP8 wgmma keeps 13 bits of a sum, so every 256 k the partial sums, which the first MMA has started from zero, are added
 // to f32 ones (many_tokens.h).
 constexpr int kPromoteStages = 2;
-constexpr int kScaleBlock = 128;  // rows of the weight and k with one scale, if any
 
 template <class Tile>
 __device__ __forceinline__ void consume_wgmma(Params const& p, Ring<Tile> ring, Range range, uint32_t,
