@@ -149,13 +149,14 @@ def test_a_wrong_step_gets_no_speed(model, monkeypatch, off, same, status):
     def later_wrong(self, tokens):
         real(self, tokens)
         count[0] += 1
-        if count[0] > 1 + decoder.CHECKED_STEPS:  # the steps that stand for the graph's
+        if count[0] > 2 * (1 + decoder.CHECKED_STEPS):  # the steps that stand for the graph's
             self.logits.mul_(1 + off)
 
     monkeypatch.setattr(decoder.Decoder, "_advance", later_wrong)
     found = decoder.decode(model, 1, 2, CPU, VOCABULARY, same)
     assert found["status"] == status
     assert found["off"] == pytest.approx(off, rel=0.1)
+    assert found["eager_off"] == 0
     assert ("tokens_per_s" in found) == (status == "ok")
 
 
