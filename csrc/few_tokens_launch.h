@@ -4,6 +4,7 @@
 
 #include <tvm/ffi/container/array.h>
 
+#include "divide_up.h"
 #include "few_tokens.h"
 #include "gemm_operands.h"
 #include "per_device.h"
@@ -21,8 +22,6 @@ struct Machine {
   int64_t multiprocessors, shared_sm, shared_block;
   bool clusters;
 };
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 using Kernel = void (*)(Params const);
 

@@ -2,6 +2,7 @@
 // `Weights` says how weights are stored.
 #pragma once
 
+#include "divide_up.h"
 #include "packed_tokens.h"
 #include "scale_block.h"
 
@@ -32,7 +33,7 @@ inline void check_alpha(TensorView alpha, int64_t n, int64_t k_blocks) {
   check_dtype({"alpha", alpha}, {kF32});
   if (Weights::kBlocks) {
     check_ndim({"alpha", alpha}, 2);
-    check_size({"alpha", alpha}, 0, (n + kScaleBlock - 1) / kScaleBlock, "ceil(N/128)");
+    check_size({"alpha", alpha}, 0, divide_up(n, kScaleBlock), "ceil(N/128)");
     check_size({"alpha", alpha}, 1, k_blocks, "ceil(K/128)");
   } else {
     check_scalar_or_vector({"alpha", alpha}, n, "N");

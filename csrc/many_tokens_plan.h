@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace fp4d {
+#include "divide_up.h"
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+namespace fp4d {
 
 // Of a build: its tile, and what a stage along K holds.
 struct TileSizes {

@@ -1,6 +1,7 @@
 // Activations as w4_activations.cu packs them: checks of who writes them and who reads them.
 #pragma once
 
+#include "divide_up.h"
 #include "ffi_checks.h"
 
 namespace fp4d {
@@ -12,7 +13,7 @@ inline void check_packed(Arg arg, int64_t blocks, char const* meaning, int64_t m
   check_dtype(arg, {kU8});
   check_ndim(arg, 3);
   check_size(arg, 0, blocks, meaning);
-  check_size(arg, 1, (m + kBlockTokens - 1) / kBlockTokens, "ceil(M/8)");
+  check_size(arg, 1, divide_up(m, kBlockTokens), "ceil(M/8)");
   check_size(arg, 2, kBlockBytes, "bytes of 8 tokens");
   check_contiguous(arg);
   check_aligned(arg, 16);

@@ -26,6 +26,7 @@
 //
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
 #include "async_copy.h"
+#include "divide_up.h"
 #include "packed_tokens.h"
 #include "quantize.h"
 
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(kThreads)
 // `block_k`: elements of a token in 128 bytes.
 void check_both(TensorView x, TensorView packed, int64_t block_k) {
   check_input(x, 16);
-  check_packed({"packed", packed}, (x.size(1) + block_k - 1) / block_k,
+  check_packed({"packed", packed}, divide_up(x.size(1), block_k),
                block_k == 128 ? "ceil(K/128)" : "ceil(K/64)", x.size(0));
 }
 
