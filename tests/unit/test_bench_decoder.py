@@ -133,16 +133,8 @@ def test_logits_errors():
     assert 0 < other["kl"] < 0.02
 
 
-@pytest.mark.parametrize(
-    ("off", "same", "status"),
-    [
-        (0.1, decoder.SAME, "WRONG"),
-        (0.1, decoder.SAME_IN_FP8, "WRONG"),
-        (0.03, decoder.SAME, "WRONG"),
-        (0.03, decoder.SAME_IN_FP8, "ok"),
-    ],
-)
-def test_a_wrong_step_gets_no_speed(model, monkeypatch, off, same, status):
+@pytest.mark.parametrize("off", [0.03, 0.1])
+def test_a_wrong_step_gets_no_speed(model, monkeypatch, off):
     real = decoder.Decoder._advance
     count = [0]
 
@@ -153,11 +145,11 @@ def test_a_wrong_step_gets_no_speed(model, monkeypatch, off, same, status):
             self.logits.mul_(1 + off)
 
     monkeypatch.setattr(decoder.Decoder, "_advance", later_wrong)
-    found = decoder.decode(model, 1, 2, CPU, VOCABULARY, same)
-    assert found["status"] == status
+    found = decoder.decode(model, 1, 2, CPU, VOCABULARY)
+    assert found["status"] == "WRONG"
     assert found["off"] == pytest.approx(off, rel=0.1)
     assert found["eager_off"] == 0
-    assert ("tokens_per_s" in found) == (status == "ok")
+    assert "tokens_per_s" not in found
 
 
 def test_what_differs_after_a_different_token_does_not_count():
