@@ -5,8 +5,8 @@ the embedding (1) and what writes to the residual stream (0.02 / sqrt(2 layers),
 the stream by little, as trained ones do, while with 0.02 everywhere a random network multiplies the smallest error,
 that of another bfloat16 kernel included, with each layer. Its linear layers are replaced by ``replace_linears``, one
 decoder layer after the other; attention, norms, embedding and the head stay bfloat16. Decoding is greedy, with Hugging
-Face's static cache, one CUDA graph a step; it is checked against the same steps without a graph before it is timed.
-Prefill runs without a graph.
+Face's static cache, one CUDA graph a step, timed if its logits have the bits of the same steps without a graph. Prefill
+runs without one. Attention is PyTorch's without cuDNN's, whose decode steps have other bits each time.
 
     python bench/decoder.py --json out.json --commit HASH
     python bench/decoder.py --tiny --device cpu            # a small model, no graph: that the script works
@@ -67,9 +67,21 @@ PROMPT = 128
 PROBE = (4, 128)
 """Sequences and tokens whose logits are compared."""
 CHECKED_STEPS = 3
-SAME = 2e-2
-"""Relative error of logits between steps with and without a graph: other kernels may be chosen, no other numbers."""
 REPEATS = 5
+
+
+@contextmanager
+def repeatable_attention() -> Iterator[None]:
+    """Leave out cuDNN's attention: one query a sequence gives other bits from call to call (torch 2.11, H200).
+
+    Logits of bfloat16 were 0.5 to 1.4 % apart by it, and of NVFP4 up to 3.1 %; the same bits each time without it.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @contextmanager
@@ -202,6 +214,7 @@ def decode(model: nn.Module, batch: int, steps: int, device: torch.device, vocab
     """Check a decode step against the same steps without a graph, then time it.
 
     ``off``: how far logits with a graph are from those without; ``eager_off``: two runs without one from each other.
+    Neither may differ by a bit.
     """
     generator = torch.Generator(device)
     generator.manual_seed(batch)
@@ -220,7 +233,7 @@ def decode(model: nn.Module, batch: int, steps: int, device: torch.device, vocab
         "eager_off": again,
         "status": "ok",
     }
-    if not off <= SAME or not all(bool(logits.isfinite().all()) for logits, _ in eager):
+    if off != 0 or again != 0 or not all(bool(logits.isfinite().all()) for logits, _ in eager):
         return result | {"status": "WRONG"}
 
     def work() -> None:
@@ -371,7 +384,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "formats": [],
     }
     reference: Tensor | None = None
-    with torch.inference_mode():
+    with torch.inference_mode(), repeatable_attention():
         for fmt in arguments.formats:
             result, logits = run_format(fmt, arguments, card, reference)
             reference = logits if reference is None else reference

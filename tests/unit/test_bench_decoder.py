@@ -134,22 +134,60 @@ def test_logits_errors():
 
 
 @pytest.mark.parametrize("off", [0.03, 0.1])
-def test_a_wrong_step_gets_no_speed(model, monkeypatch, off):
+@pytest.mark.parametrize("runs", [2, 1], ids=["the graph", "the second run without one"])
+def test_a_wrong_step_gets_no_speed(model, monkeypatch, off, runs):
     real = decoder.Decoder._advance
     count = [0]
 
     def later_wrong(self, tokens):
         real(self, tokens)
         count[0] += 1
-        if count[0] > 2 * (1 + decoder.CHECKED_STEPS):  # the steps that stand for the graph's
+        if count[0] > runs * (1 + decoder.CHECKED_STEPS):
             self.logits.mul_(1 + off)
 
     monkeypatch.setattr(decoder.Decoder, "_advance", later_wrong)
     found = decoder.decode(model, 1, 2, CPU, VOCABULARY)
     assert found["status"] == "WRONG"
     assert found["off"] == pytest.approx(off, rel=0.1)
-    assert found["eager_off"] == 0
+    assert found["eager_off"] == (0 if runs == 2 else found["off"])
     assert "tokens_per_s" not in found
+
+
+def test_one_bit_of_one_logit_is_enough(model, monkeypatch):
+    runs = iter([False, False, True])
+
+    def run_steps(steps, step, count):
+        found = real(steps, step, count)
+        if next(runs):
+            found[-1][0].view(torch.int32)[0, 7] += 1
+        return found
+
+    real = decoder.run_steps
+    monkeypatch.setattr(decoder, "run_steps", run_steps)
+    found = decoder.decode(model, 1, 2, CPU, VOCABULARY)
+    assert (found["status"], found["eager_off"]) == ("WRONG", 0)
+    assert 0 < found["off"] < 1e-6
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_attention_repeats_its_bits_while_the_script_runs(monkeypatch, before):
+    """cuDNN's does not; what the process had is there again afterwards."""
+    seen = []
+
+    def decode(model, batch, *_):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return {"batch": batch, "status": "ok", "tokens_per_s": 1}
+
+    monkeypatch.setattr(decoder, "decode", decode)
+    monkeypatch.setattr(decoder, "REPEATS", 2)
+    process = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        words = ["--tiny", "--device", "cpu", "--prefill", "8", "--batches", "1", "--formats", "bf16"]
+        assert decoder.main(words) == 0
+        assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], before)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(process)
 
 
 def test_what_differs_after_a_different_token_does_not_count():
