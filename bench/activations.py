@@ -1,4 +1,4 @@
-"""Check, then time the kernels that quantise or pack activations, in one run, well under half a minute.
+"""Check, then time the kernels that quantise activations, in one run, well under half a minute.
 
 Bits against formats.py and the element-wise model of the packed operand (tests/w4_model.py). Times: a CUDA graph of
 calls on rotating copies of input and output (300 MB or a thousand of them, so that the bytes come from
@@ -44,50 +44,41 @@ Call = Callable[[Any, Tensor, Tensor, Tensor, bool], None]
 STATIC = (0.013, 2.0**-30, 2.0**-20 * (2 - 2.0**-23), 2.0**-7 * (1 + 2.0**-23), (1.5 - 2.0**-23) / 8, 2.0**70, math.inf)
 
 
-def packed_like(m: int, k: int, block: int) -> Tensor:
+def packed_like(m: int, k: int) -> Tensor:
     """Return an output of the packing kernels, full of 0xA5."""
-    return torch.full((-(-k // block), -(-m // 8), 1024), 0xA5, device="cuda", dtype=torch.uint8)
+    return torch.full((-(-k // 128), -(-m // 8), 1024), 0xA5, device="cuda", dtype=torch.uint8)
 
 
-def pack(x: Tensor) -> Tensor:
-    """Return what tests/w4_model.py packs from [M, K], all tokens at once."""
-    (m, k), size = x.shape, x.element_size()
-    block = 128 // size
-    column, byte = (
-        torch.tensor(part, device=x.device) for part in zip(*(place(i, size) for i in range(block)), strict=True)
-    )
-    token, element = torch.arange(m, device=x.device)[:, None], torch.arange(k, device=x.device)[None]
-    where = ((element // block * -(-m // 8) + token // 8) * 8 + token % 8) * 128
-    where = where + (column[element % block] ^ token % 8) * 16 + byte[element % block]
-    packed = torch.zeros(-(-k // block), -(-m // 8), 1024, dtype=torch.uint8, device=x.device)
-    raw = x.contiguous().view(torch.uint8).view(m, k, size)
-    for part in range(size):
-        packed.view(-1)[where + part] = raw[..., part]
+def pack(q: Tensor) -> Tensor:
+    """Return what tests/w4_model.py packs from e4m3 [M, K], all tokens at once."""
+    m, k = q.shape
+    column, byte = (torch.tensor(part, device=q.device) for part in zip(*(place(i) for i in range(128)), strict=True))
+    token, element = torch.arange(m, device=q.device)[:, None], torch.arange(k, device=q.device)[None]
+    where = ((element // 128 * -(-m // 8) + token // 8) * 8 + token % 8) * 128
+    where = where + (column[element % 128] ^ token % 8) * 16 + byte[element % 128]
+    packed = torch.zeros(-(-k // 128), -(-m // 8), 1024, dtype=torch.uint8, device=q.device)
+    packed.view(-1)[where] = q.contiguous().view(torch.uint8)
     return packed
 
 
 class Kernel:
-    """One entry: how to call it, what it writes, and the bits it must write."""
+    """One entry: how to call it, what it writes (``packed`` or row by row), and the bits it must write."""
 
-    def __init__(self, library: str, entry: str, scaling: formats.FP8Scaling | None, block: int) -> None:
-        self.library, self.entry, self.scaling, self.block = library, entry, scaling, block
+    def __init__(self, library: str, entry: str, scaling: formats.FP8Scaling, packed: bool) -> None:
+        self.library, self.entry, self.scaling, self.packed = library, entry, scaling, packed
 
     def outputs(self, m: int, k: int) -> tuple[Tensor, Tensor]:
         """Return (data, scales), to be written."""
         blocks = -(-k // 128)
         count = (m, blocks) if self.scaling == "1x128" else (m,)
         scale = torch.full(count, torch.nan, device="cuda")
-        if self.block:
-            return packed_like(m, k, self.block), scale
+        if self.packed:
+            return packed_like(m, k), scale
         return torch.zeros(m, k, device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn), scale
 
     def call(self, modules: Any, x: Tensor, data: Tensor, scale: Tensor, pdl: bool) -> None:
         """Launch it."""
-        function = getattr(modules[self.library], self.entry)
-        if self.scaling is None:
-            function(x, data, pdl)
-        else:
-            function(x, data, scale, pdl)
+        getattr(modules[self.library], self.entry)(x, data, scale, pdl)
 
     def fault(self, modules: Any, x: Tensor, what: str) -> str:
         """Return what is wrong with its bits, or nothing."""
@@ -95,25 +86,21 @@ class Kernel:
         with watched(f"{self.entry} {what}"):
             self.call(modules, x, data, scale, False)
             torch.cuda.synchronize()
-        if self.scaling is None:
-            expected, scale_expected = x, None
-        else:
-            expected, scale_expected = formats.fp8_quantize(x, self.scaling)
-        if self.block:
+        expected, scale_expected = formats.fp8_quantize(x, self.scaling)
+        if self.packed:
             expected = pack(expected)
         wrong = int((data.view(torch.uint8) != expected.view(torch.uint8)).sum())
         if wrong:
             return f"{self.entry} {what}: {wrong} bytes differ"
-        if scale_expected is not None and not torch.equal(scale, scale_expected):
+        if not torch.equal(scale, scale_expected):
             return f"{self.entry} {what}: scales differ"
         return ""
 
 
 KERNELS = {
-    "a8 pack": Kernel("w4_activations", "w4_quantize_row", "row", 128),
-    "a16 pack": Kernel("w4_activations", "w4_pack", None, 64),
-    "fp8 row": Kernel("fp8_quantize", "fp8_quantize_row", "row", 0),
-    "fp8 1x128": Kernel("fp8_quantize", "fp8_quantize_1x128", "1x128", 0),
+    "a8 pack": Kernel("w4_activations", "w4_quantize_row", "row", True),
+    "fp8 row": Kernel("fp8_quantize", "fp8_quantize_row", "row", False),
+    "fp8 1x128": Kernel("fp8_quantize", "fp8_quantize_1x128", "1x128", False),
 }
 # Every number of words in registers, of blocks that share a token, and rows that do not fit the registers.
 CHECKED = ((1, 16), (13, 208), (65, 144), (300, 272), (3, 8208), (9, 16_400), (2, 40_000), (1, 140_000), (600, 4096))
@@ -196,7 +183,7 @@ def graphs(kernel: Kernel, modules: dict[str, Any], m: int, k: int) -> dict[str,
             data.view(torch.uint8).zero_()
             kernel.call(module, x, data, scale, False)
             results.append((data.view(torch.uint8).clone(), scale.clone()))
-        if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and kernel.scaling is not None:
+        if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
             raise AssertionError(f"{kernel.entry} M={m} K={k}: the two builds differ")
     return made
 
@@ -227,7 +214,7 @@ def main() -> int:
             print("out of time", flush=True)
             break
         times = microseconds(graphs(kernel, modules, m, k), ROUNDS)
-        floor = m * k * (3 if kernel.scaling else 4) / COPY_BYTES_PER_US
+        floor = m * k * 3 / COPY_BYTES_PER_US
         result["problems"].append({"kernel": name, "m": m, "k": k, "us": times, "floor_us": floor})
         texts = ", ".join(f"{what} {us:.1f}" for what, us in times.items())
         print(f"{name} M={m} K={k}: {texts}; floor {floor:.1f}", flush=True)

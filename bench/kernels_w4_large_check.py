@@ -81,21 +81,20 @@ def tile_errors(got: Tensor, exact: Tensor) -> Tensor:
 
 
 class Operand:
-    """Activations in the form that a build reads, and what they stand for in fp64."""
+    """Activations in the form that a build reads, ``given``, and what they stand for in fp64."""
 
     def __init__(self, activations: Any, x: Tensor, fp8: bool) -> None:
         self.x, self.fp8, self.module = x, fp8, activations
         m, k = x.shape
-        block = 128 if fp8 else 64
-        self.packed = torch.full((-(-k // block), -(-m // 8), 1024), 0xA5, device="cuda", dtype=torch.uint8)
-        self.scale = torch.full((m,), torch.nan, device="cuda") if fp8 else None
+        self.given, self.scale = x, None
+        if fp8:
+            self.given = torch.full((-(-k // 128), -(-m // 8), 1024), 0xA5, device="cuda", dtype=torch.uint8)
+            self.scale = torch.full((m,), torch.nan, device="cuda")
 
     def pack(self, pdl: bool) -> None:
-        """Launch the packing kernel."""
+        """Launch the quantiser, if ``given`` is not x itself."""
         if self.fp8:
-            self.module.w4_quantize_row(self.x, self.packed, self.scale, pdl)
-        else:
-            self.module.w4_pack(self.x, self.packed, pdl)
+            self.module.w4_quantize_row(self.x, self.given, self.scale, pdl)
 
     def exact(self) -> Tensor:
         """Return [M, K] in fp64."""
@@ -123,21 +122,20 @@ def check_packing(activations: Any) -> dict[str, Any]:
         x = (torch.randn(m, k, generator=draw) * 3).to(dtype)
         x[m // 2] = 0
         x[-1, k // 2] = torch.inf
-        for fp8 in (False, True):
-            operand = Operand(activations, x.cuda(), fp8)
-            with watched(f"packing M={m} K={k} fp8={fp8}"):
-                operand.pack(False)
-                torch.cuda.synchronize()
-            q = formats.fp8_quantize(x, "row") if fp8 else None
-            expected = pack_activations(q.data if q is not None else x)
-            count += 1
-            wrong = int((operand.packed.cpu() != expected).sum())
-            if wrong:
-                faults.append(f"{dtype} M={m} K={k} fp8={fp8}: {wrong} of {expected.numel()} bytes differ")
-            if q is not None and not torch.equal(operand.scale.cpu(), q.scale):
-                faults.append(f"{dtype} M={m} K={k}: scales differ")
+        operand = Operand(activations, x.cuda(), True)
+        with watched(f"packing M={m} K={k}"):
+            operand.pack(False)
+            torch.cuda.synchronize()
+        q = formats.fp8_quantize(x, "row")
+        expected = pack_activations(q.data)
+        count += 1
+        wrong = int((operand.given.cpu() != expected).sum())
+        if wrong:
+            faults.append(f"{dtype} M={m} K={k}: {wrong} of {expected.numel()} bytes differ")
+        if not torch.equal(operand.scale.cpu(), q.scale):
+            faults.append(f"{dtype} M={m} K={k}: scales differ")
         static = torch.full((1,), 0.013)
-        packed = torch.full_like(operand.packed, 0xA5)
+        packed = torch.full_like(operand.given, 0xA5)
         activations.w4_quantize_tensor(x.cuda(), packed, static.cuda(), False)
         expected = pack_activations(formats.fp8_quantize(x, "tensor", static[0]).data)
         count += 1
@@ -158,8 +156,8 @@ def check_one(
         return torch.randn(*size, generator=draw, device="cuda")
 
     n, k = weight.n, weight.k
-    wide = torch.full((m, k + 24), torch.nan, device="cuda", dtype=dtype)  # NaN beside the rows of x
-    x = wide[:, 8 : 8 + k]
+    wide = torch.full((m + 2, k + 24), torch.nan, device="cuda", dtype=dtype)  # NaN around the rows of x
+    x = wide[1 : m + 1, 8 : 8 + k]
     x.copy_(randn(m, k))
     operand = Operand(activations, x, fp8)
     alpha = torch.rand(n if m % 2 else 1, generator=draw, device="cuda") * 2.0**-9 + 2.0**-10
@@ -175,9 +173,10 @@ def check_one(
     results = []
     for pdl in (False, True, True):
         out.fill_(torch.nan)
-        operand.packed.fill_(0xFF)
+        if fp8:
+            operand.given.fill_(0xFF)
         operand.pack(pdl)
-        arguments = (operand.packed, operand.scale, weight.packed, alpha, bias, out)
+        arguments = (operand.given, operand.scale, weight.packed, alpha, bias, out)
         if shape is None:
             module.w4_gemm(*arguments, pdl)
         else:
@@ -219,7 +218,7 @@ def check_chain(module: Any, activations: Any, variant: str, m: int) -> str:
             operand = operands[i % 2]
             operand.pack(pdl)
             packed = weights[i % 3].packed
-            module.w4_gemm(operand.packed, operand.scale, packed, alpha, None, buffers[(i + 1) % 2], pdl)
+            module.w4_gemm(operand.given, operand.scale, packed, alpha, None, buffers[(i + 1) % 2], pdl)
 
     buffers[0].copy_(start)
     layers(False)
@@ -314,7 +313,7 @@ def sum_errors(module: Any, activations: Any, tile: Any) -> list[dict[str, Any]]
             exact = operand.x.double() @ weight.dense(torch.float64).t()
             alpha = (1 / defined.abs().mean()).float().view(1)
             out = torch.empty(256, 256, device="cuda", dtype=torch.float16)
-            module.w4_gemm_shaped(operand.packed, operand.scale, weight.packed, alpha, None, out, shape, False)
+            module.w4_gemm_shaped(operand.given, operand.scale, weight.packed, alpha, None, out, shape, False)
             got = out.double() / alpha.double()
             row = {
                 "tile": tile,

@@ -11,7 +11,7 @@ int64_t k_of(TensorView w);
 Params check(TensorView x, TensorView x_scale, TensorView w, TensorView alpha, Optional<TensorView> bias,
              TensorView out) {
   Params p = check_all_but_x(w, alpha, bias, out, k_of(w));
-  check_packed({"x", x}, divide_up(p.chunks, Weights::kStageChunks), "ceil(K/128)", p.m);
+  check_packed({"x", x}, divide_up(p.chunks, Weights::kStageChunks), p.m);
   check_token_scales(x_scale, p.m, x.size(0), x.size(1));
   p.x = data_of<uint8_t>(x), p.x_scale = data_of<float>(x_scale);
   p.token_blocks = int(x.size(1)), p.x_scale_step = x_scale.numel() == 1 ? 0 : 1;

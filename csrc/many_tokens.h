@@ -1,9 +1,10 @@
 // The kernel of w4_gemm_sm90.cu and w8_gemm_sm90.cu; `Weights` (w4_gemm_weights.h, w8_gemm_weights.h) says how weights come.
 //
-// Weights are operand A of wgmma, dequantised into registers; tokens are operand B, as w4_activations.cu packs them.
-// A CTA takes 64 rows a consumer warpgroup and T tokens. One thread of each producer warp keeps a ring of stages full:
-// of the weights one bulk copy a warpgroup, of the activations one copy, because both are packed in the order of the
-// stages. A thread needs some 50 instructions for a copy, each waiting for the one before, so three threads share them.
+// Weights are operand A of wgmma, dequantised into registers; tokens are operand B: e4m3 as w4_activations.cu packs them, 16
+// bits as they are. A CTA takes 64 rows a consumer warpgroup and T tokens. One thread of each producer warp keeps a ring of
+// stages full: of the weights one copy a warpgroup, of the activations one, because they are packed in the order of the
+// stages or come as a box of TMA's. A thread needs some 50 instructions for a copy, each waiting for the one before, so three
+// threads share them.
 //
 // A cluster is `multicast` CTAs, which take neighbouring rows and the same tokens and copy a part of the activations
 // each to all of them, times `split`, which share out K. Sums of the parts of K meet in shared memory and are added in

@@ -12,6 +12,10 @@
 #include "many_tokens.h"
 #include "many_tokens_plan.h"
 #include "per_device.h"
+#if FP4D_ACT != 8
+#include "quantize.h"
+#include "tma_cache.h"
+#endif
 
 namespace fp4d {
 
@@ -54,6 +58,39 @@ void check_scale(Optional<TensorView> x_scale, int64_t m, int64_t stages, int64_
   check_token_scales(*x_scale, m, stages, token_blocks);
 }
 
+#if FP4D_ACT == 8
+void check_tokens(TensorView x, int64_t m, int64_t stages) { check_packed({"x", x}, stages, m); }
+
+Tokens tokens_of(TensorView x, int64_t) { return {data_of<uint8_t>(x), int(x.size(1))}; }
+#else
+constexpr int64_t kRowK = 64;  // of a stage: 128 bytes
+
+void check_tokens(TensorView x, int64_t m, int64_t stages) {
+  check_input(x, 16);
+  check_dtype({"x", x}, {kOutType});
+  check_size({"x", x}, 0, m, "M");
+  if (m > 1 && x.stride(0) < x.size(1))
+    TVM_FFI_THROW(ValueError) << "x: rows are " << x.stride(0) << " elements apart, needed at least K ("
+                              << x.size(1) << "): TMA takes no rows that share memory; call .contiguous()";
+  if (divide_up(x.size(1), kRowK) != stages)
+    TVM_FFI_THROW(ValueError) << "x: K is " << x.size(1) << ", but w has " << stages
+                              << " chunks of 64 along K, needed ceil(K/64) of them";
+}
+
+// Boxes of 64 k by `tokens`.
+Tokens tokens_of(TensorView x, int64_t tokens) {
+  Tokens made{};
+  uint64_t const sizes[2] = {uint64_t(x.size(1)), uint64_t(x.size(0))},
+                 strides[1] = {uint64_t(input_stride(x)) * sizeof(Out)};
+  uint32_t const box[2] = {uint32_t(kRowK), uint32_t(tokens)}, steps[2] = {1, 1};
+  encode_cached(&made.map, FP4D_OUT == 0 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                2, data_of<void>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return made;
+}
+#endif
+
 Params check(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
              Optional<TensorView> bias, TensorView out) {
   check_out(out, {kMaxRows, "32-bit problem sizes"}, {kMaxRows, "32-bit problem sizes"});
@@ -61,15 +98,15 @@ Params check(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorVie
   Params p{};
   p.w = source_of(w, n);
   int64_t const stages = stages_of(w);
-  check_packed({"x", x}, stages, kFp8 ? "ceil(K/128)" : "ceil(K/64)", m);
-  check_scale(x_scale, m, stages, x.size(1));
+  check_tokens(x, m, stages);
+  check_scale(x_scale, m, stages, kFp8 ? x.size(1) : 0);
   check_alpha(alpha, n, stages);
   if (bias.has_value()) check_bias({"bias", *bias}, kOutType, n);
-  p.x = data_of<uint8_t>(x), p.alpha = data_of<float>(alpha);
+  p.alpha = data_of<float>(alpha);
   p.x_scale = kFp8 ? data_of<float>(*x_scale) : nullptr;
   p.bias = bias.has_value() ? data_of<Out>(*bias) : nullptr;
   p.out = data_of<Out>(out);
-  p.m = int(m), p.n = int(n), p.token_blocks = int(x.size(1));
+  p.m = int(m), p.n = int(n);
   p.row_blocks = int(divide_up(n, int64_t(kBlockRows))), p.stages = int(stages);
   p.x_scale_step = kFp8 && (*x_scale).numel() != 1, p.alpha_step = alpha.numel() != 1;
   return p;
@@ -121,9 +158,10 @@ int device_of(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorVi
                                 {"out", out}});
 }
 
-void run_as(Params& p, TensorView w, LaunchPlan const& plan, int64_t multiprocessors, int device,
-            bool enable_pdl) {
+void run_as(Params& p, TensorView x, TensorView w, LaunchPlan const& plan, int64_t multiprocessors,
+            int device, bool enable_pdl) {
   set_shape(p, plan, multiprocessors);
+  p.x = tokens_of(x, Used::kTokens >> p.multicast_log2);
   ready(p.w, w);
   launch(p, device, enable_pdl);
 }
@@ -135,7 +173,7 @@ void run(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView al
   if (p.m == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
   int64_t const sms = multiprocessors(device);
-  run_as(p, w, plan_launch(kSizes, p.m, p.n, p.stages * kSizes.stage_k, sms), sms, device, enable_pdl);
+  run_as(p, x, w, plan_launch(kSizes, p.m, p.n, p.stages * kSizes.stage_k, sms), sms, device, enable_pdl);
 }
 
 // A launch shape from a caller: multicast, split, raster and, where rows can be shared, sharing.
@@ -168,7 +206,7 @@ void run_shaped(TensorView x, Optional<TensorView> x_scale, TensorView w, Tensor
   int const device = device_of(x, x_scale, w, alpha, bias, out);
   if (p.m == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
-  run_as(p, w, plan, multiprocessors(device), device, enable_pdl);
+  run_as(p, x, w, plan, multiprocessors(device), device, enable_pdl);
 }
 
 tvm::ffi::Array<int64_t> plan_numbers(int64_t m, int64_t n, int64_t k, int64_t multiprocessors) {

@@ -8,11 +8,11 @@ namespace fp4d {
 
 constexpr int64_t kBlockTokens = 8, kBlockBytes = 1024;  // 128 bytes of a token
 
-// uint8 [blocks along K, ceil(M/8), 1024], contiguous, 16-byte aligned.
-inline void check_packed(Arg arg, int64_t blocks, char const* meaning, int64_t m) {
+// uint8 [ceil(K/128), ceil(M/8), 1024], contiguous, 16-byte aligned.
+inline void check_packed(Arg arg, int64_t blocks, int64_t m) {
   check_dtype(arg, {kU8});
   check_ndim(arg, 3);
-  check_size(arg, 0, blocks, meaning);
+  check_size(arg, 0, blocks, "ceil(K/128)");
   check_size(arg, 1, divide_up(m, kBlockTokens), "ceil(M/8)");
   check_size(arg, 2, kBlockBytes, "bytes of 8 tokens");
   check_contiguous(arg);

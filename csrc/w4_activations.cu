@@ -1,5 +1,5 @@
-// bf16 or fp16 [M, K] -> operand B of w4_gemm_sm90.cu, and for FP8 its quantisation. Non-finite elements become NaN in
-// e4m3 and do not enter a scale.
+// bf16 or fp16 [M, K] -> e4m3 as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu. Non-finite elements become NaN and do not
+// enter a scale.
 //
 //   w4_quantize_row(x, packed, scale, enable_pdl)     e4m3, dynamic, one scale a token; scale f32 [M], written
 //   w4_quantize_tensor(x, packed, scale, enable_pdl)  e4m3, static; scale f32, 1 element, read; NaN, negative or under
@@ -7,22 +7,19 @@
 //   w8_quantize_row, w8_quantize_tensor               the same two, k in their own order
 //   w8_quantize_block(x, packed, scale, enable_pdl)   e4m3, dynamic, k in their own order, one scale for 128 k of a token; scale
 //                                                     f32 [ceil(K/128), 8 ceil(M/8)], contiguous, written, 1 beyond M
-//   w4_pack(x, packed, enable_pdl)                    the 16 bits as they are
 //     x       bf16 or fp16 [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8, 16-byte aligned
-//     packed  uint8, contiguous, 16-byte aligned, written: e4m3 [ceil(K/128), ceil(M/8), 1024], 16 bits [ceil(K/64),
-//             ceil(M/8), 1024]. Tokens beyond M and k beyond K are zero.
+//     packed  uint8 [ceil(K/128), ceil(M/8), 1024], contiguous, 16-byte aligned, written. Tokens beyond M and k beyond K are
+//             zero.
 //
 // scale = amax / 448, at least 2^-116, 1 where all is zero: the numbers are those of fp8_quantize.cu, bit for bit.
 //
-// 1024 bytes hold 8 tokens of 128 bytes each (128 k in e4m3, 64 k in 16 bits) as wgmma reads them with 128-byte
-// swizzle: the 16-byte column j of token i is stored at j ^ i. Within 64 k = 16 c + r, c = 0..3, the order is that of
-// the weights' registers (w4_dequant.h), so that a lane there holds whole scale blocks:
-//   e4m3     column 4 (k / 64 % 2) + 2 s + h, byte 4 c + j:       k = 16 c + 8 s + 4 h + j
-//   16 bits  column 2 s + h,                  bytes 4 c .. 4c+3:  k = 16 c + 4 s + 2 h, + 1
-//   e4m3 in their own order: column j, byte i:          k = 16 j + i, of 128
-// Lane p of 16 (e4m3) or 8 reads 16 bytes, 8 elements, of the 128-byte row: p = 8 (k / 64 % 2) + 2 c + r / 8. A column
-// has one word of each of the four lanes that differ in c alone, so words change places between these (transpose), and
-// both loads and stores are whole lines.
+// 1024 bytes hold 8 tokens of 128 k each as wgmma reads them with 128-byte swizzle: the 16-byte column j of token i is
+// stored at j ^ i. Within 64 k = 16 c + r, c = 0..3, the order is that of the weights' registers (w4_dequant.h), so that a
+// lane there holds whole scale blocks:
+//   column 4 (k / 64 % 2) + 2 s + h, byte 4 c + j:  k = 16 c + 8 s + 4 h + j
+//   in their own order: column j, byte i:           k = 16 j + i, of 128
+// Lane p of 16 reads 8 elements of the 128 k: p = 8 (k / 64 % 2) + 2 c + r / 8. A column has one word of each of the four lanes
+// that differ in c alone, so words change places between these (transpose), and both loads and stores are whole lines.
 //
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
 #include "async_copy.h"
@@ -198,30 +195,6 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   }
 }
 
-// A warp a token, eight tokens a block, `each` times 256 k; `tiles` blocks along K, `blocks` of 64 k.
-template <int each>
-__global__ void __launch_bounds__(kThreads)
-    pack_tokens(uint16_t const* x, int64_t x_stride, uint8_t* packed, int64_t token_blocks, int rows, int k,
-                int blocks, int tiles) {
-  grid_dependency_launch_dependents();
-  grid_dependency_wait();
-  int64_t const token = int64_t(blockIdx.x / unsigned(tiles)) * kBlockTokens + threadIdx.x / 32;
-  int const lane = threadIdx.x % 32, first = blockIdx.x % unsigned(tiles) * each;
-  bool const padding = token >= rows;
-  uint16_t const* const row = padding ? x : x + token * x_stride;
-  uint4 raw[each];
-#pragma unroll
-  for (int i = 0; i < each; ++i) raw[i] = load_vector(row, (first + i) * 32 + lane, padding ? 0 : k);
-  int const block = first * kWarpBlocks + lane / 8;
-  int64_t const block_bytes = token_blocks * kBlockBytes;
-  uint8_t* const to = column_of(packed, token, lane % 2 * 4 + lane / 2 % 4) + block * block_bytes;
-#pragma unroll
-  for (int i = 0; i < each; ++i) {
-    uint4 const value = transpose(raw[i]);
-    if (block + i * kWarpBlocks < blocks) store_vector(to + i * kWarpBlocks * block_bytes, value);
-  }
-}
-
 // A warp a token, eight tokens a block, `each` times 256 k, of which half a warp has one scale; `tiles` blocks along K,
 // `blocks` of 128 k.
 template <class T, int each>
@@ -256,16 +229,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// `block_k`: elements of a token in 128 bytes.
-void check_both(TensorView x, TensorView packed, int64_t block_k) {
+void check_both(TensorView x, TensorView packed) {
   check_input(x, 16);
-  check_packed({"packed", packed}, divide_up(x.size(1), block_k),
-               block_k == 128 ? "ceil(K/128)" : "ceil(K/64)", x.size(0));
+  check_packed({"packed", packed}, divide_up(x.size(1), 128), x.size(0));
 }
 
 template <bool dynamic, bool transposed>
 void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  check_both(x, packed, 128);
+  check_both(x, packed);
   check_dtype({"scale", scale}, {kF32});
   check_numel({"scale", scale}, dynamic ? x.size(0) : 1, dynamic ? "M" : "per tensor");
   check_contiguous({"scale", scale});
@@ -318,7 +289,7 @@ void sized(int64_t token_blocks, int64_t warp_tiles, Go&& go) {
 }
 
 void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  check_both(x, packed, 128);
+  check_both(x, packed);
   check_block_scales({"scale", scale}, packed.size(0), packed.size(1));
   check_contiguous({"scale", scale});
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}, {"scale", scale}});
@@ -342,22 +313,6 @@ void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enab
   }
 }
 
-void pack(TensorView x, TensorView packed, bool enable_pdl) {
-  check_both(x, packed, 64);
-  int const device = check_one_cuda_device({{"x", x}, {"packed", packed}});
-  if (x.size(0) == 0) return;
-  tvm::ffi::CUDADeviceGuard guard(device);
-  int64_t const blocks = packed.size(0), token_blocks = packed.size(1);
-  int64_t const warp_tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
-  auto const go = [&](auto each) {
-    int64_t const tiles = (warp_tiles + each - 1) / each;
-    Shape const shape{dim3(unsigned(token_blocks * tiles)), dim3(kThreads), 1};
-    launch(pack_tokens<each>, shape, device, enable_pdl, data_of<uint16_t>(x), input_stride(x),
-           data_of<uint8_t>(packed), token_blocks, x.size(0), x.size(1), blocks, tiles);
-  };
-  sized(token_blocks, warp_tiles, go);
-}
-
 }  // namespace fp4d
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row, (fp4d::quantize_e4m3<true, true>));
@@ -365,4 +320,3 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor, (fp4d::quantize_e4m3<false, tr
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_row, (fp4d::quantize_e4m3<true, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_tensor, (fp4d::quantize_e4m3<false, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_block, fp4d::quantize_block);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_pack, fp4d::pack);

@@ -1,4 +1,8 @@
-// Main loop of many_tokens.h for 16-bit activations.
+// Main loop of many_tokens.h for 16-bit activations, k in their own order.
+//
+// An MMA takes 16 k: of a lane 4r + c pairs 2c and 2c + 8 of a scale block, while the block lies with one lane of the quad, in
+// words A..D (w4_dequant.h). So each lane reads the words of all four lanes of its quad, one after the other, and takes byte c
+// of each; their scales come by shuffles.
 //
 // Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the words of group i + 1 are
 // dequantised into the registers that group i - 1 has finished with, half of them between the two MMAs: one after the
@@ -9,18 +13,51 @@
 
 namespace fp4d {
 
-// Half of operand A of the two MMAs of a group: rows r from word A of a lane's chunk (group 1: C), or rows r + 8 from word
-// B (D), and their scale, of the chunk's two.
-template <int group, int half>
-__device__ __forceinline__ void dequantize(uint4 codes, uint32_t scales, uint32_t (&a)[2][4]) {
+// Words and scales (as Dequant::Pair) of 16 k, of rows r and r + 8.
+struct Block {
+  uint4 codes;
+  uint32_t scales;
+};
+
+// What a lane takes of a block.
+class Columns {
+ public:
+  __device__ explicit Columns(int lane) {
+    uint32_t const c = lane % 4, sign = c % 2 * 2;
+    magnitudes_ = c | (c + 4) << 4;
+    signs_ = sign | (sign + 1) << 4 | (sign + 4) << 8 | (sign + 5) << 12;
+    to_top_ = c < 2 ? 1 : 16;
+    keep(magnitudes_), keep(signs_), keep(to_top_);
+  }
+
+  // Operand A of an MMA.
+  __device__ __forceinline__ void dequantize(Block const& block, uint32_t (&a)[4]) const {
+    typename D::Pair const& scales = reinterpret_cast<typename D::Pair const&>(block.scales);
+    row(block.codes.x, block.codes.z, D::low(scales), a[0], a[2]);
+    row(block.codes.y, block.codes.w, D::high(scales), a[1], a[3]);
+  }
+
+ private:
   using D = w4::Dequant<Out>;
-  typename D::Pair const scale = w4::unit_scales<Out>(scales, 0);
-  uint32_t const word = half ? (group ? codes.w : codes.y) : (group ? codes.z : codes.x);
-  uint32_t pairs[4];
-  w4::dequantize<Out>(word, half ? D::high(scale) : D::low(scale), pairs);
-#pragma unroll
-  for (int s = 0; s < 2; ++s) a[s][half] = pairs[2 * s], a[s][half + 2] = pairs[2 * s + 1];
-}
+
+  // Of a row's first and last 8 k.
+  __device__ __forceinline__ void row(uint32_t first, uint32_t last, D::Pair scale, uint32_t& low,
+                                      uint32_t& high) const {
+    uint32_t const magnitudes = w4::permute(first, last, magnitudes_) & 0x7777;
+    uint32_t const signs = w4::permute(first, last, signs_) * to_top_;
+    constexpr w4::Lut kLut{D::kMagnitudes[0], D::kMagnitudes[1]};
+    uint32_t pairs[2];
+    D::pairs(w4::permute(kLut.low, kLut.high, magnitudes), signs, pairs);
+    low = times(pairs[0], scale), high = times(pairs[1], scale);
+  }
+  __device__ __forceinline__ static uint32_t times(uint32_t pair, D::Pair scale) {
+    typename D::Pair const product = __hmul2(reinterpret_cast<typename D::Pair const&>(pair), scale);
+    return reinterpret_cast<uint32_t const&>(product);
+  }
+
+  uint32_t magnitudes_, signs_;  // selectors of bytes
+  uint32_t to_top_;              // brings signs to the top of their bytes
+};
 
 template <class Tile>
 struct Loop {
@@ -32,56 +69,65 @@ struct Loop {
   Position<Tile> at = {};
 
   Releases releases = {};
+  Columns columns{lane};
+  uint32_t words = 0, scales = 0;  // in a stage's weights: of the quad's first lane, of this lane
 
-  __device__ void start() { releases.start(p, place, ring, lane); }
+  __device__ void start() {
+    releases.start(p, place, ring, lane);
+    words = warp * w4::kUnitBytes + lane / 4 * 4 * 16, scales = w4::kScaleOffset + lane * 8 + warp * 2;
+  }
 
   // This warp is done with a slot.
   __device__ void release(int slot) const {
     if (releases.mine != 0) barrier_arrive_in(releases.of(slot));
   }
 
-  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[4], uint64_t b) {
+  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[2][4], uint64_t b) {
     wgmma_fence();
-    wgmma<Weights::kOperand, T>(sums, a, b);
+    wgmma<Weights::kOperand, T>(sums, a[0], b);
+    wgmma<Weights::kOperand, T>(sums, a[1], b + kDescriptorStep);
     wgmma_commit();
   }
 
-  __device__ void load(int slot, uint4& codes, uint32_t& scales) const {
-    uint32_t const chunk = ring.weights(slot, warpgroup);
-    codes = load_16(chunk + warp * w4::kUnitBytes + lane * 16);
-    scales = load_2(chunk + w4::kScaleOffset + lane * 8 + warp * 2);
+  // Scales of this lane's block of a stage.
+  __device__ uint32_t load_scales(int slot) const {
+    auto const pair = w4::unit_scales<Out>(load_2(ring.weights(slot, warpgroup) + scales), 0);
+    return reinterpret_cast<uint32_t const&>(pair);
+  }
+  __device__ Block load(int slot, uint32_t own_scales, int block) const {
+    return {load_16(ring.weights(slot, warpgroup) + words + block * 16),
+            __shfl_sync(~0u, own_scales, block, 4)};
   }
 
   // Adds an item's stages to `sums`.
   __device__ void run(bool, int count, float (&sums)[T / 2], float const*) {
-    uint32_t even[2][4], odd[2][4], scales;  // groups 0 and 1 of a stage
-    uint4 codes;
+    uint32_t even[2][4], odd[2][4];  // blocks 0 and 1 of a stage, and 2 and 3
     barrier_wait(ring.full(at.slot), at.parity);
-    load(at.slot, codes, scales);
-    dequantize<0, 0>(codes, scales, even);
-    dequantize<0, 1>(codes, scales, even);
+    uint32_t own = load_scales(at.slot);
+    Block first = load(at.slot, own, 0), second = load(at.slot, own, 1);
+    columns.dequantize(first, even[0]);
+    columns.dequantize(second, even[1]);
     Position<Tile> previous = at;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       uint64_t const b = operand_b(ring.tokens(at.slot));
-      multiply(sums, even[0], b);
+      first = load(at.slot, own, 2), second = load(at.slot, own, 3);
+      multiply(sums, even, b);
       wgmma_wait<1>();
       if (i > 0) release(previous.slot);
-      dequantize<1, 0>(codes, scales, odd);
-      multiply(sums, even[1], b + kDescriptorStep);
-      dequantize<1, 1>(codes, scales, odd);
-      multiply(sums, odd[0], b + 2 * kDescriptorStep);
-      // After the last stage the same one again, for nothing: no branch around registers that a wgmma reads.
+      columns.dequantize(first, odd[0]);
+      columns.dequantize(second, odd[1]);
       Position<Tile> next = at;
       next.advance();
       bool const last = i + 1 == count;
       int const slot = last ? at.slot : next.slot;
       barrier_wait(ring.full(slot), last ? at.parity : next.parity);
-      load(slot, codes, scales);
+      own = load_scales(slot);
+      first = load(slot, own, 0), second = load(slot, own, 1);
+      multiply(sums, odd, b + 2 * kDescriptorStep);
       wgmma_wait<1>();
-      dequantize<0, 0>(codes, scales, even);
-      multiply(sums, odd[1], b + 3 * kDescriptorStep);
-      dequantize<0, 1>(codes, scales, even);
+      columns.dequantize(first, even[0]);
+      columns.dequantize(second, even[1]);
       previous = at;
       at = next;
     }

@@ -5,15 +5,17 @@
 //     shape   [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more)]; multicast * split <= 8, split <= stages of K
 //   w4_gemm_plan(m, n, k, multiprocessors) -> [shape, clocks that a model expects]; pure
 //   w4_gemm_tokens() -> tokens of a tile
-//     x       uint8, what w4_activations.cu writes, 16-byte aligned:
-//             FP4D_ACT == 8   e4m3, [ceil(K/128), ceil(M/8), 1024], and x_scale f32, 1 element or [M]
-//             FP4D_ACT == 16  type of out, [ceil(K/64), ceil(M/8), 1024], and x_scale None
+//     x       FP4D_ACT == 8   e4m3 as w4_activations.cu packs it, uint8 [ceil(K/128), ceil(M/8), 1024], 16-byte aligned, and
+//                             x_scale f32, 1 element or [M]
+//             FP4D_ACT == 16  type of out, [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8 and at least K, 16-byte
+//                             aligned, and x_scale None
 //     w       uint8 [ceil(N/64), ceil(K/64), 2304], W4P, contiguous, 16-byte aligned, no NaN and no sign in its scales
 //     alpha   f32, 1 element or [N]
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 256), FP4D_ROWS, if defined, of rows; every build takes every M.
+// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 192 and 256), FP4D_ROWS, if defined, of rows;
+// every build takes every M.
 // FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
 // and sums of at most 384 k (up to 64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
 // truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
@@ -25,7 +27,7 @@
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
 #error \
-    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128, 176 or 256"
+    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128, 176, 192 or 256"
 #endif
 
 #include "w4_gemm_weights.h"
@@ -39,9 +41,9 @@ struct Clocks {
   double alone, stage, pair;
 };
 constexpr Clocks clocks_of_tile() {
-  if (!kFp8 && Used::kTokens == 64) return {0, 835, 833};
-  if (!kFp8 && Used::kTokens == 128) return Used::kRows == 128 ? Clocks{0, 568, 573} : Clocks{0, 1029, 1012};
-  if (!kFp8) return {0, 947, 950};
+  if (!kFp8 && Used::kTokens == 64) return Used::kRows == 128 ? Clocks{0, 520, 520} : Clocks{0, 1030, 1030};
+  if (!kFp8 && Used::kTokens == 128) return Used::kRows == 128 ? Clocks{0, 676, 676} : Clocks{0, 1310, 1310};
+  if (!kFp8) return Used::kTokens == 192 ? Clocks{0, 850, 850} : Clocks{0, 1080, 1080};
   if (Used::kTokens == 32) return {920, 519, 383};
   if (Used::kTokens == 64) return {1191, 673, 554};
   return Used::kTokens == 128 ? Clocks{0, 788, 820} : Clocks{0, 928, 928};

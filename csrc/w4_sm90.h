@@ -42,6 +42,24 @@ __device__ __forceinline__ void copy_box_multicast(uint32_t to, void const* tens
       : "memory");
 }
 
+// The same without a hint to L2: of what others read again.
+__device__ __forceinline__ void copy_box_kept(uint32_t to, void const* tensor_map, int x, int y,
+                                              uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(to),
+      "l"(tensor_map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_box_kept_multicast(uint32_t to, void const* tensor_map, int x, int y,
+                                                        uint32_t barrier, uint32_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(tensor_map), "r"(x), "r"(y), "r"(barrier), "h"(uint16_t(ctas))
+      : "memory");
+}
+
 // ---- Clusters. Unlike those of async_copy.h, threads need not come in whole warps. ----
 
 __device__ __forceinline__ void cluster_arrive_relaxed() {  // orders nothing

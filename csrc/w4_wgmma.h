@@ -46,6 +46,11 @@ __device__ __forceinline__ void wgmma_wait() {
   ", "                                                                                                   \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
   "%84, %85, %86, %87"
+#define FP4D_R96                                                                                         \
+  FP4D_R64                                                                                               \
+  ", "                                                                                                   \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FP4D_R128                                                                                \
   FP4D_R64                                                                                       \
   ", "                                                                                           \
@@ -130,7 +135,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uin
 // tokens 8 j + 2 c, + 1, with r = lane / 4 and c = lane % 4.
 template <Operand type, int T>
 __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b) {
-  static_assert(type != Operand::kE4M3 && (T <= 64 || T == 128 || T == 256));
+  static_assert(type != Operand::kE4M3 && (T <= 64 || T == 128 || T == 192 || T == 256));
   if constexpr (type == Operand::kBF16) {
     FP4D_WGMMA_FEW("bf16.bf16");
   } else if constexpr (type == Operand::kF16) {
@@ -149,6 +154,14 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
     } else if constexpr (type == Operand::kF16) {
       FP4D_WGMMA("m64n128k16", "f16.f16", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),
                  FP4D_D32(32));
+    }
+  } else if constexpr (T == 192) {
+    if constexpr (type == Operand::kBF16) {
+      FP4D_WGMMA("m64n192k16", "bf16.bf16", FP4D_R96, "{%96, %97, %98, %99}, %100", "1, 1, 0", FP4D_D32(0),
+                 FP4D_D32(32), FP4D_D32(64));
+    } else if constexpr (type == Operand::kF16) {
+      FP4D_WGMMA("m64n192k16", "f16.f16", FP4D_R96, "{%96, %97, %98, %99}, %100", "1, 1, 0", FP4D_D32(0),
+                 FP4D_D32(32), FP4D_D32(64));
     }
   } else if constexpr (T == 256) {
     if constexpr (type == Operand::kBF16) {
@@ -169,6 +182,7 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_D32
 #undef FP4D_D4
 #undef FP4D_R128
+#undef FP4D_R96
 #undef FP4D_R88
 #undef FP4D_R64
 #undef FP4D_R32

@@ -9,22 +9,22 @@ from typing import Any
 
 from fp4dispatch.backends.many_tokens import USABLE, USABLE_OF
 
-SWEEPS = ("sweep", "16bit-sweep")
+SWEEPS = {"a8": "2026-11-21-h200-many-tokens-sweep", "a16": "2026-11-22-h200-many-tokens-16bit-sweep"}
+"""By the activations of a build of w4_gemm_sm90; w8_gemm_sm90 is with a8, where older builds of a16 are too."""
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Shape = tuple[int, ...]
 TOKEN_TILES = 3
 
 
-def problems(sweep: str = "sweep") -> list[dict[str, Any]]:
+def problems(act: str = "a8") -> list[dict[str, Any]]:
     """Return all of one of ``SWEEPS``, as they are kept."""
-    path = RESULTS / f"2026-11-21-h200-many-tokens-{sweep}.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text())["problems"]
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{SWEEPS[act]}.json").read_text())["problems"]
     return found
 
 
 def times(build: str) -> Iterator[tuple[tuple[int, int, int], dict[Shape, float]]]:
-    """Yield (M, N, K) and the microseconds of each launch shape of "kernel/build", where it was run, in every sweep."""
-    for problem in (problem for sweep in SWEEPS for problem in problems(sweep)):
+    """Yield (M, N, K) and the microseconds of each launch shape of "kernel/build", where it was run in its sweep."""
+    for problem in problems("a16" if "/a16" in build else "a8"):
         if build in problem["builds"]:
             shapes = {tuple(shape): us for shape, us in problem["builds"][build]}
             yield (problem["m"], problem["n"], problem["k"]), shapes
@@ -34,7 +34,7 @@ def tile_of(variant: str) -> tuple[int, int, int]:
     """Return tokens and rows of the tile of a build of w4_gemm_sm90, and its CTAs of a multiprocessor."""
     act, _, tile = variant.split("_")
     tokens, _, rows = tile.partition("x")
-    narrow = act == "a8" or tokens == "256"
+    narrow = act == "a8" or tokens in ("192", "256")
     return int(tokens), int(rows or (128 if narrow else 256)), 2 if act == "a8" and int(tokens) <= 64 else 1
 
 

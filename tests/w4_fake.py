@@ -47,38 +47,33 @@ def decode(packed):
     return codes, scale.view(torch.float8_e4m3fn).float()
 
 
-def activation_index(itemsize):
-    """Which k each of the 128 bytes of each of 8 tokens belongs to, and which byte of it: csrc/w4_activations.cu."""
-    token, place = torch.arange(8).view(8, 1), torch.arange(128).view(1, 128)
-    column, byte = (place // 16) ^ token, (place % 16).expand(8, 128)
-    if itemsize == 1:
-        return 64 * (column // 4) + 16 * (byte // 4) + 8 * (column // 2 % 2) + 4 * (column % 2) + byte % 4, 0 * byte
-    return 16 * (byte // 4) + 4 * (column // 2) + 2 * (column % 2) + byte % 4 // 2, byte % 2
+TOKEN = torch.arange(8).view(8, 1)
 
 
-def pack_activation(x):
-    """[M, K] of one or two bytes -> what the kernel multiplies, uint8 [ceil(K/wide), ceil(M/8), 1024]."""
-    (m, k), size = x.shape, x.element_size()
-    wide = 128 // size
-    columns, blocks = -(-k // wide), -(-m // 8)
-    padded = torch.zeros(blocks * 8, columns * wide, size, dtype=torch.uint8, device=x.device)
-    padded[:m, :k] = x.contiguous().view(torch.uint8).view(m, k, size)
-    at, byte = activation_index(size)
-    tiles = padded.view(blocks, 8, columns, wide, size)
-    return tiles[:, torch.arange(8).view(8, 1), :, at, byte].permute(3, 2, 0, 1).reshape(columns, blocks, 1024)
+def activation_index():
+    """Which k each of the 128 bytes of each of 8 tokens belongs to: csrc/w4_activations.cu."""
+    place = torch.arange(128)
+    column, byte = (place // 16) ^ TOKEN, place % 16
+    return 64 * (column // 4) + 16 * (byte // 4) + 8 * (column // 2 % 2) + 4 * (column % 2) + byte % 4
 
 
-def unpack_activation(packed, m, k, dtype):
+def pack_activation(q):
+    """e4m3 [M, K] -> what the kernels multiply, uint8 [ceil(K/128), ceil(M/8), 1024]."""
+    (m, k), columns, blocks = q.shape, -(-q.shape[1] // 128), -(-q.shape[0] // 8)
+    padded = torch.zeros(blocks * 8, columns * 128, dtype=torch.uint8, device=q.device)
+    padded[:m, :k] = q.view(torch.uint8)
+    tiles = padded.view(blocks, 8, columns, 128)
+    return tiles[:, TOKEN, :, activation_index()].permute(3, 2, 0, 1).reshape(columns, blocks, 1024)
+
+
+def unpack_activation(packed, m, k):
     """The inverse, to [m, k]."""
     columns, blocks, _ = packed.shape
-    size = dtype.itemsize
-    wide = 128 // size
-    assert (columns, blocks) == (-(-k // wide), -(-m // 8))
-    at, byte = activation_index(size)
-    tiles = torch.zeros(columns, blocks, 8, wide, size, dtype=torch.uint8, device=packed.device)
-    tiles[:, :, torch.arange(8).view(8, 1), at, byte] = packed.view(columns, blocks, 8, 128)
-    rows = tiles.permute(1, 2, 0, 3, 4).reshape(blocks * 8, columns * wide * size)
-    return rows.contiguous().view(dtype)[:m, :k]
+    assert (columns, blocks) == (-(-k // 128), -(-m // 8))
+    tiles = torch.zeros(columns, blocks, 8, 128, dtype=torch.uint8, device=packed.device)
+    tiles[:, :, TOKEN, activation_index()] = packed.view(columns, blocks, 8, 128)
+    rows = tiles.permute(1, 2, 0, 3).reshape(blocks * 8, columns * 128)
+    return rows.view(torch.float8_e4m3fn)[:m, :k]
 
 
 def exact_weights(packed):
@@ -103,17 +98,28 @@ def check_operands(packed, alpha, bias, out, n, k):
     assert bias is None or (tuple(bias.shape) == (n,) and bias.dtype == out.dtype and bias.is_contiguous())
 
 
+def check_rows(x):
+    assert x.shape[1] % 16 == 0
+    assert x.stride(1) == 1
+    assert x.stride(0) % 8 == 0
+    assert x.shape[0] < 2 or x.stride(0) >= x.shape[1]
+    assert x.data_ptr() % 16 == 0
+
+
 def finish(sums, alpha, bias, out):
     result = sums * alpha
     out.copy_(result if bias is None else result + bias.float())
 
 
 class Kernels:
-    """The modules that ``jit.load`` would return, and a record of what was loaded and launched."""
+    """The modules that ``jit.load`` would return, and a record of what was loaded and launched.
+
+    ``rows``: where the 16-bit activations were that were multiplied.
+    """
 
     def __init__(self, pdl_allowed=True):
         self.pdl_allowed = pdl_allowed
-        self.loaded, self.launched, self.column_scales = [], [], []
+        self.loaded, self.launched, self.column_scales, self.rows = [], [], [], []
 
     def load(self, kernel, build, arch):
         self.loaded.append((kernel, build))
@@ -123,46 +129,26 @@ class Kernels:
         return SimpleNamespace(module=module, pdl_allowed=self.pdl_allowed)
 
     def small(self, build):
-        dtype = DTYPES[build]
-
-        def w4a16_small(x, w, alpha, bias, out, enable_pdl):
-            (m, k), n = x.shape, out.shape[1]
-            assert (x.dtype, out.dtype) == (dtype, dtype)
-            assert m >= 1
-            assert k % 16 == 0
-            assert x.stride(1) == 1
-            assert x.stride(0) % 8 == 0
-            assert x.data_ptr() % 16 == 0
-            check_operands(w, alpha, bias, out, n, k)
-            self.launched.append(("w4a16_small", m, n, k, enable_pdl))
-            finish(x.float() @ exact_weights(w)[:n, :k].t(), alpha, bias, out)
-
-        return SimpleNamespace(w4a16_small=w4a16_small)
+        return SimpleNamespace(w4a16_small=self.multiplier_of_rows("w4a16_small", DTYPES[build]))
 
     def small_fp8(self, build):
-        return SimpleNamespace(w4a8_small=self.multiplier(f"w4a8_small {build}", DTYPES[build], fp8=True))
+        return SimpleNamespace(w4a8_small=self.multiplier(f"w4a8_small {build}", DTYPES[build]))
 
     def packer(self, build):
-        def check(x):
-            assert x.dtype in (torch.bfloat16, torch.float16)
-            assert x.stride(1) == 1
-            assert x.stride(0) % 8 == 0
-            assert x.data_ptr() % 16 == 0
-
         def w4_quantize_row(x, packed, scale, enable_pdl):
-            check(x)
+            assert x.dtype in (torch.bfloat16, torch.float16)
+            check_rows(x)
             assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (x.shape[0],))
             q = formats.fp8_quantize(x, "row")
             scale.copy_(q.scale)
-            fill(packed, pack_activation(q.data))
+            values = pack_activation(q.data)
+            assert (packed.dtype, packed.shape) == (torch.uint8, values.shape)
+            assert packed.is_contiguous()
+            assert packed.data_ptr() % 16 == 0
+            packed.copy_(values)
             self.launched.append(("w4_quantize_row", *x.shape, enable_pdl))
 
-        def w4_pack(x, packed, enable_pdl):
-            check(x)
-            fill(packed, pack_activation(x))
-            self.launched.append(("w4_pack", *x.shape, enable_pdl))
-
-        return SimpleNamespace(w4_quantize_row=w4_quantize_row, w4_pack=w4_pack)
+        return SimpleNamespace(w4_quantize_row=w4_quantize_row)
 
     def unfolder(self, build):
         def w4_to_e4m3(w, out, enable_pdl):
@@ -203,39 +189,49 @@ class Kernels:
     def large(self, build):
         defines = dict(d.split("=") for d in installed().kernel("w4_gemm_sm90").variant(build).defines)
         dtype = {"0": torch.bfloat16, "1": torch.float16}[defines["FP4D_OUT"]]
-        gemm = self.multiplier(f"w4_gemm {build}", dtype, fp8=defines["FP4D_ACT"] == "8")
-        return SimpleNamespace(w4_gemm=gemm)
+        if defines["FP4D_ACT"] == "8":
+            return SimpleNamespace(w4_gemm=self.multiplier(f"w4_gemm {build}", dtype))
+        of_rows = self.multiplier_of_rows(f"w4_gemm {build}", dtype)
 
-    def multiplier(self, name, dtype, *, fp8):
-        """What w4_gemm_sm90 and w4a8_small have in common: packed activations by packed weights."""
+        def w4_gemm(x, x_scale, *operands):
+            assert x_scale is None
+            of_rows(x, *operands)
+
+        return SimpleNamespace(w4_gemm=w4_gemm)
+
+    def multiplier_of_rows(self, name, dtype):
+        """What w4a16_small and w4_gemm_sm90 have in common: 16-bit activations as they are by packed weights."""
+
+        def gemm(x, w, alpha, bias, out, enable_pdl):
+            (m, k), n = x.shape, out.shape[1]
+            assert (x.dtype, out.dtype) == (dtype, dtype)
+            assert out.shape[0] == m >= 1
+            check_rows(x)
+            check_operands(w, alpha, bias, out, n, k)
+            self.launched.append((name, m, n, k, enable_pdl))
+            self.rows.append(x.data_ptr())
+            finish(x.float() @ exact_weights(w)[:n, :k].t(), alpha, bias, out)
+
+        return gemm
+
+    def multiplier(self, name, dtype):
+        """What w4_gemm_sm90 and w4a8_small have in common: packed e4m3 activations by packed weights."""
 
         def gemm(x, x_scale, w, alpha, bias, out, enable_pdl):
             m, n = out.shape
             k = w.shape[1] * 64
             assert m >= 1
             assert out.dtype == dtype
-            assert (x_scale is not None) == fp8
             assert x.is_contiguous()
             assert x.data_ptr() % 16 == 0
             check_operands(w, alpha, bias, out, n, k)
-            a = unpack_activation(x, m, k, torch.float8_e4m3fn if fp8 else dtype).float()
-            weight = folded_weights(w) * 8 if fp8 else exact_weights(w)
-            sums = a @ weight[:n].t()
-            if fp8:
-                assert (x_scale.dtype, tuple(x_scale.shape)) == (torch.float32, (m,))
-                assert x_scale.is_contiguous()
-                sums *= x_scale.reshape(-1, 1)
+            assert (x_scale.dtype, tuple(x_scale.shape)) == (torch.float32, (m,))
+            assert x_scale.is_contiguous()
+            sums = unpack_activation(x, m, k).float() @ (folded_weights(w) * 8)[:n].t()
             self.launched.append((name, m, n, k, enable_pdl))
-            finish(sums, alpha, bias, out)
+            finish(sums * x_scale.reshape(-1, 1), alpha, bias, out)
 
         return gemm
-
-
-def fill(packed, values):
-    assert (packed.dtype, packed.shape) == (torch.uint8, values.shape)
-    assert packed.is_contiguous()
-    assert packed.data_ptr() % 16 == 0
-    packed.copy_(values)
 
 
 def weights(n, k, shards=(), layout="linear", seed=0, static=None):

@@ -9,38 +9,40 @@ import torch
 from torch import Tensor
 
 
-def pack_activations(x: Tensor) -> Tensor:
-    """Return activations [M, K] of 1 or 2 bytes an element as ``w4_activations.cu`` packs them.
-
-    uint8 [blocks of 128 bytes along K, ceil(M/8), 1024].
+def pack_activations(q: Tensor) -> Tensor:
+    """Return e4m3 activations [M, K] as ``w4_activations.cu`` packs them: uint8 [ceil(K/128), ceil(M/8), 1024].
 
     Every element is placed on its own, by the formula in the header of that file.
     """
-    m, k = x.shape
-    size = x.element_size()
-    block = 128 // size
-    packed = torch.zeros(-(-k // block), -(-m // 8), 8, 8, 16, dtype=torch.uint8)  # [.., .., token, column, byte]
-    raw = x.contiguous().view(torch.uint8).reshape(m, k, size)
-    column, byte = zip(*(place(i % block, size) for i in range(k)), strict=True)
-    blocks = torch.arange(k) // block
-    columns, bytes_ = torch.tensor(column), torch.tensor(byte)
+    m, k = q.shape
+    packed = torch.zeros(-(-k // 128), -(-m // 8), 8, 8, 16, dtype=torch.uint8)  # [.., .., token, column, byte]
+    raw, blocks = q.contiguous().view(torch.uint8), torch.arange(k) // 128
+    columns, bytes_ = (torch.tensor(of) for of in zip(*(place(i % 128) for i in range(k)), strict=True))
     for token in range(m):
-        for part in range(size):
-            packed[blocks, token // 8, token % 8, columns ^ (token % 8), bytes_ + part] = raw[token, :, part]
+        packed[blocks, token // 8, token % 8, columns ^ (token % 8), bytes_] = raw[token]
     return packed.reshape(packed.shape[0], packed.shape[1], 1024)
 
 
-def place(k: int, size: int) -> tuple[int, int]:
-    """Return (16-byte column before the swizzle, byte in it) of element ``k`` of a 128-byte row."""
+def place(k: int) -> tuple[int, int]:
+    """Return (16-byte column before the swizzle, byte in it) of element ``k`` of a token's 128 bytes."""
     chunk, c, r = k // 64, k % 64 // 16, k % 16
-    if size == 1:
-        s, h, j = r // 8, r % 8 // 4, r % 4
-        return 4 * chunk + 2 * s + h, 4 * c + j
-    s, h, e = r // 4, r % 4 // 2, r % 2
-    return 2 * s + h, 4 * c + 2 * e
+    s, h, j = r // 8, r % 8 // 4, r % 4
+    return 4 * chunk + 2 * s + h, 4 * c + j
 
 
-def operand_b(packed: Tensor, tokens: int, size: int) -> Tensor:
+def boxes(x: Tensor) -> Tensor:
+    """Return 16-bit activations [M, K] as TMA brings them, k in their own order: boxes of 64 k with 128-byte swizzle.
+
+    uint8 [ceil(K/64), ceil(M/8), 1024]: bits 4..6 of an address are flipped by bits 7..9. What is not there is zero.
+    """
+    m, k = x.shape
+    padded = torch.nn.functional.pad(x, (0, -k % 64, 0, -m % 8)).contiguous().view(torch.uint8)
+    rows = padded.view(-(-m // 8), 8, -(-k // 64), 8, 16)
+    columns = torch.arange(8)[:, None] ^ torch.arange(8)  # [token, column]
+    return rows[:, torch.arange(8)[:, None], :, columns].permute(3, 2, 0, 1, 4).reshape(-(-k // 64), -(-m // 8), 1024)
+
+
+def operand_b(packed: Tensor, tokens: int) -> Tensor:
     """Return what wgmma sees: raw bytes [K steps of 32 bytes, tokens, 32].
 
     The descriptor's start moves by 32 bytes a step. The address of byte b of token t is start + t / 8 * 1024 +
@@ -59,8 +61,9 @@ def operand_b(packed: Tensor, tokens: int, size: int) -> Tensor:
 def operand_a(codes: Tensor, size: int) -> Tensor:
     """Return the codes that the lanes of one chunk hold, as wgmma sees them: [steps, 64 rows, slots].
 
-    ``codes`` are the 2048 code bytes of a chunk. A lane's four words go into registers a0..a3 of each step as
-    w4_dequant.h says; where a register's elements belong is in the PTX ISA (figures of wgmma.m64k16 and m64k32).
+    ``codes`` are the 2048 code bytes of a chunk. For e4m3 (``size`` 1) a lane's four words go into registers a0..a3 of
+    each step as w4_dequant.h says, for 16 bits those of all four lanes of its quad as w4_gemm_16bit.h says; where a
+    register's elements belong is in the PTX ISA (figures of wgmma.m64k16 and m64k32).
     """
     words = codes.reshape(4, 32, 4, 4).long()
     words = (words * torch.tensor([1, 1 << 8, 1 << 16, 1 << 24])).sum(-1)  # [warp, lane, A B C D]
@@ -75,8 +78,8 @@ def operand_a(codes: Tensor, size: int) -> Tensor:
     for warp in range(4):
         for lane in range(32):
             r, c = divmod(lane, 4)
-            a, b, cc, d = words[warp, lane]
             for step in range(seen.shape[0]):
+                a, b, cc, d = words[warp, lane if size == 1 else 4 * r + step]
                 if size == 1:
                     upper, lower = (a, b) if step == 0 else (cc, d)
                     for j in range(4):
@@ -85,11 +88,9 @@ def operand_a(codes: Tensor, size: int) -> Tensor:
                         seen[step, 16 * warp + r, 16 + 4 * c + j] = code(upper, 4 + j)
                         seen[step, 16 * warp + r + 8, 16 + 4 * c + j] = code(lower, 4 + j)
                 else:
-                    upper, lower = (a, b) if step < 2 else (cc, d)
-                    for half in range(2):
-                        j = 2 * (step % 2) + half
-                        for e in range(2):
-                            seen[step, 16 * warp + r, 8 * half + 2 * c + e] = code(upper, 2 * j + e)
-                            seen[step, 16 * warp + r + 8, 8 * half + 2 * c + e] = code(lower, 2 * j + e)
+                    for half, (upper, lower) in enumerate(((a, b), (cc, d))):
+                        for j in (2 * c, 2 * c + 1):
+                            seen[step, 16 * warp + r, 8 * half + j] = code(upper, j)
+                            seen[step, 16 * warp + r + 8, 8 * half + j] = code(lower, j)
     assert int(seen.min()) >= 0
     return seen

@@ -11,7 +11,7 @@ from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.scratch import Part
 from fp4dispatch.formats import zero_pad
 
-_PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 bytes of each of 8 tokens
+_PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 k of each of 8 tokens
 
 
 def arch_of(device: torch.device) -> Arch:
@@ -20,15 +20,16 @@ def arch_of(device: torch.device) -> Arch:
 
 
 def aligned(x: Tensor, k: int) -> Tensor:
-    """Return x [M, K] padded with zeros to ``k`` columns, rows contiguous and on 16 bytes; ``x`` where it is so."""
+    """Return x [M, K] padded with zeros to ``k`` columns, rows contiguous, on 16 bytes, apart; ``x`` where it is so."""
     x = zero_pad(x, x.shape[0], k)
-    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and (x.stride(0) * x.element_size()) % 16 == 0
+    rows = x.stride(0) * x.element_size() % 16 == 0 and (x.shape[0] < 2 or x.stride(0) >= k)
+    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and rows
     return x if ok else x.clone(memory_format=torch.contiguous_format)
 
 
-def packed_part(m: int, k: int, itemsize: int) -> Part:
-    """Return the memory of an activation as ``csrc/w4_activations.cu`` packs it: 8 tokens by 128 bytes of K a block."""
-    return Part((-(-k * itemsize // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
+def packed_part(m: int, k: int) -> Part:
+    """Return the memory of an activation as ``csrc/w4_activations.cu`` packs it, in e4m3: 8 tokens by 128 k a block."""
+    return Part((-(-k // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
 
 
 def block_scales_part(m: int, k: int) -> Part:

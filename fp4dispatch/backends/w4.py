@@ -33,10 +33,9 @@ from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
 SMALL, UNFOLD = "w4a16_small", "w4_to_e4m3"
-"""The kernel that reads activations as they are, and the one that writes FP8 weights for cuBLASLt; the others read what
-``w4_activations`` has packed."""
+"""The kernel for few tokens of 16 bits, and the one that writes FP8 weights for cuBLASLt."""
 
-_ENTRY = {"w4_gemm_sm90": "w4_gemm", "w4a8_small": "w4a8_small"}  # a kernel's function
+_FP8_ENTRY = {"w4_gemm_sm90": "w4_gemm", "w4a8_small": "w4a8_small"}  # a kernel's function
 
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 _N_MULTIPLE = 8  # kernels store 16 bytes of a row of the output at a time
@@ -53,8 +52,8 @@ class _Layout(NamedTuple):
 class _State(NamedTuple):
     """All that a plan knows.
 
-    ``launch`` packs where that is needed, and multiplies, with ``pack`` and ``gemm``; each with PDL where its binary's
-    proof and the setting allow it. ``scratch``: the packed activation, and its scales in FP8. ``fits``: N is not
+    ``launch`` quantises where that is needed, and multiplies, with ``quantize`` and ``gemm``; each with PDL where its
+    binary's proof and the setting allow it. ``scratch``: the quantised activation and its scales. ``fits``: N is not
     padded, so that operands may be launched on as they come.
     """
 
@@ -64,8 +63,8 @@ class _State(NamedTuple):
     launch: Callable[[_State, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], None]
     gemm: Callable[..., None]
     gemm_pdl: bool
-    pack: Callable[..., None]
-    pack_pdl: bool
+    quantize: Callable[..., None]
+    quantize_pdl: bool
     scratch: Callable[[], tuple[Tensor, ...]]
 
 
@@ -83,8 +82,8 @@ class _W4Backend(Backend):
         tile = _tile_for(problem, *_gpu(device))
         if tile is None:
             return ()
-        beside = {SMALL: (), UNFOLD: (("fp8_quantize", "any"),)}.get(tile.kernel, (("w4_activations", "any"),))
-        return ((tile.kernel, tile.builds[problem.out_dtype]), *beside)
+        quantizers = () if problem.activation != "fp8" else ((_quantizer(tile), "any"),)
+        return ((tile.kernel, tile.builds[problem.out_dtype]), *quantizers)
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pack the weights, padded with zeros, into W4P (:mod:`~fp4dispatch.backends.w4_layout`). Synchronises.
@@ -139,7 +138,7 @@ class _W4Backend(Backend):
         out: Tensor,
         bias: Tensor | None = None,
     ) -> None:
-        """Pack the activation where the kernel needs that, and launch the GEMM."""
+        """Quantise the activation where the kernel needs that, and launch the GEMM."""
         s: _State = plan.state
         if not isinstance(x, Tensor):
             raise InputError(f"{self.name} takes 16-bit activations, not quantised ones: use FP4Linear")
@@ -197,38 +196,35 @@ def _tile_for(problem: Problem, arch: Arch, sms: int) -> Tile | None:
     return tile_for(problem, arch, sms, "w4", lambda tile: tile.kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0)
 
 
+def _quantizer(tile: Tile) -> str:
+    """Name the kernel that quantises what a tile's kernel reads."""
+    return "fp8_quantize" if tile.kernel == UNFOLD else "w4_activations"
+
+
 def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, arch: Arch) -> _State:
     """Load the kernels of a tile and return what a plan knows."""
     m, fits, pdl = problem.m, layout.np == layout.n, settings.pdl != "off"
     gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
     gemm_pdl = pdl and gemm.pdl_allowed
-    if tile.kernel == SMALL:
-        small = gemm.module.w4a16_small
-        return _State(m, layout, fits, _launch_small, small, gemm_pdl, _nothing, False, tuple)
+    if problem.activation != "fp8":
+        launch, entry = (_launch_small, "w4a16_small") if tile.kernel == SMALL else (_launch_16, "w4_gemm")
+        return _State(m, layout, fits, launch, getattr(gemm.module, entry), gemm_pdl, _nothing, False, tuple)
+    quantizer = jit.load(_quantizer(tile), "any", arch)
+    quantize_pdl = pdl and quantizer.pdl_allowed
+    scale = Part((m,), torch.float32)
     if tile.kernel == UNFOLD:
-        quantizer = jit.load("fp8_quantize", "any", arch)
-        parts = [
-            Part((m, layout.k), torch.float8_e4m3fn),
-            Part((m,), torch.float32),
-            Part((layout.n, layout.k), torch.float8_e4m3fn),
-        ]
-        quantize, quantize_pdl = quantizer.module.fp8_quantize_row, pdl and quantizer.pdl_allowed
-        unfold = gemm.module.w4_to_e4m3
-        return _State(m, layout, fits, _launch_unfold, unfold, gemm_pdl, quantize, quantize_pdl, Scratch(device, parts))
-    packer = jit.load("w4_activations", "any", arch)
-    pack_pdl = pdl and packer.pdl_allowed
-    if problem.activation == "fp8":
-        launch, pack = _launch_fp8, packer.module.w4_quantize_row
-        scratch = Scratch(device, [packed_part(m, layout.k, 1), Part((m,), torch.float32)])
+        launch, entry, quantize = _launch_unfold, "w4_to_e4m3", quantizer.module.fp8_quantize_row
+        e4m3 = [Part((rows, layout.k), torch.float8_e4m3fn) for rows in (m, layout.n)]
+        parts = [e4m3[0], scale, e4m3[1]]
     else:
-        launch, pack = _launch_16, packer.module.w4_pack
-        scratch = Scratch(device, [packed_part(m, layout.k, 2)])
-    entry = getattr(gemm.module, _ENTRY[tile.kernel])
-    return _State(m, layout, fits, launch, entry, gemm_pdl, pack, pack_pdl, scratch)
+        launch, entry, quantize = _launch_fp8, _FP8_ENTRY[tile.kernel], quantizer.module.w4_quantize_row
+        parts = [packed_part(m, layout.k), scale]
+    scratch = Scratch(device, parts)
+    return _State(m, layout, fits, launch, getattr(gemm.module, entry), gemm_pdl, quantize, quantize_pdl, scratch)
 
 
 def _nothing(*_: object) -> None:
-    raise AssertionError("the kernel for few tokens packs nothing")
+    raise AssertionError("16-bit activations are not quantised")
 
 
 # -------------------------------------------------------------------------------------------------------------- launch
@@ -239,19 +235,17 @@ def _launch_small(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, 
 
 
 def _launch_16(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
-    (packed,) = s.scratch()
-    s.pack(x, packed, s.pack_pdl)
-    s.gemm(packed, None, tensors[0], tensors[1], bias, d, s.gemm_pdl)
+    s.gemm(x, None, tensors[0], tensors[1], bias, d, s.gemm_pdl)
 
 
 def _launch_fp8(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
     packed, scale = s.scratch()
-    s.pack(x, packed, scale, s.pack_pdl)
+    s.quantize(x, packed, scale, s.quantize_pdl)
     s.gemm(packed, scale, tensors[0], tensors[1], bias, d, s.gemm_pdl)
 
 
 def _launch_unfold(s: _State, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
     q, scale, w = s.scratch()
     s.gemm(tensors[0], w, s.gemm_pdl)
-    s.pack(x, q, scale, s.pack_pdl)
+    s.quantize(x, q, scale, s.quantize_pdl)
     torch._scaled_mm(q, w.t(), scale.unsqueeze(1), tensors[2], bias, out_dtype=d.dtype, out=d)

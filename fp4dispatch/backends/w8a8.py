@@ -186,7 +186,7 @@ def _state(problem: Problem, layout: Layout, device: torch.device, tile: Tile) -
     m, arch, pdl, static = problem.m, arch_of(device), settings.pdl != "off", layout.has_input_scale
     gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
     quantizer = jit.load(QUANTIZER, "any", arch)
-    quantize, parts = quantizer.module.w8_quantize_row, [packed_part(m, layout.kp, 1)]
+    quantize, parts = quantizer.module.w8_quantize_row, [packed_part(m, layout.kp)]
     if static:
         quantize = quantizer.module.w8_quantize_tensor
     elif problem.scaling == "block128":

@@ -40,10 +40,10 @@ def module(kernel: str, variant: str) -> Any:
     return tvm_ffi.load_module(str(jit.build(kernel, variant, "90a").entry.library))
 
 
-def variants(kernel: str, quick: str) -> list[Any]:
-    """Every variant that is built for Hopper; slow but for one."""
+def variants(kernel: str, *quick: str) -> list[Any]:
+    """Every variant that is built for Hopper; slow but for the ``quick`` ones."""
     return [
-        pytest.param(name, marks=() if name == quick else pytest.mark.slow)
+        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
         for name in installed().kernel(kernel).variants
     ]
 

@@ -34,6 +34,7 @@ def seems_to_be_hopper(monkeypatch):
     ("backend", "m", "dtype"),
     [
         (w4.W4A16Backend(), 3, torch.bfloat16),
+        (w4.W4A16Backend(), 300, torch.bfloat16),
         (w4.W4A8Backend(), 300, torch.bfloat16),
         pytest.param(w4.W4A8Backend(), 50, torch.float16, marks=pytest.mark.slow),
         pytest.param(w4.W4A16Backend(), 50, torch.float16, marks=pytest.mark.slow),
@@ -50,9 +51,9 @@ def test_compiled_kernels_accept_what_the_backend_passes(backend, m, dtype, n, s
     problem = Problem("nvfp4_gemm", m, n, k, activation, out_dtype=str(dtype).removeprefix("torch."), bias=True)
     plan = backend.plan(problem, prepared)
     x, out = torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype)
-    packs = plan.state.pack is not w4._nothing
-    assert packs == (m > 32)
-    for state in (plan.state, plan.state._replace(pack=lambda *operands: None)):  # the packer's checks, then the GEMM's
-        plan.state = state
+    quantizes = plan.state.quantize is not w4._nothing
+    assert quantizes == (backend.name == "w4a8")
+    for quantize in (plan.state.quantize, lambda *operands: None):  # the quantiser's checks, then the GEMM's
+        plan.state = plan.state._replace(quantize=quantize)
         with pytest.raises(ValueError, match=NO_GPU):
             backend.run(plan, prepared, x, out, torch.ones(n))

@@ -41,9 +41,11 @@ def gemm(scales: list[Any]) -> list[Any]:
 
 BY_ROW = [rows(F32, M), rows(F32, N)]
 BY_BLOCK = [[*F32, [M, K // 128], [1, 8]], rows(F32, N // 128, K // 128)]
-GEMM, FEW, MANY = "fp8_gemm_sm90", "w8a8_small", "w8_gemm_sm90"
+GEMM, FEW, MANY, MANY_W4 = "fp8_gemm_sm90", "w8a8_small", "w8_gemm_sm90", "w4_gemm_sm90"
 PACKED = [[*U8, [2, 1, 1024], [1024, 1024, 1]], rows(F32, M), rows(E4M3, N, K), rows(F32, N)]
 PACKED += [None, rows(BF16, M, N), True]
+W4P = [*U8, [N // 64, K // 64, 2304], [K // 64 * 2304, 2304, 1]]
+AS_THEY_ARE = [rows(BF16, M, K), None, W4P, rows(F32, N), None, rows(BF16, M, N), True]
 
 # kernel, variant, function, arguments, TMA descriptors of a launch
 CASES = [
@@ -54,14 +56,16 @@ CASES = [
     (GEMM, "block_bf16_128x128", "fp8_gemm", gemm(BY_BLOCK), 4),
     (FEW, "bf16", "w8a8_small", PACKED, 1),
     (MANY, "bf16_128", "w8_gemm", PACKED, 1),
+    (MANY_W4, "a16_bf16_128x128", "w4_gemm", AS_THEY_ARE, 1),
 ]
-QUICK = ("any", "row_bf16_swap_64x16", "bf16", "bf16_128")
+QUICK = ("any", "row_bf16_swap_64x16", "bf16", "bf16_128", "a16_bf16_128x128")
 FOUND, SIZED = {"cudaGetDriverEntryPoint": 1}, {"cudaFuncSetAttribute": 1, "cudaDeviceGetAttribute": 1}
 ONCE: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "fp8_quantize": ({}, {}),
     GEMM: (SIZED, FOUND | {"cudaDriverGetVersion": 1}),
     FEW: ({"cudaFuncGetAttributes": 1, "cudaFuncSetAttribute": 3, "cudaDeviceGetAttribute": 6}, FOUND),
     MANY: (SIZED, FOUND),
+    MANY_W4: (SIZED, FOUND),
 }
 """What a kernel library asks once a device, and once a process."""
 
@@ -222,3 +226,24 @@ def test_a_weight_has_one_descriptor_whatever_the_tokens(case: tuple[Any, ...], 
     assert [step["maps"][0] for step in found] == [[at(2, offset), k, n, False] for offset, n, k in weights]
     made = [step["calls"].get("cuTensorMapEncodeTiled", 0) for step in found]
     assert made == [1, 0, 1, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("case", [param for param in cases() if param.id == "a16_bf16_128x128"])
+def test_16_bit_tokens_have_a_descriptor_of_where_they_are(case: tuple[Any, ...], runtime: Path) -> None:
+    """One for each address, M, K and row stride; weights and outputs, which are elsewhere each time, need none."""
+    tokens = [
+        *((0, M, K, K), (0, M, K, K), (4096, M, K, K), (0, M, K, K)),  # another address
+        *((0, M + 8, K, K), (0, M, K, K)),  # rows of the same memory
+        *((0, M, K - 16, K), (0, M, K, K)),  # columns of it
+        *((0, M, K, 2 * K), (0, M, K, 2 * K), (0, M, K, K)),  # every other row: of one slot, which the last one has
+        *((0, 1, K, K), (0, 1, K, 2 * K)),  # a row has no stride
+    ]
+    steps: list[Any] = []
+    for i, (offset, m, k, stride) in enumerate(tokens):
+        x = [*BF16, [m, k], [stride, 1], at(0, offset)]
+        steps.append((0, "", {0: x, 2: [*W4P, at(2, i << 12)], 5: [*rows(BF16, m, N), at(5, i << 12)]}))
+    found = launches(runtime, case, *steps)
+    assert {step["error"] for step in found} == {""}
+    assert [step["maps"][0] for step in found] == [[at(0, offset), k, m, False] for offset, m, k, _ in tokens]
+    made = [step["calls"].get("cuTensorMapEncodeTiled", 0) for step in found]
+    assert made == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 1, 0]

@@ -1,4 +1,4 @@
-"""W4P weights by FP8 and 16-bit activations on SM90: packing bit for bit, the GEMM per tile against what it defines."""
+"""W4P weights by FP8 and 16-bit activations on SM90: e4m3 bit for bit, the GEMM per tile against what it defines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tests.gpu.w4_packed import (
     check_pdl_chain,
     check_scales,
     dense,
+    empty_packed,
     packer,
     weight,
 )
@@ -61,6 +62,9 @@ def is_fp8(variant):
     return variant.startswith("a8")
 
 
+EXACT = [variant for variant in VARIANTS if not is_fp8(variant)]
+
+
 def sms():
     return torch.cuda.get_device_properties(0).multi_processor_count
 
@@ -80,13 +84,12 @@ def test_packing_bit_for_bit(dtype, m, k):
     x[m // 2] = 0
     x[-1, k // 2] = torch.inf
     on_gpu = wide.cuda()[:, 8 : 8 + k]
-    for variant, expected in (("a16", x), ("a8", formats.fp8_quantize(x, "row").data)):
-        packed, scale, _ = activations(is_fp8(variant), on_gpu)
-        assert torch.equal(packed.cpu(), pack_activations(expected))
-        if scale is not None:
-            assert torch.equal(bits(scale.cpu()), bits(formats.fp8_quantize(x, "row").scale))
+    packed, scale, _ = activations(True, on_gpu)
+    expected = formats.fp8_quantize(x, "row")
+    assert torch.equal(packed.cpu(), pack_activations(expected.data))
+    assert torch.equal(bits(scale.cpu()), bits(expected.scale))
     for static in (torch.tensor(0.013), torch.tensor(2.0**-30)):
-        packed = torch.full((-(-k // 128), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
+        packed = empty_packed(m, k)
         packer().w4_quantize_tensor(on_gpu, packed, static.cuda().view(1), False)
         assert torch.equal(packed.cpu(), pack_activations(formats.fp8_quantize(x, "tensor", static).data))
 
@@ -159,11 +162,11 @@ def test_long_k_and_many_tiles():
         ((1024, 5120, 512), (300, 256, 14336)),
     ):
         x = torch.randn(m, k, generator=torch.Generator("cuda").manual_seed(k), device="cuda").bfloat16()
-        packed, scale, exact_x = activations(is_fp8(variant), x)
+        given, scale, exact_x = activations(is_fp8(variant), x)
         codes, block_scale, w = weight(n, k)
         alpha = torch.full((1,), 2.0**-12, device="cuda")
         out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
-        gemm(variant).w4_gemm(packed, scale, w, alpha, None, out, True)
+        gemm(variant).w4_gemm(given, scale, w, alpha, None, out, True)
         exact = exact_x @ dense(is_fp8(variant), codes, block_scale).t() * 2.0**-12
         tiles = (out.double() - exact).square().unflatten(1, (-1, 128)).sum(dim=(0, 2)).sqrt()
         sizes = exact.square().unflatten(1, (-1, 128)).sum(dim=(0, 2)).sqrt()
@@ -174,11 +177,71 @@ def test_a_token_that_is_not_finite_stays_alone():
     x = torch.randn(70, 256, device="cuda").bfloat16()
     x[3, 7] = torch.nan
     for variant in ("a8_bf16_32", "a8_bf16_64", "a8_bf16_176", "a16_bf16_64"):
-        packed, scale, _ = activations(is_fp8(variant), x)
+        given, scale, _ = activations(is_fp8(variant), x)
         out = torch.zeros(70, 128, device="cuda", dtype=torch.bfloat16)
-        gemm(variant).w4_gemm(packed, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)
+        gemm(variant).w4_gemm(given, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)
         assert out[3].isnan().all()
         assert out[torch.arange(70, device="cuda") != 3].isfinite().all()
+
+
+def placed(x, stride, *, first=(0, 0), rows_after=300):
+    """``x`` again, its rows ``stride`` apart and from a row and column on, among NaN."""
+    (row, column), (m, k) = first, x.shape
+    around = torch.full((row + m + rows_after, stride), torch.nan, device="cuda", dtype=x.dtype)
+    return around[row : row + m, column : column + k].copy_(x)
+
+
+@pytest.mark.parametrize("launch", [None, (1, 1, 1), (2, 1, 2), (4, 2, 1), (1, 3, 1)], ids=str)
+@pytest.mark.parametrize("variant", EXACT)
+def test_nothing_around_16_bit_activations_enters(variant, launch):
+    """They are read where they lie: rows and columns around them, and behind the last of K, are not theirs."""
+    call, more = (gemm(variant).w4_gemm, ()) if launch is None else (gemm(variant).w4_gemm_shaped, (list(launch),))
+    for m, n, k in ((1, 72, 16), (65, 136, 208), (77, 264, 272), (300, 392, 1040), (256, 264, 192)):
+        if launch is not None and launch[1] > most_split(variant, k):
+            continue
+        problem = Problem(False, dtype_of(variant), (m, n, k))
+        problem.run(call, *more)
+        problem.check(f"{variant} {launch}")
+        x, expected = problem.x, problem.out.clone()
+        for view in (
+            placed(x, k),  # only rows follow
+            placed(x, k + 8),  # a row is followed at once by others' columns
+            placed(x, 2 * k + 64, first=(5, k + 16)),
+            placed(x, k + 24, first=(0, 8), rows_after=0),
+        ):
+            problem.x = view
+            problem.run(call, *more)
+            assert torch.equal(bits(problem.out), bits(expected)), (m, n, k, view.stride())
+            assert problem.guard.isnan().all()
+
+
+@pytest.mark.parametrize("stride", [0, 8, 200])
+def test_rows_of_16_bit_activations_that_share_memory_are_refused(stride):
+    """``expand`` and ``as_strided`` give such; TMA takes none."""
+    problem = Problem(False, torch.bfloat16, (77, 264, 208))
+    problem.x = torch.randn(208 + 76 * 200, device="cuda").bfloat16().as_strided((77, 208), (stride, 1))
+    problem.out.fill_(torch.nan)
+    with pytest.raises(ValueError, match=f"x: rows are {stride} elements apart, needed at least K"):
+        problem.run(gemm("a16_bf16_128x128").w4_gemm)
+    assert problem.out.isnan().all()
+
+
+def test_16_bit_activations_may_change_where_they_lie():
+    """One address, and what lies there is now of other sizes or strides, now others' values."""
+    memory = torch.randn(200 * 416, device="cuda").bfloat16()
+    for m, k, stride in ((200, 208, 208), (100, 208, 416), (200, 208, 416), (70, 208, 208), (200, 400, 416)) * 2:
+        memory.copy_(torch.randn_like(memory))
+        problem = Problem(False, torch.bfloat16, (m, 264, k))
+        problem.x = memory.as_strided((m, k), (stride, 1))
+        problem.exact_x = problem.x.double()
+        problem.run(gemm("a16_bf16_128x128").w4_gemm)
+        problem.check(f"stride {stride}")
+
+
+@pytest.mark.parametrize("variant", ["a16_bf16_64", "a16_bf16_128x128"])
+def test_no_16_bit_tokens(variant):
+    check_no_tokens(gemm(variant).w4_gemm, fp8=False)
+    check_no_tokens(gemm(variant).w4_gemm_shaped, [1, 1, 1], fp8=False)
 
 
 @pytest.mark.parametrize("variant", ["a8_bf16_32", "a8_bf16_128"])
@@ -208,6 +271,31 @@ def test_wrong_arguments_are_refused(change, message):
         given[name] = wrong(given[name])
     with pytest.raises((ValueError, TypeError), match=message):
         gemm("a8_bf16_64").w4_gemm_shaped(*given.values(), False)
+    assert problem.out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": lambda t: t.view(torch.uint8)}, "x: dtype is uint8, needed bfloat16 or float16"),
+        ({"x": lambda t: t.half()}, "x: dtype is float16, needed bfloat16"),
+        ({"x": lambda t: t[:69]}, r"x: size of dimension 0 is 69, needed 70 \(M\)"),
+        ({"x": lambda t: t[:, :192]}, "x: K is 192, but w has 4 chunks of 64 along K"),
+        ({"x": lambda t: t[:, :200]}, "K is 200, needed a multiple of 16"),
+        ({"x": lambda t: t.t().contiguous().t()}, "x: the last dimension has stride 70, needed 1"),
+        ({"x": lambda t: torch.cat([t, t[:, :4]], 1)[:, :208]}, "row stride of x is 212, needed a multiple of 8"),
+        ({"x": lambda t: torch.cat([t, t], 1)[:, 4:212]}, "x: address is 8 past a multiple of 16 bytes"),
+        ({"x": lambda t: t.cpu()}, "x: is not on a CUDA device"),
+        ({"x_scale": lambda t: torch.ones(70, device="cuda")}, "x_scale: a tensor, but 16-bit activations have no"),
+    ],
+)
+def test_wrong_16_bit_activations_are_refused(change, message):
+    problem = Problem(False, torch.bfloat16, (70, 128, 208))
+    given = problem.operands()
+    for name, wrong in change.items():
+        given[name] = wrong(given[name])
+    with pytest.raises((ValueError, TypeError), match=message):
+        gemm("a16_bf16_64").w4_gemm(*given.values(), False)
     assert problem.out.isnan().all()
 
 

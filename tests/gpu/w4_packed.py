@@ -1,4 +1,4 @@
-"""Problems for the kernels that multiply packed activations by W4P weights, with the check of their results."""
+"""Problems for the kernels that multiply activations by W4P weights, with the check of their results."""
 
 from __future__ import annotations
 
@@ -42,22 +42,20 @@ def dense(fp8: bool, codes: Tensor, scale: Tensor) -> Tensor:
     return formats.decode_e2m1(formats.unpack_e2m1(codes)).double() * scale.double().repeat_interleave(16, 1)
 
 
-def empty_packed(m: int, k: int, itemsize: int = 1) -> Tensor:
+def empty_packed(m: int, k: int) -> Tensor:
     """Poisoned bytes for a packed activation."""
-    return torch.full((-(-k * itemsize // 128), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
+    return torch.full((-(-k // 128), -(-m // 8), 1024), 0xFF, device="cuda", dtype=torch.uint8)
 
 
 def activations(fp8: bool, x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(packed, scale or None, what they stand for in float64); ``static``: one scale for all tokens."""
+    """(packed e4m3 with its scale, or x itself and None; what it stands for in float64); ``static``: one scale."""
     if not fp8:
-        packed = empty_packed(*x.shape, itemsize=2)
-        packer().w4_pack(x, packed, False)
-        return packed, None, x.double()
+        return x, None, x.double()
     return quantised(x, static, packer().w4_quantize_row, packer().w4_quantize_tensor)
 
 
 def quantised(x: Tensor, static: float | None, row: Any, tensor: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``activations``, in e4m3; ``row`` and ``tensor``: the kernels that quantise and pack."""
+    """As ``activations`` in e4m3; ``row`` and ``tensor``: the kernels that quantise, ``static``: one scale for all."""
     m, k = x.shape
     packed = empty_packed(m, k)
     if static is not None:
@@ -132,23 +130,21 @@ class Problem:
 
 
 def check_pdl_chain(call: Any, fp8: bool, m: int) -> None:
-    """12 square layers, each packs and reads what the one before wrote: a graph with PDL against the same without."""
+    """12 square layers, each reads what the one before wrote, in FP8 quantised: a graph with PDL against none."""
     size = 2048
     weights = [weight(size, size, seed) for seed in range(3)]
     alpha = size**0.5 / dense(fp8, *weights[0][:2]).norm().float().view(1)
     buffers = [torch.zeros(m, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    packed = [activations(fp8, buffer)[0] for buffer in buffers]
+    given = [activations(fp8, buffer)[0] for buffer in buffers]
     scales = [torch.full((m,), torch.nan, device="cuda") if fp8 else None for _ in buffers]
     start = torch.randn(m, size, device="cuda").bfloat16()
 
     def layers(pdl: bool) -> None:
         for i in range(12):
-            x, q, scale = buffers[i % 2], packed[i % 2], scales[i % 2]
+            x, scale = given[i % 2], scales[i % 2]
             if fp8:
-                packer().w4_quantize_row(x, q, scale, pdl)
-            else:
-                packer().w4_pack(x, q, pdl)
-            call(q, scale, weights[i % 3][2], alpha, None, buffers[(i + 1) % 2], pdl)
+                packer().w4_quantize_row(buffers[i % 2], x, scale, pdl)
+            call(x, scale, weights[i % 3][2], alpha, None, buffers[(i + 1) % 2], pdl)
 
     check_replays(layers, buffers, start, 30)
 
@@ -182,19 +178,24 @@ def check_capture(call: Any, m: int) -> None:
 
 
 def check_no_tokens(
-    call: Any, *more: Any, w: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None
+    call: Any,
+    *more: Any,
+    fp8: bool = True,
+    w: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Nothing is written where there is no token. ``more``: what comes before the PDL flag; ``w``: [256, 512].
 
     ``scales``: of no tokens, and of ``w``.
     """
     w = weight(256, 512)[2] if w is None else w
-    packed = torch.zeros(4, 0, 1024, device="cuda", dtype=torch.uint8)
     out = torch.full((3, 256), torch.nan, device="cuda", dtype=torch.bfloat16)
+    sizes, dtype = ((4, 0, 1024), torch.uint8) if fp8 else ((0, 512), out.dtype)
+    x = torch.zeros(sizes, device="cuda", dtype=dtype)
     one = torch.ones(1, device="cuda")
-    x_scale, alpha = (one[:0], one) if scales is None else scales
+    x_scale, alpha = (one[:0] if fp8 else None, one) if scales is None else scales
     for pdl in (False, True):
-        call(packed, x_scale, w, alpha, None, out[:0], *more, pdl)
+        call(x, x_scale, w, alpha, None, out[:0], *more, pdl)
     torch.cuda.synchronize()
     assert out.isnan().all()
 

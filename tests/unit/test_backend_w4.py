@@ -10,7 +10,7 @@ import torch
 
 from fp4dispatch import formats, rules, selfcheck
 from fp4dispatch.arch import KNOWN_ARCHS
-from fp4dispatch.backends import cutlass_tiles, w4
+from fp4dispatch.backends import cutlass_tiles, scratch, w4
 from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.backends.w4_layout import unpack_w4p
@@ -40,28 +40,21 @@ def problem(name, m, n=4096, k=4096, out="bfloat16"):
 # ------------------------------------------------------------------------------------------------------- the emulation
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
-def test_emulated_activations_are_packed_as_the_kernel_documents(dtype):
+def test_emulated_activations_are_packed_as_the_kernel_documents():
     """csrc/w4_activations.cu, one element at a time."""
-    m, k, wide = 13, 336, 128 // dtype.itemsize
-    x = torch.randn(m, k).to(dtype)
-    packed = w4_fake.pack_activation(x)
-    assert packed.shape == (-(-k // wide), 2, 1024)
+    m, k = 13, 336
+    q = torch.randn(m, k).to(torch.float8_e4m3fn)
+    packed, bits = w4_fake.pack_activation(q), q.view(torch.uint8)
+    assert packed.shape == (3, 2, 1024)
     seen = torch.zeros_like(packed)
-    bits = x.view(torch.uint8).view(m, k, dtype.itemsize)
-    for row, column in itertools.product(range(16), range(packed.shape[0] * wide)):
+    for row, column in itertools.product(range(16), range(3 * 128)):
         c, r = column % 64 // 16, column % 16
-        if dtype == torch.bfloat16:
-            j, byte = 2 * (r // 4) + r % 4 // 2, 4 * c + 2 * (r % 2)
-        else:
-            j, byte = 4 * (column // 64 % 2) + r // 4, 4 * c + r % 4
-        for part in range(dtype.itemsize):
-            at = (column // wide, row // 8, 128 * (row % 8) + 16 * (j ^ (row % 8)) + byte + part)
-            assert packed[at] == (bits[row, column, part] if row < m and column < k else 0)
-            seen[at] += 1
+        j, byte = 4 * (column // 64 % 2) + r // 4, 4 * c + r % 4
+        at = (column // 128, row // 8, 128 * (row % 8) + 16 * (j ^ (row % 8)) + byte)
+        assert packed[at] == (bits[row, column] if row < m and column < k else 0)
+        seen[at] += 1
     assert bool((seen == 1).all())
-    back = w4_fake.unpack_activation(packed, m, k, dtype)
-    assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
+    assert torch.equal(w4_fake.unpack_activation(packed, m, k).view(torch.uint8), bits)
 
 
 @pytest.mark.parametrize("build", ["bf16", "fp16"])
@@ -83,6 +76,31 @@ def test_the_emulated_kernel_of_few_tokens_is_the_one_of_many_in_its_tokens(buil
     for wrong in (out[0].float(), out[0, :, :64], out[0, :0]):  # dtype, stride, no tokens
         with pytest.raises(AssertionError):
             few.w4a8_small(*operands, wrong, True)
+
+
+@pytest.mark.parametrize("build", ["bf16", "fp16"])
+def test_emulated_kernels_of_16_bits_take_rows_as_they_are(build):
+    m, n, k, dtype = 21, 72, 208, w4_fake.DTYPES[build]
+    kernels, w = w4_fake.Kernels(), BACKENDS["w4a16"].prepare(weights(n, k)).tensors[0]
+    x, others = torch.randn(m, k).to(dtype), (w, torch.rand(n), torch.randn(n).to(dtype))
+    out = torch.full((2, m, n), torch.nan, dtype=dtype)
+    few = kernels.load("w4a16_small", build, None).module.w4a16_small
+    many = kernels.load("w4_gemm_sm90", f"a16_{build}_64", None).module.w4_gemm
+    wide = torch.full((m, k + 24), torch.nan, dtype=dtype)
+    wide[:, 8 : 8 + k] = x
+    few(x, *others, out[0], True)
+    many(wide[:, 8 : 8 + k], None, *others, out[1], False)
+    assert torch.equal(out[0], out[1])
+    assert kernels.launched == [("w4a16_small", m, n, k, True), (f"w4_gemm a16_{build}_64", m, n, k, False)]
+    assert kernels.rows == [x.data_ptr(), wide.data_ptr() + 16]
+    packed = w4_fake.pack_activation(x.to(torch.float8_e4m3fn))
+    apart = torch.zeros(m, k + 3, dtype=dtype)[:, :k]
+    for wrong in (packed, x.float(), x[:20], x[:, :192], x[:, :200], x.t().contiguous().t(), apart, wide[:, 1 : 1 + k]):
+        with pytest.raises((AssertionError, ValueError)):
+            many(wrong, None, *others, out[1], False)
+    with pytest.raises(AssertionError):
+        many(x, torch.ones(m), *others, out[1], False)
+    assert len(kernels.launched) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------ contract
@@ -128,7 +146,7 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
     for name, m, wanted in (
         ("w4a16", 1, [("w4a16_small", "bf16")]),
         ("w4a16", 32, [("w4a16_small", "bf16")]),
-        ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64"), ("w4_activations", "any")]),
+        ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64")]),
         ("w4a8", 1, [("w4a8_small", "bf16"), ("w4_activations", "any")]),
         ("w4a8", 64, [("w4a8_small", "bf16"), ("w4_activations", "any")]),
         ("w4a8", 100, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
@@ -337,19 +355,50 @@ def test_an_output_that_the_kernel_cannot_write_gets_a_copy(monkeypatch):
     assert odd[:1].isnan().all()
 
 
-def test_an_activation_that_the_kernel_cannot_read_gets_a_copy(monkeypatch):
-    w4_fake.install(monkeypatch)
+@pytest.mark.parametrize(("m", "kernel"), [(5, "w4a16_small"), (70, "w4_gemm a16_bf16_128x128")])
+def test_an_activation_that_the_kernel_cannot_read_gets_a_copy(monkeypatch, m, kernel):
+    kernels = w4_fake.install(monkeypatch)
     backend = BACKENDS["w4a16"]
     prepared = backend.prepare(weights(64, 80))
-    plan = backend.plan(problem("w4a16", 5, 64, 80), prepared)
-    x = torch.randn(5, 80).bfloat16()
+    plan = backend.plan(problem("w4a16", m, 64, 80), prepared)
+    x = torch.randn(m, 80).bfloat16()
     outs = []
-    shifted = torch.zeros(5 * 80 + 1, dtype=torch.bfloat16)
+    shifted = torch.zeros(m * 80 + 1, dtype=torch.bfloat16)
     shifted[1:] = x.flatten()
-    for each in (x, shifted[1:].view(5, 80), x.t().contiguous().t(), torch.cat([x, x[:, :3]], 1)[:, :80]):
-        outs.append(torch.empty(5, 64, dtype=torch.bfloat16))
+    apart = x.repeat_interleave(2, 1)[:, ::2]
+    transposed, wider = x.t().contiguous().t(), torch.cat([x, x[:, :3]], 1)[:, :80]
+    for each in (x, shifted[1:].view(m, 80), apart, transposed, wider):
+        outs.append(torch.empty(m, 64, dtype=torch.bfloat16))
         backend.run(plan, prepared, each, outs[-1])
+        assert (kernels.rows[-1] == each.data_ptr()) == (each is x)
     assert all(torch.equal(out, outs[0]) for out in outs)
+    for shared in (x[:1].expand(m, 80), x.flatten().as_strided((m, 80), (8, 1))):
+        outs = [torch.empty(m, 64, dtype=torch.bfloat16) for _ in range(2)]
+        backend.run(plan, prepared, shared, outs[0])
+        assert kernels.rows[-1] != shared.data_ptr()
+        backend.run(plan, prepared, shared.contiguous(), outs[1])
+        assert torch.equal(*outs)
+    assert kernels.launched == [(kernel, m, 64, 80, True)] * 9
+
+
+@pytest.mark.parametrize("m", [5, 70])
+def test_16_bit_activations_are_multiplied_where_they_lie(monkeypatch, m):
+    """Columns of a wider tensor, of which nothing else enters: no copy, no scratch memory, no other launch."""
+    kernels = w4_fake.install(monkeypatch)
+    backend = BACKENDS["w4a16"]
+    prepared = backend.prepare(weights(64, 80))
+    plan = backend.plan(problem("w4a16", m, 64, 80), prepared)
+    wide = torch.full((m + 3, 120), torch.nan).bfloat16()
+    x = wide[:m, 8:88].copy_(torch.randn(m, 80))
+    got, want = (torch.full((m, 64), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    backend.run(plan, prepared, x, got)
+    assert len(kernels.launched) == 1
+    assert kernels.rows == [x.data_ptr()]
+    assert scratch._arenas == {}
+    assert plan.state.scratch() == ()
+    backend.run(plan, prepared, x.clone(), want)
+    assert bool(want.isfinite().all())
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("name", "m"), [("w4a16", 3), ("w4a16", 70), ("w4a8", 70)])
@@ -400,8 +449,8 @@ def test_the_self_check_passes_emulated_kernels(monkeypatch, name):
     assert len(result.ran) == 4  # of five; the one in float32 is not theirs
     assert "output is float32" in result.notes[0]
     entries = {launch[0].split()[0] for launch in kernels.launched}
-    both = {"w4a16": {"w4a16_small", "w4_pack"}, "w4a8": {"w4a8_small", "w4_quantize_row"}}
-    assert entries == {"w4_gemm", *both[name]}
+    others = {"w4a16": {"w4a16_small"}, "w4a8": {"w4a8_small", "w4_quantize_row"}}
+    assert entries == {"w4_gemm", *others[name]}
 
 
 def swap_units(w):

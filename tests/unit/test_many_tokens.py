@@ -72,29 +72,31 @@ def test_clocks_are_those_of_the_best_launch_shape(changes, mnk, expected):
 
 
 @pytest.mark.parametrize(
-    ("activation", "sweep", "builds", "tokens"),
+    ("activation", "act", "builds", "tokens", "least"),
     [
-        ("fp8", "sweep", ("a8_bf16_128", "a8_bf16_176"), (256, 384, 512, 768, 1024, 1536, 2048)),
-        ("bf16", "16bit-sweep", ("a16_bf16_128", "a16_bf16_128x128", "a16_bf16_256"), (256, 384, 512)),
-        ("bf16", "16bit-sweep", ("a16_bf16_128", "a16_bf16_128x128"), (128,)),
+        ("fp8", "a8", ("a8_bf16_128", "a8_bf16_176"), (256, 384, 512, 768, 1024, 1536, 2048), (0.97, 0.99)),
+        ("bf16", "a16", ("a16_bf16_64", "a16_bf16_64x128"), (40, 64), (0.97, 0.99)),
+        ("bf16", "a16", ("a16_bf16_128", "a16_bf16_128x128"), (96, 128), (0.97, 0.99)),
+        ("bf16", "a16", ("a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256"), (192, 256, 320, 384), (0.97, 0.99)),
+        ("bf16", "a16", ("a16_bf16_192", "a16_bf16_256"), (512, 768, 1024), (0.97, 0.99)),
     ],
 )
-def test_the_chosen_tile_is_the_fastest_that_was_measured(activation, sweep, builds, tokens):
+def test_the_chosen_tile_is_the_fastest_that_was_measured(activation, act, builds, tokens, least):
     of_tokens, chosen = collections.defaultdict(list), collections.Counter()
-    for problem in many_tokens.problems(sweep):
+    for problem in many_tokens.problems(act):
         m, n, k = problem["m"], problem["n"], problem["k"]
         if m not in tokens:
             continue
         best = {build: min(us for _, us in problem["builds"][f"{KERNEL}/{build}"]) for build in builds}
         tile = cutlass_tiles.tile_for(wide(m, n, k, activation), SM90, 132, "w4")
         of_best = min(best.values()) / best[tile.builds["bfloat16"]]
-        assert of_best >= 0.97, f"M={m} N={n} K={k}: {best}"
+        assert of_best >= least[0], f"M={m} N={n} K={k}: {best}"
         of_tokens[m].append(of_best)
         chosen[tile.builds["bfloat16"]] += 1
     assert {m: len(found) for m, found in of_tokens.items()} == dict.fromkeys(tokens, 8)
     assert min(chosen[build] for build in builds) >= 2  # each is the fastest somewhere
     for m, found in of_tokens.items():
-        assert statistics.geometric_mean(found) >= 0.99, f"M={m}: {found}"
+        assert statistics.geometric_mean(found) >= least[1], f"M={m}: {found}"
 
 
 def test_the_fastest_tile_is_chosen_only_of_those_that_fit_and_are_taken():

@@ -1,4 +1,4 @@
-"""The packed activations and the packed weights put the same k into the same slot of every wgmma."""
+"""The activations, packed or brought by TMA, and the weights put the same k into the same slot of every wgmma."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.w4_layout import pack_w4p
-from tests.w4_model import operand_a, operand_b, pack_activations
+from tests.w4_model import boxes, operand_a, operand_b, pack_activations
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["e4m3", "16 bits"])
@@ -17,10 +17,10 @@ def test_every_k_meets_itself(size, m, k):
     draw = torch.Generator().manual_seed(m)
     codes = torch.randint(256, (64, k // 2), generator=draw, dtype=torch.uint8)
     x = torch.randint(100, (m, k), generator=draw).to(torch.uint8 if size == 1 else torch.int16)
-    packed = pack_activations(x)
+    packed = pack_activations(x) if size == 1 else boxes(x)
     assert packed.shape == (-(-k * size // 128), -(-m // 8), 1024)
     tokens = packed.shape[1] * 8
-    b = operand_b(packed, tokens, size)
+    b = operand_b(packed, tokens)
     if size == 2:
         b = b.contiguous().view(torch.int16)
     w = pack_w4p(codes, torch.ones(64, k // 16).to(torch.float8_e4m3fn))
@@ -34,8 +34,8 @@ def test_every_k_meets_itself(size, m, k):
 
 
 def test_a_row_of_eight_tokens_fills_each_place_once():
-    for dtype in (torch.uint8, torch.int16):
+    for dtype, placed in ((torch.uint8, pack_activations), (torch.int16, boxes)):
         k = 128 // dtype.itemsize
         x = torch.arange(8 * k).reshape(8, k) % 251 + 1
-        packed = pack_activations(x.to(dtype)).view(dtype)
+        packed = placed(x.to(dtype)).view(dtype)
         assert sorted(packed.flatten().tolist()) == sorted(x.flatten().tolist())
