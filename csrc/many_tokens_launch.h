@@ -61,7 +61,7 @@ void check_scale(Optional<TensorView> x_scale, int64_t m, int64_t stages, int64_
 #if FP4D_ACT == 8
 void check_tokens(TensorView x, int64_t m, int64_t stages) { check_packed({"x", x}, stages, m); }
 
-Tokens tokens_of(TensorView x, int64_t) { return {data_of<uint8_t>(x), int(x.size(1))}; }
+Tokens tokens_of(TensorView x, int64_t) { return data_of<uint8_t>(x); }
 #else
 constexpr int64_t kRowK = 64;  // of a stage: 128 bytes
 
@@ -79,15 +79,15 @@ void check_tokens(TensorView x, int64_t m, int64_t stages) {
 
 // Boxes of 64 k by `tokens`.
 Tokens tokens_of(TensorView x, int64_t tokens) {
-  Tokens made{};
+  Tokens map{};
   uint64_t const sizes[2] = {uint64_t(x.size(1)), uint64_t(x.size(0))},
                  strides[1] = {uint64_t(input_stride(x)) * sizeof(Out)};
   uint32_t const box[2] = {uint32_t(kRowK), uint32_t(tokens)}, steps[2] = {1, 1};
-  encode_cached(&made.map, FP4D_OUT == 0 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                2, data_of<void>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+  encode_cached(&map, FP4D_OUT == 0 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+                data_of<void>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return made;
+  return map;
 }
 #endif
 
@@ -107,6 +107,9 @@ Params check(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorVie
   p.bias = bias.has_value() ? data_of<Out>(*bias) : nullptr;
   p.out = data_of<Out>(out);
   p.m = int(m), p.n = int(n);
+#if FP4D_ACT == 8
+  p.token_blocks = int(x.size(1));
+#endif
   p.row_blocks = int(divide_up(n, int64_t(kBlockRows))), p.stages = int(stages);
   p.x_scale_step = kFp8 && (*x_scale).numel() != 1, p.alpha_step = alpha.numel() != 1;
   return p;

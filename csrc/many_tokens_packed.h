@@ -16,13 +16,13 @@ struct TokenCopies {
   uint32_t all = 0, mine = 0, skip = 0;  // bytes of tokens
 
   __device__ void start(Corner corner, int stage) {
-    int const tokens = max(0, min(Tile::kTokens, p.x.blocks * 8 - corner.token));
+    int const tokens = max(0, min(Tile::kTokens, p.token_blocks * 8 - corner.token));
     int const share = Tile::kTokens >> p.multicast_log2;
     all = tokens * 128, skip = place.multicast * share * 128;
     mine = max(0, min(share, tokens - place.multicast * share)) * 128;
-    from = p.x.packed + (int64_t(stage) * p.x.blocks * 8 + corner.token) * 128 + skip;
+    from = p.x + (int64_t(stage) * p.token_blocks * 8 + corner.token) * 128 + skip;
     if constexpr (Weights::kBlocks)
-      scales = p.x_scale + int64_t(stage) * p.x.blocks * 8 + corner.token + skip / 128;
+      scales = p.x_scale + int64_t(stage) * p.token_blocks * 8 + corner.token + skip / 128;
   }
   __device__ void copy(int, int slot) {
     uint32_t const full = ring.full(slot);
@@ -32,8 +32,8 @@ struct TokenCopies {
       if constexpr (Weights::kBlocks)
         send(ring.scales(slot) + skip / 32, reinterpret_cast<uint8_t const*>(scales), mine / 32, full);
     }
-    from += int64_t(p.x.blocks) * 1024;
-    if constexpr (Weights::kBlocks) scales += p.x.blocks * 8;
+    from += int64_t(p.token_blocks) * 1024;
+    if constexpr (Weights::kBlocks) scales += p.token_blocks * 8;
   }
   __device__ void send(uint32_t to, uint8_t const* what, uint32_t bytes, uint32_t full) const {
     if (p.multicast_log2 == 0) {

@@ -22,10 +22,10 @@ struct TokenCopies {
     uint32_t const full = ring.full(slot), to = ring.tokens(slot) + skip;
     barrier_arrive_expect(full, Tile::kTokenBytes);
     if (p.multicast_log2 == 0) {
-      copy_box_kept(to, &p.x.map, stage * 64, token, full);
+      copy_box_kept(to, &p.x, stage * 64, token, full);
     } else {
       uint32_t const ctas = (1 << (1 << p.multicast_log2)) - 1;
-      copy_box_kept_multicast(to, &p.x.map, stage * 64, token, full, ctas << place.with_multicast(p, 0));
+      copy_box_kept_multicast(to, &p.x, stage * 64, token, full, ctas << place.with_multicast(p, 0));
     }
   }
 };

@@ -18,24 +18,24 @@ namespace fp4d {
 
 constexpr int kBlockRows = 64;  // of weights, which a consumer warpgroup multiplies
 
-// Activations: e4m3 as w4_activations.cu packs them, in blocks of 8 tokens, or 16 bits [M, K] by TMA.
-struct Tokens {
+// Activations: e4m3 as w4_activations.cu packs them, or 16 bits [M, K] by TMA.
 #if FP4D_ACT == 8
-  uint8_t const* packed;
-  int blocks;
+using Tokens = uint8_t const*;
 #else
-  CUtensorMap map;
+using Tokens = CUtensorMap;
 #endif
-};
 
 struct Params {
   Weights::Source w;
   Tokens x;
-  // One a token, and one a column or row of the weight; in blocks [stages, 8 x.blocks] and [row tiles, stages].
+  // One a token, and one a column or row of the weight; in blocks [stages, 8 token_blocks] and [row tiles, stages].
   float const *x_scale, *alpha;
   Out const* bias;
   Out* out;
   int m, n;
+#if FP4D_ACT == 8
+  int token_blocks;  // of 8 tokens in x
+#endif
   int row_blocks;                // of w
   int stages;                    // along K
   int x_scale_step, alpha_step;  // 0: one for all

@@ -225,11 +225,15 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
 @pytest.mark.parametrize(
     ("n", "k", "most"),
     [
-        (57344, 8192, 256),
+        (57344, 8192, 192),  # 120e9 multiply-adds at 256 tokens
         (28672, 4096, 256),
         (16392, 4096, 256),  # 516 tiles at 512 tokens
         (16384, 4096, 512),
-        (8192, 28672, 1024),
+        (8192, 28672, 192),  # 60e9 multiply-adds at 256 tokens
+        (8192, 8192, 512),
+        (4096, 14336, 512),
+        (4096, 9472, 1024),  # 39.7e9
+        (4096, 9600, 512),  # 40.3e9
         (4096, 4096, 1024),
         (64, 64, 1024),
     ],
@@ -239,7 +243,7 @@ def test_fp8_on_sm_90_goes_to_cublaslt_where_w8a8_is_slower(scaling, n, k, most)
         problem = Problem("fp8_gemm", m, n, k, scaling=scaling)
         return resolve(problem, System.fake("9.0", **FULL), registry.backends()).backend
 
-    tokens = (9, 64, 65, 128, 129, 256, 257, 300, 512, 513, 1000, 1024, 1025, 4096)
+    tokens = (9, 64, 65, 128, 129, 192, 193, 256, 257, 300, 512, 513, 1000, 1024, 1025, 4096)
     assert [m for m in tokens if asked(m) == "w8a8"] == [m for m in tokens if m <= most]
     assert {asked(m) for m in tokens if m > most} == {"cublaslt"}
 

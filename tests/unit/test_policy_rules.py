@@ -66,6 +66,7 @@ def test_a_good_rule_loads():
         ({"when": {"m_max": 48.0}}, "not a positive integer"),
         ({"when": {"m_min_max": -1}}, "m_min_max -1 is not a size"),
         ({"when": {"tiles_max": 1.5}}, "tiles_max 1.5 is not a positive integer"),
+        ({"when": {"work_max": 0}}, "work_max 0 is not a positive integer"),
         ({"when": {"proven": "no"}}, "proven 'no' is not true or false"),
         ({"when": {"fp8_copy": 1}}, "fp8_copy 1 is not true or false"),
         ({"when": {"flashinfer": "0.6"}}, "not a version range"),
@@ -86,15 +87,15 @@ def test_m_is_decided_in_ranges_that_end_at_powers_of_two_and_where_rules_end(mo
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_rule_ends_inside_a_range_of_m(op):
-    bounded = [rule.when for rule in rules() if rule.when.m_max or rule.when.tiles_max]
+    bounded = [rule.when for rule in rules() if rule.when.m_max or rule.when.tiles_max or rule.when.work_max]
     assert bounded
     for arch in KNOWN_ARCHS:
         system = System.fake(arch.capability, flashinfer="0.7.2", cudnn="9.19")
         tokens = {300, 600, *(when.m_max + step for when in bounded if when.m_max for step in (-1, 0, 1))}
-        for m, n in itertools.product(tokens, (64, 4096, 8192, 20480)):
+        for m, n, k in itertools.product(tokens, (64, 4096, 8192, 20480), (64, 10240)):
             for scaling in ("nvfp4",) if op == "nvfp4_gemm" else ("tensor", "row", "block128"):
-                mine = Problem(op, m, n, 64, scaling=scaling)
-                theirs = Problem(op, m_bucket(m, op, arch), n, 64, scaling=scaling)
+                mine = Problem(op, m, n, k, scaling=scaling)
+                theirs = Problem(op, m_bucket(m, op, arch), n, k, scaling=scaling)
                 assert [w.holds(mine, system) for w in bounded] == [w.holds(theirs, system) for w in bounded]
 
 
@@ -110,6 +111,19 @@ def test_a_bound_on_tiles_of_the_output():
         (1, 8193, False),
     ):
         assert when.holds(Problem("nvfp4_gemm", m, n, 64), System.fake("9.0")) == holds, (m, n)
+
+
+def test_a_bound_on_multiply_adds():
+    when = When(work_max=256 * 4096 * 1024)
+    for m, n, k, holds in (
+        (256, 4096, 1024, True),
+        (129, 4096, 1024, True),
+        (129, 4096, 1040, False),  # decided like 256 tokens
+        (257, 2048, 1024, True),
+        (257, 2056, 1024, False),
+        (1, 8192, 131072, True),
+    ):
+        assert when.holds(Problem("fp8_gemm", m, n, k, scaling="row"), System.fake("9.0")) == holds, (m, n, k)
 
 
 def test_rules_of_other_archs_do_not_cut_ranges():
