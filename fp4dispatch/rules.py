@@ -47,8 +47,8 @@ _BOUND = re.compile(r"\s*(>=|<=|==|>|<)\s*([0-9][0-9A-Za-z.+-]*)\s*")
 class When:
     """The condition of a rule: every field that is set must hold.
 
-    ``tiles_max``: most tiles of 128x128 that cover the output; ``work_max``: most multiply-adds, M N K. There M counts as
-    the power of two that it is rounded up to.
+    ``tiles_max``: most tiles of 128x128 that cover the output; ``work_max``: most multiply-adds, M N K. In both, M
+    counts as the power of two that it is rounded up to.
     """
 
     archs: tuple[str, ...] = ()
