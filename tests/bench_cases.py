@@ -7,7 +7,7 @@ import copy
 import torch
 
 from fp4dispatch.arch import SM90
-from fp4dispatch.benchmark import methods, report, run, shapes
+from fp4dispatch.benchmark import report, roster, run, shapes
 from fp4dispatch.benchmark.methods import BASELINE, Card, Launch, Method
 from fp4dispatch.benchmark.roofline import Peaks
 from fp4dispatch.timing import Engine, Recording
@@ -108,7 +108,7 @@ def document(rows=None, host=()):
     """Return a document of a GPU run: the real methods, and rows of our choice."""
     suite = shapes.catalogue().suite("targets")
     outcome = run.Outcome(absent={"humming/nvfp4": "humming-kernels is not installed (extra `bench`)"}, seconds=12.0)
-    doc = report.document(suite, FACTS, PEAKS, methods.everything(), outcome, host)
+    doc = report.document(suite, FACTS, PEAKS, roster.everything(), outcome, host)
     if rows is None:
         rows = [
             row(n, k, m, name, us)

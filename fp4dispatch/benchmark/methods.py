@@ -1,4 +1,4 @@
-"""What is compared: the interface of a method, and the list of all of them."""
+"""What is compared: the interface of a method, and which of many are asked for."""
 
 from __future__ import annotations
 
@@ -92,13 +92,6 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:
         """Bring the weight into the method's layout, ``copies`` times."""
-
-
-def everything() -> tuple[Method, ...]:
-    """Return every method: the baseline, the peers, ours."""
-    from fp4dispatch.benchmark import ours, peers
-
-    return (*peers.methods(), *ours.methods())
 
 
 def choose(available: Sequence[Method], patterns: Iterable[str]) -> tuple[Method, ...]:

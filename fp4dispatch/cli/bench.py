@@ -98,7 +98,7 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Suite, Sequence[Method],
     """Return what to measure, with what, in which time."""
     from dataclasses import replace
 
-    from fp4dispatch.benchmark import methods, shapes
+    from fp4dispatch.benchmark import methods, roster, shapes
 
     named = args.suite or ("quick" if card.arch else CPU_SUITE)
     suite = shapes.catalogue().suite(named)
@@ -113,7 +113,7 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Suite, Sequence[Method],
         suite = replace(suite, m=tuple(sorted(set(args.m))))
     if min(suite.m) < 1 or args.rounds < 2:
         raise InputError(f"-m {min(suite.m)} --rounds {args.rounds}: need at least one token and two rounds")
-    every = methods.everything()
+    every = roster.everything()
     chosen = methods.choose(every, args.methods) if args.methods else tuple(m for m in every if not m.slow_start)
     budget = args.budget_s if args.budget_s is not None else QUICK_S if suite.name == "quick" else None
     return suite, chosen, budget
@@ -138,7 +138,7 @@ def measure(
 
     from fp4dispatch.benchmark import host, machine, report, roofline
     from fp4dispatch.benchmark import run as runs
-    from fp4dispatch.benchmark.methods import everything
+    from fp4dispatch.benchmark.roster import everything
 
     engine = machine.engine_for(card)
     with Progress("measuring", len(suite.shapes) * len(suite.m), unit="problems", quiet=quiet) as progress:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import machine, methods, roofline, run
+from fp4dispatch.benchmark import machine, roofline, roster, run
 from fp4dispatch.benchmark.methods import BASELINE
 from fp4dispatch.timing import take_turns
 from tests.bench_cases import Planted
@@ -94,7 +94,7 @@ def test_what_is_wrong_or_only_wrong_in_a_graph_gets_no_time(card, engine):
 
 def test_every_method_that_can_run_here_is_right(card, engine):
     """Ragged sizes too; what fails says why."""
-    able = [method for method in methods.everything() if not method.lacks(card) and not method.slow_start]
+    able = [method for method in roster.everything() if not method.lacks(card) and not method.slow_start]
     outcome = run.Runner(card, engine, able, rounds=5).run([(1536, 1024)], [1, 17, 129])
     bad = [f"{row.method} M={row.m}: {row.status} {row.detail}" for row in outcome.rows if row.status != "ok"]
     assert bad == []

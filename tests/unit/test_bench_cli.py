@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import host, machine, methods, report, roofline
+from fp4dispatch.benchmark import host, machine, report, roofline, roster
 from fp4dispatch.benchmark.host import HostRow
 from fp4dispatch.benchmark.methods import BASELINE
 from fp4dispatch.cli import bench
@@ -25,7 +25,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(machine, "card", lambda device: CPU if device == "cpu" else HOPPER_ON_PAPER)
     monkeypatch.setattr(machine, "engine_for", lambda card: ToldEngine())
     monkeypatch.setattr(machine, "facts", lambda card, commit: FACTS | {"commit": commit})
-    monkeypatch.setattr(methods, "everything", lambda: tuple(some))
+    monkeypatch.setattr(roster, "everything", lambda: tuple(some))
     monkeypatch.setattr(roofline, "measure", lambda card, engine: PEAKS)
     monkeypatch.setattr(host, "measure", lambda card, engine: [HostRow("FP4Linear", 20.0, 0.02, 5.0)])
     return some

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fp4dispatch.benchmark import report, targets
-from fp4dispatch.benchmark.methods import BASELINE, everything
+from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark.roster import everything
 from fp4dispatch.benchmark.shapes import catalogue
 from tests.bench_cases import FACTS, document, row
 
