@@ -4,9 +4,9 @@
 // words A..D (w4_dequant.h). So each lane reads the words of all four lanes of its quad, one after the other, and takes byte c
 // of each; their scales come by shuffles.
 //
-// Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the words of group i + 1 are
-// dequantised into the registers that group i - 1 has finished with, half of them between the two MMAs: one after the
-// other left the tensor cores idle (10 % of time at 256 tokens a tile, H200).
+// Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the blocks of group i + 1 are
+// dequantised into the registers that group i - 1 has finished with. More groups under way, and ptxas makes them wait for each
+// other (C7513).
 #pragma once
 
 #include "many_tokens_tile.h"
@@ -82,6 +82,7 @@ struct Loop {
     if (releases.mine != 0) barrier_arrive_in(releases.of(slot));
   }
 
+  // A group: two blocks, from `b` on.
   __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[2][4], uint64_t b) {
     wgmma_fence();
     wgmma<Weights::kOperand, T>(sums, a[0], b);
