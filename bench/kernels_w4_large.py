@@ -105,11 +105,8 @@ def methods(modules: dict[str, Any], timed: Timed, x: Tensor, out: Tensor) -> It
         operand = Operand(activations, x, act == "a8")
         operand.pack(False)
 
-        def packing(i: int, operand: Operand = operand) -> None:
-            operand.pack(True)
-
         if act == "a8":
-            yield "a8 pack", packing, 1, exact
+            yield "a8 pack", lambda i, operand=operand: operand.pack(True), 1, exact
         for tile in tiles_of(modules, act, m):
             module = modules[f"{act}_bf16_{tile}"]
 

@@ -14,7 +14,7 @@
 #include "per_device.h"
 #if FP4D_ACT != 8
 #include "quantize.h"
-#include "tma_cache.h"
+#include "tma_rows.h"
 #endif
 
 namespace fp4d {
@@ -63,8 +63,6 @@ void check_tokens(TensorView x, int64_t m, int64_t stages) { check_packed({"x", 
 
 Tokens tokens_of(TensorView x, int64_t) { return data_of<uint8_t>(x); }
 #else
-constexpr int64_t kRowK = 64;  // of a stage: 128 bytes
-
 void check_tokens(TensorView x, int64_t m, int64_t stages) {
   check_input(x, 16);
   check_dtype({"x", x}, {kOutType});
@@ -72,22 +70,13 @@ void check_tokens(TensorView x, int64_t m, int64_t stages) {
   if (m > 1 && x.stride(0) < x.size(1))
     TVM_FFI_THROW(ValueError) << "x: rows are " << x.stride(0) << " elements apart, needed at least K ("
                               << x.size(1) << "): TMA takes no rows that share memory; call .contiguous()";
-  if (divide_up(x.size(1), kRowK) != stages)
+  if (divide_up(x.size(1), kBoxK) != stages)
     TVM_FFI_THROW(ValueError) << "x: K is " << x.size(1) << ", but w has " << stages
                               << " chunks of 64 along K, needed ceil(K/64) of them";
 }
 
-// Boxes of 64 k by `tokens`.
-Tokens tokens_of(TensorView x, int64_t tokens) {
-  Tokens map{};
-  uint64_t const sizes[2] = {uint64_t(x.size(1)), uint64_t(x.size(0))},
-                 strides[1] = {uint64_t(input_stride(x)) * sizeof(Out)};
-  uint32_t const box[2] = {uint32_t(kRowK), uint32_t(tokens)}, steps[2] = {1, 1};
-  encode_cached(&map, FP4D_OUT == 0 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-                data_of<void>(x), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return map;
+Tokens tokens_of(TensorView x, int64_t box_tokens) {
+  return map_of_rows(data_of<Out>(x), x.size(0), x.size(1), input_stride(x), box_tokens);
 }
 #endif
 

@@ -39,8 +39,7 @@ struct TokenCopies {
     if (p.multicast_log2 == 0) {
       copy_bulk(to, what, bytes, full);
     } else {
-      uint32_t const ctas = (1 << (1 << p.multicast_log2)) - 1;
-      copy_bulk_multicast(to, what, bytes, full, ctas << place.with_multicast(p, 0));
+      copy_bulk_multicast(to, what, bytes, full, place.all_with_multicast(p));
     }
   }
 };

@@ -6,6 +6,8 @@
 
 namespace fp4d {
 
+constexpr int kBoxK = 128 / sizeof(Out);
+
 // This CTA's share of the activations, to all that have the same tokens; each expects all of them.
 template <class Tile>
 struct TokenCopies {
@@ -22,10 +24,10 @@ struct TokenCopies {
     uint32_t const full = ring.full(slot), to = ring.tokens(slot) + skip;
     barrier_arrive_expect(full, Tile::kTokenBytes);
     if (p.multicast_log2 == 0) {
-      copy_box_kept(to, &p.x, stage * 64, token, full);
+      copy_box_kept(to, &p.x, stage * kBoxK, token, full);
     } else {
-      uint32_t const ctas = (1 << (1 << p.multicast_log2)) - 1;
-      copy_box_kept_multicast(to, &p.x, stage * 64, token, full, ctas << place.with_multicast(p, 0));
+      uint32_t const ctas = place.all_with_multicast(p);
+      copy_box_kept_multicast(to, &p.x, stage * kBoxK, token, full, ctas);
     }
   }
 };

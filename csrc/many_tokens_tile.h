@@ -151,6 +151,10 @@ struct Place {
   __device__ int with_multicast(Params const& p, int rank) const {
     return (((split << p.sharing_log2) + sharing) << p.multicast_log2) + rank;
   }
+  // A bit for each CTA with the same tokens.
+  __device__ uint32_t all_with_multicast(Params const& p) const {
+    return ((1u << (1 << p.multicast_log2)) - 1) << with_multicast(p, 0);
+  }
   __device__ int with_sharing(Params const& p, int rank) const {
     return (((split << p.sharing_log2) + rank) << p.multicast_log2) + multicast;
   }

@@ -7,8 +7,8 @@
 //
 // Products of a 16-bit MMA m16n8k16 (wgmma m64nTk16 per warp), step s = 0..3 of a chunk: slots 2c, 2c+1 are
 // k = 16c+4s, +1 and slots 2c+8, 2c+9 are k = 16c+4s+2, +3. So a0 and a2 are pairs 2(s%2), 2(s%2)+1 of A (s < 2)
-// or C, a1 and a3 the same of B or D; the other operand reads 4 consecutive k a lane. Where that operand comes by TMA, k stay in
-// their own order and lanes read each other's words (w4_gemm_16bit.h).
+// or C, a1 and a3 the same of B or D; the other operand reads 4 consecutive k a lane. Where that operand comes by TMA, k
+// stay in their own order and lanes read each other's words (w4_gemm_16bit.h).
 // e4m3 wgmma m64nTk32, step s = 0..1: a0 is the first four k of A (s = 0) or C, a2 the others; a1, a3 of B or D.
 #pragma once
 

@@ -7,15 +7,15 @@
 //   w4_gemm_tokens() -> tokens of a tile
 //     x       FP4D_ACT == 8   e4m3 as w4_activations.cu packs it, uint8 [ceil(K/128), ceil(M/8), 1024], 16-byte aligned, and
 //                             x_scale f32, 1 element or [M]
-//             FP4D_ACT == 16  type of out, [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8 and at least K, 16-byte
-//                             aligned, and x_scale None
+//             FP4D_ACT == 16  type of out, [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8 and at least K,
+//                             16-byte aligned, and x_scale None
 //     w       uint8 [ceil(N/64), ceil(K/64), 2304], W4P, contiguous, 16-byte aligned, no NaN and no sign in its scales
 //     alpha   f32, 1 element or [N]
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 192 and 256), FP4D_ROWS, if defined, of rows;
-// every build takes every M.
+// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 192 and 256), FP4D_ROWS, if defined,
+// of rows; every build takes every M.
 // FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
 // and sums of at most 384 k (up to 64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
 // truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.

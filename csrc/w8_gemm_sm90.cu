@@ -37,7 +37,7 @@
 #include "w8_gemm_weights.h"
 
 #include "many_tokens_launch.h"
-#include "w8_tensor_map.h"
+#include "tma_rows.h"
 
 namespace fp4d {
 
@@ -64,7 +64,7 @@ Weights::Source source_of(TensorView w, int64_t n) {
 }
 
 void ready(Weights::Source& source, TensorView w) {
-  source.map = tensor_map(data_of<uint8_t>(w), w.size(0), w.size(1));
+  source.map = map_of_rows(data_of<uint8_t>(w), w.size(0), w.size(1), w.size(1), kBlockRows);
 }
 
 }  // namespace fp4d

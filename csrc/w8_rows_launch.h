@@ -2,8 +2,8 @@
 #pragma once
 
 #include "few_tokens_launch.h"
+#include "tma_rows.h"
 #include "w8_rows.h"
-#include "w8_tensor_map.h"
 
 namespace fp4d {
 
@@ -22,7 +22,7 @@ Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
 }
 
 void ready(Weights::Source& source, Machine const& on) {
-  if (on.clusters) source.map = tensor_map(source.rows, source.n, source.k);
+  if (on.clusters) source.map = map_of_rows(source.rows, source.n, source.k, source.k, w8::kRows);
 }
 
 }  // namespace fp4d

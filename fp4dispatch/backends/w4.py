@@ -214,8 +214,8 @@ def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, 
     scale = Part((m,), torch.float32)
     if tile.kernel == UNFOLD:
         launch, entry, quantize = _launch_unfold, "w4_to_e4m3", quantizer.module.fp8_quantize_row
-        e4m3 = [Part((rows, layout.k), torch.float8_e4m3fn) for rows in (m, layout.n)]
-        parts = [e4m3[0], scale, e4m3[1]]
+        q, w = (Part((rows, layout.k), torch.float8_e4m3fn) for rows in (m, layout.n))
+        parts = [q, scale, w]
     else:
         launch, entry, quantize = _launch_fp8, _FP8_ENTRY[tile.kernel], quantizer.module.w4_quantize_row
         parts = [packed_part(m, layout.k), scale]
