@@ -2,7 +2,8 @@
 
     python bench/evidence.py --commit HASH --out bench/results/DATE-CARD.json
 
-Exits with 1 if a test or the demo failed. The support matrix of the README is generated from the files this writes.
+Exits with 1 if a test or the demo failed, or time ran out before all tests had run: what had is kept, and the file says
+so. The support matrix of the README is generated from the files this writes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -25,6 +28,7 @@ ALONE = (
 )
 """Files that measure time, memory or the whole card: never beside other tests."""
 LIBRARIES = ("cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
+INTERRUPTED = 2  # pytest's exit code
 OP = {"nvfp4": "nvfp4_gemm", "tensor": "fp8_gemm", "row": "fp8_gemm", "block128": "fp8_gemm"}
 
 
@@ -49,15 +53,21 @@ def environment(commit: str) -> dict[str, Any]:
     }
 
 
-def run_tests(arguments: list[str]) -> tuple[list[tuple[str, str, str]], int]:
-    """Run pytest on files, if any; return (file, test, outcome) rows and the exit code."""
+def run_tests(arguments: list[str], limit_s: float | None = None) -> tuple[list[tuple[str, str, str]], int]:
+    """Run pytest on files, if any; return (file, test, outcome) rows and the exit code, 2 if ``limit_s`` ended it."""
     if not any(argument.endswith(".py") or ".py::" in argument for argument in arguments):
         return [], 0
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-        code = subprocess.run(command, cwd=ROOT).returncode
-        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=10"]
+        process = subprocess.Popen([*command, f"--junitxml={report}", *arguments], cwd=ROOT)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # pytest still reports what has run
+            code = process.wait(60)
+        # One that was interrupted has no name.
+        cases = [case for case in ElementTree.parse(report).getroot().iter("testcase") if case.get("name")]
     rows = []
     for case in cases:
         kinds = {child.tag for child in case}
@@ -101,21 +111,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
     parser.add_argument("--workers", type=int, default=1, help="processes for the tests that share the card")
+    parser.add_argument("--limit-s", type=float, default=86400.0, help="seconds after which no test goes on")
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
     parser.add_argument("pytest", nargs="*", default=[*files, "tests/unit/test_formats_cuda.py"])
     arguments = parser.parse_args()
     result = environment(arguments.commit)
+    end = time.monotonic() + arguments.limit_s
     alone = [path for path in arguments.pytest if Path(path).name in ALONE]
-    rows, code = run_tests(alone)
+    rows, code = run_tests(alone, arguments.limit_s)
     beside = [path for path in arguments.pytest if path not in alone]
     workers = ["-n", str(arguments.workers)] if arguments.workers > 1 else []  # needs pytest-xdist
-    more, other_code = run_tests([*workers, *beside])
+    more, other_code = run_tests([*workers, *beside], max(end - time.monotonic(), 1.0))
     rows, code = rows + more, code or other_code
     files = sorted({file for file, _, _ in rows})
     result["tests"] = {file: dict(Counter(outcome for f, _, outcome in rows if f == file)) for file in files}
     result["failed"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "failed"]
     result["skipped"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "skipped"]
     result["ran"] = ran(rows, result["device"])
+    result["ended_by_limit"] = INTERRUPTED in (code, other_code)
     result["demo"] = [run_demo(fmt) for fmt in arguments.demo]
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     for file, counts in result["tests"].items():

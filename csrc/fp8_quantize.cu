@@ -23,12 +23,12 @@
 //     a_scale f32 [M], b_scale f32 [N] with `by_row`, else one element each; bias [N] of d's dtype, or None
 //     workspace u8, or None where it needs none
 #include "cublaslt_gemm.h"
+#include "divide_up.h"
 #include "quantize.h"
 
 namespace fp4d {
 
 constexpr int kBlock = 128;
-constexpr int kLanes = kBlock / kVector;  // threads that share a 1x128 block
 constexpr int kMostEach = 8;  // vectors that a thread keeps in registers between the two passes of a row
 constexpr int kRowThreads = 512;
 constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
@@ -97,26 +97,45 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class T>
+// A thread has `vectors` times 8 elements of a step, `steps` of them along K. Two vectors share what a scale costs and need
+// `q` aligned to 16 bytes, one lets more warps run.
+template <class T, int steps, int vectors>
 __global__ void __launch_bounds__(kThreads)
     quantize_1x128(T const* x, int64_t x_stride, uint8_t* q, float* scale, int64_t scale_row,
                    int64_t scale_block, int rows, int k) {
+  constexpr int kLanes = kBlock / (vectors * kVector);  // that share a scale
   grid_dependency_launch_dependents();
   grid_dependency_wait();
   int64_t const row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  int64_t const vector = int64_t(blockIdx.y) * blockDim.x + threadIdx.x;
-  bool const inside = row < rows && vector < k / kVector;
-  uint4 raw[1] = {};
-  if (inside) raw[0] = reinterpret_cast<uint4 const*>(x + row * x_stride)[vector];
-  Amax const amax = amax_of<T>(raw);
-  uint32_t bits = amax.bits;
+  int64_t const first = int64_t(blockIdx.y) * steps * blockDim.x + threadIdx.x;
+  auto const* const from = reinterpret_cast<uint4 const*>(x + row * x_stride);
+  uint4 raw[steps][vectors] = {};
 #pragma unroll
-  for (int lane = kLanes / 2; lane > 0; lane /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, lane));
-  float const block_scale = scale_of<T>(bits);
-  if (inside) {
-    reinterpret_cast<uint2*>(q + row * k)[vector] =
-        quantize<T>(raw[0], E4m3Divisor(block_scale), amax.finite);
-    if (vector % kLanes == 0) scale[row * scale_row + vector / kLanes * scale_block] = block_scale;
+  for (int i = 0; i < steps; ++i) {
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) {
+      int64_t const vector = (first + i * int64_t(blockDim.x)) * vectors + v;
+      if (row < rows && vector < k / kVector) raw[i][v] = from[vector];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < steps; ++i) {
+    Amax const amax = amax_of<T>(raw[i]);
+    uint32_t bits = amax.bits;
+#pragma unroll
+    for (int lane = kLanes / 2; lane > 0; lane /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, lane));
+    float const block_scale = scale_of<T>(bits);
+    E4m3Divisor const divisor(block_scale);
+    int64_t const unit = first + i * int64_t(blockDim.x);
+    if (row >= rows || unit >= k / (vectors * kVector)) continue;
+    if constexpr (vectors == 1) {
+      reinterpret_cast<uint2*>(q + row * k)[unit] = quantize<T>(raw[i][0], divisor, amax.finite);
+    } else {
+      uint2 const low = quantize<T>(raw[i][0], divisor, amax.finite),
+                  high = quantize<T>(raw[i][1], divisor, amax.finite);
+      reinterpret_cast<uint4*>(q + row * k)[unit] = make_uint4(low.x, low.y, high.x, high.y);
+    }
+    if (unit % kLanes == 0) scale[row * scale_row + unit / kLanes * scale_block] = block_scale;
   }
 }
 
@@ -192,11 +211,27 @@ void block(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   check_size({"scale", scale}, 1, blocks, "ceil(K/128)");
   if (device < 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
-  // Whole blocks along K and whole warps: every lane takes part in the shuffles.
-  Shape shape = shape_of(m, blocks * kLanes, kLanes);
+  // As little a thread as lets all run at once, for latency.
+  int64_t const warps = m * (k / kVector) / 32;
+  bool const wide = k % (2 * kVector) == 0 && reinterpret_cast<uintptr_t>(data_of<uint8_t>(q)) % 16 == 0;
   dispatch(x, [&](auto const* data) {
-    launch(quantize_1x128<std::decay_t<decltype(*data)>>, shape, device, enable_pdl, data, input_stride(x),
-           data_of<uint8_t>(q), data_of<float>(scale), scale.stride(0), scale.stride(1), m, k);
+    using T = std::decay_t<decltype(*data)>;
+    auto const go = [&](auto steps, auto vectors) {
+      // Whole blocks along K and whole warps: every lane takes part in the shuffles.
+      int const lanes = kBlock / (vectors * kVector);
+      Shape shape = shape_of(m, divide_up(blocks, int64_t(steps)) * lanes, lanes);
+      launch(quantize_1x128<T, steps, vectors>, shape, device, enable_pdl, data, input_stride(x),
+             data_of<uint8_t>(q), data_of<float>(scale), scale.stride(0), scale.stride(1), m, k);
+    };
+    using One = std::integral_constant<int, 1>;
+    using Two = std::integral_constant<int, 2>;
+    if (!wide || warps < kWaveWarps) {
+      go(One{}, One{});
+    } else if (warps < 2 * kWaveWarps) {
+      go(One{}, Two{});
+    } else {
+      go(Two{}, Two{});
+    }
   });
 }
 

@@ -1,10 +1,10 @@
 // The kernel of w4_gemm_sm90.cu and w8_gemm_sm90.cu; `Weights` (w4_gemm_weights.h, w8_gemm_weights.h) says how weights come.
 //
-// Weights are operand A of wgmma, dequantised into registers; tokens are operand B: e4m3 as w4_activations.cu packs them, 16
-// bits as they are. A CTA takes 64 rows a consumer warpgroup and T tokens. One thread of each producer warp keeps a ring of
-// stages full: of the weights one copy a warpgroup, of the activations one, because they are packed in the order of the
-// stages or come as a box of TMA's. A thread needs some 50 instructions for a copy, each waiting for the one before, so three
-// threads share them.
+// Weights are operand A of wgmma, dequantised into registers where they need it; tokens are operand B: e4m3 as
+// w4_activations.cu packs them, 16 bits as they are. Under block scales they change places. A CTA takes 64 rows a consumer
+// warpgroup and T tokens. One thread of each producer warp keeps a ring of stages full: of the weights one copy a
+// warpgroup, of the activations one, because they are packed in the order of the stages or come as a box of TMA's. A
+// thread needs some 50 instructions for a copy, each waiting for the one before, so three threads share them.
 //
 // A cluster is `multicast` CTAs, which take neighbouring rows and the same tokens and copy a part of the activations
 // each to all of them, times `split`, which share out K. Sums of the parts of K meet in shared memory and are added in
@@ -43,32 +43,18 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
   for (int i = 0; i < items; ++i) {
     Item const item = item_of<Tile>(p, place, i);
     Corner const corner = item.corner;
-    float sums[T / 2], scales[Tile::kPieces];
+    float sums[T / 2];
+    typename Output<Tile>::Scales scales;
 #pragma unroll
     for (float& sum : sums) sum = 0.f;
-    auto const ask = [&] {
-      output.start(corner.row_block);
-#pragma unroll
-      for (int j = 0; j < Tile::kPieces; ++j)
-        scales[j] = output.token_scale(corner.token + j * Tile::kPieceTokens);
-    };
-    if (kEarly) ask();
+    if (kEarly) output.start(corner, scales);
     // Blocks: the scales of this tile's rows, or of the last where it has none, from the item's first stage on.
     int const row_tile = min(corner.row_block, p.row_blocks - 1) / Tile::kConsumers;
     float const* const scales_at = p.alpha + int64_t(row_tile) * p.stages + item.first;
     loop.run(i + 1 == items, item.count, sums, scales_at);
-    if (!kEarly) ask();
+    if (!kEarly) output.start(corner, scales);
     if (i < place.whole) {
-#pragma unroll
-      for (int j = 0; j < Tile::kPieces; ++j) {
-        if (corner.token + j * Tile::kPieceTokens < p.m) {
-          constexpr int kSums = Tile::kPieceTokens / 2;
-          float piece[kSums];
-#pragma unroll
-          for (int v = 0; v < kSums; ++v) piece[v] = sums[j * kSums + v];
-          output.piece(piece, scales[j], corner.token + j * Tile::kPieceTokens, Tile::kPieceTokens);
-        }
-      }
+      output.tile(sums, corner, scales);
     } else {  // the last: nothing is loaded into the ring any more
       sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
 #pragma unroll
@@ -78,11 +64,11 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
       }
       cluster_arrive_release();
       cluster_wait_acquire();
-      if (p.split == 2) add_and_store<Tile, 2>(p, place, ring.base, output, corner.token);
-      if (p.split == 3) add_and_store<Tile, 3>(p, place, ring.base, output, corner.token);
-      if (p.split == 4) add_and_store<Tile, 4>(p, place, ring.base, output, corner.token);
+      if (p.split == 2) add_and_store<Tile, 2>(p, place, ring.base, output, corner);
+      if (p.split == 3) add_and_store<Tile, 3>(p, place, ring.base, output, corner);
+      if (p.split == 4) add_and_store<Tile, 4>(p, place, ring.base, output, corner);
       if constexpr (Tile::kMostSplit == 8) {
-        if (p.split == 8) add_and_store<Tile, 8>(p, place, ring.base, output, corner.token);
+        if (p.split == 8) add_and_store<Tile, 8>(p, place, ring.base, output, corner);
       }
     }
   }

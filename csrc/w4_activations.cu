@@ -195,37 +195,52 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   }
 }
 
-// A warp a token, eight tokens a block, `each` times 256 k, of which half a warp has one scale; `tiles` blocks along K,
-// `blocks` of 128 k.
-template <class T, int each>
-__global__ void __launch_bounds__(kThreads)
+// A warp a token, eight tokens a block. A lane has `vectors` times 8 elements of a step, which has one scale for 16 / `vectors`
+// lanes: two vectors share what a scale costs, one lets more warps run. `tiles` blocks along K do `each` steps; `blocks` of 128 k.
+template <class T, int each, int vectors>
+__global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_blocks(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
                     int rows, int k, int blocks, int tiles) {
+  constexpr int kLanes = 16 / vectors;
   grid_dependency_launch_dependents();
   grid_dependency_wait();
   int64_t const token = int64_t(blockIdx.x / unsigned(tiles)) * kBlockTokens + threadIdx.x / 32;
   int const lane = threadIdx.x % 32, first = blockIdx.x % unsigned(tiles) * each;
   bool const padding = token >= rows;
   T const* const row = padding ? x : x + token * x_stride;
-  uint4 raw[each];
-#pragma unroll
-  for (int i = 0; i < each; ++i) raw[i] = load_vector(row, (first + i) * 32 + lane, padding ? 0 : k);
-  uint8_t* const to = column_of(packed, token, lane % 16 / 2) + lane % 2 * 8;
+  uint4 raw[each][vectors];
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    uint4 const vector[1] = {raw[i]};
-    Amax const amax = amax_of<T>(vector);
+#pragma unroll
+    for (int v = 0; v < vectors; ++v)
+      raw[i][v] = load_vector(row, ((first + i) * 32 + lane) * vectors + v, padding ? 0 : k);
+  }
+  uint8_t* const to = column_of(packed, token, lane % kLanes * vectors / 2) + lane * vectors % 2 * 8;
+#pragma unroll
+  for (int i = 0; i < each; ++i) {
+    Amax const amax = amax_of<T>(raw[i]);
     uint32_t bits = amax.bits;
 #pragma unroll
-    for (int other = 8; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, other));
+    for (int other = kLanes / 2; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, other));
     float const block_scale = scale_of<T>(bits);
-    float q[kVector];
-    E4m3Divisor(block_scale).divide<T>(raw[i], amax.finite, q);
-    int const block = (first + i) * 2 + lane / 16;
+    E4m3Divisor const divisor(block_scale);
+    uint32_t words[2 * vectors];
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) {
+      float q[kVector];
+      divisor.divide<T>(raw[i][v], amax.finite, q);
+      words[2 * v] = to_e4m3(q[0], q[1], q[2], q[3]);
+      words[2 * v + 1] = to_e4m3(q[4], q[5], q[6], q[7]);
+    }
+    int const block = (first + i) * 2 * vectors + lane / kLanes;
     if (block >= blocks) continue;
-    *reinterpret_cast<uint2*>(to + block * token_blocks * kBlockBytes) =
-        make_uint2(to_e4m3(q[0], q[1], q[2], q[3]), to_e4m3(q[4], q[5], q[6], q[7]));
-    if (lane % 16 == 0) scale[block * token_blocks * kBlockTokens + token] = block_scale;
+    uint8_t* const at = to + block * token_blocks * kBlockBytes;
+    if constexpr (vectors == 1) {
+      *reinterpret_cast<uint2*>(at) = make_uint2(words[0], words[1]);
+    } else {
+      store_vector(at, make_uint4(words[0], words[1], words[2], words[3]));
+    }
+    if (lane % kLanes == 0) scale[block * token_blocks * kBlockTokens + token] = block_scale;
   }
 }
 
@@ -275,16 +290,17 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   }
 }
 
-// How many times 256 k a warp takes, so that all tokens run at once.
+// Steps and vectors of a warp: as few as let all tokens run at once, at most two each.
 template <class Go>
-void sized(int64_t token_blocks, int64_t warp_tiles, Go&& go) {
-  int64_t const wanted = token_blocks * kBlockTokens * warp_tiles / kWaveWarps + 1;
-  if (wanted <= 1) {
-    go(std::integral_constant<int, 1>{});
-  } else if (wanted <= 2) {
-    go(std::integral_constant<int, 2>{});
+void sized(int64_t tokens, int64_t blocks, Go&& go) {
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
+  if (tokens * divide_up(blocks, int64_t(2)) < kWaveWarps) {
+    go(One{}, One{});
+  } else if (tokens * divide_up(blocks, int64_t(4)) < kWaveWarps) {
+    go(One{}, Two{});
   } else {
-    go(std::integral_constant<int, 4>{});
+    go(Two{}, Two{});
   }
 }
 
@@ -295,13 +311,13 @@ void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enab
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}, {"scale", scale}});
   if (x.size(0) == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
-  int64_t const blocks = packed.size(0), token_blocks = packed.size(1), warp_tiles = (blocks + 1) / 2;
+  int64_t const blocks = packed.size(0), token_blocks = packed.size(1);
   auto const on = [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
-    sized(token_blocks, warp_tiles, [&](auto each) {
-      int64_t const tiles = (warp_tiles + each - 1) / each;
+    sized(token_blocks * kBlockTokens, blocks, [&](auto each, auto vectors) {
+      int64_t const tiles = divide_up(blocks, int64_t(2 * each * vectors));
       Shape const shape{dim3(unsigned(token_blocks * tiles)), dim3(kThreads), 1};
-      launch(quantize_blocks<T, each>, shape, device, enable_pdl, data, input_stride(x),
+      launch(quantize_blocks<T, each, vectors>, shape, device, enable_pdl, data, input_stride(x),
              data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0), x.size(1), blocks,
              tiles);
     });

@@ -30,7 +30,7 @@ struct Weights {
   static constexpr float kFactor = kFp8 ? 8.f : w4::Dequant<Out>::kUnscale;
   static constexpr Operand kOperand = kFp8 ? Operand::kE4M3 : FP4D_OUT == 0 ? Operand::kBF16 : Operand::kF16;
 
-  static constexpr bool kBlocks = false;
+  static constexpr bool kBlocks = false, kTokensAreA = false;
   static constexpr bool kShares = false;  // CTAs of a cluster may share rows
 
   static constexpr int consumers(int tokens) {

@@ -116,7 +116,15 @@ __device__ __forceinline__ void store_16(uint32_t address, float a, float b, flo
                : "memory");
 }
 
-// Four 8x8 matrices of 16-bit numbers, transposed. Lane 4 r + c gives columns 2 c, 2 c + 1 of row r of each; lane
+// Four 8x8 matrices of 16-bit numbers. Lane 4 r + c gives columns 2 c, 2 c + 1 of row r of each; lane 8 i + r gives the
+// address of the 16 bytes of row r of matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t const (&pairs)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+// The same, transposed. Lane 4 r + c gives columns 2 c, 2 c + 1 of row r of each; lane
 // 8 i + t gives the address of the 16 bytes that column t of matrix i becomes.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, uint32_t const (&pairs)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

@@ -1,4 +1,4 @@
-// Sums of 128 k under block scales, as wgmma leaves them, added to f32 ones: for w8_gemm_sm90.cu and w8a8_small.cu.
+// Sums of 128 k under block scales, as wgmma leaves them, added to f32 ones, where tokens are operand B.
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "many_tokens_tile.h"
-#include "w8_block_scales.h"
 
 namespace fp4d {
 
@@ -32,7 +31,10 @@ struct Loop {
   }
 
   __device__ void multiply(float (&partial)[T / 2], int add) const {
-    uint64_t const a = operand_b(ring.weights(at.slot, warpgroup)), b = operand_b(ring.tokens(at.slot));
+    uint32_t const tokens = ring.tokens(at.slot);
+    uint64_t const a = operand_b(Weights::kTokensAreA ? tokens + warpgroup * (64 * 128)
+                                                      : ring.weights(at.slot, warpgroup)),
+                   b = operand_b(Weights::kTokensAreA ? ring.weights(at.slot, 0) : tokens);
     wgmma_fence();
     wgmma_e4m3<T>(partial, a, b, add);
 #pragma unroll
@@ -41,39 +43,27 @@ struct Loop {
     wgmma_commit();
   }
 
-  // Every 128 k have scales of their own: one of the weights, and one a token, which lie in the stage. A stage is added while
-  // the next one is multiplied, into the other of two sets of partial sums.
+  // Every 128 k have scales of their own: one of the weights, and one a token, which lies in the stage. Tokens are rows of
+  // operand A, so a lane has two of them and the rest is one FFMA a sum. These do not hide behind MMAs, which read and write
+  // the same registers: a second set of partial sums, added while the next stage is multiplied, is 3 to 6 % slower, and so is
+  // waiting for the next stage before them (H200, bench/NOTES.md).
   __device__ void run_blocks(int count, float (&sums)[T / 2], float const* at_scales) {
-    float even[T / 2], odd[T / 2];
-#pragma unroll
-    for (float& sum : odd) sum = 0.f;  // before the first stage
-    uint32_t scales = ring.scales(at.slot), release = 0;
-    float scale = 0.f;
-    auto const add = [&](float const(&partial)[T / 2]) {
-      add_scaled<T>(scales, lane, scale, partial, sums);
-      if (release != 0 && releases.mine != 0) barrier_arrive_in(release);
-    };
-    auto const step = [&](float (&now)[T / 2], float const(&before)[T / 2], int i) {
-      float const next = __ldg(at_scales + i);
-      barrier_wait(ring.full(at.slot), at.parity);
-      multiply(now, 0);
-      wgmma_wait<1>();
-      add(before);
-      scales = ring.scales(at.slot), scale = next, release = releases.of(at.slot);
-      at.advance();
-    };
+    static_assert(!Weights::kBlocks || (Weights::kTokensAreA && T == Tile::kRows));
+    uint32_t const token = (warpgroup * 64 + warp * 16 + lane / 4) * 4;
+    float partial[T / 2];
 #pragma unroll 1
-    for (int i = 0; i + 1 < count; i += 2) {
-      step(even, odd, i);
-      step(odd, even, i + 1);
-    }
-    if (count % 2 != 0) {
-      step(even, odd, count - 1);
+    for (int i = 0; i < count; ++i) {
+      float const scale = __ldg(at_scales + i);
+      barrier_wait(ring.full(at.slot), at.parity);
+      multiply(partial, 0);
+      uint32_t const scales = ring.scales(at.slot) + token;
+      float const first = __uint_as_float(load_4(scales)) * scale,
+                  second = __uint_as_float(load_4(scales + 8 * 4)) * scale;
       wgmma_wait<0>();
-      add(even);
-    } else {
-      wgmma_wait<0>();
-      add(odd);
+      if (releases.mine != 0) barrier_arrive_in(releases.of(at.slot));
+      at.advance();
+#pragma unroll
+      for (int v = 0; v < T / 2; ++v) sums[v] = fmaf(partial[v], v % 4 < 2 ? first : second, sums[v]);
     }
   }
 

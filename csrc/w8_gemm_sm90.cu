@@ -42,10 +42,11 @@
 namespace fp4d {
 
 // Clocks measured on an H200: bench/NOTES.md, "many tokens".
-constexpr double kStageClocks = Weights::kBlocks ? 980 : 679, kSharedClocks = Weights::kBlocks ? 975 : 674;
+constexpr double kStageClocks = Weights::kBlocks ? 850 : 679, kPairClocks = Weights::kBlocks ? 867 : 674,
+                 kShareClocks = Weights::kBlocks ? 841 : 674;
 TileSizes const kSizes{Used::kTokens, Used::kRows,      128, Used::kWeightBytes,
                        Used::kCtas,   Used::kMostSplit, 0,   kStageClocks,
-                       kSharedClocks, kSharedClocks,    913};
+                       kPairClocks,   kShareClocks,     913};
 
 int64_t stages_of(TensorView w) { return divide_up(w.size(1), 128); }
 

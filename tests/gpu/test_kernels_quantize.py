@@ -124,21 +124,35 @@ def test_fp8_tensor_equals_formats():
             assert_same(f"codes at scale {scale}", q, formats.fp8_quantize(x, "tensor", scale).data, x)
 
 
+def check_1x128(x, layout="row-major", q_offset=0):
+    m, k = x.shape
+    blocks = -(-k // 128)
+    if layout == "gemm":
+        scale = poisoned(blocks, formats.round_up(m, 4), dtype=torch.float32).t()[:m]
+    else:
+        scale = poisoned(m, blocks, dtype=torch.float32)
+    room = poisoned(q_offset + m * k + 16, dtype=E4M3)
+    q = room[q_offset:][: m * k].view(m, k)
+    load("fp8_quantize").fp8_quantize_1x128(x.cuda(), q, scale, False)
+    expected = formats.fp8_quantize(x, "1x128")
+    assert_same("scales", scale, expected.scale, x)
+    assert_same("codes", q, expected.data, x)
+    around = torch.cat([room[:q_offset], room[q_offset + m * k :]])
+    assert bool((around.view(torch.uint8) == 0xA5).all()), "bytes beside the codes were written"
+
+
 @pytest.mark.parametrize("layout", ["row-major", "gemm"])
 def test_fp8_1x128_equals_formats(layout):
-    module = load("fp8_quantize")
     for x in inputs():
-        m, k = x.shape
-        blocks = -(-k // 128)
-        if layout == "gemm":
-            scale = poisoned(blocks, formats.round_up(m, 4), dtype=torch.float32).t()[:m]
-        else:
-            scale = poisoned(m, blocks, dtype=torch.float32)
-        q = poisoned(m, k, dtype=E4M3)
-        module.fp8_quantize_1x128(x.cuda(), q, scale, False)
-        expected = formats.fp8_quantize(x, "1x128")
-        assert_same("scales", scale, expected.scale, x)
-        assert_same("codes", q, expected.data, x)
+        check_1x128(x, layout)
+
+
+@pytest.mark.parametrize("q_offset", [0, 8])
+@pytest.mark.parametrize(("m", "k"), [(300, 4096), (300, 4104), (1021, 4240), (1021, 4232), (3, 200_000)])
+def test_fp8_1x128_of_several_vectors_a_thread_equals_formats(m, k, q_offset):
+    """One vector a thread, two, and twice two; codes that start on 8 bytes, and rows of them that do."""
+    for x in (ordinary(m, k, torch.bfloat16), any_bits(m, k, torch.float16)):
+        check_1x128(x, q_offset=q_offset)
 
 
 def test_strided_rows_and_no_rows():

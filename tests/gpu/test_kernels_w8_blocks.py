@@ -16,7 +16,7 @@ from tests.gpu import test_kernels_w8_gemm as many
 from tests.gpu import test_kernels_w8a8 as few
 from tests.gpu.few_tokens import NK
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
-from tests.gpu.test_kernels_quantize import assert_same, inputs, ordinary
+from tests.gpu.test_kernels_quantize import any_bits, assert_same, inputs, ordinary
 from tests.gpu.tiles import sees_one_wrong_element
 from tests.gpu.w4_packed import (
     check_a_token_alone_and_with_others,
@@ -87,8 +87,8 @@ def test_every_pattern_of_bits_equals_formats() -> None:
 @pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
 @pytest.mark.parametrize(("m", "k"), [(300, 4096), (300, 4112), (1000, 4096), (1021, 4240), (3, 40_000)])
 def test_warps_with_several_blocks_equal_formats(dtype: torch.dtype, m: int, k: int) -> None:
-    x = ordinary(m, k, dtype)
-    check_quantised(x, x.cuda())
+    for x in (ordinary(m, k, dtype), any_bits(m, k, dtype)):
+        check_quantised(x, x.cuda())
 
 
 def test_rows_with_a_stride() -> None:

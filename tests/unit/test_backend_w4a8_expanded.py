@@ -189,11 +189,11 @@ def test_bytes_are_eight_bits_a_weight_and_the_scales():
 
 @pytest.mark.parametrize(
     ("n", "k", "most"),
-    [(57344, 8192, 192), (8192, 8192, 512), (16392, 4096, 256), (16384, 4096, 512), (4096, 4096, 1024), (64, 64, 1024)],
+    [(57344, 8192, 192), (8192, 8192, 512), (16392, 4096, 256), (16384, 4096, 512), (4096, 4096, 768), (64, 64, 768)],
 )
 def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(n, k, most, monkeypatch):
     on(monkeypatch, HOPPER)
-    tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 1000, 1024, 1025, 4096)
+    tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 768, 769, 1024, 4096)
     found = [w4a8_expanded._backend_for(problem(m, n, k), torch.device("cpu")).name for m in tokens]
     asked = {"activation": "fp8", "scaling": "row", "system": HOPPER}
     assert found == [dispatch.explain("fp8_gemm", m, n, k, **asked).backend for m in tokens]
@@ -251,7 +251,7 @@ def test_the_gpu_that_is_asked_about_is_that_of_the_weights(monkeypatch):
 @pytest.mark.parametrize("n", [96, 104, 100])
 def test_both_read_the_one_copy(n, ours, monkeypatch):
     held, seen = BACKEND.prepare(weights(n)), []
-    for m in (64, 65, 1025):
+    for m in (64, 65, 769):
         plan = BACKEND.plan(problem(m, n), held)
         inner = plan.state.backend
         real = inner.run
@@ -347,13 +347,13 @@ def test_nothing_is_planned_in_a_capture_for_w8a8_either(ours, monkeypatch):
 def test_plans_are_by_m_and_cublaslt_needs_but_one(ours, monkeypatch):
     monkeypatch.setattr(routes, "_plans", {})
     prepared = BACKEND.prepare(weights())
-    tokens = (1, 2, 64, 65, 1024, 1025, 2000, 9000)
+    tokens = (1, 2, 64, 65, 768, 769, 2000, 9000)
     plans = [routes.plan_for(BACKEND, problem(m), prepared) for m in tokens]
     assert BACKEND.plans_by_m
     assert len({id(plan) for plan in plans[:5]}) == 5
     assert len({id(plan) for plan in plans[5:]}) == 1 == len(set(map(id, plans)) - set(map(id, plans[:5])))
     assert routes.plan_for(BACKEND, problem(2), prepared) is plans[1]
-    assert routes.plan_for(BACKEND, problem(1025, bias=True), prepared) is not plans[5]
+    assert routes.plan_for(BACKEND, problem(769, bias=True), prepared) is not plans[5]
     for m, plan in zip(tokens, plans, strict=True):
         x, out = torch.randn(m, K).bfloat16(), torch.empty(m, N, dtype=torch.bfloat16)
         BACKEND.run(plan, prepared, x, out)
@@ -366,11 +366,11 @@ def test_plans_are_by_m_and_cublaslt_needs_but_one(ours, monkeypatch):
 def test_what_is_compiled_is_what_an_m_needs(dtype, ours):
     half, loaded = {"bfloat16": "bf16", "float16": "fp16"}[dtype], ours.loaded
     few, many = {("w8a8_small", half), PACKER}, {("w8_gemm_sm90", f"{half}_128"), PACKER}
-    for m, names in ((1, few), (64, few), (65, many), (1024, many), (1025, {("fp8_quantize", "any")})):
+    for m, names in ((1, few), (64, few), (65, many), (768, many), (769, {("fp8_quantize", "any")})):
         assert set(BACKEND.builds(problem(m, out_dtype=dtype), torch.device("cpu"))) == names
         loaded.clear()
         planned(m, out_dtype=dtype)
-        assert set(loaded) == (names if m <= 1024 else set())  # that quantiser is not loaded through jit here
+        assert set(loaded) == (names if m <= 768 else set())  # that quantiser is not loaded through jit here
 
 
 def test_what_is_quantised_already_is_refused(kernels):
@@ -516,7 +516,7 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
     assert made.nbytes() - plain.nbytes() == N * K + 4 * N
     assert list(made.state_dict()) == list(plain.state_dict())
     dense = contract.dequantised(made.weights())
-    for m in (1, 8, 9, 128, 129, 1000, 1025):
+    for m in (1, 8, 9, 128, 129, 768, 769):
         x = torch.randn(m, K).bfloat16()
         want = x.double() @ dense.t() + made.bias.double()
         assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 8 else 0.05)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -255,22 +254,33 @@ def test_tuned_choices_on_a_cpu_are_the_reference():
 # ------------------------------------------------------------------------------------------------------------ evidence
 
 
-def test_a_group_without_files_runs_nothing_and_one_with_a_file_runs_it(monkeypatch):
+def test_a_group_without_files_runs_nothing(monkeypatch):
     """pytest without a file takes every test there is."""
-    started = []
-
-    def run(command, **_):
-        started.append(command)
-        report = next(part for part in command if part.startswith("--junitxml=")).partition("=")[2]
-        passed = '<testcase classname="tests.gpu.test_race" name="test_a"/>'
-        skipped = '<testcase classname="x" name="b"><skipped/></testcase>'
-        Path(report).write_text(f"<testsuites><testsuite>{passed}{skipped}</testsuite></testsuites>")
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(evidence.subprocess, "run", run)
+    monkeypatch.setattr(evidence.subprocess, "Popen", None)
     assert evidence.run_tests([]) == ([], 0)
     assert evidence.run_tests(["-n", "4"]) == ([], 0)
-    assert started == []
-    rows = [("test_race", "test_a", "passed"), ("x", "b", "skipped")]
-    assert evidence.run_tests(["-n", "4", "tests/gpu/test_race.py"]) == (rows, 0)
-    assert started[0][-3:] == ["-n", "4", "tests/gpu/test_race.py"]
+
+
+TESTS = """
+import time
+import pytest
+
+def test_passes(): pass
+def test_fails(): assert False
+@pytest.mark.skip
+def test_is_skipped(): pass
+def test_takes_long(): time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize(("seconds", "limit_s", "codes"), [(0, 60, {1}), (60, 5, {evidence.INTERRUPTED})])
+def test_outcomes_are_kept_and_a_limit_keeps_those_of_what_has_run(tmp_path, seconds, limit_s, codes):
+    path = tmp_path / "test_some.py"
+    path.write_text(TESTS.format(seconds=seconds))
+    rows, code = evidence.run_tests([str(path)], limit_s)
+    assert code in codes
+    whole = seconds == 0
+    want = [("test_passes", "passed"), ("test_fails", "failed"), ("test_is_skipped", "skipped")]
+    assert [(test, outcome) for _, test, outcome in rows][:3] == want
+    assert {file for file, _, _ in rows} == {"test_some"}
+    assert (len(rows) == 4 and rows[3][2] == "passed") == whole

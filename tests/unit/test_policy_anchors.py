@@ -232,10 +232,10 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
         (8192, 28672, 192),  # 60e9 multiply-adds at 256 tokens
         (8192, 8192, 512),
         (4096, 14336, 512),
-        (4096, 9472, 1024),  # 39.7e9
+        (4096, 9472, 768),  # 39.7e9 at 768 tokens, which count as 1024
         (4096, 9600, 512),  # 40.3e9
-        (4096, 4096, 1024),
-        (64, 64, 1024),
+        (4096, 4096, 768),
+        (64, 64, 768),
     ],
 )
 def test_fp8_on_sm_90_goes_to_cublaslt_where_w8a8_is_slower(scaling, n, k, most):
@@ -243,7 +243,7 @@ def test_fp8_on_sm_90_goes_to_cublaslt_where_w8a8_is_slower(scaling, n, k, most)
         problem = Problem("fp8_gemm", m, n, k, scaling=scaling)
         return resolve(problem, System.fake("9.0", **FULL), registry.backends()).backend
 
-    tokens = (9, 64, 65, 128, 129, 192, 193, 256, 257, 300, 512, 513, 1000, 1024, 1025, 4096)
+    tokens = (9, 64, 65, 128, 129, 192, 193, 256, 257, 300, 512, 513, 768, 769, 1024, 4096)
     assert [m for m in tokens if asked(m) == "w8a8"] == [m for m in tokens if m <= most]
     assert {asked(m) for m in tokens if m > most} == {"cublaslt"}
 
@@ -254,7 +254,7 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        for m, chosen in ((1, "w8a8"), (1024, "w8a8"), (1025, "cublaslt")):
+        for m, chosen in ((1, "w8a8"), (768, "w8a8"), (769, "cublaslt")):
             assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",
@@ -263,10 +263,11 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
 
 
 @pytest.mark.parametrize("activation", ["any", "fp8"])
-def test_block_scales_on_sm_90_go_to_cutlass_from_129_tokens_on(activation):
+def test_block_scales_on_sm_90_go_to_cutlass_from_193_tokens_on(activation):
     for m, chosen, rule in (
-        *((m, "w8a8", "fp8-sm90-block128-few-tokens-w8a8") for m in (1, 8, 9, 64, 65, 128)),
-        *((m, "cutlass", "fp8-block128-cutlass") for m in (129, 256, 1024, 8192)),
+        *((m, "w8a8", "fp8-sm90-block128-few-tokens-w8a8") for m in (1, 8, 9, 64, 65, 129, 192)),
+        *((m, "w8a8", "fp8-sm90-block128-few-tiles-w8a8") for m in (193, 256)),
+        *((m, "cutlass", "fp8-block128-cutlass") for m in (257, 1024, 8192)),
     ):
         decision = ask("fp8_gemm", "block128", "9.0", FULL, m=m, activation=activation)
         assert (decision.backend, decision.activation, decision.rule.id) == (chosen, "fp8", rule)
