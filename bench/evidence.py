@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = (
     *("test_race.py", "test_selfcheck.py", "test_graphs.py", "test_system_gpu.py"),
-    *("test_capture_guards.py", "test_tuning.py"),
+    *("test_capture_guards.py", "test_tuning.py", "test_bench.py"),
 )
 """Files that measure time, memory or the whole card: never beside other tests."""
 LIBRARIES = ("cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")

@@ -6,7 +6,7 @@ Regenerate after a change of rules, capabilities or backends, then read the diff
 
 Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
 backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=8 or 16, that of
-the name (64, 512), 4096 for ``many``. ``+copy``: an FP8 copy of the weights is allowed. ``+raw``: the operator on
+the name (16, 64, 512), 4096 for ``many``. ``+copy``: an FP8 copy of the weights is allowed. ``+raw``: the operator on
 operands that are quantised already.
 """
 
@@ -38,6 +38,7 @@ TABLE = HERE / "decisions.txt"
 ARCHS = ("none", *(arch.sm for arch in KNOWN_ARCHS))
 PROBLEMS = {
     "nvfp4": ("nvfp4_gemm", "nvfp4", 8),
+    "nvfp4-16": ("nvfp4_gemm", "nvfp4", 16),
     "nvfp4-many": ("nvfp4_gemm", "nvfp4", 4096),
     "nvfp4-64+copy": ("nvfp4_gemm", "nvfp4", 64),
     "nvfp4-many+copy": ("nvfp4_gemm", "nvfp4", 4096),

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fp4dispatch import registry
-from fp4dispatch.arch import SM90
 from fp4dispatch.backends.capability import DeclaredBackend
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.decision import Decision
 from fp4dispatch.policy import resolve
 from fp4dispatch.problem import Problem
-from fp4dispatch.rules import bounds
 from fp4dispatch.system import System
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}
@@ -156,15 +154,17 @@ def test_cudnn_fp8_on_sm120_is_denied_below_9_23_1():
 
 
 def test_nvfp4_on_sm_90_changes_to_fp8_activations_with_m():
-    crossover = min(bounds("nvfp4_gemm", SM90))
-    for m, chosen, activation, rule in (
-        (1, "w4a16", "bf16", "nvfp4-sm90-decode-w4a16"),
-        (crossover, "w4a16", "bf16", "nvfp4-sm90-decode-w4a16"),
-        (crossover + 1, "w4a8", "fp8", "nvfp4-sm90-w4a8"),
-        (8192, "w4a8", "fp8", "nvfp4-sm90-w4a8"),
+    decode, small, more = "nvfp4-sm90-decode-w4a16", "nvfp4-sm90-small-w4a16", "nvfp4-sm90-w4a8"
+    for n, k, m, rule in (
+        *((n, k, m, decode) for n, k in ((64, 64), (4096, 4096), (57344, 8192)) for m in (1, 8)),
+        *((n, k, m, small) for n, k in ((64, 64), (4096, 4096)) for m in (9, 16)),
+        *((4096, 4112, m, more) for m in (9, 16)),
+        *((n, k, m, more) for n, k in ((64, 64), (4096, 4096), (57344, 8192)) for m in (17, 8192)),
     ):
-        decision = ask("nvfp4_gemm", "nvfp4", "9.0", FULL, m=m)
-        assert (decision.backend, decision.activation, decision.rule.id) == (chosen, activation, rule)
+        problem = Problem("nvfp4_gemm", m, n, k, scaling="nvfp4")
+        decision = resolve(problem, System.fake("9.0", **FULL), registry.backends())
+        chosen = ("w4a8", "fp8") if rule == more else ("w4a16", "bf16")
+        assert ((decision.backend, decision.activation), decision.rule.id) == (chosen, rule), (n, k, m)
 
 
 @pytest.mark.parametrize(("activation", "chosen"), [("bf16", "w4a16"), ("fp8", "w4a8"), ("nvfp4", "reference")])
@@ -176,7 +176,7 @@ def test_a_pinned_activation_holds_for_every_m_on_sm_90(activation, chosen):
 
 @pytest.mark.parametrize(("arch", "few", "most"), [("9.0", "w4a8", 128), ("8.9", "w4a16", 191)])
 def test_an_fp8_copy_that_is_allowed_serves_many_tokens(arch, few, most):
-    for m, chosen in ((9, few), (most, few), (most + 1, "w4a8_expanded"), (8192, "w4a8_expanded")):
+    for m, chosen in ((17, few), (most, few), (most + 1, "w4a8_expanded"), (8192, "w4a8_expanded")):
         decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m, copy=True)
         assert (decision.backend, decision.warnings) == (chosen, ())
     assert (decision.activation, decision.rule.id) == ("fp8", "nvfp4-fp8-copy")
@@ -263,11 +263,10 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
 
 
 @pytest.mark.parametrize("activation", ["any", "fp8"])
-def test_block_scales_on_sm_90_go_to_cutlass_from_193_tokens_on(activation):
+def test_block_scales_on_sm_90_go_to_cutlass_from_385_tokens_on(activation):
     for m, chosen, rule in (
-        *((m, "w8a8", "fp8-sm90-block128-few-tokens-w8a8") for m in (1, 8, 9, 64, 65, 129, 192)),
-        *((m, "w8a8", "fp8-sm90-block128-few-tiles-w8a8") for m in (193, 256)),
-        *((m, "cutlass", "fp8-block128-cutlass") for m in (257, 1024, 8192)),
+        *((m, "w8a8", "fp8-sm90-block128-few-tokens-w8a8") for m in (1, 8, 9, 64, 65, 128, 129, 384)),
+        *((m, "cutlass", "fp8-block128-cutlass") for m in (385, 512, 1024, 8192)),
     ):
         decision = ask("fp8_gemm", "block128", "9.0", FULL, m=m, activation=activation)
         assert (decision.backend, decision.activation, decision.rule.id) == (chosen, "fp8", rule)
