@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "fill", "speed", "builds"}
+_KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "weights_max", "fill", "speed", "builds"}
 _SPEED_KEYS = {field.name for field in fields(TileSpeed)}
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
@@ -30,9 +30,9 @@ _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_
 class Tile:
     """One row: a kernel's builds by output dtype, and the problems that they are for.
 
-    ``activations``: formats that the kernel multiplies; empty for the one that its op has. ``fill`` is (tile_m, tile_n,
-    SMs a tile, share of all SMs that must get work); None where any number of tiles does. ``speed``: of rows that have
-    one, the fastest for the problem is meant, where the first row that fits is one of them.
+    ``activations``: formats that the kernel multiplies; empty for the one that its op has. ``weights_max``: most N K.
+    ``fill`` is (tile_m, tile_n, SMs a tile, share of all SMs that must get work); None where any number of tiles does.
+    ``speed``: of rows that have one, the fastest for the problem is meant, where the first that fits is one of them.
     """
 
     kernel: str
@@ -43,6 +43,7 @@ class Tile:
     builds: dict[str, str]
     m_min: int
     m_max: int | None
+    weights_max: int | None
     fill: tuple[int, int, int, float] | None
     speed: TileSpeed | None = None
 
@@ -55,6 +56,8 @@ class Tile:
         if problem.out_dtype not in self.builds or problem.m < self.m_min:
             return False
         if self.m_max is not None and problem.m > self.m_max:
+            return False
+        if self.weights_max is not None and problem.n * problem.k > self.weights_max:
             return False
         if self.fill is None:
             return True
@@ -110,6 +113,7 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
         dict(row["builds"]),
         row.get("m_min", 0),
         row.get("m_max"),
+        row.get("weights_max"),
         size,
         TileSpeed(**row["speed"]) if "speed" in row else None,
     )

@@ -199,7 +199,7 @@ def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, scal
     w = weights(80, 208, scaling)
     layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16())
     found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[:2] == [(8, "w8a16", "bf16"), (1024, "w8a8", "fp8")]
+    assert found[:2] == [(8, "w8a16", "bf16"), (768, "w8a8", "fp8")]
     assert found[2][1:] == ("cublaslt", "fp8")
     held = [t for t in layer.bind().tensors if t.dtype == E4M3]
     assert len(held) == 3

@@ -141,13 +141,18 @@ def cases():
     return [case for case in contract.cases(BACKEND) if case.scaling in RECORD.scalings and not case.raw]
 
 
+def most_few(scaling):
+    """Most tokens of w8a8_small where the weights are few."""
+    return 128 if scaling == "block128" else 64
+
+
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_contract_on_emulated_kernels(monkeypatch, case):
     kernels = w8_fake.install(monkeypatch)
     contract.check(BACKEND, case)
     dynamic = "w8_quantize_block" if case.scaling == "block128" else "w8_quantize_row"
     quantizer = "w8_quantize_tensor" if case.static else dynamic
-    gemm = "w8a8_small" if case.m <= 64 else "w8_gemm"
+    gemm = "w8a8_small" if case.m <= most_few(case.scaling) else "w8_gemm"
     assert [name for name, *_ in kernels.launched] == [quantizer, gemm] * 2
 
 
@@ -161,8 +166,9 @@ def test_the_contract_has_static_scales_biases_and_all_scalings():
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
     tiles = cutlass_tiles.tiles("w8")
     plain, blocks = ("tensor", "row"), ("block128",)
-    assert [(tile.kernel, tile.m_max, tile.scalings) for tile in tiles] == [
-        *((FEW, 64, plain), (MANY, None, plain), (FEW, 64, blocks), (MANY, None, blocks))
+    assert [(tile.kernel, tile.m_max, tile.weights_max, tile.scalings) for tile in tiles] == [
+        *((FEW, 64, None, plain), (MANY, None, None, plain)),
+        *((FEW, 64, None, blocks), (FEW, 128, 4096 * 4096, blocks), (MANY, None, None, blocks)),
     ]
     assert {*plain, *blocks} == set(RECORD.scalings)
     for kernel in (FEW, MANY):
@@ -174,6 +180,16 @@ def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
     assert "any" in quantizer.variants
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "most"), [(64, 64, 128), (4096, 4096, 128), (4096, 4112, 64), (4104, 4096, 64), (57344, 8192, 64)]
+)
+def test_block_scales_of_few_weights_stay_with_the_kernel_for_few_tokens(monkeypatch, n, k, most):
+    w8_fake.install(monkeypatch)
+    for m in (1, 64, 65, 128, 129, 4096):
+        (kernel, _), _ = BACKEND.builds(problem(m, n, k, "block128"), torch.device("cpu"))
+        assert kernel == (FEW if m <= most else MANY), (m, n, k)
+
+
 @pytest.mark.parametrize("m", [1, 64, 65, 256, 4096])
 @pytest.mark.parametrize("scaling", ["row", "block128"])
 @pytest.mark.parametrize(("out_dtype", "build"), [("bfloat16", "bf16"), ("float16", "fp16")])
@@ -182,7 +198,7 @@ def test_only_what_an_m_needs_is_loaded_and_named(monkeypatch, out_dtype, build,
     build = f"block_{build}" if scaling == "block128" else build
     asked = problem(m, 64, 64, scaling, out_dtype=out_dtype)
     BACKEND.plan(asked, BACKEND.prepare(weights(64, 64, scaling)))
-    gemm = (FEW, build) if m <= 64 else (MANY, f"{build}_128")
+    gemm = (FEW, build) if m <= most_few(scaling) else (MANY, f"{build}_128")
     assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu")) == (gemm, ("w4_activations", "any"))
     assert BACKEND.builds(problem(m, scaling=scaling, out_dtype="float32"), torch.device("cpu")) == ()
     monkeypatch.setattr(w8a8, "arch_of", lambda device: ARCH["sm_120"])
@@ -399,7 +415,7 @@ def test_pdl_where_the_proofs_and_the_setting_allow_it(monkeypatch, allowed, set
 
 
 @pytest.mark.parametrize(
-    ("m", "proven"), [(17, FEW), (17, MANY), (17, w8a8.QUANTIZER), (65, FEW), (65, MANY), (65, w8a8.QUANTIZER)]
+    ("m", "proven"), [(17, FEW), (17, MANY), (17, w8a8.QUANTIZER), (129, FEW), (129, MANY), (129, w8a8.QUANTIZER)]
 )
 @pytest.mark.parametrize("scaling", ["row", "block128"])
 def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, scaling, m, proven):
@@ -412,7 +428,7 @@ def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, scaling, m, prove
 
     monkeypatch.setattr(w8a8.jit, "load", load)
     run(weights(64, 64, scaling), torch.randn(m, 64).bfloat16())
-    gemm = FEW if m <= 64 else MANY
+    gemm = FEW if m <= most_few(scaling) else MANY
     assert [launch[-1] for launch in kernels.launched] == [proven == w8a8.QUANTIZER, proven == gemm]
 
 
@@ -497,11 +513,11 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize("static", [None, 0.02])
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_a_small_layer_pinned_to_fp8_runs_up_to_1024_tokens_on_its_own_weight(hopper, scaling, static):
+def test_a_small_layer_pinned_to_fp8_runs_up_to_768_tokens_on_its_own_weight(hopper, scaling, static):
     w = weights(80, 208, scaling, static=None if static is None else torch.tensor(static))
     layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16(), activation="fp8")
     found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[0] == (1024, "w8a8", "fp8")
+    assert found[0] == (768, "w8a8", "fp8")
     assert found[1][1:] == ("cublaslt", "fp8")
     held = [t for t in layer.bind().tensors if t.dtype == E4M3]
     assert {t.data_ptr() for t in held} == {layer.weight.data_ptr()}
@@ -515,21 +531,21 @@ def test_a_small_layer_pinned_to_fp8_runs_up_to_1024_tokens_on_its_own_weight(ho
     ]
 
 
-def test_a_layer_with_block_scales_goes_to_cutlass_from_129_tokens_on_and_holds_its_weight_once(hopper):
+def test_a_layer_with_block_scales_goes_to_cutlass_from_385_tokens_on_and_holds_its_weight_once(hopper):
     w = weights(264, 400, "block128")
     layer = FP8Linear.from_weights(w, torch.randn(264).bfloat16())
     found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[0] == (128, "w8a8", "fp8")
+    assert found[0] == (384, "w8a8", "fp8")
     assert [route[1:] for route in found[1:]] == [("cutlass", "fp8")]
     held = layer.bind().tensors
     assert {t.data_ptr() for t in held if t.dtype == E4M3} == {layer.weight.data_ptr()}
     assert {t.data_ptr() for t in held if t.dtype == torch.float32} == {layer.weight_scale_inv.data_ptr()}
-    for m in (1, 17, 64, 65, 128):
+    for m in (1, 17, 64, 128, 129, 300):
         x = torch.randn(m, 400).bfloat16()
         assert w8_fake.error(layer(x), exact(w, x, layer.bias)) < 3e-3
     assert [launch[:2] for launch in hopper.launched[-4:]] == [
-        *(("w8_quantize_block", 65), ("w8_gemm", 65)),
-        *(("w8_quantize_block", 128), ("w8_gemm", 128)),
+        *(("w8_quantize_block", 129), ("w8_gemm", 129)),
+        *(("w8_quantize_block", 300), ("w8_gemm", 300)),
     ]
 
 
