@@ -120,19 +120,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int i = 0; i < steps; ++i) {
-    Amax const amax = amax_of<T>(raw[i]);
-    uint32_t bits = amax.bits;
-#pragma unroll
-    for (int lane = kLanes / 2; lane > 0; lane /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, lane));
-    float const block_scale = scale_of<T>(bits);
+    auto const [block_scale, finite] = scale_among<T, kLanes>(raw[i]);
     E4m3Divisor const divisor(block_scale);
     int64_t const unit = first + i * int64_t(blockDim.x);
     if (row >= rows || unit >= k / (vectors * kVector)) continue;
     if constexpr (vectors == 1) {
-      reinterpret_cast<uint2*>(q + row * k)[unit] = quantize<T>(raw[i][0], divisor, amax.finite);
+      reinterpret_cast<uint2*>(q + row * k)[unit] = quantize<T>(raw[i][0], divisor, finite);
     } else {
-      uint2 const low = quantize<T>(raw[i][0], divisor, amax.finite),
-                  high = quantize<T>(raw[i][1], divisor, amax.finite);
+      uint2 const low = quantize<T>(raw[i][0], divisor, finite),
+                  high = quantize<T>(raw[i][1], divisor, finite);
       reinterpret_cast<uint4*>(q + row * k)[unit] = make_uint4(low.x, low.y, high.x, high.y);
     }
     if (unit % kLanes == 0) scale[row * scale_row + unit / kLanes * scale_block] = block_scale;

@@ -174,6 +174,21 @@ __device__ inline float scale_of(uint32_t amax_bits) {
   return amax == 0.f ? 1.f : fmaxf(fmaf(amax, high, __fmul_rn(amax, low)), kMinScale);
 }
 
+// The scale of what `lanes` neighbours have, and whether all that this lane has is finite. For whole warps.
+struct SharedScale {
+  float scale;
+  bool finite;
+};
+
+template <class T, int lanes, int count>
+__device__ inline SharedScale scale_among(uint4 const (&raw)[count]) {
+  Amax const amax = amax_of<T>(raw);
+  uint32_t bits = amax.bits;
+#pragma unroll
+  for (int other = lanes / 2; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, other));
+  return {scale_of<T>(bits), amax.finite};
+}
+
 // Four codes, the first in the lowest byte. Saturates; NaN stays NaN.
 __device__ inline uint32_t to_e4m3(float a, float b, float c, float d) {
   uint32_t const low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);

@@ -196,7 +196,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
 }
 
 // A warp a token, eight tokens a block. A lane has `vectors` times 8 elements of a step, which has one scale for 16 / `vectors`
-// lanes: two vectors share what a scale costs, one lets more warps run. `tiles` blocks along K do `each` steps; `blocks` of 128 k.
+// lanes: two vectors share what a scale costs, one lets more warps run. `tiles` blocks along K do `each` steps each, of `blocks`
+// of 128 k.
 template <class T, int each, int vectors>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_blocks(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
@@ -218,17 +219,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   uint8_t* const to = column_of(packed, token, lane % kLanes * vectors / 2) + lane * vectors % 2 * 8;
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    Amax const amax = amax_of<T>(raw[i]);
-    uint32_t bits = amax.bits;
-#pragma unroll
-    for (int other = kLanes / 2; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, other));
-    float const block_scale = scale_of<T>(bits);
+    auto const [block_scale, finite] = scale_among<T, kLanes>(raw[i]);
     E4m3Divisor const divisor(block_scale);
     uint32_t words[2 * vectors];
 #pragma unroll
     for (int v = 0; v < vectors; ++v) {
       float q[kVector];
-      divisor.divide<T>(raw[i][v], amax.finite, q);
+      divisor.divide<T>(raw[i][v], finite, q);
       words[2 * v] = to_e4m3(q[0], q[1], q[2], q[3]);
       words[2 * v + 1] = to_e4m3(q[4], q[5], q[6], q[7]);
     }
