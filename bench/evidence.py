@@ -111,11 +111,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
     parser.add_argument("--workers", type=int, default=1, help="processes for the tests that share the card")
-    parser.add_argument("--limit-s", type=float, default=86400.0, help="seconds after which no test goes on")
+    parser.add_argument(
+        "--limit-s", type=float, default=86400.0, help="seconds after which no test goes on; the demo comes first"
+    )
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
     parser.add_argument("pytest", nargs="*", default=[*files, "tests/unit/test_formats_cuda.py"])
     arguments = parser.parse_args()
     result = environment(arguments.commit)
+    result["demo"] = [run_demo(fmt) for fmt in arguments.demo]
     end = time.monotonic() + arguments.limit_s
     alone = [path for path in arguments.pytest if Path(path).name in ALONE]
     rows, code = run_tests(alone, arguments.limit_s)
@@ -129,7 +132,6 @@ def main() -> int:
     result["skipped"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "skipped"]
     result["ran"] = ran(rows, result["device"])
     result["ended_by_limit"] = INTERRUPTED in (code, other_code)
-    result["demo"] = [run_demo(fmt) for fmt in arguments.demo]
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     for file, counts in result["tests"].items():
         print(f"{file:<28} {counts}")

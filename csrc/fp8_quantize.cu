@@ -31,7 +31,6 @@ namespace fp4d {
 constexpr int kBlock = 128;
 constexpr int kMostEach = 8;  // vectors that a thread keeps in registers between the two passes of a row
 constexpr int kRowThreads = 512;
-constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
 
 template <class T>
 __device__ inline uint2 quantize(uint4 raw, E4m3Divisor divisor, bool finite) {
@@ -207,27 +206,17 @@ void block(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   check_size({"scale", scale}, 1, blocks, "ceil(K/128)");
   if (device < 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
-  // As little a thread as lets all run at once, for latency.
   int64_t const warps = m * (k / kVector) / 32;
   bool const wide = k % (2 * kVector) == 0 && reinterpret_cast<uintptr_t>(data_of<uint8_t>(q)) % 16 == 0;
   dispatch(x, [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
-    auto const go = [&](auto steps, auto vectors) {
+    sized_for_a_wave(warps, warps / 2, wide, [&](auto steps, auto vectors) {
       // Whole blocks along K and whole warps: every lane takes part in the shuffles.
       int const lanes = kBlock / (vectors * kVector);
       Shape shape = shape_of(m, divide_up(blocks, int64_t(steps)) * lanes, lanes);
       launch(quantize_1x128<T, steps, vectors>, shape, device, enable_pdl, data, input_stride(x),
              data_of<uint8_t>(q), data_of<float>(scale), scale.stride(0), scale.stride(1), m, k);
-    };
-    using One = std::integral_constant<int, 1>;
-    using Two = std::integral_constant<int, 2>;
-    if (!wide || warps < kWaveWarps) {
-      go(One{}, One{});
-    } else if (warps < 2 * kWaveWarps) {
-      go(One{}, Two{});
-    } else {
-      go(Two{}, Two{});
-    }
+    });
   });
 }
 

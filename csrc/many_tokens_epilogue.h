@@ -7,10 +7,8 @@
 
 namespace fp4d {
 
-// Tokens are scaled at the end; blocks are scaled where they are added.
-constexpr bool kScaledTokens = kFp8 && !Weights::kBlocks;
-
-// What a warpgroup writes where weights are operand A: 64 rows of the weight, which are columns of the output.
+// What a warpgroup writes where weights are operand A: 64 rows of the weight, which are columns of the output. e4m3 tokens
+// are scaled here.
 template <class Tile>
 struct OutputByRow {
   Params const& p;
@@ -38,7 +36,7 @@ struct OutputByRow {
 
   // Of token `first` + lane.
   __device__ float token_scale(int first) const {
-    if (!kScaledTokens || lane >= Tile::kPieceTokens || first + lane >= p.m) return 0.f;
+    if (!kFp8 || lane >= Tile::kPieceTokens || first + lane >= p.m) return 0.f;
     return p.x_scale[int64_t(first + lane) * p.x_scale_step];
   }
 
@@ -75,7 +73,7 @@ struct OutputByRow {
       for (int i = 0; i < 2; ++i) {
         float scales[2] = {1.f, 1.f};
 #pragma unroll
-        for (int t = 0; t < 2 && kScaledTokens; ++t)
+        for (int t = 0; t < 2 && kFp8; ++t)
           scales[t] = __shfl_sync(~0u, scale, (j + i) * 8 + lane % 4 * 2 + t);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -105,11 +103,13 @@ struct OutputByRow {
 template <class Tile>
 struct OutputByToken {
   static constexpr int kColumns = 64;  // of the output, at a time
+  // Of what a warpgroup has to turn its output in.
+  static constexpr int kWarpBytes = 2 * Tile::kPieceBytes / 4;
   Params const& p;
   int warpgroup, warp, lane;
   uint32_t staging;           // in shared memory, of the warpgroup
   int token = 0, column = 0;  // first of the warp
-  static_assert(16 * (kColumns * int(sizeof(Out)) + 16) <= 2 * Tile::kPieceBytes / 4);
+  static_assert(16 * (kColumns * int(sizeof(Out)) + 16) <= kWarpBytes);
 
   struct Scales {};
 
@@ -137,7 +137,7 @@ struct OutputByToken {
   __device__ void piece(float const (&sums)[kSums], int first, int count) {
     constexpr int kUnits = kSums / 4;  // of 8 columns
     constexpr int kPitch = kUnits * 16 + 16;
-    uint32_t const to = staging + warp * (2 * Tile::kPieceBytes / 4);
+    uint32_t const to = staging + warp * kWarpBytes;
     uint32_t const mine = to + lane % 16 * kPitch + lane / 16 * 16;
     __syncwarp();  // the piece before has been read
 #pragma unroll

@@ -205,6 +205,23 @@ struct Shape {
 
 constexpr int kThreads = 256;
 
+constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
+
+// Steps and vectors of a lane that quantises in blocks, as few as let all warps run at once, at most two each. `warps`: with
+// one vector a step; `of_two`: with two, where `wide`, which is whether a lane may have two.
+template <class Go>
+void sized_for_a_wave(int64_t warps, int64_t of_two, bool wide, Go&& go) {
+  using One = std::integral_constant<int, 1>;
+  using Two = std::integral_constant<int, 2>;
+  if (!wide || warps < kWaveWarps) {
+    go(One{}, One{});
+  } else if (of_two < kWaveWarps) {
+    go(One{}, Two{});
+  } else {
+    go(Two{}, Two{});
+  }
+}
+
 // Blocks of kThreads: a power of two of threads along K (at least `group`, which work together), the rest
 // along rows.
 inline Shape shape_of(int64_t rows, int64_t width, int group) {

@@ -35,7 +35,6 @@ constexpr int kWarpBlocks = 4;  // of 128 bytes, that a warp writes at once
 constexpr int kMaxWarps = 8, kMaxThreads = kMaxWarps * 32, kBlocksAtOnce = 4;
 constexpr int kMaxPartsLog2 = 3;  // blocks that share a token
 constexpr int kMostEach = 4;  // times 512 k that a warp keeps in registers between the two passes of a row
-constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
 
 // A token's 16-byte column in the first 128 bytes along K.
 __device__ inline uint8_t* column_of(uint8_t* packed, int64_t token, int column) {
@@ -287,20 +286,6 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   }
 }
 
-// Steps and vectors of a warp: as few as let all tokens run at once, at most two each.
-template <class Go>
-void sized(int64_t tokens, int64_t blocks, Go&& go) {
-  using One = std::integral_constant<int, 1>;
-  using Two = std::integral_constant<int, 2>;
-  if (tokens * divide_up(blocks, int64_t(2)) < kWaveWarps) {
-    go(One{}, One{});
-  } else if (tokens * divide_up(blocks, int64_t(4)) < kWaveWarps) {
-    go(One{}, Two{});
-  } else {
-    go(Two{}, Two{});
-  }
-}
-
 void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
   check_both(x, packed);
   check_block_scales({"scale", scale}, packed.size(0), packed.size(1));
@@ -308,16 +293,18 @@ void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enab
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}, {"scale", scale}});
   if (x.size(0) == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
-  int64_t const blocks = packed.size(0), token_blocks = packed.size(1);
+  int64_t const blocks = packed.size(0), token_blocks = packed.size(1), tokens = token_blocks * kBlockTokens;
   auto const on = [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
-    sized(token_blocks * kBlockTokens, blocks, [&](auto each, auto vectors) {
+    auto const go = [&](auto each, auto vectors) {
       int64_t const tiles = divide_up(blocks, int64_t(2 * each * vectors));
       Shape const shape{dim3(unsigned(token_blocks * tiles)), dim3(kThreads), 1};
       launch(quantize_blocks<T, each, vectors>, shape, device, enable_pdl, data, input_stride(x),
              data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0), x.size(1), blocks,
              tiles);
-    });
+    };
+    sized_for_a_wave(tokens * divide_up(blocks, int64_t(2)), tokens * divide_up(blocks, int64_t(4)), true,
+                     go);
   };
   if (same(x.dtype(), kBF16)) {
     on(data_of<__nv_bfloat16>(x));

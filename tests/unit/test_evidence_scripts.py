@@ -284,3 +284,4 @@ def test_outcomes_are_kept_and_a_limit_keeps_those_of_what_has_run(tmp_path, sec
     assert [(test, outcome) for _, test, outcome in rows][:3] == want
     assert {file for file, _, _ in rows} == {"test_some"}
     assert (len(rows) == 4 and rows[3][2] == "passed") == whole
+    assert evidence.run_tests(["-k", "passes", str(path)]) == ([("test_some", "test_passes", "passed")], 0)
