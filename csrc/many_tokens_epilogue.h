@@ -61,7 +61,7 @@ struct OutputByRow {
     piece(sums, token_scale(corner.token + j * 8), corner.token + j * 8, count * 8);
   }
 
-  // A piece from token `first` on: sums as wgmma leaves them, `count` tokens of them wanted.
+  // A piece from token `first` on: sums as the loop leaves them, `count` tokens of them wanted.
   __device__ void piece(float const (&sums)[Tile::kPieceTokens / 2], float scale, int first, int count) {
     uint32_t const to = staging + buffer * Tile::kPieceBytes;
     uint32_t const mine =
@@ -80,7 +80,8 @@ struct OutputByRow {
           float values[2];
 #pragma unroll
           for (int t = 0; t < 2; ++t)
-            values[t] = fmaf(sums[4 * (j + i) + 2 * half + t] * alpha[half], scales[t], bias[half]);
+            values[t] =
+                fmaf(sums[(4 * (j + i) + 2 * half + t) ^ kOtherBank] * alpha[half], scales[t], bias[half]);
           pairs[2 * i + half] = pack(values[0], values[1], Out{});
         }
       }
@@ -132,7 +133,7 @@ struct OutputByToken {
     piece(sums, column + j * 8, count * 8);
   }
 
-  // Columns from `first` on: sums as wgmma leaves them, `count` columns of them wanted.
+  // Columns from `first` on: sums as the loop leaves them, `count` columns of them wanted.
   template <int kSums>
   __device__ void piece(float const (&sums)[kSums], int first, int count) {
     constexpr int kUnits = kSums / 4;  // of 8 columns
@@ -152,9 +153,11 @@ struct OutputByToken {
           if (p.bias != nullptr && at < p.n) bias[t] = float(p.bias[at]);
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half) {
+          int const v = 4 * (j + i) + 2 * half;
           pairs[2 * i + half] =
-              pack(sums[4 * (j + i) + 2 * half] + bias[0], sums[4 * (j + i) + 2 * half + 1] + bias[1], Out{});
+              pack(sums[v ^ kOtherBank] + bias[0], sums[(v + 1) ^ kOtherBank] + bias[1], Out{});
+        }
       }
       store_matrices(mine + j * 16, pairs);
     }

@@ -46,7 +46,7 @@ constexpr Clocks clocks_of_tile() {
   if (!kFp8) return Used::kTokens == 192 ? Clocks{0, 850, 850} : Clocks{0, 1080, 1080};
   if (Used::kTokens == 32) return {920, 519, 383};
   if (Used::kTokens == 64) return {1191, 673, 554};
-  return Used::kTokens == 128 ? Clocks{0, 788, 820} : Clocks{0, 928, 928};
+  return Used::kTokens == 128 ? Clocks{0, 759, 785} : Clocks{0, 908, 908};
 }
 constexpr Clocks kClocks = clocks_of_tile();
 

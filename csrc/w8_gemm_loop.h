@@ -30,11 +30,7 @@ struct Loop {
     }
   }
 
-  __device__ void multiply(float (&partial)[T / 2], int add) const {
-    uint32_t const tokens = ring.tokens(at.slot);
-    uint64_t const a = operand_b(Weights::kTokensAreA ? tokens + warpgroup * (64 * 128)
-                                                      : ring.weights(at.slot, warpgroup)),
-                   b = operand_b(Weights::kTokensAreA ? ring.weights(at.slot, 0) : tokens);
+  __device__ void multiply(float (&partial)[T / 2], uint64_t a, uint64_t b, int add) const {
     wgmma_fence();
     wgmma_e4m3<T>(partial, a, b, add);
 #pragma unroll
@@ -45,26 +41,43 @@ struct Loop {
 
   // Every 128 k have scales of their own: one of the weights, and one a token, which lies in the stage. Tokens are rows of
   // operand A, so a lane has two of them and the rest is one FFMA a sum. These do not hide behind MMAs, which read and write
-  // the same registers: a second set of partial sums, added while the next stage is multiplied, is 3 to 6 % slower, and so is
-  // waiting for the next stage before them (H200, bench/NOTES.md).
+  // the same registers, so all else must: a stage's MMAs go out one after the other, without a load or a wait between them,
+  // and meanwhile the next stage's barrier is asked and its scale of the weights fetched (H200, bench/NOTES.md: 6 %).
   __device__ void run_blocks(int count, float (&sums)[T / 2], float const* at_scales) {
     static_assert(!Weights::kBlocks || (Weights::kTokensAreA && T == Tile::kRows));
-    uint32_t const token = (warpgroup * 64 + warp * 16 + lane / 4) * 4;
+    constexpr uint64_t kHigh = kOperandB >> 32 << 32;
+    uint32_t const scales_at = ring.scales(0) + (warpgroup * 64 + warp * 16 + lane / 4) * 4;
     float partial[T / 2];
+    bool ready = false;  // the stage at hand, without a wait
+    int done = 0;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      float const scale = __ldg(at_scales + i);
-      barrier_wait(ring.full(at.slot), at.parity);
-      multiply(partial, 0);
-      uint32_t const scales = ring.scales(at.slot) + token;
-      float const first = __uint_as_float(load_4(scales)) * scale,
-                  second = __uint_as_float(load_4(scales + 8 * 4)) * scale;
-      wgmma_wait<0>();
-      if (releases.mine != 0) barrier_arrive_in(releases.of(at.slot));
-      at.advance();
+    do {  // a lane holds one of 32 scales of the weights
+      float const held = __ldg(at_scales + min(done + lane, count - 1));
+      int const end = min(done + 32, count);
+      float scale = __shfl_sync(~0u, held, 0);
+#pragma unroll 1
+      do {
+        if (!ready) barrier_wait(ring.full(at.slot), at.parity);
+        uint32_t const scales = scales_at + at.slot * Tile::kStageBytes;
+        float first = __uint_as_float(load_4(scales)), second = __uint_as_float(load_4(scales + 8 * 4));
+        uint32_t const stage = uint32_t(operand_b(ring.base)) + at.slot * (Tile::kStageBytes >> 4);
+        multiply(partial, kHigh | (stage + warpgroup * (64 * 128 >> 4)),
+                 kHigh | (stage + (Tile::kTokenBytes >> 4)), 0);
+        first *= scale, second *= scale;
+        uint32_t const release = releases.of(at.slot);
+        at.advance();
+        // Where no stage follows the question would be answered after microseconds.
+        ready = ++done < count && barrier_done(ring.full(at.slot), at.parity);
+        scale = __shfl_sync(~0u, held, done & 31);
+        wgmma_wait<0>();
+        if (releases.mine != 0) barrier_arrive_in(release);
 #pragma unroll
-      for (int v = 0; v < T / 2; ++v) sums[v] = fmaf(partial[v], v % 4 < 2 ? first : second, sums[v]);
-    }
+        for (int v = 0; v < T / 2; ++v) {
+          float& sum = sums[v ^ kOtherBank];
+          sum = fmaf(partial[v], v % 4 < 2 ? first : second, sum);
+        }
+      } while (done < end);
+    } while (done < count);
   }
 
   __device__ void run_promoted(int count, float (&sums)[T / 2]) {
@@ -76,7 +89,7 @@ struct Loop {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       barrier_wait(ring.full(at.slot), at.parity);
-      multiply(partial, phase);
+      multiply(partial, operand_b(ring.weights(at.slot, warpgroup)), operand_b(ring.tokens(at.slot)), phase);
       wgmma_wait<1>();
       if (release != 0 && releases.mine != 0) barrier_arrive_in(release);
       release = releases.of(at.slot);
@@ -87,14 +100,14 @@ struct Loop {
         if (releases.mine != 0) barrier_arrive_in(release);
         release = 0;
 #pragma unroll
-        for (int v = 0; v < T / 2; ++v) sums[v] += partial[v];
+        for (int v = 0; v < T / 2; ++v) sums[v ^ kOtherBank] += partial[v];
       }
     }
     wgmma_wait<0>();
     if (release != 0 && releases.mine != 0) barrier_arrive_in(release);
     if (phase != 0) {
 #pragma unroll
-      for (int v = 0; v < T / 2; ++v) sums[v] += partial[v];
+      for (int v = 0; v < T / 2; ++v) sums[v ^ kOtherBank] += partial[v];
     }
   }
 };

@@ -42,8 +42,8 @@
 namespace fp4d {
 
 // Clocks measured on an H200: bench/NOTES.md, "many tokens".
-constexpr double kStageClocks = Weights::kBlocks ? 850 : 679, kPairClocks = Weights::kBlocks ? 867 : 674,
-                 kShareClocks = Weights::kBlocks ? 841 : 674;
+constexpr double kStageClocks = Weights::kBlocks ? 795 : 679, kPairClocks = Weights::kBlocks ? 854 : 674,
+                 kShareClocks = Weights::kBlocks ? 787 : 674;
 TileSizes const kSizes{Used::kTokens, Used::kRows,      128, Used::kWeightBytes,
                        Used::kCtas,   Used::kMostSplit, 0,   kStageClocks,
                        kPairClocks,   kShareClocks,     913};
