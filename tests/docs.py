@@ -228,6 +228,10 @@ def demo() -> str:
     ]
     for result in results():
         for d in result.get("demo", []):
+            if "error" in d:
+                why = d["error"].splitlines()[0]
+                lines.append(f"| {result['device']} | {result['commit']} | {d['format']} | {why} | | | | |")
+                continue
             size = f"{d['bytes_before'] / 1e6:.1f} -> {d['bytes_after'] / 1e6:.1f} MB"
             numbers = f"{d['cosine']['mean']:.4f} | {d['cosine']['min']:.4f} | {d['spearman']:.4f}"
             cells = [result["device"], result["commit"], d["format"], ", ".join(d["backends"]), size, numbers]

@@ -21,6 +21,7 @@ from fp4dispatch.errors import CaptureError
 from fp4dispatch.linear import FP4Linear
 from fp4dispatch.problem import Problem
 from fp4dispatch.replace import replace_linears
+from tests import bounds
 from tests.gpu import backend_cases, layers
 from tests.gpu.layers import K, N, error, exact, tokens
 from tests.gpu.layers import nvfp4_layer as layer
@@ -115,16 +116,16 @@ def test_the_same_bits_every_time():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [512, 528])
 def test_results_are_those_of_an_fp8_layer_on_these_values(n, dtype):
-    """Bit by bit: up to 1024 tokens of w8a8, where an output of few tiles goes to it, then of cublaslt."""
+    """Bit by bit: of w8a8 for as many tokens as it has where an output is of few tiles, then of cublaslt."""
     w = layer(n=n, bias=False).weights()
     prepared = BACKEND.prepare(w)
     data, scale = prepared.tensors
     fp8 = LinearWeights("fp8_gemm", "row", n, w.k, data, scale[0])
     bias = torch.randn(n, device="cuda", dtype=dtype)
-    for m in (1, 64, 65, 200, 1024, 1025, 4096):
+    for m in (1, 64, 65, 200, bounds.W8A8, bounds.W8A8 + 1, 1024, 4096):
         asked = Problem("nvfp4_gemm", m, n, w.k, "fp8", out_dtype=str(dtype).removeprefix("torch."), bias=True)
         x, outs = tokens(m, w.k, dtype=dtype), []
-        other = registry.instance("w8a8" if m <= 1024 else "cublaslt")
+        other = registry.instance("w8a8" if m <= bounds.W8A8 else "cublaslt")
         for backend, mine, ask in (
             (BACKEND, prepared, asked),
             (other, other.prepare(fp8), replace(asked, op="fp8_gemm", scaling="row")),
@@ -174,13 +175,13 @@ def test_a_layer_changes_with_m_where_the_copy_is_allowed(monkeypatch):
     monkeypatch.setenv(COPY, "1")
     lin = layer()
     found = [(r.m_max, r.backend) for r in lin.bind().spec.routes]
-    assert found[:2] == [(8, "w4a16"), (128, "w4a8")]
+    assert found[:2] == [(bounds.W4A16, "w4a16"), (bounds.W4A8_BESIDE_A_COPY, "w4a8")]
     assert found[2][1] == "w4a8_expanded"
     assert len(found) == 3
     assert lin.nbytes() - plain.nbytes() == 528 * K + 4 * 528  # N is padded to 528
-    for m in (1, 8, 9, 128, 129, 4096):
+    for m in (1, 16, 17, 128, 129, 4096):
         x = tokens(m)
-        assert error(lin(x), exact(lin, x)) < (0.003 if m <= 8 else ERROR), m
+        assert error(lin(x), exact(lin, x)) < (0.003 if m <= bounds.W4A16 else ERROR), m
     x = tokens(500)
     want = lin(x)
     assert compact(lin) > 0
@@ -229,7 +230,7 @@ def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
         inner = plan.state.plan.state
         return inner.gemm_pdl and inner.quantize_pdl if plan.state.backend.name == "w8a8" else None
 
-    on_w8a8 = m <= 1024 and system.current().arch == SM90
+    on_w8a8 = m <= bounds.W8A8 and system.current().arch == SM90
     layers.a_chain_under_pdl_gives_the_bits_of_one_without(monkeypatch, named, m, uses_pdl if on_w8a8 else None)
 
 

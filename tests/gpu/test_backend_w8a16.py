@@ -5,6 +5,8 @@ That every backend keeps the contract, tile by tile, is in test_backends.py.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -80,9 +82,8 @@ def test_graphs_of_every_m_replay_what_eager_computes():
 def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("auto takes another backend here")
-    layers.a_chain_under_pdl_gives_the_bits_of_one_without(
-        monkeypatch, layer, m, lambda plan: plan.state.pdl if plan.backend == "w8a16" else None
-    )
+    pinned = functools.partial(layer, activation="bf16")
+    layers.a_chain_under_pdl_gives_the_bits_of_one_without(monkeypatch, pinned, m, lambda plan: plan.state.pdl)
 
 
 def test_a_layer_runs_right_after_its_weights_came():

@@ -17,6 +17,7 @@ from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.jit.proven import forget
 from fp4dispatch.linear import FP8Linear
 from fp4dispatch.problem import Problem
+from tests import bounds
 from tests.gpu import backend_cases, layers
 from tests.gpu.layers import ERROR, K, N, error, exact, tokens
 from tests.gpu.sm90 import needs_sm90
@@ -79,7 +80,10 @@ def run(w, x, bias=None):
 def test_a_layer_changes_with_m_and_holds_its_weight_once(scaling):
     lin = layer(scaling=scaling, n=528, activation="any")
     found = lin.bind().spec.routes
-    assert [(r.m_max, r.backend, r.activation) for r in found[:2]] == [(8, "w8a16", "bf16"), (1024, "w8a8", "fp8")]
+    assert [(r.m_max, r.backend, r.activation) for r in found[:2]] == [
+        (bounds.W8A16, "w8a16", "bf16"),
+        (bounds.W8A8, "w8a8", "fp8"),
+    ]
     assert [(r.backend, r.activation) for r in found[2:]] == [("cublaslt", "fp8")]
     held = {t.data_ptr() for t in lin.bind().tensors if t.dtype == torch.float8_e4m3fn}
     assert held == {lin.weight.data_ptr()}
@@ -91,20 +95,19 @@ def test_a_layer_changes_with_m_and_holds_its_weight_once(scaling):
 @pytest.mark.parametrize(("n", "k"), [(N, K), (517, 1000), (72, 80)])
 def test_every_m_is_right(activation, dtype, n, k):
     lin = layer(k, n, dtype=dtype, activation=activation)
-    for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 300, 1000, 1025):
+    for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 300, bounds.W8A8, 1000, 1025):
         x = tokens(m, k, dtype=dtype)
         spec = lin.bind().spec
         route = spec.routes[spec.index(m)]
-        if 8 < m <= 1024 or (activation == "fp8" and m <= 8):
+        if bounds.W8A16 < m <= bounds.W8A8 or (activation == "fp8" and m <= bounds.W8A16):
             assert route.backend == "w8a8"
         assert error(lin(x), exact(lin, x)) < ERROR[route.activation], m
 
 
-def test_a_layer_with_block_scales_goes_to_cutlass_from_129_tokens_on_and_holds_its_weight_once():
+def test_a_layer_with_block_scales_has_it_for_any_number_of_tokens_and_holds_its_weight_once():
     lin = blocks(n=528, activation="any")
     found = lin.bind().spec.routes
-    assert [(r.m_max, r.backend, r.activation) for r in found[:1]] == [(128, "w8a8", "fp8")]
-    assert [(r.backend, r.activation) for r in found[1:]] == [("cutlass", "fp8")]
+    assert [(r.backend, r.activation) for r in found] == [("w8a8", "fp8")]
     held = lin.bind().tensors
     assert {t.data_ptr() for t in held if t.dtype == torch.float8_e4m3fn} == {lin.weight.data_ptr()}
     assert {t.data_ptr() for t in held if t.dtype == torch.float32} == {lin.weight_scale_inv.data_ptr()}

@@ -533,12 +533,10 @@ def test_a_small_layer_pinned_to_fp8_runs_up_to_768_tokens_on_its_own_weight(hop
     ]
 
 
-def test_a_layer_with_block_scales_goes_to_cutlass_from_385_tokens_on_and_holds_its_weight_once(hopper):
+def test_a_layer_with_block_scales_has_it_for_any_number_of_tokens_and_holds_its_weight_once(hopper):
     w = weights(264, 400, "block128")
     layer = FP8Linear.from_weights(w, torch.randn(264).bfloat16())
-    found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[0] == (384, "w8a8", "fp8")
-    assert [route[1:] for route in found[1:]] == [("cutlass", "fp8")]
+    assert [(r.backend, r.activation) for r in layer.bind().spec.routes] == [("w8a8", "fp8")]
     held = layer.bind().tensors
     assert {t.data_ptr() for t in held if t.dtype == E4M3} == {layer.weight.data_ptr()}
     assert {t.data_ptr() for t in held if t.dtype == torch.float32} == {layer.weight_scale_inv.data_ptr()}

@@ -11,6 +11,7 @@ from fp4dispatch.decision import Decision
 from fp4dispatch.policy import resolve
 from fp4dispatch.problem import Problem
 from fp4dispatch.system import System
+from tests import bounds
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}
 NVCC = {"nvcc": "13.0", "cutlass": "4.5"}
@@ -263,13 +264,11 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
 
 
 @pytest.mark.parametrize("activation", ["any", "fp8"])
-def test_block_scales_on_sm_90_go_to_cutlass_from_385_tokens_on(activation):
-    for m, chosen, rule in (
-        *((m, "w8a8", "fp8-sm90-block128-few-tokens-w8a8") for m in (1, 8, 9, 64, 65, 128, 129, 384)),
-        *((m, "cutlass", "fp8-block128-cutlass") for m in (385, 512, 1024, 8192)),
-    ):
+def test_block_scales_on_sm_90_are_our_own_kernels(activation):
+    for m in (1, 64, 65, 128, 385, 1024, 32768):
         decision = ask("fp8_gemm", "block128", "9.0", FULL, m=m, activation=activation)
-        assert (decision.backend, decision.activation, decision.rule.id) == (chosen, "fp8", rule)
+        found = (decision.backend, decision.activation, decision.rule.id)
+        assert found == ("w8a8", "fp8", "fp8-sm90-block128-w8a8")
     raw = Problem("fp8_gemm", 1, 4096, 4096, "fp8", "block128", raw=True)
     for decision in (
         ask("fp8_gemm", "block128", "9.0", FULL, m=17, disabled=["w8a8"]),
@@ -293,3 +292,23 @@ def test_before_fp8_tensor_cores_fp8_is_weight_only_for_every_m(arch):
         decision = ask("fp8_gemm", "row", arch, FULL, m=m)
         assert (decision.backend, decision.activation, decision.rule.id) == ("w8a16", "bf16", "fp8-weight-only")
         assert "NOT quantised" in str(decision)
+
+
+@pytest.mark.parametrize(("n", "k"), [(72, 80), (520, 1040), (528, 1040), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("scaling", "copy", "most", "few", "more"),
+    [
+        ("tensor", False, bounds.W8A16, "w8a16", "w8a8"),
+        ("row", False, bounds.W8A16, "w8a16", "w8a8"),
+        ("row", False, bounds.W8A8, "w8a8", "cublaslt"),
+        ("nvfp4", False, bounds.W4A16, "w4a16", "w4a8"),
+        ("nvfp4", True, bounds.W4A16, "w4a16", "w4a8"),
+        ("nvfp4", True, bounds.W4A8_BESIDE_A_COPY, "w4a8", "w4a8_expanded"),
+    ],
+)
+def test_small_layers_on_sm_90_change_where_gpu_tests_expect_it(scaling, copy, most, few, more, n, k):
+    def asked(m):
+        problem = Problem("nvfp4_gemm" if scaling == "nvfp4" else "fp8_gemm", m, n, k, scaling=scaling)
+        return resolve(problem, System.fake("9.0", **FULL, fp8_copy=copy), registry.backends()).backend
+
+    assert [asked(m) for m in (most, most + 1)] == [few, more]
