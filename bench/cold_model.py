@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMATS = ("nvfp4", "fp8_row")
+FORMATS = ("nvfp4", "fp8_row", "fp8_block")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """N x K of a block: qkv, out, gate and up, down."""
 TOKENS = (1, 2, 4, *range(8, 513, 8), 1024, 2048, 4096)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 
 
 def fill(text: str, name: str, body: str) -> str:
@@ -22,7 +23,7 @@ def fill(text: str, name: str, body: str) -> str:
 
 def results() -> list[dict]:
     """Return every kept result, oldest first."""
-    return [json.loads(path.read_text()) for path in sorted((ROOT / "bench" / "results").glob("*.json"))]
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
 
 
 def support() -> str:
@@ -247,6 +248,45 @@ def bench() -> str:
     return "\n\n".join(runs) or "No run is kept yet."
 
 
+ANY = range(1, 1 << 20)
+SPEED = (
+    (
+        "2026-11-22-h200-targets-ae316ff",
+        {
+            "FP4Linear": ("`FP4Linear`", ANY),
+            "FP4Linear/w4a8_expanded": ("`FP4Linear`, `FP4DISPATCH_FP8_COPY=1`", range(129, 1 << 20)),
+            "FP8Linear/row": ("`FP8Linear`, by row", ANY),
+            "FP8Linear/block128": ("`FP8Linear`, 128x128 blocks", range(1, 385)),
+            "torch/row+q": ("`torch._scaled_mm` by row, our quantiser", ANY),
+            "flashinfer/block128+q": ("FlashInfer's DeepGEMM, 128x128 blocks", ANY),
+        },
+    ),
+    ("2026-11-22-h200-targets-06f099b", {"humming/nvfp4": ("Humming, NVFP4 (another run)", ANY)}),
+)
+"""What the README shows: runs, and of each which methods, under which names, for how many tokens: those for which a
+layer still runs what it ran then."""
+
+
+def speed() -> str:
+    """Return what layers and their peers are over bf16 cuBLAS, from the runs of SPEED."""
+    from fp4dispatch.benchmark import report
+
+    lines: list[str] = []
+    for name, methods in SPEED:
+        doc = json.loads((RESULTS / f"{name}.json").read_text())
+        found, tokens = report.speedups(doc, report.TARGET_SHAPES), report.tokens_of(doc)
+        if not lines:
+            lines += [f"| tokens | {' | '.join(map(str, tokens))} |", "|---|" + "---:|" * len(tokens)]
+        for method, (shown, serves) in methods.items():
+            cells = [shown]
+            for m in tokens:
+                mean, count = found[method][m] if m in serves else (0.0, 0)
+                few = f" ({count})" if count != len(report.TARGET_SHAPES) else ""
+                cells.append(f"{mean:.2f}{few}" if count else "")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def decoder() -> str:
     """Return the table of every end-to-end run that is kept, with the backends of each format."""
     from bench import decoder as script
@@ -389,7 +429,7 @@ def generate() -> dict[Path, str]:
         ("demo", demo),
     ):
         numbers = fill(numbers, name, make())
-    return {readme: fill(text, "support", support()), measured: numbers}
+    return {readme: fill(fill(text, "support", support()), "speed", speed()), measured: numbers}
 
 
 if __name__ == "__main__":
