@@ -80,6 +80,7 @@ struct Loop {
     bool ready = false;    // the next stage, without a wait
 #pragma unroll 1
     do {
+      // The same either way; each loop's machine code is the one that was measured.
       uint64_t const b = kAhead ? operand_b(ring.base) + (at.offset >> 4) : operand_b(ring.base + at.offset);
       multiply(partial, a[0], b, phase);  // the tile's first sums are zero anyway
       --left;
