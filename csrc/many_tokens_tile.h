@@ -20,7 +20,13 @@ constexpr int kBlockRows = 64;  // of weights, which a consumer warpgroup multip
 
 // FP8: wgmma's register v is added to sum v ^ kOtherBank. ptxas lines sums up by four, as the registers of a wgmma are, so
 // that v and sum v would be in one bank, and an addition would read it twice (H200: block scales 1 to 2 % faster so).
-constexpr int kOtherBank = FP4D_ACT == 8 ? 1 : 0;
+constexpr int kOtherBank = kFp8 ? 1 : 0;
+
+template <int N>
+__device__ __forceinline__ void add(float const (&partial)[N], float (&sums)[N]) {
+#pragma unroll
+  for (int v = 0; v < N; ++v) sums[v ^ kOtherBank] += partial[v];
+}
 
 // Activations: e4m3 as w4_activations.cu packs them, or 16 bits [M, K] by TMA.
 #if FP4D_ACT == 8

@@ -132,11 +132,6 @@ struct Loop {
     if (phase != 0) add(partial, sums);
     if (empty_at != 0) barrier_arrive_in(empty_at + previous.barrier);
   }
-
-  __device__ static void add(float const (&partial)[T / 2], float (&sums)[T / 2]) {
-#pragma unroll
-    for (int v = 0; v < T / 2; ++v) sums[v ^ kOtherBank] += partial[v];
-  }
 };
 
 }  // namespace fp4d

@@ -60,6 +60,7 @@ struct Loop {
         if (!ready) barrier_wait(ring.full(at.slot), at.parity);
         uint32_t const scales = scales_at + at.slot * Tile::kStageBytes;
         float first = __uint_as_float(load_4(scales)), second = __uint_as_float(load_4(scales + 8 * 4));
+        // By addition: from each address anew they are four more instructions before the MMAs.
         uint32_t const stage = uint32_t(operand_b(ring.base)) + at.slot * (Tile::kStageBytes >> 4);
         multiply(partial, kHigh | (stage + warpgroup * (64 * 128 >> 4)),
                  kHigh | (stage + (Tile::kTokenBytes >> 4)), 0);
@@ -99,16 +100,12 @@ struct Loop {
         wgmma_wait<0>();
         if (releases.mine != 0) barrier_arrive_in(release);
         release = 0;
-#pragma unroll
-        for (int v = 0; v < T / 2; ++v) sums[v ^ kOtherBank] += partial[v];
+        add(partial, sums);
       }
     }
     wgmma_wait<0>();
     if (release != 0 && releases.mine != 0) barrier_arrive_in(release);
-    if (phase != 0) {
-#pragma unroll
-      for (int v = 0; v < T / 2; ++v) sums[v ^ kOtherBank] += partial[v];
-    }
+    if (phase != 0) add(partial, sums);
   }
 };
 

@@ -269,7 +269,7 @@ layer still runs what it ran then."""
 
 def speed() -> str:
     """Return what layers and their peers are over bf16 cuBLAS, from the runs of SPEED."""
-    from fp4dispatch.benchmark import report
+    from fp4dispatch.benchmark import report, targets
 
     lines: list[str] = []
     for name, methods in SPEED:
@@ -278,11 +278,8 @@ def speed() -> str:
         if not lines:
             lines += [f"| tokens | {' | '.join(map(str, tokens))} |", "|---|" + "---:|" * len(tokens)]
         for method, (shown, serves) in methods.items():
-            cells = [shown]
-            for m in tokens:
-                mean, count = found[method][m] if m in serves else (0.0, 0)
-                few = f" ({count})" if count != len(report.TARGET_SHAPES) else ""
-                cells.append(f"{mean:.2f}{few}" if count else "")
+            means = (found[method][m] if m in serves else None for m in tokens)
+            cells = [shown, *(targets.mean_text(mean, len(report.TARGET_SHAPES)) for mean in means)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -319,11 +319,7 @@ def _means(doc: Document, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) 
     grid = [["", *(f"M={m}" for m in ms)]]
     for method, by_m in found.items():
         if method != BASELINE:
-            cells = []
-            for m in ms:
-                mean, count = by_m.get(m, (0.0, 0))
-                cells.append("" if not count else f"{mean:.2f}" + ("" if count == len(shapes) else f" ({count})"))
-            grid.append([method, *cells])
+            grid.append([method, *(targets.mean_text(by_m.get(m), len(shapes)) for m in ms)])
     return grid
 
 

@@ -47,16 +47,17 @@ def table(means: Means, shapes: int) -> list[list[str]]:
         for m in sorted(means.get(target.method, {})):
             if target.first <= m <= target.last:
                 mean, count = means[target.method][m]
-                peer = _number(means.get(target.peer, {}).get(m), shapes)
-                ours = _number((mean, count), shapes)
+                peer = mean_text(means.get(target.peer, {}).get(m), shapes, "-")
+                ours = mean_text((mean, count), shapes)
                 verdict = "" if count < shapes else _verdict(mean, target.least)
                 lines.append([target.what, str(m), f"{target.least:.2f}", ours, verdict, target.peer, peer])
     return lines
 
 
-def _number(found: tuple[float, int] | None, shapes: int) -> str:
+def mean_text(found: tuple[float, int] | None, shapes: int, none: str = "") -> str:
+    """Return a mean, with how many shapes it is over where these are fewer than ``shapes``; ``none`` for none."""
     if found is None:
-        return "-"
+        return none
     mean, count = found
     return f"{mean:.2f}" + ("" if count >= shapes else f" ({count})")
 
