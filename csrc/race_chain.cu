@@ -1,13 +1,14 @@
-// The two neighbours of the GEMM in the race test: producer -> GEMM -> consumer, all launched with PDL.
+// The two neighbours of a kernel under test: producer -> kernel -> consumer, each launched with PDL.
 //
-//   produce(source, scale_source, a, a_scale, delay_cycles, enable_pdl)
-//     Releases its dependents at once, spins, and only then copies source to a and scale_source to a_scale: a
-//     GEMM that does not wait reads what was there before. Bytes of source and a: equal, a multiple of 16;
-//     scales f32.
-//   consume(d, out, enable_pdl)
-//     Waits, then copies d to out (equal bytes, a multiple of 16).
+//   produce(source, target, delay_cycles, enable_pdl)
+//     Releases its dependents at once, spins, and only then copies source to target: a kernel that does not wait
+//     reads what was in target before.
+//   consume(from, to, source, target, enable_pdl)
+//     Waits, copies `from` to `to`, and overwrites target with source. If the kernel ended without waiting for the
+//     producer, the producer's writes can land after these.
 //
-// All contiguous, on one device. Capture-safe: only launches.
+// Equal bytes in each pair, a multiple of 16; contiguous, 16-byte aligned, on one device. Capture-safe: only
+// launches.
 #include "quantize.h"
 
 namespace fp4d {
@@ -20,21 +21,20 @@ __device__ inline void copy(uint4 const* from, uint4* to, int64_t vectors) {
   for (int64_t i = first; i < vectors; i += int64_t(gridDim.x) * blockDim.x) to[i] = from[i];
 }
 
-__global__ void produce_kernel(uint4 const* source, uint4* a, int64_t vectors, float const* scale_source,
-                               float* a_scale, int64_t scales, int64_t delay_cycles) {
+__global__ void produce_kernel(uint4 const* source, uint4* target, int64_t vectors, int64_t delay_cycles) {
   grid_dependency_launch_dependents();
   grid_dependency_wait();
   int64_t const start = clock64();
   while (clock64() - start < delay_cycles) {
   }
-  copy(source, a, vectors);
-  if (blockIdx.x == 0)
-    for (int64_t i = threadIdx.x; i < scales; i += blockDim.x) a_scale[i] = scale_source[i];
+  copy(source, target, vectors);
 }
 
-__global__ void consume_kernel(uint4 const* d, uint4* out, int64_t vectors) {
+__global__ void consume_kernel(uint4 const* from, uint4* to, int64_t vectors, uint4 const* source,
+                               uint4* target, int64_t overwritten) {
   grid_dependency_wait();
-  copy(d, out, vectors);
+  copy(from, to, vectors);
+  copy(source, target, overwritten);
 }
 
 inline int64_t bytes_of(TensorView const& t) { return t.numel() * t.dtype().bits * t.dtype().lanes / 8; }
@@ -51,26 +51,23 @@ inline int64_t check_copy(Arg from, Arg to) {
   return bytes / 16;
 }
 
-void produce(TensorView source, TensorView scale_source, TensorView a, TensorView a_scale,
-             int64_t delay_cycles, bool enable_pdl) {
-  int64_t const vectors = check_copy({"source", source}, {"a", a});
-  check_dtype({"scale_source", scale_source}, {kF32});
-  check_dtype({"a_scale", a_scale}, {kF32});
-  check_numel({"a_scale", a_scale}, scale_source.numel(), "scale_source");
-  int const device = check_one_cuda_device(
-      {{"source", source}, {"scale_source", scale_source}, {"a", a}, {"a_scale", a_scale}});
+void produce(TensorView source, TensorView target, int64_t delay_cycles, bool enable_pdl) {
+  int64_t const vectors = check_copy({"source", source}, {"target", target});
+  int const device = check_one_cuda_device({{"source", source}, {"target", target}});
   tvm::ffi::CUDADeviceGuard guard(device);
   launch(produce_kernel, Shape{dim3(kCopyBlocks), dim3(kCopyThreads)}, device, enable_pdl,
-         data_of<uint4>(source), data_of<uint4>(a), vectors, data_of<float>(scale_source),
-         data_of<float>(a_scale), scale_source.numel(), delay_cycles);
+         data_of<uint4>(source), data_of<uint4>(target), vectors, delay_cycles);
 }
 
-void consume(TensorView d, TensorView out, bool enable_pdl) {
-  int64_t const vectors = check_copy({"d", d}, {"out", out});
-  int const device = check_one_cuda_device({{"d", d}, {"out", out}});
+void consume(TensorView from, TensorView to, TensorView source, TensorView target, bool enable_pdl) {
+  int64_t const vectors = check_copy({"from", from}, {"to", to});
+  int64_t const overwritten = check_copy({"source", source}, {"target", target});
+  int const device =
+      check_one_cuda_device({{"from", from}, {"to", to}, {"source", source}, {"target", target}});
   tvm::ffi::CUDADeviceGuard guard(device);
-  launch(consume_kernel, Shape{dim3(kCopyBlocks), dim3(kCopyThreads)}, device, enable_pdl, data_of<uint4>(d),
-         data_of<uint4>(out), vectors);
+  launch(consume_kernel, Shape{dim3(kCopyBlocks), dim3(kCopyThreads)}, device, enable_pdl,
+         data_of<uint4>(from), data_of<uint4>(to), vectors, data_of<uint4>(source), data_of<uint4>(target),
+         overwritten);
 }
 
 }  // namespace fp4d

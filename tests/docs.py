@@ -66,24 +66,24 @@ def support() -> str:
 
 
 def race() -> str:
-    """Return the counts of the race chain with our build and with the negative control."""
-    lines = [
-        "| GPU | commit | build | launches | wrong launches | 128x128 tiles | wrong tiles | rounds with a wrong tile |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for result in results():
-        for key, build in (("with_barriers", "ours"), ("control", "control: GDC define removed")):
-            if key in result:
-                r = result[key]
-                counts = [
-                    r["launches"],
-                    r["bad_launches"],
-                    r["tiles"],
-                    r["bad_tiles"],
-                    f"{r['bad_rounds']} of {r['rounds']}",
-                ]
-                lines.append(f"| {r['gpu']} | {result['commit']} | {build} | {' | '.join(map(str, counts))} |")
-    return "\n".join(lines)
+    """Return, for the newest run on each GPU, the counts of the race and the PDL trial of each kernel family."""
+    newest = {result["facts"]["device"]: result for result in results() if result.get("kind") == "race"}
+    parts = []
+    for device, result in newest.items():
+        facts, trials = result["facts"], {row["build"]: row for row in result["trials"]}
+        parts.append(f"{device}, driver {facts['driver']}, torch {facts['torch']}, commit {facts['commit']}:")
+        lines = [
+            "| kernel, build, function | wrong launches | without barriers | PDL trial | without barriers |",
+            "|---|---|---|---|---|",
+        ]
+        for ours, control in zip(result["ours"]["cases"], result["control"]["cases"], strict=True):
+            row = trials[ours["name"].split()[0]]
+            trial = f"{'passed' if row['passed'] else 'FAILED'}, {row['ms']} ms"
+            caught = "caught" if row["control_caught"] else "NOT CAUGHT"
+            counts = [f"{count['bad_launches']} of {count['launches']}" for count in (ours, control)]
+            lines.append(f"| {ours['name']} | {' | '.join(counts)} | {trial} | {caught} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "No run is kept yet."
 
 
 def sanitizer() -> str:

@@ -15,6 +15,7 @@ from fp4dispatch.arch import Arch
 from fp4dispatch.backends import scratch, w4
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.jit.manifest import installed
+from tests import pdl_fake
 
 
 def chunk_index():
@@ -248,6 +249,7 @@ def install(monkeypatch, capability="9.0", sms=132, **options):
     monkeypatch.setattr(w4.jit, "load", kernels.load)
     monkeypatch.setattr(torch, "_scaled_mm", kernels.scaled_mm)
     monkeypatch.setattr(w4, "_gpu", lambda device: (Arch.parse(capability), sms))
+    pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
     monkeypatch.setattr(scratch, "_arenas", {})

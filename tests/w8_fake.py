@@ -20,6 +20,7 @@ from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.problem import Problem
+from tests import pdl_fake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 E4M3 = torch.float8_e4m3fn
@@ -192,6 +193,7 @@ def install(monkeypatch, capability="9.0", **options):
     for module in (w8a16, w8a8):
         monkeypatch.setattr(module.jit, "load", kernels.load)
         monkeypatch.setattr(module, "arch_of", lambda device: Arch.parse(capability))
+    pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
     monkeypatch.setattr(scratch, "_arenas", {})

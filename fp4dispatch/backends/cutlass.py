@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp4dispatch import formats, jit
 from fp4dispatch.arch import Arch
+from fp4dispatch.backends import pdl
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import tile_for
@@ -20,7 +21,6 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.jit.kernels import LoadedKernel
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
 _N_MULTIPLE = 8  # TMA rows of D are multiples of 16 bytes
@@ -185,7 +185,7 @@ def _state(
     problem: Problem, layout: _Layout, device: torch.device, name: str, gemm: LoadedKernel, quantize: LoadedKernel
 ) -> _State:
     """Return what a plan of loaded kernels knows."""
-    m, pdl = problem.m, settings.pdl != "off"
+    m = problem.m
     workspace = Part((gemm.module.workspace_size(m, layout.np, layout.kp),), torch.uint8)
     view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple
     at_once = gemm.module.fp8_quantize_gemm if name in _AT_ONCE and problem.op == "fp8_gemm" else None
@@ -211,9 +211,9 @@ def _state(
         (layout.np, layout.kp) == (layout.n, layout.k),
         launch,
         gemm.module.nvfp4_gemm if problem.op == "nvfp4_gemm" else gemm.module.fp8_gemm,
-        pdl and gemm.pdl_allowed,
+        pdl.allowed(gemm, device),
         function,
-        pdl and quantize.pdl_allowed,
+        pdl.allowed(quantize, device),
         at_once,
         workspace,
         Scratch(device, [*parts, workspace], view),

@@ -27,7 +27,7 @@ from torch import Tensor
 from fp4dispatch import capture, jit
 from fp4dispatch.arch import SM90
 from fp4dispatch.backends import flashinfer_package as package
-from fp4dispatch.backends import quantizers
+from fp4dispatch.backends import pdl, quantizers
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.capability import check
@@ -35,7 +35,6 @@ from fp4dispatch.decision import Reason
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.formats import FP8_BLOCK, round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
 _N_MULTIPLE = 64
@@ -105,8 +104,9 @@ class FlashInferDeepGemmBackend(Backend):
         weight = prepared.tensors[0]
         with package.on(weight.device):
             quantize = jit.load("fp8_quantize", "any", SM90)
-            pdl = settings.pdl != "off" and quantize.pdl_allowed
-            functions = _Functions(self._gemm(weight), quantize.module.fp8_quantize_1x128, pdl)
+            functions = _Functions(
+                self._gemm(weight), quantize.module.fp8_quantize_1x128, pdl.allowed(quantize, weight.device)
+            )
             x = weight.new_zeros(problem.m, layout.kp, dtype=torch.bfloat16)
             out = weight.new_empty(problem.m, layout.np, dtype=torch.bfloat16)
             a, scale = _quantized(functions, x)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
+from fp4dispatch.backends import pdl
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.operands import aligned, arch_of
@@ -24,7 +25,6 @@ from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError,
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.jit.kernels import LoadedKernel
 from fp4dispatch.problem import Problem, Scaling
-from fp4dispatch.settings import settings
 
 Memory = Callable[[], tuple[Tensor, ...]]
 
@@ -67,14 +67,16 @@ def load(device: torch.device) -> tuple[Quantizers | None, str]:
     kernel, why = _loaded("fp8_quantize", "FP8", device)
     if kernel is None:
         return None, why
-    m = kernel.module
-    return Quantizers(m.fp8_quantize_row, m.fp8_quantize_tensor, m.fp8_quantize_1x128, _pdl(kernel), m), ""
+    m, may = kernel.module, pdl.allowed(kernel, device)
+    return Quantizers(m.fp8_quantize_row, m.fp8_quantize_tensor, m.fp8_quantize_1x128, may, m), ""
 
 
 def load_nvfp4(device: torch.device) -> tuple[Nvfp4Quantizer | None, str]:
     """Return the NVFP4 kernel for a device, as :func:`load` does."""
     kernel, why = _loaded("nvfp4_quantize", "NVFP4", device)
-    return (None, why) if kernel is None else (Nvfp4Quantizer(kernel.module.nvfp4_quantize, _pdl(kernel)), "")
+    if kernel is None:
+        return None, why
+    return Nvfp4Quantizer(kernel.module.nvfp4_quantize, pdl.allowed(kernel, device)), ""
 
 
 def builds(problem: Problem) -> tuple[tuple[str, str], ...]:
@@ -93,10 +95,6 @@ def _loaded(name: str, label: str, device: torch.device) -> tuple[LoadedKernel |
             _said.add(why)
             _log.warning("%s", why)
         return None, why
-
-
-def _pdl(kernel: LoadedKernel) -> bool:
-    return settings.pdl != "off" and kernel.pdl_allowed
 
 
 def quantized(

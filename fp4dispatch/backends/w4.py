@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp4dispatch import formats, jit
 from fp4dispatch.arch import Arch
+from fp4dispatch.backends import pdl
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
@@ -29,7 +30,6 @@ from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
 SMALL, UNFOLD = "w4a16_small", "w4_to_e4m3"
@@ -203,14 +203,14 @@ def _quantizer(tile: Tile) -> str:
 
 def _state(problem: Problem, layout: _Layout, device: torch.device, tile: Tile, arch: Arch) -> _State:
     """Load the kernels of a tile and return what a plan knows."""
-    m, fits, pdl = problem.m, layout.np == layout.n, settings.pdl != "off"
+    m, fits = problem.m, layout.np == layout.n
     gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
-    gemm_pdl = pdl and gemm.pdl_allowed
+    gemm_pdl = pdl.allowed(gemm, device)
     if problem.activation != "fp8":
         launch, entry = (_launch_small, "w4a16_small") if tile.kernel == SMALL else (_launch_16, "w4_gemm")
         return _State(m, layout, fits, launch, getattr(gemm.module, entry), gemm_pdl, _nothing, False, tuple)
     quantizer = jit.load(_quantizer(tile), "any", arch)
-    quantize_pdl = pdl and quantizer.pdl_allowed
+    quantize_pdl = pdl.allowed(quantizer, device)
     scale = Part((m,), torch.float32)
     if tile.kernel == UNFOLD:
         launch, entry, quantize = _launch_unfold, "w4_to_e4m3", quantizer.module.fp8_quantize_row

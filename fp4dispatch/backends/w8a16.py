@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import jit
+from fp4dispatch.backends import pdl
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.operands import aligned, arch_of, await_writes, bias_row, direct, stored_rows
@@ -28,7 +29,6 @@ from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
 KERNEL = "w8a16_small"
@@ -107,10 +107,10 @@ class W8A16Backend(Backend):
         if build is None:
             raise InputError(f"w8a16: output is {problem.out_dtype}, needs {' or '.join(BUILDS)}")
         layout = _Layout(*prepared.layout)
-        kernel = jit.load(KERNEL, build, arch_of(prepared.tensors[0].device))
+        device = prepared.tensors[0].device
+        kernel = jit.load(KERNEL, build, arch_of(device))
         fits = (layout.np, layout.kp) == (layout.n, layout.k)
-        pdl = settings.pdl != "off" and kernel.pdl_allowed
-        return Plan(self.name, problem, _State(layout, fits, kernel.module.w8a16_small, pdl))
+        return Plan(self.name, problem, _State(layout, fits, kernel.module.w8a16_small, pdl.allowed(kernel, device)))
 
     def run(
         self,

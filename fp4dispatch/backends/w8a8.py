@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import jit
+from fp4dispatch.backends import pdl
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.capability import check
 from fp4dispatch.backends.cutlass_tiles import Tile, tile_for
@@ -42,7 +43,6 @@ from fp4dispatch.decision import Reason
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 
 QUANTIZER = "w4_activations"
@@ -183,7 +183,7 @@ def _tile_for(problem: Problem, device: torch.device) -> Tile | None:
 
 def _state(problem: Problem, layout: Layout, device: torch.device, tile: Tile) -> _State:
     """Load the kernels of a tile and return what a plan knows."""
-    m, arch, pdl, static = problem.m, arch_of(device), settings.pdl != "off", layout.has_input_scale
+    m, arch, static = problem.m, arch_of(device), layout.has_input_scale
     gemm = jit.load(tile.kernel, tile.builds[problem.out_dtype], arch)
     quantizer = jit.load(QUANTIZER, "any", arch)
     quantize, parts = quantizer.module.w8_quantize_row, [packed_part(m, layout.kp)]
@@ -200,9 +200,9 @@ def _state(problem: Problem, layout: Layout, device: torch.device, tile: Tile) -
         (layout.np, layout.kp) == (layout.n, layout.k),
         _launch_static if static else _launch_dynamic,
         getattr(gemm.module, _ENTRY[tile.kernel]),
-        pdl and gemm.pdl_allowed,
+        pdl.allowed(gemm, device),
         quantize,
-        pdl and quantizer.pdl_allowed,
+        pdl.allowed(quantizer, device),
         Scratch(device, parts),
     )
 

@@ -26,6 +26,8 @@ from fp4dispatch.settings import settings
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
+_ALL_OPS = (*OPS, *CHECK_OPS)
+
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command's arguments."""
@@ -33,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--arch", type=_archs, metavar="9.0,12.0", help="capabilities to build for (default: of the GPUs here)"
     )
-    parser.add_argument("--ops", type=_ops, default=OPS, metavar="OP,...", help=f"default: {','.join(OPS)}")
+    parser.add_argument("--ops", type=_ops, default=_ALL_OPS, metavar="OP,...", help=f"default: {','.join(_ALL_OPS)}")
     parser.add_argument("--variant", action="append", metavar="ID", help="only variants of this id; may be repeated")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the finished kernels (default: the cache)")
     parser.add_argument("--verbose", action="store_true", help="print the whole log of a file that fails")
@@ -123,6 +125,6 @@ def _archs(text: str) -> tuple[Arch, ...]:
 
 def _ops(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [name for name in names if name not in (*OPS, *CHECK_OPS)]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not an op; known: {', '.join((*OPS, *CHECK_OPS))}")
+    if unknown := [name for name in names if name not in _ALL_OPS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not an op; known: {', '.join(_ALL_OPS)}")
     return names

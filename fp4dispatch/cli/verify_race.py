@@ -1,6 +1,6 @@
 """``fp4dispatch verify --race``: whether the barriers work, and whether this check would see it if they did not.
 
-Runs the chain of :mod:`fp4dispatch.race` with our builds, which must give no bad tile, then with the same kernels
+Runs the chain of :mod:`fp4dispatch.race` with our builds, which must give no wrong launch, then with the same kernels
 compiled without their barriers, each of which must be caught. A check that cannot see the race proves nothing, so a
 control that is not caught fails it as well.
 """
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run both and print the counts; 0 where ours has no bad tile and the control was caught in every case."""
+    """Run both and print the counts; 0 where ours has no wrong launch and the control was caught in every case."""
     from fp4dispatch.race import run_race
 
     rounds, requests = args.rounds or ROUNDS, args.requests or REQUESTS
@@ -39,13 +39,9 @@ def run(args: argparse.Namespace) -> int:
         return 1 if faults else 0
     print(f"{ours.gpu}: {ours.rounds} rounds of {ours.requests} requests on {ours.streams} streams, under PDL")
     for title, report in (("with barriers", ours), ("control, without barriers", control)):
-        print(f"{title}: {report.bad_tiles} of {report.tiles} tiles bad, in {report.bad_rounds} rounds")
+        print(f"{title}: {report.bad_launches} of {report.launches} launches wrong, in {report.bad_rounds} rounds")
         for case in report.cases:
-            tiles, launches = (
-                f"{case.bad_tiles} of {case.tiles} tiles",
-                f"{case.bad_launches} of {case.launches} launches",
-            )
-            print(f"    {case.variant}: {tiles}, {launches}")
+            print(f"    {case.name}: {case.bad_launches} of {case.launches}")
     for fault in faults:
         print(f"FAULT {fault}")
     if not faults:
@@ -55,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
 
 def found(ours: RaceReport, control: RaceReport) -> list[str]:
     """Return what speaks against the barriers or against the check; empty where the race is there and prevented."""
-    faults = [f"{case.variant}: not run, use more --requests" for case in ours.cases if not case.launches]
+    faults = [f"{case.name}: not run, use more --requests" for case in ours.cases if not case.launches]
     faults += [
-        f"{case.variant}: {case.bad_tiles} bad tiles although it has its barriers: do not use PDL on this machine "
+        f"{case.name}: {case.bad_launches} wrong launches although it has its barriers: do not use PDL on this machine "
         "(FP4DISPATCH_PDL=off), and report it"
         for case in ours.cases
-        if case.bad_tiles
+        if case.bad_launches
     ]
     faults += [
-        f"{case.variant}: the build without barriers was not caught. A check that cannot see the race proves nothing: "
+        f"{case.name}: the build without barriers was not caught. A check that cannot see the race proves nothing: "
         "repeat with more --rounds or --requests"
         for case in control.cases
         if not case.bad_launches

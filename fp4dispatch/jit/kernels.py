@@ -43,6 +43,9 @@ __all__ = [
     "request",
 ]
 
+CHAIN = ("race_chain", "any")
+"""The two neighbours of a kernel whose launch with PDL is tried."""
+
 _log = logging.getLogger("fp4dispatch")
 _loaded: dict[tuple[object, ...], LoadedKernel] = {}
 _asked: set[tuple[object, ...]] = set()
@@ -174,7 +177,7 @@ def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Cat
     catalog = catalog or installed()
     folder = default_folder()
     jobs = []
-    for name, variant in dict.fromkeys(names):
+    for name, variant in _with_chain(dict.fromkeys(names), catalog):
         key = (name, variant, arch, catalog.csrc, folder)
         if key in _asked:
             continue
@@ -189,6 +192,13 @@ def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Cat
         build_all(jobs, catalog)
     except (CacheError, CompileError, FlagsError, ProofError, ToolchainError) as error:
         _log.debug("not everything could be compiled ahead: %s", error)
+
+
+def _with_chain(names: Iterable[tuple[str, str]], catalog: Catalog) -> list[tuple[str, str]]:
+    """Add the kernel that PDL trials need (:mod:`fp4dispatch.backends.pdl`) where one of these may be launched so."""
+    wanted = list(names)
+    tried = settings.pdl != "off" and settings.selfcheck != "off" and CHAIN[0] in catalog.kernels
+    return [*wanted, CHAIN] if tried and any(catalog.kernel(name).pdl for name, _ in wanted) else wanted
 
 
 def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built | None]:

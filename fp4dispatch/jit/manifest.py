@@ -24,7 +24,8 @@ FP8 activations of few tokens, and ``fp8_gemm``."""
 BEFORE_WAIT = ("UBLKCP", "UTMALDG")
 """What a kernel may declare to do before it waits for the previous grid: bulk copies, and TMA loads of a box of a
 matrix, from global to shared memory."""
-CHECK_OPS = ("race_chain",)  # kernels that only check others; built when asked for by name
+CHECK_OPS = ("race_chain",)
+"""Kernels that only check others."""
 
 
 @dataclass(frozen=True)

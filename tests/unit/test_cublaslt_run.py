@@ -16,7 +16,7 @@ from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
 from fp4dispatch.problem import Problem
 from fp4dispatch.system import System
-from tests import contract, quantizer_fake
+from tests import contract, pdl_fake, quantizer_fake
 
 KINDS = [("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False)]
 ALL = [*KINDS, ("nvfp4", False), ("nvfp4", True)]
@@ -228,6 +228,7 @@ def machine(monkeypatch):
     """Let ``jit.load`` answer for a GPU; return what to set it to."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(quantizers, "_said", set())
+    pdl_fake.passes(monkeypatch)
 
     def answers(result, pdl="auto"):
         def load(kernel, variant, arch):

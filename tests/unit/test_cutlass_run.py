@@ -16,6 +16,7 @@ from fp4dispatch.backends.base import LinearWeights, Plan, QuantizedActivation
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.problem import Problem
+from tests import pdl_fake
 
 E4M3 = torch.float8_e4m3fn
 STREAM = [7]
@@ -98,6 +99,7 @@ def gemm(monkeypatch):
         return SimpleNamespace(module=modules.get(kernel, made), pdl_allowed=kernel in modules)
 
     monkeypatch.setattr(cutlass.jit, "load", load)
+    pdl_fake.passes(monkeypatch)
     tile = SimpleNamespace(kernel="gemm", builds=dict.fromkeys(("bfloat16", "float16"), "any"))
     monkeypatch.setattr(cutlass, "tile_for", lambda *args: tile)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(multi_processor_count=132))

@@ -18,9 +18,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
     ("capture",),
     ("jit", "csrc", "jit_flags"),
+    ("records",),
     ("backends", "policy", "rules"),  # a backend made of others asks the policy which of them
     ("registry",),
-    ("selfcheck", "trial", "canary", "tilecheck", "quarantine", "tuned", "records", "race"),
+    ("selfcheck", "trial", "canary", "tilecheck", "quarantine", "tuned", "race"),
     ("dispatch", "whatif", "timing"),
     ("tuning", "agreement", "prebuild"),
     ("routes",),

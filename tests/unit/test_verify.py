@@ -15,9 +15,8 @@ from fp4dispatch.race import CaseCount, RaceReport
 
 
 def report(bad: tuple[int, ...], *, control: bool = False, launches: int = 100) -> RaceReport:
-    cases = tuple(CaseCount(f"case{i}", launches, int(b > 0), 1000, b) for i, b in enumerate(bad))
-    total = launches * len(bad)
-    return RaceReport("A GPU", control, 50, 64, 4, 0, total, 0, 1000 * len(bad), sum(bad), 0, cases)
+    cases = tuple(CaseCount(f"case{i}", launches, b) for i, b in enumerate(bad))
+    return RaceReport("A GPU", control, 50, 64, 4, 0, launches * len(bad), sum(bad), 0, cases)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ CAUGHT = report((5, 7), control=True)
     ("ours", "control", "code", "words"),
     [
         (report((0, 0)), CAUGHT, 0, "the barriers work"),
-        (report((0, 3)), CAUGHT, 1, "case1: 3 bad tiles although"),
+        (report((0, 3)), CAUGHT, 1, "case1: 3 wrong launches although"),
         (report((0, 0)), report((5, 0), control=True), 1, "case1: the build without barriers was not caught"),
         (report((0, 0), launches=0), CAUGHT, 1, "case0: not run"),
     ],
@@ -56,13 +55,13 @@ def test_the_race(
     assert cli.main(["verify", "--race", "--rounds", "3", "--requests", "9"]) == code
     out = capsys.readouterr().out
     assert words in out
-    assert f"with barriers: {ours.bad_tiles} of 2000 tiles bad" in out
-    assert f"control, without barriers: {control.bad_tiles} of 2000 tiles bad" in out
+    assert f"with barriers: {ours.bad_launches} of {ours.launches} launches wrong" in out
+    assert f"control, without barriers: {control.bad_launches} of 200 launches wrong" in out
     assert ("proves nothing" in out) == ("not caught" in words)
     assert calls == [{"rounds": 3, "requests": 9}, {"rounds": 3, "requests": 9, "control": True}]
     assert cli.main(["verify", "--race", "--json"]) == code
     data = json.loads(capsys.readouterr().out)
-    assert (data["ok"], data["control"]["bad_tiles"]) == (code == 0, control.bad_tiles)
+    assert (data["ok"], data["control"]["bad_launches"]) == (code == 0, control.bad_launches)
 
 
 def test_the_race_needs_an_sm90_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
