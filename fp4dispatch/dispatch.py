@@ -17,6 +17,7 @@ from fp4dispatch.backends.catalogue import FACTS, Alias
 from fp4dispatch.decision import Decision, Reason
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
 from fp4dispatch.problem import (
+    OPS,
     Activation,
     CaptureMode,
     Op,
@@ -49,7 +50,9 @@ _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 _said: set[object] = set()
 
 
-def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu: int | None = 0) -> Decision:
+def select(
+    problem: Problem, *, backend: str | None = None, layer: str = "", gpu: int | None = 0, say: bool = True
+) -> Decision:
     """Choose the backend for a problem on this machine; the choice is made once per bucket of M, then looked up.
 
     A backend asked for by name is honoured or refused, never replaced. Precedence: ``backend`` >
@@ -65,6 +68,8 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
         Name of the layer, for messages.
     gpu
         Index of the CUDA device that the tensors are on, as this process counts; None for the CPU.
+    say
+        Whether to log the choice; who asks for all M of a shape reports them together (:func:`report_ranges`).
 
     Returns
     -------
@@ -98,8 +103,71 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
     decision = replace(cached[1], problem=problem)
     if decision.backend is None:
         raise _refusal(decision, layer, _on(cached[0], gpu), request[2])
-    _report(decision)
+    if say:
+        report(decision)
     return decision
+
+
+def check_request(op: Op, backend: object) -> None:
+    """Refuse what :func:`select` would refuse of any problem of an op, before a model is changed.
+
+    That is: a backend's name, from the argument or from the environment, that nothing has, or whose backend never runs
+    the op; and a variable of ours whose value cannot be understood.
+
+    Raises
+    ------
+    UnknownBackendError, SettingsError
+        If the name, or the value, is none.
+    BackendUnsupportedError
+        If the backend runs other ops alone.
+    """
+    settings.check()
+    name, requested_by, _ = _request(op, backend)
+    found = registry.backends().get(name)
+    if found is None or isinstance(found, registry.BrokenBackend):
+        return  # auto, or a reason that goes with a decision
+    probe = Problem(op, 1, 16, 16, scaling=default_scaling(op))
+    if found.activation_for(probe) is None:
+        by = "" if requested_by == ARGUMENT else f" by {requested_by}"
+        runs = [o for o in OPS if found.activation_for(Problem(o, 1, 16, 16, scaling=default_scaling(o))) is not None]
+        others = ", ".join(n for n, b in registry.backends().items() if b.activation_for(probe) is not None)
+        raise BackendUnsupportedError(
+            f'backend="{name}" was requested{by} and never runs {op}; it runs {", ".join(runs) or "nothing"}. '
+            f"For {op}: {others}"
+        )
+
+
+def not_for_capture(decision: Decision, gpu: int | None) -> str:
+    """Return what the rules say against capturing, in a CUDA graph, what was chosen without one; mostly nothing.
+
+    Parameters
+    ----------
+    decision
+        Of :func:`select`, for ``capture="none"``.
+    gpu
+        As there.
+    """
+    problem = decision.problem
+    if problem.capture != "none" or decision.backend is None:
+        return ""
+    system = _on(_here(), gpu)
+    bucket = m_bucket(problem.m, problem.op, system.arch)
+    hits = policy.denials(decision.backend, replace(problem, m=bucket, capture="full"), system)
+    known = {hit.id for verdict in decision.verdicts if verdict.backend == decision.backend for hit in verdict.denied}
+    return "; ".join(
+        f"{hit.code} {hit.because} [{hit.id}; {hit.source}]" + (f" (fix: {hit.fix})" if hit.fix else "")
+        for hit in hits
+        if hit.id not in known
+    )
+
+
+def warn_of_capture(decision: Decision, why: str) -> None:
+    """Say once that a backend that was named runs, also while a CUDA graph is captured, though ``auto`` would not."""
+    text = (
+        f"{decision.backend} was named by {decision.requested_by} and runs, though auto would not choose it "
+        f"in a CUDA graph: {why}"
+    )
+    _once(("warning", text), logging.WARNING, text)
 
 
 def m_ranges(op: Op, gpu: int | None, last: int) -> Iterator[int]:
@@ -323,9 +391,13 @@ def reset() -> None:
 # ------------------------------------------------------------------------------------------------------------- request
 
 
-def _request(op: Op, backend: str | None) -> _Request:
+def _request(op: Op, backend: object) -> _Request:
     """Return who was asked for, by whom, and what is disabled."""
     disabled = tuple(_canonical_all(settings.disable or (), SETTINGS["disable"].name))
+    if backend is not None and not isinstance(backend, str):
+        raise UnknownBackendError(
+            f"backend={backend!r} is a {type(backend).__name__}, not a name. Known: {', '.join(registry.known())}"
+        )
     if backend:
         name, alias = registry.canonical(backend)
         requested_by = ARGUMENT
@@ -386,17 +458,58 @@ def _refusal(decision: Decision, layer: str, system: System, disabled: Iterable[
     return NoBackendError("\n".join([head, *decision.text().splitlines()[1:], command]), decision)
 
 
-def _report(decision: Decision) -> None:
+def report(decision: Decision, tokens: str = "") -> None:
+    """Log a choice once: one line for all M of one shape that are decided alike.
+
+    Parameters
+    ----------
+    decision
+        What was chosen.
+    tokens
+        For which M, in words; where they are not known, the first M that is met stands for all.
+    """
     p = decision.problem
-    m = m_bucket(p.m, p.op, decision.arch)
-    key = (p.op, decision.arch, p.n, p.k, m, p.scaling, p.capture, decision.backend, decision.requested_by)
-    if key in _said:
-        return
-    _once(key, logging.INFO, decision.line())
+    rule = decision.rule.id if decision.rule else ""
+    chosen = (decision.backend, decision.activation, rule, decision.requested_by)
+    key = (p.op, decision.arch, p.n, p.k, p.scaling, p.capture, p.raw, *chosen)
+    if (*key, tokens) not in _said:
+        _once((*key, tokens), logging.INFO, decision.line(tokens))
+        if tokens and (*key, tokens) in _said:
+            _said.add((*key, ""))  # an M of that range is nothing new
+        for sentence in settings.unknown():
+            _once(("unknown", sentence), logging.WARNING, sentence)
     for warning in decision.warnings:
-        _once(("warning", warning), logging.WARNING, warning)
-    for sentence in settings.unknown():
-        _once(("unknown", sentence), logging.WARNING, sentence)
+        if ("warning", warning) not in _said:
+            _once(("warning", warning), logging.WARNING, warning)
+
+
+def report_ranges(decided: Iterable[tuple[int, Decision]]) -> None:
+    """Log the choices for all M of one shape, one line for each range that has one choice and one rule.
+
+    Parameters
+    ----------
+    decided
+        The largest M and the Decision of each range that is decided apart, ascending; the last holds beyond its M.
+    """
+    spans: list[tuple[int, Decision]] = []
+    for m, decision in decided:
+        for warning in decision.warnings:
+            _once(("warning", warning), logging.WARNING, warning)
+        if spans and _alike(spans[-1][1], decision):
+            spans.pop()
+        spans.append((m, decision))
+    first = 1
+    for m, decision in spans:
+        if m == spans[-1][0]:
+            tokens = "any M" if first == 1 else f"M>={first}"
+        else:
+            tokens = f"M={first}" if first == m else f"M={first}..{m}"
+        report(replace(decision, warnings=()), tokens)
+        first = m + 1
+
+
+def _alike(a: Decision, b: Decision) -> bool:
+    return (a.backend, a.activation, a.rule) == (b.backend, b.activation, b.rule)
 
 
 def _once(key: object, level: int, text: str) -> None:

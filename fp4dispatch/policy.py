@@ -122,6 +122,15 @@ def resolve(
     )
 
 
+def denials(name: str, problem: Problem, system: System) -> tuple[RuleHit, ...]:
+    """Return the deny rules that hold against a backend: what :func:`resolve` asks of the rules, for one backend."""
+    return tuple(
+        rule.hit(name)
+        for rule in _rules.rules()
+        if rule.verb == "deny" and rule.names(name, problem) and rule.when.holds(problem, system)
+    )
+
+
 def _offered(name: str, backends: Mapping[str, SupportsProblem]) -> bool:
     return name in backends and backends[name].auto
 

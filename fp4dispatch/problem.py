@@ -93,11 +93,15 @@ class Problem:
             )
 
     def __str__(self) -> str:
+        return self.text(f"M={self.m}")
+
+    def text(self, tokens: str) -> str:
+        """Return the problem in words, with these words for M."""
         bias = " + bias" if self.bias else ""
         capture = "" if self.capture == "none" else f", {self.capture} capture"
         act = "" if self.activation == "any" else f", activation {self.activation}"
         act += ", quantised already" if self.raw else ""
-        return f"{self.op} M={self.m} N={self.n} K={self.k} ({self.scaling}{act}) -> {self.out_dtype}{bias}{capture}"
+        return f"{self.op} {tokens} N={self.n} K={self.k} ({self.scaling}{act}) -> {self.out_dtype}{bias}{capture}"
 
 
 def m_bucket(m: int) -> int:

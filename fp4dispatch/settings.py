@@ -16,6 +16,8 @@ from typing import Any
 from fp4dispatch.errors import SettingsError
 
 PREFIX = "FP4DISPATCH_"
+_OURS = (PREFIX, "FP4_GEMM_")
+"""How names begin that are meant for this package."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,38 @@ class Settings:
             return setting.parse(setting.name, setting.default) if setting.default else None
         return setting.parse(setting.name, raw)
 
+    def errors(self) -> dict[str, str]:
+        """Return what is wrong with each of our variables whose value cannot be understood, by the key of the setting.
+
+        Names of backends and GPU architectures are only text here: :mod:`fp4dispatch.dispatch` knows them.
+        """
+        found = {}
+        for key in SETTINGS:
+            try:
+                getattr(self, key)
+            except SettingsError as error:
+                found[key] = str(error)
+        return found
+
+    def check(self) -> None:
+        """Refuse a value of an ``FP4DISPATCH_*`` variable that cannot be understood.
+
+        Raises
+        ------
+        SettingsError
+            For the first.
+        """
+        for key, setting in SETTINGS.items():
+            if setting.name.startswith(PREFIX) and setting.name in os.environ:
+                getattr(self, key)
+
     def unknown(self) -> tuple[str, ...]:
-        """Return one sentence per ``FP4DISPATCH_*`` variable that is set but not known."""
+        """Return one sentence per variable that is set, looks like one of ours in any case, and is not known."""
         names = [setting.name for setting in SETTINGS.values()]
         return tuple(
-            f"{name} is set but is not a setting of fp4dispatch.{did_you_mean(name, names)}"
+            f"{name} is set but is not a setting of fp4dispatch.{did_you_mean(name.upper(), names)}"
             for name in sorted(os.environ)
-            if name.startswith(PREFIX) and name not in names
+            if name.upper().startswith(_OURS) and name not in names
         )
 
     def is_set(self, key: str) -> bool:
