@@ -13,7 +13,7 @@ from fp4dispatch import policy, quarantine, registry, tuned
 from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.backends.catalogue import FACTS, Alias
+from fp4dispatch.backends.catalogue import FACTS, Alias, kernel_ops
 from fp4dispatch.decision import Decision, Reason
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
 from fp4dispatch.problem import (
@@ -30,7 +30,7 @@ from fp4dispatch.registry import instance
 from fp4dispatch.rules import m_bucket
 from fp4dispatch.settings import SETTINGS, settings
 from fp4dispatch.system import System
-from fp4dispatch.whatif import default_scaling, reproduce, what_if
+from fp4dispatch.whatif import ABSENT, default_scaling, reproduce, what_if
 
 __all__ = ["decide_anew", "exclude", "explain", "instance", "reset", "select"]
 
@@ -122,19 +122,27 @@ def check_request(op: Op, backend: object) -> None:
         If the backend runs other ops alone.
     """
     settings.check()
-    name, requested_by, _ = _request(op, backend)
-    found = registry.backends().get(name)
-    if found is None or isinstance(found, registry.BrokenBackend):
-        return  # auto, or a reason that goes with a decision
-    probe = Problem(op, 1, 16, 16, scaling=default_scaling(op))
-    if found.activation_for(probe) is None:
-        by = "" if requested_by == ARGUMENT else f" by {requested_by}"
-        runs = [o for o in OPS if found.activation_for(Problem(o, 1, 16, 16, scaling=default_scaling(o))) is not None]
-        others = ", ".join(n for n, b in registry.backends().items() if b.activation_for(probe) is not None)
+    name, requested_by, disabled = _request(op, backend)
+    by = "" if requested_by == ARGUMENT else f" by {requested_by}"
+    if name in disabled:
         raise BackendUnsupportedError(
-            f'backend="{name}" was requested{by} and never runs {op}; it runs {", ".join(runs) or "nothing"}. '
-            f"For {op}: {others}"
+            f'backend="{name}" was requested{by}, and {SETTINGS["disable"].name} forbids it: change one of both'
         )
+    found = registry.backends().get(name)
+    if found is not None and not isinstance(found, registry.BrokenBackend) and not _runs(found, op):
+        runs = ", ".join(other for other in OPS if _runs(found, other)) or "nothing"
+        others = ", ".join(n for n, candidate in registry.backends().items() if _runs(candidate, op))
+        raise BackendUnsupportedError(
+            f'backend="{name}" was requested{by} and never runs {op}; it runs {runs}. For {op}: {others}'
+        )
+
+
+def _runs(backend: policy.SupportsProblem, op: Op) -> bool:
+    """Whether a backend has any activation format for an op; one that fails when asked is left to the decision."""
+    try:
+        return backend.activation_for(Problem(op, 1, 16, 16, scaling=default_scaling(op))) is not None
+    except Exception:
+        return True
 
 
 def not_for_capture(decision: Decision, gpu: int | None) -> str:
@@ -202,7 +210,7 @@ def explain(
     flashinfer: str | None = None,
     cutlass: str | None = None,
     nvcc: str | None = None,
-    proven: bool | Iterable[str] = False,
+    proven: bool | Iterable[str] | None = None,
     quarantined: Iterable[str] = (),
     backend: str | None = None,
     activation: Activation = "any",
@@ -224,19 +232,22 @@ def explain(
     op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw
         As in :class:`~fp4dispatch.problem.Problem`; ``scaling`` is ``nvfp4`` or ``tensor`` by default, by op.
     arch
-        Capability (``12.0``) or arch (``sm_120``) of the GPU, or ``none`` for a machine without one.
+        Capability (``12.0``) or arch (``sm_120``) of the GPU, or ``none`` for a machine without one. By default that of
+        ``FP4DISPATCH_ARCH``, and this machine's where that is not set: alone it is this machine with another GPU.
     cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc
         Versions. If ``arch`` or any of these is given, the question is about another machine, and what is not given is
         not there. Three are taken to be there with what they accompany, unless given, or given as ``none``: ``torch``
         with ``cuda``, ``cudnn_frontend`` with ``cudnn``, and the ``cutlass`` headers with ``nvcc``. If none is given,
         the question is about this machine.
     proven
-        Whether the built kernels for this op and arch are proven: all, or those of these names (``nvfp4_gemm`` is
-        cutlass's, ``w4_gemm`` that of w4a16 and w4a8, ``w8_gemm`` that of w8a16 and w8a8).
+        Whether the built kernels for this op and arch are proven: all (True), none (False), or those of these names
+        (``nvfp4_gemm`` is cutlass's, ``w4_gemm`` that of w4a16 and w4a8, ``w8_gemm`` that of w8a16 and w8a8). By
+        default those that are built and proven on this machine, for whatever arch ``fp4dispatch build`` made them.
     quarantined
         Backends that failed the self-check there.
     backend
-        As in :func:`select`. The environment is read only for a question about this machine.
+        As in :func:`select`. What the environment asks for holds for a question about this machine; for another one it
+        is not applied, which a note of the decision says.
     disabled
         Backends that are never used; ``FP4DISPATCH_DISABLE`` for this machine, nothing otherwise.
     fp8_copy
@@ -253,41 +264,90 @@ def explain(
     Raises
     ------
     InputError
-        For a size, format or version that is none.
+        For a size, format or version that is none, a K that no layer takes, or the arch of a GPU that does not exist.
     UnknownBackendError, SettingsError
         As in :func:`select`.
     """
     scaling = scaling or default_scaling(op)
     problem = Problem(op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw)
     versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
-    proven = proven if isinstance(proven, bool) else tuple(proven)
-    stated = arch is not None or bool(proven) or any(versions.values()) or bool(quarantined := tuple(quarantined))
+    quarantined = tuple(quarantined)
+    proven = proven if proven is None or isinstance(proven, bool) else tuple(proven)
+    stated = arch is not None or bool(proven) or any(v is not None for v in versions.values()) or bool(quarantined)
     if system is not None and stated:
         raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
     here = system is None and not stated
+    asked = _request(op, None)[0]  # refuses what the environment misspells, for any machine
+    notes: list[str] = []
     if system is None:
-        system = what_if(op, arch, versions, proven, quarantined) if stated else _allowed(_here())
+        pretend = settings.arch if arch is None else None
+        if pretend:
+            arch = Arch.real(pretend).capability
+            notes.append(f"{SETTINGS['arch'].name}={pretend}: as if the GPU were {Arch.real(pretend)}")
+        if not here:
+            proven, said = _proofs(op, arch, proven)
+            notes += said
+            system = what_if(op, arch, versions, proven, quarantined)
+        else:
+            system = _allowed(_here())
+            if pretend:
+                system = replace(system, gpus=System.fake(arch).gpus)
+                notes.append("everything else is as on this machine")
+            if proven is not None:
+                system = replace(system, proven=frozenset())
+        measurable = here and not pretend
+    else:
+        measurable = False
     if fp8_copy is not None:
         system = replace(system, fp8_copy=fp8_copy)
-    if here or backend:
-        requested, requested_by, environment = _request(op, backend)
-    else:
-        requested, requested_by, environment = registry.AUTO, registry.AUTO, ()
-    off = tuple(_canonical_all(disabled)) if disabled is not None else environment if here else ()
+    request = _request(op, backend) if here or backend else (registry.AUTO, registry.AUTO, ())
+    if not here:
+        notes += _not_applied(op, asked if not backend else registry.AUTO, disabled, fp8_copy)
+    off = tuple(_canonical_all(disabled)) if disabled is not None else request[2] if here else ()
     measured = None
-    if here and requested == registry.AUTO:
+    if measurable and request[0] == registry.AUTO:
         bucket = replace(problem, m=m_bucket(problem.m, op, system.arch))
         measured = tuned.find(bucket, system, registry.backends())
-    return policy.resolve(
+    decision = policy.resolve(
         problem,
         system,
         registry.backends(),
-        requested=requested,
-        requested_by=requested_by,
+        requested=request[0],
+        requested_by=request[1],
         disabled=off,
         elsewhere=_elsewhere.get((op, problem.scaling)) if here else None,
         measured=measured,
     )
+    return replace(decision, notes=tuple(notes))
+
+
+def _proofs(
+    op: Op, arch: str | None, proven: bool | tuple[str, ...] | None
+) -> tuple[bool | tuple[str, ...], list[str]]:
+    """Return which kernels count as proven on a machine that is described, and a note where this machine's do."""
+    if proven is not None:
+        return proven, []
+    if arch in (None, ABSENT):
+        return (), []
+    sm = Arch.real(str(arch)).sm
+    built = _proven()
+    here = tuple(name for name in kernel_ops(op) if (name, sm) in built)
+    if not here:
+        return (), []
+    return here, [f"built and proven for {sm} on this machine, and taken to be there: {', '.join(here)}"]
+
+
+def _not_applied(op: Op, asked: str, disabled: Iterable[str] | None, fp8_copy: bool | None) -> list[str]:
+    """Say which variables are set here and do not count for another machine."""
+    found = [(SETTINGS[_SETTING[op]].name, f"--backend {asked}")] if asked != registry.AUTO else []
+    if settings.disable and disabled is None:
+        found.append((SETTINGS["disable"].name, f"--disable {','.join(settings.disable)}"))
+    if settings.fp8_copy and fp8_copy is None and op == "nvfp4_gemm":
+        found.append((SETTINGS["fp8_copy"].name, "--fp8-copy"))
+    return [
+        f"{name} is set here and not applied: the question is about another machine ({option} does)"
+        for name, option in found
+    ]
 
 
 def decide_anew() -> None:

@@ -151,7 +151,8 @@ def replace_linears(
     UnknownBackendError, SettingsError
         If the name of the backend, from the argument or from the environment, or the value of a variable, is none.
     BackendUnsupportedError, NoBackendError
-        If the backend never runs such layers, or if a layer on a GPU cannot run there. On a CPU that is only reported: the layer may be on its way to a GPU.
+        If the backend never runs such layers, or if a layer on a GPU cannot run there. On a CPU that is only reported:
+        the layer may be on its way to a GPU.
     """
     pick = _picker(config, include, exclude)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:

@@ -319,10 +319,10 @@ def check_capture(decision: Decision, gpu: int | None) -> None:
 def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:
     route = spec.routes[index]
     return CaptureError(
-        f"{spec.op} N={spec.n} K={spec.k} runs on {route.backend} for M={m}, which was chosen for calls outside of CUDA "
-        f"graphs and may not be captured: {route.refused}.\n"
-        f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}]), which chooses for a CUDA graph (capture='full', or "
-        "'piecewise')"
+        f"{spec.op} N={spec.n} K={spec.k} runs on {route.backend} for M={m}, which was chosen for calls outside of "
+        f"CUDA graphs and may not be captured: {route.refused}.\n"
+        f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}]), which chooses for a CUDA graph "
+        "(capture='full' or 'piecewise')"
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
+_ignored: set[str] = set()
+
+
 class Settings:
     """Typed, lazy view of the environment: ``settings.max_jobs`` is an int, or None where unset or empty."""
 
@@ -158,7 +162,7 @@ class Settings:
             setting = SETTINGS[key]
         except KeyError:
             raise AttributeError(key) from None
-        raw = os.environ.get(setting.name)
+        raw = None if key in _ignored else os.environ.get(setting.name)
         if raw is not None and key in ("cuda_visible_devices", "cuda_device_order"):
             return raw  # unset and empty differ: empty hides every GPU
         if raw is None or raw == "":
@@ -204,8 +208,19 @@ class Settings:
         return bool(os.environ.get(SETTINGS[key].name))
 
     def environment(self) -> dict[str, str]:
-        """Return a copy of the whole environment, for child processes."""
-        return dict(os.environ)
+        """Return a copy of the whole environment, for child processes; without what is ignored."""
+        ignored = {SETTINGS[key].name for key in _ignored}
+        return {name: value for name, value in os.environ.items() if name not in ignored}
+
+    @contextmanager
+    def ignoring(self, keys: Iterable[str]) -> Iterator[None]:
+        """Take these settings for unset meanwhile: ``doctor`` goes on behind a value that it has reported."""
+        added = set(keys) - _ignored
+        _ignored.update(added)
+        try:
+            yield
+        finally:
+            _ignored.difference_update(added)
 
 
 settings = Settings()

@@ -26,6 +26,9 @@ TOOLKIT = "toolkit"
 FACTS = ("cuda", "torch", "cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
 """Facts of a :class:`~fp4dispatch.system.System` that the data files may ask a version of."""
 
+PROPERTIES = ("tma_from_live_m",)
+"""What a rule may name instead of backends: those that have it for the problem's op and scaling."""
+
 SM = tuple(arch.sm for arch in KNOWN_ARCHS)
 
 
@@ -138,10 +141,6 @@ def load(data: dict[str, Any]) -> Catalogue:
     return Catalogue(records, toolkits, aliases)
 
 
-PROPERTIES = ("tma_from_live_m",)
-"""What a rule may name instead of backends: those that have it for the problem's op and scaling."""
-
-
 def having(what: str, op: str | None = None, scaling: str | None = None) -> tuple[str, ...]:
     """Return the backends that have one of :data:`PROPERTIES`, for an op and a scaling or for any."""
     found = (
@@ -199,7 +198,10 @@ def _capability(row: dict[str, Any]) -> Capability:
         where,
         row,
         required=("backend", "op", "archs", "activations", "scalings", "out_dtypes", "source", "checked"),
-        optional=("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw", "tma_from_live_m"),
+        optional=(
+            *("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw"),
+            *PROPERTIES,
+        ),
     )
     source, checked = provenance(where, row)
     for key in ("n_multiple", "k_multiple"):

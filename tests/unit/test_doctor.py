@@ -134,7 +134,7 @@ def test_every_check_is_exercised_by_a_fault() -> None:
 @pytest.mark.parametrize(("allowed", "words"), [(False, "not allowed"), (True, "allowed, w4a8_expanded")])
 def test_the_fp8_copy_is_mentioned_where_it_can_run(examine: Any, allowed: bool, words: str) -> None:
     def found(arch: str) -> list[Check]:
-        return [c for c in examine(facts={"fp8_copy": allowed}, arch=arch) if "FP8 copy" in c.text]
+        return [c for c in examine(facts={"values": {"fp8_copy": allowed}}, arch=arch) if "FP8 copy" in c.text]
 
     (check,) = found("9.0")
     assert (check.name, check.status) == ("settings", "ok")
