@@ -86,7 +86,7 @@ def resolve(
         With at most one warning.
     """
     held = [rule for rule in (_rules.rules() if rules is None else rules) if rule.when.holds(problem, system)]
-    placed = _order(held, problem, backends)
+    placed = _order(held, problem, system, backends)
     if requested != "auto":
         first: dict[str, RuleHit | None] = {requested: None}
         placed = first | placed
@@ -127,7 +127,7 @@ def denials(name: str, problem: Problem, system: System) -> tuple[RuleHit, ...]:
     return tuple(
         rule.hit(name)
         for rule in _rules.rules()
-        if rule.verb == "deny" and rule.names(name, problem) and rule.when.holds(problem, system)
+        if rule.verb == "deny" and rule.names(name, problem, system) and rule.when.holds(problem, system)
     )
 
 
@@ -136,7 +136,7 @@ def _offered(name: str, backends: Mapping[str, SupportsProblem]) -> bool:
 
 
 def _order(
-    held: Sequence[Rule], problem: Problem, backends: Mapping[str, SupportsProblem]
+    held: Sequence[Rule], problem: Problem, system: System, backends: Mapping[str, SupportsProblem]
 ) -> dict[str, RuleHit | None]:
     """Return the candidates in order, each with the prefer rule that placed it; ``reference`` is last."""
     placed: dict[str, RuleHit | None] = {}
@@ -150,7 +150,7 @@ def _order(
     for rule in held:
         if rule.verb == "deny":
             for name in rule.backends:
-                if rule.names(name, problem):
+                if rule.names(name, problem, system):
                     placed.setdefault(name, None)
     placed.setdefault(REFERENCE, None)
     return placed
@@ -165,7 +165,7 @@ def _judge(
     disabled: Sequence[str],
     elsewhere: Reason | None,
 ) -> Verdict:
-    denied = tuple(rule.hit(name) for rule in held if rule.verb == "deny" and rule.names(name, problem))
+    denied = tuple(rule.hit(name) for rule in held if rule.verb == "deny" and rule.names(name, problem, system))
     backend = backends.get(name)
     if backend is None:
         return Verdict(name, problem.activation, (Reason("UNAVAILABLE", "not part of this fp4dispatch"),), denied)

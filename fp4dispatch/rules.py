@@ -117,10 +117,11 @@ class Rule:
         because = dict(self.others).get(backend, self.because)
         return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix)
 
-    def names(self, backend: str, problem: Problem) -> bool:
-        """Whether the rule is about a backend, for a problem."""
+    def names(self, backend: str, problem: Problem, system: System) -> bool:
+        """Whether the rule is about a backend, for a problem on a machine."""
         if self.having:
-            return backend in having(self.having, problem.op, problem.scaling)
+            sm = system.arch.sm if system.arch else "none"
+            return backend in having(self.having, problem.op, problem.scaling, sm)
         return backend in self.backends
 
 

@@ -27,7 +27,7 @@ FACTS = ("cuda", "torch", "cudnn", "cudnn_frontend", "flashinfer", "cutlass", "n
 """Facts of a :class:`~fp4dispatch.system.System` that the data files may ask a version of."""
 
 PROPERTIES = ("tma_from_live_m",)
-"""What a rule may name instead of backends: those that have it for the problem's op and scaling."""
+"""What a rule may name instead of backends: those that have it for the problem's op and scaling on the arch that is there."""
 
 SM = tuple(arch.sm for arch in KNOWN_ARCHS)
 
@@ -141,12 +141,15 @@ def load(data: dict[str, Any]) -> Catalogue:
     return Catalogue(records, toolkits, aliases)
 
 
-def having(what: str, op: str | None = None, scaling: str | None = None) -> tuple[str, ...]:
-    """Return the backends that have one of :data:`PROPERTIES`, for an op and a scaling or for any."""
+def having(what: str, op: str = "", scaling: str = "", arch: str = "") -> tuple[str, ...]:
+    """Return the backends that have one of :data:`PROPERTIES`, for what is given of op, scaling and arch."""
     found = (
         c.backend
         for c in catalogue().capabilities
-        if getattr(c, what) and op in (None, c.op) and (scaling is None or scaling in c.scalings)
+        if getattr(c, what)
+        and (not op or op == c.op)
+        and (not scaling or scaling in c.scalings)
+        and (not arch or arch in c.archs)
     )
     return tuple(dict.fromkeys(found))
 
