@@ -166,6 +166,8 @@ def nvfp4_gemm(
         If a plan has to be made during capture: run the shape once before. Or if the policy chose a backend that may
         not be captured: name another one.
     """
+    if not isinstance(backend, str | None):  # the operator would say it in C++'s words
+        dispatch.check_request("nvfp4_gemm", backend)
     result: Tensor = torch.ops.fp4dispatch.nvfp4_gemm.default(
         a, b, a_sf, b_sf, alpha, bias, out_dtype, sf_layout, backend
     )
@@ -242,6 +244,8 @@ def fp8_gemm(
     InputError, BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, CaptureError
         As :func:`nvfp4_gemm`.
     """
+    if not isinstance(backend, str | None):  # the operator would say it in C++'s words
+        dispatch.check_request("fp8_gemm", backend)
     result: Tensor = torch.ops.fp4dispatch.fp8_gemm.default(a, b, a_scale, b_scale, bias, out_dtype, scaling, backend)
     return result
 
