@@ -240,6 +240,7 @@ def _tell(names: list[str], everyone: list[dict[str, Any]]) -> None:
 def problem_name(problem: Problem) -> str:
     """Return what a problem is called among ranks: everything but M."""
     bias = " + bias" if problem.bias else ""
+    bias += "" if problem.capture == "none" else f", {problem.capture} capture from M={problem.m_min}"
     return (
         f"{problem.op} N={problem.n} K={problem.k} ({problem.scaling}, {problem.activation}) "
         f"-> {problem.out_dtype}{bias}"

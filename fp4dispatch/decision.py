@@ -98,6 +98,7 @@ class Decision:
 
     ``backend`` is None where nothing can run the problem. ``verdicts`` are in order of preference: the
     candidates before the chosen one were rejected, those after it were not needed but were judged all the same.
+    ``notes`` say what the question was taken to be, where that is not plain.
     """
 
     problem: Problem
@@ -110,6 +111,7 @@ class Decision:
     rule: RuleHit | None
     verdicts: tuple[Verdict, ...]
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def verdict(self, backend: str) -> Verdict:
         """Return the verdict on one backend; KeyError if it was no candidate."""
@@ -124,11 +126,12 @@ class Decision:
         data["arch"] = self.arch.capability if self.arch else None
         return data
 
-    def line(self) -> str:
-        """Return the one-line form used in logs."""
+    def line(self, tokens: str = "") -> str:
+        """Return the one-line form used in logs; ``tokens`` are the words for M, where it holds for more than one."""
         rule = f" [{self.rule.id}: {self.rule.because}; {self.rule.source}]" if self.rule else ""
         act = "" if self.activation == "any" else f" ({self.activation} activations)"
-        return f"{self.problem} on {self.machine}: {self.backend or 'nothing'}{act}, {self.requested_by}{rule}"
+        problem = self.problem.text(tokens) if tokens else str(self.problem)
+        return f"{problem} on {self.machine}: {self.backend or 'nothing'}{act}, {self.requested_by}{rule}"
 
     def text(self) -> str:
         """Return the whole trace as text: the choice, then every candidate with every reason."""
@@ -143,6 +146,7 @@ class Decision:
             notes = notes or ["can run"]
             rows += [f"  {verdict.backend if i == 0 else '':<{width}} {note}" for i, note in enumerate(notes)]
         rows += [f"  warning: {warning}" for warning in self.warnings]
+        rows += [f"  note: {note}" for note in self.notes]
         return "\n".join(rows)
 
     def __str__(self) -> str:

@@ -13,10 +13,11 @@ from fp4dispatch import policy, quarantine, registry, tuned
 from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.backends.catalogue import FACTS, Alias
+from fp4dispatch.backends.catalogue import FACTS, Alias, kernel_ops
 from fp4dispatch.decision import Decision, Reason
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
 from fp4dispatch.problem import (
+    OPS,
     Activation,
     CaptureMode,
     Op,
@@ -29,7 +30,7 @@ from fp4dispatch.registry import instance
 from fp4dispatch.rules import m_bucket
 from fp4dispatch.settings import SETTINGS, settings
 from fp4dispatch.system import System
-from fp4dispatch.whatif import default_scaling, reproduce, what_if
+from fp4dispatch.whatif import ABSENT, default_scaling, reproduce, what_if
 
 __all__ = ["decide_anew", "exclude", "explain", "instance", "reset", "select"]
 
@@ -49,7 +50,9 @@ _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 _said: set[object] = set()
 
 
-def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu: int | None = 0) -> Decision:
+def select(
+    problem: Problem, *, backend: str | None = None, layer: str = "", gpu: int | None = 0, say: bool = True
+) -> Decision:
     """Choose the backend for a problem on this machine; the choice is made once per bucket of M, then looked up.
 
     A backend asked for by name is honoured or refused, never replaced. Precedence: ``backend`` >
@@ -65,6 +68,8 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
         Name of the layer, for messages.
     gpu
         Index of the CUDA device that the tensors are on, as this process counts; None for the CPU.
+    say
+        Whether to log the choice; who asks for all M of a shape reports them together (:func:`report_ranges`).
 
     Returns
     -------
@@ -98,8 +103,79 @@ def select(problem: Problem, *, backend: str | None = None, layer: str = "", gpu
     decision = replace(cached[1], problem=problem)
     if decision.backend is None:
         raise _refusal(decision, layer, _on(cached[0], gpu), request[2])
-    _report(decision)
+    if say:
+        report(decision)
     return decision
+
+
+def check_request(op: Op, backend: object) -> None:
+    """Refuse what :func:`select` would refuse of any problem of an op, before a model is changed.
+
+    That is: a backend's name, from the argument or from the environment, that nothing has, or whose backend never runs
+    the op; and a variable of ours whose value cannot be understood.
+
+    Raises
+    ------
+    UnknownBackendError, SettingsError
+        If the name, or the value, is none.
+    BackendUnsupportedError
+        If the backend runs other ops alone.
+    """
+    settings.check()
+    name, requested_by, disabled = _request(op, backend)
+    by = "" if requested_by == ARGUMENT else f" by {requested_by}"
+    if name in disabled:
+        raise BackendUnsupportedError(
+            f'backend="{name}" was requested{by}, and {SETTINGS["disable"].name} forbids it: change one of both'
+        )
+    found = registry.backends().get(name)
+    if found is not None and not isinstance(found, registry.BrokenBackend) and not _runs(found, op):
+        runs = ", ".join(other for other in OPS if _runs(found, other)) or "nothing"
+        others = ", ".join(n for n, candidate in registry.backends().items() if _runs(candidate, op))
+        raise BackendUnsupportedError(
+            f'backend="{name}" was requested{by} and never runs {op}; it runs {runs}. For {op}: {others}'
+        )
+
+
+def _runs(backend: policy.SupportsProblem, op: Op) -> bool:
+    """Whether a backend has any activation format for an op; one that fails when asked is left to the decision."""
+    try:
+        return backend.activation_for(Problem(op, 1, 16, 16, scaling=default_scaling(op))) is not None
+    except Exception:
+        return True
+
+
+def not_for_capture(decision: Decision, gpu: int | None) -> str:
+    """Return what the rules say against capturing, in a CUDA graph, what was chosen without one; mostly nothing.
+
+    Parameters
+    ----------
+    decision
+        Of :func:`select`, for ``capture="none"``.
+    gpu
+        As there.
+    """
+    problem = decision.problem
+    if problem.capture != "none" or decision.backend is None:
+        return ""
+    system = _on(_here(), gpu)
+    bucket = m_bucket(problem.m, problem.op, system.arch)
+    hits = policy.denials(decision.backend, replace(problem, m=bucket, capture="full"), system)
+    known = {hit.id for verdict in decision.verdicts if verdict.backend == decision.backend for hit in verdict.denied}
+    return "; ".join(
+        f"{hit.code} {hit.because} [{hit.id}; {hit.source}]" + (f" (fix: {hit.fix})" if hit.fix else "")
+        for hit in hits
+        if hit.id not in known
+    )
+
+
+def warn_of_capture(decision: Decision, why: str) -> None:
+    """Say once that a backend that was named runs, also while a CUDA graph is captured, though ``auto`` would not."""
+    text = (
+        f"{decision.backend} was named by {decision.requested_by} and runs, though auto would not choose it "
+        f"in a CUDA graph: {why}"
+    )
+    _once(("warning", text), logging.WARNING, text)
 
 
 def m_ranges(op: Op, gpu: int | None, last: int) -> Iterator[int]:
@@ -134,7 +210,7 @@ def explain(
     flashinfer: str | None = None,
     cutlass: str | None = None,
     nvcc: str | None = None,
-    proven: bool | Iterable[str] = False,
+    proven: bool | Iterable[str] | None = None,
     quarantined: Iterable[str] = (),
     backend: str | None = None,
     activation: Activation = "any",
@@ -156,19 +232,22 @@ def explain(
     op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw
         As in :class:`~fp4dispatch.problem.Problem`; ``scaling`` is ``nvfp4`` or ``tensor`` by default, by op.
     arch
-        Capability (``12.0``) or arch (``sm_120``) of the GPU, or ``none`` for a machine without one.
+        Capability (``12.0``) or arch (``sm_120``) of the GPU, or ``none`` for a machine without one. By default that of
+        ``FP4DISPATCH_ARCH``, and this machine's where that is not set: alone it is this machine with another GPU.
     cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc
         Versions. If ``arch`` or any of these is given, the question is about another machine, and what is not given is
         not there. Three are taken to be there with what they accompany, unless given, or given as ``none``: ``torch``
         with ``cuda``, ``cudnn_frontend`` with ``cudnn``, and the ``cutlass`` headers with ``nvcc``. If none is given,
         the question is about this machine.
     proven
-        Whether the built kernels for this op and arch are proven: all, or those of these names (``nvfp4_gemm`` is
-        cutlass's, ``w4_gemm`` that of w4a16 and w4a8, ``w8_gemm`` that of w8a16 and w8a8).
+        Whether the built kernels for this op and arch are proven: all (True), none (False), or those of these names
+        (``nvfp4_gemm`` is cutlass's, ``w4_gemm`` that of w4a16 and w4a8, ``w8_gemm`` that of w8a16 and w8a8). By
+        default those that are built and proven on this machine, for whatever arch ``fp4dispatch build`` made them.
     quarantined
         Backends that failed the self-check there.
     backend
-        As in :func:`select`. The environment is read only for a question about this machine.
+        As in :func:`select`. What the environment asks for holds for a question about this machine; for another one it
+        is not applied, which a note of the decision says.
     disabled
         Backends that are never used; ``FP4DISPATCH_DISABLE`` for this machine, nothing otherwise.
     fp8_copy
@@ -185,41 +264,90 @@ def explain(
     Raises
     ------
     InputError
-        For a size, format or version that is none.
+        For a size, format or version that is none, a K that no layer takes, or the arch of a GPU that does not exist.
     UnknownBackendError, SettingsError
         As in :func:`select`.
     """
     scaling = scaling or default_scaling(op)
     problem = Problem(op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw)
     versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
-    proven = proven if isinstance(proven, bool) else tuple(proven)
-    stated = arch is not None or bool(proven) or any(versions.values()) or bool(quarantined := tuple(quarantined))
+    quarantined = tuple(quarantined)
+    proven = proven if proven is None or isinstance(proven, bool) else tuple(proven)
+    stated = arch is not None or bool(proven) or any(v is not None for v in versions.values()) or bool(quarantined)
     if system is not None and stated:
         raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
     here = system is None and not stated
+    asked = _request(op, None)[0]  # refuses what the environment misspells, for any machine
+    notes: list[str] = []
     if system is None:
-        system = what_if(op, arch, versions, proven, quarantined) if stated else _allowed(_here())
+        pretend = settings.arch if arch is None else None
+        if pretend:
+            arch = Arch.real(pretend).capability
+            notes.append(f"{SETTINGS['arch'].name}={pretend}: as if the GPU were {Arch.real(pretend)}")
+        if not here:
+            proven, said = _proofs(op, arch, proven)
+            notes += said
+            system = what_if(op, arch, versions, proven, quarantined)
+        else:
+            system = _allowed(_here())
+            if pretend:
+                system = replace(system, gpus=System.fake(arch).gpus)
+                notes.append("everything else is as on this machine")
+            if proven is not None:
+                system = replace(system, proven=frozenset())
+        measurable = here and not pretend
+    else:
+        measurable = False
     if fp8_copy is not None:
         system = replace(system, fp8_copy=fp8_copy)
-    if here or backend:
-        requested, requested_by, environment = _request(op, backend)
-    else:
-        requested, requested_by, environment = registry.AUTO, registry.AUTO, ()
-    off = tuple(_canonical_all(disabled)) if disabled is not None else environment if here else ()
+    request = _request(op, backend) if here or backend else (registry.AUTO, registry.AUTO, ())
+    if not here:
+        notes += _not_applied(op, asked if not backend else registry.AUTO, disabled, fp8_copy)
+    off = tuple(_canonical_all(disabled)) if disabled is not None else request[2] if here else ()
     measured = None
-    if here and requested == registry.AUTO:
+    if measurable and request[0] == registry.AUTO:
         bucket = replace(problem, m=m_bucket(problem.m, op, system.arch))
         measured = tuned.find(bucket, system, registry.backends())
-    return policy.resolve(
+    decision = policy.resolve(
         problem,
         system,
         registry.backends(),
-        requested=requested,
-        requested_by=requested_by,
+        requested=request[0],
+        requested_by=request[1],
         disabled=off,
         elsewhere=_elsewhere.get((op, problem.scaling)) if here else None,
         measured=measured,
     )
+    return replace(decision, notes=tuple(notes))
+
+
+def _proofs(
+    op: Op, arch: str | None, proven: bool | tuple[str, ...] | None
+) -> tuple[bool | tuple[str, ...], list[str]]:
+    """Return which kernels count as proven on a machine that is described, and a note where this machine's do."""
+    if proven is not None:
+        return proven, []
+    if arch in (None, ABSENT):
+        return (), []
+    sm = Arch.real(str(arch)).sm
+    built = _proven()
+    here = tuple(name for name in kernel_ops(op) if (name, sm) in built)
+    if not here:
+        return (), []
+    return here, [f"built and proven for {sm} on this machine, and taken to be there: {', '.join(here)}"]
+
+
+def _not_applied(op: Op, asked: str, disabled: Iterable[str] | None, fp8_copy: bool | None) -> list[str]:
+    """Say which variables are set here and do not count for another machine."""
+    found = [(SETTINGS[_SETTING[op]].name, f"--backend {asked}")] if asked != registry.AUTO else []
+    if settings.disable and disabled is None:
+        found.append((SETTINGS["disable"].name, f"--disable {','.join(settings.disable)}"))
+    if settings.fp8_copy and fp8_copy is None and op == "nvfp4_gemm":
+        found.append((SETTINGS["fp8_copy"].name, "--fp8-copy"))
+    return [
+        f"{name} is set here and not applied: the question is about another machine ({option} does)"
+        for name, option in found
+    ]
 
 
 def decide_anew() -> None:
@@ -323,9 +451,13 @@ def reset() -> None:
 # ------------------------------------------------------------------------------------------------------------- request
 
 
-def _request(op: Op, backend: str | None) -> _Request:
+def _request(op: Op, backend: object) -> _Request:
     """Return who was asked for, by whom, and what is disabled."""
     disabled = tuple(_canonical_all(settings.disable or (), SETTINGS["disable"].name))
+    if backend is not None and not isinstance(backend, str):
+        raise UnknownBackendError(
+            f"backend={backend!r} is a {type(backend).__name__}, not a name. Known: {', '.join(registry.known())}"
+        )
     if backend:
         name, alias = registry.canonical(backend)
         requested_by = ARGUMENT
@@ -386,17 +518,58 @@ def _refusal(decision: Decision, layer: str, system: System, disabled: Iterable[
     return NoBackendError("\n".join([head, *decision.text().splitlines()[1:], command]), decision)
 
 
-def _report(decision: Decision) -> None:
+def report(decision: Decision, tokens: str = "") -> None:
+    """Log a choice once: one line for all M of one shape that are decided alike.
+
+    Parameters
+    ----------
+    decision
+        What was chosen.
+    tokens
+        For which M, in words; where they are not known, the first M that is met stands for all.
+    """
     p = decision.problem
-    m = m_bucket(p.m, p.op, decision.arch)
-    key = (p.op, decision.arch, p.n, p.k, m, p.scaling, p.capture, decision.backend, decision.requested_by)
-    if key in _said:
-        return
-    _once(key, logging.INFO, decision.line())
+    rule = decision.rule.id if decision.rule else ""
+    chosen = (decision.backend, decision.activation, rule, decision.requested_by)
+    key = (p.op, decision.arch, p.n, p.k, p.scaling, p.capture, p.raw, *chosen)
+    if (*key, tokens) not in _said:
+        _once((*key, tokens), logging.INFO, decision.line(tokens))
+        if tokens and (*key, tokens) in _said:
+            _said.add((*key, ""))  # an M of that range is nothing new
+        for sentence in settings.unknown():
+            _once(("unknown", sentence), logging.WARNING, sentence)
     for warning in decision.warnings:
-        _once(("warning", warning), logging.WARNING, warning)
-    for sentence in settings.unknown():
-        _once(("unknown", sentence), logging.WARNING, sentence)
+        if ("warning", warning) not in _said:
+            _once(("warning", warning), logging.WARNING, warning)
+
+
+def report_ranges(decided: Iterable[tuple[int, Decision]]) -> None:
+    """Log the choices for all M of one shape, one line for each range that has one choice and one rule.
+
+    Parameters
+    ----------
+    decided
+        The largest M and the Decision of each range that is decided apart, ascending; the last holds beyond its M.
+    """
+    spans: list[tuple[int, Decision]] = []
+    for m, decision in decided:
+        for warning in decision.warnings:
+            _once(("warning", warning), logging.WARNING, warning)
+        if spans and _alike(spans[-1][1], decision):
+            spans.pop()
+        spans.append((m, decision))
+    first = 1
+    for m, decision in spans:
+        if m == spans[-1][0]:
+            tokens = "any M" if first == 1 else f"M>={first}"
+        else:
+            tokens = f"M={first}" if first == m else f"M={first}..{m}"
+        report(replace(decision, warnings=()), tokens)
+        first = m + 1
+
+
+def _alike(a: Decision, b: Decision) -> bool:
+    return (a.backend, a.activation, a.rule) == (b.backend, b.activation, b.rule)
 
 
 def _once(key: object, level: int, text: str) -> None:

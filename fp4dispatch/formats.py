@@ -38,6 +38,7 @@ from fp4dispatch._e2m1 import E2M1_MAX, E2M1_VALUES, decode_e2m1, encode_e2m1, p
 from fp4dispatch._sf_layout import expand_shards, from_128x4, round_up, to_128x4, zero_pad
 from fp4dispatch._tensor_checks import check_content, check_contiguous, check_float, check_matrix
 from fp4dispatch.errors import FormatError, InputError
+from fp4dispatch.problem import NVFP4_BLOCK as NVFP4_BLOCK
 from fp4dispatch.problem import SF_LAYOUTS, SfLayout
 
 __all__ = [
@@ -74,7 +75,6 @@ __all__ = [
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
 """Least positive e4m3 value, a subnormal."""
-NVFP4_BLOCK = 16
 NVFP4_MAX = E2M1_MAX * E4M3_MAX
 FP8_BLOCK = 128
 

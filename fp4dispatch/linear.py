@@ -37,6 +37,7 @@ class FP4Linear(QuantizedLinear):
         If K is not a multiple of 16, or the shards do not add up to N.
     """
 
+    op = "nvfp4_gemm"
     quantized = ("weight", "weight_scale", "weight_scale_2", "input_scale")
     weight_scale_2: Tensor
 
@@ -127,7 +128,7 @@ class FP4Linear(QuantizedLinear):
             )
 
     def _kind(self) -> tuple[Op, Scaling]:
-        return "nvfp4_gemm", "nvfp4"
+        return self.op, "nvfp4"
 
     def check(self) -> None:
         """Validate the canonical tensors; synchronises."""
@@ -170,6 +171,7 @@ class FP8Linear(QuantizedLinear):
         For another scaling.
     """
 
+    op = "fp8_gemm"
     quantized = ("weight", "weight_scale", "weight_scale_inv", "input_scale")
     weight_scale_inv: Tensor
 
@@ -253,7 +255,7 @@ class FP8Linear(QuantizedLinear):
         )
 
     def _kind(self) -> tuple[Op, Scaling]:
-        return "fp8_gemm", self.scaling
+        return self.op, self.scaling
 
     def check(self) -> None:
         """Validate the canonical tensors; synchronises."""

@@ -163,8 +163,11 @@ def nvfp4_gemm(
     BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
         As :func:`fp4dispatch.dispatch.select`.
     CaptureError
-        If a plan has to be made during capture: run the shape once before.
+        If a plan has to be made during capture: run the shape once before. Or if the policy chose a backend that may
+        not be captured: name another one.
     """
+    if not isinstance(backend, str | None):  # the operator would say it in C++'s words
+        dispatch.check_request("nvfp4_gemm", backend)
     result: Tensor = torch.ops.fp4dispatch.nvfp4_gemm.default(
         a, b, a_sf, b_sf, alpha, bias, out_dtype, sf_layout, backend
     )
@@ -241,6 +244,8 @@ def fp8_gemm(
     InputError, BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, CaptureError
         As :func:`nvfp4_gemm`.
     """
+    if not isinstance(backend, str | None):  # the operator would say it in C++'s words
+        dispatch.check_request("fp8_gemm", backend)
     result: Tensor = torch.ops.fp4dispatch.fp8_gemm.default(a, b, a_scale, b_scale, bias, out_dtype, scaling, backend)
     return result
 
@@ -305,6 +310,7 @@ def _gemm(
     name: str | None,
     sf_layout: SfLayout | None,
 ) -> Tensor:
+    dispatch.check_request(weights.op, name)
     m = out.shape[0]
     if m == 0:
         return out
@@ -321,7 +327,9 @@ def _gemm(
         sf_layout=sf_layout,
         raw=True,
     )
-    decision = dispatch.select(problem, backend=name, gpu=routes.gpu_of(out.device))
+    gpu = routes.gpu_of(out.device)
+    decision = dispatch.select(problem, backend=name, gpu=gpu)
+    routes.check_capture(decision, gpu)
     backend = dispatch.instance(str(decision.backend))
     prepared = backend.prepare(weights)
     routes.launch(backend, routes.plan_for(backend, problem, prepared), prepared, x, out, bias)

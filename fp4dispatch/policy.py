@@ -86,7 +86,7 @@ def resolve(
         With at most one warning.
     """
     held = [rule for rule in (_rules.rules() if rules is None else rules) if rule.when.holds(problem, system)]
-    placed = _order(held, backends)
+    placed = _order(held, problem, system, backends)
     if requested != "auto":
         first: dict[str, RuleHit | None] = {requested: None}
         placed = first | placed
@@ -122,24 +122,36 @@ def resolve(
     )
 
 
+def denials(name: str, problem: Problem, system: System) -> tuple[RuleHit, ...]:
+    """Return the deny rules that hold against a backend: what :func:`resolve` asks of the rules, for one backend."""
+    return tuple(
+        rule.hit(name)
+        for rule in _rules.rules()
+        if rule.verb == "deny" and rule.names(name, problem, system) and rule.when.holds(problem, system)
+    )
+
+
 def _offered(name: str, backends: Mapping[str, SupportsProblem]) -> bool:
     return name in backends and backends[name].auto
 
 
-def _order(held: Sequence[Rule], backends: Mapping[str, SupportsProblem]) -> dict[str, RuleHit | None]:
+def _order(
+    held: Sequence[Rule], problem: Problem, system: System, backends: Mapping[str, SupportsProblem]
+) -> dict[str, RuleHit | None]:
     """Return the candidates in order, each with the prefer rule that placed it; ``reference`` is last."""
     placed: dict[str, RuleHit | None] = {}
     for rule in held:
         if rule.verb == "prefer":
             for name in rule.backends:
-                placed.setdefault(name, rule.hit())
+                placed.setdefault(name, rule.hit(name))
     for name in backends:
         if name != REFERENCE:
             placed.setdefault(name, None)
     for rule in held:
         if rule.verb == "deny":
             for name in rule.backends:
-                placed.setdefault(name, None)
+                if rule.names(name, problem, system):
+                    placed.setdefault(name, None)
     placed.setdefault(REFERENCE, None)
     return placed
 
@@ -153,7 +165,7 @@ def _judge(
     disabled: Sequence[str],
     elsewhere: Reason | None,
 ) -> Verdict:
-    denied = tuple(rule.hit() for rule in held if rule.verb == "deny" and name in rule.backends)
+    denied = tuple(rule.hit(name) for rule in held if rule.verb == "deny" and rule.names(name, problem, system))
     backend = backends.get(name)
     if backend is None:
         return Verdict(name, problem.activation, (Reason("UNAVAILABLE", "not part of this fp4dispatch"),), denied)

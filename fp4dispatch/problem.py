@@ -14,6 +14,9 @@ OutDtype = Literal["bfloat16", "float16", "float32"]
 CaptureMode = Literal["none", "full", "piecewise"]
 SfLayout = Literal["linear", "128x4"]
 
+NVFP4_BLOCK = 16
+"""Elements along K that share one block scale."""
+
 OPS: tuple[Op, ...] = get_args(Op)
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
@@ -83,13 +86,22 @@ class Problem:
         for name, value, least in (("m", self.m, 0), ("n", self.n, 1), ("k", self.k, 1), ("m_min", self.m_min, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"{name}={value!r} is not a size: need an integer of at least {least}")
+        if self.op == "nvfp4_gemm" and self.k % NVFP4_BLOCK:
+            raise InputError(
+                f"k={self.k} is not a multiple of {NVFP4_BLOCK}, the NVFP4 block: no layer has such weights. Pad "
+                "weights and inputs with zeros"
+            )
 
     def __str__(self) -> str:
+        return self.text(f"M={self.m}")
+
+    def text(self, tokens: str) -> str:
+        """Return the problem in words, with these words for M."""
         bias = " + bias" if self.bias else ""
         capture = "" if self.capture == "none" else f", {self.capture} capture"
         act = "" if self.activation == "any" else f", activation {self.activation}"
         act += ", quantised already" if self.raw else ""
-        return f"{self.op} M={self.m} N={self.n} K={self.k} ({self.scaling}{act}) -> {self.out_dtype}{bias}{capture}"
+        return f"{self.op} {tokens} N={self.n} K={self.k} ({self.scaling}{act}) -> {self.out_dtype}{bias}{capture}"
 
 
 def m_bucket(m: int) -> int:

@@ -15,13 +15,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch import capture, ops, routes
+from fp4dispatch import capture, dispatch, ops, routes
 from fp4dispatch import system as _system
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.compact_weights import CompactWeights
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
-from fp4dispatch.problem import ACTIVATIONS, Activation, Op, Problem, Scaling
+from fp4dispatch.problem import ACTIVATIONS, Activation, CaptureMode, Op, Problem, Scaling
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
@@ -49,6 +49,9 @@ class QuantizedLinear(CompactWeights):
         For messages.
     """
 
+    op: ClassVar[Op]
+    """What the layer asks of the policy."""
+
     quantized: ClassVar[tuple[str, ...]]
     """Names of the buffers whose dtype is part of the format."""
 
@@ -56,6 +59,10 @@ class QuantizedLinear(CompactWeights):
     weight_scale: Tensor
     input_scale: Tensor | None
     bias: nn.Parameter | None
+    capture: CaptureMode = "none"
+    """How backends were chosen: for calls outside of CUDA graphs, or to be captured; :meth:`choose_for` sets it."""
+    m_min: int = 1
+    """The smallest M that is promised in a capture. A layer returns before any launch for M == 0."""
     _prepared: dict[str, Prepared]
     """By layout."""
     _bound: dict[torch.dtype, routes.Bound]
@@ -80,6 +87,7 @@ class QuantizedLinear(CompactWeights):
             raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
         if dtype not in routes.OUT_DTYPE:
             raise InputError(f"dtype={dtype}; need torch.bfloat16, torch.float16 or torch.float32")
+        dispatch.check_request(self.op, backend)
         if in_features < 1 or out_features < 1:
             raise InputError(f"in_features={in_features}, out_features={out_features}; both need to be at least 1")
         self.in_features, self.out_features = in_features, out_features
@@ -192,7 +200,10 @@ class QuantizedLinear(CompactWeights):
         old = self._bound.get(dtype)
         if old is None:
             return self.bind(dtype)
-        fresh = self._choose(dtype)
+        return self._replace(self._choose(dtype))
+
+    def _replace(self, fresh: routes.Bound) -> routes.Bound:
+        old = self._bound[fresh.dtype]
         if fresh.spec is old.spec:
             old.decisions = fresh.decisions
             return old
@@ -202,12 +213,41 @@ class QuantizedLinear(CompactWeights):
         self._drop_unused()
         return fresh
 
+    def choose_for(self, capture: CaptureMode, m_min: int = 1) -> None:
+        """Choose backends for calls in this capture mode from now on; what is bound already is bound anew.
+
+        Backends that were chosen for ``full`` or ``piecewise`` serve calls outside of CUDA graphs, too. Host work.
+
+        Parameters
+        ----------
+        capture, m_min
+            As in :class:`~fp4dispatch.problem.Problem`.
+
+        Raises
+        ------
+        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, CaptureError
+            As :meth:`bind`; the layer then stays as it was.
+        """
+        old = (self.capture, self.m_min)
+        if old == (capture, m_min):
+            return
+        self.capture, self.m_min = capture, m_min
+        try:
+            fresh = [self._choose(dtype) for dtype in self._bound]
+        except Fp4DispatchError:
+            self.capture, self.m_min = old
+            raise
+        for bound in fresh:
+            self._replace(bound)
+
     def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
         """Return what this layer asks of the policy for M tokens."""
         op, scaling = self._kind()
         out_dtype = routes.OUT_DTYPE[self.dtype if dtype is None else dtype]
         n, k = self.out_features, self.in_features
-        return Problem(op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None)
+        return Problem(
+            op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None, self.capture, self.m_min
+        )
 
     def _choose(self, dtype: torch.dtype) -> routes.Bound:
         return routes.bind(
@@ -218,6 +258,8 @@ class QuantizedLinear(CompactWeights):
             backend=self.backend,
             layer=self.name,
             prepared=self._prepared,
+            capture_mode=self.capture,
+            m_min=self.m_min,
         )
 
     def _take(self, bound: routes.Bound) -> routes.Bound:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fp4dispatch import prebuild, routes
+from fp4dispatch import dispatch, prebuild, routes
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.linear import FP4Linear, FP8Linear
@@ -148,10 +148,15 @@ def replace_linears(
         on the meta device.
     FormatError
         If a weight holds NaN or Inf; the message names the layer.
+    UnknownBackendError, SettingsError
+        If the name of the backend, from the argument or from the environment, or the value of a variable, is none.
     BackendUnsupportedError, NoBackendError
-        If a layer on a GPU cannot run there. On a CPU that is only reported: the layer may be on its way to a GPU.
+        If the backend never runs such layers, or if a layer on a GPU cannot run there. On a CPU that is only reported:
+        the layer may be on its way to a GPU.
     """
     pick = _picker(config, include, exclude)
+    for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
+        dispatch.check_request(_PROBLEM[str(fmt)][0], backend)
     found = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     if not found:
         raise InputError(f"{type(model).__name__} contains no nn.Linear; nothing to replace")

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4dispatch import capture, dispatch, prebuild
+from fp4dispatch import capture, dispatch, prebuild, registry
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import CaptureError, NoBackendError
-from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
+from fp4dispatch.problem import Activation, CaptureMode, Op, OutDtype, Problem, Scaling
 
 LARGEST_M = 1 << 15
 """The largest number of tokens that a layer asks the policy about; that answer holds beyond."""
@@ -35,7 +35,10 @@ OUT_DTYPE: dict[torch.dtype, OutDtype] = {
 
 
 class Route(NamedTuple):
-    """Up to ``m_max`` tokens: the backend, its activation format, and its slice ``[start, stop)`` of the tensors."""
+    """Up to ``m_max`` tokens: the backend, its activation format, and its slice ``[start, stop)`` of the tensors.
+
+    ``refused``: why it may not run while a CUDA graph is captured; mostly empty.
+    """
 
     m_max: int
     backend: str
@@ -43,6 +46,7 @@ class Route(NamedTuple):
     start: int
     stop: int
     layout: tuple[Any, ...]
+    refused: str = ""
 
 
 class _Launch(NamedTuple):
@@ -64,8 +68,8 @@ class LayerSpec:
         self.n: int = data["n"]
         self.k: int = data["k"]
         self.routes = tuple(
-            Route(m_max, name, activation, start, stop, _tuples(layout))
-            for m_max, name, activation, start, stop, layout in data["routes"]
+            Route(m_max, name, activation, start, stop, _tuples(layout), *refused)
+            for m_max, name, activation, start, stop, layout, *refused in data["routes"]
         )
         self._limits = [route.m_max for route in self.routes[:-1]]
         self._launches: dict[tuple[int, torch.dtype, bool, torch.device], _Launch] = {}
@@ -82,7 +86,8 @@ class LayerSpec:
         Raises
         ------
         CaptureError
-            If host work is needed while a CUDA graph is being captured.
+            If host work is needed while a CUDA graph is being captured, or the rules say that what was chosen without
+            one may not run then.
         """
         index = self.index(m)
         weights = self.weights(index, prepared)
@@ -99,6 +104,8 @@ class LayerSpec:
 
     def launch_on(self, m: int, dtype: torch.dtype, bias: bool, index: int, weights: Prepared) -> _Launch:
         """Do what :meth:`launch` does, for weights that are at hand."""
+        if self.routes[index].refused and capture.is_capturing():
+            raise _not_for_capture(self, m, index)
         key = (m, dtype, bias, weights.tensors[0].device)
         launch = self._launches.get(key) or self._launches.get((-index - 1, *key[1:]))
         return launch or self._build(key, index, self.routes[index], weights)
@@ -170,7 +177,7 @@ class Bound:
         Raises
         ------
         CaptureError
-            If host work is needed while a CUDA graph is being captured.
+            As :meth:`LayerSpec.launch`.
         """
         index = self.spec.index(m)
         prepared = self._prepared[index]
@@ -192,6 +199,8 @@ def bind(
     backend: str | None = None,
     layer: str = "",
     prepared: dict[str, Prepared] | None = None,
+    capture_mode: CaptureMode = "none",
+    m_min: int = 1,
 ) -> Bound:
     """Ask the policy for every bucket of M and prepare the weights for each backend that it names.
 
@@ -207,6 +216,10 @@ def bind(
         Of the layer; ``activation`` and ``backend`` pin what the policy may choose.
     prepared
         What has been prepared already, by layout (:attr:`~fp4dispatch.backends.base.Backend.layout_name`); extended.
+    capture_mode, m_min
+        How the layer is going to be captured in CUDA graphs, and the smallest M there, as in
+        :class:`~fp4dispatch.problem.Problem`. With ``none``, a range of M whose backend the rules do not allow in a
+        graph refuses to be captured; one that was named is warned of instead.
 
     Returns
     -------
@@ -223,19 +236,23 @@ def bind(
     device = weights.weight.device
     gpu = gpu_of(device)
     any_m = Problem(
-        weights.op, 1, weights.n, weights.k, activation, weights.scaling, OUT_DTYPE[dtype], bias is not None
+        weights.op,
+        1,
+        weights.n,
+        weights.k,
+        activation,
+        weights.scaling,
+        OUT_DTYPE[dtype],
+        bias is not None,
+        capture_mode,
+        m_min,
     )
     prebuild.together([prebuild.Ask(any_m, backend, gpu)])
-    decisions: list[tuple[int, Decision]] = []
-    for m in dispatch.m_ranges(weights.op, gpu, LARGEST_M):
-        decision = dispatch.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu)
-        if decisions and _same(decisions[-1][1], decision):
-            decisions.pop()
-        decisions.append((m, decision))
+    decisions, refusals = _decide(any_m, backend, layer, gpu)
     tensors: list[Tensor] = []
     spans: dict[str, tuple[int, int]] = {}
     routes = []
-    for m_max, decision in decisions:
+    for (m_max, decision), refused in zip(decisions, refusals, strict=True):
         name = decision.backend
         if name is None:
             raise NoBackendError(f"nothing can run {decision.problem}", decision)
@@ -245,12 +262,68 @@ def bind(
         if layout not in spans:
             spans[layout] = (len(tensors), len(tensors) + len(prepared[layout].tensors))
             tensors += prepared[layout].tensors
-        routes.append((m_max, name, decision.activation, *spans[layout], prepared[layout].layout))
+        route = (m_max, name, decision.activation, *spans[layout], prepared[layout].layout)
+        routes.append((*route, refused) if refused else route)
     text = json.dumps(
         {"op": weights.op, "scaling": weights.scaling, "n": weights.n, "k": weights.k, "routes": routes},
         separators=(",", ":"),
     )
     return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions), dtype, bias)
+
+
+def _decide(
+    any_m: Problem, backend: str | None, layer: str, gpu: int | None
+) -> tuple[list[tuple[int, Decision]], list[str]]:
+    """Ask the policy for every bucket of M; return the ranges that are alike, and why each may not be captured."""
+    all_m = [
+        (m, dispatch.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu, say=False))
+        for m in dispatch.m_ranges(any_m.op, gpu, LARGEST_M)
+    ]
+    dispatch.report_ranges(all_m)
+    decisions: list[tuple[int, Decision]] = []
+    refusals: list[str] = []
+    for m, decision in all_m:
+        refused = dispatch.not_for_capture(decision, gpu)
+        if refused and decision.requested != registry.AUTO:
+            dispatch.warn_of_capture(decision, refused)
+            refused = ""
+        if decisions and _same(decisions[-1][1], decision) and refusals[-1] == refused:
+            decisions.pop()
+            refusals.pop()
+        decisions.append((m, decision))
+        refusals.append(refused)
+    return decisions, refusals
+
+
+def check_capture(decision: Decision, gpu: int | None) -> None:
+    """Refuse a choice that may not be captured where a CUDA graph is; outside of one warn of a backend that was named.
+
+    Raises
+    ------
+    CaptureError
+        With what the rules say.
+    """
+    named = decision.requested != registry.AUTO
+    if named == capture.is_capturing():  # what was named has been warned of, and what was not runs as it is
+        return
+    refused = dispatch.not_for_capture(decision, gpu)
+    if refused and named:
+        dispatch.warn_of_capture(decision, refused)
+    elif refused:
+        raise CaptureError(
+            f"{decision.problem} runs on {decision.backend} outside of CUDA graphs, which may not be captured: "
+            f"{refused}.\n  Before capturing: run it once with backend= another one (fp4dispatch explain lists them)"
+        )
+
+
+def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:
+    route = spec.routes[index]
+    return CaptureError(
+        f"{spec.op} N={spec.n} K={spec.k} runs on {route.backend} for M={m}, which was chosen for calls outside of "
+        f"CUDA graphs and may not be captured: {route.refused}.\n"
+        f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}]), which chooses for a CUDA graph "
+        "(capture='full' or 'piecewise')"
+    )
 
 
 def gpu_of(device: torch.device) -> int | None:

@@ -15,7 +15,17 @@ from packaging.version import Version
 
 from fp4dispatch.arch import Arch
 from fp4dispatch.backends.capability import version_of
-from fp4dispatch.backends.catalogue import FACTS, SM, catalogue, keys, parse_version, provenance, subset
+from fp4dispatch.backends.catalogue import (
+    FACTS,
+    PROPERTIES,
+    SM,
+    catalogue,
+    having,
+    keys,
+    parse_version,
+    provenance,
+    subset,
+)
 from fp4dispatch.decision import ReasonCode, RuleHit
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Op, Problem
@@ -83,7 +93,12 @@ class When:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the policy; ``backends`` is a set for deny and an order for prefer."""
+    """One row of the policy; ``backends`` is a set for deny and an order for prefer.
+
+    ``because`` says why the first of ``backends`` is preferred, or all of them are denied; ``others`` says why each
+    other one comes where it does. ``having`` names a property instead of backends: ``backends`` are then all that have
+    it for any op.
+    """
 
     id: str
     verb: Literal["deny", "prefer"]
@@ -94,10 +109,20 @@ class Rule:
     checked: str
     code: ReasonCode = "DENIED"
     fix: str = ""
+    others: tuple[tuple[str, str], ...] = ()
+    having: str = ""
 
-    def hit(self) -> RuleHit:
-        """Return the part of the rule that goes into a decision."""
-        return RuleHit(self.id, self.verb, self.because, self.source, self.checked, self.code, self.fix)
+    def hit(self, backend: str) -> RuleHit:
+        """Return the part of the rule that goes into a decision about a backend."""
+        because = dict(self.others).get(backend, self.because)
+        return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix)
+
+    def names(self, backend: str, problem: Problem, system: System) -> bool:
+        """Whether the rule is about a backend, for a problem on a machine."""
+        if self.having:
+            sm = system.arch.sm if system.arch else "none"
+            return backend in having(self.having, problem.op, problem.scaling, sm)
+        return backend in self.backends
 
 
 def in_range(version: str | None, bounds: str) -> bool:
@@ -186,8 +211,8 @@ def _rule(row: dict[str, Any]) -> Rule:
     keys(
         where,
         row,
-        required=("id", "verb", "backends", "because", "source", "checked", "when"),
-        optional=("code", "fix"),
+        required=("id", "verb", "because", "source", "checked", "when"),
+        optional=("backends", "having", "others", "code", "fix"),
     )
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
         raise SettingsError(f"{where}: the id must be lower-case words joined by -")
@@ -197,18 +222,40 @@ def _rule(row: dict[str, Any]) -> Rule:
         raise SettingsError(f"{where}: because is empty")
     if row["verb"] == "prefer" and "code" in row:
         raise SettingsError(f"{where}: code belongs to deny rules")
+    backends = _whom(where, row)
     source, checked = provenance(where, row)
     return Rule(
         id=row["id"],
         verb=row["verb"],
         when=_when(where, row["when"]),
-        backends=subset(where, row["backends"], catalogue().backends),
+        backends=backends,
         because=row["because"],
         source=source,
         checked=checked,
         code=subset(where, [row.get("code", "DENIED")], DENY_CODES)[0],  # type: ignore[arg-type]  # checked
         fix=row.get("fix", ""),
+        others=tuple(row.get("others", {}).items()),
+        having=row.get("having", ""),
     )
+
+
+def _whom(where: str, row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the backends of a rule, after checking that it says why for each one that it prefers."""
+    if ("backends" in row) == ("having" in row):
+        raise SettingsError(f"{where}: needs either backends or having")
+    if "having" in row:
+        if row["verb"] != "deny":
+            raise SettingsError(f"{where}: having belongs to deny rules; an order names its backends")
+        return having(subset(where, [row["having"]], PROPERTIES)[0])
+    backends = subset(where, row["backends"], catalogue().backends)
+    others = row.get("others", {})
+    needed = backends[1:] if row["verb"] == "prefer" else ()
+    if set(others) != set(needed) or not all(isinstance(why, str) and why.strip() for why in others.values()):
+        raise SettingsError(
+            f"{where}: others needs a reason for each of {', '.join(needed) or 'nothing'}, has {', '.join(others)}: "
+            "because speaks of the first preferred backend alone"
+        )
+    return backends
 
 
 def _when(where: str, row: dict[str, Any]) -> When:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from fp4dispatch.errors import SettingsError
 
 PREFIX = "FP4DISPATCH_"
+_OURS = (PREFIX, "FP4_GEMM_")
+"""How names begin that are meant for this package."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
+_ignored: set[str] = set()
+
+
 class Settings:
     """Typed, lazy view of the environment: ``settings.max_jobs`` is an int, or None where unset or empty."""
 
@@ -156,20 +162,45 @@ class Settings:
             setting = SETTINGS[key]
         except KeyError:
             raise AttributeError(key) from None
-        raw = os.environ.get(setting.name)
+        raw = None if key in _ignored else os.environ.get(setting.name)
         if raw is not None and key in ("cuda_visible_devices", "cuda_device_order"):
             return raw  # unset and empty differ: empty hides every GPU
         if raw is None or raw == "":
             return setting.parse(setting.name, setting.default) if setting.default else None
         return setting.parse(setting.name, raw)
 
+    def errors(self) -> dict[str, str]:
+        """Return what is wrong with each of our variables whose value cannot be understood, by the key of the setting.
+
+        Names of backends and GPU architectures are only text here: :mod:`fp4dispatch.dispatch` knows them.
+        """
+        found = {}
+        for key in SETTINGS:
+            try:
+                getattr(self, key)
+            except SettingsError as error:
+                found[key] = str(error)
+        return found
+
+    def check(self) -> None:
+        """Refuse a value of an ``FP4DISPATCH_*`` variable that cannot be understood.
+
+        Raises
+        ------
+        SettingsError
+            For the first.
+        """
+        for key, setting in SETTINGS.items():
+            if setting.name.startswith(PREFIX) and setting.name in os.environ:
+                getattr(self, key)
+
     def unknown(self) -> tuple[str, ...]:
-        """Return one sentence per ``FP4DISPATCH_*`` variable that is set but not known."""
+        """Return one sentence per variable that is set, looks like one of ours in any case, and is not known."""
         names = [setting.name for setting in SETTINGS.values()]
         return tuple(
-            f"{name} is set but is not a setting of fp4dispatch.{did_you_mean(name, names)}"
+            f"{name} is set but is not a setting of fp4dispatch.{did_you_mean(name.upper(), names)}"
             for name in sorted(os.environ)
-            if name.startswith(PREFIX) and name not in names
+            if name.upper().startswith(_OURS) and name not in names
         )
 
     def is_set(self, key: str) -> bool:
@@ -177,8 +208,19 @@ class Settings:
         return bool(os.environ.get(SETTINGS[key].name))
 
     def environment(self) -> dict[str, str]:
-        """Return a copy of the whole environment, for child processes."""
-        return dict(os.environ)
+        """Return a copy of the whole environment, for child processes; without what is ignored."""
+        ignored = {SETTINGS[key].name for key in _ignored}
+        return {name: value for name, value in os.environ.items() if name not in ignored}
+
+    @contextmanager
+    def ignoring(self, keys: Iterable[str]) -> Iterator[None]:
+        """Take these settings for unset meanwhile: ``doctor`` goes on behind a value that it has reported."""
+        added = set(keys) - _ignored
+        _ignored.update(added)
+        try:
+            yield
+        finally:
+            _ignored.difference_update(added)
 
 
 settings = Settings()

@@ -184,6 +184,11 @@ def _fake_archs(arch: str | Arch | None, gpus: int | Sequence[str | Arch] | None
 
 
 def _checked(name: str, version: str | None) -> str | None:
+    if version is not None and not isinstance(version, str):
+        raise InputError(
+            f"{name}={version!r} is a {type(version).__name__}; need a text such as '12.9' (as a number, 12.1 and "
+            "12.10 would be one)"
+        )
     if version and not _VERSION.fullmatch(version):
         raise InputError(f"{name}={version!r} is not a version: write it like 12.9 or 9.10.2")
     return version

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from fp4dispatch import agreement, capture, prebuild, registry, routes, tuning
+from fp4dispatch import agreement, dispatch, prebuild, registry, routes, tuning
+from fp4dispatch import capture as _capture
 from fp4dispatch.agreement import Decisions, Group, Ranks
 from fp4dispatch.errors import InputError
 from fp4dispatch.prebuild import Ask
-from fp4dispatch.problem import Problem
+from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, Problem
 from fp4dispatch.quantized_linear import QuantizedLinear
 
 _Subjects = list[tuple[QuantizedLinear, torch.dtype]]
@@ -22,6 +24,8 @@ def warmup(
     tokens: Iterable[int],
     dtype: torch.dtype | None = None,
     *,
+    capture: CaptureMode | None = None,
+    m_min: int | None = None,
     tune: bool = False,
     group: Group = None,
     agree: bool = True,
@@ -39,6 +43,15 @@ def warmup(
         Numbers of rows that the layers will see, e.g. the batch sizes that are going to be captured.
     dtype
         Dtype of the activations; each layer's own ``dtype`` by default.
+    capture
+        How the layers are going to be captured in CUDA graphs: ``full`` (one graph around everything), ``piecewise``
+        (graphs between eager parts) or ``none``. The rules of the policy that are about capture hold for the choice,
+        and the layers keep the mode. By default a layer keeps the mode that it has, and gets ``full`` if it has none:
+        what may be captured may also run without a graph.
+    m_min
+        Smallest number of tokens that is promised in a capture. 1 by default: a layer returns before any launch where
+        there are none. An engine that captures pieces with a live number of tokens around kernels of its own promises
+        0, and then no backend is chosen that builds TMA descriptors from it.
     tune
         Measure the backends that may run each shape first (:mod:`fp4dispatch.tuning`), unless that has been done on
         such a machine, and use the fastest where it is faster than the rules' choice by more than the noise. Layers
@@ -56,18 +69,23 @@ def warmup(
     Raises
     ------
     InputError
-        If the model has no quantised layer, a number of tokens is not positive, or ranks tune different shapes.
+        If the model has no quantised layer, a number of tokens is not positive, the capture mode is none, or ranks
+        tune different shapes.
     CaptureError
         If a CUDA graph is being captured already.
     BackendUnsupportedError, NoBackendError
         If a layer cannot run.
+    UnknownBackendError, SettingsError
+        If a backend's name, or the value of a variable, is none.
     RankError
         If any of this happened on another rank.
     """
-    capture.forbid_in_capture("warming up", "fp4dispatch.warmup(model, tokens=[...])")
+    _capture.forbid_in_capture("warming up", "fp4dispatch.warmup(model, tokens=[...])")
     ranks = Ranks(group, alone=not agree)
     subjects, rows = ranks.attempt("warming up", lambda: _subjects(model, tokens, dtype))
-    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows)))
+    modes = ranks.attempt("warming up", lambda: _modes(subjects, capture, m_min))
+    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows, modes)))
+    ranks.attempt("choosing backends", lambda: _choose(subjects, modes))
     if tune:
         _tune(ranks, subjects, rows)
     if tune or ranks.size > 1:
@@ -87,11 +105,36 @@ def _subjects(model: nn.Module, tokens: Iterable[int], dtype: torch.dtype | None
     return [(layer, layer.dtype if dtype is None else dtype) for layer in layers], rows
 
 
-def _asks(subjects: _Subjects, rows: list[int]) -> list[Ask]:
+def _modes(subjects: _Subjects, capture: CaptureMode | None, m_min: int | None) -> list[tuple[CaptureMode, int]]:
+    """Return the capture mode and smallest M of each layer, after checking what all of them ask for."""
+    if capture is not None and capture not in CAPTURE_MODES:
+        raise InputError(f"capture={capture!r} is not known; use one of {', '.join(map(repr, CAPTURE_MODES))}")
+    if m_min is not None and (type(m_min) is not int or m_min < 0):
+        raise InputError(f"m_min={m_min!r} is not a number of tokens: need an integer of at least 0")
+    found: list[tuple[CaptureMode, int]] = []
+    for layer, _ in subjects:
+        dispatch.check_request(layer.op, layer.backend)
+        mode = capture or ("full" if layer.capture == "none" else layer.capture)
+        found.append((mode, layer.m_min if m_min is None else m_min))
+    return found
+
+
+def _choose(subjects: _Subjects, modes: list[tuple[CaptureMode, int]]) -> None:
+    for (layer, _), mode in zip(subjects, modes, strict=True):
+        layer.choose_for(*mode)
+
+
+def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, int]]) -> list[Ask]:
     """Return what the layers will need compiled: what binding them needs, and these numbers of tokens."""
     tokens = tuple(sorted({*rows, *prebuild.SAMPLES}))
     return [
-        Ask(layer.problem(1, dtype), layer.backend, routes.gpu_of(layer.device), tokens) for layer, dtype in subjects
+        Ask(
+            replace(layer.problem(1, dtype), capture=mode, m_min=least),
+            layer.backend,
+            routes.gpu_of(layer.device),
+            tokens,
+        )
+        for (layer, dtype), (mode, least) in zip(subjects, modes, strict=True)
     ]
 
 
@@ -128,7 +171,7 @@ def _tune(ranks: Ranks, subjects: _Subjects, rows: list[int]) -> None:
         for layer, dtype in subjects:
             if layer.bind(dtype).decisions[0][1].requested == registry.AUTO:
                 for m in rows:
-                    todo.setdefault(layer.problem(m, dtype), layer)
+                    todo.setdefault(replace(layer.problem(m, dtype), capture="none", m_min=1), layer)
         return [str(problem) for problem in todo]
 
     everyone = ranks.gather(ranks.attempt("tuning", collect))

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from fp4dispatch.arch import Arch
 from fp4dispatch.backends.catalogue import FACTS, kernel_ops
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import InputError
@@ -35,14 +36,16 @@ def what_if(
     Raises
     ------
     InputError
-        For a proven kernel that no backend runs this op with.
+        For a proven kernel that no backend runs this op with, a version that is none, or the arch of a GPU that does
+        not exist.
     """
     known = kernel_ops(op)
     kernels = known if proven is True else tuple(proven or ())
     if unknown := [name for name in kernels if name not in known]:
         raise InputError(f"proven={', '.join(unknown)}: no kernel of {op}; known: {', '.join(known)}")
     given = {name: None if value == ABSENT else value for name, value in versions.items()}
-    system = System.fake(None if arch in (None, ABSENT) else arch, **given)  # type: ignore[arg-type]  # checked names
+    real = None if arch is None or arch == ABSENT else Arch.real(arch)
+    system = System.fake(real, **given)  # type: ignore[arg-type]  # checked names
     for companion, of in _COMPANIONS.items():
         if versions[companion] is None and given[of] is not None:
             system = replace(system, **{companion: Library("")})  # type: ignore[arg-type]
@@ -68,8 +71,9 @@ def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) 
             words += [_flag(name), ABSENT]
     sm = system.arch.sm if system.arch else ""
     proven = [name for name in kernel_ops(p.op) if (name, sm) in system.proven]
-    if proven:
-        words += ["--proven"] if len(proven) == len(kernel_ops(p.op)) else ["--proven", ",".join(proven)]
+    everything = len(proven) == len(kernel_ops(p.op))
+    if sm:
+        words += ["--proven"] if everything else ["--proven", ",".join(proven) or ABSENT]
     shut = sorted(name for name, op, where in system.quarantined if (op, where) == (p.op, sm))
     options = {
         "--quarantined": ",".join(shut),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
+from fp4dispatch import installing
 from fp4dispatch.backends.catalogue import ANY_ARCH, TOOLKIT, Capability, Requirement, Toolkit, catalogue, parse_version
 from fp4dispatch.decision import Reason, ReasonCode
 from fp4dispatch.problem import Activation, Op, Problem
@@ -33,8 +34,7 @@ _FIX = {
     "cudnn": "pip install -U nvidia-cudnn-cu{major}",
     "cudnn_frontend": "pip install -U nvidia-cudnn-frontend",
     "flashinfer": 'pip install -U "flashinfer-python>={need}"',
-    "cutlass": "pip install flashinfer-python (it carries the headers), or set CUTLASS_PATH",
-    "nvcc": 'pip install "fp4dispatch[jit,cu{major}]", or point CUDA_HOME or FP4DISPATCH_NVCC at CUDA {need} or later',
+    "cutlass": "pip install -U --no-deps flashinfer-python (it carries the headers), or set CUTLASS_PATH",
 }
 _TOOLCHAIN = ("nvcc", "cutlass")
 
@@ -198,9 +198,10 @@ def _version(need: Requirement, toolkit: Toolkit | None, system: System) -> Reas
     label = _LABEL[need.what]
     code: ReasonCode = "TOOLCHAIN" if need.what in _TOOLCHAIN else "LIBRARY"
     major = int((system.cuda or "13").split(".")[0])
-    if need.what == "nvcc":
-        major = max(major, Version(lowest).major)
-    fix = _FIX[need.what].format(need=lowest, major=major)
+    if need.what == "nvcc":  # of the major release that torch has: a driver need not run code of a later one
+        fix = installing.nvcc(lowest if Version(lowest).major >= major else f"{major}.0")
+    else:
+        fix = _FIX[need.what].format(need=lowest, major=major)
     value = fact(system, need.what)
     if value is None:
         return Reason(code, f"{label} not found (needs {lowest}{suffix})", fix)

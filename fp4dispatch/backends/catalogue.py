@@ -26,6 +26,9 @@ TOOLKIT = "toolkit"
 FACTS = ("cuda", "torch", "cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
 """Facts of a :class:`~fp4dispatch.system.System` that the data files may ask a version of."""
 
+PROPERTIES = ("tma_from_live_m",)
+"""What a rule may name instead of backends: those that have it, for op, scaling and arch."""
+
 SM = tuple(arch.sm for arch in KNOWN_ARCHS)
 
 
@@ -57,6 +60,7 @@ class Capability:
     requires: tuple[Requirement, ...] = ()
     kernel_op: str = ""
     raw: bool = True
+    tma_from_live_m: bool = False
 
     @property
     def proven_by(self) -> str:
@@ -137,6 +141,19 @@ def load(data: dict[str, Any]) -> Catalogue:
     return Catalogue(records, toolkits, aliases)
 
 
+def having(what: str, op: str = "", scaling: str = "", arch: str = "") -> tuple[str, ...]:
+    """Return the backends that have one of :data:`PROPERTIES`, for what is given of op, scaling and arch."""
+    found = (
+        c.backend
+        for c in catalogue().capabilities
+        if getattr(c, what)
+        and (not op or op == c.op)
+        and (not scaling or scaling in c.scalings)
+        and (not arch or arch in c.archs)
+    )
+    return tuple(dict.fromkeys(found))
+
+
 def kernel_ops(op: Op) -> tuple[str, ...]:
     """Return the ops of our own kernels, as ``csrc/kernels.toml`` names them, that backends run an op with."""
     return tuple(dict.fromkeys(c.proven_by for c in catalogue().capabilities if c.op == op and c.proof))
@@ -184,7 +201,10 @@ def _capability(row: dict[str, Any]) -> Capability:
         where,
         row,
         required=("backend", "op", "archs", "activations", "scalings", "out_dtypes", "source", "checked"),
-        optional=("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw"),
+        optional=(
+            *("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw"),
+            *PROPERTIES,
+        ),
     )
     source, checked = provenance(where, row)
     for key in ("n_multiple", "k_multiple"):
@@ -192,8 +212,9 @@ def _capability(row: dict[str, Any]) -> Capability:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a positive integer")
     if "kernel_op" in row and not (row.get("proof") and isinstance(row["kernel_op"], str)):
         raise SettingsError(f"{where}: kernel_op is the op of the kernels whose proof counts, and belongs to proof")
-    if not isinstance(row.get("raw", True), bool):
-        raise SettingsError(f"{where}: raw {row['raw']!r} is not true or false")
+    for switch in ("raw", "tma_from_live_m"):
+        if not isinstance(row.get(switch, True), bool):
+            raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
     if (row["op"] == "nvfp4_gemm") != ("sf_layouts" in row):
         raise SettingsError(f"{where}: sf_layouts belongs to nvfp4_gemm, and is needed there")
     return Capability(
@@ -213,6 +234,7 @@ def _capability(row: dict[str, Any]) -> Capability:
         requires=tuple(_requirement(where, need) for need in row.get("requires", ())),
         kernel_op=row.get("kernel_op", ""),
         raw=row.get("raw", True),
+        tma_from_live_m=row.get("tma_from_live_m", False),
     )
 
 

@@ -25,7 +25,7 @@ def draw(doc: Document, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError(f"--plot needs matplotlib ({error})\n  pip install 'fp4dispatch[bench]'") from error
+        raise InputError(f"--plot needs matplotlib ({error})\n  fix: pip install matplotlib") from error
     shapes = [shape for shape in shapes_of(doc) if _lines(doc, *shape)][:PANELS]
     if not shapes:
         raise InputError(f"nothing to draw: no method was measured beside {BASELINE}")

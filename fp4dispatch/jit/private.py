@@ -65,13 +65,19 @@ def make_folder(path: Path, mode: int) -> None:
         return
     if not path.parent.exists():
         make_folder(path.parent, mode)
-    with explained(path):
-        try:
-            path.mkdir(mode=mode)
-        except FileExistsError:  # another process was first
-            check(path)
-        else:
-            path.chmod(mode)
+    try:
+        with explained(path):
+            try:
+                path.mkdir(mode=mode)
+            except FileExistsError:  # another process was first
+                check(path)
+            else:
+                path.chmod(mode)
+    except OSError as error:  # whatever a file system answers: /proc says that the folder is not there
+        raise CacheError(
+            f"the kernel cache cannot be at {path} ({error.strerror or error})\n"
+            "  fix: name another folder: FP4DISPATCH_CACHE_DIR, or --out of fp4dispatch build"
+        ) from error
 
 
 @contextmanager

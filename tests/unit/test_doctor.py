@@ -16,6 +16,8 @@ import fp4dispatch
 from fp4dispatch import cli
 from fp4dispatch.cli import doctor, doctor_checks
 from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
+from fp4dispatch.errors import SettingsError
+from fp4dispatch.settings import SETTINGS
 from fp4dispatch.system import System
 
 GOOD: dict[str, Any] = {
@@ -134,7 +136,7 @@ def test_every_check_is_exercised_by_a_fault() -> None:
 @pytest.mark.parametrize(("allowed", "words"), [(False, "not allowed"), (True, "allowed, w4a8_expanded")])
 def test_the_fp8_copy_is_mentioned_where_it_can_run(examine: Any, allowed: bool, words: str) -> None:
     def found(arch: str) -> list[Check]:
-        return [c for c in examine(facts={"fp8_copy": allowed}, arch=arch) if "FP8 copy" in c.text]
+        return [c for c in examine(facts={"values": {"fp8_copy": allowed}}, arch=arch) if "FP8 copy" in c.text]
 
     (check,) = found("9.0")
     assert (check.name, check.status) == ("settings", "ok")
@@ -150,6 +152,59 @@ def test_the_setting_of_the_fp8_copy_is_read(monkeypatch: pytest.MonkeyPatch) ->
         facts = doctor.gather()
         assert facts.fp8_copy is allowed
         assert any("perhaps" in error for error in facts.settings_errors) is (value == "perhaps")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"fp4_gemm_backend": "cutlas"}, "FP4_GEMM_BACKEND='cutlas' is not a backend. Did you mean cutlass?"),
+        ({"fp8_backend": "w8a9"}, "FP4DISPATCH_FP8_BACKEND='w8a9' is not a backend. Did you mean w8a8?"),
+        ({"fp4_gemm_backend": "w8a8"}, "w8a8 never runs nvfp4_gemm"),
+        ({"fp8_backend": "marlin"}, "w4a16 never runs fp8_gemm"),
+        ({"disable": ("cudn",)}, "FP4DISPATCH_DISABLE: 'cudn' is not a backend. Did you mean cudnn?"),
+        ({"disable": ("auto",)}, "auto is no backend"),
+        ({"fp4_gemm_backend": "marlin", "disable": ("w4a16",)}, "that FP4DISPATCH_DISABLE forbids"),
+        ({"arch": "13.7"}, "FP4DISPATCH_ARCH='13.7': 13.7 is not the capability of a GPU"),
+        ({"arch": "120f"}, "FP4DISPATCH_ARCH='120f'"),
+        ({"nvcc": Path("/no/such/nvcc")}, "FP4DISPATCH_NVCC='/no/such/nvcc': there is no such file"),
+        ({"cuda_home": Path("/no/such")}, "CUDA_HOME='/no/such': there is no such folder"),
+        ({"cutlass_path": Path("/no/such")}, "CUTLASS_PATH='/no/such': there is no such folder"),
+        ({"cuda_device_order": "SLOWEST"}, "CUDA_DEVICE_ORDER='SLOWEST' is not known"),
+    ],
+)
+def test_a_value_that_means_nothing_is_a_finding(examine: Any, values: dict[str, Any], words: str) -> None:
+    check = only(examine(facts={"values": values}))
+    assert (check.name, check.status) == ("settings", "fail")
+    assert words in check.text
+    assert check.fix
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "fp4_gemm_backend": "auto",
+            "fp8_backend": "Flashinfer-cuDNN",
+            "disable": ("marlin", "cutlass"),
+            "arch": "12.0",
+        },
+        {"fp4_gemm_backend": "theirs", "disable": ("theirs_too",), "arch": "sm_90"},
+    ],
+)
+def test_values_that_mean_something_are_fine(examine: Any, values: dict[str, Any]) -> None:
+    checks = examine(facts={"values": values}, child={"plugins": {"theirs": None, "theirs_too": None}})
+    assert [c.text for c in checks if c.name == "settings"] == ["all understood"]
+
+
+def test_every_setting_of_ours_is_looked_at() -> None:
+    """Each is parsed strictly, or what it says is checked further; the rest are texts that cannot be wrong."""
+    free = {"cuda_visible_devices", "no_color"}  # the first is checked by `visible devices`, the second takes anything
+    further = {"fp4_gemm_backend", "fp8_backend", "disable", "arch", "nvcc", "cuda_home", "cutlass_path"}
+    strict = {"pdl", "selfcheck", "tuned", "fp8_copy", "jit", "log", "max_jobs", "cache_dir", "xdg_cache_home"}
+    assert set(SETTINGS) == free | further | strict | {"cuda_device_order"}
+    for key in strict:
+        with pytest.raises(SettingsError):
+            SETTINGS[key].parse(SETTINGS[key].name, "~no_such_user_here/\0")
 
 
 def test_absent_torch(examine: Any) -> None:
@@ -384,6 +439,19 @@ class TestForReal:
         assert "half built" in checks["plug-ins"]["text"]
         assert checks["plug-ins"]["status"] == "fail"
         assert "FP4DISPATCH_BACKND" in checks["settings"]["text"]  # the later of two findings of one name
+
+    @pytest.mark.parametrize("variable", ["FP4DISPATCH_NVCC", "CUDA_HOME", "CUTLASS_PATH", "FP4DISPATCH_SELFCHECK"])
+    def test_a_value_that_cannot_be_parsed_ends_no_other_check(self, tmp_path: Path, variable: str) -> None:
+        code, checks = self.doctor(tmp_path, None, **{variable: "~no_such_user_here/x"})
+        assert code == 1
+        assert variable in checks["settings"]["text"]
+        assert checks["torch"]["status"] == "ok"
+        assert checks["self-check"]["status"] in ("ok", "skip")
+
+    def test_misspelt_backends(self, tmp_path: Path) -> None:
+        code, checks = self.doctor(tmp_path, None, FP4_GEMM_BACKEND="cutlas")
+        assert code == 1
+        assert "Did you mean cutlass?" in checks["settings"]["text"]
 
     def test_a_torch_that_hangs_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")

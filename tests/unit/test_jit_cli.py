@@ -102,3 +102,16 @@ def test_the_installed_folder_is_searched_after_the_users(cache_dir: Path) -> No
     roots = [cache.root for cache in kernels.caches()]
     assert roots[0] == cache_dir
     assert all(root.name == "prebuilt" for root in roots[1:])
+
+
+@pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/passwd/x", "/dev/null/x"])
+def test_a_cache_that_cannot_be_made_is_an_error_with_the_fix(folder, capsys, monkeypatch):
+    for words in (["--out", folder], []):
+        if not words:
+            monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", folder)
+        assert cli.main(["build", "--arch", "9.0", "--ops", "w8_gemm", "--variant", "fp8_bf16", *words]) == 1
+        err = capsys.readouterr().err
+        assert "Error: " in err
+        assert folder in err
+        assert "fix: " in err or "no kernel matches" in err
+        assert "Traceback" not in err

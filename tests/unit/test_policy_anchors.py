@@ -17,6 +17,7 @@ CUDA = {"cuda": "13.0", "torch": "2.11"}
 NVCC = {"nvcc": "13.0", "cutlass": "4.5"}
 CUDNN = {"cudnn": "9.19.0", "cudnn_frontend": "1.14"}
 FULL = CUDA | NVCC | CUDNN
+FIXED = FULL | {"cudnn": "9.23.1"}
 
 # name: (op, scaling, arch, facts, proven, capture, m_min, chosen)
 ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, str]] = {
@@ -32,7 +33,22 @@ ANCHORS: dict[str, tuple[str, str, str | None, dict[str, str], bool, str, int, s
     "sm_100, piecewise, M >= 1": ("nvfp4_gemm", "nvfp4", "10.0", FULL, False, "piecewise", 1, "cutlass"),
     "sm_100, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "10.0", FULL, False, "piecewise", 0, "cudnn"),
     "sm_103, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "10.3", FULL, False, "piecewise", 0, "cudnn"),
-    "sm_120, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "12.0", FULL, False, "piecewise", 0, "cudnn"),
+    "sm_120, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "12.0", FIXED, True, "piecewise", 0, "cudnn"),
+    "sm_120, piecewise, M >= 0, cuDNN 9.19": ("nvfp4_gemm", "nvfp4", "12.0", FULL, True, "piecewise", 0, "cublaslt"),
+    "sm_120, full capture": ("nvfp4_gemm", "nvfp4", "12.0", FIXED, False, "full", 1, "cudnn"),
+    "sm_120, full capture, cuDNN 9.19": ("nvfp4_gemm", "nvfp4", "12.0", FULL, False, "full", 1, "cublaslt"),
+    "sm_120, full capture, cuDNN 9.19, proven": ("nvfp4_gemm", "nvfp4", "12.0", FULL, True, "full", 1, "cutlass"),
+    "sm_100, full capture, cuDNN 9.19, no nvcc": (
+        "nvfp4_gemm",
+        "nvfp4",
+        "10.0",
+        CUDA | CUDNN,
+        False,
+        "full",
+        1,
+        "cudnn",
+    ),
+    "sm_90, piecewise, M >= 0": ("nvfp4_gemm", "nvfp4", "9.0", FULL, False, "piecewise", 0, "w4a16"),
     "sm_110": ("nvfp4_gemm", "nvfp4", "11.0", FULL, False, "none", 1, "cudnn"),
     "sm_90": ("nvfp4_gemm", "nvfp4", "9.0", FULL, False, "none", 1, "w4a16"),
     "sm_89": ("nvfp4_gemm", "nvfp4", "8.9", FULL, False, "none", 1, "w4a16"),
@@ -114,11 +130,11 @@ def test_every_affected_flashinfer_cutlass_is_denied(flashinfer):
 def test_piecewise_warns_once_and_only_where_it_changes_the_choice():
     piecewise = ask("nvfp4_gemm", "nvfp4", "10.0", FULL, capture="piecewise", m_min=0)
     assert len(piecewise.warnings) == 1
-    for part in ("runs on cudnn", "cutlass: CAPTURE", "M may be 0", "piecewise-live-m", "sglang/issues/12067"):
+    for part in ("runs on cudnn", "cutlass: CAPTURE", "M may be 0", "piecewise-live-m", "sglang/pull/12067"):
         assert part in piecewise.warnings[0]
     assert ask("nvfp4_gemm", "nvfp4", "10.0", FULL).warnings == ()
     assert ask("nvfp4_gemm", "nvfp4", "10.0", FULL, capture="piecewise", m_min=1).warnings == ()
-    assert ask("nvfp4_gemm", "nvfp4", "12.0", FULL, capture="piecewise", m_min=0).warnings == ()
+    assert ask("nvfp4_gemm", "nvfp4", "12.0", FIXED, capture="piecewise", m_min=0).warnings == ()
 
 
 def test_cutlass_named_on_sm120_is_honoured_with_one_warning():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from fp4dispatch.backends.catalogue import Capability, catalogue
-from fp4dispatch.rules import rules
+from fp4dispatch.problem import OPS
+from fp4dispatch.rules import When, in_range, rules
 
 ROOT = Path(__file__).parents[2]
 HANDLED = ("rule", "capability", "test", "no rule")
@@ -65,8 +66,8 @@ def problems(row: list[str]) -> list[str]:
 
 
 def test_every_incident_has_a_row():
-    assert [i for i in IDS if i.startswith("KI")] == [f"KI-{n:02}" for n in range(1, 52)]
-    assert [i for i in IDS if i.startswith("E")] == [f"E-{n:02}" for n in range(1, 17)]
+    assert [i for i in IDS if i.startswith("KI")] == [f"KI-{n:02}" for n in range(1, 55)]
+    assert [i for i in IDS if i.startswith("E")] == [f"E-{n:02}" for n in range(1, 22)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
@@ -77,6 +78,36 @@ def test_the_row_is_sound(row):
 def test_every_rule_is_named():
     text = " ".join(row[-1] for row in ROWS)
     assert [rule.id for rule in rules() if f"`{rule.id}`" not in text] == []
+
+
+def grouped_without_a_rule(ops, some) -> list[str]:
+    """Ops that run several GEMMs in one call, and that nothing keeps from cuDNN 9.18 to 9.20 (flashinfer#3792)."""
+    return [
+        op
+        for op in ops
+        if re.search("group|moe|expert", op)
+        and not any(
+            rule.verb == "deny"
+            and "cudnn" in rule.backends
+            and op in rule.when.ops
+            and any(
+                what == "cudnn" and all(in_range(v, span) for v in ("9.19", "9.20.0"))
+                for what, span in rule.when.versions
+            )
+            for rule in some
+        )
+    ]
+
+
+def test_a_grouped_op_comes_with_its_rule():
+    assert grouped_without_a_rule(OPS, rules()) == []
+    assert grouped_without_a_rule(("fp8_grouped_gemm",), rules()) == ["fp8_grouped_gemm"]
+    held = replace(
+        rules()[0], backends=("cudnn",), when=When(ops=("fp8_grouped_gemm",), versions=(("cudnn", "<9.21"),))
+    )
+    assert grouped_without_a_rule(("fp8_grouped_gemm",), [held]) == []
+    late = replace(held, when=When(ops=("fp8_grouped_gemm",), versions=(("cudnn", "<9.20"),)))
+    assert grouped_without_a_rule(("fp8_grouped_gemm",), [late]) == ["fp8_grouped_gemm"]
 
 
 @pytest.mark.parametrize(

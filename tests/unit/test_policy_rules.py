@@ -55,6 +55,14 @@ def test_a_good_rule_loads():
         ({"id": "Not An Id"}, "lower-case"),
         ({"backends": ["nonsense"]}, "must be a list of"),
         ({"backends": []}, "must be a list of"),
+        ({"backends": None}, "either backends or having"),
+        ({"having": "tma_from_live_m"}, "either backends or having"),
+        ({"backends": None, "having": "wisdom"}, "must be a list of tma_from_live_m"),
+        ({"backends": None, "having": "tma_from_live_m", "verb": "prefer"}, "having belongs to deny rules"),
+        ({"verb": "prefer", "backends": ["cudnn", "cutlass"]}, "others needs a reason for each of cutlass, has"),
+        ({"verb": "prefer", "backends": ["cudnn", "cutlass"], "others": {"cutlass": " "}}, "others needs a reason"),
+        ({"verb": "prefer", "others": {"cutlass": "x"}}, "others needs a reason for each of nothing, has cutlass"),
+        ({"others": {"cudnn": "x"}}, "others needs a reason for each of nothing, has cudnn"),
         ({"when": {}}, "when is empty"),
         ({"when": {"archs": ["sm_121a"]}}, "must be a list of"),
         ({"when": {"arch": ["sm_120"]}}, "unknown keys"),
@@ -183,3 +191,26 @@ def test_packaged_rules_are_in_good_order():
             for bound in span.split(","):
                 Version(bound.strip("<>=! "))
     assert len(rules()) >= 24
+
+
+def test_a_property_names_its_backends_on_the_archs_where_they_have_it():
+    (rule,) = [rule for rule in rules() if rule.having]
+    assert rule.id == "piecewise-live-m"
+
+    def named(arch, op="nvfp4_gemm", scaling="nvfp4"):
+        problem = Problem(op, 1, 64, 64, scaling=scaling)
+        return {name for name in rule.backends if rule.names(name, problem, System.fake(arch))}
+
+    assert named("10.0") == {"cutlass", "flashinfer_cutlass", "flashinfer_trtllm", "flashinfer_cutedsl"}
+    assert named("12.0") == {"cutlass", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_b12x"}
+    assert named("9.0") == named(None) == set()
+    assert named("9.0", "fp8_gemm", "row") == {"cutlass"}
+    assert named("9.0", "fp8_gemm", "block128") == {"cutlass", "flashinfer_deepgemm"}
+    # our own kernels return for M == 0 before they encode a descriptor, in every entry
+    from pathlib import Path
+
+    launch = (Path(__file__).parents[2] / "csrc" / "many_tokens_launch.h").read_text()
+    for entry in ("void run(", "void run_shaped("):
+        body = launch[launch.index(entry) :].partition("\n}\n")[0]
+        assert body.index("if (p.m == 0) return;") < body.index("run_as(p")
+    assert launch.count("map_of_rows(") == 1  # in tokens_of(), which run_as() calls

@@ -133,6 +133,26 @@ def test_unknown_names_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_names_that_are_meant_for_us_are_reported_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fp4dispatch_pdl", "FP4_GEMM_BACKENDS", "Fp4_Gemm_Backend"):
+        monkeypatch.setenv(name, "x")
+        assert any(f"{name} is set but" in sentence for sentence in settings.unknown())
+    monkeypatch.setenv("FP4_GEMM_BACKEND", "cudnn")
+    assert not any(sentence.startswith("FP4_GEMM_BACKEND is") for sentence in settings.unknown())
+
+
+def test_what_is_ignored_is_unset_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP4DISPATCH_PDL", "maybe")
+    assert list(settings.errors()) == ["pdl"]
+    with pytest.raises(SettingsError):
+        settings.check()
+    with settings.ignoring(settings.errors()):
+        assert settings.pdl == "auto"
+        assert "FP4DISPATCH_PDL" not in settings.environment()
+    assert list(settings.errors()) == ["pdl"]
+    assert settings.environment()["FP4DISPATCH_PDL"] == "maybe"
+
+
 def test_an_unknown_key_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="max_job"):
         _ = settings.max_job
