@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("tuning", "agreement", "prebuild"),
     ("routes",),
     ("ops",),
-    ("linear", "quantized_linear", "compact_weights", "replace", "warming"),
+    ("linear", "quantized_linear", "compact_weights", "replace", "replaceable", "weight_reads", "warming"),
     ("checkpoints",),
     ("graphs",),
     ("integrations",),
