@@ -207,10 +207,10 @@ def replace_linears(
     pick = _picker(config, include, exclude)
     found = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     if not found:
-        others = ", ".join(sorted({type(owner).__name__ for _, owner, _ in leftover(model)}))
+        kinds = ", ".join(sorted({type(owner).__name__ for _, owner, _ in leftover(model)}))
         raise InputError(
             f"{type(model).__name__} contains no nn.Linear; nothing to replace"
-            + (f" (its weights are in {others}, which are not supported)" if others else "")
+            + (f" (its weights are in {kinds}, which are not supported)" if kinds else "")
         )
     if "" in found:
         raise InputError("the model is itself an nn.Linear and cannot be replaced in place: use FP4Linear.from_linear")
