@@ -294,7 +294,7 @@ class _Planner:
                         f"{odd.file}: tensor {odd.name!r} is {odd}, and the model holds it in {conversion.name!r}: "
                         "only 16- and 32-bit floats can be put there; quantised experts are not supported yet"
                     )
-                made = conversion.run(lambda name: _on_meta(self.checkpoint[name]))
+                made = conversion.run(lambda name: self.checkpoint[name].on_meta())
             except CheckpointError:
                 if self.strict:
                     raise
@@ -413,10 +413,6 @@ def _expect(info: TensorInfo, spec: Spec, scheme: Scheme) -> None:
             f"{info.file}: tensor {info.name!r} is {info}, expected {spec} ({scheme.name}): the checkpoint is damaged "
             "or of another model"
         )
-
-
-def _on_meta(info: TensorInfo) -> torch.Tensor:
-    return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
 
 
 def _expect_like(info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype) -> None:
