@@ -113,7 +113,11 @@ def _names(known: Survey, pattern: str, name: str) -> bool:
 def _survey(checkpoint: Checkpoint, include: list[str]) -> Survey:
     """Return what is known of the model; with ``--include`` only those layers, and of any model."""
     if not include:
-        return _survey_by_transformers(checkpoint)
+        known = _survey_by_transformers(checkpoint)
+        if not any(f"{name}.weight" in checkpoint for name in known.linears):
+            kinds = "; ".join(dict.fromkeys(why for name, why in known.others.items() if name not in known.harmless))
+            raise CheckpointError(f"{checkpoint.path}: holds no linear layer that can be quantised; it holds: {kinds}")
+        return known
     try:
         known = _survey_by_transformers(checkpoint)
     except CheckpointError:  # the patterns have to do: layers with a 2-D weight
@@ -161,12 +165,10 @@ def _survey_by_transformers(checkpoint: Checkpoint) -> Survey:
     with torch.device("meta"):
         model: Any = architecture(config)
     known = survey(model, checkpoint)
-    if not any(f"{name}.weight" in checkpoint for name in known.linears):
-        kinds = "; ".join(dict.fromkeys(why for name, why in known.others.items() if name not in known.harmless))
+    if not known.others and not any(f"{name}.weight" in checkpoint for name in known.linears):
         raise CheckpointError(
             f"{checkpoint.path}: none of the {len(known.linears)} linear layers of {architectures[0]} is in it under a "
-            f"name that transformers {transformers.__version__} knows (e.g. {list(known.linears[:1])})"
-            + (f"; its other weights: {kinds}" if kinds else f": {advice}")
+            f"name that transformers {transformers.__version__} knows (e.g. {list(known.linears[:1])}): {advice}"
         )
     return known
 
