@@ -14,8 +14,12 @@ def _text(**more: Any) -> dict[str, Any]:
 
 
 _VISION = {
-    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
-    **{"image_size": 28, "patch_size": 14},
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 
@@ -70,23 +74,40 @@ MODELS: dict[str, Callable[[Any], Any]] = {
     "Phi-3": _causal("Phi3", pad_token_id=0),
     "GPT-2": _small(
         *("GPT2LMHeadModel", "GPT2Config"),
-        **{"n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 128, "n_positions": 32},
-        **{"bos_token_id": 0, "eos_token_id": 1},
+        n_layer=1,
+        n_embd=64,
+        n_head=2,
+        vocab_size=128,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=1,
     ),
     "OPT": _small(
         *("OPTForCausalLM", "OPTConfig"),
-        **{"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128},
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=128,
         word_embed_proj_dim=64,
     ),
     "Falcon": _small(
         *("FalconForCausalLM", "FalconConfig"),
-        **{"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128},
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=128,
     ),
     "Bloom": _small("BloomForCausalLM", "BloomConfig", hidden_size=64, n_layer=1, n_head=4, vocab_size=128),
     "BERT": _small("BertForMaskedLM", "BertConfig", vocab_size=128, **_ENCODER),
     "T5": _small(
         *("T5ForConditionalGeneration", "T5Config"),
-        **{"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 128},
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=1,
+        num_heads=4,
+        vocab_size=128,
     ),
     "Mamba": _small(
         "MambaForCausalLM", "MambaConfig", hidden_size=64, state_size=16, num_hidden_layers=1, vocab_size=128

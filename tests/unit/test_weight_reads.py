@@ -207,6 +207,15 @@ def test_a_forward_put_on_the_module_is_read_too():
     assert set(weight_reads(model)) == {id(model.a)}
 
 
+def test_traced_models_are_read_too():
+    class Product(Base):
+        def forward(self, x):
+            return nn.functional.linear(self.b(x), self.a.weight)
+
+    model = torch.fx.symbolic_trace(Product())
+    assert set(weight_reads(model)) == {id(model.a)}
+
+
 READERS = {
     "T5": {"wo"},
     "Mamba": {"x_proj", "dt_proj", "out_proj", "lm_head"},

@@ -387,11 +387,11 @@ def test_without_a_model_every_other_weight_is_excluded(tmp_path):
 
     (tmp_path / "in").mkdir()
     tensors = {"a.weight": torch.ones(32, 32), "b.weight": torch.ones(32, 32), "n.weight": torch.ones(32)}
-    tensors |= {f"x.experts.{i}.w1.weight": torch.ones(32, 32) for i in range(3)}
+    tensors |= {f"layers.0.x.experts.{i}.w1.weight": torch.ones(32, 32) for i in range(3)}
     save_file(tensors, str(tmp_path / "in" / "model.safetensors"))
     report = quantize_checkpoint(tmp_path / "in", tmp_path / "q", "compressed-tensors", ["a"])
-    assert set(report.skipped) == {"b", "x.experts"}
+    assert set(report.skipped) == {"b", "layers.0.x.experts"}
     assert report.bytes_left == 4 * 32 * 32 * 4
-    assert "3 tensors" in report.skipped["x.experts"]
+    assert "3 tensors" in report.skipped["layers.0.x.experts"]
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
-    assert config["ignore"] == ["b", r"re:.*\.experts\..*", "x.experts"]
+    assert config["ignore"] == ["b", "layers.0.x.experts", r"re:.*\.x\.experts\..*"]
