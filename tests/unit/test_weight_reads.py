@@ -210,7 +210,7 @@ def test_a_forward_put_on_the_module_is_read_too():
 def test_traced_models_are_read_too():
     class Product(Base):
         def forward(self, x):
-            return nn.functional.linear(self.b(x), self.a.weight)
+            return nn.functional.linear(self.b(self.a(x)), self.a.weight)
 
     model = torch.fx.symbolic_trace(Product())
     assert set(weight_reads(model)) == {id(model.a)}
