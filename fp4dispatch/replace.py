@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.prebuild import Ask
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.replaceable import carry_over, leftover, model_bytes, ties, why_left, why_no_linear
 from fp4dispatch.settings import did_you_mean
 from fp4dispatch.warming import warmup
 
@@ -31,8 +34,7 @@ FORMATS: dict[str, Callable[..., QuantizedLinear]] = {
 EXCLUDE = ("lm_head", "*.lm_head")
 """What is left alone by default: logits are sensitive, and the head is often tied to the embedding."""
 
-_READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Parents whose fused paths read ``linear.weight`` themselves instead of calling the layer."""
+_log = logging.getLogger("fp4dispatch")
 
 _PATTERNS = Sequence[str] | str
 
@@ -53,11 +55,39 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class LeftParameter:
+    """A parameter of at least two dimensions that belongs to no linear layer and stays as it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class ReplaceReport:
-    """What :func:`replace_linears` did; ``str()`` is a table. ``skipped`` holds (name, reason)."""
+    """What :func:`replace_linears` did; ``str()`` is a table.
+
+    Parameters
+    ----------
+    layers
+        The layers that are quantised now.
+    skipped
+        (name, reason) of each linear layer that was left alone.
+    others
+        What else was left alone: experts in one tensor, convolutions, embeddings, ``Conv1D`` of GPT-2.
+    model_bytes_before, model_bytes_after
+        Bytes of all parameters and buffers of the model.
+    notes
+        What the caller should know, e.g. an exclude pattern that names nothing.
+    """
 
     layers: tuple[LayerReport, ...]
     skipped: tuple[tuple[str, str], ...]
+    others: tuple[LeftParameter, ...] = ()
+    model_bytes_before: int = 0
+    model_bytes_after: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_before(self) -> int:
@@ -69,6 +99,11 @@ class ReplaceReport:
         """Bytes of the replaced layers now, backend layouts included."""
         return sum(layer.bytes_after for layer in self.layers)
 
+    @property
+    def saved_percent(self) -> float:
+        """How much smaller the whole model became, in percent; negative where backend layouts made it larger."""
+        return 100 * (1 - self.model_bytes_after / self.model_bytes_before) if self.model_bytes_before else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
         return {
@@ -76,6 +111,11 @@ class ReplaceReport:
             "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            "others": [asdict(other) for other in self.others],
+            "model_bytes_before": self.model_bytes_before,
+            "model_bytes_after": self.model_bytes_after,
+            "saved_percent": self.saved_percent,
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -96,13 +136,22 @@ class ReplaceReport:
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
         ]
-        saved = 100 * (1 - self.bytes_after / self.bytes_before) if self.bytes_before else 0.0
-        lines.append(
-            f"{len(self.layers)} layers: {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB "
-            f"({saved:.1f} % saved), {len(self.skipped)} left alone"
-        )
+        lines += self.totals()
         lines += [f"  left alone: {name}: {reason}" for name, reason in self.skipped]
+        lines += [f"  left alone: {o.name} ({o.nbytes / 1e6:.2f} MB): {o.reason}" for o in self.others]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def totals(self) -> list[str]:
+        """Return the lines with the sums: of the layers, and of the whole model."""
+        left = f"{len(self.skipped)} linear layers left alone"
+        if self.others:
+            left += f", and {len(self.others)} other parameters ({sum(o.nbytes for o in self.others) / 1e6:.2f} MB)"
+        return [
+            f"{len(self.layers)} layers: {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB; {left}",
+            f"whole model: {self.model_bytes_before / 1e6:.2f} MB -> {self.model_bytes_after / 1e6:.2f} MB "
+            f"({self.saved_percent:.1f} % saved)",
+        ]
 
 
 def replace_linears(
@@ -118,19 +167,22 @@ def replace_linears(
     """Replace the ``nn.Linear`` modules of a model by quantised ones, in place, all or nothing.
 
     Every replacement is made before the first is put in, so the quantised weights are held beside the originals for a
-    moment, and an error leaves the model untouched. Forward hooks move to the new module; a module that is used at
-    several places stays shared.
+    moment, and an error leaves the model untouched. Forward hooks and attributes move to the new module; a module that
+    is used at several places stays shared. What is left alone is in the report, with the reason.
 
     Parameters
     ----------
     model
-        Any module that contains ``nn.Linear``. Subclasses of ``nn.Linear`` are left alone: they may do more than it.
+        Any module that contains ``nn.Linear``. Left alone are subclasses of ``nn.Linear``, which may do more than it,
+        layers whose weight other code of the model reads (``wo`` of T5, ``dt_proj`` of Mamba), and whatever else
+        :func:`fp4dispatch.replaceable.why_left` names.
     config
         ``nvfp4``, ``fp8`` (one scale a tensor), ``fp8_row`` or ``fp8_block``; or a mapping from patterns to these, the
-        first match counts, None leaves a layer alone.
+        first match counts, None leaves a layer alone. Each pattern has to name a linear layer.
     include, exclude
         Patterns of module names: globs, or regular expressions behind ``re:`` that match from the start, as in
-        compressed-tensors. ``lm_head`` is excluded by default.
+        compressed-tensors. ``lm_head`` is excluded by default. Each ``include`` pattern has to name a linear layer; an
+        ``exclude`` pattern that names nothing in the model is told in the report's ``notes``.
     activation, backend
         Pinned for every layer, see :class:`~fp4dispatch.linear.FP4Linear`.
     progress
@@ -139,13 +191,13 @@ def replace_linears(
     Returns
     -------
     ReplaceReport
-        Layers, formats, bytes and backends, and what was left alone, with the reason.
+        Layers, formats, bytes and backends, what was left alone, with the reason, and the bytes of the whole model.
 
     Raises
     ------
     InputError
-        For an unknown format, a pattern that is no regular expression, a model without any ``nn.Linear``, or a model
-        on the meta device.
+        For an argument of a wrong type, an unknown format, a pattern that is no regular expression or (``include``,
+        ``config``) names no linear layer, a model without any ``nn.Linear``, or a model on the meta device.
     FormatError
         If a weight holds NaN or Inf; the message names the layer.
     UnknownBackendError, SettingsError
@@ -154,19 +206,27 @@ def replace_linears(
         If the backend never runs such layers, or if a layer on a GPU cannot run there. On a CPU that is only reported:
         the layer may be on its way to a GPU.
     """
+    _check_types(model, config, include, exclude)
     pick = _picker(config, include, exclude)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
         dispatch.check_request(_PROBLEM[str(fmt)][0], backend)
     found = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     if not found:
-        raise InputError(f"{type(model).__name__} contains no nn.Linear; nothing to replace")
+        kinds = ", ".join(sorted({type(owner).__name__ for _, owner, _ in leftover(model)}))
+        raise InputError(
+            f"{type(model).__name__} contains no nn.Linear; nothing to replace"
+            + (f" (its weights are in {kinds}, which are not supported)" if kinds else "")
+        )
     if "" in found:
         raise InputError("the model is itself an nn.Linear and cannot be replaced in place: use FP4Linear.from_linear")
+    notes = _check_patterns(model, config, include, exclude)
+    before = model_bytes(model)
+    left, tied = why_left(model), ties(model)
     skipped: list[tuple[str, str]] = []
     plan: list[tuple[str, nn.Linear, str]] = []
     for name, linear in found.items():
         fmt = pick(name)
-        reason = "excluded by name" if fmt is None else _unfit(model, name, linear, fmt)
+        reason = "excluded by name" if fmt is None else left.get(id(linear)) or _unfit(linear, fmt, tied)
         if reason or fmt is None:
             skipped.append((name, reason))
         else:
@@ -185,7 +245,67 @@ def replace_linears(
         setattr(model.get_submodule(parent), child, new[id(linear)])
     if progress:
         progress(len(plan), len(plan), "")
-    return ReplaceReport(tuple(reports), tuple(skipped))
+    others = tuple(
+        LeftParameter(key, tuple(p.shape), p.numel() * p.element_size(), why_no_linear(key, owner, p))
+        for key, owner, p in leftover(model)
+    )
+    report = ReplaceReport(tuple(reports), tuple(skipped), others, before, model_bytes(model), notes)
+    if not plan:
+        _log.warning("replace_linears: nothing was replaced in %s; %s", type(model).__name__, report)
+    return report
+
+
+def _check_types(model: object, config: object, include: object, exclude: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    if not isinstance(config, (str, Mapping)):
+        raise InputError(f"config is a {type(config).__name__}; need one of {', '.join(FORMATS)}, or a mapping to them")
+    if isinstance(config, Mapping) and not all(isinstance(pattern, str) for pattern in config):
+        raise InputError(f"config has the keys {list(config)[:5]}; need patterns of module names")
+    for what, patterns in (("include", include), ("exclude", exclude)):
+        listed = isinstance(patterns, (Sequence, Set)) and all(isinstance(pattern, str) for pattern in patterns)
+        if not listed or isinstance(patterns, bytes):
+            raise InputError(f"{what} is {patterns!r:.80}; need a pattern of module names, or a list of them")
+
+
+def _check_patterns(
+    model: nn.Module, config: str | Mapping[str, str | None], include: _PATTERNS, exclude: _PATTERNS
+) -> tuple[str, ...]:
+    """Refuse patterns that are to choose layers and choose none; return what is to be said about the others."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, QuantizedLinear))]
+    others = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    chosen = [("include", pattern) for pattern in _listed(include)]
+    chosen += [("config", pattern) for pattern in ([] if isinstance(config, str) else config)]
+    for what, pattern in chosen:
+        matches = _matcher(pattern)
+        if any(map(matches, layers)):
+            continue
+        if named := [name for name in others if matches(name)]:
+            raise InputError(
+                f"{what} pattern {pattern!r} names {len(named)} modules or parameters, e.g. {named[0]!r}, but no "
+                "nn.Linear, and nothing else can be quantised"
+            )
+        near = ", ".join(_nearest(pattern, layers))
+        raise InputError(f"{what} pattern {pattern!r} names none of the {len(layers)} linear layers; nearest: {near}")
+    mine = [] if exclude is EXCLUDE else [p for p in _listed(exclude) if p not in EXCLUDE]
+    return tuple(
+        f"exclude pattern {pattern!r} names nothing in the model; nearest: {', '.join(_nearest(pattern, layers))}"
+        for pattern in mine
+        if not any(map(_matcher(pattern), others))
+    )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return up to three names that are most like a pattern, for a message."""
+    word = re.sub(r"[*?\\^$]|\.\*", "", pattern.removeprefix("re:")).strip(".")
+    ends = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = [ends[end] for end in difflib.get_close_matches(word.rpartition(".")[2], list(ends), n=3, cutoff=0.5)]
+    return list(dict.fromkeys([*difflib.get_close_matches(word, names, n=3, cutoff=0.6), *near, *names[:3]]))[:3]
+
+
+def _listed(patterns: _PATTERNS) -> Sequence[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
 
 
 def _picker(
@@ -194,8 +314,9 @@ def _picker(
     """Return the function from a module's name to its format, None where it is to be left alone."""
     rules = {"*": config} if isinstance(config, str) else dict(config)
     for fmt in rules.values():
-        if fmt is not None and fmt not in FORMATS:
-            raise InputError(f"config={fmt!r} is not a format.{did_you_mean(fmt, FORMATS)} Known: {', '.join(FORMATS)}")
+        if fmt is not None and (not isinstance(fmt, str) or fmt not in FORMATS):
+            hint = did_you_mean(str(fmt), FORMATS)
+            raise InputError(f"config={fmt!r} is not a format.{hint} Known: {', '.join(FORMATS)}")
     table = [(_matcher([pattern]), fmt) for pattern, fmt in rules.items()]
     wanted, unwanted = _matcher(include), _matcher(exclude)
 
@@ -209,7 +330,7 @@ def _picker(
 
 def _matcher(patterns: _PATTERNS) -> Callable[[str], bool]:
     compiled = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in _listed(patterns):
         text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
         try:
             compiled.append(re.compile(text))
@@ -218,23 +339,13 @@ def _matcher(patterns: _PATTERNS) -> Callable[[str], bool]:
     return lambda name: any(p.match(name) for p in compiled)
 
 
-def _unfit(model: nn.Module, name: str, linear: nn.Linear, fmt: str) -> str:
-    """Return why a linear layer has to be left alone; empty if it can be replaced."""
-    if type(linear) is not nn.Linear:
-        return f"is a {type(linear).__name__}, not a plain nn.Linear"
+def _unfit(linear: nn.Linear, fmt: str, tied: Mapping[int, str]) -> str:
+    """Return why a linear layer cannot have this format; empty if it can."""
     if fmt == "nvfp4" and linear.in_features % NVFP4_BLOCK:
         return f"in_features={linear.in_features} is not a multiple of {NVFP4_BLOCK}, the NVFP4 block"
     if linear.weight.dtype not in routes.OUT_DTYPE:
         return f"weight is {linear.weight.dtype}"
-    parent = name
-    while parent:
-        parent = parent.rpartition(".")[0]
-        if isinstance(model.get_submodule(parent), _READS_WEIGHTS):
-            return f"{parent or 'the model'} is an {type(model.get_submodule(parent)).__name__}, which reads the weight"
-    for other, module in model.named_modules():
-        if module is not linear and any(p is linear.weight for p in module.parameters(recurse=False)):
-            return f"its weight is tied to {other}"
-    return ""
+    return f"its weight is tied to {tied[id(linear)]}" if id(linear) in tied else ""
 
 
 _PROBLEM: dict[str, tuple[Op, Scaling]] = {
@@ -263,11 +374,7 @@ def _quantise(name: str, linear: nn.Linear, fmt: str, activation: Activation, ba
     layer = FORMATS[fmt](linear, activation=activation, backend=backend, name=name)
     if layer.weight.is_cuda:
         layer.bind()
-    layer.train(linear.training)
-    layer._forward_hooks, layer._forward_pre_hooks = linear._forward_hooks, linear._forward_pre_hooks
-    layer._forward_hooks_with_kwargs = linear._forward_hooks_with_kwargs
-    layer._forward_hooks_always_called = linear._forward_hooks_always_called
-    layer._forward_pre_hooks_with_kwargs = linear._forward_pre_hooks_with_kwargs
+    carry_over(linear, layer)
     return layer
 
 

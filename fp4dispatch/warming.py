@@ -21,7 +21,7 @@ _Subjects = list[tuple[QuantizedLinear, torch.dtype]]
 
 def warmup(
     model: nn.Module,
-    tokens: Iterable[int],
+    tokens: Iterable[int] | int,
     dtype: torch.dtype | None = None,
     *,
     capture: CaptureMode | None = None,
@@ -40,7 +40,7 @@ def warmup(
     model
         A module with ``FP4Linear`` or ``FP8Linear`` in it, on the device that it will run on.
     tokens
-        Numbers of rows that the layers will see, e.g. the batch sizes that are going to be captured.
+        Numbers of rows that the layers will see, e.g. the batch sizes that are going to be captured; or one number.
     dtype
         Dtype of the activations; each layer's own ``dtype`` by default.
     capture
@@ -93,15 +93,20 @@ def warmup(
     return ranks.attempt("warming up", lambda: _run(subjects, rows))
 
 
-def _subjects(model: nn.Module, tokens: Iterable[int], dtype: torch.dtype | None) -> tuple[_Subjects, list[int]]:
+def _subjects(model: nn.Module, tokens: Iterable[int] | int, dtype: torch.dtype | None) -> tuple[_Subjects, list[int]]:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    if dtype is not None and dtype not in routes.OUT_DTYPE:
+        raise InputError(f"dtype={dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
     layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
     if not layers:
         raise InputError(
             f"{type(model).__name__} contains no FP4Linear or FP8Linear: call replace_linears(model) first"
         )
-    rows = sorted(set(tokens))
-    if any(not isinstance(m, int) or m < 1 for m in rows):
-        raise InputError(f"tokens={rows}: need numbers of at least 1")
+    rows: list[int] = list(tokens) if isinstance(tokens, Iterable) else [tokens]
+    if any(not isinstance(m, int) or isinstance(m, bool) or m < 1 for m in rows):
+        raise InputError(f"tokens={tokens!r:.80}: need a whole number of at least 1, or several")
+    rows = sorted(set(rows))
     return [(layer, layer.dtype if dtype is None else dtype) for layer in layers], rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
 from fp4dispatch.checkpoints.quant_config import read_quant_config
 from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
-from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, to_linear
-from fp4dispatch.errors import CheckpointError, FormatError
+from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, split_shards, to_linear
+from fp4dispatch.errors import CheckpointError, FormatError, InputError
+from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.replaceable import carry_over, model_bytes
+
+_log = logging.getLogger("fp4dispatch")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,13 @@ class LoadReport:
         Tensors of the checkpoint that were not needed: scales of a quantised KV cache and, with ``strict=False``, any
         for which the model has no place.
     missing
-        Parameters that kept their old values (``strict=False`` only).
+        Parameters and buffers that the checkpoint did not fill: they have their old values, which in a model that was
+        just built are random (``strict=False`` only). A WARNING names them too.
+    dequantized
+        (name, reason) of each layer that is stored quantised and could not become a quantised layer, e.g. as other code
+        of the model reads its weight: it keeps its class and has the dequantised weight.
+    model_bytes
+        Bytes of all parameters and buffers of the model now.
     """
 
     path: Path
@@ -54,11 +65,22 @@ class LoadReport:
     excluded: tuple[str, ...]
     ignored: tuple[str, ...]
     missing: tuple[str, ...]
+    dequantized: tuple[tuple[str, str], ...] = ()
+    model_bytes: int = 0
 
     def __str__(self) -> str:
         schemes = ", ".join(sorted({layer.scheme for layer in self.layers}))
         rest = f"; {len(self.excluded)} linear layers not quantised" if self.excluded else ""
-        return f"{len(self.layers)} layers ({schemes}) from {self.path}{rest}"
+        held = sum(layer.nbytes for layer in self.layers)
+        lines = [
+            f"{len(self.layers)} layers ({schemes}) from {self.path}{rest}; they hold {held / 1e6:.2f} MB of the "
+            f"model's {self.model_bytes / 1e6:.2f} MB"
+        ]
+        lines += [f"  dequantised: {name}: {reason}" for name, reason in self.dequantized]
+        if self.missing:
+            lines.append(f"  NOT FILLED, still with their old values: {len(self.missing)} parameters or buffers:")
+            lines += [f"    {name}" for name in self.missing]
+        return "\n".join(lines)
 
 
 def load_quantized(
@@ -68,7 +90,9 @@ def load_quantized(
 
     Reads ModelOpt (NVFP4, FP8), compressed-tensors (nvfp4-pack-quantized, float-quantized) and Hugging Face / DeepSeek
     FP8 checkpoints. A fused layer of the model (``qkv_proj``, ``gate_up_proj``) is put together from its shards, each
-    with its own global scale.
+    with its own global scale. Names and experts of transformers' models are converted as transformers does it. A layer
+    that cannot become a quantised one (see :func:`fp4dispatch.replaceable.why_left`) gets its weight dequantised.
+    Forward hooks and attributes of the layers stay.
 
     All headers, shapes and dtypes are checked before anything is read; then the new layers are built beside the model,
     one at a time; only when all are complete do they take their places, by assignments that cannot fail half-way. So
@@ -88,19 +112,33 @@ def load_quantized(
 
     Raises
     ------
+    InputError
+        ``model`` is no module.
     CheckpointError
         Anything wrong with the checkpoint; the text names file, tensor, what was found and what was expected.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
     with open_checkpoint(path) as checkpoint:
         plan = plan_load(model, checkpoint, read_quant_config(checkpoint), strict=strict)
         swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"))
         _commit(swaps)
+    dequantized = tuple((layer.names[0], layer.keep) for layer in plan.layers if layer.keep)
+    if plan.missing:
+        _log.warning(
+            "%s does not hold %d parameters or buffers of %s, which keep their old values: %s",
+            checkpoint.path, len(plan.missing), type(model).__name__, ", ".join(plan.missing),
+        )  # fmt: skip
+    for name, reason in dequantized:
+        _log.warning("%s is stored quantised and was dequantised: %s", name, reason)
     return LoadReport(
         checkpoint.path,
         tuple(layers),
         tuple(plan.excluded),
         tuple(plan.ignored + plan.unexpected),
         tuple(plan.missing),
+        dequantized,
+        model_bytes(model),
     )
 
 
@@ -115,6 +153,12 @@ def _stage(
     swaps: list[Swap] = []
     layers: list[LoadedLayer] = []
     for layer in plan.layers:
+        if layer.keep:
+            slot = plan.kept[layer.names[0]]
+            dense = _dense(layer, checkpoint, device if slot.old.is_meta else slot.old.device, slot.old.dtype)
+            weight = _like(slot.old, dense)
+            swaps.extend((place, key, weight) for place, key in slot.slots)
+            continue
         module, nbytes = _build(layer, checkpoint, device)
         for name in layer.names:
             parent, _, last = name.rpartition(".")
@@ -123,6 +167,12 @@ def _stage(
     for slot in plan.slots:
         new = _filled(slot, checkpoint, device)
         swaps.extend((place, key, new) for place, key in slot.slots)
+    for conversion in plan.conversions:
+        made = conversion.conversion.run(checkpoint.tensor) if conversion.targets else {}
+        for name, slot in conversion.targets.items():
+            target = device if slot.old.is_meta else slot.old.device
+            new = _like(slot.old, made[name].to(target, slot.old.dtype, copy=True).contiguous())
+            swaps.extend((place, key, new) for place, key in slot.slots)
     return swaps, layers
 
 
@@ -139,7 +189,12 @@ def _commit(swaps: list[Swap]) -> None:
         raise
 
 
-def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, int]:
+_Stored = list[tuple[TensorInfo, torch.Tensor, bool]]
+"""What was read of a layer, and whether it is its weight."""
+
+
+def _read(layer: LayerPlan, checkpoint: Checkpoint) -> tuple[LinearWeights, _Stored]:
+    """Read a layer's tensors and put its shards together; the weights are still those of the mapped file."""
     shards, stored = [], []
     for shard in layer.shards:
         tensors = {suffix: checkpoint.tensor(info.name) for suffix, info in shard.tensors.items()}
@@ -147,10 +202,31 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
         shards.append(to_linear(layer.scheme, tensors))
     for info, tensor, _ in stored:
         _check_scales(info, tensor, layer.scheme)
+    return fuse_shards(shards), stored
+
+
+def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight that a stored layer stands for."""
+    weights, stored = _read(layer, checkpoint)
+    for info, tensor, is_weight in stored:
+        _check_e4m3(info, tensor, layer.scheme, is_weight)
+    if weights.scaling == "nvfp4":
+        # One global scale a shard: they are dequantised apart.
+        parts = [
+            nvfp4_dequantize(shard.weight, shard.scale, shard.global_scale, dtype=dtype)
+            for shard in split_shards(weights)
+            if shard.global_scale is not None
+        ]
+        return torch.cat(parts).to(device)
+    return fp8_dequantize(weights.weight, weights.scale, weights.scaling, dtype).to(device)
+
+
+def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, int]:
+    fused, stored = _read(layer, checkpoint)
     old = layer.module
     target = device if old.weight.is_meta else old.weight.device
-    weights = _owned(fuse_shards(shards), target)
-    bias = None
+    weights = _owned(fused, target)
+    bias = None if old.bias is None or old.bias.is_meta else old.bias.detach().clone()
     if layer.bias and old.bias is not None:
         bias = torch.cat([checkpoint.tensor(info.name) for info in layer.bias]).to(target, old.bias.dtype)
     make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
@@ -160,7 +236,7 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
         for info, tensor, is_weight in stored:
             _check_e4m3(info, tensor, layer.scheme, is_weight)
         raise CheckpointError(f"{checkpoint.path}: layer {layer.names[0]!r}: {error}") from error
-    module.train(old.training)
+    carry_over(old, module)
     held = (weights.weight, weights.scale, weights.global_scale, weights.input_scale, bias)
     return module, sum(t.numel() * t.element_size() for t in held if t is not None)
 
@@ -197,9 +273,12 @@ def _filled(slot: SlotPlan, checkpoint: Checkpoint, device: torch.device) -> tor
     target = device if slot.old.is_meta else slot.old.device
     mapped = parts[0] if len(parts) == 1 else torch.cat(parts)
     new = mapped.to(target, slot.old.dtype, copy=True).contiguous()
-    if isinstance(slot.old, nn.Parameter):
-        return nn.Parameter(new, requires_grad=slot.old.requires_grad)
-    return new
+    return _like(slot.old, new)
+
+
+def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Make a parameter where there was one."""
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
 def _check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> None:

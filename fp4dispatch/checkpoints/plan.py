@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4dispatch.checkpoints.hf_names import Conversion, names_in
 from fp4dispatch.checkpoints.patterns import shard_names
 from fp4dispatch.checkpoints.quant_config import QuantConfig
 from fp4dispatch.checkpoints.reader import TORCH_DTYPES, Checkpoint, TensorInfo
 from fp4dispatch.checkpoints.schemes import Scheme, Spec, detect
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.replaceable import why_left
 
 KV_CACHE_SUFFIXES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale")
 """Scales of a quantised KV cache: they belong to attention and change no linear layer."""
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Dtypes that convert into each other."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A linear layer that becomes quantised; ``bias`` holds one tensor a shard, or nothing."""
+    """A linear layer that is stored quantised; ``bias`` holds one tensor a shard, or nothing.
+
+    ``keep`` says why the model's layer cannot become a quantised one; its weight is dequantised then.
+    """
 
     names: tuple[str, ...]
     module: nn.Linear | QuantizedLinear
     scheme: Scheme
     shards: tuple[Shard, ...]
     bias: tuple[TensorInfo, ...]
+    keep: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,12 +60,23 @@ class SlotPlan:
     sources: tuple[TensorInfo, ...]
 
 
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Stored tensors that become parameters of another shape; ``targets`` holds these by name."""
+
+    conversion: Conversion
+    targets: dict[str, SlotPlan] = field(default_factory=dict)
+
+
 @dataclass
 class Plan:
     """Everything that loading will do."""
 
     layers: list[LayerPlan] = field(default_factory=list)
+    kept: dict[str, SlotPlan] = field(default_factory=dict)
+    """Where the weights of the layers with ``keep`` go, by the layer's first name."""
     slots: list[SlotPlan] = field(default_factory=list)
+    conversions: list[ConversionPlan] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -83,17 +103,27 @@ class _Planner:
         self.strict = strict
         self.out = Plan()
         self.used: set[str] = set()
+        """Names in the checkpoint; everything else here goes by names in the model."""
+        self.names = names_in(model, checkpoint)
+        self.stored = {name: checkpoint[source] for name, source in self.names.stored.items()}
         self.below: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-        for name in checkpoint:
+        for name, info in self.stored.items():
             parent, _, last = name.rpartition(".")
-            self.below[parent][last] = checkpoint[name]
+            self.below[parent][last] = info
+        self.left = why_left(model)
+        self.kept: dict[str, str] = {}
+        """Name of the layer by the names of its weight."""
+        self.converted: dict[str, tuple[ConversionPlan, torch.Tensor]] = {}
 
     def plan(self) -> Plan:
         replaced: set[int] = set()
         fused: dict[str, tuple[TensorInfo, ...]] = {}
         for names, module in _linears(self.model):
             if self._quantised(names, module):
-                replaced.add(id(module))
+                if id(module) in self.left:
+                    self.kept |= {f"{name}.weight": names[0] for name in names}
+                else:
+                    replaced.add(id(module))
             else:
                 self.out.excluded.append(names[0])
                 fused |= self._fused_sources(names, module)
@@ -103,8 +133,16 @@ class _Planner:
                 "layers: expected a ModelOpt, compressed-tensors or FP8 checkpoint of this model; to quantise a model "
                 "that is in memory use fp4dispatch.replace_linears, for a directory `fp4dispatch quantize`"
             )
+        self._convert()
         for names, slots, old, persistent in _slots(self.model, replaced):
             self._slot(names, slots, old, persistent, fused)
+        for layer in self.out.layers:
+            if layer.keep and layer.names[0] not in self.out.kept:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: layer {layer.names[0]!r} is stored quantised, but the model's layer "
+                    f"{layer.keep}, and has no parameter called weight to dequantise it into: load into a model with a "
+                    "plain nn.Linear there"
+                )
         self._leftovers()
         return self.out
 
@@ -152,7 +190,10 @@ class _Planner:
     def _agree_on_whether(self, name: str, module_name: str, quantised: bool) -> None:
         if self.config is None:
             return
-        expected = bool(self.config.schemes_for(name)) and not self.config.excludes(module_name)
+        # Tools write the names of the file, or those of the modules that they had in memory.
+        known = {name, self.names.module_in_file(name)}
+        excluded = any(self.config.excludes(n) for n in {*known, module_name})
+        expected = any(self.config.schemes_for(n) for n in known) and not excluded
         if quantised == expected or not (quantised or self.strict):
             return
         found = ", ".join(f"{k} {i}" for k, i in sorted(self.below[name].items()))
@@ -164,7 +205,7 @@ class _Planner:
     def _agree_on_scheme(self, name: str, candidates: tuple[Scheme, ...]) -> Scheme:
         if self.config is None:
             return candidates[0]
-        expected = self.config.schemes_for(name)
+        expected = self.config.schemes_for(self.names.module_in_file(name)) or self.config.schemes_for(name)
         for scheme in candidates:
             if scheme.name in expected:
                 return scheme
@@ -184,8 +225,9 @@ class _Planner:
                 f"{self.checkpoint.path}: {', '.join(stored)} have {' + '.join(str(s.rows) for s in shards)} = {total} "
                 f"rows, expected the {n} of the model's {names[0]!r}: the checkpoint is of another model"
             )
+        keep = self.left.get(id(module), "")
         bias: list[TensorInfo] = []
-        if module.bias is not None:
+        if module.bias is not None and not keep:  # a layer that is kept has its bias filled as it is
             for shard in shards:
                 info = self._take(f"{shard.name}.bias")
                 if info is not None:
@@ -193,7 +235,7 @@ class _Planner:
                     bias.append(info)
         if bias and len(bias) < len(shards):
             raise CheckpointError(f"{self.checkpoint.path}: only some shards of {names[0]!r} have a bias: {bias}")
-        self.out.layers.append(LayerPlan(names, module, scheme, shards, tuple(bias)))
+        self.out.layers.append(LayerPlan(names, module, scheme, shards, tuple(bias), keep))
 
     def _shard(self, name: str, scheme: Scheme, n: int | None, k: int) -> Shard:
         weight = self.below[name].get(scheme.weight)
@@ -211,7 +253,7 @@ class _Planner:
             if info is not None:
                 _expect(info, spec, scheme)
                 tensors[suffix] = info
-                self.used.add(full)
+                self.used.add(info.name)
             elif spec.required:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: tensor {full!r} is missing: expected {spec} ({scheme.name}); the "
@@ -234,11 +276,42 @@ class _Planner:
         return sources
 
     def _take(self, name: str) -> TensorInfo | None:
-        if name not in self.checkpoint:
+        info = self.stored.get(name)
+        if info is None:
             self.out.missing.append(name)
             return None
-        self.used.add(name)
-        return self.checkpoint[name]
+        self.used.add(info.name)
+        return info
+
+    def _convert(self) -> None:
+        """See what transformers makes of the tensors that the model does not have as they are stored."""
+        for conversion in self.names.conversions:
+            infos = [self.checkpoint[name] for name in conversion.sources]
+            odd = next((i for i in infos if i.dtype not in FLOATS), None)
+            try:
+                if odd is not None:
+                    raise CheckpointError(
+                        f"{odd.file}: tensor {odd.name!r} is {odd}, and the model holds it in {conversion.name!r}: "
+                        "only 16- and 32-bit floats can be put there; quantised experts are not supported yet"
+                    )
+                made = conversion.run(lambda name: self.checkpoint[name].on_meta())
+            except CheckpointError:
+                if self.strict:
+                    raise
+                continue  # reported: the tensors as unexpected, the parameters as missing
+            plan = ConversionPlan(conversion)
+            self.converted |= {name: (plan, tensor) for name, tensor in made.items()}
+            self.out.conversions.append(plan)
+
+    def _converted_slot(self, name: str, slot: SlotPlan) -> None:
+        plan, made = self.converted[name]
+        if tuple(made.shape) != tuple(slot.old.shape):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {', '.join(plan.conversion.sources[:3])} ... make {list(made.shape)}, "
+                f"expected {list(slot.old.shape)} for {name!r}: the checkpoint is of another model"
+            )
+        self.used.update(plan.conversion.sources)
+        plan.targets[name] = slot
 
     def _slot(
         self,
@@ -248,11 +321,19 @@ class _Planner:
         persistent: bool,
         fused: dict[str, tuple[TensorInfo, ...]],
     ) -> None:
+        kept = next((self.kept[name] for name in names if name in self.kept), "")
+        if kept:
+            self.out.kept[kept] = SlotPlan(names, slots, old, ())
+            return
+        converted = next((name for name in names if name in self.converted), "")
+        if converted:
+            self._converted_slot(converted, SlotPlan(names, slots, old, ()))
+            return
         sources = next((fused[name] for name in names if name in fused), ())
-        there = [name for name in names if name in self.checkpoint]
+        there = [self.stored[name] for name in names if name in self.stored]
         if not sources and there:
-            sources = (self.checkpoint[there[0]],)
-            self.used.update(there)
+            sources = (there[0],)
+            self.used.update(info.name for info in there)
         self.used.update(info.name for info in sources)
         if sources:
             rows = sum(info.shape[0] if info.shape else 1 for info in sources)
@@ -336,8 +417,7 @@ def _expect(info: TensorInfo, spec: Spec, scheme: Scheme) -> None:
 
 def _expect_like(info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Require the shape, and the dtype up to the width of a float (F32, BF16, F16 and F64 convert into each other)."""
-    floats = ("F32", "BF16", "F16", "F64")
-    fits = info.dtype in floats if dtype.is_floating_point else TORCH_DTYPES.get(info.dtype) == dtype
+    fits = info.dtype in FLOATS if dtype.is_floating_point else TORCH_DTYPES.get(info.dtype) == dtype
     if info.shape != shape or not (fits or TORCH_DTYPES.get(info.dtype) == dtype):
         raise CheckpointError(
             f"{info.file}: tensor {info.name!r} is {info}, expected {str(dtype).removeprefix('torch.')} {list(shape)}: "

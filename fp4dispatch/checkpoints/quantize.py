@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ import torch
 
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.companions import copy_companions, write_configs
+from fp4dispatch.checkpoints.patterns import matches
 from fp4dispatch.checkpoints.publish import atomic_directory
 from fp4dispatch.checkpoints.quant_config import CONFIG_FILE, read_quant_config
 from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.save import DEFAULT_SHARD_BYTES, layer_entries, producer_version, scheme_for
 from fp4dispatch.checkpoints.schemes import Scheme, from_linear
+from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
 from fp4dispatch.checkpoints.write_config import write_quant_config
 from fp4dispatch.checkpoints.writer import Entry, write_tensors
 from fp4dispatch.errors import CheckpointError
@@ -51,7 +54,13 @@ class QuantizedLayer:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What :func:`quantize_checkpoint` did; ``skipped`` gives the reason for each linear layer left as it was."""
+    """What :func:`quantize_checkpoint` did.
+
+    ``skipped`` gives the reason for everything of at least two dimensions that was left as it was, by the module's name
+    in the checkpoint: linear layers, experts (all of a block under one name), embeddings, convolutions.
+    ``bytes_before`` and ``bytes_after`` are those of the whole checkpoint, ``bytes_left`` those of what is in
+    ``skipped``.
+    """
 
     out: Path
     format: QuantizeFormat
@@ -61,6 +70,7 @@ class QuantizeReport:
     bytes_before: int
     bytes_after: int
     files: tuple[str, ...]
+    bytes_left: int = 0
 
 
 def quantize_checkpoint(
@@ -70,14 +80,16 @@ def quantize_checkpoint(
     linears: Collection[str],
     *,
     excluded: Collection[str] = (),
+    survey: Survey | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> QuantizeReport:
     """Quantise the weights of named linear layers; everything else is copied as it is.
 
-    Weights only: without calibration data there are no static activation scales, so the configuration says that
-    activations are scaled at run time (FP8) or not quantised (``W4A16_NVFP4``, ``NVFP4A16``).
+    All that is not quantised is named in the report, and excluded in the configuration under the names that its readers
+    look for. Weights only: without calibration data there are no static activation scales, so the configuration says
+    that activations are scaled at run time (FP8) or not quantised (``W4A16_NVFP4``, ``NVFP4A16``).
 
     Parameters
     ----------
@@ -91,6 +103,9 @@ def quantize_checkpoint(
         Names of all ``nn.Linear`` modules, as in the checkpoint (``<name>.weight`` [N, K] in a 16- or 32-bit float).
     excluded
         Those of them to leave as they are.
+    survey
+        What is known of the model (:func:`fp4dispatch.checkpoints.survey.survey`): which layers must stay and why, and
+        what the modules are called in memory. Without it every other weight is excluded by its name in the checkpoint.
     overwrite
         Whether an existing checkpoint directory may be replaced.
     max_shard_bytes
@@ -109,7 +124,10 @@ def quantize_checkpoint(
     scheme = scheme_for(method, scaling)
     with open_checkpoint(source) as checkpoint:
         _check_source(checkpoint, out)
-        layers, skipped = _choose(checkpoint, scheme, linears, excluded)
+        known = survey or Survey(tuple(linears))
+        layers, skipped = _choose(checkpoint, scheme, linears, excluded, known)
+        rest = _others(checkpoint, layers, skipped, known)
+        ignore = _ignore(method, layers, [*skipped, *(name for name in rest if name not in known.harmless)], known)
         entries: list[Entry] = []
         for name in checkpoint:
             info = checkpoint[name]
@@ -118,9 +136,7 @@ def quantize_checkpoint(
                 entries += layer_entries(scheme, parent, *info.shape, static=False)
             else:
                 entries.append(Entry(name, info.dtype, info.shape))
-        configs = write_quant_config(
-            method, dict.fromkeys(layers, (scheme.name, False)), sorted(skipped), producer_version()
-        )
+        configs = write_quant_config(method, dict.fromkeys(layers, (scheme.name, False)), ignore, producer_version())
         with atomic_directory(out, overwrite=overwrite) as directory:
             copy_companions(checkpoint.path, directory)
             write_configs(directory, checkpoint.config(CONFIG_FILE) or {}, configs)
@@ -130,10 +146,11 @@ def quantize_checkpoint(
             format,
             scheme.name,
             tuple(_layer_report(scheme, name, info) for name, info in layers.items()),
-            skipped,
+            skipped | rest,
             checkpoint.nbytes,
             sum(entry.nbytes for entry in entries),
             tuple(file.name for file in files),
+            sum(checkpoint[name].nbytes for name in checkpoint if _is_weight(checkpoint[name], layers)),
         )
 
 
@@ -149,17 +166,19 @@ def _check_source(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def _choose(
-    checkpoint: Checkpoint, scheme: Scheme, linears: Collection[str], excluded: Collection[str]
+    checkpoint: Checkpoint, scheme: Scheme, linears: Collection[str], excluded: Collection[str], known: Survey
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     layers: dict[str, TensorInfo] = {}
     skipped: dict[str, str] = {}
     for name in linears:
         if f"{name}.weight" not in checkpoint:
-            skipped[name] = "not in the checkpoint (tied to another weight, or unused)"
+            skipped[name] = known.left.get(name) or "not in the checkpoint (tied to another weight, or unused)"
             continue
         info = checkpoint[f"{name}.weight"]
         if name in excluded:
-            skipped[name] = "excluded"
+            skipped[name] = NOT_LANGUAGE if name in known.outside else "excluded"
+        elif name in known.left:
+            skipped[name] = known.left[name]
         elif info.dtype not in ("F32", "BF16", "F16") or len(info.shape) != 2 or 0 in info.shape:
             skipped[name] = f"its weight is {info}, expected F32, BF16 or F16 [N, K]"
         elif scheme.op == "nvfp4_gemm" and info.shape[1] % NVFP4_BLOCK:
@@ -170,6 +189,55 @@ def _choose(
         reasons = "; ".join(f"{n}: {why}" for n, why in list(skipped.items())[:3])
         raise CheckpointError(f"{checkpoint.path}: no linear layer to quantise ({reasons or 'none was named'})")
     return layers, skipped
+
+
+def _is_weight(info: TensorInfo, layers: Collection[str]) -> bool:
+    """Whether a tensor is one that quantising could have made smaller, and did not."""
+    floating = info.dtype in ("F32", "BF16", "F16")
+    return floating and len(info.shape) >= 2 and 0 not in info.shape and info.name.removesuffix(".weight") not in layers
+
+
+def _others(checkpoint: Checkpoint, layers: Collection[str], skipped: Collection[str], known: Survey) -> dict[str, str]:
+    """Return why the weights that no linear layer holds stay as they are, those of all experts of a block together."""
+    sizes: dict[str, list[int]] = {}
+    for name in checkpoint:
+        if _is_weight(checkpoint[name], layers) and name.removesuffix(".weight") not in skipped:
+            module = next((m for m in (name.removesuffix(".weight"), module_of(name)) if m in known.others), "")
+            sizes.setdefault(module or module_of(name), []).append(checkpoint[name].nbytes)
+    return {
+        module: f"{known.others.get(module, 'not known as a linear layer')} "
+        f"({len(nbytes)} tensor{'s' if len(nbytes) > 1 else ''}, {sum(nbytes) / 1e6:.2f} MB)"
+        for module, nbytes in sizes.items()
+        if module not in layers
+    }
+
+
+def _ignore(method: str, layers: Collection[str], left: Collection[str], known: Survey) -> list[str]:
+    """Return what the configuration excludes.
+
+    ModelOpt and Hugging Face fp8 are looked up by the names of the checkpoint (transformers renames them);
+    compressed-tensors by those of the modules in memory, in vLLM by its own, which it derives from either. Blocks of
+    experts are one module in readers; compressed-tensors asks for each expert, so that it gets an expression.
+    """
+    patterns: list[str] = []
+    for name in left:
+        patterns.append(name)
+        if method == "compressed-tensors":
+            patterns += [known.in_memory[name]] if name in known.in_memory else []
+            if name.endswith(".experts"):
+                tail = re.sub(r".*\.\d+\.", "", name)
+                patterns.append(f"re:.*{re.escape(tail)}\\..*" if tail == name else f"re:.*\\.{re.escape(tail)}\\..*")
+        elif method == "modelopt" and name.endswith(".experts"):
+            patterns.append(f"{name}*")
+    # Some readers take a name for everything below it, or that ends with it: better too few names than a wrong one.
+    quantised = [*layers, *(known.in_memory[layer] for layer in layers if layer in known.in_memory)]
+    return [p for p in sorted(set(patterns)) if not any(_catches(p, layer, method) for layer in quantised)]
+
+
+def _catches(pattern: str, layer: str, method: str) -> bool:
+    if matches(pattern, layer, method) or layer.startswith(f"{pattern}."):
+        return True
+    return method == "fp8" and layer.endswith(pattern)
 
 
 def _stream(

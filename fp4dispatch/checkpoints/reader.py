@@ -69,6 +69,10 @@ class TensorInfo:
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
 
+    def on_meta(self) -> torch.Tensor:
+        """Return a tensor of this shape and dtype without data."""
+        return torch.empty(self.shape, dtype=TORCH_DTYPES.get(self.dtype, torch.uint8), device="meta")
+
 
 class Checkpoint:
     """An open checkpoint: a read-only mapping from tensor names to :class:`TensorInfo`, and the tensors on demand.

@@ -250,9 +250,7 @@ def table(report: ReplaceReport) -> str:
         rows.append((str(len(layers)), shape, fmt, f"{before / 1e6:.2f}", f"{after / 1e6:.2f}", backend, rule or "-"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    saved = 1 - report.bytes_after / report.bytes_before
-    total = f"{report.bytes_before / 1e6:.2f} MB -> {report.bytes_after / 1e6:.2f} MB ({saved:.1%} saved)"
-    return "\n".join([*lines, f"{len(report.layers)} layers: {total}, {len(report.skipped)} left alone"])
+    return "\n".join([*lines, *report.totals()])
 
 
 def render(result: dict[str, Any], report: ReplaceReport, pairs: list[tuple[str, str]], misses: list[str]) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_checkpoint, quantize_checkpoint
 from fp4dispatch.checkpoints.patterns import matches
+from fp4dispatch.checkpoints.survey import Survey, survey
 from fp4dispatch.cli import HELP, OK
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.progress import Progress
@@ -62,14 +66,19 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Quantise, and print what it did."""
     with open_checkpoint(args.model_dir) as checkpoint:
-        linears = _included(checkpoint, args.include) if args.include else _linears_by_transformers(checkpoint)
+        known = _survey(checkpoint, args.include)
+    linears = known.linears
     patterns = (*DEFAULT_EXCLUDE, *args.exclude)
-    excluded = {name for name in linears if any(matches(pattern, name, "") for pattern in patterns)}
-    unused = [p for p in args.exclude if not any(matches(p, name, "") for name in linears)]
+    excluded = {name for name in linears if any(_names(known, pattern, name) for pattern in patterns)}
+    everything = [*linears, *known.others]
+    unused = [p for p in args.exclude if not any(_names(known, p, name) for name in everything)]
     if unused:
+        near = ", ".join(_nearest(unused[0], linears))
         raise CheckpointError(
-            f"--exclude {unused[0]} matches none of the {len(linears)} linear layers: {linears[:3]} ..."
+            f"--exclude {unused[0]} matches none of the {len(linears)} linear layers; nearest: {near}"
         )
+    if not args.include:
+        excluded |= known.outside
     with Progress("quantize", 0, unit="bytes", quiet=args.json) as shown:
         report = quantize_checkpoint(
             args.model_dir,
@@ -77,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             args.format,
             linears,
             excluded=excluded,
+            survey=known,
             overwrite=args.overwrite,
             max_shard_bytes=args.max_shard_size,
             progress=lambda name, done, total: shown.update(done, total, name),
@@ -95,19 +105,44 @@ def _gigabytes(text: str) -> int:
     return max(1, int(size * 1e9))
 
 
-def _included(checkpoint: Checkpoint, patterns: list[str]) -> list[str]:
-    """Layers with a 2-D weight whose name matches."""
-    names = [name.removesuffix(".weight") for name in checkpoint if name.endswith(".weight")]
-    chosen = [
-        n for n in names if any(matches(p, n, "") for p in patterns) and len(checkpoint[f"{n}.weight"].shape) == 2
-    ]
-    if not chosen:
-        raise CheckpointError(f"--include {' '.join(patterns)} matches no 2-D weight of {checkpoint.path}")
-    return chosen
+def _names(known: Survey, pattern: str, name: str) -> bool:
+    """Whether a pattern names a module, by its name in the checkpoint or by that in transformers."""
+    return matches(pattern, name, "") or matches(pattern, known.in_memory.get(name, name), "")
 
 
-def _linears_by_transformers(checkpoint: Checkpoint) -> list[str]:
-    """Names of the model's ``nn.Linear`` modules, as the checkpoint spells them.
+def _survey(checkpoint: Checkpoint, include: list[str]) -> Survey:
+    """Return what is known of the model; with ``--include`` only those layers, and of any model."""
+    if not include:
+        known = _survey_by_transformers(checkpoint)
+        if not any(f"{name}.weight" in checkpoint for name in known.linears):
+            kinds = "; ".join(dict.fromkeys(why for name, why in known.others.items() if name not in known.harmless))
+            raise CheckpointError(f"{checkpoint.path}: holds no linear layer that can be quantised; it holds: {kinds}")
+        return known
+    try:
+        known = _survey_by_transformers(checkpoint)
+    except CheckpointError:  # the patterns have to do: layers with a 2-D weight
+        stored = [name.removesuffix(".weight") for name in checkpoint if name.endswith(".weight")]
+        known = Survey(tuple(name for name in stored if len(checkpoint[f"{name}.weight"].shape) == 2))
+    for pattern in include:
+        if any(_names(known, pattern, name) for name in known.linears):
+            continue
+        other = next((name for name in known.others if _names(known, pattern, name)), None)
+        raise CheckpointError(
+            f"--include {pattern} matches no 2-D weight of a linear layer of {checkpoint.path}; "
+            + (f"{other} is no linear layer: {known.others[other]}" if other else "")
+            + ("" if other else f"nearest: {', '.join(_nearest(pattern, known.linears))}")
+        )
+    chosen = [name for name in known.linears if any(_names(known, pattern, name) for pattern in include)]
+    rest = {name: known.left.get(name, "not included") for name in known.linears if name not in chosen}
+    return replace(known, linears=tuple(chosen), others={**known.others, **rest})
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(pattern.strip("*."), names, n=3, cutoff=0.5) or list(names[:3])
+
+
+def _survey_by_transformers(checkpoint: Checkpoint) -> Survey:
+    """Return what the model's modules are, by their names in the checkpoint.
 
     From the architecture and not from shapes: embeddings have 2-D weights too, and GPT-2's Conv1D stores its
     transposed, so that a guess would quantise them along the wrong axis.
@@ -129,18 +164,13 @@ def _linears_by_transformers(checkpoint: Checkpoint) -> list[str]:
     config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model: Any = architecture(config)
-    prefix = f"{model.base_model_prefix}."
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    stored = [
-        next((n for n in (name, name.removeprefix(prefix), prefix + name) if f"{n}.weight" in checkpoint), name)
-        for name in names
-    ]
-    if not any(f"{name}.weight" in checkpoint for name in stored):
+    known = survey(model, checkpoint)
+    if not known.others and not any(f"{name}.weight" in checkpoint for name in known.linears):
         raise CheckpointError(
-            f"{checkpoint.path}: none of the {len(names)} linear layers of {architectures[0]} is in it under the name "
-            f"that transformers {transformers.__version__} uses (e.g. {names[:1]}): {advice}"
+            f"{checkpoint.path}: none of the {len(known.linears)} linear layers of {architectures[0]} is in it under a "
+            f"name that transformers {transformers.__version__} knows (e.g. {list(known.linears[:1])}): {advice}"
         )
-    return stored
+    return known
 
 
 def _as_json(report: QuantizeReport) -> dict[str, Any]:
@@ -153,13 +183,16 @@ def _as_json(report: QuantizeReport) -> dict[str, Any]:
         "files": list(report.files),
         "layers": [vars(layer) for layer in report.layers],
         "skipped": report.skipped,
+        "bytes_left": report.bytes_left,
     }
 
 
 def _print(report: QuantizeReport) -> None:
     before, after = (sum(getattr(layer, key) for layer in report.layers) for key in ("bytes_before", "bytes_after"))
+    share = before / report.bytes_before
     print(f"{report.out}: {len(report.layers)} linear layers as {report.scheme}, {', '.join(report.files)}")
-    print(f"  these layers   {before / 1e6:10.2f} MB -> {after / 1e6:10.2f} MB   ({after / before:.1%})")
+    print(f"  these layers   {before / 1e6:10.2f} MB -> {after / 1e6:10.2f} MB   ({share:.1%} of the model before)")
+    print(f"  left as it was {report.bytes_left / 1e6:10.2f} MB in {len(report.skipped)} modules, named below")
     whole = report.bytes_after / report.bytes_before
     print(
         f"  whole model    {report.bytes_before / 1e6:10.2f} MB -> {report.bytes_after / 1e6:10.2f} MB   ({whole:.1%})"

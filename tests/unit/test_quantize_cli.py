@@ -36,6 +36,11 @@ def batch(model_dir):
     return tokenizer(SENTENCES, padding=True, return_tensors="pt")
 
 
+def read_ignore(out) -> list[str]:
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    return config["modules_to_not_convert"] if "modules_to_not_convert" in config else config["ignore"]
+
+
 @torch.no_grad()
 def embed(model, batch) -> torch.Tensor:
     """Mean-pooled, normalised sentence embeddings, as the model's card defines them."""
@@ -55,7 +60,9 @@ def test_the_real_model_quantised_reloaded_and_compared(tmp_path, capsys, model_
     assert main(["quantize", str(model_dir), str(out), "--format", format, "--exclude", "pooler*", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert len(report["layers"]) == 36
-    assert report["skipped"] == {"pooler.dense": "excluded"}
+    assert report["skipped"].pop("pooler.dense") == "excluded"
+    assert {why.partition(":")[0] for why in report["skipped"].values()} == {"Embedding"}
+    assert not any("embeddings" in name for name in read_ignore(out))  # no reader takes them for linear layers
     with open_checkpoint(model_dir) as checkpoint:
         assert report["bytes_before"] == checkpoint.nbytes
     with open_checkpoint(out) as checkpoint:
@@ -147,7 +154,9 @@ def test_transposed_layers_are_not_taken_for_linear_ones(tmp_path, capsys):
     config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=128, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     assert main(["quantize", str(tmp_path / "gpt2"), str(tmp_path / "out"), "--format", "fp8"]) == 1
-    assert "none of the 1 linear layers of GPT2LMHeadModel is in it" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "holds no linear layer that can be quantised" in error
+    assert "Conv1D: its weight is [K, N]" in error
 
 
 def test_a_causal_model_keeps_its_head_and_router_and_reloads(tmp_path, capsys):
@@ -168,7 +177,9 @@ def test_a_causal_model_keeps_its_head_and_router_and_reloads(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert len(report["layers"]) == 14
     assert len(report["files"]) > 1
-    assert report["skipped"] == {"lm_head": "excluded"}
+    assert report["skipped"].pop("lm_head") == "excluded"
+    assert list(report["skipped"]) == ["model.embed_tokens"]
+    assert report["bytes_left"] == 2 * 128 * 64 * 4  # both
     model = transformers.LlamaForCausalLM(config).eval()
     load_quantized(model, tmp_path / "out")
     tokens = torch.arange(16).view(1, 16)

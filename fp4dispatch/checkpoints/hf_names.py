@@ -1,0 +1,170 @@
+"""Names of a checkpoint's tensors and those of the model: what transformers renames and converts when it loads.
+
+transformers 5 keeps per model which names of files it renames (``language_model.model.`` to ``model.language_model.``)
+and which tensors it converts (the weights of each expert into one tensor). Its own rules are used here, not copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4dispatch.errors import CheckpointError
+
+QUANTISED_SUFFIXES = (
+    *("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv"),
+    *("input_scale", "input_global_scale", "activation_scale"),
+)
+"""Tensors that lie beside a quantised weight, or instead of it: the model knows them by the name of the weight."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Stored tensors that transformers turns into parameters of another shape, in the order it takes them."""
+
+    name: str
+    """The (first) parameter."""
+    sources: tuple[str, ...]
+    patterns: tuple[str, ...]
+    """For each source, which pattern of the converter it matched."""
+    converter: Any
+    model: nn.Module
+
+    def run(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parameters by name; ``read`` gives a stored tensor (on meta: shapes are found without data).
+
+        Raises
+        ------
+        CheckpointError
+            The tensors do not fit together.
+        """
+        converter = copy.deepcopy(self.converter)
+        for source, pattern in zip(self.sources, self.patterns, strict=True):
+            converter.add_tensor(self.name, source, pattern, read(source))
+        try:
+            made = converter.convert(self.name, model=self.model, config=getattr(self.model, "config", None))
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"tensors {', '.join(self.sources[:3])} ... cannot be put together to {self.name!r} as transformers "
+                f"does: {error}: is this a checkpoint of this model?"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the tensors of a checkpoint are called in a model.
+
+    Parameters
+    ----------
+    plain
+        Name in the model by name in the checkpoint, for tensors that are stored as the model has them.
+    conversions
+        The others.
+    """
+
+    plain: dict[str, str]
+    conversions: tuple[Conversion, ...] = ()
+    stored: dict[str, str] = field(init=False, default_factory=dict)
+    """The reverse of ``plain``."""
+
+    def __post_init__(self) -> None:
+        for name, target in self.plain.items():
+            if target not in self.stored or name == target:
+                self.stored[target] = name
+
+    def module_in_file(self, name: str) -> str:
+        """Return what a module of the model is called in the checkpoint; its own name where nothing is stored of it."""
+        for suffix in ("weight", *QUANTISED_SUFFIXES, "bias"):
+            stored = self.stored.get(f"{name}.{suffix}")
+            if stored is not None and stored.endswith(f".{suffix}"):
+                return stored.removesuffix(f".{suffix}")
+        return name
+
+
+def names_in(model: nn.Module, stored: Iterable[str]) -> Names:
+    """Match the names of stored tensors with a model, as transformers would; unchanged for models of anybody else."""
+    names = list(stored)
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return Names({name: name for name in names})
+    known: dict[str, Any] = dict.fromkeys((*model.state_dict(), *(n for n, _ in model.named_parameters())), True)
+    rename = _renamer(model, known)
+    plain: dict[str, str] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(names, key=_natural):
+        parent, _, last = name.rpartition(".")
+        asked = f"{parent}.weight" if last in QUANTISED_SUFFIXES and name not in known else name
+        target, pattern = rename(asked)
+        if asked is not name and target.endswith(".weight"):
+            target = f"{target.removesuffix('.weight')}.{last}"
+        if pattern is None:
+            plain[name] = target
+        elif asked is name:
+            groups.setdefault(target, []).append((name, pattern))
+        else:
+            plain[name] = name  # of a quantised tensor that transformers would convert: no place in the model
+    converters = _converters(model)
+    conversions = tuple(
+        Conversion(target, tuple(n for n, _ in group), tuple(p for _, p in group), converters[group[0][1]], model)
+        for target, group in groups.items()
+    )
+    return Names(plain, conversions)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sort experts by number, as transformers does: their order is that of the rows."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def _renamer(model: Any, known: dict[str, Any]) -> Callable[[str], tuple[str, str | None]]:
+    prefix = model.base_model_prefix
+    try:
+        from transformers import core_model_loading as loading
+    except ImportError:
+        return lambda name: (_rename_v4(model, name, known), None)
+    mapping = _mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
+
+    def rename(name: str) -> tuple[str, str | None]:
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:  # as transformers: better left as it is
+            return loading.rename_source_key(name, [], [], prefix, known)
+        return target, pattern
+
+    return rename
+
+
+def _converters(model: Any) -> dict[str, Any]:
+    from transformers import core_model_loading as loading
+
+    converters = [entry for entry in _mapping(model) if isinstance(entry, loading.WeightConverter)]
+    return {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+
+def _mapping(model: Any) -> list[Any]:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+def _rename_v4(model: Any, name: str, known: dict[str, Any]) -> str:
+    """Rename as transformers 4 does: regular expressions at the class, and the base model's prefix."""
+    renamed = name
+    for pattern, target in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
+        renamed, count = re.subn(pattern, target, renamed)
+        if count:
+            break
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (renamed, renamed.removeprefix(prefix), prefix + renamed, name):
+        if candidate in known:
+            return candidate
+    return renamed

@@ -1,0 +1,140 @@
+"""What a checkpoint's tensors are to its model: linear layers to quantise, and all that has to stay, with why."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fp4dispatch.checkpoints.hf_names import Conversion, Names, names_in
+from fp4dispatch.checkpoints.reader import Checkpoint
+from fp4dispatch.replaceable import leftover, ties, why_left, why_no_linear
+
+NOT_LANGUAGE = "is outside the language model (vision, audio or projector), which stays as it is by default"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A model's weights by their names in a checkpoint (of the module, without ``.weight``).
+
+    Parameters
+    ----------
+    linears
+        All ``nn.Linear`` modules; also those that the checkpoint does not store.
+    left
+        Why some of them must stay as they are.
+    outside
+        Those outside the language model of a multi-modal model: left by default, as engines and ModelOpt do.
+    others
+        Why weights that belong to no ``nn.Linear`` stay as they are: embeddings, experts, convolutions, routers.
+    in_memory
+        Names of the modules in transformers, where these differ.
+    harmless
+        Those of ``others`` that no reader takes for a linear layer.
+    """
+
+    linears: tuple[str, ...]
+    left: Mapping[str, str] = field(default_factory=dict)
+    outside: frozenset[str] = frozenset()
+    others: Mapping[str, str] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    harmless: frozenset[str] = frozenset()
+
+
+def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
+    """Match a model (it may be on the meta device) with a checkpoint's names, by transformers' own rules."""
+    names = names_in(model, checkpoint)
+    sources = {target: conversion for conversion in names.conversions for target in _targets(conversion, checkpoint)}
+    left, tied, outside = why_left(model), ties(model), _outside(model)
+    linears: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    beyond: set[str] = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        conversion = sources.get(f"{name}.weight")
+        file_name = names.module_in_file(name) if conversion is None else container(conversion)
+        linears[file_name] = name
+        why = left.get(id(module), "")
+        if conversion is not None:
+            why = f"transformers makes {name} out of {conversion.sources[0]}, which is not stored as the layer has it"
+        elif not why and id(module) in tied and f"{file_name}.weight" in checkpoint:
+            why = f"its weight is tied to {tied[id(module)]}"
+        if why:
+            reasons[file_name] = why
+        if outside(name):
+            beyond.add(file_name)
+    others, harmless, in_memory = _others(model, names, sources)
+    in_memory |= {stored: name for stored, name in linears.items() if stored != name}
+    return Survey(tuple(linears), reasons, frozenset(beyond), others, in_memory, harmless)
+
+
+def _targets(conversion: Conversion, checkpoint: Checkpoint) -> list[str]:
+    return list(conversion.run(lambda name: checkpoint[name].on_meta()))
+
+
+def container(conversion: Conversion) -> str:
+    """Return the module in the file that holds the sources of a conversion: that of all experts, or of one weight."""
+    if len(conversion.sources) == 1:
+        return module_of(conversion.sources[0])
+    first, last = (source.split(".") for source in (min(conversion.sources), max(conversion.sources)))
+    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return ".".join(part for part, _ in shared)
+
+
+def module_of(name: str) -> str:
+    """Return the module to which a stored tensor belongs; for one of several experts, the module that holds all."""
+    experts = re.match(r"(.*?\bexperts)\.\d+\.", name)
+    if experts:
+        return experts[1]
+    return name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] or name
+
+
+def _others(
+    model: nn.Module, names: Names, sources: Mapping[str, Conversion]
+) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
+    others: dict[str, str] = {}
+    harmless: set[str] = set()
+    in_memory: dict[str, str] = {}
+    for name, owner, parameter in leftover(model):
+        conversion = sources.get(name)
+        stored = names.stored.get(name)
+        if conversion is None and stored is None:
+            continue
+        module = container(conversion) if conversion is not None else module_of(stored or "")
+        others.setdefault(module, why_no_linear(name, owner, parameter))
+        if isinstance(owner, nn.modules.conv._ConvNd) or "Embedding" in type(owner).__name__:
+            harmless.add(module)
+        if module_of(name) != module:
+            in_memory[module] = module_of(name)
+    return others, frozenset(harmless), in_memory
+
+
+def _outside(model: nn.Module) -> Callable[[str], bool]:
+    """Return whether a module is outside the language model; always False for models that are one."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return lambda name: False
+    text = config.get_text_config()
+    heads = [head for head in (_output_head(model),) if head is not None]
+    language = [
+        name
+        for name, module in model.named_modules()
+        if name and type(getattr(module, "config", None)) is type(text) and hasattr(module, "get_input_embeddings")
+    ]
+    if text is config or not language:
+        return lambda name: False
+    keep = {name for name, module in model.named_modules() if any(module is head for head in heads)}
+    return lambda name: name not in keep and not any(name.startswith(f"{prefix}.") for prefix in language)
+
+
+def _output_head(model: Any) -> nn.Module | None:
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
