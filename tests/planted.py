@@ -25,6 +25,7 @@ class Honest(Backend):
 
     name = "planted"
     activations = EVERYTHING
+    auto = True
 
     def supports(self, problem, system):
         return ()

@@ -20,7 +20,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("jit", "csrc", "jit_flags"),
     ("backends", "policy", "rules"),  # a backend made of others asks the policy which of them
     ("registry",),
-    ("selfcheck", "trial", "canary", "tilecheck", "quarantine", "tuned", "records", "race"),
+    (
+        *("selfcheck", "trial", "canary", "layercheck", "layer_operands", "tilecheck"),
+        *("quarantine", "tuned", "records", "race"),
+    ),
     ("dispatch", "whatif", "timing"),
     ("tuning", "agreement", "prebuild"),
     ("routes",),
