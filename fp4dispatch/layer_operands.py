@@ -24,6 +24,8 @@ _K_STEP = 512
 """Columns of K that are dequantised and multiplied at a time; a multiple of every block of scales."""
 _ELEMENTS = 1 << 20
 """Elements of x that are drawn at a time."""
+_SEED = 0x5EED_F0_1A7E
+"""Far from the 0 of many scripts: weights drawn from one stream with x would be correlated with it."""
 _TAIL = 16
 _TYPICAL = 8.0
 """About what products are to be, so that float16 holds them."""
@@ -62,7 +64,7 @@ class Operands:
     def __init__(self, weights: LinearWeights, activation: Activation, dtype: torch.dtype, seed: int = 0) -> None:
         self.w, self.activation, self.dtype = weights, activation, dtype
         self.device = weights.weight.device
-        self.draw = torch.Generator(device=self.device).manual_seed(seed)
+        self.draw = torch.Generator(device=self.device).manual_seed(_SEED + seed)
         self.static = self._static_scale()
         self.boost = min(max(0.5 * math.sqrt(weights.k / _TAIL), 1.0), 24.0)
         self.typical = _TYPICAL
