@@ -320,8 +320,8 @@ def _here() -> System:
 def _must_check(decision: Decision, gpu: int | None) -> bool:
     """Whether ``auto`` chose a backend for a GPU that this process uses already, or a plug-in for the CPU.
 
-    Nothing here initialises CUDA; the decision is made anew once it is. The built-in that runs on a CPU is the reference,
-    which the others are checked against.
+    Nothing here initialises CUDA; the decision is made anew once it is. The one built-in that runs on a CPU is the
+    reference, which the others are checked against.
     """
     torch = sys.modules.get("torch")
     name = str(decision.backend)

@@ -1,9 +1,8 @@
-"""Operands for the check of a bound layer: activations drawn on its device, and exact products of samples of its output.
+"""Operands for the check of a bound layer: activations drawn on its device, and exact products of sampled outputs.
 
-Every activation is exactly representable in the format that it is quantised to, as in :mod:`fp4dispatch.canary`, so that
-the answer is that of the GEMM alone. The last elements along K are large, so that a dropped tail shows. The products are
-float64, of the sampled rows of x and of W only, a few columns of K at a time: float64 knows no TensorFloat-32, and
-16 MB are enough for any layer.
+Every activation is exactly representable in the format that it is quantised to, as in :mod:`fp4dispatch.canary`. So the
+answer is that of the GEMM alone. The last elements along K are large: a dropped tail shows. The products are float64,
+which knows no TensorFloat-32. Only sampled rows of x and of W are dequantised, a few columns of K at a time.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _ROW_OCTAVES = 3
 class Answer:
     """Exact products of sampled rows and columns, float64 [rows, columns], without bias.
 
-    ``size``: the root of the sum of squares of the K terms of each product. ``rows`` and ``columns``: int64 indices into
-    the output.
+    ``size``: the root of the sum of squares of the K terms of each product. ``rows`` and ``columns``: int64 indices
+    into the output.
     """
 
     rows: Tensor

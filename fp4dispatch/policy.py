@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from fp4dispatch import rules as _rules
-from fp4dispatch.backends.capability import REFERENCE, activation_of, offered, quarantined, reasons_of
+from fp4dispatch.backends.capability import REFERENCE as REFERENCE
+from fp4dispatch.backends.capability import activation_of, offered, quarantined, reasons_of
 from fp4dispatch.decision import Decision, Reason, RuleHit, Verdict
 from fp4dispatch.measurement import Measurement
 from fp4dispatch.problem import Activation, Problem

@@ -34,7 +34,7 @@ _OWN_CODE = (
     *("formats.py", "_e2m1.py", "_sf_layout.py", "_tensor_checks.py", "backends", "jit"),
     *("canary.py", "trial.py", "tilecheck.py", "layer_operands.py", "layercheck.py"),
 )
-"""Files and folders of the package that decide what a built-in computes, and how it is checked. Each has to be there."""
+"""Files and folders of the package that decide what a built-in computes, and how it is checked. All must be there."""
 _THIS_PROCESS = secrets.token_hex(8)
 _LONGEST = 1e12
 """No time in a record is longer, in whatever unit."""
@@ -273,8 +273,8 @@ def _counts(path: Path, root: Path) -> bool:
 def code_of(kind: type[Backend]) -> str:
     """Identify the code of a backend: its class, the content of its module and the version of its package.
 
-    Of a module in a package, everything in its folder and below counts: a plug-in may be cut into files. Code that is in
-    no file (typed into an interpreter, in a zip archive) is known for this process alone.
+    Of a module in a package, everything in its folder and below counts: a plug-in may be cut into files. Code that is
+    in no file (typed into an interpreter, in a zip archive) is known for this process alone.
     """
     module = sys.modules.get(kind.__module__)
     found = getattr(module, "__file__", None)

@@ -91,8 +91,8 @@ def builtins() -> dict[str, AnyBackend]:
 def plugins(points: Iterable[EntryPoint]) -> dict[str, AnyBackend]:
     """Return the backends of other packages. A mistake of one costs that one alone.
 
-    One that claims a name of this package is rejected under ``NAME of DISTRIBUTION``; of several that claim one name all
-    are rejected, under that name, because none is known to be the one that is meant.
+    One that claims a name of this package is rejected under ``NAME of DISTRIBUTION``. Of several that claim one name
+    all are rejected, under that name: none is known to be the one that is meant.
     """
     ours = {*BUILTINS, *catalogue().backends, *catalogue().aliases, AUTO}
     by_name: dict[str, list[tuple[EntryPoint, str]]] = {}

@@ -97,6 +97,20 @@ def one_rank_computes_garbage_and_nobody_asks(world):
     return world.outcome()
 
 
+def one_rank_is_wrong_on_the_layer_alone(world):
+    """Its canaries pass: the check of the bound layer finds it."""
+
+    def write(plan, out, result):
+        out.copy_(result)
+        if out.shape[1] == N:
+            out[:, -8:] = 1.0
+
+    if world.rank == 1:
+        world.backends["first"].write = write
+    warmup(world.model, tokens=[16])
+    return world.outcome()
+
+
 def each_rank_has_its_own_fault(world):
     world.backends["first" if world.rank == 1 else "second"].write = zero
     warmup(world.model, tokens=[16])

@@ -135,8 +135,9 @@ class Backend(abc.ABC):
     """Activation formats per op that the backend runs, preferred first; an op that is absent is not supported."""
 
     auto: ClassVar[bool] = False
-    """For plug-ins: whether ``auto`` may choose it, once it has passed the self-check on the device. A plug-in that does
-    not say ``auto = True`` runs only where it is named. Built-ins need not say it; see
+    """For plug-ins: whether ``auto`` may choose it, once it has passed the self-check on the device.
+
+    One that does not say ``auto = True`` runs only where it is named. Built-ins need not say it: see
     :func:`fp4dispatch.backends.capability.offered`."""
 
     plans_by_m: ClassVar[bool] = True

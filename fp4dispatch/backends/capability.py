@@ -45,8 +45,8 @@ REFERENCE = "reference"
 def offered(name: str, backend: object) -> bool:
     """Whether ``auto`` may choose a backend where it can run the problem. This is decided here alone.
 
-    Every built-in (a backend of ``capabilities.toml``) is offered, but the reference. A plug-in is offered only where its
-    class says ``auto = True``; it then still has to pass the self-check on the device.
+    Every built-in (a backend of ``capabilities.toml``) is offered, but the reference. A plug-in is offered only where
+    its class says ``auto = True``; it then still has to pass the self-check on the device.
     """
     if name in catalogue().backends:
         return name != REFERENCE

@@ -54,6 +54,15 @@ def test_one_rank_computes_garbage_and_all_use_another_backend(found):
     assert same(pair, "total") == found["nothing_is_wrong"][0]["total"]
 
 
+def test_one_rank_fails_on_its_layer_and_all_use_another_backend(found):
+    pair = found["one_rank_is_wrong_on_the_layer_alone"]
+    assert same(pair, "backend") == "second (fp8)"
+    assert same(pair, "quarantined") == [SHUT]
+    assert same(pair, "planned") == ["second"]
+    assert "layer M=1 N=64 K=96: tile (0, 0) is wrong" in pair[1]["verdicts"][0]
+    assert "(on rank 1)" in pair[0]["verdicts"][0]
+
+
 def test_the_check_can_fail(found):
     """Without agreement the ranks do differ: that is what the others would show."""
     pair = found["one_rank_computes_garbage_and_nobody_asks"]
