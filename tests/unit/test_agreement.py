@@ -104,6 +104,13 @@ def test_an_error_of_one_rank_is_an_error_of_all(found):
     assert "rank 1: InputError" in found["one_rank_has_no_layers"][0]
 
 
+def test_what_one_rank_cannot_plan_for_the_layer_none_uses(found):
+    pair = found["one_rank_cannot_plan_the_layer"]
+    assert same(pair, "backend") == "second (fp8)"
+    assert same(pair, "planned") == ["second"]
+    assert all("raised RuntimeError: no kernel image is available" in rank["verdicts"][0] for rank in pair)
+
+
 def test_ranks_with_other_layers_share_verdicts_and_nothing_else(found):
     pair = found["ranks_have_other_layers"]
     assert same(pair, "backend") == "second (fp8)"
