@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fp4dispatch import capture as _capture
@@ -26,6 +26,7 @@ from fp4dispatch.problem import (
     Scaling,
     SfLayout,
 )
+from fp4dispatch.quarantine import CheckResult
 from fp4dispatch.registry import instance
 from fp4dispatch.rules import m_bucket
 from fp4dispatch.settings import SETTINGS, settings
@@ -90,8 +91,9 @@ def select(
     Notes
     -----
     Thread-safe, and safe during capture: only facts are read, and nothing is logged then. A backend that ``auto``
-    chooses for the first time on a GPU model is self-checked (:mod:`fp4dispatch.selfcheck`); if it fails, the next one
-    is chosen.
+    chooses for the first time on a GPU model, and a plug-in on a CPU too, is self-checked
+    (:mod:`fp4dispatch.selfcheck`); if it fails, the next one is chosen. So it is where it cannot be checked: see
+    :meth:`fp4dispatch.quarantine.CheckResult.vouches_for`.
     """
     request = _request(problem.op, backend)
     machine = _system.current()
@@ -99,7 +101,10 @@ def select(
     key = (bucket, request, gpu, settings.tuned, settings.fp8_copy)
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
-        cached = _decided[key] = _decide(bucket, request, gpu)
+        machine, decided, lasting = _decide(bucket, request, gpu)
+        cached = machine, decided
+        if lasting:
+            _decided[key] = cached
     decision = replace(cached[1], problem=problem)
     if decision.backend is None:
         raise _refusal(decision, layer, _on(cached[0], gpu), request[2])
@@ -357,7 +362,7 @@ def decide_anew() -> None:
 
 
 def exclude(backend: str, op: Op, scaling: Scaling, reason: Reason) -> None:
-    """Take a backend away from ``auto`` in this process, because another rank cannot use it."""
+    """Take a backend away from ``auto`` in this process: another rank cannot use it, or it could not be checked."""
     with _lock:
         _elsewhere.setdefault((op, scaling), {})[backend] = reason
         _decided.clear()
@@ -373,17 +378,37 @@ def bucket(m: int, op: Op, gpu: int | None = 0) -> int:
     return m_bucket(m, op, _arch(_system.current(), gpu))
 
 
-def _decide(problem: Problem, request: _Request, gpu: int | None) -> tuple[System, Decision]:
-    """Ask the policy until what it chooses has passed its self-check; each failure is a new fact of the machine."""
+def _decide(problem: Problem, request: _Request, gpu: int | None) -> tuple[System, Decision, bool]:
+    """Ask the policy until what it chooses has passed its self-check; each failure is a new fact of the machine.
+
+    What could not be checked is left out of this decision. The flag is False where another try may end otherwise.
+    """
+    unchecked: dict[str, Reason] = {}
+    lasting = True
     while True:
         machine = _here()
         system = _on(machine, gpu)
-        decision = _resolve(problem, system, request)
-        if not _must_check(decision, gpu) or _passes(decision, system, gpu):
-            return machine, decision
+        decision = _resolve(problem, system, request, unchecked)
+        if not _must_check(decision, gpu):
+            return machine, decision, lasting
+        name = str(decision.backend)
+        verdict = _checked(decision, system, gpu)
+        if verdict.vouches_for(plugin=registry.is_plugin(name)):
+            return machine, decision, lasting
+        if verdict.status != "failed":
+            unchecked[name] = not_checked(verdict)
+            lasting &= verdict.lasting
 
 
-def _resolve(problem: Problem, system: System, request: _Request) -> Decision:
+def not_checked(verdict: CheckResult) -> Reason:
+    """Return why ``auto`` leaves alone what could not be checked."""
+    fix = "bind the layers before memory is full" if not verdict.lasting else "name it to use it all the same"
+    return Reason("UNPROVEN", f"not in use by auto before it has passed the self-check: {verdict.text()}", fix)
+
+
+def _resolve(
+    problem: Problem, system: System, request: _Request, unchecked: Mapping[str, Reason] | None = None
+) -> Decision:
     auto = request[0] == registry.AUTO
     with _lock:
         return policy.resolve(
@@ -393,7 +418,7 @@ def _resolve(problem: Problem, system: System, request: _Request) -> Decision:
             requested=request[0],
             requested_by=request[1],
             disabled=request[2],
-            elsewhere=_elsewhere.get((problem.op, problem.scaling)),
+            elsewhere=_elsewhere.get((problem.op, problem.scaling), {}) | dict(unchecked or {}),
             measured=tuned.find(problem, system, registry.backends()) if auto else None,
         )
 
@@ -421,23 +446,26 @@ def _here() -> System:
 
 
 def _must_check(decision: Decision, gpu: int | None) -> bool:
-    """Whether ``auto`` chose a backend for a GPU that this process uses already: nothing here initialises CUDA."""
+    """Whether ``auto`` chose a backend for a GPU that this process uses already, or a plug-in for the CPU.
+
+    Nothing here initialises CUDA; the decision is made anew once it is. The one built-in that runs on a CPU is the
+    reference, which the others are checked against.
+    """
     torch = sys.modules.get("torch")
-    return (
-        decision.requested == registry.AUTO
-        and decision.backend not in (None, policy.REFERENCE)
-        and gpu is not None
-        and isinstance(registry.backends()[str(decision.backend)], Backend)
-        and torch is not None
-        and torch.cuda.is_initialized()
-    )
+    name = str(decision.backend)
+    if decision.requested != registry.AUTO or decision.backend in (None, policy.REFERENCE) or torch is None:
+        return False
+    if not isinstance(registry.backends()[name], Backend):
+        return False
+    return registry.is_plugin(name) if gpu is None else bool(torch.cuda.is_initialized())
 
 
-def _passes(decision: Decision, system: System, gpu: int | None) -> bool:
+def _checked(decision: Decision, system: System, gpu: int | None) -> CheckResult:
     from fp4dispatch import selfcheck  # needs torch, which deciding does not
 
     problem = replace(decision.problem, activation=decision.activation)
-    return selfcheck.trusted(str(decision.backend), problem, system, f"cuda:{gpu}").usable
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
+    return selfcheck.trusted(str(decision.backend), problem, system, device)
 
 
 def reset() -> None:

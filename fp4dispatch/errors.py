@@ -27,7 +27,7 @@ class UnknownBackendError(Fp4DispatchError, ValueError):
 
 
 class PluginError(Fp4DispatchError, RuntimeError):
-    """Two plug-ins, or a plug-in and a built-in backend, claim one name."""
+    """Two plug-ins, or a plug-in and a built-in backend, claim one name: the reason against the plug-in."""
 
 
 class InputError(Fp4DispatchError, ValueError):

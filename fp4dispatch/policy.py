@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from fp4dispatch import rules as _rules
-from fp4dispatch.backends.capability import quarantined
+from fp4dispatch.backends.capability import REFERENCE as REFERENCE
+from fp4dispatch.backends.capability import activation_of, offered, quarantined, reasons_of
 from fp4dispatch.decision import Decision, Reason, RuleHit, Verdict
 from fp4dispatch.measurement import Measurement
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.rules import Rule
 from fp4dispatch.system import System
-
-REFERENCE = "reference"
 
 TUNED = "tuned"
 """Id of the rule that a measurement is."""
@@ -22,10 +21,6 @@ TUNED = "tuned"
 
 class SupportsProblem(Protocol):
     """What the policy needs of a backend; :class:`~fp4dispatch.backends.base.Backend` has it."""
-
-    @property
-    def auto(self) -> bool:
-        """Whether ``auto`` may choose it."""
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason against; empty means that the backend can run the problem."""
@@ -132,7 +127,7 @@ def denials(name: str, problem: Problem, system: System) -> tuple[RuleHit, ...]:
 
 
 def _offered(name: str, backends: Mapping[str, SupportsProblem]) -> bool:
-    return name in backends and backends[name].auto
+    return name in backends and offered(name, backends[name])
 
 
 def _order(
@@ -170,9 +165,11 @@ def _judge(
     if backend is None:
         return Verdict(name, problem.activation, (Reason("UNAVAILABLE", "not part of this fp4dispatch"),), denied)
     try:
-        reasons = tuple(backend.supports(problem, system))
-        activation = backend.activation_for(problem) or problem.activation
-    except Exception as error:  # a plug-in may do anything; its mistake is a reason against it alone
+        reasons = reasons_of(backend, problem, system)
+        activation = activation_of(backend, problem) or problem.activation
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plug-in may do anything (SystemExit too); it costs the plug-in alone
         text = f"it failed when asked what it supports: {type(error).__name__}: {error}"
         return Verdict(name, problem.activation, (Reason("UNAVAILABLE", text, f"repair {name}"),), denied)
     if not any(reason.code == "QUARANTINED" for reason in reasons):  # a plug-in need not look

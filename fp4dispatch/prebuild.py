@@ -16,7 +16,7 @@ import torch
 from fp4dispatch import dispatch, jit, quarantine, registry, selfcheck, trial
 from fp4dispatch import system as _system
 from fp4dispatch.arch import Arch
-from fp4dispatch.backends.base import Backend
+from fp4dispatch.backends.base import Backend, builds_of
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.problem import Problem
 from fp4dispatch.settings import settings
@@ -85,5 +85,5 @@ def _builds(ask: Ask, system: System) -> list[tuple[str, str]]:
                 half = selfcheck.half_of(p)
                 names += trial.builds(backend, p.op, p.scaling, p.activation, system, device, half)
         backend, problem = decided[bucket]
-        names += backend.builds(replace(problem, m=m), device)
+        names += builds_of(backend, replace(problem, m=m), device)
     return names

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import secrets
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,12 @@ SCHEMA = 1
 Status = Literal["passed", "failed", "unchecked", "off"]
 
 _log = logging.getLogger("fp4dispatch")
-_THIS_CHECK = ("canary", "trial", "tilecheck")
+_OWN_CODE = (
+    *("formats.py", "_e2m1.py", "_sf_layout.py", "_tensor_checks.py", "backends", "jit"),
+    *("canary.py", "trial.py", "tilecheck.py", "layer_operands.py", "layercheck.py"),
+)
+"""Files and folders of the package that decide what a built-in computes, and how it is checked. All must be there."""
+_THIS_PROCESS = secrets.token_hex(8)
 _LONGEST = 1e12
 """No time in a record is longer, in whatever unit."""
 _RACE = ("never written", "stale", "not repeatable")
@@ -68,6 +74,8 @@ class CheckResult:
         Under which the verdict holds; a change of any makes it void.
     half
         The 16-bit dtype that the canaries were in; empty where there were some of each.
+    layer
+        The shape of the layer that was checked (:mod:`fp4dispatch.layercheck`); empty for the canaries.
     """
 
     backend: str
@@ -88,21 +96,38 @@ class CheckResult:
     half: str = ""
     build_ms: float | None = None
     check_ms: float | None = None
+    layer: str = ""
 
     @property
     def usable(self) -> bool:
-        """Whether ``auto`` may use the backend: nothing speaks against it."""
+        """Whether nothing speaks against the backend. ``auto`` asks for more: :meth:`vouches_for`."""
+        return self.status != "failed"
+
+    def vouches_for(self, *, plugin: bool) -> bool:
+        """Whether ``auto`` may use the backend after this.
+
+        One that passed, and any with ``FP4DISPATCH_SELFCHECK=off``. What is unchecked is not used, with one exception:
+        a built-in that supports none of the canaries, or whose layer does not fit into memory beside its check. Its
+        kernels are tested with each release, on the layer's own path a check follows or has been tried, and a warning
+        says so. A plug-in that was not checked is never used. Nor is anything whose canaries did not fit into memory:
+        they need a few megabytes, so nothing else is known to run there either.
+        """
+        if self.status == "unchecked":
+            return not plugin and (self.lasting or bool(self.layer))
         return self.status != "failed"
 
     def text(self) -> str:
         """Return the verdict in a line or two."""
         subject = f"{self.backend} {self.op}"
         kind = f"{self.scaling}, {self.activation} activations" + (f", {self.half}" if self.half else "")
+        if self.layer:
+            subject, kind = f"{subject} layer", f"{self.layer}, {self.scaling}, {self.activation} activations"
         if self.status == "failed":
             race = " Signature of a launch race." if self.kind in _RACE else ""
             return f"{subject} {self.findings[0]}.{race} GDC proven: {self.gdc}. Quarantined."
         if self.status == "passed":
-            return f"{subject} ({kind}): {len(self.ran)} canaries passed {self._times()}"
+            what = "numbers of tokens" if self.layer else "canaries"
+            return f"{subject} ({kind}): {len(self.ran)} {what} passed {self._times()}"
         why = "; ".join(self.notes) or "FP4DISPATCH_SELFCHECK=off"
         return f"{subject} ({kind}): not checked: {why}"
 
@@ -136,7 +161,7 @@ class CheckResult:
         result = cls(**values)
         texts = (
             *(result.backend, result.op, result.scaling, result.activation, result.arch, result.kind, result.gdc),
-            result.half,
+            *(result.half, result.layer),
         )
         if not all(isinstance(text, str) for text in texts) or result.status not in ("passed", "failed", "unchecked"):
             raise ValueError("not a verdict")
@@ -203,23 +228,63 @@ def _cublas() -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """Hash the sources that decide what a built-in backend computes: kernels, flags, backends, formats, this check."""
-    state = hashlib.sha256()
+    """Hash the sources that decide what a built-in backend computes: kernels, flags, backends, formats, this check.
+
+    Raises
+    ------
+    CacheError
+        If one of them is missing: a verdict would then hold for code that it was not made with.
+    """
     package, csrc = Path(__file__).parent, manifest.installed().csrc
-    parts = [*package.glob("*formats.py"), *package.glob("_*.py"), *(package / f"{name}.py" for name in _THIS_CHECK)]
-    for folder in (csrc, csrc.parent / "jit_flags", package / "backends", package / "jit"):
-        parts += folder.iterdir()
-    for path in sorted(part for part in parts if part.is_file()):
-        state.update(f"{path.parent.name}/{path.name}".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return _content([csrc, csrc.parent / "jit_flags", *(package / name for name in _OWN_CODE)])
+
+
+def _content(roots: Sequence[Path]) -> str:
+    """Hash files and folders, with everything in them: names below the root, and bytes.
+
+    Raises
+    ------
+    CacheError
+        If a root is missing, holds no file, or cannot be read.
+    """
+    state = hashlib.sha256()
+    try:
+        for root in roots:
+            files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if _counts(path, root))
+            if not files:
+                raise FileNotFoundError("it is missing, or an empty folder")
+            for path in files:
+                name = f"{root.name}/{path.relative_to(root).as_posix()}"
+                state.update(f"{len(name)} {name}".encode() + hashlib.sha256(path.read_bytes()).digest())
+    except OSError as error:
+        raise CacheError(
+            f"verdicts of the self-check are kept under the content of {root}, which cannot be read: {error}. "
+            "Install the package again"
+        ) from error
     return state.hexdigest()[:32]
+
+
+def _counts(path: Path, root: Path) -> bool:
+    """Whether a path is a file of the source: not what Python itself leaves beside it."""
+    return path.is_file() and "__pycache__" not in path.relative_to(root).parts
 
 
 @functools.cache
 def code_of(kind: type[Backend]) -> str:
-    """Identify the code of a backend: its class, its module's content and the version of its package."""
+    """Identify the code of a backend: its class, the content of its module and the version of its package.
+
+    Of a module in a package, everything in its folder and below counts: a plug-in may be cut into files. Code that is
+    in no file (typed into an interpreter, in a zip archive) is known for this process alone.
+    """
     module = sys.modules.get(kind.__module__)
-    path = getattr(module, "__file__", None)
-    content = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path and Path(path).is_file() else "none"
+    found = getattr(module, "__file__", None)
+    path = Path(found) if found else None
+    if path is None or not path.is_file():
+        content = f"process {_THIS_PROCESS}"
+    elif getattr(module, "__package__", None) and kind.__module__.partition(".")[0] != "fp4dispatch":
+        content = _content([path.parent])[:16]
+    else:
+        content = _content([path])[:16]
     version = getattr(sys.modules.get(kind.__module__.partition(".")[0]), "__version__", "")
     return f"{kind.__module__}:{kind.__qualname__} {version} {content}".replace("  ", " ")
 
@@ -228,6 +293,7 @@ def key(result: CheckResult) -> str:
     """Return the name of a verdict: the hash of its subject and its facts."""
     subject = [SCHEMA, result.backend, result.op, result.scaling, result.activation, sorted(result.facts.items())]
     subject += [result.half] if result.half else []
+    subject += [["layer", result.layer]] if result.layer else []
     return records.name_of(subject)
 
 
@@ -284,7 +350,7 @@ def save(result: CheckResult) -> None:
     try:
         records.write(folder() / f"{key(result)}.json", {"schema": SCHEMA, "result": result.to_dict()})
     except (CacheError, OSError) as error:
-        _warn(f"verdicts of the self-check are kept for this process only: {error}")
+        warn(f"verdicts of the self-check are kept for this process only: {error}")
 
 
 def load(path: Path) -> CheckResult | None:
@@ -320,7 +386,8 @@ def holding(system: System, backends: Mapping[str, object]) -> Iterator[CheckRes
         if not isinstance(backend, Backend):
             continue
         if result.backend not in current:
-            each = [replace(system, gpus=(gpu,)) for gpu in dict.fromkeys(system.gpus)] or [system]
+            each = [replace(system, gpus=(gpu,)) for gpu in dict.fromkeys(system.gpus)]
+            each.append(replace(system, gpus=()))  # plug-ins are checked on the CPU too
             current[result.backend] = [facts(one, backend) for one in each]
         if result.facts in current[result.backend]:
             yield result
@@ -329,7 +396,7 @@ def holding(system: System, backends: Mapping[str, object]) -> Iterator[CheckRes
 def recall(system: System, backends: Mapping[str, object]) -> None:
     """Take the failed verdicts on disk that hold on a machine into this process, once, without running anything."""
     global _recalled
-    if settings.selfcheck != "auto" or not system.gpus:
+    if settings.selfcheck != "auto":
         return
     about = (system.gpus, system.driver, system.cudnn, system.proven)
     if about == _recalled:
@@ -340,7 +407,7 @@ def recall(system: System, backends: Mapping[str, object]) -> None:
             remember(result)
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     """Warn once."""
     with _lock:
         if text in _warned:

@@ -1,7 +1,8 @@
 """Which backends there are: built-ins, then plug-ins from the entry-point group ``fp4dispatch.backends``.
 
 A backend that fails to import or breaks the contract stays in the list, as a candidate that is rejected with its
-exception as the reason: it is never left out in silence, and never stops the others.
+exception as the reason: it is never left out in silence, and never stops the others. A plug-in that takes a name which
+is taken is such a candidate too, under a name that says whose it is.
 """
 
 from __future__ import annotations
@@ -49,9 +50,7 @@ to the policy, and unavailable."""
 class BrokenBackend:
     """A backend that could not be loaded: a candidate whose one reason is the exception."""
 
-    auto = True
-
-    def __init__(self, name: str, origin: str, error: Exception) -> None:
+    def __init__(self, name: str, origin: str, error: BaseException) -> None:
         self.name = name
         self.error = error
         self.reason = Reason(
@@ -74,15 +73,14 @@ AnyBackend = Backend | BrokenBackend
 
 @functools.cache
 def backends() -> Mapping[str, AnyBackend]:
-    """Return every backend by name: built-ins in their order, then plug-ins by name. Loaded once.
-
-    Raises
-    ------
-    PluginError
-        If two distributions claim one name, or one claims a built-in's.
-    """
+    """Return every backend by name: built-ins in their order, then plug-ins by name. Loaded once."""
     found = builtins() | plugins(entry_points(group=GROUP))
     return MappingProxyType(found)
+
+
+def is_plugin(name: str) -> bool:
+    """Whether a backend comes from another package. What is not built in has to pass the self-check on a CPU too."""
+    return name not in BUILTINS
 
 
 def builtins() -> dict[str, AnyBackend]:
@@ -91,25 +89,39 @@ def builtins() -> dict[str, AnyBackend]:
 
 
 def plugins(points: Iterable[EntryPoint]) -> dict[str, AnyBackend]:
-    """Return the backends of other packages.
+    """Return the backends of other packages. A mistake of one costs that one alone.
 
-    Raises
-    ------
-    PluginError
-        As :func:`backends`.
+    One that claims a name of this package is rejected under ``NAME of DISTRIBUTION``. Of several that claim one name
+    all are rejected, under that name: none is known to be the one that is meant.
     """
+    ours = {*BUILTINS, *catalogue().backends, *catalogue().aliases, AUTO}
+    by_name: dict[str, list[tuple[EntryPoint, str]]] = {}
+    for point in points:
+        by_name.setdefault(point.name, []).append((point, _owner(point)))
     found: dict[str, AnyBackend] = {}
-    owners = dict.fromkeys((*BUILTINS, *catalogue().backends, *catalogue().aliases, AUTO), "fp4dispatch")
-    for point in sorted(points, key=lambda p: (p.name, p.value)):
-        owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
-        if point.name in owners:
-            raise PluginError(
-                f"backend {point.name!r} of {owner} clashes with that of {owners[point.name]}: "
-                f"uninstall one of the two, or rename the entry point in the group {GROUP}"
-            )
-        owners[point.name] = owner
-        found[point.name] = _load(point.name, point.value, f"{owner}: {point.value}")
+    for name, claims in sorted(by_name.items()):
+        if name in ours:
+            for point, owner in claims:
+                error = PluginError(
+                    f"the name {name!r} is fp4dispatch's own: rename the entry point in the group {GROUP}"
+                )
+                found[f"{name} of {owner}"] = BrokenBackend(f"{name} of {owner}", f"{owner}: {point.value}", error)
+        elif len({(owner, point.value) for point, owner in claims}) > 1:
+            owners = ", ".join(sorted(f"{owner} ({point.value})" for point, owner in claims))
+            error = PluginError(f"the name {name!r} clashes: it is claimed by {owners}; uninstall all of them but one")
+            found[name] = BrokenBackend(name, claims[0][1], error)
+        else:
+            point, owner = claims[0]
+            found[name] = _load(name, point.value, f"{owner}: {point.value}")
     return found
+
+
+def _owner(point: EntryPoint) -> str:
+    """Return the distribution of an entry point, with its version; its target where the metadata do not say."""
+    try:
+        return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+    except Exception:  # damaged metadata of somebody else's package
+        return point.value
 
 
 def _load(name: str, target: str, origin: str) -> AnyBackend:
@@ -119,7 +131,9 @@ def _load(name: str, target: str, origin: str) -> AnyBackend:
         for part in attribute.split("."):
             made = getattr(made, part)
         return _checked(name, made())
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() at import too: one module must not end the process of all
         return BrokenBackend(name, origin, error)
 
 
@@ -131,10 +145,35 @@ def _checked(name: str, made: Any) -> Backend:
         raise TypeError(f"{name!r} is not a backend name: use lower-case letters, digits and _")
     if made.name != name:
         raise TypeError(f"its name is {made.name!r}, its entry point says {name!r}")
+    if not isinstance(made.activations, Mapping):
+        raise TypeError(f"activations is {made.activations!r}: need a dict from ops to tuples of formats")
     for op, formats in made.activations.items():
-        if op not in OPS or not formats or not set(formats) <= set(ACTIVATIONS[1:]):
-            raise TypeError(f"activations[{op!r}] is {formats!r}: need ops {OPS} and formats {ACTIVATIONS[1:]}")
+        if op not in OPS or not isinstance(formats, tuple) or not formats or not set(formats) <= set(ACTIVATIONS[1:]):
+            raise TypeError(
+                f"activations[{op!r}] is {formats!r}: need one of the ops {OPS} and a tuple of {ACTIVATIONS[1:]}"
+            )
+    for attribute, kind in (("auto", bool), ("plans_by_m", bool), ("layout", str), ("layout_name", str)):
+        value = getattr(made, attribute)
+        if not isinstance(value, kind):
+            raise TypeError(f"{attribute} is {value!r}: need a {kind.__name__}")
+    _check_layout(name, made)
     return made
+
+
+def _check_layout(name: str, made: Backend) -> None:
+    """Refuse a plug-in that claims a layout of ours: a layer would hand its tensors to our kernels."""
+    module = type(made).__module__
+    if not is_plugin(name) or made.layout_name == name:
+        return
+    if made.layout_name in BUILTINS or made.layout_name in _builtin_layouts():
+        raise TypeError(
+            f"layout is {made.layout_name!r}, which is fp4dispatch's own: leave it out, or use a name of {module}'s own"
+        )
+
+
+@functools.cache
+def _builtin_layouts() -> frozenset[str]:
+    return frozenset(b.layout_name for b in builtins().values() if isinstance(b, Backend))
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -142,7 +181,8 @@ def _checked(name: str, made: Any) -> Backend:
 
 def known() -> tuple[str, ...]:
     """Return every name that may be asked for: ``auto``, backends, declared backends, then other projects' names."""
-    return tuple(dict.fromkeys((AUTO, *catalogue().backends, *backends(), *catalogue().aliases)))
+    named = (name for name in backends() if " of " not in name)  # else a plug-in with a name of ours
+    return tuple(dict.fromkeys((AUTO, *catalogue().backends, *named, *catalogue().aliases)))
 
 
 def canonical(name: str) -> tuple[str, Alias | None]:

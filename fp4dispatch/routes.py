@@ -11,14 +11,14 @@ import functools
 import json
 import threading
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4dispatch import capture, dispatch, prebuild, registry
+from fp4dispatch import capture, dispatch, policy, prebuild, registry, selfcheck
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import CaptureError, NoBackendError
@@ -204,6 +204,10 @@ def bind(
 ) -> Bound:
     """Ask the policy for every bucket of M and prepare the weights for each backend that it names.
 
+    On a GPU each of these backends is then checked on this very layer (:mod:`fp4dispatch.layercheck`), once for each
+    shape and GPU model; on a CPU plug-ins are. What ``auto`` chose and is wrong goes into quarantine, and the policy is
+    asked again.
+
     Parameters
     ----------
     weights
@@ -230,6 +234,8 @@ def bind(
     ------
     BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
         As :func:`fp4dispatch.dispatch.select` does.
+    SelfCheckFailed
+        If a backend that was named gives wrong numbers for this layer; ``prepared`` is then as it was.
     """
     capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", "fp4dispatch.warmup(model, tokens=[...])")
     prepared = {} if prepared is None else prepared
@@ -248,17 +254,23 @@ def bind(
         m_min,
     )
     prebuild.together([prebuild.Ask(any_m, backend, gpu)])
-    decisions, refusals = _decide(any_m, backend, layer, gpu)
+    found = dict(prepared)
+    while True:
+        decisions, refusals = _decide(any_m, backend, layer, gpu)
+        for _, decision in decisions:
+            layout = dispatch.instance(str(decision.backend)).layout_name
+            if layout not in found:
+                found[layout] = dispatch.instance(str(decision.backend)).prepare(weights)
+        if _checked(decisions, weights, found, dtype, gpu):
+            break
+    used = {dispatch.instance(str(decision.backend)).layout_name for _, decision in decisions}
+    prepared.update({layout: made for layout, made in found.items() if layout in used})
     tensors: list[Tensor] = []
     spans: dict[str, tuple[int, int]] = {}
     routes = []
     for (m_max, decision), refused in zip(decisions, refusals, strict=True):
-        name = decision.backend
-        if name is None:
-            raise NoBackendError(f"nothing can run {decision.problem}", decision)
+        name = str(decision.backend)
         layout = dispatch.instance(name).layout_name
-        if layout not in prepared:
-            prepared[layout] = dispatch.instance(name).prepare(weights)
         if layout not in spans:
             spans[layout] = (len(tensors), len(tensors) + len(prepared[layout].tensors))
             tensors += prepared[layout].tensors
@@ -283,6 +295,8 @@ def _decide(
     decisions: list[tuple[int, Decision]] = []
     refusals: list[str] = []
     for m, decision in all_m:
+        if decision.backend is None:
+            raise NoBackendError(f"nothing can run {decision.problem}", decision)
         refused = dispatch.not_for_capture(decision, gpu)
         if refused and decision.requested != registry.AUTO:
             dispatch.warn_of_capture(decision, refused)
@@ -324,6 +338,55 @@ def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:
         f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}]), which chooses for a CUDA graph "
         "(capture='full' or 'piecewise')"
     )
+def _checked(
+    decisions: list[tuple[int, Decision]],
+    weights: LinearWeights,
+    prepared: dict[str, Prepared],
+    dtype: torch.dtype,
+    gpu: int | None,
+) -> bool:
+    """Check the layer on each backend that was chosen for it; False where the policy has to choose again.
+
+    Raises
+    ------
+    SelfCheckFailed
+        If one that was named fails.
+    """
+    again = False
+    for subject, decision in _subjects(decisions, weights, prepared, dtype):
+        name = subject.backend.name
+        verdict = selfcheck.trusted_layer(subject, dispatch.facts(gpu))
+        if verdict.status == "failed" and decision.requested != registry.AUTO:
+            raise verdict.error()
+        if verdict.vouches_for(plugin=registry.is_plugin(name)) or decision.requested != registry.AUTO:
+            continue
+        if verdict.status != "failed":
+            dispatch.exclude(name, weights.op, weights.scaling, dispatch.not_checked(verdict))
+        again = True
+    return not again
+
+
+def _subjects(
+    decisions: list[tuple[int, Decision]],
+    weights: LinearWeights,
+    prepared: dict[str, Prepared],
+    dtype: torch.dtype,
+) -> Iterator[tuple[selfcheck.Subject, Decision]]:
+    """List what is to be checked of a layer: each backend and activation format, with all M that it serves."""
+    spans: dict[tuple[str, Activation], tuple[int, int, Decision]] = {}
+    first = 1
+    for last, decision in decisions:
+        key = (str(decision.backend), decision.activation)
+        spans[key] = (spans[key][0] if key in spans else first, last, decision)
+        first = last + 1
+    for (name, activation), (first, last, decision) in spans.items():
+        if name == policy.REFERENCE or (weights.weight.device.type != "cuda" and not registry.is_plugin(name)):
+            continue
+        backend = dispatch.instance(name)
+        problem = replace(decision.problem, m=first, activation=activation)
+        made = prepared[backend.layout_name]
+        held = Prepared(name, made.tensors, made.layout)
+        yield selfcheck.Subject(backend, problem, first, last, weights, held, dtype), decision
 
 
 def gpu_of(device: torch.device) -> int | None:

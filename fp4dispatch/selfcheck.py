@@ -10,21 +10,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from fp4dispatch import capture, quarantine, registry, trial
+from fp4dispatch import capture, layercheck, quarantine, registry, trial
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.errors import InputError
+from fp4dispatch.layercheck import Subject
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.quarantine import CheckResult
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 from fp4dispatch.tilecheck import Finding
 
-__all__ = ["CheckResult", "agree", "check", "condemn", "results", "trusted"]
+__all__ = ["CheckResult", "Subject", "agree", "check", "condemn", "results", "trusted", "trusted_layer"]
 
 _log = logging.getLogger("fp4dispatch")
 _lock = threading.RLock()
@@ -91,7 +93,11 @@ def check(
     blank = replace(_blank(backend, op, scaling, activation, system), half=half or "")
     plain = replace(system, quarantined=frozenset())
     found = trial.run(backend, op, scaling, activation, plain, torch.device(device), seed, half)
-    seconds = time.perf_counter() - started
+    return _judged(blank, found, time.perf_counter() - started)
+
+
+def _judged(blank: CheckResult, found: trial.Outcome, seconds: float) -> CheckResult:
+    """Make a verdict of what came up."""
     findings = sorted(found.findings, key=lambda finding: _GRAVITY.index(finding.kind))
     return replace(
         blank,
@@ -155,8 +161,47 @@ def trusted(backend_name: str, problem: Problem, system: System, device: torch.d
     activation = backend.activation_for(problem)
     if activation is None:
         raise InputError(f"{backend_name} does not run {problem}: there is nothing to check")
-    mode, half = settings.selfcheck, half_of(problem)
+    half = half_of(problem)
     blank = replace(_blank(backend, problem.op, problem.scaling, activation, system), half=half or "")
+    return _settled(blank, lambda: check(backend, problem.op, problem.scaling, activation, system, device, half=half))
+
+
+def trusted_layer(subject: Subject, system: System) -> CheckResult:
+    """Return the verdict on a backend for the very layer that is bound: known, kept on disk, or made now.
+
+    Parameters
+    ----------
+    subject
+        The layer, its backend and the weights in both layouts. Two layers of one shape are one subject.
+    system
+        The machine, as seen from the device of the weights.
+
+    Returns
+    -------
+    CheckResult
+        As of :func:`check`; ``layer`` says which. The settings of ``FP4DISPATCH_SELFCHECK`` hold as in :func:`trusted`.
+
+    Raises
+    ------
+    CaptureError
+        If it would have to be made during CUDA graph capture.
+    """
+    problem = subject.problem
+    blank = _blank(subject.backend, problem.op, problem.scaling, problem.activation, system)
+    blank = replace(blank, half=half_of(problem) or "", layer=str(subject))
+
+    def make() -> CheckResult:
+        capture.forbid_in_capture(f"the self-check of {subject.backend.name} ({subject})", "bind or warm up the layer")
+        started = time.perf_counter()
+        found = layercheck.run(subject, replace(system, quarantined=frozenset()))
+        return _judged(blank, found, time.perf_counter() - started)
+
+    return _settled(blank, make)
+
+
+def _settled(blank: CheckResult, make: Callable[[], CheckResult]) -> CheckResult:
+    """Return the verdict on a subject, made once, and kept where it lasts."""
+    mode = settings.selfcheck
     if mode == "off":
         return replace(blank, status="off")
     name = quarantine.key(blank)
@@ -166,12 +211,15 @@ def trusted(backend_name: str, problem: Problem, system: System, device: torch.d
     with _lock:
         found = quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
         if found is None:
-            found = check(backend, problem.op, problem.scaling, activation, system, device, half=half)
+            found = make()
             if found.lasting and found.status != "unchecked":
                 quarantine.save(found)
         if found.lasting or found.status == "failed":
             quarantine.remember(found)
-    _log.log(logging.DEBUG if found.status == "passed" else logging.WARNING, "self-check: %s", found.text())
+    if found.status == "passed":
+        _log.debug("self-check: %s", found.text())
+    else:
+        quarantine.warn(f"self-check: {found.text()}")
     return found
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 TILE = 128
 ROWS_AT_A_TIME = 8 * TILE
 """Rows that are compared at a time: bounds the memory beside a large output."""
-GUARD = 1024
-"""Elements before and after an output that nothing may write."""
+GUARD = 1 << 14
+"""Elements before and after an output that nothing may write: twice the 8,192 of a tile of 64 x 128."""
 
 _POISON = {torch.bfloat16: (torch.int16, 0x7FAB), torch.float16: (torch.int16, 0x7DAB)}
 _POISON_F32 = (torch.int32, 0x7FABABAB)
@@ -43,6 +43,10 @@ class Poisoned:
     def poison(self) -> None:
         """Poison everything again."""
         self.memory.fill_(self.value)
+
+    def guards(self) -> tuple[Tensor, Tensor]:
+        """Return the memory before and after the output."""
+        return self.memory[:GUARD], self.memory[GUARD + self.out.numel() :]
 
     def snapshot(self) -> Tensor:
         """Return a copy of all memory on the same device; no sync."""

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import jit
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, builds_of
+from fp4dispatch.backends.capability import reasons_of
 from fp4dispatch.canary import DTYPE, Canary, canaries
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.problem import Activation, Op, OutDtype, Scaling
+from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.system import System
 from fp4dispatch.tilecheck import Finding, Poisoned, first_difference, judge
 
@@ -43,7 +44,7 @@ class Outcome:
 
     ``ran``: canaries that were judged. ``notes``: what was left out, and why. ``stopped``: by an exception or for lack
     of memory. ``dead``: the device no longer answers. ``lasting``: nothing outside the kernels was in the way.
-    ``build_seconds``: compiling, loading and planning.
+    ``build_seconds``: compiling, loading and planning. ``short_of_memory``: it was memory that stopped them.
     """
 
     ran: list[str] = field(default_factory=list)
@@ -53,18 +54,19 @@ class Outcome:
     stopped: bool = False
     dead: bool = False
     build_seconds: float = 0.0
+    short_of_memory: bool = False
 
     @contextmanager
-    def of(self, canary: Canary) -> Iterator[None]:
-        """Keep what a step for a canary raises."""
+    def of(self, canary: object) -> Iterator[None]:
+        """Keep what a step for a canary raises; ``str(canary)`` is its name."""
         try:
             yield
-        except CaptureError:
+        except (CaptureError, KeyboardInterrupt, GeneratorExit):
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
             self.notes.append(f"{canary}: memory ran out: {error}")
-            self.lasting, self.stopped = self.dead, True
-        except Exception as error:  # whatever a backend or a plug-in does, it must not stop the others
+            self.lasting, self.stopped, self.short_of_memory = self.dead, True, True
+        except BaseException as error:  # whatever a backend or a plug-in does (sys.exit() too), the others go on
             self.findings.append(Finding(str(canary), "raised", f"raised {type(error).__name__}: {error}"))
             self.dead |= "CUDA error" in str(error)
             self.lasting, self.stopped = self.dead, True  # this process cannot go on, the next one must know
@@ -97,7 +99,7 @@ def run(
         If the backend refuses to plan because a CUDA graph is being captured.
     """
     outcome = Outcome()
-    with _plain_torch(device):
+    with plain_torch(device):
         if system.arch is not None:
             names = builds(backend, op, scaling, activation, system, device, half)
             with outcome.building():
@@ -127,7 +129,15 @@ def builds(
     if device.type != "cuda":
         return set()
     each = (canary.problem for canary in canaries(op, scaling, activation, 0, half))
-    return {name for p in each if not backend.supports(p, system) for name in backend.builds(p, device)}
+    return {name for p in each if _supported(backend, p, system) for name in builds_of(backend, p, device)}
+
+
+def _supported(backend: Backend, problem: Problem, system: System) -> bool:
+    """Whether a backend says that it runs a problem; one that fails at the question is judged where it is run."""
+    try:
+        return not reasons_of(backend, problem, system)
+    except Exception:
+        return False
 
 
 # --------------------------------------------------------------------------------------------------------------- steps
@@ -142,11 +152,13 @@ def _lay_out(
         if outcome.stopped:
             break
         with outcome.of(canary):
-            if reasons := backend.supports(canary.problem, system):
+            if reasons := reasons_of(backend, canary.problem, system):
                 outcome.notes.append(f"{canary}: {'; '.join(f'{r.code} {r.text}' for r in reasons)}")
             else:
                 prepared = backend.prepare(_weights(canary.weights, device))
-                _finish(device)
+                if not isinstance(prepared, Prepared):
+                    raise TypeError(f"prepare() returned {repr(prepared)[:80]}; need a Prepared")
+                finish(device)
                 laid.append((canary, prepared))
     return laid
 
@@ -164,14 +176,14 @@ def _until_one_raises(
     return taken
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
     """Wait for everything on the device, so that the time after it is of other work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
-def _plain_torch(device: torch.device) -> Iterator[None]:
+def plain_torch(device: torch.device) -> Iterator[None]:
     """Leave what the caller may have switched on: inference mode, gradients, another current device."""
     with torch.inference_mode(mode=False), torch.no_grad():
         if device.type == "cuda":
@@ -186,9 +198,17 @@ def _plain_torch(device: torch.device) -> Iterator[None]:
 
 def _plan(backend: Backend, device: torch.device, canary: Canary, prepared: Prepared) -> tuple[Prepared, Plan]:
     """Make a plan; done, and not only launched, on return."""
-    plan = backend.plan(canary.problem, prepared)
-    _finish(device)
+    plan = planned(backend, canary.problem, prepared)
+    finish(device)
     return prepared, plan
+
+
+def planned(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
+    """Make a plan and hold it to the contract: a plug-in may return anything."""
+    plan = backend.plan(problem, prepared)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan() returned {repr(plan)[:80]}; need a Plan")
+    return plan
 
 
 def _launch(backend: Backend, device: torch.device, canary: Canary, ready: tuple[Prepared, Plan]) -> list[Tensor]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from fp4dispatch import capture, dispatch, registry, selfcheck, timing, tuned
 from fp4dispatch.agreement import Ranks, Subject, agree_on
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared
+from fp4dispatch.backends.capability import offered
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.measurement import Measurement, Timing
 from fp4dispatch.policy import REFERENCE
@@ -163,7 +164,7 @@ def _checked(
     left_out = []
     for verdict in decision.verdicts:
         backend = backends.get(verdict.backend)
-        if not isinstance(backend, Backend) or not backend.auto:
+        if not isinstance(backend, Backend) or not offered(verdict.backend, backend):
             continue
         if not verdict.accepted:
             hit = (verdict.reasons or verdict.denied)[0]

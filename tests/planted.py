@@ -25,6 +25,7 @@ class Honest(Backend):
 
     name = "planted"
     activations = EVERYTHING
+    auto = True
 
     def supports(self, problem, system):
         return ()
@@ -574,3 +575,102 @@ class AccumulatesIn16Bits(Honest):
         for x, y in zip(a.split(4, 1), b.split(4, 1), strict=True):
             total += (x @ y.t()).bfloat16()
         return total.float()
+
+
+# ------------------------------------------------------------------------------------- faults that small problems hide
+
+LAYER_FAULTS: dict[str, tuple[type[Honest], dict[str, int]]] = {}
+"""By name: the backend, and a layer that shows the fault. The canaries are too small for these, or too few."""
+
+
+def layer_fault(**shape):
+    """Register a fault with the sizes (``n``, ``k``, ``bias``, ``last``: the largest M) of a layer that shows it."""
+
+    def register(cls):
+        LAYER_FAULTS[cls.__name__] = cls, {"n": 256, "k": 256, "bias": 0, "last": 1 << 15} | shape
+        return cls
+
+    return register
+
+
+@layer_fault(n=4224, last=1)
+class WrongAboveN4096(Honest):
+    def write(self, plan, out, result):
+        result[:, 4096:] *= 1.5
+        out.copy_(result)
+
+
+@layer_fault(n=8320, last=1)
+class WrongInOneTileAboveN8192(Honest):
+    def write(self, plan, out, result):
+        if result.shape[1] > 8192:
+            result[:, 8192:8320] = result[:, :128]
+        out.copy_(result)
+
+
+@layer_fault(k=2304)
+class WrongAboveK2048(Honest):
+    def multiply(self, p, a, b):
+        return super().multiply(p, a[:, :2048], b[:, :2048])
+
+
+@layer_fault()
+class WrongAboveM256(Honest):
+    def write(self, plan, out, result):
+        out.copy_(result)
+        out[256:] = result[: max(result.shape[0] - 256, 0)].to(out.dtype)
+
+
+@layer_fault(k=1040)
+class DropsTheTailBeyond1024(Honest):
+    def multiply(self, p, a, b):
+        k = p.k // 128 * 128 if p.k > 1024 else p.k
+        return super().multiply(p, a[:, :k], b[:, :k])
+
+
+@layer_fault(bias=1)
+class DropsTheBiasOfOneToken(Honest):
+    def epilogue(self, p, sums, a_scale, b_scale, bias):
+        return super().epilogue(p, sums, a_scale, b_scale, None if p.m == 1 else bias)
+
+
+def writes_far(first, count):
+    class WritesFar(Honest):
+        """Writes elements before or behind an output of one tile and more."""
+
+        def write(self, plan, out, result):
+            out.copy_(result)
+            start = out.storage_offset() + (out.numel() + first if first >= 0 else first)
+            torch.as_strided(out, (count,), (1,), start).fill_(1.0)
+
+    return WritesFar
+
+
+for label, first, count in (("PastTheEnd", 0, 8192), ("BeyondAGap", 8191, 1), ("BeforeTheStart", -8192, 1)):
+    LAYER_FAULTS[f"Writes8192{label}"] = writes_far(first, count), {"n": 256, "k": 256, "bias": 0, "last": 1 << 15}
+
+
+@layer_fault(last=1)
+class WrongOnceIn50(Honest):
+    calls = 0
+
+    def write(self, plan, out, result):
+        self.calls += 1
+        if self.calls % 50 == 49:
+            result[0, 77] += 1e3
+        out.copy_(result)
+
+
+@layer_fault(last=1)
+class LosesATileOnceIn50(Honest):
+    """A race: the tile keeps what memory held, at random."""
+
+    draw = None
+
+    def write(self, plan, out, result):
+        self.draw = self.draw or torch.Generator().manual_seed(7)
+        lost = torch.rand((), generator=self.draw) < 0.02
+        keep = out[:, 128:].clone()
+        out.copy_(result)
+        if lost:
+            out[:, 128:] = keep

@@ -97,6 +97,20 @@ def one_rank_computes_garbage_and_nobody_asks(world):
     return world.outcome()
 
 
+def one_rank_is_wrong_on_the_layer_alone(world):
+    """Its canaries pass: the check of the bound layer finds it."""
+
+    def write(plan, out, result):
+        out.copy_(result)
+        if out.shape[1] == N:
+            out[:, -8:] = 1.0
+
+    if world.rank == 1:
+        world.backends["first"].write = write
+    warmup(world.model, tokens=[16])
+    return world.outcome()
+
+
 def each_rank_has_its_own_fault(world):
     world.backends["first" if world.rank == 1 else "second"].write = zero
     warmup(world.model, tokens=[16])
@@ -127,15 +141,26 @@ def a_faulty_plugin_is_installed_on_one_rank(world):
     return world.outcome()
 
 
+def cannot_plan(world, when):
+    def raises(problem, prepared):
+        if when(problem):
+            raise RuntimeError("no kernel image is available")
+        return Timed.plan(world.backends["first"], problem, prepared)
+
+    world.backends["first"].plan = raises
+
+
 def one_rank_cannot_plan(world):
+    """For these tokens: those that the check of the bound layer tries are others."""
     if world.rank == 1:
+        cannot_plan(world, lambda problem: (problem.m, problem.n) == (16, N))
+    warmup(world.model, tokens=[16])
+    return world.outcome()
 
-        def raises(problem, prepared):
-            if problem.n == N:
-                raise RuntimeError("no kernel image is available")
-            return Timed.plan(world.backends["first"], problem, prepared)
 
-        world.backends["first"].plan = raises
+def one_rank_cannot_plan_the_layer(world):
+    if world.rank == 1:
+        cannot_plan(world, lambda problem: problem.n == N)
     warmup(world.model, tokens=[16])
     return world.outcome()
 
@@ -205,7 +230,7 @@ SCENARIOS = [
     value
     for value in list(globals().values())
     if callable(value) and getattr(value, "__module__", "") == __name__ and not isinstance(value, type)
-    and value.__name__ not in ("lacks", "zero")
+    and value.__name__ not in ("lacks", "zero", "cannot_plan")
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from fp4dispatch.system import System
+
+_log = logging.getLogger("fp4dispatch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +134,11 @@ class Backend(abc.ABC):
     activations: ClassVar[dict[Op, tuple[Activation, ...]]]
     """Activation formats per op that the backend runs, preferred first; an op that is absent is not supported."""
 
-    auto: ClassVar[bool] = True
-    """Whether ``auto`` may consider the backend before the reference fallback."""
+    auto: ClassVar[bool] = False
+    """For plug-ins: whether ``auto`` may choose it, once it has passed the self-check on the device.
+
+    One that does not say ``auto = True`` runs only where it is named. Built-ins need not say it: see
+    :func:`fp4dispatch.backends.capability.offered`."""
 
     plans_by_m: ClassVar[bool] = True
     """Whether a plan holds for one M alone. False: one plan serves every M, so one warm-up covers them all."""
@@ -208,3 +214,12 @@ class Backend(abc.ABC):
         if problem.activation == "any":
             return formats[0] if formats else None
         return problem.activation if problem.activation in formats else None
+
+
+def builds_of(backend: Backend, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Ask a backend which kernels to compile ahead; nothing where it cannot say: only speed hangs on the answer."""
+    try:
+        return tuple((str(kernel), str(variant)) for kernel, variant in backend.builds(problem, device))
+    except Exception as error:  # a plug-in's mistake shows where it plans, as its own
+        _log.debug("%s cannot name what it builds for %s: %s: %s", backend.name, problem, type(error).__name__, error)
+        return ()

@@ -7,14 +7,14 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from fp4dispatch import installing
 from fp4dispatch.backends.catalogue import ANY_ARCH, TOOLKIT, Capability, Requirement, Toolkit, catalogue, parse_version
-from fp4dispatch.decision import Reason, ReasonCode
-from fp4dispatch.problem import Activation, Op, Problem
+from fp4dispatch.decision import REASON_CODES, Reason, ReasonCode
+from fp4dispatch.problem import ACTIVATIONS, Activation, Op, Problem
 
 if TYPE_CHECKING:
     from fp4dispatch.system import Library, System
@@ -37,6 +37,56 @@ _FIX = {
     "cutlass": "pip install -U --no-deps flashinfer-python (it carries the headers), or set CUTLASS_PATH",
 }
 _TOOLCHAIN = ("nvcc", "cutlass")
+
+REFERENCE = "reference"
+"""The last resort: ``auto`` comes to it only where it may choose nothing else."""
+
+
+def offered(name: str, backend: object) -> bool:
+    """Whether ``auto`` may choose a backend where it can run the problem. This is decided here alone.
+
+    Every built-in (a backend of ``capabilities.toml``) is offered, but the reference. A plug-in is offered only where
+    its class says ``auto = True``; it then still has to pass the self-check on the device.
+    """
+    if name in catalogue().backends:
+        return name != REFERENCE
+    return getattr(backend, "auto", False) is True
+
+
+def reasons_of(backend: Any, problem: Problem, system: System) -> tuple[Reason, ...]:
+    """Ask a backend what it supports, and hold the answer to the contract: a plug-in may return anything.
+
+    Raises
+    ------
+    TypeError
+        If the answer is not a tuple of :class:`~fp4dispatch.decision.Reason`. What ``supports`` raises goes through.
+    """
+    found = backend.supports(problem, system)
+    if isinstance(found, tuple) and all(_is_reason(each) for each in found):
+        return found
+    raise TypeError(
+        f"supports() returned {repr(found)[:80]}; need a tuple of Reason, which is empty where it can run the problem"
+    )
+
+
+def activation_of(backend: Any, problem: Problem) -> Activation | None:
+    """Ask a backend for its activation format, and hold the answer to the contract.
+
+    Raises
+    ------
+    TypeError
+        If the answer is neither None nor an activation format. What ``activation_for`` raises goes through.
+    """
+    found: Activation | None = backend.activation_for(problem)
+    if found is None or (isinstance(found, str) and found in ACTIVATIONS):
+        return found
+    raise TypeError(f"activation_for() returned {repr(found)[:80]}; need None or one of {', '.join(ACTIVATIONS)}")
+
+
+def _is_reason(value: object) -> bool:
+    if not isinstance(value, Reason):
+        return False
+    return value.code in REASON_CODES and isinstance(value.text, str) and isinstance(value.fix, str)
 
 
 def fact(system: System, what: str) -> Library | str | None:
@@ -223,7 +273,6 @@ class DeclaredBackend:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.auto = name != "reference"
         self._activations: dict[Op, tuple[Activation, ...]] = {}
         for record in catalogue().capabilities:
             if record.backend == name:

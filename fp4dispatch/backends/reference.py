@@ -40,7 +40,6 @@ class ReferenceBackend(Backend):
         "nvfp4_gemm": ("bf16", "nvfp4", "fp8"),
         "fp8_gemm": ("bf16", "fp8"),
     }
-    auto = False
     plans_by_m = False
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:

@@ -1,8 +1,9 @@
 """``fp4dispatch verify``: disassemble every finished kernel again and print what is in it.
 
 The proof that was stored when a kernel was built is compared with what the disassembler sees now. A kernel that has no
-proof yet gets one. Then come the verdicts of the self-check that hold on this machine. Exit code 1 where anything is
-damaged, unproven or breaks a promise, where a backend failed its self-check, and where there is nothing to verify.
+proof yet gets one. Then come the verdicts of the self-check that hold on this machine: on the small problems of each
+backend, and on each layer that was bound. Exit code 1 where anything is damaged, unproven or breaks a promise, where a
+backend failed its self-check, and where there is nothing to verify.
 
 ``--race`` instead shows the race that the barriers prevent, on a GPU (:mod:`fp4dispatch.cli.verify_race`).
 """

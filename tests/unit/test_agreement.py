@@ -54,6 +54,15 @@ def test_one_rank_computes_garbage_and_all_use_another_backend(found):
     assert same(pair, "total") == found["nothing_is_wrong"][0]["total"]
 
 
+def test_one_rank_fails_on_its_layer_and_all_use_another_backend(found):
+    pair = found["one_rank_is_wrong_on_the_layer_alone"]
+    assert same(pair, "backend") == "second (fp8)"
+    assert same(pair, "quarantined") == [SHUT]
+    assert same(pair, "planned") == ["second"]
+    assert "layer M=1 N=64 K=96: tile (0, 0) is wrong" in pair[1]["verdicts"][0]
+    assert "(on rank 1)" in pair[0]["verdicts"][0]
+
+
 def test_the_check_can_fail(found):
     """Without agreement the ranks do differ: that is what the others would show."""
     pair = found["one_rank_computes_garbage_and_nobody_asks"]
@@ -93,6 +102,13 @@ def test_an_error_of_one_rank_is_an_error_of_all(found):
     assert "rank 1: RuntimeError: no kernel image is available" in other
     assert found["one_rank_has_no_layers"][1].startswith("InputError: Sequential contains no FP4Linear")
     assert "rank 1: InputError" in found["one_rank_has_no_layers"][0]
+
+
+def test_what_one_rank_cannot_plan_for_the_layer_none_uses(found):
+    pair = found["one_rank_cannot_plan_the_layer"]
+    assert same(pair, "backend") == "second (fp8)"
+    assert same(pair, "planned") == ["second"]
+    assert all("raised RuntimeError: no kernel image is available" in rank["verdicts"][0] for rank in pair)
 
 
 def test_ranks_with_other_layers_share_verdicts_and_nothing_else(found):

@@ -21,7 +21,10 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("records",),
     ("backends", "policy", "rules"),  # a backend made of others asks the policy which of them
     ("registry",),
-    ("selfcheck", "trial", "canary", "tilecheck", "quarantine", "tuned", "race"),
+    (
+        *("selfcheck", "trial", "canary", "layercheck", "layer_operands", "tilecheck"),
+        *("quarantine", "tuned", "race"),
+    ),
     ("dispatch", "whatif", "timing"),
     ("tuning", "agreement", "prebuild"),
     ("routes",),

@@ -178,8 +178,6 @@ def test_unknown_backend():
 
 
 def test_declared_backends():
-    assert DeclaredBackend("cutlass").auto
-    assert not DeclaredBackend("reference").auto
     assert DeclaredBackend("cutlass").activation_for(NVFP4) == "nvfp4"
     assert DeclaredBackend("cutlass").activation_for(replace(NVFP4, activation="bf16")) is None
     assert DeclaredBackend("w4a16").activation_for(FP8) is None

@@ -11,7 +11,9 @@ import pytest
 
 from fp4dispatch import registry
 from fp4dispatch.backends.base import Backend
+from fp4dispatch.backends.capability import DeclaredBackend, offered
 from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.decision import Reason
 from fp4dispatch.errors import PluginError, UnknownBackendError
 from fp4dispatch.policy import resolve
 from fp4dispatch.problem import Problem
@@ -58,10 +60,20 @@ class Unfinished(Backend):
 
 
 @pytest.fixture(autouse=True)
-def module(monkeypatch):
+def module(monkeypatch, tmp_path):
+    (tmp_path / "plugin_that_exits.py").write_text("import sys\nsys.exit(2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
     module = ModuleType("toy_plugin")
+    module.Fine = type("Fine", (Toy,), {"name": "fine"})
     for value in (Toy, WrongName, WrongFormat, NoFormat, NeedsArguments, Unfinished):
         setattr(module, value.__name__, value)
+    module.Unhashable = type("Unhashable", (Toy,), {"activations": {"nvfp4_gemm": [["bf16"]]}})
+    module.Text = type("Text", (Toy,), {"activations": "bf16"})
+    module.NoActivations = type("NoActivations", (Toy,), {"activations": property(lambda self: 1 / 0)})
+    module.Maybe = type("Maybe", (Toy,), {"auto": "yes"})
+    module.Layout = type("Layout", (Toy,), {"layout": 3})
+    module.OurLayout = type("OurLayout", (Toy,), {"layout": "w4p"})
+    module.Quits = type("Quits", (Toy,), {"__init__": lambda self: sys.exit(3)})
     module.Loud = type("Loud", (Toy,), {"name": "Loud"})
     module.nothing = object
     monkeypatch.setitem(sys.modules, "toy_plugin", module)
@@ -87,6 +99,14 @@ def test_a_plugin_is_loaded_by_its_entry_point():
         ("toy_plugin:NoFormat", "activations"),
         ("toy_plugin:NeedsArguments", "handle"),
         ("toy_plugin:Unfinished", "abstract"),
+        ("toy_plugin:Unhashable", "activations"),
+        ("toy_plugin:Text", "activations is 'bf16'"),
+        ("toy_plugin:NoActivations", "ZeroDivisionError"),
+        ("toy_plugin:Maybe", "auto is 'yes': need a bool"),
+        ("toy_plugin:Layout", "layout is 3: need a str"),
+        ("toy_plugin:OurLayout", "layout is 'w4p', which is fp4dispatch's own"),
+        ("toy_plugin:Quits", "SystemExit: 3"),
+        ("plugin_that_exits:Toy", "SystemExit: 2"),
     ],
 )
 def test_a_broken_plugin_is_a_rejected_candidate_with_its_exception(value, text):
@@ -107,14 +127,99 @@ def test_a_name_must_be_plain():
 
 
 @pytest.mark.parametrize("name", ["cublaslt", "reference", "flashinfer_trtllm", "marlin", "auto"])
-def test_names_of_ours_cannot_be_taken(name):
-    with pytest.raises(PluginError, match=f"'{name}'.*uninstall"):
-        registry.plugins([point(name)])
+def test_a_name_of_ours_costs_the_plugin_that_takes_it(name):
+    found = registry.plugins([point(name), point()])
+    assert list(found) == [f"{name} of toy_plugin:Toy", "toy"]
+    assert isinstance(found["toy"], Toy)
+    broken = found[f"{name} of toy_plugin:Toy"]
+    assert isinstance(broken.error, PluginError)
+    assert f"the name '{name}' is fp4dispatch's own" in broken.reason.text
+    everything = registry.builtins() | found
+    decision = resolve(Problem("nvfp4_gemm", 1, 16, 16), System.fake("9.0"), everything)
+    assert decision.verdict(broken.name).reasons == (broken.reason,)
+    if name in registry.BUILTINS:
+        assert not isinstance(everything[name], registry.BrokenBackend)
 
 
-def test_two_plugins_of_one_name_clash():
-    with pytest.raises(PluginError, match="clashes"):
-        registry.plugins([point(), point(value="toy_plugin:WrongName")])
+def test_two_plugins_of_one_name_are_both_rejected_and_nothing_else():
+    found = registry.plugins([point(), point(value="toy_plugin:WrongName"), point("fine", "toy_plugin:Fine")])
+    assert isinstance(found["toy"].error, PluginError)
+    assert "clashes" in found["toy"].reason.text
+    assert "toy_plugin:WrongName" in found["toy"].reason.text
+    assert not isinstance(found["fine"], registry.BrokenBackend)
+
+
+def test_one_plugin_that_is_found_twice_is_one():
+    assert isinstance(registry.plugins([point(), point()])["toy"], Toy)
+
+
+def test_ctrl_c_at_import_is_not_swallowed(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry.importlib, "import_module", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        registry.plugins([point()])
+
+
+def test_damaged_metadata_of_a_distribution_cost_nothing():
+    class Damaged:
+        name, value, group = "toy", "toy_plugin:Toy", registry.GROUP
+
+        @property
+        def dist(self):
+            raise KeyError("Name")
+
+    assert isinstance(registry.plugins([Damaged()])["toy"], Toy)
+
+
+def raises(error):
+    def supports(problem, system):
+        raise error
+
+    return supports
+
+
+@pytest.mark.parametrize(
+    ("supports", "text"),
+    [
+        (lambda problem, system: None, "supports() returned None; need a tuple of Reason"),
+        (lambda problem, system: "no", "supports() returned 'no'"),
+        (lambda problem, system: ("ARCH no",), "supports() returned ('ARCH no',)"),
+        (lambda problem, system: True, "supports() returned True"),
+        (lambda problem, system: [], "supports() returned []"),
+        (lambda problem, system: (Reason("NONSENSE", "no"),), "NONSENSE"),
+        (lambda problem, system: (Reason("ARCH", None),), "need a tuple of Reason"),
+        (lambda problem: (), "TypeError"),
+        (raises(RuntimeError("boom")), "RuntimeError: boom"),
+        (raises(SystemExit(4)), "SystemExit: 4"),
+    ],
+)
+def test_a_malformed_supports_costs_the_plugin_alone(supports, text):
+    toy = Toy()
+    toy.supports = supports
+    decision = resolve(Problem("nvfp4_gemm", 1, 16, 16), System.fake("9.0"), registry.builtins() | {"toy": toy})
+    (reason,) = decision.verdict("toy").reasons
+    assert reason.code == "UNAVAILABLE"
+    assert text in reason.text
+    assert decision.backend == "reference"
+    assert decision.text()
+
+
+@pytest.mark.parametrize("answer", ["fp5", 3, ["bf16"]])
+def test_a_malformed_activation_costs_the_plugin_alone(answer):
+    toy = Toy()
+    toy.activation_for = lambda problem: answer
+    decision = resolve(Problem("nvfp4_gemm", 1, 16, 16), System.fake("9.0"), registry.builtins() | {"toy": toy})
+    assert "activation_for() returned" in decision.verdict("toy").reasons[0].text
+
+
+def test_auto_offers_builtins_but_the_reference_and_plugins_that_say_so():
+    for name in registry.BUILTINS:
+        assert offered(name, registry.builtins()[name]) == offered(name, DeclaredBackend(name)) == (name != "reference")
+    assert not offered("toy", Toy())
+    assert offered("toy", type("Yes", (Toy,), {"auto": True})())
+    assert not offered("toy", type("Truthy", (Toy,), {"auto": 1})())
 
 
 def test_order_is_builtins_then_plugins_by_name(monkeypatch):
@@ -142,7 +247,6 @@ def test_builtins_load_and_are_declared():
         for record in catalogue().capabilities:
             if record.backend == name:
                 assert backend.activations[record.op] == record.activations
-        assert backend.auto == (name != "reference")
         assert {c.op for c in catalogue().capabilities if c.backend == name} == set(backend.activations)
 
 

@@ -15,6 +15,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.system import System
 from tests.planted import FAULTS, Honest
 
+NO_GPU = System.fake(cuda="13.0", torch="2.11")
 FP8 = Problem("fp8_gemm", 16, 64, 64, scaling="row")
 
 
@@ -121,8 +122,24 @@ def test_nothing_left_but_the_reference(machine):
     assert [name for name, *_ in machine] == ["wrong", "fine"]
 
 
-def test_tensors_on_the_cpu_are_not_checked(machine):
-    assert dispatch.select(FP8, gpu=None).backend == "wrong"
+def test_a_plugin_has_to_pass_on_a_cpu_too(machine):
+    assert dispatch.select(FP8, gpu=None).backend == "fine"
+    assert machine == [("wrong", "fp8", "cpu"), ("fine", "fp8", "cpu")]
+    quarantine.reset()
+    dispatch.reset()
+    del machine[:]
+    assert dispatch.select(FP8, gpu=None).backend == "fine"  # the verdicts on this CPU were kept
+    assert dispatch.explain("fp8_gemm", 16, 64, 64, scaling="row", system=NO_GPU).backend == "wrong"  # another machine
+    with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):
+        dispatch.select(FP8, backend="wrong", gpu=None)
+
+
+def test_a_plugin_that_does_not_say_so_is_not_in_auto(machine):
+    for name in ("wrong", "fine"):
+        registry.backends()[name].auto = False
+    for gpu in (0, None):
+        assert dispatch.select(FP8, gpu=gpu).backend == "reference"
+        assert dispatch.select(FP8, backend="fine", gpu=gpu).backend == "fine"
     assert machine == []
 
 
@@ -144,12 +161,54 @@ def test_never_inside_a_capture(machine, monkeypatch):
         dispatch.select(FP8)
 
 
-def test_a_backend_that_cannot_be_checked_is_used_with_a_warning(machine, monkeypatch, caplog):
-    class Picky(Fine):
-        def supports(self, problem, system):
-            return () if problem.n == 64 else (Reason("SHAPE", "only N=64"),)
+class Picky(Fine):
+    def supports(self, problem, system):
+        return () if problem.n == 64 else (Reason("SHAPE", "only N=64"),)
 
+
+@pytest.mark.parametrize("gpu", [0, None])
+def test_a_plugin_that_cannot_be_checked_is_passed_over(machine, caplog, gpu):
+    registry.backends()["wrong"] = type("Picky", (Picky,), {"name": "wrong"})()
+    with caplog.at_level(logging.WARNING, "fp4dispatch"):
+        decision = dispatch.select(FP8, gpu=gpu)
+    assert decision.backend == "fine"
+    (reason,) = decision.verdict("wrong").reasons
+    assert (reason.code, "M=1 N=136 K=256: SHAPE only N=64" in reason.text) == ("UNPROVEN", True)
+    assert "not checked: M=1 N=136 K=256: SHAPE only N=64" in caplog.text
+    assert dispatch.select(FP8, gpu=gpu, backend="wrong").backend == "wrong"
+
+
+@pytest.fixture
+def builtin(machine, monkeypatch):
+    """Count the first choice as built in."""
+    monkeypatch.setattr(registry, "is_plugin", lambda name: name != "wrong")
+
+
+def test_a_builtin_that_supports_no_canary_is_used_with_a_warning(builtin, caplog):
+    """Its layer is checked when it is bound."""
     registry.backends()["wrong"] = type("Picky", (Picky,), {"name": "wrong"})()
     with caplog.at_level(logging.WARNING, "fp4dispatch"):
         assert dispatch.select(FP8).backend == "wrong"
     assert "not checked: M=1 N=136 K=256: SHAPE only N=64" in caplog.text
+
+
+def test_what_had_no_memory_to_be_checked_is_passed_over_built_in_or_not_and_tried_again(builtin, machine, caplog):
+    class Hungry(Fine):
+        short = True
+
+        def plan(self, problem, prepared):
+            if self.short:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().plan(problem, prepared)
+
+    hungry = registry.backends()["wrong"] = type("Hungry", (Hungry,), {"name": "wrong"})()
+    with caplog.at_level(logging.WARNING, "fp4dispatch"):
+        decision = dispatch.select(FP8)
+        assert dispatch.select(FP8).backend == "fine"
+    assert decision.backend == "fine"
+    (reason,) = decision.verdict("wrong").reasons
+    assert (reason.code, reason.fix) == ("UNPROVEN", "bind the layers before memory is full")
+    said = [r.message for r in caplog.records if r.message.startswith("self-check: wrong fp8_gemm")]
+    assert len(said) == 1
+    hungry.short = False
+    assert dispatch.select(FP8).backend == "wrong"

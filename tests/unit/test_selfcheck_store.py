@@ -15,7 +15,7 @@ import torch
 from fp4dispatch import canary, quarantine, registry, selfcheck
 from fp4dispatch import system as _system
 from fp4dispatch.backends.reference import ReferenceBackend
-from fp4dispatch.errors import CaptureError, InputError, SettingsError
+from fp4dispatch.errors import CacheError, CaptureError, InputError, SettingsError
 from fp4dispatch.problem import Problem
 from fp4dispatch.quarantine import CheckResult
 from fp4dispatch.system import System
@@ -192,17 +192,70 @@ def test_kernels_flags_and_backends_are_in_the_code_hash(monkeypatch, tmp_path):
     code = quarantine._own_code.__wrapped__
     seen = {code()}
     assert seen == {code()}
+    checks = ("canary", "trial", "tilecheck", "layercheck", "layer_operands")
     for path in (
         next((tmp_path / "csrc").glob("*.cu")),
         next((tmp_path / "jit_flags").glob("*.toml")),
         copy / "backends" / "activations.py",
         copy / "formats.py",
         copy / "_e2m1.py",
-        *(copy / f"{name}.py" for name in ("canary", "trial", "tilecheck")),
+        *(copy / f"{name}.py" for name in checks),
     ):
         path.write_text(path.read_text("utf-8") + "\n", "utf-8")
         seen.add(code())
-    assert len(seen) == 9
+    assert len(seen) == 6 + len(checks)
+
+    # A file that moves is another content, and counts where it has gone.
+    for folder, name in ((tmp_path / "csrc", "*.cu"), (copy / "backends", "w4.py"), (copy / "jit", "prove.py")):
+        path = next(folder.glob(name))
+        below = folder / "below" / "further"
+        below.mkdir(parents=True)
+        moved = path.rename(below / path.name)
+        before = len(seen)
+        seen.add(code())
+        moved.write_bytes(moved.read_bytes() + b"\n")
+        seen.add(code())
+        assert len(seen) == before + 2, folder
+    (copy / "backends" / "__pycache__").mkdir()
+    (copy / "backends" / "__pycache__" / "w4.pyc").write_bytes(b"what Python leaves")
+    assert code() in seen
+
+    # What is not there is an error, never a hash without it.
+    for missing in (copy / "canary.py", copy / "jit", tmp_path / "csrc"):
+        hidden = missing.rename(missing.with_name("hidden"))
+        with pytest.raises(CacheError, match=f"{missing.name}.*missing"):
+            code()
+        hidden.rename(missing)
+        assert code() in seen
+    shutil.rmtree(tmp_path / "jit_flags")
+    (tmp_path / "jit_flags").mkdir()
+    with pytest.raises(CacheError, match=r"jit_flags.*empty"):
+        code()
+
+
+def test_the_hash_of_a_plugin_sees_all_its_files(tmp_path, monkeypatch):
+    package = tmp_path / "plug_in_of_many_files"
+    (package / "kernels").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "backend.py").write_text("class Mine: pass\n")
+    (package / "kernels" / "gemm.cu").write_text("// 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import importlib
+
+    kind = importlib.import_module("plug_in_of_many_files.backend").Mine
+    code = quarantine.code_of.__wrapped__
+    first = code(kind)
+    assert code(kind) == first
+    (package / "kernels" / "gemm.cu").write_text("// 2\n")
+    assert code(kind) != first
+
+
+def test_code_in_no_file_is_known_for_this_process_alone(monkeypatch):
+    """A verdict on what was typed into an interpreter must not hold for what is typed tomorrow."""
+    typed = type("Typed", (), {"__module__": "a_module_that_is_no_file"})
+    first = quarantine.code_of.__wrapped__(typed)
+    monkeypatch.setattr(quarantine, "_THIS_PROCESS", "another")
+    assert quarantine.code_of.__wrapped__(typed) != first
 
 
 def test_the_subject_counts_and_the_size_does_not():

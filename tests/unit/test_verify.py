@@ -132,6 +132,25 @@ def test_verify_shows_the_verdicts_that_hold(kept: Any, capsys: pytest.CaptureFi
     assert verdict["findings"] == ["first tile is NaN", "second tile is NaN"]
 
 
+def test_verify_shows_the_layers_that_were_checked(kept: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    canaries = kept()
+    layer = replace(canaries, layer="N=64 K=96 -> bfloat16, M=1..32768", ran=("M=1", "M=133", "M=288"), check_ms=21.0)
+    quarantine.save(layer)
+    cli.main(["verify"])
+    out = capsys.readouterr().out
+    assert out.count("self-check: ") == 2
+    assert (
+        "self-check: reference fp8_gemm layer (N=64 K=96 -> bfloat16, M=1..32768, row, fp8 activations): "
+        "3 numbers of tokens passed in 21 ms"
+    ) in out
+    wrong = ("M=1 N=64 K=96: tile (0, 0) is all zero",)
+    quarantine.save(replace(layer, status="failed", kind="zero", findings=wrong))
+    assert cli.main(["verify"]) == 1
+    assert "reference fp8_gemm layer M=1 N=64 K=96: tile (0, 0) is all zero" in capsys.readouterr().out
+    cli.main(["verify", "--json"])
+    assert {v["layer"] for v in json.loads(capsys.readouterr().out)["selfcheck"]} == {"", layer.layer}
+
+
 def test_a_failed_verdict_alone_fails_verify(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fp4dispatch.cli import verify
 
