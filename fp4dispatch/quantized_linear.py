@@ -356,7 +356,7 @@ class QuantizedLinear(CompactWeights):
         """Load canonical tensors, refusing other dtypes: ``copy_`` would convert them to garbage in silence."""
         self._restore()
         if self.input_scale is None and prefix + "input_scale" in state_dict:
-            self.input_scale = torch.ones((), device=self.weight.device)
+            self.input_scale = torch.ones((), dtype=torch.float32, device=self.weight.device)
         found = len(error_msgs)
         for name in self.quantized:
             buffer, tensor = self._buffers.get(name), state_dict.get(prefix + name)

@@ -97,10 +97,10 @@ class _Request:
         m, (n, k) = rng.choice(case.m), rng.choice(case.nk)
 
         def fp8(rows: int) -> Tensor:
-            return torch.randn(rows, k, device=device, generator=generator).to(torch.float8_e4m3fn)
+            return torch.randn(rows, k, device=device, dtype=torch.float32, generator=generator).to(torch.float8_e4m3fn)
 
         def scales(*shape: int) -> Tensor:
-            return torch.rand(shape, device=device, generator=generator) + 0.5
+            return torch.rand(shape, device=device, dtype=torch.float32, generator=generator) + 0.5
 
         self.source, self.b = fp8(m), fp8(n)
         if case.scaling == "row":
