@@ -87,8 +87,10 @@ class CompactWeights(StoredWeights):
             self._dropped = layout
             seen = {name: found for name in CANONICAL if (found := self._seen[name]) is not None}
             self._buffers = {name: tensor for name, tensor in self._buffers.items() if name not in CANONICAL}
-            self._lent = seen if lend and any(held_elsewhere(found.tensor) for found in seen.values()) else {}
             self._see({name: found for name, found in self._seen.items() if name not in CANONICAL})
+            if lend and any(map(held_elsewhere, seen.values())):
+                self._lent = seen
+                self._see(self._seen)
 
     def _restore(self) -> None:
         """Bring dropped weights back, to stay.

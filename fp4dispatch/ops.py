@@ -134,7 +134,7 @@ def _linear_impl(x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: st
 def _linear_stored_impl(
     x: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
 ) -> Tensor:
-    return run_bound(x, owners.bound_for(x.dtype, tensors, stored), bias)
+    return run_bound(x, owners.bound_for(x.dtype, spec, tensors, stored), bias)
 
 
 def _linear_stored_fake(

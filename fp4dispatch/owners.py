@@ -29,10 +29,10 @@ class Owner(Protocol):
         """Return what runs, made of what is stored now."""
 
     def stores(self, addresses: Sequence[int]) -> bool:
-        """Whether these are the addresses of its stored tensors, in its order."""
+        """Whether these are addresses of its stored tensors."""
 
-    def packed_at(self, address: int) -> bool:
-        """Whether the first packed tensor of one of its dtypes is there."""
+    def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
+        """Whether it is bound for a dtype with this spec, or with its first packed tensor at this address."""
 
     def same_content(self, stored: Sequence[Tensor]) -> bool:
         """Whether these tensors hold the bytes that it stores. Synchronises."""
@@ -62,8 +62,10 @@ def _drop(key: Key, gone: weakref.ref[Owner]) -> None:
         del _owners[key]
 
 
-def bound_for(dtype: torch.dtype, tensors: Sequence[Tensor], stored: Sequence[Tensor]) -> Bound:
+def bound_for(dtype: torch.dtype, spec: str, tensors: Sequence[Tensor], stored: Sequence[Tensor]) -> Bound:
     """Return what the layer with these tensors runs, up to date with what it stores.
+
+    Where no layer has both, one will do that stores these tensors and runs as ``spec`` says.
 
     Raises
     ------
@@ -79,18 +81,14 @@ def bound_for(dtype: torch.dtype, tensors: Sequence[Tensor], stored: Sequence[Te
         bound = owner.bound_to(dtype)
         if owner.stores(addresses):
             return bound
-    for owner in list(_all):
+    candidates = [owner for owner in list(_all) if owner.runs(dtype, spec, tensors[0].data_ptr())]
+    for owner in candidates:
         if owner.stores(addresses):
             return owner.bound_to(dtype)
-    return _copied(dtype, tensors, stored)
-
-
-def _copied(dtype: torch.dtype, tensors: Sequence[Tensor], stored: Sequence[Tensor]) -> Bound:
-    """Do what :func:`bound_for` does for copies of stored tensors: a compiler may align an input by copying it."""
+    # A compiler may align an input by copying it.
     capture.forbid_in_capture("comparing weights that were copied for this call", "run the compiled model once")
-    address = tensors[0].data_ptr()
-    for owner in list(_all):
-        if owner.packed_at(address) and owner.same_content(stored):
+    for owner in candidates:
+        if owner.same_content(stored):
             return owner.bound_to(dtype)
     raise InputError(
         "a compiled call was given weights that are not what its layer stores (torch.func.functional_call with other "

@@ -22,7 +22,7 @@ from fp4dispatch.compact_weights import CompactWeights
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
 from fp4dispatch.problem import ACTIVATIONS, Activation, Op, Problem, Scaling
-from fp4dispatch.stored_weights import _never
+from fp4dispatch.stored_weights import never
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
@@ -280,7 +280,7 @@ class QuantizedLinear(CompactWeights):
         owners.forget(self, self.__dict__.get("_keys", ()))
         self._prepared, self._bound, self._names, self._captured = {}, {}, {}, []
         self._dropped, self._lent, self._keys = "", {}, []
-        self._seen, self._unchanged = {}, _never
+        self._seen, self._unchanged = {}, never
 
     def _refresh(self) -> None:
         """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
@@ -405,7 +405,7 @@ class QuantizedLinear(CompactWeights):
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
         buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]
         empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": [], "_dropped": ""}
-        empty |= {"_seen": {}, "_lent": {}, "_keys": [], "_unchanged": _never, "_non_persistent_buffers_set": set()}
+        empty |= {"_seen": {}, "_lent": {}, "_keys": [], "_unchanged": never, "_non_persistent_buffers_set": set()}
         return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
 
     def __setstate__(self, state: dict[str, Any]) -> None:

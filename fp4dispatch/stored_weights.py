@@ -8,13 +8,14 @@ A compiled call does so inside its operator. So ``layer.weight.copy_(...)``, ``l
 * After a write in place the new layout is copied into the old one. CUDA graphs that read it see the new weights.
 * Where a tensor was replaced the layer gets new layouts. Graphs that were captured before keep the old ones.
 
-What torch itself cannot tell is not noticed: writes through ``layer.weight.data``, ``numpy()`` or DLPack, by
-collectives (``torch.distributed.broadcast`` counts no version), by other processes, and in replays of CUDA graphs,
-which run no host code. After those, and after any write that a replay is to see, call :func:`refresh`.
+What torch itself cannot tell is not noticed: writes through ``layer.weight.data``, ``numpy()`` or DLPack, in inference
+mode through a view of another dtype, by collectives (``torch.distributed.broadcast`` counts no version), by other
+processes, and in replays of CUDA graphs, which run no host code. After those, and after any write that a replay is to see, call :func:`refresh`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -161,7 +162,7 @@ class StoredWeights(nn.Module):
     def _see(self, seen: dict[str, Seen | None]) -> None:
         """Take over what layouts were made of, and tell the operators of compiled calls."""
         self._seen = seen
-        self._unchanged = _never if self._lent else _matcher(seen)
+        self._unchanged = never if self._lent else _matcher(seen)
         stored = [name for name, found in seen.items() if found is not None]
         addresses = [found.address for found in seen.values() if found is not None]
         owners.forget(self, self._keys)
@@ -185,7 +186,7 @@ class StoredWeights(nn.Module):
         with lock:
             if any(seen.tensor._version != seen.version for seen in self._lent.values()):
                 self._restore()
-            elif not any(held_elsewhere(seen.tensor) for seen in self._lent.values()):
+            elif not any(map(held_elsewhere, self._lent.values())):
                 self._lent = {}
                 self._see(self._seen)
 
@@ -205,12 +206,13 @@ class StoredWeights(nn.Module):
         return bound if bound is not None and self._unchanged(self._buffers) else self.bind(dtype)
 
     def stores(self, addresses: Sequence[int]) -> bool:
-        """Whether these are the addresses of the stored tensors, in the order of compiled calls."""
-        return [tensor.data_ptr() for tensor in self._stored() if _plain(tensor)] == list(addresses)
+        """Whether these are addresses of stored tensors. (A graph may have been given fewer, before the last change.)"""
+        return {tensor.data_ptr() for tensor in self._stored() if _plain(tensor)}.issuperset(addresses)
 
-    def packed_at(self, address: int) -> bool:
-        """Whether the first packed tensor of one of the dtypes is there."""
-        return any(bound.tensors[0].data_ptr() == address for bound in self._bound.values())
+    def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
+        """Whether this is bound for a dtype with this spec, or with its first packed tensor at this address."""
+        bound = self._bound.get(dtype)
+        return bound is not None and (bound.spec.text == spec or bound.tensors[0].data_ptr() == address)
 
     def same_content(self, stored: Sequence[Tensor]) -> bool:
         """Whether these tensors hold the bytes that are stored. Synchronises."""
@@ -261,9 +263,10 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def held_elsewhere(tensor: Tensor) -> bool:
-    """Whether anything but this tensor (and the base that it is a view of) uses its memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2 + tensor._is_view()
+def held_elsewhere(seen: Seen) -> bool:
+    """Whether anybody but ``seen`` holds its tensor, or another tensor on the memory (but the base of a view)."""
+    users = int(torch._C._storage_Use_Count(seen.tensor.untyped_storage()._cdata))
+    return sys.getrefcount(seen.tensor) > _REFERENCES or users > 2 + seen.tensor._is_view()
 
 
 def _look(tensor: Tensor | None) -> Seen | None:
@@ -289,7 +292,11 @@ def _counting(tensor: Tensor) -> Tensor:
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _never(_: Buffers) -> bool:
+_REFERENCES = (lambda seen: sys.getrefcount(seen.tensor))(Seen(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0))
+"""To a tensor that only one :class:`Seen` holds, as this Python counts."""
+
+
+def never(_: Buffers) -> bool:
     return False
 
 
