@@ -108,6 +108,8 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
         backend, plan, prepared = bound.launch(m, bias is not None)
         if bound.cuda and capture.stream_is_capturing():
             bound.captured = True
+        if bias is not bound.bias and (bias is None) == (bound.bias is None):
+            bound.bias = bias  # another one; it has been checked
         routes.launch(backend, plan, prepared, rows, out, bias)
     return out.reshape(*lead, spec.n)
 

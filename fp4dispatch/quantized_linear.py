@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from fp4dispatch import capture, ops, owners, routes
 from fp4dispatch import system as _system
 from fp4dispatch.backends.base import LinearWeights, Prepared
-from fp4dispatch.compact_weights import CompactWeights
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
 from fp4dispatch.problem import ACTIVATIONS, Activation, Op, Problem, Scaling
+from fp4dispatch.state_loading import StateLoading
 from fp4dispatch.stored_weights import never
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
 
-class QuantizedLinear(CompactWeights):
+class QuantizedLinear(StateLoading):
     """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
 
     Parameters
@@ -365,38 +365,6 @@ class QuantizedLinear(CompactWeights):
         super()._apply(lambda t: fn(t) if t is bias else _move(fn, t), recurse)  # type: ignore[no-untyped-call, arg-type]
         self._refresh()
         return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load canonical tensors, refusing other dtypes: ``copy_`` would convert them to garbage in silence."""
-        self._restore()
-        if self.input_scale is None and prefix + "input_scale" in state_dict:
-            self.input_scale = torch.ones((), dtype=torch.float32, device=self.weight.device)
-        found = len(error_msgs)
-        for name in self.quantized:
-            buffer, tensor = self._buffers.get(name), state_dict.get(prefix + name)
-            if buffer is None or tensor is None:
-                continue
-            if tensor.dtype != buffer.dtype:
-                error_msgs.append(f"{prefix}{name} is {tensor.dtype}, needs {buffer.dtype}: quantise it first")
-            elif buffer.ndim < 2 and tensor.numel() == buffer.numel():
-                state_dict[prefix + name] = tensor.reshape(buffer.shape)  # [1] for [], [N, 1] for [N]
-        if len(error_msgs) > found:
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if len(error_msgs) == found and not self.weight.is_meta:
-            self.check()
-            self._refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the canonical tensors only, e4m3 as bytes: pickle cannot load float8 storages (torch 2.13)."""

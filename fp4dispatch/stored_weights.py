@@ -206,7 +206,7 @@ class StoredWeights(nn.Module):
         return bound if bound is not None and self._unchanged(self._buffers) else self.bind(dtype)
 
     def stores(self, addresses: Sequence[int]) -> bool:
-        """Whether these are addresses of stored tensors. (A graph may have been given fewer, before the last change.)"""
+        """Whether these are addresses of stored tensors; not all, where a graph was given those of a time before."""
         return {tensor.data_ptr() for tensor in self._stored() if _plain(tensor)}.issuperset(addresses)
 
     def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
@@ -297,6 +297,7 @@ _REFERENCES = (lambda seen: sys.getrefcount(seen.tensor))(Seen(torch.empty(0, dt
 
 
 def never(_: Buffers) -> bool:
+    """Stand where nothing was seen yet."""
     return False
 
 

@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("tuning", "agreement", "prebuild"),
     ("routes", "owners"),
     ("ops",),
-    ("linear", "quantized_linear", "stored_weights", "compact_weights", "replace", "warming"),
+    ("linear", "quantized_linear", "stored_weights", "compact_weights", "state_loading", "replace", "warming"),
     ("checkpoints",),
     ("graphs",),
     ("integrations",),
