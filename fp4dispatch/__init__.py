@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
     from fp4dispatch.linear import FP4Linear, FP8Linear
     from fp4dispatch.ops import fp8_gemm, fp8_quantize, nvfp4_gemm, nvfp4_quantize
     from fp4dispatch.replace import replace_linears, warmup
+    from fp4dispatch.stored_weights import refresh
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ _LAZY: dict[str, str] = {
     "compact": "compact_weights",
     "replace_linears": "replace",
     "warmup": "replace",
+    "refresh": "stored_weights",
 }
 
 __all__ = [
@@ -118,6 +120,7 @@ __all__ = [
     "nvfp4_quantize",
     "open_checkpoint",
     "quantize_checkpoint",
+    "refresh",
     "replace_linears",
     "save_quantized",
     "select",

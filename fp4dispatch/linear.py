@@ -63,8 +63,9 @@ class FP4Linear(QuantizedLinear):
         n, k = out_features, in_features
         shards = (len(self.shard_rows),) if len(self.shard_rows) > 1 else ()
         self.register_buffer("weight", torch.zeros(n, k // 2, dtype=torch.uint8, device=device))
-        self.register_buffer("weight_scale", torch.zeros(n, k // 16, device=device).to(torch.float8_e4m3fn))
-        self.register_buffer("weight_scale_2", torch.ones(shards, device=device))
+        scale = torch.zeros(n, k // 16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("weight_scale_2", torch.ones(shards, dtype=torch.float32, device=device))
 
     @classmethod
     def from_weights(
@@ -194,7 +195,7 @@ class FP8Linear(QuantizedLinear):
         n, k = out_features, in_features
         shape = {"tensor": (), "row": (n,), "block128": (-(-n // 128), -(-k // 128))}[scaling]
         self.register_buffer("weight", torch.zeros(n, k, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn))
-        self.register_buffer(self._scale_name, torch.ones(shape, device=device))
+        self.register_buffer(self._scale_name, torch.ones(shape, dtype=torch.float32, device=device))
 
     @property
     def _scale_name(self) -> str:

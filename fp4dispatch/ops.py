@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch import capture, dispatch, formats, routes
+from fp4dispatch import capture, dispatch, formats, owners, routes
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.errors import BackwardError, InputError
 from fp4dispatch.problem import Op, Problem, Scaling, SfLayout
@@ -56,6 +56,29 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
     return result
 
 
+def linear_stored(
+    x: Tensor, tensors: Sequence[Tensor], stored: Sequence[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    """Run a layer in a compiled graph: :func:`linear`, but its weights are what the layer stores when it runs.
+
+    Parameters
+    ----------
+    x, tensors, bias, spec
+        As of :func:`linear`.
+    stored
+        The layer's stored tensors. Where they were written since ``tensors`` were made of them, these are made anew.
+
+    Raises
+    ------
+    InputError
+        As :func:`linear`, and if no layer stores these tensors.
+    CaptureError
+        As :func:`linear`, and if weights were written and a CUDA graph is being captured.
+    """
+    result: Tensor = torch.ops.fp4dispatch.linear_stored.default(x, list(tensors), list(stored), bias, spec)
+    return result
+
+
 def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> Tensor:
     """Do what :func:`linear` does without crossing the operator boundary."""
     _check_linear(x, tensors, bias, spec)
@@ -85,6 +108,8 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
         backend, plan, prepared = bound.launch(m, bias is not None)
         if bound.cuda and capture.stream_is_capturing():
             bound.captured = True
+        if bias is not bound.bias and (bias is None) == (bound.bias is None):
+            bound.bias = bias  # another one; it has been checked
         routes.launch(backend, plan, prepared, rows, out, bias)
     return out.reshape(*lead, spec.n)
 
@@ -106,6 +131,18 @@ def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spe
 
 def _linear_impl(x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
     return run_linear(x, tensors, bias, LayerSpec.parse(spec))
+
+
+def _linear_stored_impl(
+    x: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    return run_bound(x, owners.bound_for(x.dtype, spec, tensors, stored), bias)
+
+
+def _linear_stored_fake(
+    x: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    return _linear_fake(x, tensors, bias, spec)
 
 
 def _linear_fake(x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
@@ -431,6 +468,11 @@ _define(
     autograd=False,
 )
 _define("linear(Tensor x, Tensor[] tensors, Tensor? bias, str spec) -> Tensor", _linear_impl, _linear_fake)
+_define(
+    "linear_stored(Tensor x, Tensor[] tensors, Tensor[] stored, Tensor? bias, str spec) -> Tensor",
+    _linear_stored_impl,
+    _linear_stored_fake,
+)
 _define(
     "nvfp4_gemm(Tensor a, Tensor b, Tensor a_sf, Tensor b_sf, Tensor alpha, Tensor? bias, ScalarType out_dtype, "
     "str sf_layout, str? backend) -> Tensor",

@@ -15,18 +15,19 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch import capture, dispatch, ops, routes
+from fp4dispatch import capture, dispatch, ops, owners, routes
 from fp4dispatch import system as _system
 from fp4dispatch.backends.base import LinearWeights, Prepared
-from fp4dispatch.compact_weights import CompactWeights
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
 from fp4dispatch.problem import ACTIVATIONS, Activation, CaptureMode, Op, Problem, Scaling
+from fp4dispatch.state_loading import StateLoading
+from fp4dispatch.stored_weights import never
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
 
-class QuantizedLinear(CompactWeights):
+class QuantizedLinear(StateLoading):
     """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
 
     Parameters
@@ -66,7 +67,6 @@ class QuantizedLinear(CompactWeights):
     _prepared: dict[str, Prepared]
     """By layout."""
     _bound: dict[torch.dtype, routes.Bound]
-    _names: dict[torch.dtype, tuple[list[str], str]]
     _captured: list[routes.Bound]
     """Replaced, but a CUDA graph may hold the addresses of their tensors."""
 
@@ -121,12 +121,8 @@ class QuantizedLinear(CompactWeights):
         BackendUnsupportedError, NoBackendError
             If no backend, or not the one that is asked for, can run this layer.
         """
-        if torch.compiler.is_compiling():
-            x = _autocast(x)
-            self._ensure(x.dtype)
-            names, spec = self._names[x.dtype]
-            tensors = [getattr(self, name) for name in names]
-            return torch.ops.fp4dispatch.linear.default(x, tensors, self.bias, spec)  # type: ignore[no-any-return]
+        if _dynamo():
+            return self._traced(x)
         bound = self._bound.get(x.dtype)
         # The eager fast path, which decides half of what a small layer costs: what is common and has run before goes
         # straight to its kernels. Whatever differs from it takes the long way, which also says what is wrong.
@@ -148,6 +144,7 @@ class QuantizedLinear(CompactWeights):
                 and x.is_contiguous()
                 and not x.data_ptr() % 16
                 and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+                and self._unchanged(self._buffers)
                 and not (bound.cuda and capture.stream_is_capturing())
             ):
                 out = x.new_empty(m, self.out_features)
@@ -160,21 +157,40 @@ class QuantizedLinear(CompactWeights):
 
     def _call(self, x: Tensor) -> Tensor:
         """Run eagerly, whatever it takes."""
+        if torch.compiler.is_compiling():  # a tracer other than Dynamo
+            return self._traced(x)
         x = _autocast(x)
-        bound = self._bound.get(x.dtype) or self.bind(x.dtype)
+        bound = self.bound_to(x.dtype)
         if type(x) is Tensor and not _wants_grad(x):
             return ops.run_bound(x, bound, self.bias)
-        return ops.linear(x, bound.tensors, self.bias, bound.spec.text)
+        return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """Run under ``torch.compile`` and ``torch.export``: all tensors are inputs of the graph.
+
+        The operator of a compiled call is given the stored tensors too, and so can tell if they were written. In an
+        exported program, which may run without this layer, weights are constants.
+        """
+        x = _autocast(x)
+        self._ensure(x.dtype)
+        names, stored, spec = self._names[x.dtype]
+        tensors = [getattr(self, name) for name in names]
+        if torch.compiler.is_exporting():
+            return torch.ops.fp4dispatch.linear.default(x, tensors, self.bias, spec)  # type: ignore[no-any-return]
+        kept = [getattr(self, name) for name in stored]
+        return torch.ops.fp4dispatch.linear_stored.default(x, tensors, kept, self.bias, spec)  # type: ignore[no-any-return]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _ensure(self, dtype: torch.dtype) -> bool:
         """Bind while ``torch.compile`` traces, outside the trace; what is read after this is guarded as usual."""
-        return dtype in self._bound or bool(self.bind(dtype))
+        return bool(self.bind(dtype))
 
     # --------------------------------------------------------------------------------------------------------- binding
 
     def bind(self, dtype: torch.dtype | None = None) -> routes.Bound:
         """Choose backends for every number of tokens and prepare the weights for them. Host work; idempotent.
+
+        Weights that were written since are prepared anew.
 
         Raises
         ------
@@ -182,12 +198,15 @@ class QuantizedLinear(CompactWeights):
             As :meth:`forward`, and while a CUDA graph is being captured.
         """
         dtype = self.dtype if dtype is None else dtype
+        self._settle()
         if dtype in self._bound:
             return self._bound[dtype]
         if dtype not in routes.OUT_DTYPE:
             raise InputError(f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32")
         if self.device.type == "meta":
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
+        if not self._bound:
+            self._watch()
         return self._take(self._choose(dtype))
 
     def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
@@ -197,6 +216,7 @@ class QuantizedLinear(CompactWeights):
         :meth:`bind`.
         """
         dtype = self.dtype if dtype is None else dtype
+        self._settle()
         old = self._bound.get(dtype)
         if old is None:
             return self.bind(dtype)
@@ -263,8 +283,9 @@ class QuantizedLinear(CompactWeights):
         )
 
     def _take(self, bound: routes.Bound) -> routes.Bound:
-        self._names[bound.dtype] = ([self._buffer_of(t) for t in bound.tensors], bound.spec.text)
+        self._names[bound.dtype] = ([self._buffer_of(t) for t in bound.tensors], [], bound.spec.text)
         self._bound[bound.dtype] = bound
+        self._see(self._seen)
         return bound
 
     def _drop_unused(self) -> None:
@@ -298,8 +319,10 @@ class QuantizedLinear(CompactWeights):
         self._restore()
         for name in [name for name in self._buffers if name.startswith("layout")]:
             delattr(self, name)
+        owners.forget(self, self.__dict__.get("_keys", ()))
         self._prepared, self._bound, self._names, self._captured = {}, {}, {}, []
-        self._dropped = ""
+        self._dropped, self._lent, self._keys = "", {}, []
+        self._seen, self._unchanged = {}, never
 
     def _refresh(self) -> None:
         """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
@@ -385,38 +408,6 @@ class QuantizedLinear(CompactWeights):
         self._refresh()
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load canonical tensors, refusing other dtypes: ``copy_`` would convert them to garbage in silence."""
-        self._restore()
-        if self.input_scale is None and prefix + "input_scale" in state_dict:
-            self.input_scale = torch.ones((), device=self.weight.device)
-        found = len(error_msgs)
-        for name in self.quantized:
-            buffer, tensor = self._buffers.get(name), state_dict.get(prefix + name)
-            if buffer is None or tensor is None:
-                continue
-            if tensor.dtype != buffer.dtype:
-                error_msgs.append(f"{prefix}{name} is {tensor.dtype}, needs {buffer.dtype}: quantise it first")
-            elif buffer.ndim < 2 and tensor.numel() == buffer.numel():
-                state_dict[prefix + name] = tensor.reshape(buffer.shape)  # [1] for [], [N, 1] for [N]
-        if len(error_msgs) > found:
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if len(error_msgs) == found and not self.weight.is_meta:
-            self.check()
-            self._refresh()
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the canonical tensors only, e4m3 as bytes: pickle cannot load float8 storages (torch 2.13)."""
         with self._whole():
@@ -424,7 +415,7 @@ class QuantizedLinear(CompactWeights):
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
         buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]
         empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": [], "_dropped": ""}
-        empty["_non_persistent_buffers_set"] = set()
+        empty |= {"_seen": {}, "_lent": {}, "_keys": [], "_unchanged": never, "_non_persistent_buffers_set": set()}
         return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -456,6 +447,7 @@ class QuantizedLinear(CompactWeights):
 
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
 def _autocast(x: Tensor) -> Tensor:

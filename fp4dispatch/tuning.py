@@ -221,8 +221,9 @@ class _Session:
         self.problem, self.weights, self.gpu, self.engine, self.rivals = problem, weights, gpu, engine, rivals
         device, dtype = weights.weight.device, DTYPE[problem.out_dtype]
         generator = torch.Generator(device=device).manual_seed(0)
-        self.x = torch.randn(problem.m, problem.k, generator=generator, device=device).to(dtype)
-        self.bias = torch.randn(problem.n, generator=generator, device=device).to(dtype) if problem.bias else None
+        f32: dict[str, Any] = {"device": device, "dtype": torch.float32, "generator": generator}
+        self.x = torch.randn(problem.m, problem.k, **f32).to(dtype)
+        self.bias = torch.randn(problem.n, **f32).to(dtype) if problem.bias else None
         self._answers: dict[Activation, Tensor] = {}
 
     def answer(self, activation: Activation) -> Tensor:
@@ -340,7 +341,7 @@ def make_weights(problem: Problem, device: torch.device | str) -> LinearWeights:
 
     n, k = problem.n, problem.k
     generator = torch.Generator(device=device).manual_seed(0)
-    dense: Any = torch.randn(n, k, generator=generator, device=device) * 0.05
+    dense: Any = torch.randn(n, k, generator=generator, device=device, dtype=torch.float32) * 0.05
     if problem.scaling == "nvfp4":
         q = formats.nvfp4_quantize(dense)
         return LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))

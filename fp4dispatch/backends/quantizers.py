@@ -294,7 +294,7 @@ def tokens_fastest(x: Tensor, mp: int, blocks: int) -> Tensor:
 def ones(device: torch.device) -> Tensor:
     """Return f32 [32768, 1] of ones, made once a device: scales of tokens whose scale the weight's hold already."""
     with torch.inference_mode(mode=False):  # it outlives the call
-        return torch.ones(1 << 15, 1, device=device)
+        return torch.ones(1 << 15, 1, dtype=torch.float32, device=device)
 
 
 def ones_for(known: Tensor, m: int) -> Tensor:

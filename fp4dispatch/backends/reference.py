@@ -106,7 +106,7 @@ def _activation(
         sf_layout = problem.sf_layout or "linear"
     dtype = torch.bfloat16 if x.data.is_cuda else torch.float32
     if problem.activation == "nvfp4":
-        ones = torch.ones((), device=x.data.device)
+        ones = torch.ones((), dtype=torch.float32, device=x.data.device)
         values = formats.nvfp4_dequantize(x.data, x.scale, ones, sf_layout=sf_layout, dtype=dtype)  # type: ignore[arg-type]
         return values, x.global_scale
     if scaling == "block128":
@@ -127,7 +127,7 @@ def _weight(
         factor = global_scale if global_scale.numel() == 1 else global_scale[start:stop]
         if activation == "fp8":
             return fold_e4m3(data, scale[rows], sf_layout=sf_layout).to(dtype), factor * FOLD
-        ones = torch.ones((), device=weight.device)
+        ones = torch.ones((), dtype=torch.float32, device=weight.device)
         return formats.nvfp4_dequantize(data, scale[rows], ones, sf_layout=sf_layout, dtype=dtype), factor
     if scaling == "block128":
         blocks = slice(start // formats.FP8_BLOCK, -(-stop // formats.FP8_BLOCK))

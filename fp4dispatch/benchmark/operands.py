@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,11 +54,12 @@ class Operands:
 
     def _rows(self, rows: int, size: float) -> Tensor:
         """Return bfloat16 [rows, K]; each row's scale lies between half and double ``size``."""
-        scale = torch.rand(rows, 1, device=self.device, generator=self._random).mul_(2).sub_(1).exp2_().mul_(size)
+        f32: dict[str, Any] = {"device": self.device, "dtype": torch.float32, "generator": self._random}
+        scale = torch.rand(rows, 1, **f32).mul_(2).sub_(1).exp2_().mul_(size)
         out = torch.empty(rows, self.k, device=self.device, dtype=torch.bfloat16)
         for start in range(0, rows, 8192):
             some = slice(start, start + 8192)
-            part = torch.randn(out[some].shape, device=self.device, generator=self._random)
+            part = torch.randn(out[some].shape, **f32)
             out[some] = part.mul_(scale[some])
         return out
 
@@ -99,7 +100,7 @@ class Operands:
 
     def product(self, x: Tensor, fmt: Format, *, folded: bool = False) -> Tensor:
         """Return ``x @ W^T`` in f32, x being f32 [M, K]; no shortcut that an application switched on is taken."""
-        out = torch.empty(x.shape[0], self.n, device=self.device)
+        out = torch.empty(x.shape[0], self.n, device=self.device, dtype=torch.float32)
         step = max(BLOCK // (self.k * formats.FP8_BLOCK), 1) * formats.FP8_BLOCK
         with _ieee():
             for start in range(0, self.n, step):

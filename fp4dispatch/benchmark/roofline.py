@@ -79,8 +79,8 @@ def measure(card: Card, engine: Engine, *, side: int = SIDE, copy_bytes: int = C
 
 def _moves(device: torch.device, size: int) -> dict[str, tuple[Callable[[int], object], int]]:
     """Return ways to move bytes, each with how many it moves: whichever is fastest is the ceiling."""
-    source = torch.zeros(size // 4, device=device)
-    target, total = torch.empty_like(source), torch.empty((), device=device)
+    source = torch.zeros(size // 4, device=device, dtype=torch.float32)
+    target, total = torch.empty_like(source), torch.empty((), device=device, dtype=torch.float32)
     return {
         "copy": (lambda i: target.copy_(source), 2 * size),
         "map": (lambda i: torch.neg(source, out=target), 2 * size),
@@ -95,7 +95,7 @@ def _product(device: torch.device, side: int) -> Callable[[int], object]:
 
 
 def _fp8_product(device: torch.device, side: int) -> Callable[[int], object]:
-    a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device=device)
+    a, b = (torch.randn(side, side, device=device, dtype=torch.float32).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device, dtype=torch.float32)
     out = torch.empty(side, side, device=device, dtype=torch.bfloat16)
     return lambda i: torch._scaled_mm(a, b.t(), one, one, out_dtype=out.dtype, out=out)

@@ -200,7 +200,7 @@ def split_shards(weights: LinearWeights) -> list[LinearWeights]:
     scale = weights.scale
     if weights.sf_layout == "128x4":
         scale = from_128x4(scale, weights.n, weights.k // NVFP4_BLOCK)
-    globals_ = torch.empty(0) if weights.global_scale is None else weights.global_scale
+    globals_ = weights.scale.new_empty(0, dtype=torch.float32) if weights.global_scale is None else weights.global_scale
     shards, start = [], 0
     for index, rows in enumerate(weights.shard_rows):
         part = slice(start, start + rows)
