@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from fp4dispatch import prebuild, routes
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.name_patterns import NamePatterns
 from fp4dispatch.prebuild import Ask
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.quantized_linear import QuantizedLinear
@@ -191,8 +190,8 @@ def _picker(
     for fmt in rules.values():
         if fmt is not None and fmt not in FORMATS:
             raise InputError(f"config={fmt!r} is not a format.{did_you_mean(fmt, FORMATS)} Known: {', '.join(FORMATS)}")
-    table = [(_matcher([pattern]), fmt) for pattern, fmt in rules.items()]
-    wanted, unwanted = _matcher(include), _matcher(exclude)
+    table = [(NamePatterns(pattern), fmt) for pattern, fmt in rules.items()]
+    wanted, unwanted = NamePatterns(include), NamePatterns(exclude)
 
     def pick(name: str) -> str | None:
         if not wanted(name) or unwanted(name):
@@ -200,17 +199,6 @@ def _picker(
         return next((fmt for matches, fmt in table if matches(name)), None)
 
     return pick
-
-
-def _matcher(patterns: _PATTERNS) -> Callable[[str], bool]:
-    compiled = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
-        try:
-            compiled.append(re.compile(text))
-        except re.error as error:
-            raise InputError(f"{pattern!r} is not a regular expression: {error}") from None
-    return lambda name: any(p.match(name) for p in compiled)
 
 
 def _unfit(model: nn.Module, name: str, linear: nn.Linear, fmt: str) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp4dispatch._tensor_checks import check_content
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.finite import check_finite
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
 from fp4dispatch.checkpoints.quant_config import read_quant_config
 from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
@@ -152,7 +153,9 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
     weights = _owned(fuse_shards(shards), target)
     bias = None
     if layer.bias and old.bias is not None:
-        bias = torch.cat([checkpoint.tensor(info.name) for info in layer.bias]).to(target, old.bias.dtype)
+        bias = torch.cat([_finite(info, checkpoint.tensor(info.name)) for info in layer.bias]).to(
+            target, old.bias.dtype
+        )
     make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
         module = make.from_weights(weights, bias, name=layer.names[0], **_options(old))
@@ -193,13 +196,18 @@ def _owned(weights: LinearWeights, device: torch.device) -> LinearWeights:
 
 
 def _filled(slot: SlotPlan, checkpoint: Checkpoint, device: torch.device) -> torch.Tensor:
-    parts = [checkpoint.tensor(info.name) for info in slot.sources]
+    parts = [_finite(info, checkpoint.tensor(info.name)) for info in slot.sources]
     target = device if slot.old.is_meta else slot.old.device
     mapped = parts[0] if len(parts) == 1 else torch.cat(parts)
     new = mapped.to(target, slot.old.dtype, copy=True).contiguous()
     if isinstance(slot.old, nn.Parameter):
         return nn.Parameter(new, requires_grad=slot.old.requires_grad)
     return new
+
+
+def _finite(info: TensorInfo, tensor: torch.Tensor) -> torch.Tensor:
+    check_finite(str(info.file), info.name, tensor)
+    return tensor
 
 
 def _check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> None:
