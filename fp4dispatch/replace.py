@@ -34,6 +34,7 @@ _READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Parents whose fused paths read ``linear.weight`` themselves instead of calling the layer."""
 
 _PATTERNS = Sequence[str] | str
+_matcher = NamePatterns
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ def _picker(
     for fmt in rules.values():
         if fmt is not None and fmt not in FORMATS:
             raise InputError(f"config={fmt!r} is not a format.{did_you_mean(fmt, FORMATS)} Known: {', '.join(FORMATS)}")
-    table = [(NamePatterns(pattern), fmt) for pattern, fmt in rules.items()]
-    wanted, unwanted = NamePatterns(include), NamePatterns(exclude)
+    table = [(_matcher([pattern]), fmt) for pattern, fmt in rules.items()]
+    wanted, unwanted = _matcher(include), _matcher(exclude)
 
     def pick(name: str) -> str | None:
         if not wanted(name) or unwanted(name):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from fp4dispatch.errors import CheckpointError, InputError
-from fp4dispatch.name_patterns import NamePatterns, compile_pattern
+from fp4dispatch.name_patterns import compile_pattern, is_name
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Last component of a fused layer's name -> those of its shards, in row order, as vLLM and SGLang have them."""
+
+MAX_TRIED = 1 << 16
+"""Patterns of one list that are tried on every name."""
 
 
 def matches(pattern: str, name: str, method: str) -> bool:
@@ -30,42 +33,20 @@ def matches(pattern: str, name: str, method: str) -> bool:
             return True
     except InputError as error:
         raise CheckpointError(str(error)) from None
-    return method == "fp8" and _within(pattern, name)
+    return method == "fp8" and bool(pattern) and f".{pattern}." in f".{name}."
 
 
 def any_matches(patterns: Iterable[str], method: str) -> Callable[[str], bool]:
     """Return the function from a module's name to whether one of the patterns names it; raises as :func:`matches`.
 
-    Made once for a configuration: exact names, which may be thousands, are then looked up and not tried one by one.
+    Exact names, which may be tens of thousands, are looked up first and not tried one by one.
     """
     patterns = tuple(patterns)
-    try:
-        found = NamePatterns(patterns)
-    except InputError as error:
-        raise CheckpointError(str(error)) from None
-
-    def match(name: str) -> bool:
-        try:
-            if found(name):
-                return True
-        except InputError as error:
-            raise CheckpointError(str(error)) from None
-        return method == "fp8" and any(run in found.names for run in _runs(name))
-
-    return match
-
-
-def _within(pattern: str, name: str) -> bool:
-    return bool(pattern) and f".{pattern}." in f".{name}."
-
-
-def _runs(name: str) -> Iterable[str]:
-    """Yield every run of a name's components: ``a.b`` -> ``a``, ``a.b``, ``b``."""
-    parts = name.split(".")
-    for start in range(len(parts)):
-        for end in range(start + 1, len(parts) + 1):
-            if run := ".".join(parts[start:end]):
-                yield run
+    exact = frozenset(pattern for pattern in patterns if is_name(pattern))
+    tried = patterns if method == "fp8" else tuple(pattern for pattern in patterns if pattern not in exact)
+    if len(tried) > MAX_TRIED:
+        raise CheckpointError(f"{len(tried):,} patterns, expected at most {MAX_TRIED:,}: the configuration is damaged")
+    return lambda name: name in exact or any(matches(pattern, name, method) for pattern in tried)
 
 
 def shard_names(name: str) -> tuple[str, ...]:
