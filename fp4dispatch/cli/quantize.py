@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_checkpoint, quantize_checkpoint
+from torch import nn
+
+from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_checkpoint, quantize_checkpoint, skeleton
 from fp4dispatch.checkpoints.patterns import matches
 from fp4dispatch.cli import HELP, OK
 from fp4dispatch.errors import CheckpointError
@@ -113,32 +115,21 @@ def _linears_by_transformers(checkpoint: Checkpoint) -> list[str]:
     transposed, so that a guess would quantise them along the wrong axis.
     """
     advice = "name the linear layers yourself, e.g. --include '*.q_proj' --include '*.mlp.*'"
-    architectures = (checkpoint.config("config.json") or {}).get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise CheckpointError(f"{checkpoint.path}/config.json: no architecture named in it: {advice}")
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise CheckpointError(
-            f"the model's layers are found with transformers, which is missing ({error}): {advice}"
-        ) from None
-    architecture = getattr(transformers, architectures[0], None)
-    if architecture is None:
-        raise CheckpointError(f"transformers {transformers.__version__} does not know {architectures[0]}: {advice}")
-    config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model: Any = architecture(config)
-    prefix = f"{model.base_model_prefix}."
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+
+    def look(model: Any) -> dict[str, Any]:
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        return {"prefix": f"{model.base_model_prefix}.", "names": names, "class": type(model).__name__}
+
+    found = skeleton.examine(checkpoint, look, advice=advice)
+    prefix, names = found["prefix"], found["names"]
     stored = [
         next((n for n in (name, name.removeprefix(prefix), prefix + name) if f"{n}.weight" in checkpoint), name)
         for name in names
     ]
     if not any(f"{name}.weight" in checkpoint for name in stored):
         raise CheckpointError(
-            f"{checkpoint.path}: none of the {len(names)} linear layers of {architectures[0]} is in it under the name "
-            f"that transformers {transformers.__version__} uses (e.g. {names[:1]}): {advice}"
+            f"{checkpoint.path}: none of the {len(names)} linear layers of {found['class']} is in it under the name "
+            f"that transformers uses (e.g. {names[:1]}): {advice}"
         )
     return stored
 
