@@ -8,7 +8,6 @@ another backend) gets them back from the latter. Nothing is dropped that was not
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 
 from fp4dispatch import capture, dispatch, routes
 from fp4dispatch.backends.base import Prepared
+from fp4dispatch.locks import ForkSafeLock
 
 _log = logging.getLogger("fp4dispatch")
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 
 CANONICAL = ("weight", "weight_scale")
 """Buffers that a layout may hold; global scales and input scales are a few bytes, and stay."""

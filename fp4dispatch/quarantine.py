@@ -10,7 +10,6 @@ import functools
 import hashlib
 import logging
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from fp4dispatch import libraries, records
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import CacheError, SelfCheckFailed
 from fp4dispatch.jit import cache, manifest
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, Scaling
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
@@ -233,7 +233,7 @@ def key(result: CheckResult) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- store
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _known: dict[str, CheckResult] = {}
 _shut: frozenset[tuple[str, str, str]] = frozenset()
 _warned: set[str] = set()

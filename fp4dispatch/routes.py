@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 from bisect import bisect_left
 from collections.abc import Hashable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from fp4dispatch import capture, dispatch, prebuild
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import CaptureError, NoBackendError
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 
 LARGEST_M = 1 << 15
@@ -259,7 +259,7 @@ def gpu_of(device: torch.device) -> int | None:
 
 
 _plans: dict[tuple[str, Hashable, tuple[Any, ...], torch.device], Plan] = {}
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:

@@ -8,7 +8,6 @@ keeps. A backend that failed is a candidate with the reason ``QUARANTINED`` from
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from fp4dispatch import capture, quarantine, registry, trial
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.errors import InputError
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.quarantine import CheckResult
 from fp4dispatch.settings import settings
@@ -27,7 +27,7 @@ from fp4dispatch.tilecheck import Finding
 __all__ = ["CheckResult", "agree", "check", "condemn", "results", "trusted"]
 
 _log = logging.getLogger("fp4dispatch")
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 
 _GRAVITY = (
     "never written",

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "fp4dispatch"
 
 # A module imports from its own row and the rows above it, never from below. A new file goes into its row here.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "settings", "progress", "name_patterns"),
+    ("errors", "settings", "progress", "name_patterns", "locks"),
     ("arch", "problem", "decision", "measurement"),
     ("system", "nvml", "libraries"),
     ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
