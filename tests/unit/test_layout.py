@@ -16,7 +16,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("arch", "problem", "decision", "measurement"),
     ("system", "nvml", "libraries"),
     ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
-    ("capture",),
+    ("capture", "ranks"),
     ("jit", "csrc", "jit_flags"),
     ("backends", "policy", "rules"),  # a backend made of others asks the policy which of them
     ("registry",),
