@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from fp4dispatch import dispatch, quarantine, registry, selfcheck, tuned
 from fp4dispatch.backends.base import Backend
@@ -20,65 +18,15 @@ from fp4dispatch.errors import RankError
 from fp4dispatch.policy import TUNED
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.quarantine import CheckResult
+from fp4dispatch.ranks import Group as Group
+from fp4dispatch.ranks import Ranks as Ranks
 
 _log = logging.getLogger("fp4dispatch")
-_T = TypeVar("_T")
-
-Group = Any
-"""A ``torch.distributed.ProcessGroup``, or None for all ranks."""
-
 Decisions = tuple[tuple[int, Decision], ...]
 """The largest M and the Decision of each range of M, as :attr:`fp4dispatch.routes.Bound.decisions`."""
 
 Subject = tuple[str, Op, Scaling, Activation]
 """Backend, op, scaling and activation format of a self-check."""
-
-
-class Ranks:
-    """The ranks that have to agree; without ``torch.distributed``, or with ``alone``, just this one."""
-
-    def __init__(self, group: Group = None, *, alone: bool = False) -> None:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.group = group
-        self.size = torch.distributed.get_world_size(group) if distributed and not alone else 1
-        self.rank = torch.distributed.get_rank(group) if self.size > 1 else 0
-
-    def gather(self, value: _T) -> list[_T]:
-        """Return what every rank has handed in, by rank. A collective call."""
-        if self.size == 1:
-            return [value]
-        everyone: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(everyone, value, self.group)
-        return everyone
-
-    def attempt(self, what: str, work: Callable[[], _T]) -> _T:
-        """Do something on every rank and go on only where all have done it. A collective call.
-
-        Raises
-        ------
-        Exception
-            What ``work`` raised here.
-        RankError
-            If it raised on another rank.
-        """
-        if self.size == 1:
-            return work()
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as raised:  # whatever it is, the others must not wait for this rank
-            error = raised
-        failed = [
-            (rank, text)
-            for rank, text in enumerate(self.gather("" if error is None else f"{type(error).__name__}: {error}"))
-            if text
-        ]
-        if error is not None:
-            raise error
-        if failed:
-            listed = "\n".join(f"  rank {rank}: {text}" for rank, text in failed)
-            raise RankError(f"{what} failed on {len(failed)} of {self.size} ranks, so this one stops too:\n{listed}")
-        return result
 
 
 def settle(ranks: Ranks, decide: Callable[[], Mapping[str, Decisions]]) -> Mapping[str, Decisions]:

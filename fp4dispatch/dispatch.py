@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import FACTS, Alias, kernel_ops
 from fp4dispatch.decision import Decision, Reason
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import (
     OPS,
     Activation,
@@ -45,7 +45,7 @@ _SETTING = {"nvfp4_gemm": "fp4_gemm_backend", "fp8_gemm": "fp8_backend"}
 
 _Request = tuple[str, str, tuple[str, ...]]
 
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 _decided: dict[tuple[Problem, _Request, int | None, str, bool], tuple[System, Decision]] = {}
 _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 _said: set[object] = set()

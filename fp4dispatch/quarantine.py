@@ -11,7 +11,6 @@ import hashlib
 import logging
 import secrets
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from fp4dispatch import libraries, records
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import CacheError, SelfCheckFailed
 from fp4dispatch.jit import cache, manifest
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, Scaling
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
@@ -299,7 +299,7 @@ def key(result: CheckResult) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- store
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _known: dict[str, CheckResult] = {}
 _shut: frozenset[tuple[str, str, str]] = frozenset()
 _warned: set[str] = set()

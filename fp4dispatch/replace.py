@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from fp4dispatch import dispatch, prebuild, routes
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.name_patterns import NamePatterns
 from fp4dispatch.prebuild import Ask
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.quantized_linear import QuantizedLinear
@@ -37,6 +36,7 @@ EXCLUDE = ("lm_head", "*.lm_head")
 _log = logging.getLogger("fp4dispatch")
 
 _PATTERNS = Sequence[str] | str
+_matcher = NamePatterns
 
 
 @dataclass(frozen=True)
@@ -326,17 +326,6 @@ def _picker(
         return next((fmt for matches, fmt in table if matches(name)), None)
 
     return pick
-
-
-def _matcher(patterns: _PATTERNS) -> Callable[[str], bool]:
-    compiled = []
-    for pattern in _listed(patterns):
-        text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
-        try:
-            compiled.append(re.compile(text))
-        except re.error as error:
-            raise InputError(f"{pattern!r} is not a regular expression: {error}") from None
-    return lambda name: any(p.match(name) for p in compiled)
 
 
 def _unfit(linear: nn.Linear, fmt: str, tied: Mapping[int, str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from fp4dispatch import capture, dispatch, policy, prebuild, registry, selfcheck
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import CaptureError, NoBackendError
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, CaptureMode, Op, OutDtype, Problem, Scaling
 
 LARGEST_M = 1 << 15
@@ -338,6 +338,8 @@ def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:
         f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}]), which chooses for a CUDA graph "
         "(capture='full' or 'piecewise')"
     )
+
+
 def _checked(
     decisions: list[tuple[int, Decision]],
     weights: LinearWeights,
@@ -395,7 +397,7 @@ def gpu_of(device: torch.device) -> int | None:
 
 
 _plans: dict[tuple[str, Hashable, tuple[Any, ...], torch.device], Plan] = {}
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:

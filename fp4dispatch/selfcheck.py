@@ -8,7 +8,6 @@ keeps. A backend that failed is a candidate with the reason ``QUARANTINED`` from
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +19,10 @@ from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.errors import InputError
 from fp4dispatch.layercheck import Subject
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.quarantine import CheckResult
+from fp4dispatch.ranks import Ranks
 from fp4dispatch.settings import settings
 from fp4dispatch.system import System
 from fp4dispatch.tilecheck import Finding
@@ -29,7 +30,7 @@ from fp4dispatch.tilecheck import Finding
 __all__ = ["CheckResult", "Subject", "agree", "check", "condemn", "results", "trusted", "trusted_layer"]
 
 _log = logging.getLogger("fp4dispatch")
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 
 _GRAVITY = (
     "never written",
@@ -281,11 +282,12 @@ def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = No
     ------
     InputError
         On every rank, if they do not ask about one subject.
+    RankError
+        If a rank is gone, see :class:`fp4dispatch.ranks.Ranks`.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return result
-    everyone: list[dict[str, object]] = [{} for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather_object(everyone, result.to_dict() | {"status": result.status}, group)
+    everyone = Ranks(group).gather(result.to_dict() | {"status": result.status})
     subjects = {tuple(str(other[name]) for name in ("backend", "op", "scaling", "activation")) for other in everyone}
     if len(subjects) > 1:
         listed = "; ".join(" ".join(subject) for subject in sorted(subjects))

@@ -16,7 +16,6 @@ processes, and in replays of CUDA graphs, which run no host code. After those, a
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,9 +25,10 @@ from torch import Tensor, nn
 from fp4dispatch import capture, dispatch, owners
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.errors import InputError
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.routes import Bound
 
-lock = threading.RLock()
+lock = ForkSafeLock()
 """Held where layouts or stored tensors of a layer are exchanged."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from fp4dispatch import libraries, nvml
 from fp4dispatch.arch import Arch
 from fp4dispatch.errors import InputError
 from fp4dispatch.libraries import Library
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.nvml import Gpu
 
 __all__ = ["Gpu", "Library", "System", "current", "provide", "refresh"]
@@ -194,7 +194,7 @@ def _checked(name: str, version: str | None) -> str | None:
     return version
 
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _detected: nvml.Found | None = None
 _probed: dict[bool, System] = {}
 _latest: tuple[System, System] | None = None  # what was probed, and the same with proofs and quarantine

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from fp4dispatch import quarantine, records
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit import cache
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.measurement import Measurement, name_of
 from fp4dispatch.problem import Problem
 from fp4dispatch.settings import settings
@@ -25,7 +25,7 @@ from fp4dispatch.system import System
 FOLDER = "tuning"
 
 _log = logging.getLogger("fp4dispatch")
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _known: dict[str, Measurement | None] = {}
 _ignored: set[Problem] = set()
 _warned: set[str] = set()

@@ -22,7 +22,6 @@ that cuDNN 9.28 compiled for them hold OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X on s
 
 from __future__ import annotations
 
-import threading
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ from fp4dispatch.backends.quantizers import ToScratch
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import BackendUnsupportedError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling, SfLayout
 from fp4dispatch.system import System
 
@@ -76,7 +76,7 @@ class _Device:
 
     def __init__(self, cudnn: Any) -> None:
         self.handle = cudnn.create_handle()
-        self.lock = threading.Lock()
+        self.lock = ForkSafeLock()
         self.executables: dict[GraphKey, Executable] = {}
 
 
@@ -88,7 +88,7 @@ class CudnnBackend(Backend):
 
     def __init__(self) -> None:
         self._devices: dict[torch.device, _Device] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -30,9 +29,10 @@ from torch import Tensor
 
 from fp4dispatch import capture
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, Fp4DispatchError
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Problem
 
-LOCK = threading.RLock()
+LOCK = ForkSafeLock()
 """Held around every call into FlashInfer that may share state with another."""
 
 _UNTOUCHED = -1232.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from fp4dispatch.backends.operands import arch_of
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.jit import LoadedKernel, cache, manifest
 from fp4dispatch.jit.kernels import CHAIN
+from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.settings import settings
 
 FOLDER = "pdl"
@@ -42,7 +42,7 @@ _DELAYS = (0, 20_000, 200_000)
 """Cycles that the producer spins; 200,000 are about 0.1 ms, longer than any of these launches takes."""
 
 _log = logging.getLogger("fp4dispatch")
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 _known: dict[tuple[str, str, str], PdlVerdict] = {}
 
 

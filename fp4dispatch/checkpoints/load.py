@@ -12,6 +12,7 @@ from torch import nn
 
 from fp4dispatch._tensor_checks import check_content
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.finite import check_finite
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
 from fp4dispatch.checkpoints.quant_config import read_quant_config
 from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
@@ -228,7 +229,9 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
     weights = _owned(fused, target)
     bias = None if old.bias is None or old.bias.is_meta else old.bias.detach().clone()
     if layer.bias and old.bias is not None:
-        bias = torch.cat([checkpoint.tensor(info.name) for info in layer.bias]).to(target, old.bias.dtype)
+        bias = torch.cat([_finite(info, checkpoint.tensor(info.name)) for info in layer.bias]).to(
+            target, old.bias.dtype
+        )
     make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
         module = make.from_weights(weights, bias, name=layer.names[0], **_options(old))
@@ -269,7 +272,7 @@ def _owned(weights: LinearWeights, device: torch.device) -> LinearWeights:
 
 
 def _filled(slot: SlotPlan, checkpoint: Checkpoint, device: torch.device) -> torch.Tensor:
-    parts = [checkpoint.tensor(info.name) for info in slot.sources]
+    parts = [_finite(info, checkpoint.tensor(info.name)) for info in slot.sources]
     target = device if slot.old.is_meta else slot.old.device
     mapped = parts[0] if len(parts) == 1 else torch.cat(parts)
     new = mapped.to(target, slot.old.dtype, copy=True).contiguous()
@@ -279,6 +282,11 @@ def _filled(slot: SlotPlan, checkpoint: Checkpoint, device: torch.device) -> tor
 def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Make a parameter where there was one."""
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _finite(info: TensorInfo, tensor: torch.Tensor) -> torch.Tensor:
+    check_finite(str(info.file), info.name, tensor)
+    return tensor
 
 
 def _check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> None:

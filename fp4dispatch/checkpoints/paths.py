@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import stat
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def weight_files(path: Path) -> tuple[Path, tuple[Path, ...], dict[str, str] | N
         directory = path.parent.resolve()
         return directory, (checked_file(directory, path.name),), None
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory or .safetensors file")
+        old = sorted(path.parent.glob(f"{glob.escape(path.name)}.old-*"))
+        aside = f"; {old[0]} is what an interrupted overwrite moved aside: rename it back" if old else ""
+        raise CheckpointError(f"{path}: no such directory or .safetensors file{aside}")
     directory = path.resolve()
     has_index, has_single = (_there(directory / name) for name in (INDEX_FILE, SINGLE_FILE))
     if has_index and has_single:

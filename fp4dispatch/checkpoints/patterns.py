@@ -1,13 +1,11 @@
-"""Match the module names that configurations use: globs, ``re:`` expressions, and names of fused layers."""
+"""Which modules a configuration's patterns name: globs, ``re:`` expressions, and names of fused layers."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
 
-from fp4dispatch.errors import CheckpointError
+from fp4dispatch.errors import CheckpointError, InputError
+from fp4dispatch.name_patterns import compile_pattern, is_name
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -15,47 +13,43 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """Last component of a fused layer's name -> those of its shards, in row order, as vLLM and SGLang have them."""
 
-MAX_PATTERN = 512
-_NESTED_REPEAT = re.compile(r"[*+}]\)[*+{]|[*+?}]\|[^()]*\)[*+{]|\|[^()]*\)[*+{]")
-_MAX_REPEATS = 6
+MAX_TRIED = 1 << 16
+"""Patterns of one list that are tried on every name."""
 
 
 def matches(pattern: str, name: str, method: str) -> bool:
-    """Return whether a configuration's pattern names a module.
+    """Return whether a configuration's pattern names a module, see :mod:`fp4dispatch.name_patterns`.
 
-    ``re:`` takes a regular expression that must match from the start (compressed-tensors, ``utils/match.py``). Anything
-    else is a glob (ModelOpt) in which ``*`` also crosses dots; without a wildcard it is the exact name. In a Hugging
-    Face fp8 configuration a name also stands for everything below it, and may leave leading components out.
+    In a Hugging Face fp8 configuration a name also stands for everything below it, and may leave leading components
+    out.
 
     Raises
     ------
     CheckpointError
-        A regular expression that is invalid, or whose matching time could explode.
+        A regular expression that is invalid, or that cannot be matched in linear time.
     """
-    if pattern.startswith("re:"):
-        return _compiled(pattern).match(name) is not None
-    if fnmatchcase(name, pattern):
-        return True
+    try:
+        if compile_pattern(pattern)(name):
+            return True
+    except InputError as error:
+        raise CheckpointError(str(error)) from None
     return method == "fp8" and bool(pattern) and f".{pattern}." in f".{name}."
+
+
+def any_matches(patterns: Iterable[str], method: str) -> Callable[[str], bool]:
+    """Return the function from a module's name to whether one of the patterns names it; raises as :func:`matches`.
+
+    Exact names, which may be tens of thousands, are looked up first and not tried one by one.
+    """
+    patterns = tuple(patterns)
+    exact = frozenset(pattern for pattern in patterns if is_name(pattern))
+    tried = patterns if method == "fp8" else tuple(pattern for pattern in patterns if pattern not in exact)
+    if len(tried) > MAX_TRIED:
+        raise CheckpointError(f"{len(tried):,} patterns, expected at most {MAX_TRIED:,}: the configuration is damaged")
+    return lambda name: name in exact or any(matches(pattern, name, method) for pattern in tried)
 
 
 def shard_names(name: str) -> tuple[str, ...]:
     """Return the names of the shards of a fused layer, ``a.qkv_proj`` -> ``a.q_proj ...``; empty for any other."""
     parent, _, last = name.rpartition(".")
     return tuple(f"{parent}.{shard}" if parent else shard for shard in FUSED.get(last, ()))
-
-
-@lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    text = pattern.removeprefix("re:")
-    # The configuration may be hostile, and `re` backtracks without a limit: (a+)+ takes forever on a 40-letter name.
-    repeats = len(re.findall(r"[*+]|\{\d*,\d*\}", text))
-    if len(text) > MAX_PATTERN or _NESTED_REPEAT.search(text) or repeats > _MAX_REPEATS:
-        raise CheckpointError(
-            f"pattern {pattern[:120]!r} is refused, matching it could take forever: expected at most {MAX_PATTERN} "
-            f"characters, {_MAX_REPEATS} repeats, and no repeat of a group that repeats or branches"
-        )
-    try:
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"pattern {pattern[:120]!r} is not a regular expression: {error}") from None

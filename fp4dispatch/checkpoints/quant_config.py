@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from fp4dispatch.checkpoints.patterns import matches
+from fp4dispatch.checkpoints.patterns import any_matches, matches
 from fp4dispatch.checkpoints.reader import Checkpoint
 from fp4dispatch.errors import CheckpointError
 
@@ -51,7 +53,11 @@ class QuantConfig:
 
     def excludes(self, name: str) -> bool:
         """Whether an ``ignore`` pattern names the module (or, for Hugging Face, a module that contains it)."""
-        return any(matches(pattern, name, self.method) for pattern in self.ignore)
+        return self._ignored(name)
+
+    @cached_property
+    def _ignored(self) -> Callable[[str], bool]:
+        return any_matches(self.ignore, self.method)
 
     def schemes_for(self, name: str) -> tuple[str, ...]:
         """Return the schemes that the module of this name may have; empty where it is not to be quantised."""

@@ -12,6 +12,7 @@ import torch
 
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.companions import copy_companions, write_configs
+from fp4dispatch.checkpoints.finite import check_finite
 from fp4dispatch.checkpoints.patterns import matches
 from fp4dispatch.checkpoints.publish import atomic_directory
 from fp4dispatch.checkpoints.quant_config import CONFIG_FILE, read_quant_config
@@ -116,7 +117,7 @@ def quantize_checkpoint(
     Raises
     ------
     CheckpointError
-        A source that is broken, already quantised, or holds NaN or Inf in a weight; nothing to quantise; an output
+        A source that is broken, already quantised, or holds NaN or Inf; nothing to quantise; an output
         that exists or cannot be written.
     """
     source, out = Path(source), Path(out)
@@ -249,10 +250,12 @@ def _stream(
         parent = name.removesuffix(".weight")
         if name.endswith(".weight") and parent in layers:
             weights = _quantize(checkpoint.tensor(name), scheme.scaling, info)
-            for suffix, tensor in from_linear(scheme, weights).items():
-                yield f"{parent}.{suffix}", tensor
+            for suffix, part in from_linear(scheme, weights).items():
+                yield f"{parent}.{suffix}", part
         else:
-            yield name, checkpoint.tensor(name)
+            tensor = checkpoint.tensor(name)
+            check_finite(str(info.file), name, tensor)
+            yield name, tensor
         done += info.nbytes
         if progress is not None:
             progress(name, done, checkpoint.nbytes)

@@ -14,6 +14,7 @@ from torch import nn
 
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.companions import copy_companions, write_configs
+from fp4dispatch.checkpoints.finite import check_finite
 from fp4dispatch.checkpoints.patterns import shard_names
 from fp4dispatch.checkpoints.publish import atomic_directory
 from fp4dispatch.checkpoints.quant_config import CONFIG_FILE
@@ -103,7 +104,8 @@ def save_quantized(
     Raises
     ------
     CheckpointError
-        Layers that the format cannot store, tensors on the meta device, an existing ``out_dir``, or a failed write.
+        Layers that the format cannot store, tensors on the meta device or with NaN or Inf in them, an existing
+        ``out_dir``, or a failed write.
     """
     layers = list(_layers(model, format))
     if not layers:
@@ -120,8 +122,13 @@ def save_quantized(
 
     def produce() -> Iterator[tuple[str, torch.Tensor]]:
         for layer in layers:
-            yield from layer.tensors()
-        yield from others.items()
+            for name, tensor in layer.tensors():
+                if name == f"{layer.name}.bias":
+                    check_finite("the model", name, tensor)
+                yield name, tensor
+        for name, tensor in others.items():
+            check_finite("the model", name, tensor)
+            yield name, tensor
 
     with atomic_directory(Path(out_dir), overwrite=overwrite) as directory:
         if source_dir is not None:

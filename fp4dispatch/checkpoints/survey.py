@@ -44,6 +44,23 @@ class Survey:
     in_memory: Mapping[str, str] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can carry."""
+        return {
+            "linears": list(self.linears),
+            "left": dict(self.left),
+            "outside": sorted(self.outside),
+            "others": dict(self.others),
+            "in_memory": dict(self.in_memory),
+            "harmless": sorted(self.harmless),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Survey:
+        """Read :meth:`to_dict` back."""
+        sets = {name: frozenset(data[name]) for name in ("outside", "harmless")}
+        return cls(**{**data, **sets, "linears": tuple(data["linears"])})
+
 
 def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
     """Match a model (it may be on the meta device) with a checkpoint's names, by transformers' own rules."""

@@ -7,7 +7,7 @@ A subcommand is a module of this package, named like the command, with two funct
 
 and one line in ``HELP``. Only the module of the command that was asked for is imported, so that ``doctor`` and ``env``
 work on a machine where torch does not. Wrong usage exits with 2 (argparse); an error of this package prints its text
-and exits with 1.
+and exits with 1, and so does a standard output that cannot be written, whatever the command has done.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fp4dispatch.cli import output
 from fp4dispatch.errors import Fp4DispatchError
 
 if TYPE_CHECKING:
@@ -53,6 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         From argparse: 0 after ``--help`` or ``--version``, 2 after wrong usage.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with output.checked():
+            return _run(words)
+    except output.OutputLost as lost:
+        if not isinstance(lost.__cause__, BrokenPipeError):  # `fp4dispatch env | head`: that is what head is for
+            with output.checked():
+                print(f"fp4dispatch: standard output cannot be written: {lost}", file=sys.stderr)
+        return FAILED
+
+
+def _run(words: list[str]) -> int:
     if not words:
         _parser(None).print_help()
         return OK
@@ -60,15 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser(command).parse_args(words)
         code = importlib.import_module(f"{__name__}.{args.command}").run(args)
-        sys.stdout.flush()
     except Fp4DispatchError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
     except ImportError as error:
         print(f"{error}\n  run `fp4dispatch doctor` to see what is missing or broken", file=sys.stderr)
-        return FAILED
-    except BrokenPipeError:  # `fp4dispatch env | head`: nobody is left to read
-        sys.stdout = None  # keeps the interpreter from flushing it again at exit
         return FAILED
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells do

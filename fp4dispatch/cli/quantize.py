@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_checkpoint, quantize_checkpoint
+from torch import nn
+
+from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_checkpoint, quantize_checkpoint, skeleton
 from fp4dispatch.checkpoints.patterns import matches
 from fp4dispatch.checkpoints.survey import Survey, survey
 from fp4dispatch.cli import HELP, OK
@@ -148,27 +150,17 @@ def _survey_by_transformers(checkpoint: Checkpoint) -> Survey:
     transposed, so that a guess would quantise them along the wrong axis.
     """
     advice = "name the linear layers yourself, e.g. --include '*.q_proj' --include '*.mlp.*'"
-    architectures = (checkpoint.config("config.json") or {}).get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise CheckpointError(f"{checkpoint.path}/config.json: no architecture named in it: {advice}")
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise CheckpointError(
-            f"the model's layers are found with transformers, which is missing ({error}): {advice}"
-        ) from None
-    architecture = getattr(transformers, architectures[0], None)
-    if architecture is None:
-        raise CheckpointError(f"transformers {transformers.__version__} does not know {architectures[0]}: {advice}")
-    config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model: Any = architecture(config)
-    known = survey(model, checkpoint)
+
+    def look(model: nn.Module) -> dict[str, Any]:
+        return survey(model, checkpoint).to_dict() | {"class": type(model).__name__}
+
+    found = skeleton.examine(checkpoint, look, advice=advice)
+    architecture = found.pop("class")
+    known = Survey.from_dict(found)
     if not known.others and not any(f"{name}.weight" in checkpoint for name in known.linears):
         raise CheckpointError(
-            f"{checkpoint.path}: none of the {len(known.linears)} linear layers of {architectures[0]} is in it under a "
-            f"name that transformers {transformers.__version__} knows (e.g. {list(known.linears[:1])}): {advice}"
+            f"{checkpoint.path}: none of the {len(known.linears)} linear layers of {architecture} is in it under a "
+            f"name that transformers knows (e.g. {list(known.linears[:1])}): {advice}"
         )
     return known
 

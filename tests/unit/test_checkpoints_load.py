@@ -452,9 +452,7 @@ def test_mixed_precision_of_modelopt(tmp_path):
         ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": None}}}, "'weights'"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\] is not supported"),
         ({**CONFIGS["nvfp4-pack-quantized"], "ignore": ["re:("]}, "is not a regular expression"),
-        ({**CONFIGS["nvfp4-pack-quantized"], "ignore": ["re:(a+)+$"]}, "take forever"),
-        ({**CONFIGS["nvfp4-pack-quantized"], "ignore": ["re:(a|a)*$"]}, "take forever"),
-        ({**CONFIGS["nvfp4-pack-quantized"], "ignore": ["re:" + ".*a" * 40]}, "take forever"),
+        ({**CONFIGS["nvfp4-pack-quantized"], "ignore": [r"re:(a)\1"]}, "no backreferences"),
     ],
 )  # fmt: skip
 def test_configurations_that_are_not_supported_are_refused(tmp_path, config, expected):

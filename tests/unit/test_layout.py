@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2] / "fp4dispatch"
 
 # A module imports from its own row and the rows above it, never from below. A new file goes into its row here.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "settings", "progress", "installing"),
+    ("errors", "settings", "progress", "installing", "name_patterns", "locks"),
     ("arch", "problem", "decision", "measurement"),
     ("system", "nvml", "libraries"),
     ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
-    ("capture",),
+    ("capture", "ranks"),
     ("jit", "csrc", "jit_flags"),
     ("records",),
     ("backends", "policy", "rules"),  # a backend made of others asks the policy which of them

@@ -1,0 +1,41 @@
+"""Tensors that are carried over as they are hold numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from fp4dispatch.errors import CheckpointError
+
+_CHUNK = 1 << 22
+"""Elements looked at together, so that a large embedding takes no second one's memory."""
+
+
+def check_finite(where: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor with NaN or Inf in it. Reads all of it.
+
+    Masks are stored with ``-Inf`` where nothing is to be seen, so tensors whose name ends in neither ``weight`` nor
+    ``bias`` may hold that.
+
+    Parameters
+    ----------
+    where, name
+        File or model, and the tensor's name, for the error.
+    tensor
+        Any shape, dtype and device; integers pass, and so does a tensor on the meta device.
+
+    Raises
+    ------
+    CheckpointError
+        NaN, Inf, or -Inf in a weight or bias.
+    """
+    if not tensor.is_floating_point() or tensor.is_meta:
+        return
+    parameter = name.endswith(("weight", "bias"))
+    for part in tensor.detach().reshape(-1).split(_CHUNK):
+        values = part.float() if part.element_size() == 1 else part
+        good = bool(torch.isfinite(values).all()) if parameter else bool((values < torch.inf).all())
+        if not good:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} holds NaN or Inf, expected finite values: the checkpoint is damaged, or the "
+                "training that wrote it diverged"
+            )

@@ -1,0 +1,247 @@
+"""Values shared among the ranks of a job, so that one that is gone, stuck or of another version is named.
+
+A collective of gloo or NCCL that misses a rank waits for half an hour, raises a text that names nobody, or ends the
+process. So values go through the store of ``torch.distributed``, which every rank reads by itself. Each rank shows in
+it every few seconds that it lives. The ranks of one job trust each other, as they do in ``torch.distributed``.
+
+A conversation begins with the first value that is shared: the first rank of the group opens it under a number of its
+own, and all say which version they run. So ranks that once missed each other meet again in the next one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pickle
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from fp4dispatch.errors import RankError
+
+PROTOCOL = 1
+"""Changes with what ranks tell each other."""
+
+DEAD_AFTER = 120.0
+"""Seconds without a sign of life after which a rank counts as dead."""
+
+LATE_AFTER = 1800.0
+"""Seconds that a rank may come later than this one: it may still load its weights, or compile."""
+
+BEAT_EVERY = 5.0
+TELL_AFTER = 60.0
+
+_log = logging.getLogger("fp4dispatch")
+_T = TypeVar("_T")
+
+Group = Any
+"""A ``torch.distributed.ProcessGroup``, or None for all ranks."""
+
+
+class Ranks:
+    """The ranks that have to agree; without ``torch.distributed``, or with ``alone``, just this one."""
+
+    def __init__(self, group: Group = None, *, alone: bool = False) -> None:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.group = group
+        self.size = torch.distributed.get_world_size(group) if distributed and not alone else 1
+        self.rank = torch.distributed.get_rank(group) if self.size > 1 else 0
+        self._conversation: _Conversation | None = None
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return what every rank has handed in, by rank. A collective call.
+
+        Raises
+        ------
+        RankError
+            A rank is gone: it shows no sign of life any more for ``DEAD_AFTER`` seconds, or has left. It does not come
+            within ``LATE_AFTER`` seconds. Or it runs another version of this package.
+        """
+        if self.size == 1:
+            return [value]
+        if self._conversation is None:
+            self._conversation = _Conversation(self.group, self.rank, self.size)
+            weakref.finalize(self, self._conversation.leave, "it has gone on without the others")
+            _shake_hands(self._conversation)
+        return [pickle.loads(raw) for raw in self._conversation.share(pickle.dumps(value))]
+
+    def attempt(self, what: str, work: Callable[[], _T]) -> _T:
+        """Do something on every rank and go on only where all have done it. A collective call.
+
+        Raises
+        ------
+        Exception
+            What ``work`` raised here.
+        RankError
+            If it raised on another rank, or as :meth:`gather`.
+        """
+        if self.size == 1:
+            return work()
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as raised:  # whatever it is, the others must not wait for this rank
+            error = raised
+        failed = [
+            (rank, text)
+            for rank, text in enumerate(self.gather("" if error is None else f"{type(error).__name__}: {error}"))
+            if text
+        ]
+        if error is not None:
+            raise error
+        if failed:
+            listed = "\n".join(f"  rank {rank}: {text}" for rank, text in failed)
+            raise RankError(f"{what} failed on {len(failed)} of {self.size} ranks, so this one stops too:\n{listed}")
+        return result
+
+
+class _Conversation:
+    """Values shared step by step, under keys of its own in the store."""
+
+    _joined: set[str] = set()  # noqa: RUF012 - of the process: an old one is never entered again
+
+    def __init__(self, group: Group, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._step = 0
+        self._over = threading.Event()
+        self._store = _store()
+        members = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
+        self._room = f"fp4dispatch/{hashlib.sha256(members.encode()).hexdigest()[:16]}"
+        self._prefix = self._open() if rank == 0 else self._join()
+        self._joined.add(self._prefix)
+        threading.Thread(target=self._beat, name="fp4dispatch-beat", daemon=True).start()
+
+    def share(self, mine: bytes) -> list[bytes]:
+        """Return the values of all ranks, when they are there."""
+        self._step += 1
+        try:
+            self._set(f"{self._step}/{self.rank}", mine)
+            keys = [f"{self._prefix}/{self._step}/{rank}" for rank in range(self.size)]
+            self._wait(keys)
+            values = [bytes(self._store.get(key)) for key in keys]
+            if self._step > 1:  # all have come to this step, so all have read the last one
+                self._store.delete_key(f"{self._prefix}/{self._step - 1}/{self.rank}")
+        except RuntimeError as error:  # torch's DistError and DistNetworkError among them
+            if not isinstance(error, RankError):
+                self._lost(error)
+            self.leave(f"it has stopped: {error}")
+            raise
+        return values
+
+    def leave(self, why: str) -> None:
+        """Tell the others not to wait for this rank any more."""
+        if not self._over.is_set():
+            self._over.set()
+            try:
+                self._set(f"left/{self.rank}", why.encode())
+            except Exception as error:  # at the end of a process the store may be gone already
+                _log.debug("leaving: %s", error)
+
+    def _open(self) -> str:
+        prefix = f"{self._room}/{uuid.uuid4().hex}"
+        try:
+            self._store.set(f"{self._room}/current", prefix)
+        except RuntimeError as error:
+            self._lost(error)
+        return prefix
+
+    def _join(self) -> str:
+        """Enter the conversation that the first rank has opened last, and has not left."""
+        deadline = time.monotonic() + LATE_AFTER
+        current = f"{self._room}/current"
+        while time.monotonic() < deadline:
+            try:
+                if self._store.check([current]):
+                    prefix = bytes(self._store.get(current)).decode()
+                    if prefix not in self._joined and not self._store.check([f"{prefix}/left/0"]):
+                        return prefix
+            except RuntimeError as error:
+                self._lost(error)
+            time.sleep(min(0.02, BEAT_EVERY))
+        raise RankError(f"rank 0 has not begun within {LATE_AFTER:.0f} s: it hangs, or never called this")
+
+    def _wait(self, keys: list[str]) -> None:
+        start = time.monotonic()
+        missing = dict.fromkeys(range(self.size), (b"", start))  # the last sign of life, and when it came
+        told, pause = False, 0.001
+        while True:
+            missing = {rank: seen for rank, seen in missing.items() if not self._store.check([keys[rank]])}
+            if not missing:
+                return
+            now = time.monotonic()
+            for rank, (beat, since) in missing.items():
+                missing[rank] = self._look_at(rank, keys[rank], (beat, since), now)
+            listed = ", ".join(map(str, missing))
+            if now - start > LATE_AFTER:
+                raise RankError(
+                    f"rank {listed} has not come within {LATE_AFTER:.0f} s: it hangs elsewhere, has ended before it "
+                    "began, or never calls this"
+                )
+            if now - start > TELL_AFTER and not told:
+                told = True
+                _log.warning("waiting for rank %s, which works on", listed)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _look_at(self, rank: int, key: str, seen: tuple[bytes, float], now: float) -> tuple[bytes, float]:
+        """Return a missing rank's last sign of life and when it came; raise if it is gone."""
+        left, alive = f"{self._prefix}/left/{rank}", f"{self._prefix}/beat/{rank}"
+        if self._store.check([left]) and not self._store.check([key]):  # it may have come and gone just now
+            raise RankError(f"rank {rank} is gone: {bytes(self._store.get(left)).decode(errors='replace')}")
+        new = bytes(self._store.get(alive)) if self._store.check([alive]) else b""
+        beat, since = seen
+        if new != beat:
+            return new, now
+        if beat and now - since > DEAD_AFTER:
+            raise RankError(
+                f"rank {rank} has shown no sign of life for {DEAD_AFTER:.0f} s: its process has ended, or hangs"
+            )
+        return seen
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._over.is_set():
+            try:
+                self._set(f"beat/{self.rank}", str(count).encode())
+            except Exception as error:  # the one that waits will say so
+                _log.debug("no sign of life could be given: %s", error)
+                return
+            count += 1
+            self._over.wait(BEAT_EVERY)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def _lost(self, error: Exception) -> NoReturn:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RankError(
+            f"the store of the ranks cannot be reached: rank 0, whose process holds it, or the launcher has ended "
+            f"({first[:200]})"
+        ) from error
+
+
+def _store() -> Any:
+    """Return the store that the ranks met in."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if store is None:
+        raise RankError("torch.distributed has no store here (MPI): pass agree=False, or start with another backend")
+    return store
+
+
+def _shake_hands(conversation: _Conversation) -> None:
+    """Refuse to go on with a rank that runs another version: what it means by a value is not known."""
+    from fp4dispatch import __version__
+
+    mine = {"protocol": PROTOCOL, "version": __version__}
+    everyone = [raw.decode(errors="replace") for raw in conversation.share(json.dumps(mine).encode())]
+    if len(set(everyone)) > 1:
+        listed = "\n".join(f"  rank {rank}: {text[:200]}" for rank, text in enumerate(everyone))
+        text = f"the ranks run different versions of fp4dispatch, expected one: install the same everywhere\n{listed}"
+        conversation.leave(text)
+        raise RankError(text)
