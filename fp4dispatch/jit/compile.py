@@ -29,8 +29,11 @@ from fp4dispatch.progress import Progress
 from fp4dispatch.settings import settings
 
 _DEPFILE = "kernel.d"
-# Options that would change a build without being part of its cache key.
-_HIDDEN_OPTIONS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NINJA_STATUS")
+# All that a build sees of the environment: where programs are, and the libraries that these need to start. nvcc takes
+# options from many other names (INCLUDES, PTXAS_FLAGS, NVCC_APPEND_FLAGS, every name in its nvcc.profile), g++ from
+# more (CPATH, GCC_EXEC_PREFIX); they would change a build without being part of its cache key.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
+_END = 10.0  # seconds that compilers get to end before they are killed one by one
 _ERROR_LINE = re.compile(r"error|fatal|killed|undefined reference|no space left", re.IGNORECASE)
 _FIRST_ERRORS = 5
 
@@ -60,6 +63,7 @@ class Job:
         includes = [OWN, *(f"inc/{name}" for name in toolchain.includes)]
         values = {
             "nvcc": [str(toolchain.nvcc)],
+            "host": spell("host", str(toolchain.host)),
             "includes": [word for path in includes for word in spell("include", path)],
             "depfile": spell("depfile", f"{folder}/{_DEPFILE}"),
             "output": spell("output", f"{folder}/{LIBRARY}"),
@@ -196,28 +200,44 @@ def _ninja_file(count: int) -> str:
 
 
 def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
-    environment = {key: value for key, value in settings.environment().items() if key not in _HIDDEN_OPTIONS}
+    environment = {key: value for key, value in settings.environment().items() if key in _ENVIRONMENT}
     environment |= {"TMPDIR": "tmp", "LC_ALL": "C"}
     number = len(json.loads((build / "commands.json").read_text())) - 1
     with (build / "ninja.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "run_job.py", str(number)],
-            cwd=build,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "run_job.py", str(number), str(os.getpid())],
+                cwd=build,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CompileError(f"the build cannot be started: {error}") from error
         try:
             while process.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=0.2)
                 tick()
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
             raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a build and wait until all of its compilers are gone, so that nothing writes into a folder that is removed.
+
+    ninja passes SIGTERM on to the process group of each compiler and waits for it; killed itself, it leaves that to
+    ``run_job.py``, which notices.
+    """
+    for number, patience in ((signal.SIGTERM, _END), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+            return
 
 
 def _seconds(build: Path) -> dict[str, float]:

@@ -1,0 +1,93 @@
+"""Never worse than without a cache: what happens where the cache folder cannot be used.
+
+Everything that is kept on disk (kernels, verdicts, tuned times, logs, locks) only saves work. So whatever is wrong with
+it, at whatever moment, a model goes on: the fault is one warning, reading finds nothing, and kernels are built in a
+folder of this process that is removed at its end. Commands that were asked about the cache (``fp4dispatch build``,
+``cache``, ``verify``) say the fault instead; so does a line of ``doctor``.
+
+This is the only place that decides so: stores raise CacheError, callers hold them in :func:`optional`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fp4dispatch.errors import CacheError
+from fp4dispatch.jit import private
+
+UNREADABLE = (CacheError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a file of a store can raise, whatever is in it: deep JSON is a RecursionError."""
+
+_log = logging.getLogger("fp4dispatch")
+_lock = threading.RLock()
+_said: set[str] = set()
+_temporary: Path | None = None
+
+
+@contextmanager
+def optional(what: str) -> Iterator[None]:
+    """Leave the body at a fault of a store, with one warning a process for each fault; ``what`` then is not there."""
+    try:
+        yield
+    except (CacheError, OSError, RecursionError) as error:
+        warn(f"going on without {what}: {error}")
+
+
+def warn(text: str) -> None:
+    """Warn of something once a process."""
+    with _lock:
+        if text in _said:
+            return
+        _said.add(text)
+    _log.warning("%s", text)
+
+
+def forget() -> None:
+    """Warn again of what was said."""
+    with _lock:
+        _said.clear()
+
+
+def temporary() -> Path:
+    """Return the folder that takes the place of the cache in this process; made at the first call, private.
+
+    A child of a fork goes on with its parent's for as long as that is there.
+
+    Raises
+    ------
+    CacheError
+        Where there is no place for temporary files either.
+    """
+    global _temporary
+    with _lock:
+        if _temporary is None or not _temporary.is_dir():
+            try:
+                made = Path(tempfile.mkdtemp(prefix="fp4dispatch-")).resolve()
+            except OSError as error:
+                raise CacheError(
+                    f"no folder for temporary files can be made ({error.strerror or error})\n"
+                    f"  fix: set TMPDIR to a folder with some space, {private.ELSEWHERE}"
+                ) from error
+            atexit.register(_remove, made, os.getpid())
+            _temporary = made
+    with private.explained(_temporary):
+        private.check_place(_temporary)
+    return _temporary
+
+
+def made() -> Path | None:
+    """Return the folder of :func:`temporary` if this process has one."""
+    return _temporary
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
