@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -33,7 +34,7 @@ _DEPFILE = "kernel.d"
 # options from many other names (INCLUDES, PTXAS_FLAGS, NVCC_APPEND_FLAGS, every name in its nvcc.profile), g++ from
 # more (CPATH, GCC_EXEC_PREFIX); they would change a build without being part of its cache key.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
-_END = 10.0  # seconds that compilers get to end before they are killed one by one
+_END = 10.0  # seconds that killed compilers get to be gone
 _ERROR_LINE = re.compile(r"error|fatal|killed|undefined reference|no space left", re.IGNORECASE)
 _FIRST_ERRORS = 5
 
@@ -203,8 +204,10 @@ def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
     environment = {key: value for key, value in settings.environment().items() if key in _ENVIRONMENT}
     environment |= {"TMPDIR": "tmp", "LC_ALL": "C"}
     number = len(json.loads((build / "commands.json").read_text())) - 1
-    with (build / "ninja.log").open("wb") as log:
-        try:
+    # Every process of the build holds the writing end, so the reading end tells when the last one is gone.
+    gone, alive = os.pipe()
+    try:
+        with (build / "ninja.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "run_job.py", str(number), str(os.getpid())],
                 cwd=build,
@@ -213,31 +216,35 @@ def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=(alive,),
             )
-        except OSError as error:
-            raise CompileError(f"the build cannot be started: {error}") from error
-        try:
-            while process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.2)
-                tick()
-        except BaseException:
-            _end(process)
-            raise
+        os.close(alive)
+        alive = -1
+        _wait(process, gone, tick)
+    except OSError as error:
+        raise CompileError(f"the build cannot be run: {error}") from error
+    finally:
+        os.close(gone)
+        if alive >= 0:
+            os.close(alive)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a build and wait until all of its compilers are gone, so that nothing writes into a folder that is removed.
+def _wait(process: subprocess.Popen[bytes], gone: int, tick: Callable[[], None]) -> None:
+    """Wait for ninja. Whatever ends that wait early ends every compiler first, which may still write into the folder.
 
-    ninja passes SIGTERM on to the process group of each compiler and waits for it; killed itself, it leaves that to
-    ``run_job.py``, which notices.
+    With ninja killed, ``run_job.py`` kills the process group of each compiler.
     """
-    for number, patience in ((signal.SIGTERM, _END), (signal.SIGKILL, None)):
+    try:
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+            tick()
+    except BaseException:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=patience)
-            return
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        select.select([gone], [], [], _END)
+        raise
 
 
 def _seconds(build: Path) -> dict[str, float]:

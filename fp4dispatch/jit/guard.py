@@ -50,10 +50,12 @@ def warn(text: str) -> None:
     _log.warning("%s", text)
 
 
-def forget() -> None:
-    """Warn again of what was said."""
+def reset() -> None:
+    """Forget what was said and made; the folder is still removed at the end."""
+    global _temporary
     with _lock:
         _said.clear()
+        _temporary = None
 
 
 def temporary() -> Path:
