@@ -28,6 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--max-age", type=_age, metavar="TIME", help="prune: not used for longer, such as 12h or 30d")
     parser.add_argument("--max-size", type=_size, metavar="SIZE", help="prune: all together, such as 500MB or 2GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(wrong_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

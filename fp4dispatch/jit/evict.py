@@ -22,8 +22,20 @@ from pathlib import Path
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit import private
-from fp4dispatch.jit.cache import BUILDING, KERNELS, LIBRARY, LOCKS, LOG, LOGS, MANIFEST, MARKER, PROOF, SIGNATURE
-from fp4dispatch.jit.cache import Cache, sweep
+from fp4dispatch.jit.cache import (
+    BUILDING,
+    KERNELS,
+    LIBRARY,
+    LOCKS,
+    LOG,
+    LOGS,
+    MANIFEST,
+    MARKER,
+    PROOF,
+    SIGNATURE,
+    Cache,
+    sweep,
+)
 
 _KERNEL = r"[a-z0-9][a-z0-9_]*"
 _SLOT = _KERNEL + r"-\d{2,3}[af]?"

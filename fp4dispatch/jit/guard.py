@@ -14,12 +14,14 @@ import atexit
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fp4dispatch import capture
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit import private
 
@@ -38,15 +40,23 @@ def optional(what: str) -> Iterator[None]:
     try:
         yield
     except (CacheError, OSError, RecursionError) as error:
-        warn(f"going on without {what}: {error}")
+        fault(what, error)
 
 
-def warn(text: str) -> None:
-    """Warn of something once a process."""
+def fault(what: str, error: BaseException) -> None:
+    """Warn of a fault once a process: what the file system refuses in one place, it refuses in all of a cache."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    number = cause.errno if isinstance(cause, OSError) else None
+    key = str(error) if number is None else os.strerror(number)
+    warn(f"going on without {what}: {error or type(error).__name__}", key)
+
+
+def warn(text: str, key: str | None = None) -> None:
+    """Warn of something once a process; during a capture nothing is said, so that it is said when it comes up again."""
     with _lock:
-        if text in _said:
+        if (key or text) in _said or capture.is_capturing():
             return
-        _said.add(text)
+        _said.add(key or text)
     _log.warning("%s", text)
 
 
@@ -88,6 +98,39 @@ def temporary() -> Path:
 def made() -> Path | None:
     """Return the folder of :func:`temporary` if this process has one."""
     return _temporary
+
+
+def faults(folder: Path, stores: Iterable[str]) -> list[str]:
+    """Return why a cache folder, or something in its stores (folders of these names), is not used; for ``doctor``."""
+    found: list[str] = []
+
+    def look(path: Path) -> None:
+        try:
+            with private.explained(path):
+                if not stat.S_ISDIR(path.lstat().st_mode):
+                    os.close(private.opened(path))
+                    return
+                private.check(path)
+                inside = sorted(path.iterdir())
+        except CacheError as error:
+            found.append(str(error))
+        else:
+            for one in inside:
+                look(one)
+
+    try:
+        with private.explained(folder):
+            private.check_above(folder)
+            if not os.path.lexists(folder):
+                return []
+            private.check_place(folder)
+            there = [row.name for row in os.scandir(folder)]
+    except CacheError as error:
+        return [str(error)]
+    for name in stores:
+        if name in there:
+            look(folder / name)
+    return found
 
 
 def _remove(folder: Path, owner: int) -> None:

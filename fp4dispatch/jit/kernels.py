@@ -123,10 +123,13 @@ def _load(catalog: Catalog, kernel: str, variant: str, arch: Arch) -> LoadedKern
     built = next((found for target in targets if (found := find(kernel, variant, target, catalog=catalog))), None)
     if built is None:
         built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog)
+    loaded = None
     with guard.optional(str(built.entry.library)):
-        return LoadedKernel(module(built.entry), built, built.pdl_allowed)
-    built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog, cache=Cache(guard.temporary()))
-    return LoadedKernel(module(built.entry), built, built.pdl_allowed)
+        loaded = module(built.entry)
+    if loaded is None:
+        built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog, cache=Cache(guard.temporary()))
+        loaded = module(built.entry)
+    return LoadedKernel(loaded, built, built.pdl_allowed)
 
 
 def build_all(

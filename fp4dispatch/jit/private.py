@@ -122,7 +122,7 @@ def opened(path: Path, *, trusted: bool = False) -> int:
 
 
 def read(path: Path, *, trusted: bool = False, largest: int = _LARGEST) -> bytes:
-    """Return the content of a file that :func:`opened` accepts; CacheError where it is larger than ``largest`` bytes."""
+    """Return the content of a file that :func:`opened` accepts; CacheError for one of more than ``largest`` bytes."""
     with os.fdopen(opened(path, trusted=trusted), "rb") as file:
         data = file.read(largest + 1)
     if len(data) > largest:
@@ -155,9 +155,7 @@ def _judge_above(folder: Path, status: os.stat_result, owners: tuple[int, ...], 
 
 
 def _of_another(path: Path, owner: int, consequence: str, fix: str) -> CacheError:
-    return CacheError(
-        f"{path} belongs to user {owner}, not to you (user {os.geteuid()}): {consequence}\n  fix: {fix}"
-    )
+    return CacheError(f"{path} belongs to user {owner}, not to you (user {os.geteuid()}): {consequence}\n  fix: {fix}")
 
 
 def _link(path: Path) -> CacheError:

@@ -1,8 +1,8 @@
 """Runs one command of a build folder; started by path, never imported, standard library only.
 
 ninja hands its commands to a shell. So that no compiler argument meets one, ninja's command is this script and a
-number, and the arguments stand in a JSON file. ``python run_job.py N [PARENT]`` runs command N of ``commands.json``; its
-output goes to the file named there. ``PARENT`` is the process that started it, for jobs the ninja of this folder.
+number, and the arguments stand in a JSON file. ``python run_job.py N [PARENT]`` runs command N of ``commands.json``;
+its output goes to the file named there. ``PARENT`` is the process that started it, for jobs the ninja of this folder.
 
 A build that is killed must not leave a compiler running for minutes, and nvcc starts others (``cicc``, ``ptxas``) that
 outlive it. So this process stays, as the head of the compiler's process group, and kills the whole group when it is
@@ -47,11 +47,11 @@ def main(number: int, parent: int | None) -> None:
         try:
             os.execv(command["argv"][0], command["argv"])
         except OSError as error:
-            print(f"error: {command['argv'][0]} cannot be run: {error}", file=sys.stderr, flush=True)
+            os.write(2, f"error: {command['argv'][0]} cannot be run: {error}\n".encode())
             os._exit(127)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        print(f"error: the compiler was killed by signal {os.WTERMSIG(status)}", file=sys.stderr, flush=True)
+        os.write(2, f"error: the compiler was killed by signal {os.WTERMSIG(status)}\n".encode())
         _kill_group(signal.SIGKILL, None)
     sys.exit(os.WEXITSTATUS(status))
 
