@@ -66,13 +66,14 @@ def clear(cache: Cache) -> int:
     if not _marked(cache):
         return 0
     with private.explained(cache.root):
-        freed = sum(_drop(folder) for folder in _entries(cache.root))
+        freed = sum(_drop(folder) for folder in list(_entries(cache.root)))
         freed += sweep(cache.root / BUILDING) if (cache.root / BUILDING).is_dir() else 0
         freed += sum(_unlink(path) for path in _files(cache.root / LOGS, _LOG_NAME) if _is_log(path))
         freed += sum(_unlink(path) for path in _files(cache.root / LOCKS, _LOCK_NAME))
-        for name in (BUILDING, LOGS, LOCKS, KERNELS):
-            with suppress(OSError):  # it holds something that is not ours
-                (cache.root / name).rmdir()
+        slots = [*(cache.root / KERNELS).glob("*/*"), *(cache.root / KERNELS).glob("*")]
+        for folder in (*slots, *(cache.root / name for name in (BUILDING, LOGS, LOCKS, KERNELS))):
+            with suppress(OSError):  # it holds something that is not ours, or is no folder
+                folder.rmdir()
     return freed
 
 
@@ -196,18 +197,14 @@ def _evict(cache: Cache, folder: Path) -> bool:
     with suppress(FileNotFoundError):  # another process removed it
         folder.rename(away)
         _drop(away)
-        with suppress(OSError):
-            folder.parent.rmdir()
-            folder.parent.parent.rmdir()
     return True
 
 
 def _drop(folder: Path) -> int:
-    """Remove the files of an entry that are named as ours are, and the folders that are empty then."""
+    """Remove the files of an entry that are named as ours are, and the folder if it is empty then."""
     freed = sum(_unlink(path) for path in folder.iterdir() if _OURS.fullmatch(path.name) and not path.is_dir())
     with suppress(OSError):
-        for parent in (folder, folder.parent, folder.parent.parent):
-            parent.rmdir()
+        folder.rmdir()
     return freed
 
 

@@ -53,7 +53,7 @@ def check_above(path: Path) -> None:
     """
     owners = _owners_above()
     done, todo, links = Path("/"), list(path.parent.parts[:0:-1]), 0
-    _judge_above(done, done.lstat(), owners, path)
+    _judge_above(done, done.lstat(), owners)
     while todo:
         name = todo.pop()
         step = done.parent if name == ".." else done / name
@@ -62,14 +62,14 @@ def check_above(path: Path) -> None:
         except FileNotFoundError:
             return
         if not stat.S_ISLNK(status.st_mode):
-            _judge_above(step, status, owners, path)
+            _judge_above(step, status, owners)
             done = step
             continue
         links += 1
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if status.st_uid not in owners:
-            raise _of_another(step, status.st_uid, f"who could replace {path}", ELSEWHERE[3:])
+            raise _of_another(step, status.st_uid, "who could replace what is below", ELSEWHERE[3:])
         target = step.readlink()
         done = Path("/") if target.is_absolute() else done
         todo += [part for part in reversed(target.parts) if part != "/"]
@@ -142,15 +142,15 @@ def _judge(path: Path, status: os.stat_result, owners: tuple[int, ...]) -> None:
         )
 
 
-def _judge_above(folder: Path, status: os.stat_result, owners: tuple[int, ...], path: Path) -> None:
+def _judge_above(folder: Path, status: os.stat_result, owners: tuple[int, ...]) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     if status.st_uid not in owners:
-        raise _of_another(folder, status.st_uid, f"who could replace {path}", ELSEWHERE[3:])
+        raise _of_another(folder, status.st_uid, "who could replace what is below", ELSEWHERE[3:])
     if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
         raise CacheError(
             f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}), "
-            f"who could replace {path}\n  fix: chmod go-w {folder}, {ELSEWHERE}"
+            f"who could replace what is below\n  fix: chmod go-w {folder}, {ELSEWHERE}"
         )
 
 
