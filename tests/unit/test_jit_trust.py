@@ -196,9 +196,9 @@ def test_a_swap_between_the_hash_and_the_loader_changes_nothing(
 def test_two_libraries_are_two_however_descriptors_are_numbered(libraries: list[Path], tmp_path: Path) -> None:
     entries = [entry_of(library, tmp_path / library.stem) for library in libraries]
     assert [loading.module(entry).answer(40) for entry in entries] == [41, 42]
-    open_before = len(os.listdir("/proc/self/fd"))
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
     assert [loading.module(entry).answer(40) for entry in entries] == [41, 42]
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link", "open to others"])
@@ -281,7 +281,7 @@ def test_a_header_that_changes_during_a_build_is_noticed(
     os.utime(other / "tiny.h", (1e9, 1e9))
     change = {
         "new file, old date": f"os.replace({str(other / 'tiny.h')!r}, {str(header)!r})",
-        "in place, old date": f"Path({str(header)!r}).write_text('#define TINY 4'); os.utime({str(header)!r}, (1e9, 1e9))",
+        "in place, old date": f"Path({str(header)!r}).write_text('// new'); os.utime({str(header)!r}, (1e9, 1e9))",
         "folder swapped": f"os.rename({str(catalog.csrc)!r}, {str(tmp_path / 'old')!r}); "
         f"os.rename({str(other)!r}, {str(catalog.csrc)!r})",
     }[how]
@@ -375,7 +375,7 @@ def test_prune_by_size_takes_the_longest_unused(fake: Fake, catalog: Catalog) ->
     assert removed == 1
     assert [entry.folder.exists() for entry in made] == [False, True, True]
     assert evict.prune(Cache(cache_module.default_folder()), max_size=0)[0] == 2
-    assert not (cache_module.default_folder() / "kernels" / "tiny").exists()
+    assert list(Cache(cache_module.default_folder()).entries()) == []
     assert not list((cache_module.default_folder() / "building").iterdir())
 
 
