@@ -104,10 +104,10 @@ def faults(folder: Path, stores: Iterable[str]) -> list[str]:
     """Return why a cache folder, or something in its stores (folders of these names), is not used; for ``doctor``."""
     found: list[str] = []
 
-    def look(path: Path) -> None:
+    def look(path: Path, *, store: bool = False) -> None:
         try:
             with private.explained(path):
-                if not stat.S_ISDIR(path.lstat().st_mode):
+                if not store and not stat.S_ISDIR(path.lstat().st_mode):
                     os.close(private.opened(path))
                     return
                 private.check(path)
@@ -129,7 +129,7 @@ def faults(folder: Path, stores: Iterable[str]) -> list[str]:
         return [str(error)]
     for name in stores:
         if name in there:
-            look(folder / name)
+            look(folder / name, store=True)
     return found
 
 
