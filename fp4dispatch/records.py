@@ -35,7 +35,8 @@ def write(path: Path, data: dict[str, Any]) -> None:
     """
     text = json.dumps(data, indent=1, sort_keys=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    private.make_folder(path.parent, 0o700)
+    for folder in (path.parents[1], path.parent):
+        private.make_folder(folder, 0o700)
     try:
         private.write_synced(partial, text.encode(), 0o600)
         with private.explained(path.parent):
@@ -50,7 +51,8 @@ def read(path: Path) -> Any:
     """Return a record's data; None where there is none that can be trusted, with a warning where one cannot be."""
     try:
         with private.explained(path.parent):
-            private.check_place(path.parent)
+            private.check_place(path.parents[1])  # the cache, so that all stores say its fault alike
+            private.check(path.parent)
             text = private.read(path, largest=_LARGEST)
         return json.loads(text)
     except guard.UNREADABLE as error:

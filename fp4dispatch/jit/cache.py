@@ -106,7 +106,10 @@ def default_folder() -> Path:
     chosen = settings.cache_dir
     if chosen:
         return Path(chosen)
-    folder = platformdirs.user_cache_path("fp4dispatch", appauthor=False)
+    try:
+        folder = platformdirs.user_cache_path("fp4dispatch", appauthor=False)
+    except RuntimeError:  # newer releases of platformdirs; older ones return the tilde
+        folder = Path("~")
     if folder.parts[:1] == ("~",):
         guard.warn(
             "going on without a cache: the user has no home folder, so kernels are built for this process only\n"
@@ -160,11 +163,14 @@ class Cache:
         """Folders of the entries of one kernel, variant and target, or (``*/*``) of all."""
         kernels = self.root / KERNELS
         with private.explained(self.root):
+            try:
+                if not self.installed:
+                    private.check_place(self.root)
+                self._private(kernels)
+            except FileNotFoundError:
+                return []
             if not kernels.exists():
                 return []
-            if not self.installed:
-                private.check_place(self.root)
-            self._private(kernels)
             if below == "*/*":
                 return [folder for kernel in _folders(kernels) for folder in _folders(kernel)]
             return [kernels / below] if (kernels / below).is_dir() else []

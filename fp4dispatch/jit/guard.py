@@ -120,11 +120,11 @@ def faults(folder: Path, stores: Iterable[str]) -> list[str]:
 
     try:
         with private.explained(folder):
-            private.check_above(folder)
-            if not os.path.lexists(folder):
+            try:
+                private.check_place(folder)
+            except FileNotFoundError:
                 return []
-            private.check_place(folder)
-            there = [row.name for row in os.scandir(folder)]
+            there = [path.name for path in folder.iterdir()]
     except CacheError as error:
         return [str(error)]
     for name in stores:

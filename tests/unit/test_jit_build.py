@@ -378,14 +378,16 @@ def test_a_publication_that_is_killed_is_whole_or_absent(
     assert leftovers(cache) == []
 
 
-def running(program: Path) -> bool:
+def running(program: Path) -> list[int]:
+    """Processes that run a program, or a script of that name."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if str(program) in entry.read_bytes().decode(errors="replace").split("\0"):
-                return True
+            if str(program) in entry.read_bytes().decode(errors="replace").split("\0")[:3]:
+                found.append(int(entry.parent.name))
         except OSError:
             continue
-    return False
+    return found
 
 
 def test_an_interrupt_ends_the_compiler(fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
@@ -397,6 +399,40 @@ def test_an_interrupt_ends_the_compiler(fake: Fake, catalog: Catalog, tmp_path: 
     assert "KeyboardInterrupt" in errors
     assert not running(fake.nvcc)
     assert leftovers(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL", "exception", "compiler killed"])
+def test_what_a_compiler_started_ends_with_the_build(end: str, fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
+    """nvcc starts cicc, which is not its group's head: it must not compile on for a minute when the build has ended."""
+    slow = fake.folder / "bin" / "slow_cicc"
+    slow.write_text("#!/bin/sh\nwhile :; do sleep 0.2; done\n")
+    slow.chmod(0o755)
+    fake.nvcc.write_text(
+        fake.nvcc.read_text().replace("time.sleep(seconds)", f"__import__('subprocess').run([{str(slow)!r}])")
+    )
+    program = BUILD_ONE
+    if end == "exception":
+        fails = (
+            "import time\ndef tick(self, done):\n    if time.monotonic() > started + 3: raise OSError(5, 'I/O error')\n"
+        )
+        program = f"{fails}\nfrom fp4dispatch.progress import Progress\nProgress.update = tick\nstarted = time.monotonic()\n{BUILD_ONE}"
+    process = start_build(catalog.csrc, tmp_path / "cache", dict(os.environ), program)
+    deadline = time.monotonic() + 30
+    while not (found := running(slow)):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    if end == "compiler killed":
+        os.kill(max(running(fake.nvcc)), signal.SIGKILL)
+    elif end != "exception":
+        process.send_signal(getattr(signal, end))
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    deadline = time.monotonic() + (0 if end in ("SIGINT", "exception") else 5)
+    while running(slow) or running(fake.nvcc):
+        assert time.monotonic() < deadline, f"{found} outlived the build"
+        time.sleep(0.02)
+    if end in ("SIGINT", "exception", "compiler killed"):
+        assert leftovers(tmp_path / "cache") == []
 
 
 # ---- who may write ----

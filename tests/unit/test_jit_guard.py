@@ -200,9 +200,9 @@ print(guard.made())
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("private", "Permission denied"),
+        ("private", "belongs to user 4321, not to you"),
         ("readable", "belongs to user 4321, not to you"),
-        ("home", "Permission denied"),
+        ("home", "belongs to user 4321, not to you"),
         ("no home", "the user has no home folder"),
     ],
 )
