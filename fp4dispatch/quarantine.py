@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from fp4dispatch import libraries, records
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import CacheError, SelfCheckFailed
-from fp4dispatch.jit import cache, manifest
+from fp4dispatch.jit import cache, guard, manifest
 from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, Scaling
 from fp4dispatch.settings import settings
@@ -29,7 +28,6 @@ FOLDER = "selfcheck"
 SCHEMA = 1
 Status = Literal["passed", "failed", "unchecked", "off"]
 
-_log = logging.getLogger("fp4dispatch")
 _OWN_CODE = (
     *("formats.py", "_e2m1.py", "_sf_layout.py", "_tensor_checks.py", "backends", "jit"),
     *("canary.py", "trial.py", "tilecheck.py", "layer_operands.py", "layercheck.py"),
@@ -302,7 +300,6 @@ def key(result: CheckResult) -> str:
 _lock = ForkSafeLock()
 _known: dict[str, CheckResult] = {}
 _shut: frozenset[tuple[str, str, str]] = frozenset()
-_warned: set[str] = set()
 _recalled: object = None
 
 
@@ -340,17 +337,14 @@ def reset() -> None:
     global _shut, _recalled
     with _lock:
         _known.clear()
-        _warned.clear()
         _shut = frozenset()
         _recalled = None
 
 
 def save(result: CheckResult) -> None:
     """Keep a verdict on disk. Where that is not possible it holds for this process, with one warning."""
-    try:
+    with guard.optional("keeping verdicts of the self-check beyond this process"):
         records.write(folder() / f"{key(result)}.json", {"schema": SCHEMA, "result": result.to_dict()})
-    except (CacheError, OSError) as error:
-        warn(f"verdicts of the self-check are kept for this process only: {error}")
 
 
 def load(path: Path) -> CheckResult | None:
@@ -405,12 +399,3 @@ def recall(system: System, backends: Mapping[str, object]) -> None:
     for result in holding(system, backends):
         if result.status == "failed" and recalled(key(result)) is None:
             remember(result)
-
-
-def warn(text: str) -> None:
-    """Warn once."""
-    with _lock:
-        if text in _warned:
-            return
-        _warned.add(text)
-    _log.warning("%s", text)

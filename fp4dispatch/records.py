@@ -1,7 +1,7 @@
 """Records on disk: one JSON file each, named by the hash of what it is about. No torch.
 
 Published by rename, so processes never see half a file and never wait for each other. Only private files are read
-(:mod:`fp4dispatch.jit.private`); what cannot be read does not exist.
+(:mod:`fp4dispatch.jit.private`); what cannot be read does not exist (:mod:`fp4dispatch.jit.guard`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.errors import CacheError
-from fp4dispatch.jit import private
+from fp4dispatch.jit import guard, private
+
+_LARGEST = 1 << 20
 
 
 def name_of(subject: list[Any]) -> str:
@@ -29,15 +30,17 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
     Raises
     ------
-    CacheError, OSError
+    CacheError
         Where that is not possible; nothing half written stays behind.
     """
     text = json.dumps(data, indent=1, sort_keys=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    private.make_folder(path.parent, 0o700)
+    for folder in (path.parents[1], path.parent):
+        private.make_folder(folder, 0o700)
     try:
         private.write_synced(partial, text.encode(), 0o600)
-        partial.replace(path)
+        with private.explained(path.parent):
+            partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -45,18 +48,22 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> Any:
-    """Return a record's data; None where there is none that can be trusted."""
+    """Return a record's data; None where there is none that can be trusted, with a warning where one cannot be."""
     try:
-        private.check(path.parent)
-        private.check(path)
-        return json.loads(path.read_text("utf-8"))
-    except (CacheError, OSError, ValueError, RecursionError):
+        with private.explained(path.parent):
+            private.check_place(path.parents[1])  # the cache, so that all stores say its fault alike
+            private.check(path.parent)
+            text = private.read(path, largest=_LARGEST)
+        return json.loads(text)
+    except guard.UNREADABLE as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            guard.fault(str(path), error)
         return None
 
 
 def paths(folder: Path) -> Iterator[Path]:
     """Return the files of a folder that are named like records."""
-    try:
-        yield from sorted(folder.glob("[0-9a-f]*.json"))
-    except OSError:
-        return
+    found: list[Path] = []
+    with guard.optional(f"the records in {folder}"):
+        found = sorted(folder.glob("[0-9a-f]*.json"))
+    yield from found

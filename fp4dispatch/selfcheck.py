@@ -18,6 +18,7 @@ from fp4dispatch import capture, layercheck, quarantine, registry, trial
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.errors import InputError
+from fp4dispatch.jit import guard
 from fp4dispatch.layercheck import Subject
 from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
@@ -220,7 +221,7 @@ def _settled(blank: CheckResult, make: Callable[[], CheckResult]) -> CheckResult
     if found.status == "passed":
         _log.debug("self-check: %s", found.text())
     else:
-        quarantine.warn(f"self-check: {found.text()}")
+        guard.warn(f"self-check: {found.text()}")
     return found
 
 

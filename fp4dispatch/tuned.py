@@ -7,15 +7,13 @@ under other facts, does not exist.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from fp4dispatch import quarantine, records
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.errors import CacheError
-from fp4dispatch.jit import cache
+from fp4dispatch.jit import cache, guard, private
 from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.measurement import Measurement, name_of
 from fp4dispatch.problem import Problem
@@ -24,11 +22,9 @@ from fp4dispatch.system import System
 
 FOLDER = "tuning"
 
-_log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()
 _known: dict[str, Measurement | None] = {}
 _ignored: set[Problem] = set()
-_warned: set[str] = set()
 
 
 def facts(system: System, backends: Mapping[str, object]) -> dict[str, str]:
@@ -79,7 +75,6 @@ def reset() -> None:
     with _lock:
         _known.clear()
         _ignored.clear()
-        _warned.clear()
 
 
 def folder() -> Path:
@@ -89,16 +84,8 @@ def folder() -> Path:
 
 def save(measurement: Measurement) -> None:
     """Keep a measurement on disk. Where that is not possible it holds for this process, with one warning."""
-    path = folder() / f"{measurement.name}.json"
-    try:
-        records.write(path, measurement.to_dict())
-    except (CacheError, OSError) as error:
-        text = f"tuned times are kept for this process only: {error}"
-        with _lock:
-            if text in _warned:
-                return
-            _warned.add(text)
-        _log.warning("%s", text)
+    with guard.optional("keeping tuned times beyond this process"):
+        records.write(folder() / f"{measurement.name}.json", measurement.to_dict())
 
 
 def load(path: Path) -> Measurement | None:
@@ -127,7 +114,8 @@ def clear() -> int:
     """Remove every measurement from disk, of any machine and version; return how many."""
     count = 0
     for path in records.paths(folder()):
-        path.unlink(missing_ok=True)
+        with private.explained(path):
+            path.unlink(missing_ok=True)
         count += 1
     reset()
     return count

@@ -3,6 +3,14 @@
 import pytest
 
 from fp4dispatch import system
+from fp4dispatch.jit import guard
+
+
+@pytest.fixture(autouse=True)
+def own_warnings():
+    """Each test is told of a cache that cannot be used, and gets a folder of its own in its place."""
+    yield
+    guard.reset()
 
 
 def _no_gpu() -> str:

@@ -134,10 +134,12 @@ def tiny_catalog(folder: Path, source: str = TINY, manifest: str = MANIFEST) -> 
     return Catalog.load(tiny_sources(folder, source, manifest), JIT_FLAGS)
 
 
-def start_build(csrc: Path, cache: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+def start_build(
+    csrc: Path, cache: Path, environment: dict[str, str], program: str = BUILD_ONE
+) -> subprocess.Popen[str]:
     """Start a process that builds the small kernel for 120f and prints ``built`` or ``cached`` and the hash."""
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(BUILD_ONE), str(csrc), str(JIT_FLAGS), str(cache)],
+        [sys.executable, "-c", textwrap.dedent(program), str(csrc), str(JIT_FLAGS), str(cache)],
         cwd=REPOSITORY,
         env=environment,
         stdout=subprocess.PIPE,

@@ -29,7 +29,7 @@ from fp4dispatch.backends.launch_chain import LaunchChain
 from fp4dispatch.backends.launch_operands import Sizes
 from fp4dispatch.backends.operands import arch_of
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
-from fp4dispatch.jit import LoadedKernel, cache, manifest
+from fp4dispatch.jit import LoadedKernel, cache, guard, manifest
 from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.settings import settings
@@ -119,10 +119,8 @@ def _made(kernel: LoadedKernel, device: torch.device, gpu: str, path: Path) -> P
         found = trial(kernel, chain.module, device)
     except torch.OutOfMemoryError as error:
         return _refused(kernel, gpu, f"memory ran out in its trial: {error}")
-    try:
+    with guard.optional("keeping PDL trials beyond this process"):
         records.write(path, {"schema": SCHEMA, "verdict": asdict(found)})
-    except (CacheError, OSError) as error:
-        _log.warning("the PDL trial of %s holds for this process only: %s", found.kernel, error)
     if not found.passed:
         _log.warning("%s is launched without PDL: %s", found.kernel, found.evidence)
     return found

@@ -1,13 +1,19 @@
-"""``fp4dispatch cache``: where compiled kernels are kept, what is there, and removing it."""
+"""``fp4dispatch cache``: where compiled kernels are kept, what is there, and removing it.
+
+``clear`` removes all of them, ``prune`` those that were not used for long (``--max-age``), then the longest unused
+until the rest is small enough (``--max-size``). Both touch only what fp4dispatch made. ``prune`` leaves what a process
+has loaded, and what was made ahead of time.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.jit import prove
+from fp4dispatch.jit import evict, prove
 from fp4dispatch.jit.cache import Cache, Entry, damage, default_folder
 from fp4dispatch.jit.kernels import caches
 
@@ -17,19 +23,32 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command's arguments."""
-    parser = subparsers.add_parser("cache", help="list or clear the compiled kernels", description=__doc__)
-    parser.add_argument("action", choices=("list", "clear", "path"))
+    parser = subparsers.add_parser("cache", help="list, prune or clear the compiled kernels", description=__doc__)
+    parser.add_argument("action", choices=("list", "prune", "clear", "path"))
+    parser.add_argument("--max-age", type=_age, metavar="TIME", help="prune: not used for longer, such as 12h or 30d")
+    parser.add_argument("--max-size", type=_size, metavar="SIZE", help="prune: all together, such as 500MB or 2GB")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(wrong_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry the action out; 1 where ``list`` finds a damaged entry."""
+    limits = (args.max_age, args.max_size)
+    if (args.action == "prune") == (limits == (None, None)):
+        args.wrong_usage("prune needs --max-age, --max-size or both; no other action takes them")
     if args.action == "path":
         folder = str(default_folder())
         print(json.dumps({"path": folder}) if args.json else folder)
         return 0
+    if args.action == "prune":
+        removed, freed = evict.prune(Cache(default_folder()), max_age=args.max_age, max_size=args.max_size)
+        if args.json:
+            print(json.dumps({"removed": removed, "freed_bytes": freed}))
+        else:
+            print(f"{removed} compiled kernels removed, {freed / 1e6:.1f} MB freed in {default_folder()}")
+        return 0
     if args.action == "clear":
-        freed = Cache(default_folder()).clear()
+        freed = evict.clear(Cache(default_folder()))
         print(json.dumps({"freed_bytes": freed}) if args.json else f"{freed / 1e6:.1f} MB freed in {default_folder()}")
         return 0
     rows = [_row(entry) for cache in caches() for entry in cache.entries()]
@@ -42,6 +61,21 @@ def run(args: argparse.Namespace) -> int:
             )
         print(f"{len(rows)} compiled kernels in {default_folder()}")
     return 1 if any(row["state"] == "damaged" for row in rows) else 0
+
+
+def _age(text: str) -> float:
+    return _amount(text, {"m": 60, "h": 3600, "d": 86400, "w": 604800}, "a time, such as 12h or 30d")
+
+
+def _size(text: str) -> int:
+    return int(_amount(text, {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}, "a size, such as 500MB or 2GB"))
+
+
+def _amount(text: str, units: dict[str, float], what: str) -> float:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}; units: {', '.join(units)}")
+    return float(match[1]) * units[match[2]]
 
 
 def _row(entry: Entry) -> dict[str, Any]:

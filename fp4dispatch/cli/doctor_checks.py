@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
-from fp4dispatch import installing
+from fp4dispatch import installing, quarantine, tuned
 from fp4dispatch.arch import KNOWN_ARCHS, SM100, SM103, SM120, SM121, Arch
 from fp4dispatch.backends.capability import version_of
 from fp4dispatch.backends.catalogue import catalogue
 from fp4dispatch.cli.doctor_settings import wrong_values
-from fp4dispatch.errors import CacheError
-from fp4dispatch.jit import private
+from fp4dispatch.jit import guard
+from fp4dispatch.jit.cache import BUILDING, KERNELS, LOCKS, LOGS
 from fp4dispatch.rules import in_range, rules
 from fp4dispatch.system import System
 
+_STORES = (KERNELS, BUILDING, LOCKS, LOGS, quarantine.FOLDER, tuned.FOLDER)
+_SMALL = 1 << 20
 Status = Literal["ok", "warn", "fail", "skip"]
 
 
@@ -260,19 +263,21 @@ def _check_cutlass(facts: Facts) -> Iterable[Check]:
 
 def _check_cache(facts: Facts) -> Iterable[Check]:
     folder = facts.cache_dir
-    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    try:
-        if place == folder:
-            private.check(folder)
-            private.check_parent(folder)
-    except CacheError as error:
-        text, _, fix = str(error).partition("\n  fix: ")
-        yield Check("cache", "fail", text, fix)
+    if folder == guard.made():
+        text = "no home folder is known for this user: each process builds its kernels anew"
+        yield Check("cache", "warn", text, "set FP4DISPATCH_CACHE_DIR to a folder that you can write")
         return
-    if not place.is_dir():
-        yield Check("cache", "fail", f"{place} is not a folder", "remove it, or set FP4DISPATCH_CACHE_DIR")
+    if faults := guard.faults(folder, _STORES):
+        text, _, fix = faults[0].partition("\n  fix: ")
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        yield Check("cache", "fail", f"{text}{more}: it is not used, and work is done anew in each process", fix)
+        return
+    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if shutil.disk_usage(place).free < _SMALL:
+        text = f"no space is left at {place}: finished kernels load, others are built for each process anew"
+        yield Check("cache", "warn", text, "fp4dispatch cache prune --max-size 1GB, or free some space")
     elif not os.access(place, os.W_OK | os.X_OK):
-        text = f"{place} is read-only: finished kernels load, nothing new is built"
+        text = f"{place} is read-only: finished kernels load, others are built for each process anew"
         yield Check("cache", "warn", text, "set FP4DISPATCH_CACHE_DIR to a folder that you can write")
     else:
         yield Check("cache", "ok", f"{folder}" + ("" if place == folder else " (made when needed)"))

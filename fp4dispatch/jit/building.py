@@ -16,9 +16,10 @@ from typing import Any
 
 from fp4dispatch import capture
 from fp4dispatch.errors import CompileError, ProofError, ToolchainError
-from fp4dispatch.jit import private, prove
-from fp4dispatch.jit.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry, digest
+from fp4dispatch.jit import guard, private, prove
+from fp4dispatch.jit.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry
 from fp4dispatch.jit.compile import Job, Outcome, compile_jobs, files_read
+from fp4dispatch.jit.digests import Identity, digest, identity, snapshot
 from fp4dispatch.jit.limits import limits
 from fp4dispatch.jit.manifest import Catalog
 from fp4dispatch.jit.prove import Proof
@@ -28,6 +29,36 @@ from fp4dispatch.settings import settings
 _log = logging.getLogger("fp4dispatch")
 _SMALL = 1 << 20
 _compiled: list[tuple[str, float]] = []
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the sources and headers of a build were before it: ``before`` of those below folders that we name.
+
+    Headers of CUDA and of the system lie in folders too large to look through. Of those the time of the last change
+    is compared with that of the start: it cannot be set back, unlike a date.
+    """
+
+    started: float
+    before: Mapping[tuple[str, str], Identity]
+
+    @classmethod
+    def now(cls, catalog: Catalog, toolchains: Iterable[Toolchain]) -> _Inputs:
+        named = {name: folder for toolchain in toolchains for name, folder in toolchain.includes.items()}
+        return cls(time.time(), snapshot({OWN: catalog.csrc, **named}))
+
+    def digests(self, outcome: Outcome, roots: Mapping[str, Path], toolchain: Toolchain) -> dict[tuple[str, str], str]:
+        """Return the hash of every file that a compilation read; CompileError where one is not what it was."""
+        found: dict[tuple[str, str], str] = {}
+        for root, path in files_read(outcome.folder, toolchain):
+            file = roots[root] / path
+            now = identity(file)
+            before = self.before.get((root, path))
+            late = self.started < now[2] / 1e9 <= time.time()  # a clock that runs ahead is no change
+            if late if before is None else before != now:
+                raise CompileError(f"{file} changed while {outcome.job.name} was being compiled from it; build again")
+            found[root, path] = digest(file)
+        return found
 
 
 @dataclass(frozen=True)
@@ -78,13 +109,17 @@ def compiled() -> tuple[tuple[str, float], ...]:
 
 
 def find_built(job: Job, catalog: Catalog, searched: Iterable[Cache], toolchain: Toolchain | None) -> Built | None:
-    """Return the first current entry for a job; ``toolchain``: whose headers and versions it must have, if any."""
+    """Return the first current entry for a job; ``toolchain``: whose headers and versions it must have, if any.
+
+    In a cache that cannot be used there is none, with one warning.
+    """
     roots = _roots(catalog, toolchain)
     wanted = request(job)
     for cache in searched:
-        entry = cache.find(wanted, roots, toolchain.versions() if toolchain else None)
-        if entry is not None:
-            return Built(entry, prove.read(entry), cached=True)
+        with guard.optional(f"the kernels in {cache.root}"):
+            entry = cache.find(wanted, roots, toolchain.versions() if toolchain else None)
+            if entry is not None:
+                return Built(entry, prove.read(entry), cached=True)
     return None
 
 
@@ -124,14 +159,14 @@ def _compile(
     quiet: bool,
 ) -> list[Exception]:
     """Compile all at once, and prove and publish what can be; return what went wrong."""
-    started = time.time()
+    inputs = _Inputs.now(catalog, [toolchain for _, _, toolchain in todo])
     failures: list[Exception] = []
     with cache.building() as folder, private.explained(cache.root):
         jobs, toolchains = [job for _, job, _ in todo], [toolchain for _, _, toolchain in todo]
         outcomes = compile_jobs(jobs, folder, catalog.csrc, toolchains, quiet=quiet)
         failed = [outcome for outcome in outcomes if outcome.errors]
         if failed:
-            failures.append(_compile_error(failed, len(outcomes), time.time() - started, cache))
+            failures.append(_compile_error(failed, len(outcomes), time.time() - inputs.started, cache))
         # Most of a proof is spent in the disassembler, a process of its own.
         with ThreadPoolExecutor(limits().cores) as pool:
             proofs = list(pool.map(_proof_or_error, outcomes))
@@ -141,7 +176,8 @@ def _compile(
             try:
                 if isinstance(proof, Exception):
                     raise proof
-                results[index] = _publish(outcome, proof, catalog, cache, toolchain, started, pinned=pinned)
+                files = inputs.digests(outcome, _roots(catalog, toolchain), toolchain)
+                results[index] = _publish(outcome, proof, files, cache, toolchain, pinned=pinned)
             except (ProofError, CompileError) as error:
                 failures.append(error)
     return failures
@@ -157,20 +193,12 @@ def _proof_or_error(outcome: Outcome) -> Proof | Exception | None:
 def _publish(
     outcome: Outcome,
     proof: Proof | None,
-    catalog: Catalog,
+    files: Mapping[tuple[str, str], str],
     cache: Cache,
     toolchain: Toolchain,
-    started: float,
     *,
     pinned: bool,
 ) -> Built:
-    roots = _roots(catalog, toolchain)
-    files: dict[tuple[str, str], str] = {}
-    for root, path in files_read(outcome.folder, toolchain):
-        file = roots[root] / path
-        if started < file.stat().st_mtime <= time.time():  # a clock that runs ahead is no change
-            raise CompileError(f"{file} changed while {outcome.job.name} was being compiled from it; build again")
-        files[root, path] = digest(file)
     wanted = request(outcome.job)
     ours = (LOG, "kernel.so", PROOF)
     for path_ in outcome.folder.iterdir():
@@ -205,15 +233,16 @@ def _compile_error(failed: list[Outcome], total: int, seconds: float, cache: Cac
     text = (first.folder / LOG).read_text(errors="replace")
     if "No space left on device" in text or "file too large" in text.lower() or _is_full(cache.root):
         return private.full(cache.root)
-    log = cache.keep_log(first.job.name, text)
-    for other in failed[1:]:
-        cache.keep_log(other.job.name, (other.folder / LOG).read_text(errors="replace"))
+    log: Path | None = None
+    with guard.optional("logs of failed builds"):
+        for outcome in reversed(failed):
+            log = cache.keep_log(outcome.job.name, (outcome.folder / LOG).read_text(errors="replace"))
     job = first.job
     rows = [f"{job.name} failed after {seconds:.0f} s ({len(failed)} of {total} files)"]
     rows += [f"  {line[:300]}" for line in first.errors or ("the compiler ended without a message",)]
     if any("illed" in line for line in first.errors):
         rows.append("  it was killed, most likely for want of memory: try MAX_JOBS=1")
-    rows.append(f"  full log: {log}")
+    rows += [f"  full log: {log}"] if log else []
     rows.append(f"  rerun: fp4dispatch build --arch {job.record.archs[0].capability} --ops {job.kernel.op} --verbose")
     return CompileError("\n".join(rows), log)
 

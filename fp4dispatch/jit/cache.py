@@ -9,6 +9,7 @@ Layout below the cache folder::
     building/   unfinished builds, each locked by the process that makes it
     locks/      one per kernel, variant and target; a lock saves work, correctness never depends on it
     logs/       logs of failed builds
+    CACHEDIR.TAG    says that the folder is a cache of ours; nothing is ever removed from one without it
 
 The key is the hash of all that went in: sources, every header that the compiler read, flags, compiler versions and
 package version. An entry is found without a toolchain: it lists its inputs, and is current when the package's own
@@ -16,16 +17,19 @@ sources and flags match and, where a toolchain is there to rebuild with, its com
 entry (made ahead of time) is meant to travel, so it is held to the package's own sources and flags alone.
 
 Publishing is one rename of a synced folder, so a build that is killed at any moment leaves nothing that can be loaded.
+
+Whatever is wrong with the folder is a CacheError; :mod:`fp4dispatch.jit.guard` decides what becomes of that. An entry
+that is damaged, or that someone else could have written, is skipped with a warning, and built again.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import time
@@ -38,14 +42,23 @@ from typing import Any
 import filelock
 
 from fp4dispatch.errors import CacheError
-from fp4dispatch.jit import private
+from fp4dispatch.jit import guard, private
+from fp4dispatch.jit.digests import digest as digest  # the name that callers know
+from fp4dispatch.jit.digests import digest_of, digest_once
 from fp4dispatch.settings import settings
 
 SCHEMA = 1
 LIBRARY, MANIFEST, PROOF, LOG = "kernel.so", "entry.json", "proof.json", "build.log"
+KERNELS, BUILDING, LOCKS, LOGS = "kernels", "building", "locks", "logs"
+MARKER = "CACHEDIR.TAG"
+SIGNATURE = b"""Signature: 8a477f597d28d172789f06886806bc55
+# Compiled kernels and records of fp4dispatch, made again when they are missing.
+# Backups may leave this folder out: https://bford.info/cachedir/
+"""
 OWN = "src"
 SYSTEM = "/"
 _NOTE_EVERY = 10.0
+_LEFT = re.compile(r"(build|old)-[0-9a-f]{16}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _log = logging.getLogger("fp4dispatch")
 
@@ -83,32 +96,27 @@ def slot(request: Mapping[str, Any]) -> str:
     return f"{request['kernel']}/{request['variant']}-{request['target']}"
 
 
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        state = hashlib.sha256()
-        while block := file.read(1 << 20):
-            state.update(block)
-    return state.hexdigest()
-
-
-def digest_once(path: Path) -> str:
-    """Return the SHA-256 of a file that many entries share, hashing it again only when it has changed."""
-    status = path.stat()
-    return _digest(str(path), status.st_mtime_ns, status.st_size, status.st_ino)
-
-
-@functools.lru_cache(maxsize=8192)
-def _digest(path: str, _mtime: int, _size: int, _inode: int) -> str:
-    return digest(Path(path))
-
-
 def default_folder() -> Path:
-    """Return ``FP4DISPATCH_CACHE_DIR``, else the user cache folder. Never a shared temporary folder."""
+    """Return ``FP4DISPATCH_CACHE_DIR``, else the user cache folder. Never a shared temporary folder.
+
+    For a user without a home (no ``HOME``, no entry in ``passwd``) it is the private folder of this process.
+    """
     import platformdirs
 
     chosen = settings.cache_dir
-    return Path(chosen) if chosen else platformdirs.user_cache_path("fp4dispatch", appauthor=False)
+    if chosen:
+        return Path(chosen)
+    try:
+        folder = platformdirs.user_cache_path("fp4dispatch", appauthor=False)
+    except RuntimeError:  # newer releases of platformdirs; older ones return the tilde
+        folder = Path("~")
+    if folder.parts[:1] == ("~",):
+        guard.warn(
+            "going on without a cache: the user has no home folder, so kernels are built for this process only\n"
+            f"  fix: {private.ELSEWHERE[3:]}"
+        )
+        return guard.temporary()
+    return folder
 
 
 class Cache:
@@ -130,29 +138,49 @@ class Cache:
         self._folder_mode, self._file_mode = (0o755, 0o644) if portable else (0o700, 0o600)
 
     def entries(self, below: str = "*/*") -> Iterator[Entry]:
-        """Yield the entries whose record can be read, newest first; a damaged one is skipped with a warning.
+        """Yield the entries whose record can be read and trusted, newest first; others are skipped with a warning.
 
         Raises
         ------
         CacheError
-            Where the cache or an entry could have been written by someone else.
+            Where the cache could have been written by someone else, or cannot be read.
         """
-        kernels = self.root / "kernels"
-        if not kernels.is_dir():
-            return
-        if not self.installed:
-            private.check_parent(self.root)
-            for folder in (self.root, kernels):
-                private.check(folder)
-        found = [path for path in kernels.glob(f"{below}/*") if (path / MANIFEST).exists()]
-        for folder in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
-            parts = (folder.parent.parent, folder.parent, folder, folder / MANIFEST)
-            for part in () if self.installed else parts:
-                private.check(part)
+        found = []
+        for parent in self._slots(below):
             try:
-                yield _read_entry(folder, installed=self.installed)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                _log.warning("damaged cache entry %s is ignored and will be rebuilt: %s", folder, error)
+                self._private(parent.parent, parent)
+                found += [(_changed(folder), folder) for folder in _folders(parent) if (folder / MANIFEST).exists()]
+            except (CacheError, OSError) as error:
+                guard.warn(f"{parent} is ignored: {error}")
+        for _, folder in sorted(found, reverse=True):
+            try:
+                self._private(folder)
+                yield self._entry(folder)
+            except guard.UNREADABLE as error:
+                guard.warn(f"damaged cache entry {folder} is ignored and will be rebuilt: {_first_line(error)}")
+
+    def _slots(self, below: str) -> list[Path]:
+        """Folders of the entries of one kernel, variant and target, or (``*/*``) of all."""
+        kernels = self.root / KERNELS
+        with private.explained(self.root):
+            try:
+                if not self.installed:
+                    private.check_place(self.root)
+                self._private(kernels)
+            except FileNotFoundError:
+                return []
+            if not kernels.exists():
+                return []
+            if below == "*/*":
+                return [folder for kernel in _folders(kernels) for folder in _folders(kernel)]
+            return [kernels / below] if (kernels / below).is_dir() else []
+
+    def _private(self, *folders: Path) -> None:
+        for folder in () if self.installed else folders:
+            private.check(folder)
+
+    def _entry(self, folder: Path) -> Entry:
+        return _read_entry(folder, installed=self.installed)
 
     def find(
         self, request: Mapping[str, Any], roots: Mapping[str, Path], compilers: Mapping[str, str] | None
@@ -175,7 +203,7 @@ class Cache:
             if stale(entry, roots, None if entry.pinned else compilers):
                 continue
             if fault := damage(entry):
-                _log.warning("%s; it will be rebuilt", fault)
+                guard.warn(f"{fault}; it will be rebuilt")
                 continue
             return entry
         return None
@@ -199,7 +227,7 @@ class Cache:
         key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
         record = {"schema": SCHEMA, **made_from, "library_sha256": library, "pinned": pinned}
         private.write_synced(built / MANIFEST, json.dumps(record, indent=1).encode(), self._file_mode)
-        final = self.root / "kernels" / slot(request) / key
+        final = self.root / KERNELS / slot(request) / key
         private.make_folder(final.parent, self._folder_mode)
         with private.explained(final):
             for path in built.iterdir():
@@ -218,11 +246,12 @@ class Cache:
             except OSError:
                 if not final.is_dir():
                     raise
-                with suppress(OSError, ValueError, KeyError, TypeError):
+                with suppress(*guard.UNREADABLE):
+                    private.check(final)
                     if not damage(_read_entry(final)):
                         return
                 with suppress(OSError):  # damaged: out of the way first; a process that has it mapped keeps its inode
-                    final.rename(self.root / "building" / f"old-{secrets.token_hex(8)}")
+                    final.rename(self.root / BUILDING / f"old-{secrets.token_hex(8)}")
             else:
                 return
         raise CacheError(f"{final} cannot be replaced\n  fix: remove it")
@@ -230,12 +259,10 @@ class Cache:
     @contextmanager
     def building(self) -> Iterator[Path]:
         """Give a private folder for one build and remove it afterwards; first remove what killed builds left."""
-        parent = self.root / "building"
-        private.make_folder(self.root, self._folder_mode)
-        private.check_parent(self.root)
-        private.make_folder(parent, self._folder_mode)
+        parent = self.root / BUILDING
+        self.made(BUILDING)
         with private.explained(parent):
-            _sweep(parent)
+            sweep(parent)
             folder = parent / f"build-{secrets.token_hex(8)}"
             lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
             try:
@@ -256,8 +283,7 @@ class Cache:
 
         A file system without locks costs repeated work, not correctness, so it is only a warning.
         """
-        folder = self.root / "locks"
-        private.make_folder(folder, self._folder_mode)
+        folder = self.made(LOCKS)
         with ExitStack() as held:
             for name in sorted(names):
                 self._lock(held, folder / f"{name.replace('/', '-')}.lock")
@@ -271,7 +297,7 @@ class Cache:
             try:
                 held.enter_context(lock.acquire(timeout=_NOTE_EVERY if time.monotonic() - started > 1 else 1))
             except filelock.Timeout:
-                owner = _read_text(holder) or "another process"
+                owner = _read_text(holder)
                 waited = time.monotonic() - started
                 _log.warning("waiting for %s, which is building %s (%.0f s so far)", owner, path.stem, waited)
             except (OSError, NotImplementedError) as error:
@@ -280,18 +306,16 @@ class Cache:
                 _log.warning("%s cannot be locked (%s); another process may build the same kernel", path, error)
                 return
             else:
-                with private.explained(holder):
+                with suppress(CacheError, OSError):  # it only names this process to those that wait
                     holder.unlink(missing_ok=True)
-                    holder.touch(mode=0o600)
-                    holder.write_text(f"process {os.getpid()}")
+                    private.write_synced(holder, f"process {os.getpid()}".encode(), 0o600)
                 return
 
     def keep_log(self, name: str, text: str) -> Path:
         """Store the log of a failed build and return where it is."""
-        folder = self.root / "logs"
-        private.make_folder(folder, self._folder_mode)
-        path = folder / f"{name.replace('/', '-')}.log"
-        path.unlink(missing_ok=True)
+        path = self.made(LOGS) / f"{name.replace('/', '-')}.log"
+        with private.explained(path):
+            path.unlink(missing_ok=True)
         private.write_synced(path, text.encode(), self._file_mode)
         return path
 
@@ -304,17 +328,16 @@ class Cache:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def clear(self) -> int:
-        """Remove every entry, unfinished build, log and lock; return the bytes freed."""
-        freed = 0
-        for name in ("kernels", "building", "logs", "locks"):
-            folder = self.root / name
-            if folder.is_dir():
-                private.check(folder)
-                freed += sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-                with private.explained(folder):
-                    shutil.rmtree(folder)
-        return freed
+    def made(self, name: str) -> Path:
+        """Return a folder of ours below the root, both made where they are missing, and the marker with them."""
+        private.make_folder(self.root, self._folder_mode)
+        marker = self.root / MARKER
+        if not marker.exists():
+            with suppress(CacheError):  # another process was first, or there is no room: then nothing is ever removed
+                private.write_synced(marker, SIGNATURE, self._file_mode)
+        folder = self.root / name
+        private.make_folder(folder, self._folder_mode)
+        return folder
 
 
 def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] | None) -> str:
@@ -340,20 +363,32 @@ def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] 
 
 
 def damage(entry: Entry) -> str:
-    """Return what is wrong with the library's content; empty where it is the one that was published.
+    """Return what is wrong with the library; empty where it is the one that was published, private and readable."""
+    try:
+        if not entry.installed:
+            private.check(entry.folder)
+        os.close(open_library(entry))
+    except (CacheError, OSError) as error:
+        return f"damaged cache entry {entry.folder}: {_first_line(error)}"
+    return ""
+
+
+def open_library(entry: Entry) -> int:
+    """Open a library and return the descriptor, whose content is the one that was published.
 
     Raises
     ------
     CacheError
-        Where someone else could have written it: that is never answered by a rebuild.
+        Where the content is another, or someone else could have written it. OSError where it cannot be read.
     """
+    descriptor = private.opened(entry.library, trusted=entry.installed)
     try:
-        for path in () if entry.installed else (entry.folder, entry.library):
-            private.check(path)
-        same = digest(entry.library) == entry.library_sha256
-    except FileNotFoundError as error:
-        return f"damaged cache entry {entry.folder}: {error.filename} is missing"
-    return "" if same else f"damaged cache entry {entry.folder}: the hash of {LIBRARY} is not the one published"
+        if digest_of(descriptor) != entry.library_sha256:
+            raise CacheError(f"the hash of {entry.library} is not the one published\n  fix: build it again")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def verify(entry: Entry) -> None:
@@ -363,7 +398,7 @@ def verify(entry: Entry) -> None:
 
 
 def _read_entry(folder: Path, *, installed: bool = False) -> Entry:
-    record = json.loads((folder / MANIFEST).read_bytes())
+    record = json.loads(private.read(folder / MANIFEST, trusted=installed))
     if record["schema"] != SCHEMA:
         raise ValueError(f"schema {record['schema']}, this version reads {SCHEMA}")
     slot(record["request"])
@@ -384,20 +419,44 @@ def _unless_lockless(error: OSError | NotImplementedError) -> None:
         raise error
 
 
-def _sweep(parent: Path) -> None:
-    """Remove builds whose process is gone: their lock is free. Folders without a lock are leftovers of a sweep."""
+def sweep(parent: Path) -> int:
+    """Remove builds whose process is gone (their lock is free) and entries that were moved away; return the bytes."""
+    freed = 0
     for lock_file in parent.glob("build-*.lock"):
         lock = filelock.FileLock(lock_file, timeout=0)
         with suppress(filelock.Timeout, OSError, NotImplementedError), lock:
-            shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
+            freed += _removed(lock_file.with_suffix(""))
             lock_file.unlink(missing_ok=True)
     for folder in parent.iterdir():
-        if folder.suffix != ".lock" and not folder.with_name(f"{folder.name}.lock").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        if _LEFT.fullmatch(folder.name) and not folder.with_name(f"{folder.name}.lock").exists():
+            freed += _removed(folder)
+    return freed
+
+
+def _removed(folder: Path) -> int:
+    size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+    shutil.rmtree(folder, ignore_errors=True)
+    return size
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _folders(parent: Path) -> list[Path]:
+    with os.scandir(parent) as rows:
+        return [Path(row.path) for row in rows if row.is_dir(follow_symlinks=False)]
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # removed meanwhile
+        return 0.0
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text()
-    except OSError:
-        return ""
+        return private.read(path).decode(errors="replace")
+    except (CacheError, OSError):
+        return "another process"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
@@ -29,8 +30,11 @@ from fp4dispatch.progress import Progress
 from fp4dispatch.settings import settings
 
 _DEPFILE = "kernel.d"
-# Options that would change a build without being part of its cache key.
-_HIDDEN_OPTIONS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NINJA_STATUS")
+# All that a build sees of the environment: where programs are, and the libraries that these need to start. nvcc takes
+# options from many other names (INCLUDES, PTXAS_FLAGS, NVCC_APPEND_FLAGS, every name in its nvcc.profile), g++ from
+# more (CPATH, GCC_EXEC_PREFIX); they would change a build without being part of its cache key.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
+_END = 10.0  # seconds that killed compilers get to be gone
 _ERROR_LINE = re.compile(r"error|fatal|killed|undefined reference|no space left", re.IGNORECASE)
 _FIRST_ERRORS = 5
 
@@ -60,6 +64,7 @@ class Job:
         includes = [OWN, *(f"inc/{name}" for name in toolchain.includes)]
         values = {
             "nvcc": [str(toolchain.nvcc)],
+            "host": spell("host", str(toolchain.host)),
             "includes": [word for path in includes for word in spell("include", path)],
             "depfile": spell("depfile", f"{folder}/{_DEPFILE}"),
             "output": spell("output", f"{folder}/{LIBRARY}"),
@@ -196,28 +201,50 @@ def _ninja_file(count: int) -> str:
 
 
 def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
-    environment = {key: value for key, value in settings.environment().items() if key not in _HIDDEN_OPTIONS}
+    environment = {key: value for key, value in settings.environment().items() if key in _ENVIRONMENT}
     environment |= {"TMPDIR": "tmp", "LC_ALL": "C"}
     number = len(json.loads((build / "commands.json").read_text())) - 1
-    with (build / "ninja.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "run_job.py", str(number)],
-            cwd=build,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.2)
-                tick()
-        except BaseException:
+    # Every process of the build holds the writing end, so the reading end tells when the last one is gone.
+    gone, alive = os.pipe()
+    try:
+        with (build / "ninja.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "run_job.py", str(number), str(os.getpid())],
+                cwd=build,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(alive,),
+            )
+        os.close(alive)
+        alive = -1
+        _wait(process, gone, tick)
+    except OSError as error:
+        raise CompileError(f"the build cannot be run: {error}") from error
+    finally:
+        os.close(gone)
+        if alive >= 0:
+            os.close(alive)
+
+
+def _wait(process: subprocess.Popen[bytes], gone: int, tick: Callable[[], None]) -> None:
+    """Wait for ninja. Whatever ends that wait early ends every compiler first, which may still write into the folder.
+
+    With ninja killed, ``run_job.py`` kills the process group of each compiler.
+    """
+    try:
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+            tick()
+    except BaseException:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
+        process.wait()
+        select.select([gone], [], [], _END)
+        raise
 
 
 def _seconds(build: Path) -> dict[str, float]:

@@ -37,7 +37,7 @@ class CommonFlags:
     memory_gb: Mapping[str, float]
 
     def spell(self, word: str, value: str) -> list[str]:
-        """Return the arguments for one define, include folder, dependency file or output."""
+        """Return the arguments for the host compiler, one define, include folder, dependency file or output."""
         return [part.replace("{}", value) for part in self.spelling[word]]
 
 
@@ -71,7 +71,7 @@ def load_common(folder: Path) -> CommonFlags:
     strict_toml.check(
         f"{where} [spelling]",
         table["spelling"],
-        dict.fromkeys(("define", "include", "depfile", "output"), list),
+        dict.fromkeys(("host", "define", "include", "depfile", "output"), list),
     )
     strict_toml.check(
         f"{where} [minimum]", table["minimum"], dict.fromkeys(("cutlass", "tvm_ffi", "disassembler"), str)

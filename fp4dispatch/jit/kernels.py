@@ -7,10 +7,10 @@ launch with PDL. All of this is host work: never do it while a CUDA graph is bei
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from packaging.version import Version
 from fp4dispatch import capture, libraries
 from fp4dispatch.arch import Arch
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
+from fp4dispatch.jit import guard
 from fp4dispatch.jit.building import Built, build_missing, builds_done, compiled, find_built, request
-from fp4dispatch.jit.cache import Cache, default_folder, digest
+from fp4dispatch.jit.cache import Cache, default_folder
 from fp4dispatch.jit.compile import Job
+from fp4dispatch.jit.loading import module
 from fp4dispatch.jit.manifest import Catalog, installed
 from fp4dispatch.jit.toolchain import Toolchain, locate
 from fp4dispatch.settings import settings
@@ -96,8 +98,8 @@ def build(
 def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = None) -> LoadedKernel:
     """Return a kernel that runs on ``arch``, ready to be called; compiled first where needed, loaded once a process.
 
-    Once loaded, asking again costs a dictionary look-up. A finished entry loads without any toolchain. The library's
-    hash is checked right before it is opened.
+    Once loaded, asking again costs a dictionary look-up. A finished entry loads without any toolchain. The file that
+    was judged and hashed is the file that is loaded (:mod:`fp4dispatch.jit.loading`).
 
     Raises
     ------
@@ -124,7 +126,13 @@ def _load(catalog: Catalog, kernel: str, variant: str, arch: Arch) -> LoadedKern
     built = next((found for target in targets if (found := find(kernel, variant, target, catalog=catalog))), None)
     if built is None:
         built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog)
-    return LoadedKernel(_module(str(built.entry.library), built.entry.library_sha256), built, built.pdl_allowed)
+    loaded = None
+    with guard.optional(str(built.entry.library)):
+        loaded = module(built.entry)
+    if loaded is None:
+        built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog, cache=Cache(guard.temporary()))
+        loaded = module(built.entry)
+    return LoadedKernel(loaded, built, built.pdl_allowed)
 
 
 def build_all(
@@ -144,7 +152,8 @@ def build_all(
     catalog
         Where their sources are.
     cache
-        Where to look and publish; by default the user's cache, after which the installed folder is searched too.
+        Where to look and publish; by default the user's cache, after which the installed folder is searched too. Where
+        the user's cache cannot be used, kernels are built in a folder of this process, with one warning.
     pinned
         Mark the entries as made ahead of time: they stay current whatever toolchain they meet later.
     quiet
@@ -155,7 +164,7 @@ def build_all(
     CompileError, ProofError
         After everything that could be built was published.
     ToolchainError, CacheError
-        Before anything is compiled, or where the cache cannot be written.
+        Before anything is compiled, or where the ``cache`` that was given cannot be written.
     """
     wanted = list(jobs)
     searched = [cache] if cache is not None else caches()
@@ -164,8 +173,11 @@ def build_all(
     results: list[Built | None] = [
         find_built(job, catalog, searched, found[job.record.target, job.kernel.cutlass]) for job in wanted
     ]
+    with guard.optional(f"the kernel cache at {searched[0].root}") if cache is None else nullcontext():
+        if any(result is None for result in results):
+            build_missing(wanted, results, catalog, searched[0], pinned=pinned, quiet=quiet)
     if any(result is None for result in results):
-        build_missing(wanted, results, catalog, searched[0], pinned=pinned, quiet=quiet)
+        build_missing(wanted, results, catalog, Cache(guard.temporary()), pinned=pinned, quiet=quiet)
     return [result for result in results if result is not None]
 
 
@@ -207,14 +219,18 @@ def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built 
 
 
 def caches() -> list[Cache]:
-    """Return the user's cache, then the folder of finished kernels that this installation carries, if any."""
+    """Return the user's cache, the folder of finished kernels that this installation carries, and this process's own.
+
+    The second and third only where they are there.
+    """
     found = [Cache(default_folder())]
     spec = importlib.util.find_spec("fp4dispatch")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         bundled = Path(location) / "prebuilt"
         if bundled.is_dir():
             found.append(Cache(bundled, installed=True))
-    return found
+    own = guard.made()
+    return [*found, Cache(own)] if own is not None and own != found[0].root else found
 
 
 def job(catalog: Catalog, kernel: str, variant: str, target: str) -> Job:
@@ -240,12 +256,3 @@ def _buildable(targets: list[str], catalog: Catalog) -> str:
         if nvcc is not None and Version(nvcc.version) >= Version(catalog.record(target).min_cuda):
             return target
     return targets[0]
-
-
-@functools.cache
-def _module(library: str, sha256: str) -> Any:
-    if digest(Path(library)) != sha256:
-        raise CacheError(f"{library} changed between lookup and loading; it is not loaded\n  fix: run again")
-    import tvm_ffi
-
-    return tvm_ffi.load_module(library)

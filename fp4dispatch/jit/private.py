@@ -1,12 +1,19 @@
-"""Folders that only their owner can write: loading a library runs its code, so nobody else may place one.
+"""Files and folders that only their owner can write: loading a library runs its code, so nobody else may place one.
 
-An item passes when it is no symbolic link, belongs to this user or to root (who can do anything anyway, and makes
-container images) and can be written by nobody else. Everything is created with its final mode, never opened up later.
+The rules are those of ``StrictModes`` in sshd (https://man.openbsd.org/sshd_config#StrictModes): a file or folder of
+ours belongs to this user or to root (who can do anything anyway, and makes container images) and can be written by
+nobody else, and so does every folder above it, up to ``/``. Two things differ. A folder above may be writable where it
+is sticky (``/tmp``): nobody can rename what is not theirs there. A symbolic link above is followed, where it is ours or
+root's.
+
+Files are opened once and judged by their descriptor, so what was judged is what is read. Everything is created with its
+final mode, never opened up later.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -15,74 +22,193 @@ from pathlib import Path
 
 from fp4dispatch.errors import CacheError
 
-_ELSEWHERE = "or set FP4DISPATCH_CACHE_DIR to a folder of your own"
+ELSEWHERE = "or set FP4DISPATCH_CACHE_DIR to a folder of your own"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40  # as the kernel
+_LARGEST = 64 << 20
 
 
 def check(path: Path) -> None:
-    """Refuse a file or folder that another user owns or can write.
+    """Refuse a file or folder that is a link, or that another user owns or can write.
 
     Raises
     ------
     CacheError
         With the command that makes it private. FileNotFoundError where it does not exist.
     """
-    status = path.lstat()
+    _judge(path, path.lstat(), (os.geteuid(), 0))
+
+
+def check_above(path: Path) -> None:
+    """Refuse a path that someone else could replace: every folder above it is judged, through symbolic links.
+
+    Folders that are missing are not judged: who creates them does so below one that was.
+
+    Raises
+    ------
+    CacheError
+        With the folder that is open and the command that closes it. OSError where a folder cannot be looked at.
+    """
+    owners = _owners_above()
+    done, todo, links = Path("/"), list(path.parent.parts[:0:-1]), 0
+    _judge_above(done, done.lstat(), owners)
+    while todo:
+        name = todo.pop()
+        step = done.parent if name == ".." else done / name
+        try:
+            status = step.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISLNK(status.st_mode):
+            _judge_above(step, status, owners)
+            done = step
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        if status.st_uid not in owners:
+            raise _of_another(step, status.st_uid, "who could replace what is below", ELSEWHERE[3:])
+        target = step.readlink()
+        done = Path("/") if target.is_absolute() else done
+        todo += [part for part in reversed(target.parts) if part != "/"]
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a folder of ours that someone else could write or replace. Raises as :func:`check`."""
+    check_above(folder)
+    check(folder)
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise CacheError(f"{folder} is not a folder\n  fix: remove it, {ELSEWHERE}")
+
+
+def opened(path: Path, *, trusted: bool = False) -> int:
+    """Open a file for reading and judge it by its descriptor: a regular file, ours, writable by nobody else.
+
+    Parameters
+    ----------
+    path
+        The file. Who may replace it is a matter of :func:`check_above`.
+    trusted
+        Whose it is does not matter: it is part of this installation.
+
+    Returns
+    -------
+    int
+        A descriptor, which the caller closes. Opening never waits, not even for a FIFO.
+
+    Raises
+    ------
+    CacheError
+        As :func:`check`, and for what is no regular file. OSError where it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise _link(path) from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CacheError(f"{path} is not a regular file\n  fix: remove it, {ELSEWHERE}")
+        if not trusted:
+            _judge(path, status, (os.geteuid(), 0))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read(path: Path, *, trusted: bool = False, largest: int = _LARGEST) -> bytes:
+    """Return the content of a file that :func:`opened` accepts; CacheError for one of more than ``largest`` bytes."""
+    with os.fdopen(opened(path, trusted=trusted), "rb") as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise CacheError(f"{path} is larger than {largest} bytes, so it is none of ours\n  fix: remove it, {ELSEWHERE}")
+    return data
+
+
+def _judge(path: Path, status: os.stat_result, owners: tuple[int, ...]) -> None:
     if stat.S_ISLNK(status.st_mode):
-        raise CacheError(
-            f"{path} is a symbolic link; kernels are not loaded through one\n  fix: remove it, {_ELSEWHERE}"
-        )
-    if status.st_uid not in (os.geteuid(), 0):
-        raise CacheError(
-            f"{path} belongs to user {status.st_uid}, not to you (user {os.geteuid()}): code from it is not run\n"
-            f"  fix: remove it, {_ELSEWHERE}"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise _link(path)
+    if status.st_uid not in owners:
+        raise _of_another(path, status.st_uid, "code from it is not run", f"remove it, {ELSEWHERE}")
+    if status.st_mode & _OTHERS_WRITE:
         raise CacheError(
             f"{path} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}): code from it is not run\n"
-            f"  fix: clear it and run chmod go-w {path}, {_ELSEWHERE}"
+            f"  fix: clear it and run chmod go-w {path}, {ELSEWHERE}"
         )
 
 
-def check_parent(path: Path) -> None:
-    """Refuse a folder whose parent lets anybody replace it (world-writable without the sticky bit)."""
-    mode = path.parent.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+def _judge_above(folder: Path, status: os.stat_result, owners: tuple[int, ...]) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    if status.st_uid not in owners:
+        raise _of_another(folder, status.st_uid, "who could replace what is below", ELSEWHERE[3:])
+    if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
         raise CacheError(
-            f"{path.parent} can be written by everybody, who could replace {path}\n  fix: chmod o-w it, {_ELSEWHERE}"
+            f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}), "
+            f"who could replace what is below\n  fix: chmod go-w {folder}, {ELSEWHERE}"
         )
+
+
+def _of_another(path: Path, owner: int, consequence: str, fix: str) -> CacheError:
+    return CacheError(f"{path} belongs to user {owner}, not to you (user {os.geteuid()}): {consequence}\n  fix: {fix}")
+
+
+def _link(path: Path) -> CacheError:
+    return CacheError(f"{path} is a symbolic link; kernels are not loaded through one\n  fix: remove it, {ELSEWHERE}")
+
+
+def _owners_above() -> tuple[int, ...]:
+    return (os.geteuid(), 0, *_unmapped())
+
+
+@functools.cache
+def _unmapped() -> tuple[int, ...]:
+    """The user whom a user namespace shows as owner of all that belongs to users outside, such as the host's root.
+
+    Containers without privileges (Apptainer, rootless podman) see the host's ``/home`` as theirs. Only folders above
+    the cache may be, never what is in it (https://man7.org/linux/man-pages/man7/user_namespaces.7.html).
+    """
+    try:
+        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
+            return ()
+        return (int(Path("/proc/sys/kernel/overflowuid").read_text()),)
+    except (OSError, ValueError):
+        return ()
 
 
 def make_folder(path: Path, mode: int) -> None:
-    """Create a folder and its missing parents with ``mode``, whatever the umask; check it where it exists already."""
-    try:
-        with explained(path):
+    """Create a folder and its missing parents with ``mode``, whatever the umask; judge it where it exists already.
+
+    Raises
+    ------
+    CacheError
+        Where it cannot be made, or someone else could write or replace it.
+    """
+    with explained(path):
+        try:
+            check_place(path)
+        except FileNotFoundError:
+            pass
+        else:
+            return
+        if not path.parent.exists():
+            make_folder(path.parent, mode)
+        try:
+            path.mkdir(mode=mode)
+        except FileExistsError:  # another process was first
             check(path)
-    except FileNotFoundError:
-        pass
-    else:
-        return
-    if not path.parent.exists():
-        make_folder(path.parent, mode)
-    try:
-        with explained(path):
-            try:
-                path.mkdir(mode=mode)
-            except FileExistsError:  # another process was first
-                check(path)
-            else:
-                path.chmod(mode)
-    except OSError as error:  # whatever a file system answers: /proc says that the folder is not there
-        raise CacheError(
-            f"the kernel cache cannot be at {path} ({error.strerror or error})\n"
-            "  fix: name another folder: FP4DISPATCH_CACHE_DIR, or --out of fp4dispatch build"
-        ) from error
+        else:
+            path.chmod(mode)
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn errors of a full, read-only or forbidden file system into a CacheError with the fix."""
+    """Turn every error of a file system into a CacheError with the fix."""
     try:
         yield
     except OSError as error:
@@ -90,21 +216,19 @@ def explained(path: Path) -> Iterator[None]:
             raise full(path) from error
         if error.errno in _REFUSED:
             raise CacheError(
-                f"the kernel cache at {path} cannot be written ({error.strerror})\n"
-                f"  fix: make it writable, {_ELSEWHERE}; kernels that are finished still load"
+                f"the kernel cache at {path} cannot be written or read ({error.strerror})\n"
+                f"  fix: make it yours, {ELSEWHERE}; kernels that are finished and can be read still load"
             ) from error
-        if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            raise CacheError(
-                f"the kernel cache cannot be at {path} ({error.strerror})\n  fix: {_ELSEWHERE[3:]}"
-            ) from error
-        raise
+        raise CacheError(
+            f"the kernel cache cannot be at {path} ({error.strerror or error})\n  fix: {ELSEWHERE[3:]}"
+        ) from error
 
 
 def full(path: Path) -> CacheError:
     """Return the error for a file system without room."""
     return CacheError(
         f"no space is left for the kernel cache at {path}\n"
-        f"  fix: free some space (`fp4dispatch cache clear` removes all compiled kernels), {_ELSEWHERE}"
+        f"  fix: free some space (`fp4dispatch cache prune --max-size 1GB`), {ELSEWHERE}"
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4dispatch.errors import ProofError, ToolchainError
-from fp4dispatch.jit import barrier_order
+from fp4dispatch.jit import barrier_order, guard, private
 from fp4dispatch.jit.cache import PROOF, Entry, digest
 from fp4dispatch.jit.toolchain import Disassembler
 from fp4dispatch.settings import settings
@@ -102,7 +102,7 @@ def _barrier_faults(kernel: KernelProof) -> list[str]:
 def read(entry: Entry) -> Proof | None:
     """Return an entry's proof; None where it is absent, malformed or of another library: then nothing is proven."""
     try:
-        data = json.loads((entry.folder / PROOF).read_bytes())
+        data = json.loads(private.read(entry.folder / PROOF, trusted=entry.installed))
         if data.pop("schema") != SCHEMA or data["library_sha256"] != entry.library_sha256:
             return None
         kernels = tuple(
@@ -111,7 +111,7 @@ def read(entry: Entry) -> Proof | None:
         )
         proof = Proof(**{**data, "kernels": kernels, "archs": tuple(data["archs"])})
         _check_types(proof)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except guard.UNREADABLE:
         return None
     return proof
 

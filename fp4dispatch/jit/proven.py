@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 
-from fp4dispatch.errors import CacheError, Fp4DispatchError
-from fp4dispatch.jit import kernels, prove
+from fp4dispatch.errors import CacheError
+from fp4dispatch.jit import guard, kernels, prove
 from fp4dispatch.jit.cache import Entry, stale, verify
 from fp4dispatch.jit.compile import Job
 from fp4dispatch.jit.manifest import Catalog, installed
-
-_log = logging.getLogger("fp4dispatch")
 
 
 def proven() -> frozenset[tuple[str, str]]:
@@ -36,11 +33,9 @@ def _proven(_builds: int) -> frozenset[tuple[str, str]]:
     good: set[tuple[str, str]] = set()
     bad: set[tuple[str, str]] = set()
     for cache in kernels.caches():
-        try:
+        entries: list[Entry] = []
+        with guard.optional(f"the kernels in {cache.root}"):
             entries = list(cache.entries())
-        except Fp4DispatchError as error:
-            _log.warning("%s", error)
-            continue
         for entry in entries:
             job = wanted.get(entry.name)
             if job is None or not _current(entry, job, catalog):

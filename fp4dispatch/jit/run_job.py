@@ -1,11 +1,14 @@
 """Runs one command of a build folder; started by path, never imported, standard library only.
 
 ninja hands its commands to a shell. So that no compiler argument meets one, ninja's command is this script and a
-number, and the arguments stand in a JSON file. ``python run_job.py N`` becomes command N of ``commands.json``; its
-output goes to the file named there.
+number, and the arguments stand in a JSON file. ``python run_job.py N [PARENT]`` runs command N of ``commands.json``;
+its output goes to the file named there. ``PARENT`` is the process that started it, for jobs the ninja of this folder.
 
-The kernel is asked to end this process when its parent ends: a killed build must not leave a compiler running for
-minutes (https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html).
+A build that is killed must not leave a compiler running for minutes, and nvcc starts others (``cicc``, ``ptxas``) that
+outlive it. So this process stays, as the head of the compiler's process group, and kills the whole group when it is
+told to end, when the compiler was killed, or when its own parent ends, which the kernel tells it
+(https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html). The command without a log is ninja, which puts
+every job into a group of its own; it takes this process's place, and is killed when its parent ends.
 """
 
 from __future__ import annotations
@@ -16,23 +19,53 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def main(number: int) -> None:
-    """Replace this process by command ``number``."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+def main(number: int, parent: int | None) -> None:
+    """Run command ``number`` and end as it ended."""
     command = json.loads(Path("commands.json").read_text())[number]
-    if command["log"]:
-        log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-    os.execv(command["argv"][0], command["argv"])
+    if not command["log"]:
+        _end_with(parent, signal.SIGKILL)
+        Path("ninja.pid").write_text(str(os.getpid()))
+        os.execv(command["argv"][0], command["argv"])
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    for ending in _ENDINGS:
+        signal.signal(ending, _kill_group)
+    _end_with(int(Path("ninja.pid").read_text()), signal.SIGTERM)
+    log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    child = os.fork()
+    if child == 0:
+        for ending in _ENDINGS:
+            signal.signal(ending, signal.SIG_DFL)
+        try:
+            os.execv(command["argv"][0], command["argv"])
+        except OSError as error:
+            os.write(2, f"error: {command['argv'][0]} cannot be run: {error}\n".encode())
+            os._exit(127)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        os.write(2, f"error: the compiler was killed by signal {os.WTERMSIG(status)}\n".encode())
+        _kill_group(signal.SIGKILL, None)
+    sys.exit(os.WEXITSTATUS(status))
+
+
+def _end_with(parent: int | None, number: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os.kill(os.getpid(), number)
+
+
+def _kill_group(_number: int, _frame: FrameType | None) -> None:
+    """Kill the compiler, everything that it started, and this process."""
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -203,6 +204,12 @@ def _host_compiler() -> Library | Missing:
     says = _says(Path(path), "--version").partition("\n")[0] if path else ""
     if path is None or not says:
         return Missing("no host compiler (g++) on PATH; nvcc needs one", "apt install g++ (or your system's package)")
+    path = os.path.abspath(path)  # noqa: PTH100  (it may be a link that tells by its name what it is, such as ccache's)
+    if not _SAFE_PATH.fullmatch(path):
+        return Missing(
+            f"the path of g++, {path!r}, holds characters that nvcc's own shell commands cannot carry",
+            "put a g++ whose path has letters, digits and _./+@~=,:- only ahead on PATH",
+        )
     return Library(says, path)
 
 

@@ -29,13 +29,13 @@ import torch
 from torch import nn
 
 import fp4dispatch
-from fp4dispatch import capture, dispatch, formats, jit, ops, quarantine, registry, routes, selfcheck, tuning
+from fp4dispatch import capture, dispatch, formats, jit, ops, registry, routes, selfcheck, tuning
 from fp4dispatch.backends import cudnn as cudnn_backend
 from fp4dispatch.backends import cutlass, flashinfer, scratch
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.decision import Reason
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.jit import kernels
+from fp4dispatch.jit import guard, kernels
 from fp4dispatch.jit.cache import Cache
 from fp4dispatch.jit.manifest import installed
 from fp4dispatch.linear import FP4Linear, FP8Linear
@@ -340,7 +340,7 @@ def a_warning_in_capture():
     seen = listen()
 
     def work():
-        quarantine._warn("the folder cannot be written")
+        guard.warn("the folder cannot be written")
         return layer(x)
 
     captured(work)

@@ -73,13 +73,13 @@ def test_nothing_is_logged_in_a_capture(
     capturing: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import fp4dispatch.dispatch  # noqa: F401  (it sets the filter)
-    from fp4dispatch import capture, quarantine
+    from fp4dispatch import capture
+    from fp4dispatch.jit import guard
 
-    quarantine.reset()
-    quarantine._warn("first")
+    guard.warn("first")
     assert caplog.records == []
     monkeypatch.setattr(capture, "is_capturing", lambda: False)
-    quarantine._warn("second")
+    guard.warn("second")
     assert [record.message for record in caplog.records] == ["second"]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from fp4dispatch.errors import CacheError, CompileError, ToolchainError
 from fp4dispatch.jit import cache as cache_module
-from fp4dispatch.jit import kernels, private
+from fp4dispatch.jit import evict, guard, kernels, loading, private
 from fp4dispatch.jit.cache import Cache
 from fp4dispatch.jit.manifest import Catalog
 from tests.jit_cases import BUILD_ONE, JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, start_build, tiny_sources
@@ -43,6 +43,12 @@ def catalog(tmp_path: Path) -> Catalog:
 
 def build(catalog: Catalog, target: str = "120f", variant: str = "one") -> kernels.Built:
     return kernels.build("tiny", variant, target, catalog=catalog)
+
+
+def build_in(catalog: Catalog, variant: str = "one") -> kernels.Built:
+    """Build into the cache by name, as ``fp4dispatch build`` does: what is wrong with it is an error."""
+    cache = Cache(cache_module.default_folder())
+    return kernels.build("tiny", variant, "120f", catalog=catalog, cache=cache)
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -176,8 +182,11 @@ def test_a_library_that_changes_before_it_is_opened_is_not_opened(
     built = build(catalog)
     monkeypatch.setattr(kernels, "find", lambda *_, **__: built)
     built.entry.library.write_bytes(b"not what was looked up")
-    with pytest.raises(CacheError, match="changed between lookup and loading"):
+    with pytest.raises(CacheError, match="is not the one published"):
+        loading.module(built.entry)
+    with pytest.raises(CompileError, match="invalid ELF header"):  # built anew, and it is only pretended
         kernels.load("tiny", "one", catalog.record("120f").archs[0], catalog=catalog)
+    assert fake.calls() == 2
 
 
 def test_a_compile_error_tells_the_first_errors_the_log_and_the_command(
@@ -369,14 +378,16 @@ def test_a_publication_that_is_killed_is_whole_or_absent(
     assert leftovers(cache) == []
 
 
-def running(program: Path) -> bool:
+def running(program: Path) -> list[int]:
+    """Processes that run a program, or a script of that name."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if str(program) in entry.read_bytes().decode(errors="replace").split("\0"):
-                return True
+            if str(program) in entry.read_bytes().decode(errors="replace").split("\0")[:3]:
+                found.append(int(entry.parent.name))
         except OSError:
             continue
-    return False
+    return found
 
 
 def test_an_interrupt_ends_the_compiler(fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
@@ -390,48 +401,97 @@ def test_an_interrupt_ends_the_compiler(fake: Fake, catalog: Catalog, tmp_path: 
     assert leftovers(tmp_path / "cache") == []
 
 
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL", "exception", "compiler killed"])
+def test_what_a_compiler_started_ends_with_the_build(end: str, fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
+    """nvcc starts cicc, which is not its group's head: it must not compile on for a minute when the build has ended."""
+    slow = fake.folder / "bin" / "slow_cicc"
+    slow.write_text("#!/bin/sh\nwhile :; do sleep 0.2; done\n")
+    slow.chmod(0o755)
+    fake.nvcc.write_text(
+        fake.nvcc.read_text().replace("time.sleep(seconds)", f"__import__('subprocess').run([{str(slow)!r}])")
+    )
+    program = BUILD_ONE
+    if end == "exception":
+        fails = (
+            "import time\ndef tick(self, done):\n    if time.monotonic() > started + 3: raise OSError(5, 'I/O error')\n"
+        )
+        program = f"{fails}\nfrom fp4dispatch.progress import Progress\nProgress.update = tick\nstarted = time.monotonic()\n{BUILD_ONE}"
+    process = start_build(catalog.csrc, tmp_path / "cache", dict(os.environ), program)
+    deadline = time.monotonic() + 30
+    while not (found := running(slow)):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    if end == "compiler killed":
+        os.kill(max(running(fake.nvcc)), signal.SIGKILL)
+    elif end != "exception":
+        process.send_signal(getattr(signal, end))
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    deadline = time.monotonic() + (0 if end in ("SIGINT", "exception") else 5)
+    while running(slow) or running(fake.nvcc):
+        assert time.monotonic() < deadline, f"{found} outlived the build"
+        time.sleep(0.02)
+    if end in ("SIGINT", "exception", "compiler killed"):
+        assert leftovers(tmp_path / "cache") == []
+
+
 # ---- who may write ----
 
 
-def test_nothing_is_read_from_a_cache_that_others_can_write(fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
+def test_nothing_is_read_from_a_cache_that_others_can_write(
+    fake: Fake, catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     entry = build(catalog).entry
     for path in (tmp_path / "cache", entry.folder.parent, entry.folder, entry.library, entry.folder / "entry.json"):
         mode = path.stat().st_mode & 0o777
         for extra in (0o020, 0o002):
             path.chmod(mode | extra)
-            with pytest.raises(CacheError, match=rf"{path} can be written by other users.*\n  fix: .*chmod go-w"):
-                build(catalog)
+            caplog.clear()
+            guard.reset()
+            assert kernels.find("tiny", "one", "120f", catalog=catalog) is None
+            assert f"{path} can be written by other users" in caplog.text
         path.chmod(mode)
+    (tmp_path / "cache").chmod(0o770)
+    with pytest.raises(CacheError, match=rf"{tmp_path}/cache can be written by other users.*\n  fix: .*chmod go-w"):
+        build_in(catalog)
+    (tmp_path / "cache").chmod(0o700)
     assert build(catalog).cached
 
 
 @root_only
-def test_nothing_is_read_from_another_users_cache(fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
+def test_nothing_is_read_from_another_users_cache(
+    fake: Fake, catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     entry = build(catalog).entry
     for path in (tmp_path / "cache", entry.folder, entry.library, entry.folder / "entry.json"):
         os.chown(path, 65534, 65534)
-        with pytest.raises(CacheError, match="belongs to user 65534, not to you"):
-            build(catalog)
+        caplog.clear()
+        guard.reset()
+        assert kernels.find("tiny", "one", "120f", catalog=catalog) is None
+        assert f"{path} belongs to user 65534, not to you" in caplog.text
         os.chown(path, 0, 0)
     assert build(catalog).cached
 
 
-def test_a_planted_link_is_refused(fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
+def test_a_planted_link_is_not_followed(
+    fake: Fake, catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     entry = build(catalog).entry
     moved = tmp_path / "elsewhere.so"
     entry.library.rename(moved)
     entry.library.symlink_to(moved)
-    with pytest.raises(CacheError, match="is a symbolic link"):
-        build(catalog)
+    assert not build(catalog).cached
+    assert "is a symbolic link" in caplog.text
+    assert not entry.library.is_symlink()
 
 
 def test_a_parent_that_anybody_can_change_is_refused(fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
     build(catalog)
     tmp_path.chmod(0o777)
-    with pytest.raises(CacheError, match="can be written by everybody, who could replace"):
-        build(catalog)
+    with pytest.raises(CacheError, match=r"can be written by other users \(mode 0777\), who could replace"):
+        build_in(catalog)
     tmp_path.chmod(0o1777)
-    assert build(catalog).cached
+    assert build_in(catalog).cached
 
 
 def test_the_default_folder_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -466,8 +526,8 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(small_disk / "cache"))
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - room_kib * 1024))
-    with pytest.raises(CacheError, match=r"no space is left for the kernel cache .*\n  fix: .*cache clear"):
-        build(catalog)
+    with pytest.raises(CacheError, match=r"no space is left for the kernel cache .*\n  fix: .*cache prune"):
+        build_in(catalog)
     assert list(small_disk.glob("cache/kernels/*/*/*")) == []
     ballast.unlink()
     assert not build(catalog).cached
@@ -501,8 +561,8 @@ def test_a_read_only_cache_still_serves_what_is_finished(
         subprocess.run(["mount", "-o", "remount,bind,ro", str(mounted)], check=True)
         monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(mounted))
         assert build(catalog).cached
-        with pytest.raises(CacheError, match=r"cannot be written \(Read-only file system\)\n  fix: .*still load"):
-            build(catalog, variant="two")
+        with pytest.raises(CacheError, match=r"cannot be written or .*Read-only file system\)\n  fix: .*still load"):
+            build_in(catalog, variant="two")
     finally:
         subprocess.run(["umount", str(mounted)], check=True)
 
@@ -511,7 +571,7 @@ def test_a_cache_at_a_file_is_refused(fake: Fake, catalog: Catalog, tmp_path: Pa
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(CacheError, match="Not a directory"):
-        build(catalog)
+        build_in(catalog)
 
 
 # ---- ahead of time ----
@@ -556,13 +616,14 @@ def test_kernels_inside_the_package_are_trusted_like_the_package(
 def test_clear_removes_everything_and_names_the_bytes(fake: Fake, catalog: Catalog) -> None:
     built = build(catalog)
     cache = Cache(cache_module.default_folder())
-    assert cache.clear() > built.entry.library_sha256.__len__()
+    assert evict.clear(cache) > len(built.entry.library_sha256)
     assert list(cache.entries()) == []
+    assert [path.name for path in cache.root.iterdir()] == ["CACHEDIR.TAG"]
     assert not build(catalog).cached
 
 
 def test_private_files_are_never_opened_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(CacheError, match="File exists"):
         private.write_synced(tmp_path / "link", b"x", 0o600)
     assert not (tmp_path / "target").exists()

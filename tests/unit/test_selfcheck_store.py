@@ -433,7 +433,8 @@ def test_a_place_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, ca
         assert ask("good").status == "passed"
         assert ask("good", problem=replace(PROBLEM, scaling="tensor")).status == "passed"
     (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
-    assert "for this process only" in warning
+    assert "Not a directory" in warning
+    assert "fix: set FP4DISPATCH_CACHE_DIR" in warning
     runs = Counted.runs
     ask("good")
     assert Counted.runs == runs

@@ -215,7 +215,7 @@ def test_a_place_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, ca
     with caplog.at_level(logging.WARNING, "fp4dispatch"):
         store()
         store(replace(PROBLEM, m=32))
-    assert len([r for r in caplog.records if "for this process only" in r.message]) == 1
+    assert len([r for r in caplog.records if "Not a directory" in r.message]) == 1
 
 
 def test_clear_removes_all_of_them():
