@@ -52,7 +52,7 @@ class Built:
 def request(job: Job) -> dict[str, Any]:
     """Return what identifies a build before any file is read: names, flags, promises and package version."""
     # Left out where it says nothing, so that kernels without it keep their entries.
-    before_wait = {"before_wait": list(job.kernel.before_wait)} if job.kernel.before_wait else {}
+    before_wait = {"before_wait": job.kernel.before_wait.to_plain()} if job.kernel.before_wait else {}
     return {
         "package": _package_version(),
         "kernel": job.kernel.name,
