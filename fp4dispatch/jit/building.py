@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4dispatch import capture
-from fp4dispatch.errors import CompileError, ProofError, ToolchainError
+from fp4dispatch.errors import CacheError, CompileError, ProofError, ToolchainError
 from fp4dispatch.jit import private, prove
 from fp4dispatch.jit.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry, digest
 from fp4dispatch.jit.compile import Job, Outcome, compile_jobs, files_read
@@ -84,8 +84,32 @@ def find_built(job: Job, catalog: Catalog, searched: Iterable[Cache], toolchain:
     for cache in searched:
         entry = cache.find(wanted, roots, toolchain.versions() if toolchain else None)
         if entry is not None:
-            return Built(entry, prove.read(entry), cached=True)
+            return Built(entry, proof_of(entry, cache, job.common.minimum["disassembler"]), cached=True)
     return None
+
+
+def proof_of(entry: Entry, cache: Cache, disassembler_needed: str) -> Proof | None:
+    """Return an entry's proof, made now and stored where there is none by this very prover.
+
+    None where it cannot be made, for want of a disassembler or because the machine code cannot be read. A proof with
+    faults is stored too: it says once and for all that this library runs without PDL.
+    """
+    proof = prove.read(entry)
+    if proof is not None:
+        return proof
+    try:
+        proof = prove.prove(entry.library, entry.request, disassembler(disassembler_needed))
+    except (ToolchainError, ProofError) as error:
+        _log.warning("%s is not proven, so it runs without PDL: %s", entry.name, error)
+        return None
+    if faults := proof.faults(entry.request):
+        _log.warning("%s breaks its promises, so it runs without PDL: %s", entry.name, "; ".join(faults))
+    if not entry.installed:
+        try:
+            cache.add_proof(entry, proof.to_json())
+        except (CacheError, OSError) as error:
+            _log.warning("the proof of %s cannot be stored: %s", entry.name, error)
+    return proof
 
 
 def build_missing(
@@ -102,6 +126,8 @@ def build_missing(
             "  fix: compile ahead of time with `fp4dispatch build`, or unset FP4DISPATCH_JIT"
         )
     toolchains = [locate(job.record, job.common, needs_cutlass=job.kernel.cutlass) for job in missing]
+    for needed in {job.common.minimum["disassembler"] for job in missing}:
+        disassembler(needed)  # without one nothing could be proven, so nothing is compiled
     with cache.locked([job.name for job in missing]):
         todo: list[tuple[int, Job, Toolchain]] = []
         for job, toolchain in zip(missing, toolchains, strict=True):
@@ -142,21 +168,21 @@ def _compile(
                 if isinstance(proof, Exception):
                     raise proof
                 results[index] = _publish(outcome, proof, catalog, cache, toolchain, started, pinned=pinned)
-            except (ProofError, CompileError) as error:
+            except (ProofError, CompileError, ToolchainError) as error:
                 failures.append(error)
     return failures
 
 
-def _proof_or_error(outcome: Outcome) -> Proof | Exception | None:
+def _proof_or_error(outcome: Outcome) -> Proof | Exception:
     try:
-        return None if outcome.errors else _prove(outcome, request(outcome.job))
+        return _prove(outcome, request(outcome.job)) if not outcome.errors else CompileError("it did not compile")
     except Exception as error:
         return error
 
 
 def _publish(
     outcome: Outcome,
-    proof: Proof | None,
+    proof: Proof,
     catalog: Catalog,
     cache: Cache,
     toolchain: Toolchain,
@@ -178,18 +204,14 @@ def _publish(
             path_.unlink()
     entry = cache.publish(outcome.folder, wanted, files, toolchain.versions(), pinned=pinned)
     _compiled.append((outcome.job.name, outcome.seconds))
-    return Built(entry, prove.read(entry) if proof else None, cached=False)
+    return Built(entry, proof_of(entry, cache, outcome.job.common.minimum["disassembler"]), cached=False)
 
 
-def _prove(outcome: Outcome, wanted: Mapping[str, Any]) -> Proof | None:
-    """Prove a fresh library; without a disassembler it stays unproven, a broken promise is an error."""
+def _prove(outcome: Outcome, wanted: Mapping[str, Any]) -> Proof:
+    """Prove a fresh library: a broken promise is an error, and so is a machine on which nothing can be proven now."""
     library = outcome.folder / "kernel.so"
-    try:
-        tools = disassembler(outcome.job.common.minimum["disassembler"])
-        proof = prove.prove(library, wanted, tools)
-    except ToolchainError as error:
-        _log.warning("%s is not proven, so it will run without PDL: %s", outcome.job.name, error)
-        return None
+    tools = disassembler(outcome.job.common.minimum["disassembler"])
+    proof = prove.prove(library, wanted, tools)
     if faults := proof.faults(wanted):
         rows = "\n".join(f"  {fault}" for fault in faults)
         raise ProofError(

@@ -41,7 +41,7 @@ class KernelProof:
 
     ``wait``, ``signal`` and ``spills`` count instructions; ``mma`` counts tensor-core opcodes; ``unguarded`` is what
     can run before the wait and may not, with the reason; ``early`` are the declared loads of weights before it, with
-    where their addresses come from; ``registers`` are per thread, ``stack``, ``shared`` (static) and ``local`` in bytes.
+    where their addresses come from; ``registers`` are per thread; ``stack``, ``shared`` (static) and ``local`` bytes.
     """
 
     name: str
@@ -205,10 +205,11 @@ def _disassembled(library: Path, tools: Disassembler) -> list[tuple[str, dict[st
 
 
 def _parameters(cubin: Path) -> dict[str, parameters.Parameters]:
+    """Where they cannot be read no address can be traced, and what needs tracing is refused."""
     try:
         return parameters.parse(cubin.read_bytes())
-    except ValueError as error:
-        raise ProofError(f"the arguments of the kernels cannot be read from the binary: {error}") from error
+    except ValueError:
+        return {}
 
 
 def _listed(sass: str) -> list[listing.Kernel]:

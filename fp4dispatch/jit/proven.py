@@ -6,10 +6,11 @@ import functools
 import logging
 
 from fp4dispatch.errors import CacheError, Fp4DispatchError
-from fp4dispatch.jit import kernels, prove
-from fp4dispatch.jit.cache import Entry, stale, verify
+from fp4dispatch.jit import building, kernels
+from fp4dispatch.jit.cache import Cache, Entry, stale, verify
 from fp4dispatch.jit.compile import Job
 from fp4dispatch.jit.manifest import Catalog, installed
+from fp4dispatch.jit.prove import Proof
 
 _log = logging.getLogger("fp4dispatch")
 
@@ -46,7 +47,7 @@ def _proven(_builds: int) -> frozenset[tuple[str, str]]:
             if job is None or not _current(entry, job, catalog):
                 continue
             pairs = {(job.kernel.op, arch.sm) for arch in job.record.archs}
-            proof = prove.read(entry)
+            proof = _proof(entry, cache, job)
             (good if proof is not None and not proof.faults(entry.request) else bad).update(pairs)
     return frozenset(good - bad)
 
@@ -60,6 +61,14 @@ def jobs(catalog: Catalog) -> list[Job]:
         for variant in kernel.variants.values()
         for target in kernel.targets
     ]
+
+
+def _proof(entry: Entry, cache: Cache, job: Job) -> Proof | None:
+    try:
+        return building.proof_of(entry, cache, job.common.minimum["disassembler"])
+    except CacheError as error:
+        _log.warning("%s", error)
+        return None
 
 
 def _current(entry: Entry, job: Job, catalog: Catalog) -> bool:

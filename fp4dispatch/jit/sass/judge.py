@@ -6,11 +6,12 @@ declared load of weights passes where its address comes from the declared argume
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp4dispatch.jit.early_loads import MAP_BYTES, POINTER_BYTES, EarlyLoads
-from fp4dispatch.jit.sass import opcodes, transfer
+from fp4dispatch.jit.sass import opcodes, operands, transfer
 from fp4dispatch.jit.sass.listing import Instruction, Kernel
 from fp4dispatch.jit.sass.parameters import Parameters
 from fp4dispatch.jit.sass.paths import CannotFollow, Place, barrier_is_certain, is_trap, successors
@@ -67,9 +68,9 @@ class _Judge:
             visits += 1
             if visits > _MOST_VISITS:
                 raise ValueError(f"{self.kernel.name}: what comes before the barrier is too large to be followed")
-            for place, state in self._block(work.pop()).items():
-                if self._meet(place, state):
-                    work.append(place)
+            for place, state in self._block(heapq.heappop(work)).items():
+                if self._meet(place, state) and place not in work:
+                    heapq.heappush(work, place)
         for place in self.states:
             self._block(place, judging=True)
         judgement = Judgement()
@@ -118,7 +119,7 @@ class _Judge:
         reason = ""
         if base == "EXIT":
             reason = "a thread can end before it has waited"
-        elif bad := transfer.banks(instruction) - _READABLE_BANKS:
+        elif bad := operands.banks(instruction.operands) - _READABLE_BANKS:
             reason = f"reads constant bank {', '.join(map(str, sorted(bad)))}, which a grid can write"
         elif opcode in known.of_arguments.spellings:
             at = self._in_arguments(self._address(instruction, known.of_arguments.address, state))
@@ -128,7 +129,7 @@ class _Judge:
         elif base == "ACQBULK":
             reason = "waits under a condition, so it guards nothing" if instruction.guard else ""
         elif opcode not in known.spelled and not is_trap(instruction):
-            allowed = base in known.computes | known.loads | known.acts | known.flow
+            allowed = base in known.computes | known.loads | known.multiplies | known.acts | known.flow
             reason = "" if allowed else "is not among what may run before the barrier"
         if reason:
             self.found.setdefault(index, {})[reason] = True
@@ -155,12 +156,12 @@ class _Judge:
 
     def _address(self, instruction: Instruction, operand: int, state: State) -> tuple[Value, Value]:
         """Return both words of the address that an operand holds in a pair of registers."""
-        operands = transfer.operands_of(instruction)
-        text = operands[operand] if operand < len(operands) else ""
-        registers = transfer.registers_in(text)
+        texts = operands.split(instruction.operands)
+        text = texts[operand] if operand < len(texts) else ""
+        registers = operands.registers_in(text)
         if len(registers) != 1 or text not in (f"[{registers[0]}]", f"[{registers[0]}.64]"):
             return UNKNOWN, UNKNOWN
-        low, high = registers[0], transfer.beside(registers[0])
+        low, high = registers[0], operands.beside(registers[0])
         return state.get(low, UNKNOWN), state.get(high, UNKNOWN)
 
     def _in_arguments(self, address: tuple[Value, Value]) -> int | None:

@@ -22,10 +22,11 @@ class Access:
 
 @dataclass(frozen=True)
 class Opcodes:
-    """The allow-list. ``computes``, ``loads`` and ``acts`` hold names, ``spelled`` whole spellings; see the file."""
+    """The allow-list; the file says what each table is for. ``spelled`` holds whole spellings, the others names."""
 
     computes: frozenset[str]
     loads: frozenset[str]
+    multiplies: frozenset[str]
     acts: frozenset[str]
     spelled: frozenset[str]
     flow: frozenset[str]
@@ -38,7 +39,7 @@ class Opcodes:
 def installed() -> Opcodes:
     """Return the allow-list of this installation, loaded once; FlagsError where the file is damaged."""
     table = strict_toml.load(DATA)
-    lists = ("computes", "loads", "acts", "spelled", "flow")
+    lists = ("computes", "loads", "multiplies", "acts", "spelled", "flow")
     strict_toml.check(str(DATA), table, dict.fromkeys((*lists, "declared", "of_arguments", "window"), dict))
     for name in lists:
         strict_toml.check(f"{DATA} {name}", table[name], dict.fromkeys(table[name], str))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from fp4dispatch.jit.sass.listing import Instruction, Kernel
-from fp4dispatch.jit.sass.transfer import State, operands_of, registers_in
+from fp4dispatch.jit.sass.operands import registers_in, split
+from fp4dispatch.jit.sass.transfer import State
 
 Place = tuple[tuple[int, ...], int]
 """Return addresses of the calls under way (indices of instructions), and an instruction's index."""
@@ -99,7 +100,7 @@ def _return(kernel: Kernel, place: Place, instruction: Instruction, state: State
     calls, _ = place
     if not calls:
         raise CannotFollow("a return where nothing was called")
-    registers = registers_in(operands_of(instruction)[0]) if instruction.operands else []
+    registers = registers_in(split(instruction.operands)[0]) if instruction.operands else []
     value = state.get(registers[0]) if registers else None
     if value is None or value.words or value.exact is None or kernel.at(value.exact) != calls[-1]:
         raise CannotFollow("a return whose address is not known to be that of the call")
@@ -113,9 +114,9 @@ def _rejoin(kernel: Kernel, instruction: Instruction) -> list[int]:
     targets = _targets(kernel, instruction)
     if instruction.base == "WARPSYNC":
         return targets
-    barrier = operands_of(instruction)[0]
+    barrier = split(instruction.operands)[0]
     for target in targets:
         around = kernel.instructions[max(target - 1, 0) : target + 1]
-        if not any(other.base == "BSYNC" and operands_of(other)[:1] == [barrier] for other in around):
+        if not any(other.base == "BSYNC" and split(other.operands)[:1] == [barrier] for other in around):
             raise CannotFollow(f"{barrier} does not end where its BSYNC is")
     return []
