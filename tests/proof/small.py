@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (lines of CUDA)
 """Small kernels: good ones, which must be accepted, and mutants with one fault each, which must be refused.
 
 The compiler may move an access below the wait, and then nothing is wrong: ``USE`` and ``DONE`` keep it above. A body is
@@ -231,13 +232,13 @@ MAP_MUTANTS: dict[str, dict[str, str]] = {
 
 def source(target: str) -> str:
     """Return one file with every kernel: ``good_NAME``, or ``CLASS__NAME`` for a mutant."""
-    # From sm_100 on a copy to this CTA goes by its own name, as in csrc/async_copy.h.
     text = [PRELUDE]
     for group, argument in ((GOOD, "P"), (GOOD_MAPS, "Maps")):
         text += [_kernel(f"good__{name}", body, argument) for name, body in group.items()]
     for classes, argument in ((MUTANTS, "P"), (MAP_MUTANTS, "Maps")):
         for kind, rows in classes.items():
             text += [_kernel(f"{kind}__{name}", body, argument) for name, body in rows.items()]
+    # From sm_100 on a copy to this CTA goes by its own name, as in csrc/async_copy.h.
     return "\n".join(text).replace("SHARED", "shared::cluster" if target == "90a" else "shared::cta")
 
 
