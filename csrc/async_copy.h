@@ -10,6 +10,14 @@
 #define FP4D_BULK 0
 #endif
 
+// Where copies go: this CTA's shared memory, by the only name before PTX 8.6. By that name sm_12x would check at run time
+// that it is not another CTA's, and call a function for it, which the proof refuses.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define FP4D_SHARED "shared::cta"
+#else
+#define FP4D_SHARED "shared::cluster"
+#endif
+
 namespace fp4d {
 
 __device__ __forceinline__ uint32_t shared_address(void const* p) {
@@ -106,12 +114,10 @@ constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 __device__ __forceinline__ void copy_bulk_once(uint32_t to, uint8_t const* from, uint32_t bytes,
                                                uint32_t barrier) {
 #if FP4D_BULK
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-      "[%3], "
-      "%4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
-      : "memory");
+  asm volatile("cp.async.bulk." FP4D_SHARED
+               ".global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+               : "memory");
 #endif
 }
 
@@ -131,17 +137,11 @@ __device__ __forceinline__ void copy_stream(uint32_t to, uint8_t const* from, ui
 __device__ __forceinline__ void copy_box(uint32_t to, void const* tensor_map, int x, int y,
                                          uint32_t barrier) {
 #if FP4D_BULK
-#if __CUDA_ARCH__ >= 1000
-#define FP4D_SHARED "shared::cta"  // sm_12x would check at run time that it is not another CTA's
-#else
-#define FP4D_SHARED "shared::cluster"  // the only name before PTX 8.6
-#endif
   asm volatile(
       "cp.async.bulk.tensor.2d." FP4D_SHARED
       ".global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
       "l"(tensor_map), "r"(x), "r"(y), "r"(barrier), "l"(kEvictFirst)
       : "memory");
-#undef FP4D_SHARED
 #endif
 }
 

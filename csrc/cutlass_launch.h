@@ -11,6 +11,7 @@
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 
 #include "ffi_checks.h"
+#include "gdc_guard.h"
 #include "per_device.h"
 #include "tma_encode.h"
 
@@ -22,15 +23,24 @@ inline void check_status(cutlass::Status status, char const* step) {
                                 << " (is this the GPU that the kernel was compiled for?)";
 }
 
+// cutlass::device_kernel, and then every thread waits for the previous grid. In CUTLASS some warps end without having
+// waited; a proof that all have needs no thought about which (docs/proof.md). For those that have it is one instruction.
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::MaxThreadsPerBlock, Kernel::MinBlocksPerMultiprocessor)
+    device_kernel(CUTLASS_GRID_CONSTANT typename Kernel::Params const params) {
+  extern __shared__ char shared[];
+  Kernel{}(params, shared);
+  grid_dependency_wait();
+}
+
 // Makes a kernel ready on the current device and returns its multiprocessors.
 template <class Kernel>
 int ready(int device) {
   static PerDevice<int> counts;
   return counts.of(device, [&] {
     int count = 0;
-    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(cutlass::device_kernel<Kernel>,
-                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  Kernel::SharedStorageSize));
+    TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
+        device_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::SharedStorageSize));
     TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     return count;
   });
@@ -68,7 +78,7 @@ void launch(typename Gemm::Arguments arguments, void* workspace, int device, cud
   config.attrs = attributes;
   config.numAttrs = count;
   void* kernel_arguments[] = {&params};
-  void const* const kernel = reinterpret_cast<void const*>(cutlass::device_kernel<Kernel>);
+  void const* const kernel = reinterpret_cast<void const*>(device_kernel<Kernel>);
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelExC(&config, kernel, kernel_arguments));
 }
 

@@ -90,6 +90,8 @@ struct Producer {
       if (++slot == ring.stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
+    if constexpr (!kLoadsTokens)
+      grid_dependency_wait();  // no thread ends before it has waited (docs/proof.md)
   }
 };
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "async_copy.h"
+#include "early_loads.h"
 #include "few_tokens_element.h"
 #include "gdc_guard.h"
 
@@ -30,6 +31,12 @@ struct Params {
   int alpha_step;          // 0: one alpha
   int cluster_log2, stages, trigger;
 };
+static_assert(offsetof(Params, w) == kWeightsAt, "before_wait of kernels.toml");
+#if defined(FP4D_NUMBERS_FIRST)  // all from x_stride on
+static_assert(sizeof(Params::w) == kWeightsBytes && offsetof(Params, x_stride) == kNumbersAt &&
+                  sizeof(Params) == kNumbersEnd,
+              "before_wait of kernels.toml");
+#endif
 
 // T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
 // with 1 the four warps of a row block multiply together by wgmma (w4a16_small_wgmma.h, w4a8_small_wgmma.h). Packed

@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
       cluster_arrive_relaxed();
       cluster_wait_acquire();
     }
+    grid_dependency_wait();  // no thread ends before it has waited (docs/proof.md); those that copy have
   } else {
     take_registers<Tile::kConsumerRegisters>();
     if constexpr (Tile::kLutBytes > 0) {

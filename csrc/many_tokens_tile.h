@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "async_copy.h"
+#include "early_loads.h"
 #include "many_tokens_out.h"
 #include "w4_sm90.h"
 #include "w4_wgmma.h"
@@ -37,15 +38,8 @@ using Tokens = CUtensorMap;
 
 struct Params {
   Weights::Source w;
-  Tokens x;
-  // One a token, and one a column or row of the weight; in blocks [stages, 8 token_blocks] and [row tiles, stages].
-  float const *x_scale, *alpha;
-  Out const* bias;
-  Out* out;
   int m, n;
-#if FP4D_ACT == 8
-  int token_blocks;  // of 8 tokens in x
-#endif
+  int token_blocks;              // packed tokens: of 8 tokens in x
   int row_blocks;                // of w
   int stages;                    // along K
   int x_scale_step, alpha_step;  // 0: one for all
@@ -55,7 +49,16 @@ struct Params {
   int raster;                  // token tiles that are done before the next rows
   int clusters;                // of the grid
   int rounds;                  // whole tiles of every CTA before it takes part in a split one
+  // One a token, and one a column or row of the weight; in blocks [stages, 8 token_blocks] and [row tiles, stages].
+  float const *x_scale, *alpha;
+  Out const* bias;
+  Out* out;
+  Tokens x;
 };
+static_assert(offsetof(Params, w) == kWeightsAt, "before_wait of kernels.toml");
+#if defined(FP4D_NUMBERS_FIRST)  // from Source::count up to here
+static_assert(offsetof(Params, x_scale) == kNumbersEnd, "before_wait of kernels.toml");
+#endif
 
 template <int T>
 struct Tile {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "early_loads.h"
 #include "many_tokens_out.h"
 #include "w4_dequant.h"
 #include "w4_sm90.h"
@@ -23,6 +24,9 @@ struct Weights {
     uint8_t const* chunks;
     int count;  // along K
   };
+  static_assert(offsetof(Source, chunks) == 0 && sizeof(Source::chunks) == kWeightsBytes &&
+                    offsetof(Source, count) == kNumbersAt,
+                "before_wait of kernels.toml");
   static constexpr int kStageChunks = kFp8 ? 2 : 1;
   static constexpr int kBlockBytes = kStageChunks * w4::kChunkBytes;
   static constexpr int kTableBytes = kFp8 ? w4::kLutTableBytes : 0;

@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include "early_loads.h"
 #include "many_tokens_out.h"
 
 #define FP4D_WEIGHT_COPIES "w8_gemm_copies.h"
@@ -17,6 +18,7 @@ struct Weights {
   struct Source {
     CUtensorMap map;
   };
+  static_assert(sizeof(Source::map) == kWeightsBytes, "before_wait of kernels.toml");
   static constexpr int kBlockBytes = 64 * 128, kTableBytes = 0;
   static constexpr float kFactor = 1.f;
   static constexpr bool kBlocks =

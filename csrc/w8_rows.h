@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "async_copy.h"
+#include "early_loads.h"
 
 namespace fp4d::w8 {
 
@@ -16,6 +17,8 @@ struct Source {
   uint8_t const* rows;
   int n, k;
 };
+static_assert(offsetof(Source, map) == 0 && sizeof(Source::map) == kWeightsBytes,
+              "before_wait of kernels.toml");
 
 // Stage `stage` along K of `row_blocks` blocks of rows, by a warp; reports to the barrier, once.
 __device__ __forceinline__ void load_rows(Source const& w, int stage, int row_block, int row_blocks,

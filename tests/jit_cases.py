@@ -69,6 +69,28 @@ Path(sys.argv[sys.argv.index("-MF") + 1]).write_text(f"{{output}} : {{listed}}\\
 output.write_bytes(b"library " + source.read_bytes() + " ".join(sys.argv[1:]).encode())
 """
 
+# Beside the pretended nvcc, so found before all others. They read the target from the library: its text is the command.
+FAKE_CUOBJDUMP = """\
+#!/bin/sh
+case $1 in
+--version) echo 'Cuda compilation tools, release 13.0, V13.0.1' ;;
+--dump-resource-usage)
+  code=$(grep -ao 'code=sm_[0-9a-f]*' "$2" | head -n 1)
+  echo "arch = ${code#code=}"
+  printf ' Function add:\\n  REG:8 STACK:0 SHARED:0 LOCAL:0\\n' ;;
+*) : > x.cubin ;;
+esac
+"""
+FAKE_NVDISASM = """\
+#!/bin/sh
+if [ "$1" = --version ]; then echo 'Cuda compilation tools, release 13.0, V13.0.1'; exit; fi
+cat <<END
+	.section	.text.add,"ax",@progbits
+        /*0000*/                   ACQBULK ;
+        /*0010*/                   EXIT ;
+END
+"""
+
 BUILD_ONE = """
 import logging, sys
 from pathlib import Path
@@ -106,7 +128,7 @@ class Fake:
 
 
 def fake_toolchain(folder: Path) -> Fake:
-    """Write a pretended nvcc and g++ into ``folder/bin``."""
+    """Write a pretended nvcc, g++ and disassembler into ``folder/bin``."""
     (folder / "bin").mkdir(parents=True)
     fake = Fake(folder)
     fake.set_seconds(0)
@@ -114,6 +136,8 @@ def fake_toolchain(folder: Path) -> Fake:
     (folder / "system header.h").write_text("// of the system\n")
     fake.nvcc.write_text(FAKE_NVCC.format(python=sys.executable, here=str(folder)))
     (folder / "bin" / "g++").write_text("#!/bin/sh\necho 'g++ (pretended) 1.0'\n")
+    (folder / "bin" / "cuobjdump").write_text(FAKE_CUOBJDUMP)
+    (folder / "bin" / "nvdisasm").write_text(FAKE_NVDISASM)
     for path in (folder / "bin").iterdir():
         path.chmod(0o755)
     return fake

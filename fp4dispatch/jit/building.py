@@ -83,7 +83,7 @@ class Built:
 def request(job: Job) -> dict[str, Any]:
     """Return what identifies a build before any file is read: names, flags, promises and package version."""
     # Left out where it says nothing, so that kernels without it keep their entries.
-    before_wait = {"before_wait": list(job.kernel.before_wait)} if job.kernel.before_wait else {}
+    before_wait = {"before_wait": job.kernel.before_wait.to_plain()} if job.kernel.before_wait else {}
     return {
         "package": _package_version(),
         "kernel": job.kernel.name,
@@ -119,8 +119,30 @@ def find_built(job: Job, catalog: Catalog, searched: Iterable[Cache], toolchain:
         with guard.optional(f"the kernels in {cache.root}"):
             entry = cache.find(wanted, roots, toolchain.versions() if toolchain else None)
             if entry is not None:
-                return Built(entry, prove.read(entry), cached=True)
+                return Built(entry, proof_of(entry, cache, job.common.minimum["disassembler"]), cached=True)
     return None
+
+
+def proof_of(entry: Entry, cache: Cache, disassembler_needed: str) -> Proof | None:
+    """Return an entry's proof, made now and stored where there is none by this very prover.
+
+    None where it cannot be made, for want of a disassembler or because the machine code cannot be read. A proof with
+    faults is stored too: it says once and for all that this library runs without PDL.
+    """
+    proof = prove.read(entry)
+    if proof is not None:
+        return proof
+    try:
+        proof = prove.prove(entry.library, entry.request, disassembler(disassembler_needed))
+    except (ToolchainError, ProofError) as error:
+        _log.warning("%s is not proven, so it runs without PDL: %s", entry.name, error)
+        return None
+    if faults := proof.faults(entry.request):
+        _log.warning("%s breaks its promises, so it runs without PDL: %s", entry.name, "; ".join(faults))
+    if not entry.installed:
+        with guard.optional("keeping proofs beyond this process"):
+            cache.add_proof(entry, proof.to_json())
+    return proof
 
 
 def build_missing(
@@ -137,6 +159,8 @@ def build_missing(
             "  fix: compile ahead of time with `fp4dispatch build`, or unset FP4DISPATCH_JIT"
         )
     toolchains = [locate(job.record, job.common, needs_cutlass=job.kernel.cutlass) for job in missing]
+    for needed in {job.common.minimum["disassembler"] for job in missing}:
+        disassembler(needed)  # without one nothing could be proven, so nothing is compiled
     with cache.locked([job.name for job in missing]):
         todo: list[tuple[int, Job, Toolchain]] = []
         for job, toolchain in zip(missing, toolchains, strict=True):
@@ -178,21 +202,21 @@ def _compile(
                     raise proof
                 files = inputs.digests(outcome, _roots(catalog, toolchain), toolchain)
                 results[index] = _publish(outcome, proof, files, cache, toolchain, pinned=pinned)
-            except (ProofError, CompileError) as error:
+            except (ProofError, CompileError, ToolchainError) as error:
                 failures.append(error)
     return failures
 
 
-def _proof_or_error(outcome: Outcome) -> Proof | Exception | None:
+def _proof_or_error(outcome: Outcome) -> Proof | Exception:
     try:
-        return None if outcome.errors else _prove(outcome, request(outcome.job))
+        return _prove(outcome, request(outcome.job)) if not outcome.errors else CompileError("it did not compile")
     except Exception as error:
         return error
 
 
 def _publish(
     outcome: Outcome,
-    proof: Proof | None,
+    proof: Proof,
     files: Mapping[tuple[str, str], str],
     cache: Cache,
     toolchain: Toolchain,
@@ -206,18 +230,14 @@ def _publish(
             path_.unlink()
     entry = cache.publish(outcome.folder, wanted, files, toolchain.versions(), pinned=pinned)
     _compiled.append((outcome.job.name, outcome.seconds))
-    return Built(entry, prove.read(entry) if proof else None, cached=False)
+    return Built(entry, proof_of(entry, cache, outcome.job.common.minimum["disassembler"]), cached=False)
 
 
-def _prove(outcome: Outcome, wanted: Mapping[str, Any]) -> Proof | None:
-    """Prove a fresh library; without a disassembler it stays unproven, a broken promise is an error."""
+def _prove(outcome: Outcome, wanted: Mapping[str, Any]) -> Proof:
+    """Prove a fresh library: a broken promise is an error, and so is a machine on which nothing can be proven now."""
     library = outcome.folder / "kernel.so"
-    try:
-        tools = disassembler(outcome.job.common.minimum["disassembler"])
-        proof = prove.prove(library, wanted, tools)
-    except ToolchainError as error:
-        _log.warning("%s is not proven, so it will run without PDL: %s", outcome.job.name, error)
-        return None
+    tools = disassembler(outcome.job.common.minimum["disassembler"])
+    proof = prove.prove(library, wanted, tools)
     if faults := proof.faults(wanted):
         rows = "\n".join(f"  {fault}" for fault in faults)
         raise ProofError(

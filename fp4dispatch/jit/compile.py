@@ -73,7 +73,8 @@ class Job:
         return [part for word in self.recipe() for part in values.get(word[1:-1], [word])]
 
     def _defines(self) -> tuple[str, ...]:
-        macros = (*self.common.defines, *self.record.defines, *self.variant.defines)
+        early = self.kernel.before_wait.defines() if self.kernel.before_wait else ()
+        macros = (*self.common.defines, *self.record.defines, *early, *self.variant.defines)
         return tuple(word for macro in macros for word in self.common.spell("define", macro))
 
 

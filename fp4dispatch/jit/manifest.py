@@ -15,15 +15,13 @@ from pathlib import Path
 from fp4dispatch.arch import Arch
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit import flags, strict_toml
+from fp4dispatch.jit.early_loads import EarlyLoads
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 OPS = ("nvfp4_gemm", "fp8_gemm", "w4_gemm", "w8_gemm", "nvfp4_quantize", "fp8_quantize", "w4_activations", "w4_weights")
 """What kernels are for. ``w4_gemm``: NVFP4 weights by 16-bit or FP8 activations. It is not ``nvfp4_gemm``, which is
 NVFP4 by NVFP4: a proof of the one says nothing about the other. Likewise ``w8_gemm``, FP8 weights by 16-bit or
 FP8 activations of few tokens, and ``fp8_gemm``."""
-BEFORE_WAIT = ("UBLKCP", "UTMALDG")
-"""What a kernel may declare to do before it waits for the previous grid: bulk copies, and TMA loads of a box of a
-matrix, from global to shared memory."""
 CHECK_OPS = ("race_chain",)
 """Kernels that only check others."""
 
@@ -42,8 +40,8 @@ class Kernel:
 
     ``targets`` are in order of preference. ``pdl``: every kernel of the binary must wait for the previous grid before
     its first access of global memory. ``mma``: regular expression of the tensor-core opcode that every kernel of the
-    binary must hold; None for kernels that need none. ``before_wait``: the only accesses of global memory that may come
-    before that wait, of what no kernel writes (weights); see :data:`BEFORE_WAIT`.
+    binary must hold; None for kernels that need none. ``before_wait``: the only loads from global memory that may come
+    before that wait, of what no kernel writes (weights); None for none.
     """
 
     name: str
@@ -54,7 +52,7 @@ class Kernel:
     pdl: bool
     mma: str | None
     variants: Mapping[str, Variant]
-    before_wait: tuple[str, ...] = ()
+    before_wait: EarlyLoads | None = None
 
     def variant(self, variant_id: str) -> Variant:
         """Return a variant; FlagsError that lists the known ones where there is none of this id."""
@@ -137,7 +135,7 @@ def _kernel(path: Path, row: object, records: Mapping[str, flags.FlagRecord]) ->
         **dict.fromkeys(("targets", "variants"), list),
         **dict.fromkeys(("cutlass", "pdl"), bool),
     }
-    strict_toml.check(where, row, required, {"mma": str, "before_wait": list})
+    strict_toml.check(where, row, required, {"mma": str, "before_wait": dict})
     assert isinstance(row, dict)
     kernel = Kernel(
         name=_name(where, row["name"]),
@@ -165,17 +163,12 @@ def _kernel(path: Path, row: object, records: Mapping[str, flags.FlagRecord]) ->
     return kernel
 
 
-def _before_wait(where: str, row: Mapping[str, object]) -> tuple[str, ...]:
+def _before_wait(where: str, row: Mapping[str, object]) -> EarlyLoads | None:
     if "before_wait" not in row:
-        return ()
-    found = strict_toml.texts(f"{where} before_wait", row["before_wait"])
-    if not found or len(set(found)) < len(found) or not set(found) <= set(BEFORE_WAIT):
-        raise FlagsError(
-            f"{where}: before_wait is {list(found)}; it may list {', '.join(BEFORE_WAIT)}, once, or be left out"
-        )
+        return None
     if not row["pdl"]:
         raise FlagsError(f"{where}: before_wait without pdl = true: nothing waits, so nothing can come before")
-    return found
+    return EarlyLoads.parse(f"{where} before_wait", row["before_wait"])
 
 
 def _variants(where: str, rows: list[object]) -> dict[str, Variant]:

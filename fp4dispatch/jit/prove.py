@@ -1,44 +1,47 @@
 """Reads a compiled library's machine code and records what is really in it.
 
 Flags say what should be there; only the binary says what is. A proof lists, for every kernel of a library, the barriers
-(``ACQBULK`` waits for the previous grid, ``PREEXIT`` lets the next one start), global accesses that some path reaches
-before the wait, tensor-core instructions, registers, spills and shared memory. It is bound to the library by hash: no
-proof of that very file, no PDL launch.
+(``ACQBULK`` waits for the previous grid, ``PREEXIT`` lets the next one start), what stands before the wait and may not
+(:mod:`fp4dispatch.jit.sass`), tensor-core instructions, registers, spills and shared memory. It is bound by hash to the
+library and to the prover: no proof of that very file by this very prover, no PDL launch.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.errors import ProofError, ToolchainError
-from fp4dispatch.jit import barrier_order, guard, private
+from fp4dispatch.errors import FlagsError, ProofError, ToolchainError
+from fp4dispatch.jit import private
 from fp4dispatch.jit.cache import PROOF, Entry, digest
+from fp4dispatch.jit.early_loads import EarlyLoads
+from fp4dispatch.jit.sass import judge, listing, parameters
 from fp4dispatch.jit.toolchain import Disassembler
 from fp4dispatch.settings import settings
 
-SCHEMA = 1
-_SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)")
-_OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9_.]*)")
+SCHEMA = 2
 _ELF_ARCH = re.compile(r"^arch = (sm_\w+)$", re.MULTILINE)
 _RESOURCES = re.compile(r"^ Function (\S+):\n\s+(.+)$", re.MULTILINE)
 _SPILLS = ("STL", "LDL")  # stores to and loads from local memory
+_PROVER = ("prove.py", "early_loads.py", "strict_toml.py", "sass/*.py", "sass/*.toml")
 
 
 @dataclass(frozen=True)
 class KernelProof:
     """One kernel of a library.
 
-    ``wait``, ``signal`` and ``spills`` count instructions; ``mma`` counts tensor-core opcodes; ``unguarded`` are
-    accesses of global memory that can run before the wait; ``registers`` are per thread, ``stack``, ``shared`` (static)
-    and ``local`` in bytes.
+    ``wait``, ``signal`` and ``spills`` count instructions; ``mma`` counts tensor-core opcodes; ``unguarded`` is what
+    can run before the wait and may not, with the reason; ``early`` are the declared loads of weights before it, with
+    where their addresses come from; ``registers`` are per thread; ``stack``, ``shared`` (static) and ``local`` bytes.
     """
 
     name: str
@@ -46,6 +49,7 @@ class KernelProof:
     signal: int
     mma: Mapping[str, int]
     unguarded: tuple[str, ...]
+    early: tuple[str, ...]
     spills: int
     registers: int
     stack: int
@@ -60,9 +64,13 @@ class KernelProof:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the disassembler saw in one library, whose SHA-256 is ``library_sha256``."""
+    """What the disassembler saw in one library.
+
+    ``library_sha256`` is the library's hash, ``prover_sha256`` that of the code and data which made the proof.
+    """
 
     library_sha256: str
+    prover_sha256: str
     archs: tuple[str, ...]
     disassembler: str
     kernels: tuple[KernelProof, ...]
@@ -95,23 +103,44 @@ def _barrier_faults(kernel: KernelProof) -> list[str]:
         return [f"{kernel.short}: no grid barrier (ACQBULK): it would race with the previous kernel under PDL"]
     if kernel.unguarded:
         count, first = len(kernel.unguarded), kernel.unguarded[0]
-        return [f"{kernel.short}: {count} accesses of global memory can run before the grid barrier, e.g. {first}"]
+        return [f"{kernel.short}: {count} instructions stand before the grid barrier that may not, e.g. {first}"]
     return []
 
 
+@functools.cache
+def prover_sha256() -> str:
+    """Return the hash of everything that decides what a proof says: code and allow-list of the prover."""
+    root = Path(__file__).parent
+    state = hashlib.sha256()
+    for path in sorted(path for pattern in _PROVER for path in root.glob(pattern)):
+        state.update(f"{path.relative_to(root)} {digest(path)}\n".encode())
+    return state.hexdigest()
+
+
 def read(entry: Entry) -> Proof | None:
-    """Return an entry's proof; None where it is absent, malformed or of another library: then nothing is proven."""
+    """Return an entry's proof; None where it is absent, malformed, of another library or by another prover.
+
+    Raises
+    ------
+    CacheError
+        Where someone else could have written it.
+    """
     try:
-        data = json.loads(private.read(entry.folder / PROOF, trusted=entry.installed))
-        if data.pop("schema") != SCHEMA or data["library_sha256"] != entry.library_sha256:
+        raw = private.read(entry.folder / PROOF, trusted=entry.installed)
+    except FileNotFoundError:
+        return None
+    try:
+        data = json.loads(raw)
+        made_by = (data.pop("schema"), data["prover_sha256"], data["library_sha256"])
+        if made_by != (SCHEMA, prover_sha256(), entry.library_sha256):
             return None
         kernels = tuple(
-            KernelProof(**{**row, "mma": dict(row["mma"]), "unguarded": tuple(row["unguarded"])})
+            KernelProof(**{**row, "unguarded": tuple(row["unguarded"]), "early": tuple(row["early"])})
             for row in data.pop("kernels")
         )
         proof = Proof(**{**data, "kernels": kernels, "archs": tuple(data["archs"])})
         _check_types(proof)
-    except guard.UNREADABLE:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return proof
 
@@ -120,7 +149,8 @@ def _check_types(proof: Proof) -> None:
     numbers = ("wait", "signal", "spills", "registers", "stack", "shared", "local")
     for kernel in proof.kernels:
         counts = [*(getattr(kernel, name) for name in numbers), *kernel.mma.values()]
-        if not isinstance(kernel.name, str) or any(type(count) is not int for count in counts):
+        rows = (*kernel.unguarded, *kernel.early)
+        if not all(isinstance(text, str) for text in (kernel.name, *rows)) or any(type(n) is not int for n in counts):
             raise TypeError(kernel.name)
 
 
@@ -133,14 +163,14 @@ def prove(library: Path, request: Mapping[str, Any], tools: Disassembler) -> Pro
         Shared library with machine code for one target.
     request
         The build request: ``expect_sass`` holds the opcodes to look for, ``pdl`` whether barriers matter,
-        ``before_wait``, where it is there, what may come before them.
+        ``before_wait``, where it is there, the loads that may come before them.
     tools
         Where ``cuobjdump`` and ``nvdisasm`` are.
 
     Raises
     ------
     ToolchainError
-        Where the disassembler fails.
+        Where the disassembler fails, or there is no room for what it writes.
     ProofError
         Where its output cannot be understood. Broken promises are not raised here but returned by
         :meth:`Proof.faults`.
@@ -148,70 +178,79 @@ def prove(library: Path, request: Mapping[str, Any], tools: Disassembler) -> Pro
     library = library.resolve()
     resources = _run(tools, tools.cuobjdump, "--dump-resource-usage", str(library))
     usage = {name: _numbers(line) for name, line in _RESOURCES.findall(resources)}
-    with tempfile.TemporaryDirectory(prefix="fp4dispatch-") as folder:
-        _run(tools, tools.cuobjdump, "--extract-elf", "all", str(library), cwd=folder)
-        texts = [_run(tools, tools.nvdisasm, "-c", str(cubin)) for cubin in sorted(Path(folder).glob("*.cubin"))]
-    kernels: list[KernelProof] = []
-    for sass in texts:
-        opcodes = _opcodes(sass)
-        unguarded = _unguarded(sass, request.get("before_wait", ())) if request["pdl"] and opcodes else {}
-        kernels += [_kernel(name, seen, unguarded, usage, request) for name, seen in opcodes.items()]
+    kernels = [
+        _kernel(code, arguments.get(code.name), usage, request)
+        for sass, arguments in _disassembled(library, tools)
+        for code in _listed(sass)
+    ]
     if {kernel.name for kernel in kernels} != set(usage):
         raise ProofError(
             f"{library}: the disassembler lists kernels {sorted(usage)} but code of {[k.name for k in kernels]}"
         )
     archs = tuple(sorted(set(_ELF_ARCH.findall(resources))))
-    return Proof(digest(library), archs, tools.version, tuple(kernels))
+    return Proof(digest(library), prover_sha256(), archs, tools.version, tuple(kernels))
+
+
+def _disassembled(library: Path, tools: Disassembler) -> list[tuple[str, dict[str, parameters.Parameters]]]:
+    """Return the listing of each cubin in a library, and where its kernels' arguments lie."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="fp4dispatch-") as folder:
+            _run(tools, tools.cuobjdump, "--extract-elf", "all", str(library), cwd=folder)
+            cubins = sorted(Path(folder).glob("*.cubin"))
+            return [(_run(tools, tools.nvdisasm, "-c", str(cubin)), _parameters(cubin)) for cubin in cubins]
+    except OSError as error:
+        raise ToolchainError(
+            f"{library} cannot be disassembled in {tempfile.gettempdir()}: {error}\n"
+            "  fix: free some space there, or set TMPDIR to a folder with room"
+        ) from error
+
+
+def _parameters(cubin: Path) -> dict[str, parameters.Parameters]:
+    """Where they cannot be read no address can be traced, and what needs tracing is refused."""
+    try:
+        return parameters.parse(cubin.read_bytes())
+    except ValueError:
+        return {}
+
+
+def _listed(sass: str) -> list[listing.Kernel]:
+    try:
+        return listing.parse(sass)
+    except ValueError as error:
+        raise ProofError(f"the machine code cannot be read from the disassembler's listing: {error}") from error
 
 
 def _kernel(
-    name: str,
-    opcodes: Counter[str],
-    unguarded: Mapping[str, list[str]],
+    code: listing.Kernel,
+    arguments: parameters.Parameters | None,
     usage: Mapping[str, Mapping[str, int]],
     request: Mapping[str, Any],
 ) -> KernelProof:
     expect = request["expect_sass"]
+    opcodes = Counter(instruction.opcode for instruction in code.instructions)
 
     def count(role: str) -> int:
         return sum(n for opcode, n in opcodes.items() if role in expect and re.match(expect[role], opcode))
 
-    numbers = usage.get(name, {})
+    try:
+        declared = EarlyLoads.of_request(request)
+        found = judge.judge(code, arguments, declared) if request["pdl"] else judge.Judgement()
+    except (ValueError, FlagsError) as error:
+        raise ProofError(f"what comes before the grid barrier cannot be judged: {error}") from error
+    numbers = usage.get(code.name, {})
     return KernelProof(
-        name=name,
+        name=code.name,
         wait=count("wait"),
         signal=count("signal"),
         mma={opcode: n for opcode, n in sorted(opcodes.items()) if re.match(expect["mma"], opcode)},
-        unguarded=tuple(unguarded.get(name, ())),
+        unguarded=tuple(found.refused),
+        early=tuple(found.accepted),
         spills=sum(n for opcode, n in opcodes.items() if opcode.split(".")[0] in _SPILLS),
         registers=numbers.get("REG", 0),
         stack=numbers.get("STACK", 0),
         shared=numbers.get("SHARED", 0),
         local=numbers.get("LOCAL", 0),
     )
-
-
-def _opcodes(sass: str) -> dict[str, Counter[str]]:
-    """Count the opcodes of every kernel in the text of ``nvdisasm -c``."""
-    kernels: dict[str, Counter[str]] = {}
-    current: Counter[str] | None = None
-    for line in sass.splitlines():
-        if section := _SECTION.match(line):
-            current = kernels.setdefault(section[1], Counter())
-        elif current is not None and (found := _OPCODE.match(line)):
-            current[found[1]] += 1
-    return {name: seen for name, seen in kernels.items() if seen}
-
-
-def _unguarded(sass: str, before_wait: Collection[str]) -> dict[str, list[str]]:
-    try:
-        accesses = barrier_order.unguarded_accesses(sass, before_wait)
-    except ValueError as error:
-        raise ProofError(f"the order of barrier and memory accesses cannot be read from the binary: {error}") from error
-    found: dict[str, list[str]] = {}
-    for access in accesses:
-        found.setdefault(access.kernel, []).append(f"0x{access.address:x} {access.instruction}")
-    return found
 
 
 def _numbers(line: str) -> dict[str, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 
 from fp4dispatch.errors import CacheError
-from fp4dispatch.jit import guard, kernels, prove
-from fp4dispatch.jit.cache import Entry, stale, verify
+from fp4dispatch.jit import building, guard, kernels
+from fp4dispatch.jit.cache import Cache, Entry, stale, verify
 from fp4dispatch.jit.compile import Job
 from fp4dispatch.jit.manifest import Catalog, installed
+from fp4dispatch.jit.prove import Proof
 
 
 def proven() -> frozenset[tuple[str, str]]:
@@ -41,7 +42,7 @@ def _proven(_builds: int) -> frozenset[tuple[str, str]]:
             if job is None or not _current(entry, job, catalog):
                 continue
             pairs = {(job.kernel.op, arch.sm) for arch in job.record.archs}
-            proof = prove.read(entry)
+            proof = _proof(entry, cache, job)
             (good if proof is not None and not proof.faults(entry.request) else bad).update(pairs)
     return frozenset(good - bad)
 
@@ -55,6 +56,12 @@ def jobs(catalog: Catalog) -> list[Job]:
         for variant in kernel.variants.values()
         for target in kernel.targets
     ]
+
+
+def _proof(entry: Entry, cache: Cache, job: Job) -> Proof | None:
+    with guard.optional(f"the proof of {entry.name}"):
+        return building.proof_of(entry, cache, job.common.minimum["disassembler"])
+    return None
 
 
 def _current(entry: Entry, job: Job, catalog: Catalog) -> bool:

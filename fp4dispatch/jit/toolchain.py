@@ -158,7 +158,7 @@ def locate(record: FlagRecord, common: CommonFlags, *, needs_cutlass: bool) -> T
 
 
 def disassembler(minimum: str) -> Disassembler:
-    """Find ``cuobjdump`` and ``nvdisasm``: pip wheels, conda, CUDA_HOME, ``PATH``, else the ones inside Triton.
+    """Find ``cuobjdump`` and ``nvdisasm``: beside FP4DISPATCH_NVCC, pip wheels, conda, CUDA_HOME, ``PATH``, Triton.
 
     Raises
     ------
@@ -236,6 +236,8 @@ def _tvm_ffi(minimum: str) -> Library | Missing:
 
 
 def _utility(name: str) -> Path | None:
+    if settings.nvcc and (beside := Path(settings.nvcc).with_name(name)).is_file():
+        return beside  # of the toolkit that was asked for
     try:
         from cuda.pathfinder import find_nvidia_binary_utility
     except ImportError:

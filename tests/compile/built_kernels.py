@@ -120,6 +120,10 @@ def check_wgmmas_overlap(built: jit.Built) -> None:
 def check_early_accesses(kernel: str, instruction: str, variant: str = "bf16") -> None:
     """They, or kinds of them, are all that comes before the wait, and only their declaration lets them pass."""
     built = jit.build(kernel, variant, "90a")
+    assert built.proof is not None
+    for found in built.proof.kernels:
+        assert found.early
+        assert all(f" {instruction}" in access and "loads weights" in access for access in found.early)
     request = {key: value for key, value in built.entry.request.items() if key != "before_wait"}
     proof = prove.prove(built.entry.library, request, disassembler(installed().common.minimum["disassembler"]))
     for found in proof.kernels:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fp4dispatch.arch import SM100, SM120, SM121
-from fp4dispatch.errors import CompileError, FlagsError, ProofError
-from fp4dispatch.jit import kernels, prove
+from fp4dispatch.errors import CompileError, FlagsError, ProofError, ToolchainError
+from fp4dispatch.jit import building, kernels, prove
 from fp4dispatch.jit.cache import Cache
 from fp4dispatch.jit.manifest import Catalog
 from tests.jit_cases import JIT_FLAGS, MANIFEST, REPOSITORY, tiny_catalog
@@ -156,7 +156,7 @@ def test_without_the_define_the_binary_has_no_barrier_and_is_not_published(
         (
             DEVICE_ONLY.replace("fp4d::grid_dependency_wait();", "p[64] = p[65]; fp4d::grid_dependency_wait();"),
             MANIFEST,
-            "accesses of global memory can run before the grid barrier, e.g. 0x",
+            "instructions stand before the grid barrier that may not, e.g. 0x",
         ),
         (
             DEVICE_ONLY + "__global__ void other(float* p) { *p = 1; }\n",
@@ -187,8 +187,14 @@ def test_before_sm90_there_is_no_pdl(tmp_path: Path) -> None:
     assert not built.pdl_allowed
 
 
+def none_found(minimum: str) -> None:
+    raise ToolchainError(f"no disassembler {minimum}")
+
+
 @pytest.mark.parametrize("damage", ["absent", "empty", "truncated", "other library", "not a table", "wrong types"])
-def test_without_a_sound_proof_of_this_very_library_pdl_is_off(damage: str, catalog: Catalog) -> None:
+def test_without_a_sound_proof_of_this_very_library_pdl_is_off(
+    damage: str, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, cache_dir: Path
+) -> None:
     entry = kernels.build("tiny", "one", "120f", catalog=catalog).entry
     path = entry.folder / "proof.json"
     good = path.read_bytes()
@@ -206,10 +212,16 @@ def test_without_a_sound_proof_of_this_very_library_pdl_is_off(damage: str, cata
                     "wrong types": json.dumps({**data, "kernels": [{**data["kernels"][0], "wait": "1"}]}),
                 }[damage]
             )
+        monkeypatch.setattr(building, "disassembler", none_found)
         found = kernels.find("tiny", "one", "120f", catalog=catalog)
         assert found is not None
         assert found.proof is None
         assert not found.pdl_allowed
+        monkeypatch.undo()
+        found = kernels.find("tiny", "one", "120f", catalog=catalog)
+        assert found is not None
+        assert found.pdl_allowed, "proved again where it can be"
+        assert path.read_bytes() == good
     finally:
         path.write_bytes(good)
     again = kernels.find("tiny", "one", "120f", catalog=catalog)

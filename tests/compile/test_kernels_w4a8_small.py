@@ -45,7 +45,7 @@ def test_every_kernel_is_proved(variant: str) -> None:
 
 
 def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
-    assert jit.build(NAME, "bf16", "90a").entry.request["before_wait"] == ["UBLKCP"]
+    assert jit.build(NAME, "bf16", "90a").entry.request["before_wait"]["access"] == "UBLKCP"
     built_kernels.check_early_accesses(NAME, "UBLKCP.S.G")
 
 

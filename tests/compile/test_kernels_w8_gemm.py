@@ -53,7 +53,7 @@ def test_it_is_proved(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", CI_AND_BLOCK)
 def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> None:
-    assert jit.build(KERNEL, variant, "90a").entry.request["before_wait"] == ["UTMALDG"]
+    assert jit.build(KERNEL, variant, "90a").entry.request["before_wait"]["access"] == "UTMALDG"
     built_kernels.check_early_accesses(KERNEL, "UTMALDG.2D", variant)
 
 

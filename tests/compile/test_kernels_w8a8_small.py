@@ -45,7 +45,7 @@ def test_every_kernel_is_proved(variant: str, target: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> None:
-    assert jit.build(NAME, variant, "90a").entry.request["before_wait"] == ["UTMALDG"]
+    assert jit.build(NAME, variant, "90a").entry.request["before_wait"]["access"] == "UTMALDG"
     built_kernels.check_early_accesses(NAME, "UTMALDG.2D", variant)
 
 

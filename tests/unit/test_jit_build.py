@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pytest
 
 from fp4dispatch.errors import CacheError, CompileError, ToolchainError
 from fp4dispatch.jit import cache as cache_module
-from fp4dispatch.jit import evict, guard, kernels, loading, private
+from fp4dispatch.jit import evict, guard, kernels, loading, private, prove
 from fp4dispatch.jit.cache import Cache
 from fp4dispatch.jit.manifest import Catalog
 from tests.jit_cases import BUILD_ONE, JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, start_build, tiny_sources
@@ -59,7 +60,12 @@ def test_a_build_is_published_once_and_private(fake: Fake, catalog: Catalog, tmp
     first, second = build(catalog), build(catalog)
     assert (first.cached, second.cached, fake.calls()) == (False, True, 1)
     assert first.entry == second.entry
-    assert sorted(path.name for path in first.entry.folder.iterdir()) == ["build.log", "entry.json", "kernel.so"]
+    assert sorted(path.name for path in first.entry.folder.iterdir()) == [
+        "build.log",
+        "entry.json",
+        "kernel.so",
+        "proof.json",
+    ]
     assert leftovers(tmp_path / "cache") == []
     for path in (tmp_path / "cache").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
@@ -72,10 +78,85 @@ def test_the_files_that_were_read_are_remembered_by_root(fake: Fake, catalog: Ca
     assert [root for root, name in read if name == "system header.h"] in (["/"], ["cuda"])
 
 
-def test_without_a_proof_pdl_is_not_allowed(fake: Fake, catalog: Catalog) -> None:
+def test_a_build_is_proven(fake: Fake, catalog: Catalog) -> None:
     built = build(catalog)
+    assert built.proven
+    assert built.pdl_allowed
+
+
+NOT_PROVEN: dict[str, dict[str, object] | None] = {
+    "by another prover": {"prover_sha256": "0" * 64},
+    "of another schema": {"schema": 1},
+    "of another library": {"library_sha256": "0" * 64},
+    "absent": None,
+}
+
+
+@pytest.mark.parametrize("stored", NOT_PROVEN)
+def test_a_proof_is_made_anew_on_the_next_hit(stored: str, fake: Fake, catalog: Catalog) -> None:
+    path = build(catalog).entry.folder / "proof.json"
+    good, change = path.read_text(), NOT_PROVEN[stored]
+    path.unlink()
+    if change:
+        path.write_text(json.dumps({**json.loads(good), **change}))
+        path.chmod(0o600)
+    again = build(catalog)
+    assert (again.cached, again.pdl_allowed, fake.calls()) == (True, True, 1)
+    assert path.read_text() == good
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["prove.py", "early_loads.py", "sass/judge.py", "sass/opcodes.toml"])
+def test_a_prover_that_changed_proves_again(
+    name: str, fake: Fake, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    entry = build(catalog).entry
+    assert prove.read(entry) is not None
+    shutil.copytree(Path(prove.__file__).parent, tmp_path / "jit")
+    with (tmp_path / "jit" / name).open("a") as file:
+        file.write("# changed\n")
+    monkeypatch.setattr(prove, "__file__", str(tmp_path / "jit" / "prove.py"))
+    prove.prover_sha256.cache_clear()
+    try:
+        assert prove.read(entry) is None
+    finally:
+        prove.prover_sha256.cache_clear()
+
+
+@pytest.mark.parametrize("who", ["others can write", pytest.param("another user", marks=root_only)])
+def test_a_proof_that_others_could_have_written_is_refused(who: str, fake: Fake, catalog: Catalog) -> None:
+    path = build(catalog).entry.folder / "proof.json"
+    if who == "another user":
+        os.chown(path, 65534, 65534)
+    else:
+        path.chmod(0o622)
+    with pytest.raises(CacheError, match="code from it is not run"):
+        build(catalog)
+
+
+@pytest.mark.parametrize("missing", ["disassembler", "room for it"])
+def test_what_cannot_be_proven_now_is_not_published(
+    missing: str, fake: Fake, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if missing == "disassembler":
+        tool = fake.nvcc.with_name("nvdisasm")
+        tool.write_text(tool.read_text().replace("13.0", "9.0"))
+    else:
+        full = tmp_path / "full"
+        full.touch()  # no folder, so nothing can be written below it
+        monkeypatch.setattr(tempfile, "tempdir", str(full))
+    with pytest.raises(ToolchainError, match=r"the disassembler .* is 9\.0|cannot be disassembled"):
+        build(catalog)
+    assert list((tmp_path / "cache").glob("kernels/*/*/*")) == []
+    assert fake.calls() == (0 if missing == "disassembler" else 1)
+
+
+def test_an_entry_without_proof_runs_without_pdl_where_nothing_can_prove_it(fake: Fake, catalog: Catalog) -> None:
+    (build(catalog).entry.folder / "proof.json").unlink()
+    fake.nvcc.with_name("nvdisasm").write_text("#!/bin/sh\nexit 1\n")
+    built = build(catalog)
+    assert built.cached
     assert built.proof is None
-    assert not built.proven
     assert not built.pdl_allowed
 
 
@@ -357,7 +438,7 @@ else:
 """
 
 
-@pytest.mark.parametrize(("step", "count"), [("write_synced", 1), ("sync", 1), ("sync", 3), ("rename", 1), ("sync", 5)])
+@pytest.mark.parametrize(("step", "count"), [("write_synced", 1), ("sync", 1), ("sync", 3), ("rename", 1), ("sync", 6)])
 def test_a_publication_that_is_killed_is_whole_or_absent(
     step: str, count: int, fake: Fake, catalog: Catalog, tmp_path: Path
 ) -> None:
@@ -370,7 +451,7 @@ def test_a_publication_that_is_killed_is_whole_or_absent(
     )
     assert killed.returncode == -signal.SIGKILL, killed
     found = kernels.find("tiny", "one", "120f", catalog=catalog)
-    assert (found is not None) == (count == 5), "only the sync of the parent comes after the rename"
+    assert (found is not None) == (count == 6), "only the sync of the parent comes after the rename"
     after = build(catalog)
     assert after.cached == (found is not None)
     assert cache_module.damage(after.entry) == ""

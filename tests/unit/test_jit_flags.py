@@ -138,12 +138,25 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
         ("ADD=2", "ADD=2 -w", "is not a definition"),
         ("pdl = true", "pdl = true\nmma = ''", "matches the empty text"),
         ('id = "two"', 'name = "two"', "unknown key 'name'"),
-        ("pdl = true", "pdl = true\nbefore_wait = 'UBLKCP'", "before_wait must be list, found str"),
-        ("pdl = true", "pdl = true\nbefore_wait = []", "it may list UBLKCP, UTMALDG, once, or be left out"),
-        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'LDG']", "it may list UBLKCP, UTMALDG, once"),
-        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP', 'UBLKCP']", "it may list UBLKCP, UTMALDG, once"),
-        ("pdl = true", "pdl = true\nbefore_wait = [1]", "before_wait"),
-        ("pdl = true", "pdl = false\nbefore_wait = ['UBLKCP']", "nothing waits"),
+        ("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP']", "before_wait must be dict, found list"),
+        *(
+            (row, row.replace("pdl = true", f"pdl = {pdl}\nbefore_wait = {declared}"), message)
+            for row, pdl, declared, message in (
+                ("pdl = true", "true", "{ access = 'UBLKCP' }", "key 'weights' is missing"),
+                ("pdl = true", "true", "{ access = 'LDG', weights = [0, 8] }", "access is 'LDG', needed one of UBLKCP"),
+                ("pdl = true", "true", "{ access = 'UBLKCP', weights = [0, 16] }", "16 bytes, UBLKCP needs 8"),
+                ("pdl = true", "true", "{ access = 'UTMALDG', weights = [0, 8] }", "8 bytes, UTMALDG needs 128"),
+                ("pdl = true", "true", "{ access = 'UBLKCP', weights = [0] }", "need the first byte"),
+                ("pdl = true", "true", "{ access = 'UBLKCP', weights = [2, 10] }", "no range of whole 32-bit words"),
+                (
+                    "pdl = true",
+                    "true",
+                    "{ access = 'UBLKCP', weights = [0, 8], numbers = [4, 16] }",
+                    "beside the weights",
+                ),
+                ("pdl = true", "false", "{ access = 'UBLKCP', weights = [0, 8] }", "nothing waits"),
+            )
+        ),
     ],
 )
 def test_a_broken_manifest_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -154,10 +167,14 @@ def test_a_broken_manifest_is_refused(tmp_path: Path, old: str, new: str, messag
 
 def test_what_may_come_before_the_barrier_is_part_of_the_build(tmp_path: Path) -> None:
     plain = tiny_catalog(tmp_path / "plain")
-    manifest = MANIFEST.replace("pdl = true", "pdl = true\nbefore_wait = ['UBLKCP']")
+    row = "before_wait = { access = 'UBLKCP', weights = [0, 8], numbers = [8, 16] }"
+    manifest = MANIFEST.replace("pdl = true", f"pdl = true\n{row}")
     declared = tiny_catalog(tmp_path / "declared", manifest=manifest)
     requests = [kernels.request(kernels.job(catalog, "tiny", "one", "90a")) for catalog in (plain, declared)]
-    assert requests[1] == {**requests[0], "before_wait": ["UBLKCP"]}
+    declared_row = {"access": "UBLKCP", "weights": [0, 8], "numbers": [8, 16]}
+    assert {**requests[1], "recipe": None} == {**requests[0], "recipe": None, "before_wait": declared_row}
+    macros = ["-DFP4D_WEIGHTS_FIRST=0", "-DFP4D_WEIGHTS_LAST=8", "-DFP4D_NUMBERS_FIRST=8", "-DFP4D_NUMBERS_LAST=16"]
+    assert [word for word in requests[1]["recipe"] if word not in requests[0]["recipe"]] == macros
 
 
 def test_a_kernel_may_not_stand_twice(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ GOOD = KernelProof(
     signal=1,
     mma={"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X": 64},
     unguarded=(),
+    early=("0x20 UBLKCP.S.G: loads weights",),
     spills=0,
     registers=168,
     stack=0,
     shared=1024,
     local=0,
 )
-PROOF = Proof("a" * 64, ("sm_120f",), "13.5.37", (GOOD,))
+PROOF = Proof("a" * 64, prove.prover_sha256(), ("sm_120f",), "13.5.37", (GOOD,))
 REQUEST: dict[str, Any] = {
     "target": "120f",
     "pdl": True,
@@ -49,7 +50,10 @@ def test_a_sound_proof_allows_pdl() -> None:
         (replace(PROOF, archs=("sm_120",)), "machine code is for sm_120, not for sm_120f"),
         (replace(PROOF, archs=("sm_120f", "sm_90a")), "machine code is for sm_120f, sm_90a, not for sm_120f"),
         (replace(PROOF, kernels=(GOOD, replace(GOOD, name="other", wait=0))), "other: no grid barrier (ACQBULK)"),
-        (replace(PROOF, kernels=(replace(GOOD, unguarded=("0x10 LDG.E",)),)), "1 accesses of global memory can run"),
+        (
+            replace(PROOF, kernels=(replace(GOOD, unguarded=("0x10 LDG.E",)),)),
+            "1 instructions stand before the grid barrier that may not",
+        ),
         (replace(PROOF, kernels=(replace(GOOD, mma={"QMMA.16832": 4}),)), "no tensor-core instruction OMMA"),
         (replace(PROOF, kernels=(replace(GOOD, mma={}),)), "(found: none)"),
     ],
@@ -69,6 +73,8 @@ def test_a_long_mangled_name_is_cut_for_people() -> None:
 
 
 def entry(folder: Path, sha256: str) -> Entry:
+    if (folder / "proof.json").exists():
+        (folder / "proof.json").chmod(0o600)
     return Entry(folder, REQUEST, {}, {}, sha256, pinned=False)
 
 
@@ -85,12 +91,15 @@ def test_a_proof_comes_back_as_it_was_written(tmp_path: Path) -> None:
         "[]",
         "{}",
         PROOF.to_json().decode()[:-1],
-        PROOF.to_json().decode().replace('"schema": 1', '"schema": 2'),
+        PROOF.to_json().decode().replace('"schema": 2', '"schema": 1'),
         PROOF.to_json().decode().replace('"wait": 1', '"wait": true'),
         PROOF.to_json().decode().replace('"wait": 1', '"wait": "1"'),
         PROOF.to_json().decode().replace('"wait": 1,', ""),
         PROOF.to_json().decode().replace('"wait": 1', '"wait": 1, "more": 1'),
+        PROOF.to_json().decode().replace('"0x20 UBLKCP.S.G: loads weights"', "1"),
         PROOF.to_json().decode().replace("aaaa", "bbbb"),
+        PROOF.to_json().decode().replace(prove.prover_sha256(), "c" * 64),
+        "[" * 100_000,
     ],
 )
 def test_a_malformed_proof_is_no_proof(text: str, tmp_path: Path) -> None:
@@ -149,7 +158,7 @@ def library(tmp_path: Path) -> Path:
 def test_the_disassembly_is_counted(tmp_path: Path, library: Path) -> None:
     proof = prove.prove(library, REQUEST, tools(tmp_path, SASS.format(name="gemm"), USAGE))
     assert proof.kernels == (
-        KernelProof("gemm", 1, 0, {"OMMA.SF.16864.F32": 1}, (), 1, registers=168, stack=8, shared=1024, local=4),
+        KernelProof("gemm", 1, 0, {"OMMA.SF.16864.F32": 1}, (), (), 1, registers=168, stack=8, shared=1024, local=4),
     )
     assert proof.pdl_allowed(REQUEST)
 
@@ -158,23 +167,30 @@ def test_an_access_above_the_barrier_is_seen(tmp_path: Path, library: Path) -> N
     sass = SASS.format(name="gemm").replace("LDC R1, c[0x0][0x37c]", "LDG.E R1, desc[UR4][R2.64]")
     proof = prove.prove(library, REQUEST, tools(tmp_path, sass, USAGE))
     assert "0x0 LDG.E" in proof.faults(REQUEST)[0]
+    assert not proof.pdl_allowed(REQUEST)
 
 
-def test_only_a_declared_bulk_copy_may_stand_above_the_barrier(tmp_path: Path, library: Path) -> None:
+DECLARED = {**REQUEST, "before_wait": {"access": "UBLKCP", "weights": [0, 8]}}
+
+
+def test_a_declared_copy_whose_address_is_not_traced_is_refused(tmp_path: Path, library: Path) -> None:
     sass = SASS.format(name="gemm").replace("LDC R1, c[0x0][0x37c]", "UBLKCP.S.G [UR12], [UR8], UR5")
     disassembler = tools(tmp_path, sass, USAGE)
-    assert "0x0 UBLKCP.S.G" in prove.prove(library, REQUEST, disassembler).faults(REQUEST)[0]
-    declared = {**REQUEST, "before_wait": ["UBLKCP"]}
-    assert prove.prove(library, declared, disassembler).faults(declared) == []
-    with pytest.raises(ProofError, match="LDG cannot be declared"):
-        prove.prove(library, {**REQUEST, "before_wait": ["LDG"]}, disassembler)
+    for request in (REQUEST, DECLARED):
+        assert "0x0 UBLKCP.S.G" in prove.prove(library, request, disassembler).faults(request)[0]
+
+
+def test_a_declaration_that_cannot_be_understood_is_an_error(tmp_path: Path, library: Path) -> None:
+    disassembler = tools(tmp_path, SASS.format(name="gemm"), USAGE)
+    for declared in (["UBLKCP"], {"access": "LDG", "weights": [0, 8]}, {"access": "UBLKCP", "weights": [8, 0]}):
+        with pytest.raises(ProofError, match="cannot be judged"):
+            prove.prove(library, {**REQUEST, "before_wait": declared}, disassembler)
 
 
 def test_a_declaration_does_not_replace_the_barrier(tmp_path: Path, library: Path) -> None:
-    declared = {**REQUEST, "before_wait": ["UBLKCP"]}
     sass = SASS.format(name="gemm").replace("ACQBULK", "UBLKCP.S.G [UR12], [UR8], UR5")
-    proof = prove.prove(library, declared, tools(tmp_path, sass, USAGE))
-    assert "no grid barrier" in proof.faults(declared)[0]
+    proof = prove.prove(library, DECLARED, tools(tmp_path, sass, USAGE))
+    assert "no grid barrier" in proof.faults(DECLARED)[0]
 
 
 def test_a_kernel_whose_code_is_not_seen_is_an_error(tmp_path: Path, library: Path) -> None:
@@ -188,9 +204,15 @@ def test_code_without_instructions_is_an_error(tmp_path: Path, library: Path) ->
         prove.prove(library, REQUEST, tools(tmp_path, "nothing that looks like SASS", USAGE))
 
 
-def test_a_branch_that_cannot_be_followed_is_an_error(tmp_path: Path, library: Path) -> None:
-    sass = SASS.format(name="gemm").replace("ACQBULK ;", "BRA R2 ;")
-    with pytest.raises(ProofError, match="cannot be read from the binary"):
+def test_a_branch_that_cannot_be_followed_is_a_fault(tmp_path: Path, library: Path) -> None:
+    sass = SASS.format(name="gemm").replace("LDC R1, c[0x0][0x37c] ;", "BRA R2 ;")
+    proof = prove.prove(library, REQUEST, tools(tmp_path, sass, USAGE))
+    assert "unknown branch target" in proof.faults(REQUEST)[0]
+
+
+def test_a_line_of_code_that_cannot_be_read_is_an_error(tmp_path: Path, library: Path) -> None:
+    sass = SASS.format(name="gemm").replace("ACQBULK ;", "?")
+    with pytest.raises(ProofError, match="cannot be read from the disassembler's listing"):
         prove.prove(library, REQUEST, tools(tmp_path, sass, USAGE))
 
 

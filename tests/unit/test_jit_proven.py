@@ -10,7 +10,7 @@ from fp4dispatch import dispatch, system
 from fp4dispatch.jit import building, kernels, proven
 from fp4dispatch.jit.cache import OWN, PROOF, Cache, digest
 from fp4dispatch.jit.manifest import installed
-from fp4dispatch.jit.prove import KernelProof, Proof
+from fp4dispatch.jit.prove import KernelProof, Proof, prover_sha256
 
 SM120 = {("nvfp4_gemm", "sm_120"), ("nvfp4_gemm", "sm_121")}
 
@@ -39,8 +39,8 @@ def publish(cache, tmp_path, *, kernel="nvfp4_gemm_sm120", variant="bf16_128x128
     built.mkdir()
     (built / "kernel.so").write_bytes(variant.encode())
     request = kernels.request(job)
-    found = KernelProof("k", wait, 1, {mma: 64}, (), 0, 168, 0, 0, 0)
-    proof = Proof(digest(built / "kernel.so"), (f"sm_{target}",), "test", (found,))
+    found = KernelProof("k", wait, 1, {mma: 64}, (), (), 0, 168, 0, 0, 0)
+    proof = Proof(digest(built / "kernel.so"), prover_sha256(), (f"sm_{target}",), "test", (found,))
     (built / PROOF).write_bytes(proof.to_json())
     files = {(OWN, source): digest(catalog.csrc / source)}
     proven.forget()

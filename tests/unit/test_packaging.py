@@ -19,7 +19,7 @@ import pytest
 from fp4dispatch.jit import kernels, proven
 from fp4dispatch.jit.cache import OWN, PROOF, Cache, digest
 from fp4dispatch.jit.manifest import installed
-from fp4dispatch.jit.prove import KernelProof, Proof
+from fp4dispatch.jit.prove import KernelProof, Proof, prover_sha256
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository, whose files git lists")
@@ -182,8 +182,9 @@ def made_ahead(tmp_path: Path) -> Path:
     built = tmp_path / "built"
     built.mkdir()
     (built / "kernel.so").write_bytes(b"a library")
-    kernel = KernelProof("k", 1, 1, {"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X": 64}, (), 0, 168, 0, 0, 0)
-    (built / PROOF).write_bytes(Proof(digest(built / "kernel.so"), ("sm_120f",), "test", (kernel,)).to_json())
+    kernel = KernelProof("k", 1, 1, {"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X": 64}, (), (), 0, 168, 0, 0, 0)
+    proof = Proof(digest(built / "kernel.so"), prover_sha256(), ("sm_120f",), "test", (kernel,))
+    (built / PROOF).write_bytes(proof.to_json())
     source = "nvfp4_gemm_sm120.cu"
     files = {(OWN, source): digest(catalog.csrc / source)}
     cache = Cache(tmp_path / "ahead", portable=True)
