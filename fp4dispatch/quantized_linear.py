@@ -220,9 +220,9 @@ class QuantizedLinear(StateLoading):
         old = self._bound.get(dtype)
         if old is None:
             return self.bind(dtype)
-        return self._replace(self._choose(dtype))
+        return self._put(self._choose(dtype))
 
-    def _replace(self, fresh: routes.Bound) -> routes.Bound:
+    def _put(self, fresh: routes.Bound) -> routes.Bound:
         old = self._bound[fresh.dtype]
         if fresh.spec is old.spec:
             old.decisions = fresh.decisions
@@ -258,7 +258,7 @@ class QuantizedLinear(StateLoading):
             self.capture, self.m_min = old
             raise
         for bound in fresh:
-            self._replace(bound)
+            self._put(bound)
 
     def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
         """Return what this layer asks of the policy for M tokens."""
