@@ -29,7 +29,7 @@ def _causal(name: str, **more: Any) -> Callable[[Any], Any]:
 
 def _deepseek(t: Any) -> Any:
     heads = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    experts = {"n_routed_experts": 12, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
     config = _text(first_k_dense_replace=1, moe_intermediate_size=32, **heads, **experts)
     del config["head_dim"]
     return t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**{**config, "num_key_value_heads": 4}))

@@ -347,6 +347,10 @@ def test_whole_models_are_quantised_told_and_loaded_again(stored, form, tmp_path
     loaded = load_quantized(model, out)
     assert len(loaded.layers) == count
     assert loaded.dequantized == loaded.missing == ()
+    stayed = dict(model.named_parameters())
+    for key, value in source.named_parameters():  # experts put together in their order, embeddings, the vision tower
+        if key in stayed:
+            assert torch.equal(stayed[key], value), key
     reference = logits(source)
     assert torch.nn.functional.cosine_similarity(logits(model), reference, dim=-1).min() > 0.9
 
