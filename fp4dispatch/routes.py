@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4dispatch import capture, dispatch, policy, prebuild, registry, selfcheck
+from fp4dispatch import capture, dispatch, policy, prebuild, quarantine, registry, selfcheck
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.decision import Decision
-from fp4dispatch.errors import CaptureError, NoBackendError
+from fp4dispatch.errors import BackendUnsupportedError, CaptureError, NoBackendError, SelfCheckFailed
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 
 LARGEST_M = 1 << 15
@@ -264,13 +264,31 @@ def _decide(any_m: Problem, backend: str | None, layer: str, gpu: int | None) ->
     """Ask the policy for every bucket of M; return the largest M and the Decision of each range."""
     decisions: list[tuple[int, Decision]] = []
     for m in dispatch.m_ranges(any_m.op, gpu, LARGEST_M):
-        decision = dispatch.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu)
+        try:
+            decision = dispatch.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu)
+        except BackendUnsupportedError as error:
+            raise _failed_before(any_m, error) or error from None
         if decision.backend is None:
             raise NoBackendError(f"nothing can run {decision.problem}", decision)
         if decisions and _same(decisions[-1][1], decision):
             decisions.pop()
         decisions.append((m, decision))
     return decisions
+
+
+def _failed_before(problem: Problem, error: BackendUnsupportedError) -> SelfCheckFailed | None:
+    """Return the evidence where a named backend is refused because it gave wrong numbers for this very layer.
+
+    A layer that is moved or loaded binds, and keeps a refusal for its first call: that call says why.
+    """
+    asked = error.decision.requested if error.decision is not None else ""
+    for verdict in quarantine.known():
+        about = (verdict.status, verdict.backend, verdict.op, verdict.scaling)
+        if about == ("failed", asked, problem.op, problem.scaling) and verdict.layer.startswith(
+            f"N={problem.n} K={problem.k} "
+        ):
+            return verdict.error()
+    return None
 
 
 def _checked(
