@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4dispatch import capture, dispatch, policy, prebuild, registry, selfcheck
+from fp4dispatch import capture, dispatch, policy, prebuild, quarantine, registry, selfcheck
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.decision import Decision
-from fp4dispatch.errors import CaptureError, NoBackendError
+from fp4dispatch.errors import BackendUnsupportedError, CaptureError, NoBackendError, SelfCheckFailed
 from fp4dispatch.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, CaptureMode, Op, OutDtype, Problem, Scaling
 
@@ -287,10 +287,13 @@ def _decide(
     any_m: Problem, backend: str | None, layer: str, gpu: int | None
 ) -> tuple[list[tuple[int, Decision]], list[str]]:
     """Ask the policy for every bucket of M; return the ranges that are alike, and why each may not be captured."""
-    all_m = [
-        (m, dispatch.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu, say=False))
-        for m in dispatch.m_ranges(any_m.op, gpu, LARGEST_M)
-    ]
+    try:
+        all_m = [
+            (m, dispatch.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu, say=False))
+            for m in dispatch.m_ranges(any_m.op, gpu, LARGEST_M)
+        ]
+    except BackendUnsupportedError as error:
+        raise _failed_before(any_m, error) or error from None
     dispatch.report_ranges(all_m)
     decisions: list[tuple[int, Decision]] = []
     refusals: list[str] = []
@@ -338,6 +341,21 @@ def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:
         f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}]), which chooses for a CUDA graph "
         "(capture='full' or 'piecewise')"
     )
+
+
+def _failed_before(problem: Problem, error: BackendUnsupportedError) -> SelfCheckFailed | None:
+    """Return the evidence where a named backend is refused because it gave wrong numbers for this very layer.
+
+    A layer that is moved or loaded binds, and keeps a refusal for its first call: that call says why.
+    """
+    asked = error.decision.requested if error.decision is not None else ""
+    for verdict in quarantine.known():
+        about = (verdict.status, verdict.backend, verdict.op, verdict.scaling)
+        if about == ("failed", asked, problem.op, problem.scaling) and verdict.layer.startswith(
+            f"N={problem.n} K={problem.k} "
+        ):
+            return verdict.error()
+    return None
 
 
 def _checked(

@@ -124,12 +124,25 @@ def test_a_named_backend_fails_loudly_and_changes_nothing(checks):
         made.bind()
     assert (made._prepared, made._bound) == ({}, {})
     assert not any(name.startswith("layout") for name in made._buffers)
-    with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):
+    with pytest.raises(SelfCheckFailed, match="layer M=1 N=64 K=1024"):
         made.bind()
+    with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):  # another shape: nothing is known of that one
+        layer(512, backend="narrow").bind()
     new_process()
-    with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):  # known from disk
+    with pytest.raises(SelfCheckFailed, match="layer M=1 N=64 K=1024"):  # known from disk
         made.bind()
+    assert len(checks) == 1
     assert layer(512, backend="fine").bind()
+
+
+def test_a_layer_that_binds_when_it_is_made_says_why_at_its_first_call(monkeypatch):
+    """As on a GPU: loading and moving keep a refusal for later."""
+    made = layer(backend="narrow")
+    monkeypatch.setattr("fp4dispatch.quantized_linear._system.current", lambda: System.fake())
+    made._refresh()
+    assert made._bound == {}
+    with pytest.raises(SelfCheckFailed, match=r"tile \(0, 0\) is wrong"):
+        made(torch.ones(1, 1024, dtype=torch.bfloat16))
 
 
 def test_off_checks_nothing_and_force_each_process_anew(checks, monkeypatch):
