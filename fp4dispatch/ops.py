@@ -203,8 +203,7 @@ def nvfp4_gemm(
         If a plan has to be made during capture: run the shape once before. Or if the policy chose a backend that may
         not be captured: name another one.
     """
-    if not isinstance(backend, str | None):  # the operator would say it in C++'s words
-        dispatch.check_request("nvfp4_gemm", backend)
+    _check_name("nvfp4_gemm", backend)
     result: Tensor = torch.ops.fp4dispatch.nvfp4_gemm.default(
         a, b, a_sf, b_sf, alpha, bias, out_dtype, sf_layout, backend
     )
@@ -281,8 +280,7 @@ def fp8_gemm(
     InputError, BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, CaptureError
         As :func:`nvfp4_gemm`.
     """
-    if not isinstance(backend, str | None):  # the operator would say it in C++'s words
-        dispatch.check_request("fp8_gemm", backend)
+    _check_name("fp8_gemm", backend)
     result: Tensor = torch.ops.fp4dispatch.fp8_gemm.default(a, b, a_scale, b_scale, bias, out_dtype, scaling, backend)
     return result
 
@@ -317,6 +315,12 @@ def _fp8_gemm_impl(
     out = _fp8_gemm_check(a, b, a_scale, b_scale, bias, out_dtype, scaling, backend)
     weights = LinearWeights("fp8_gemm", scaling, b.shape[0], b.shape[1], b, b_scale)
     return _gemm(weights, QuantizedActivation(a, a_scale), out, bias, backend, None)
+
+
+def _check_name(op: Op, backend: object) -> None:
+    """Refuse a name that is no text; the operator would say it in the words of C++. Traced by ``torch.compile``."""
+    if backend is not None and not isinstance(backend, str):
+        dispatch.check_request(op, backend)
 
 
 def _gemm_check(what: Op, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -104,14 +104,14 @@ def test_the_installed_folder_is_searched_after_the_users(cache_dir: Path) -> No
     assert all(root.name == "prebuilt" for root in roots[1:])
 
 
-@pytest.mark.parametrize("folder", ["/proc/no/such", "/etc/passwd/x", "/dev/null/x"])
+@pytest.mark.parametrize("folder", ["/proc/no_such", "/etc/passwd/x", "/dev/null/x"])
 def test_a_cache_that_cannot_be_made_is_an_error_with_the_fix(folder, capsys, monkeypatch):
     for words in (["--out", folder], []):
         if not words:
             monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", folder)
-        assert cli.main(["build", "--arch", "9.0", "--ops", "w8_gemm", "--variant", "fp8_bf16", *words]) == 1
+        assert cli.main(["build", "--arch", "9.0", "--ops", "w8_gemm", *words]) == 1
         err = capsys.readouterr().err
         assert "Error: " in err
         assert folder in err
-        assert "fix: " in err or "no kernel matches" in err
+        assert "fix: " in err
         assert "Traceback" not in err
