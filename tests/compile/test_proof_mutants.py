@@ -139,3 +139,11 @@ def test_shipped_kernels_are_accepted_and_their_mutants_refused(kernel: str, var
         assert found.refused(read, declared) == []
         for kind, mutant in listings.mutants(read, found.arguments[read.name], declared):
             assert found.refused(mutant, declared), f"{read.name}: {kind}"
+
+
+def test_the_page_shows_every_class_and_count() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
+    for kind, rows in small.MUTANTS.items():
+        count = len(rows) + len(small.MAP_MUTANTS.get(kind, ()))
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {kind} | {count} |"))
+        assert [cell.strip() for cell in row.split("|")[4:-1:2]] == [f"{count} of {count}"] * len(TARGETS), row
