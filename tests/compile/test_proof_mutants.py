@@ -62,6 +62,8 @@ QUICK = {  # one build of a family, and what the issue of a moved load or a dele
     ("w4_to_e4m3", "store", "w4_to_e4m3", "90a"),
 }
 
+CONTROLS = (("w4a16_small", "bf16", "120f"), ("w8_gemm_sm90", "bf16_128", "90a"), ("nvfp4_quantize", "any", "100f"))
+
 
 def planted() -> list[Any]:
     rows = []
@@ -91,6 +93,20 @@ def test_a_fault_in_a_shipped_kernel(
     found = code.shipped(job, csrc, tmp_path)
     refused = [found.refused(kernel, job.kernel.before_wait) for kernel in found.kernels]
     assert any(refused), "not one of its kernels was refused"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "variant", "target"),
+    [
+        pytest.param(*build, id="-".join(build), marks=() if build in CONTROLS else pytest.mark.slow)
+        for of in shipped.FAMILIES.values()
+        for build in of.builds
+    ],
+)
+def test_a_copy_without_fault_is_accepted(kernel: str, variant: str, target: str, tmp_path: Path) -> None:
+    job = code.job_of(kernel, variant, target)
+    found = code.shipped(job, shipped.copy_of_sources(tmp_path), tmp_path)
+    assert [found.refused(kernel, job.kernel.before_wait) for kernel in found.kernels] == [[]] * len(found.kernels)
 
 
 # ---- faults in the machine code of shipped kernels ----
@@ -123,3 +139,11 @@ def test_shipped_kernels_are_accepted_and_their_mutants_refused(kernel: str, var
         assert found.refused(read, declared) == []
         for kind, mutant in listings.mutants(read, found.arguments[read.name], declared):
             assert found.refused(mutant, declared), f"{read.name}: {kind}"
+
+
+def test_the_page_shows_every_class_and_count() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
+    for kind, rows in small.MUTANTS.items():
+        count = len(rows) + len(small.MAP_MUTANTS.get(kind, ()))
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {kind} | {count} |"))
+        assert [cell.strip() for cell in row.split("|")[4:-1:2]] == [f"{count} of {count}"] * len(TARGETS), row

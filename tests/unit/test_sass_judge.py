@@ -71,7 +71,8 @@ def test_no_barrier_refuses_everything() -> None:
             "LDGMC.E.ADD",
             "ST.E",
             "STG.E",
-            "STAS",
+            "STAS.X",
+            "USTGR.E",
             "ATOM.E",
             "ATOMG.E.ADD",
         ),
@@ -337,6 +338,27 @@ def test_a_map_may_be_fetched_early_where_it_is_an_argument() -> None:
     assert found(*map_at(0xF0, fetch)) == []
     assert found(*map_at(0x170, fetch)) == ["UTMACCTL.PF"], "beyond the arguments"
     assert found(*(line.replace("0x198", "0x280") for line in map_at(0xF0, fetch))) == ["UTMACCTL.PF"]
+
+
+def under(guard: str, *between: str) -> tuple[str, ...]:
+    return (
+        f"{guard} LDCU.64 UR22, c[0x0][0x198]",
+        f"{guard} UIADD3.64 UR22, UR22, 0x70, URZ",
+        *between,
+        f"{guard} {BOX}",
+        "ACQBULK",
+        "EXIT",
+    )
+
+
+def test_what_is_written_and_read_under_one_guard_is_exact() -> None:
+    assert found(*under("@!UP0"), declared=MAP) == []
+    assert found(*under("@!UP0", "UISETP.NE.AND UP0, UPT, UR4, URZ, UPT"), declared=MAP) == ["UTMALDG.2D"]
+    assert found(*under("@P0", "R2P PR, R4"), declared=MAP) == ["UTMALDG.2D"]
+    assert found(*under("@P0", "@P1 UMOV UR22, 0x0"), declared=MAP) == ["UTMALDG.2D"]
+    assert found(*under("@P0", ".L_x_1:", "@P1 BRA `(.L_x_1)"), declared=MAP) == ["UTMALDG.2D"]
+    other = [line.replace("@!UP0 UTMALDG", "UTMALDG") for line in under("@!UP0")]
+    assert found(*other, declared=MAP) == ["UTMALDG.2D"]
 
 
 # ---- constant memory ----

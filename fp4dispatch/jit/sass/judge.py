@@ -110,7 +110,7 @@ class _Judge:
                 self.found.setdefault(index, {})[str(reason)] = True
                 return {}
             if found != [(calls, index + 1)] or index + 1 in self.leaders:
-                return {after: dict(state) for after in found}
+                return {after: transfer.plain(state) for after in found}
             index += 1
 
     def _judge(self, index: int, instruction: Instruction, state: State) -> None:
@@ -162,7 +162,7 @@ class _Judge:
         if len(registers) != 1 or text not in (f"[{registers[0]}]", f"[{registers[0]}.64]"):
             return UNKNOWN, UNKNOWN
         low, high = registers[0], operands.beside(registers[0])
-        return state.get(low, UNKNOWN), state.get(high, UNKNOWN)
+        return transfer.read(state, low, instruction.guard), transfer.read(state, high, instruction.guard)
 
     def _in_arguments(self, address: tuple[Value, Value]) -> int | None:
         """Return which byte of the arguments an address is; None where it is none, or not known."""

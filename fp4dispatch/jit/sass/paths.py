@@ -6,7 +6,7 @@ import re
 
 from fp4dispatch.jit.sass.listing import Instruction, Kernel
 from fp4dispatch.jit.sass.operands import registers_in, split
-from fp4dispatch.jit.sass.transfer import State
+from fp4dispatch.jit.sass.transfer import State, read
 
 Place = tuple[tuple[int, ...], int]
 """Return addresses of the calls under way (indices of instructions), and an instruction's index."""
@@ -101,7 +101,7 @@ def _return(kernel: Kernel, place: Place, instruction: Instruction, state: State
     if not calls:
         raise CannotFollow("a return where nothing was called")
     registers = registers_in(split(instruction.operands)[0]) if instruction.operands else []
-    value = state.get(registers[0]) if registers else None
+    value = read(state, registers[0], instruction.guard) if registers else None
     if value is None or value.words or value.exact is None or kernel.at(value.exact) != calls[-1]:
         raise CannotFollow("a return whose address is not known to be that of the call")
     return calls[:-1], calls[-1]

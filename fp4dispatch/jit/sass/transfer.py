@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from fp4dispatch.jit.sass.listing import Instruction
 from fp4dispatch.jit.sass.operands import Decoded, Kind, Source, decode
 from fp4dispatch.jit.sass.values import UNKNOWN, ZERO, Value, added, combined, constant, either
@@ -9,27 +11,59 @@ from fp4dispatch.jit.sass.values import UNKNOWN, ZERO, Value, added, combined, c
 State = dict[str, Value]
 
 _ONE = constant(1)
+_PREDICATES = re.compile(r"(?<![A-Za-z0-9_])U?P(?:\d|R)")
+
+
+def read(state: State, register: str, guard: str) -> Value:
+    """Return the value of a register for an instruction under a guard; UNKNOWN where it was never written."""
+    value = state.get(f"{register}@{guard}") if guard else None
+    return state.get(register, UNKNOWN) if value is None else value
 
 
 def apply(instruction: Instruction, state: State) -> None:
-    """Change ``state``, the value of every register that was written, to what holds after the instruction."""
+    """Change ``state``, the value of every register that was written, to what holds after the instruction.
+
+    Beside a register's value ``state`` holds, within a block, the one that it has for whoever runs under the guard
+    under which it was written last: ``R4@!P0``.
+    """
+    guard = instruction.guard
+    _forget_guards(instruction, state)
     decoded = decode(instruction.opcode, instruction.operands)
     if decoded is None:
         return
     # A BROADCAST runs in a loop over the lanes that ELECT picks one by one, so one lane has always written.
-    certain = not instruction.guard or ".BROADCAST" in instruction.opcode
-    for register, value in _results(decoded, state):
+    certain = not guard or ".BROADCAST" in instruction.opcode
+    for register, value in _results(decoded, state, guard):
         old = None if certain else state.get(register)
         state[register] = value if old is None else either(old, value)
+        for key in [key for key in state if key.startswith(f"{register}@")]:
+            del state[key]
+        if not certain:
+            state[f"{register}@{guard}"] = value
 
 
-def _results(decoded: Decoded, state: State) -> list[tuple[str, Value]]:
+def plain(state: State) -> State:
+    """Return what holds beyond a block: a guard's predicate may be another one there."""
+    return {register: value for register, value in state.items() if "@" not in register}
+
+
+def _forget_guards(instruction: Instruction, state: State) -> None:
+    """Drop what was known under a predicate that an instruction names: it may write it."""
+    if not any("@" in key for key in state):
+        return
+    named = set(_PREDICATES.findall(instruction.operands))
+    for key in [key for key in state if "@" in key]:
+        if named & {"PR", "UPR", key.rpartition("@")[2].lstrip("!")}:
+            del state[key]
+
+
+def _results(decoded: Decoded, state: State, guard: str) -> list[tuple[str, Value]]:
     if decoded.kind is Kind.UNKNOWN:
         return [(register, UNKNOWN) for register in decoded.written]
     if decoded.constants:
         return list(zip(decoded.written, decoded.constants, strict=True))
-    low = [_low(source, state) for source in decoded.sources]
-    high = [value for source in decoded.sources for value in _high(source, state)]
+    low = [_low(source, state, guard) for source in decoded.sources]
+    high = [value for source in decoded.sources for value in _high(source, state, guard)]
     every = combined([*low, *high])
     first = added(low) if decoded.kind is Kind.SUM else every
     if decoded.kind is Kind.MULTIPLY_ADD and len(low) == 3:
@@ -48,13 +82,13 @@ def _multiply_add(one: Value, other: Value, third: Value) -> Value:
     return combined([one, other, third])
 
 
-def _low(source: Source, state: State) -> Value:
+def _low(source: Source, state: State, guard: str) -> Value:
     if not source.registers:
         return source.value[0]
     if source.exact:
-        return state.get(source.registers[0], UNKNOWN)
-    return combined([state.get(register, UNKNOWN) for register in source.registers])
+        return read(state, source.registers[0], guard)
+    return combined([read(state, register, guard) for register in source.registers])
 
 
-def _high(source: Source, state: State) -> list[Value]:
-    return [state.get(source.second, UNKNOWN)] if source.second else list(source.value[1:])
+def _high(source: Source, state: State, guard: str) -> list[Value]:
+    return [read(state, source.second, guard)] if source.second else list(source.value[1:])
