@@ -8,8 +8,17 @@ from torch import Tensor
 from fp4dispatch.errors import FormatError, InputError
 
 
+def check_tensor(what: str, x: object) -> None:
+    """Refuse anything but a tensor with a value for each of its elements (``strided``); reads no values."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{what} is {'None' if x is None else f'a {type(x).__name__}'}; need a torch.Tensor")
+    if x.layout is not torch.strided:
+        raise InputError(f"{what} is {x.layout}; need torch.strided: call .to_dense()")
+
+
 def check_float(what: str, x: Tensor) -> None:
     """Refuse anything but float32, bfloat16 and float16; reads no values."""
+    check_tensor(f"{what}: x", x)
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise InputError(
             f"{what}: x is {x.dtype}; need torch.float32, torch.bfloat16 or torch.float16: convert it first"
@@ -25,6 +34,7 @@ def check_matrix(what: str, x: Tensor) -> None:
 
 def check_contiguous(what: str, x: Tensor) -> None:
     """Refuse a tensor that is not row-major without gaps; reads no values."""
+    check_tensor(what, x)
     if not x.is_contiguous():
         raise InputError(
             f"{what} has strides {list(x.stride())} for shape {list(x.shape)}; need row-major without gaps: "

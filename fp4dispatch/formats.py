@@ -36,7 +36,7 @@ from torch import Tensor
 
 from fp4dispatch._e2m1 import E2M1_MAX, E2M1_VALUES, decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
 from fp4dispatch._sf_layout import expand_shards, from_128x4, round_up, to_128x4, zero_pad
-from fp4dispatch._tensor_checks import check_content, check_contiguous, check_float, check_matrix
+from fp4dispatch._tensor_checks import check_content, check_contiguous, check_float, check_matrix, check_tensor
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.problem import NVFP4_BLOCK as NVFP4_BLOCK
 from fp4dispatch.problem import SF_LAYOUTS, SfLayout
@@ -160,7 +160,8 @@ def nvfp4_quantize(x: Tensor, global_scale: Tensor | None = None, *, sf_layout: 
         )
     if global_scale is None:
         global_scale = nvfp4_global_scale(x)
-    elif global_scale.dtype != torch.float32 or global_scale.numel() != 1 or global_scale.device != x.device:
+    check_tensor("nvfp4_quantize: global_scale", global_scale)
+    if global_scale.dtype != torch.float32 or global_scale.numel() != 1 or global_scale.device != x.device:
         raise InputError(
             f"nvfp4_quantize: global_scale is {global_scale.dtype} {list(global_scale.shape)} on "
             f"{global_scale.device}; need torch.float32 with one element on {x.device}"
@@ -207,6 +208,7 @@ def nvfp4_dequantize(
     InputError
         For wrong dtypes or shapes, or tensors on several devices. No sync; safe to capture and to compile.
     """
+    _check_out_dtype("nvfp4_dequantize", dtype)
     rows, groups = check_nvfp4_meta("nvfp4_dequantize", data, sf, global_scale, sf_layout)
     linear = from_128x4(sf, rows, groups) if sf_layout == "128x4" else sf
     # All 256 bytes are decoded once and looked up: one gather in place of a dozen passes over [M, K].
@@ -253,15 +255,17 @@ def fp8_quantize(x: Tensor, scaling: FP8Scaling, scale: Tensor | None = None) ->
 
 
 def fp8_dequantize(data: Tensor, scale: Tensor, scaling: FP8Scaling, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return ``data * scale`` [M, K], computed in f32; arguments as in :class:`FP8Tensor`.
+    """Return ``data * scale`` [M, K] in ``dtype``, computed in f32; other arguments as in :class:`FP8Tensor`.
 
-    ``scale`` multiplies, also the tensor that HF and DeepSeek checkpoints call ``weight_scale_inv``.
+    ``dtype``: float32, bfloat16 or float16. ``scale`` multiplies, also the tensor that HF and DeepSeek checkpoints call
+    ``weight_scale_inv``.
 
     Raises
     ------
     InputError
         For wrong dtypes or shapes, or tensors on several devices. No sync; safe to capture and to compile.
     """
+    _check_out_dtype("fp8_dequantize", dtype)
     parts = check_fp8_meta("fp8_dequantize", data, scale, scaling)
     return parts.join(parts.split(data.float()) * parts.grid(scale)).to(dtype)
 
@@ -358,6 +362,7 @@ class _Parts:
         return scale.reshape(self.rows, 1, self.cols, 1)
 
     def check_scale(self, scale: Tensor, x: Tensor) -> None:
+        check_tensor(f"{self.what}: scale", scale)
         if scale.dtype != torch.float32 or tuple(scale.shape) != self.scale_shape or scale.device != x.device:
             raise InputError(
                 f"{self.what}: scale is {scale.dtype} {list(scale.shape)} on {scale.device}; {self.scaling!r} scaling "
@@ -385,9 +390,16 @@ def _check_layout(what: str, sf_layout: str) -> None:
         raise InputError(f"{what}: sf_layout={sf_layout!r} is not known; use one of {', '.join(map(repr, SF_LAYOUTS))}")
 
 
+def _check_out_dtype(what: str, dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"{what}: dtype={dtype}; need torch.float32, torch.bfloat16 or torch.float16")
+
+
 def check_nvfp4_meta(what: str, data: Tensor, sf: Tensor, global_scale: Tensor, sf_layout: str) -> tuple[int, int]:
     """Check dtypes, shapes and devices without reading values, or raise InputError; return M and K/16."""
     _check_layout(what, sf_layout)
+    for name, tensor in (("data", data), ("block scales", sf), ("global_scale", global_scale)):
+        check_tensor(f"{what}: {name}", tensor)
     if data.dtype != torch.uint8 or data.ndim != 2 or data.shape[1] == 0 or data.shape[1] % (NVFP4_BLOCK // 2):
         raise InputError(
             f"{what}: data is {data.dtype} {list(data.shape)}; need torch.uint8 [M, K/2], two e2m1 codes a byte, "
@@ -418,6 +430,7 @@ def check_nvfp4_meta(what: str, data: Tensor, sf: Tensor, global_scale: Tensor, 
 
 def check_fp8_meta(what: str, data: Tensor, scale: Tensor, scaling: FP8Scaling) -> _Parts:
     """Check dtypes, shapes and devices without reading values; raise InputError, with ``what`` in front."""
+    check_tensor(f"{what}: data", data)
     if data.dtype != torch.float8_e4m3fn or data.ndim != 2 or data.shape[1] == 0:
         raise InputError(f"{what}: data is {data.dtype} {list(data.shape)}; need torch.float8_e4m3fn [M, K] with K > 0")
     parts = _Parts(what, data, scaling)

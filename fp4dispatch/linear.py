@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4dispatch import formats, routes
+from fp4dispatch._tensor_checks import check_tensor
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem import Op, Scaling
@@ -57,7 +58,7 @@ class FP4Linear(QuantizedLinear):
                 f"{self._label()}: in_features={in_features} is not a multiple of 16, the NVFP4 block: pad the weight "
                 "and the input with zeros, or leave this layer unquantised"
             )
-        self.shard_rows = tuple(shard_rows)
+        self.shard_rows = _rows(shard_rows)
         if self.shard_rows and (sum(self.shard_rows) != out_features or min(self.shard_rows) < 1):
             raise InputError(f"{self._label()}: shard_rows={self.shard_rows} do not add up to {out_features}")
         n, k = out_features, in_features
@@ -78,6 +79,7 @@ class FP4Linear(QuantizedLinear):
         InputError, FormatError
             If they break the format.
         """
+        _check_weights(weights)
         if weights.op != "nvfp4_gemm":
             raise InputError(f"FP4Linear takes nvfp4_gemm weights, not {weights.op}: use FP8Linear")
         if weights.global_scale is None:
@@ -105,11 +107,11 @@ class FP4Linear(QuantizedLinear):
         Raises
         ------
         InputError
-            If in_features is not a multiple of 16.
+            If it is no ``nn.Linear`` with a floating-point weight, or in_features is not a multiple of 16.
         FormatError
             If the weight holds NaN or Inf.
         """
-        weight = linear.weight.detach()
+        weight = _weight_of(cls, linear)
         n, k = weight.shape
         kwargs.setdefault("dtype", _dtype_of(weight))
         if k % formats.NVFP4_BLOCK or weight.is_meta:
@@ -212,6 +214,7 @@ class FP8Linear(QuantizedLinear):
         InputError, FormatError
             If they break the format.
         """
+        _check_weights(weights)
         if weights.op != "fp8_gemm":
             raise InputError(f"FP8Linear takes fp8_gemm weights, not {weights.op}: use FP4Linear")
         layer = cls(weights.k, weights.n, False, scaling=weights.scaling, dtype=dtype, device="meta", **kwargs)
@@ -231,11 +234,11 @@ class FP8Linear(QuantizedLinear):
         Raises
         ------
         InputError
-            For another scaling.
+            If it is no ``nn.Linear`` with a floating-point weight, or for another scaling.
         FormatError
             If the weight holds NaN or Inf.
         """
-        weight = linear.weight.detach()
+        weight = _weight_of(cls, linear)
         n, k = weight.shape
         kwargs.setdefault("dtype", _dtype_of(weight))
         if scaling not in ("tensor", "row", "block128") or weight.is_meta:
@@ -279,3 +282,41 @@ class FP8Linear(QuantizedLinear):
 
 def _dtype_of(weight: Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype in routes.OUT_DTYPE else torch.bfloat16
+
+
+def _weight_of(cls: type[QuantizedLinear], linear: nn.Linear) -> Tensor:
+    """Return the weight that is to be quantised; refuse what is no ``nn.Linear``."""
+    what = f"{cls.__name__}.from_linear"
+    if isinstance(linear, QuantizedLinear):
+        raise InputError(
+            f"{what}: got {linear._label()}, which is quantised already: quantise the layer it was made of"
+        )
+    if not isinstance(linear, nn.Linear):
+        raise InputError(
+            f"{what}: got {'None' if linear is None else f'a {type(linear).__name__}'}; need an nn.Linear (of another "
+            "module with weight [N, K] make one, or quantise the weight and call from_weights)"
+        )
+    if isinstance(linear.weight, nn.parameter.UninitializedTensorMixin):
+        raise InputError(f"{what}: the weight has no shape yet (a lazy module): call it once first")
+    weight = linear.weight.detach()
+    check_tensor(f"{what}: weight", weight)
+    if weight.dtype not in routes.OUT_DTYPE:
+        raise InputError(f"{what}: weight is {weight.dtype}; need torch.float32, torch.bfloat16 or torch.float16")
+    return weight
+
+
+def _check_weights(weights: LinearWeights) -> None:
+    if not isinstance(weights, LinearWeights):
+        raise InputError(
+            f"from_weights: got a {type(weights).__name__}; need a fp4dispatch.backends.base.LinearWeights"
+        )
+    for name in ("weight", "scale", "global_scale", "input_scale"):
+        tensor = getattr(weights, name)
+        if tensor is not None or name in ("weight", "scale"):
+            check_tensor(f"from_weights: {name}", tensor)
+
+
+def _rows(shard_rows: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shard_rows, Sequence) and all(isinstance(rows, int) for rows in shard_rows):
+        return tuple(shard_rows)
+    raise InputError(f"shard_rows={shard_rows!r}; need a sequence of int, the rows of each shard")

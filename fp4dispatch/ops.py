@@ -8,13 +8,14 @@ Each is opaque to ``torch.compile``, runs without host synchronisation, and is f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4dispatch import capture, dispatch, formats, owners, routes
+from fp4dispatch._tensor_checks import check_tensor
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.errors import BackwardError, InputError
 from fp4dispatch.problem import Op, Problem, Scaling, SfLayout
@@ -52,6 +53,7 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
     CaptureError
         If no plan is there for this M and a CUDA graph is being captured. Otherwise safe to capture.
     """
+    _check_types("linear", {"x": x} | {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}, bias)
     result: Tensor = torch.ops.fp4dispatch.linear.default(x, list(tensors), bias, spec)
     return result
 
@@ -114,7 +116,23 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     return out.reshape(*lead, spec.n)
 
 
+def _check_types(
+    what: str,
+    operands: Mapping[str, object],
+    bias: object = None,
+    out_dtype: object = torch.bfloat16,
+) -> None:
+    """Refuse what an operator's schema would refuse with an error of its own."""
+    for name, operand in operands.items():
+        check_tensor(f"{what}: {name}", operand)
+    if bias is not None:
+        check_tensor(f"{what}: bias", bias)
+    if not isinstance(out_dtype, torch.dtype):
+        raise InputError(f"{what}: out_dtype={out_dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
+
+
 def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
+    check_tensor("linear: x", x)
     if x.dtype not in OUT_DTYPE:
         raise InputError(f"linear: x is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it")
     if x.ndim == 0 or x.shape[-1] != spec.k:
@@ -204,6 +222,7 @@ def nvfp4_gemm(
         not be captured: name another one.
     """
     _check_name("nvfp4_gemm", backend)
+    _check_types("nvfp4_gemm", {"a": a, "b": b, "a_sf": a_sf, "b_sf": b_sf, "alpha": alpha}, bias, out_dtype)
     result: Tensor = torch.ops.fp4dispatch.nvfp4_gemm.default(
         a, b, a_sf, b_sf, alpha, bias, out_dtype, sf_layout, backend
     )
@@ -281,6 +300,7 @@ def fp8_gemm(
         As :func:`nvfp4_gemm`.
     """
     _check_name("fp8_gemm", backend)
+    _check_types("fp8_gemm", {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}, bias, out_dtype)
     result: Tensor = torch.ops.fp4dispatch.fp8_gemm.default(a, b, a_scale, b_scale, bias, out_dtype, scaling, backend)
     return result
 
@@ -388,6 +408,7 @@ def nvfp4_quantize(x: Tensor, global_scale: Tensor, sf_layout: SfLayout = "128x4
     tuple of Tensor
         Data uint8 [M, K/2] and block scales float8_e4m3fn.
     """
+    _check_types("nvfp4_quantize", {"x": x, "global_scale": global_scale})
     data, sf = torch.ops.fp4dispatch.nvfp4_quantize.default(x, global_scale, sf_layout)
     return data, sf
 
@@ -413,6 +434,7 @@ def fp8_quantize(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None = 
     tuple of Tensor
         Data float8_e4m3fn [M, K] and the f32 scale, a copy where one was given.
     """
+    _check_types("fp8_quantize", {"x": x} if scale is None else {"x": x, "scale": scale})
     data, out_scale = torch.ops.fp4dispatch.fp8_quantize.default(x, scaling, scale)
     return data, out_scale
 

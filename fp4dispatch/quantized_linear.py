@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fp4dispatch import capture, dispatch, ops, owners, routes
 from fp4dispatch import system as _system
+from fp4dispatch._tensor_checks import check_tensor
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.decision import Decision
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
@@ -87,6 +88,8 @@ class QuantizedLinear(StateLoading):
             raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
         if dtype not in routes.OUT_DTYPE:
             raise InputError(f"dtype={dtype}; need torch.bfloat16, torch.float16 or torch.float32")
+        if not all(isinstance(size, int) and not isinstance(size, bool) for size in (in_features, out_features)):
+            raise InputError(f"in_features={in_features!r}, out_features={out_features!r}; both need to be int")
         dispatch.check_request(self.op, backend)
         if in_features < 1 or out_features < 1:
             raise InputError(f"in_features={in_features}, out_features={out_features}; both need to be at least 1")
@@ -123,40 +126,45 @@ class QuantizedLinear(StateLoading):
         """
         if _dynamo():
             return self._traced(x)
-        bound = self._bound.get(x.dtype)
         # The eager fast path, which decides half of what a small layer costs: what is common and has run before goes
         # straight to its kernels. Whatever differs from it takes the long way, which also says what is wrong.
-        if (
-            bound is not None
-            and type(x) is Tensor
-            and not _any_autocast()
-            and not (x.requires_grad and torch.is_grad_enabled())
-        ):
-            shape = x.shape
-            m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
-            bias = self._parameters["bias"]
-            ready = bound.ready.get(m)
+        try:
+            bound = self._bound.get(x.dtype)
             if (
-                ready is not None
-                and shape[-1] == self.in_features
-                and bias is bound.bias
-                and x.device == bound.device
-                and x.is_contiguous()
-                and not x.data_ptr() % 16
-                and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
-                and self._unchanged(self._buffers)
-                and not (bound.cuda and capture.stream_is_capturing())
+                bound is not None
+                and type(x) is Tensor
+                and not _any_autocast()
+                and not (x.requires_grad and torch.is_grad_enabled())
             ):
-                out = x.new_empty(m, self.out_features)
-                if len(shape) == 2:
-                    ready[0](x, out, bias)
-                    return out
-                ready[0](x.view(m, self.in_features), out, bias)
-                return out.view(*shape[:-1], self.out_features)
+                shape = x.shape
+                m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
+                bias = self._parameters["bias"]
+                ready = bound.ready.get(m)
+                if (
+                    ready is not None
+                    and shape[-1] == self.in_features
+                    and bias is bound.bias
+                    and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
+                    and x.is_contiguous()
+                    and not x.data_ptr() % 16
+                    and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+                    and self._unchanged(self._buffers)
+                    and not (bound.cuda and capture.stream_is_capturing())
+                ):
+                    out = x.new_empty(m, self.out_features)
+                    if len(shape) == 2:
+                        ready[0](x, out, bias)
+                        return out
+                    ready[0](x.view(m, self.in_features), out, bias)
+                    return out.view(*shape[:-1], self.out_features)
+        except (AttributeError, RuntimeError):
+            check_tensor(f"{self._label()}: the input", x)  # of None, of a sparse tensor
+            raise
         return self._call(x)
 
     def _call(self, x: Tensor) -> Tensor:
         """Run eagerly, whatever it takes."""
+        check_tensor(f"{self._label()}: the input", x)
         if torch.compiler.is_compiling():  # a tracer other than Dynamo
             return self._traced(x)
         x = _autocast(x)
@@ -202,7 +210,10 @@ class QuantizedLinear(StateLoading):
         if dtype in self._bound:
             return self._bound[dtype]
         if dtype not in routes.OUT_DTYPE:
-            raise InputError(f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32")
+            raise InputError(
+                f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32: convert it, "
+                f"e.g. x.to({self.dtype})"
+            )
         if self.device.type == "meta":
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
         if not self._bound:
@@ -368,6 +379,7 @@ class QuantizedLinear(StateLoading):
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
         if bias is not None:
+            check_tensor(f"{self._label()}: bias", bias)
             if tuple(bias.shape) != (self.out_features,) or bias.dtype not in routes.OUT_DTYPE:
                 raise InputError(
                     f"{self._label()}: bias is {bias.dtype} {list(bias.shape)}; "
@@ -398,12 +410,12 @@ class QuantizedLinear(StateLoading):
     # ------------------------------------------------------------------------------------------------ nn.Module's hooks
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        """Move, but never convert what is quantised: only the bias follows a change of dtype."""
+        """Move, but never convert what is quantised: only the bias follows, to a dtype that a layer can have."""
         self._forget()
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device))
         if probe.dtype in routes.OUT_DTYPE:
             self.dtype = probe.dtype
-        bias = self._parameters.get("bias")
+        bias = self._parameters.get("bias") if probe.dtype in routes.OUT_DTYPE else None
         super()._apply(lambda t: fn(t) if t is bias else _move(fn, t), recurse)  # type: ignore[no-untyped-call, arg-type]
         self._refresh()
         return self
@@ -451,8 +463,9 @@ _dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Cast as ``torch.autocast`` asks for."""
-    if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
+    """Cast as ``torch.autocast`` asks for: floating point but float64, as for ``nn.Linear``."""
+    eligible = x.is_floating_point() and x.dtype != torch.float64 and x.device.type in ("cuda", "cpu")
+    if eligible and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 

@@ -152,7 +152,9 @@ class Bound:
         Output dtype, and the bias it is bound with, which has been checked.
     """
 
-    __slots__ = ("_prepared", "bias", "captured", "cuda", "decisions", "device", "dtype", "ready", "spec", "tensors")
+    __slots__ = (
+        *("_prepared", "bias", "captured", "cuda", "decisions", "device", "dtype", "index", "ready", "spec", "tensors"),
+    )
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class Bound:
     ) -> None:
         self.spec, self.tensors, self.decisions, self.dtype, self.bias = spec, tensors, decisions, dtype, bias
         self.device = tensors[0].device
-        self.cuda = self.device.type == "cuda"
+        self.cuda, self.index = self.device.type == "cuda", tensors[0].get_device()
         self.captured = False
         """Whether a CUDA graph may hold the addresses of ``tensors``."""
         self.ready: dict[int, tuple[Ready, Plan, Prepared]] = {}

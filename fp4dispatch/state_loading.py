@@ -120,8 +120,8 @@ class StateLoading(CompactWeights):
         missing = [name for name in belong if name not in new]
         if missing and len(missing) < len(belong) and not self._strict:  # else they are in the list of what is missing
             wrong.append(
-                f"{', '.join(prefix + name for name in missing)} missing: codes and scales belong together, load all of "
-                f"{', '.join(belong)} or none"
+                f"{', '.join(prefix + name for name in missing)} missing: codes and scales belong together, load all "
+                f"of {', '.join(belong)} or none"
             )
         return wrong
 
@@ -141,7 +141,7 @@ class StateLoading(CompactWeights):
             self._buffers = kept
 
     def _take_over(self, new: _Tensors, assign: bool) -> None:
-        """Make these the layer's own, and what is multiplied with them. A refusal to bind is kept for the first call."""
+        """Make these the layer's own, and what is multiplied too. A refusal to bind is kept for the first call."""
         self._restore()
         for name, tensor in new.items():
             current = self._parameters.get(name, self._buffers.get(name))

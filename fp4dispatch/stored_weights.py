@@ -10,7 +10,8 @@ A compiled call does so inside its operator. So ``layer.weight.copy_(...)``, ``l
 
 What torch itself cannot tell is not noticed: writes through ``layer.weight.data``, ``numpy()`` or DLPack, in inference
 mode through a view of another dtype, by collectives (``torch.distributed.broadcast`` counts no version), by other
-processes, and in replays of CUDA graphs, which run no host code. After those, and after any write that a replay is to see, call :func:`refresh`.
+processes, and in replays of CUDA graphs, which run no host code. After those, and after any write that a replay is to
+see, call :func:`refresh`.
 """
 
 from __future__ import annotations

@@ -30,6 +30,16 @@ def linear_args(layer, x):
     return x, list(bound.tensors), layer.bias, bound.spec.text
 
 
+LAYERS = []
+"""Those of the arguments: an operator that is given a layer's tensors asks the layer."""
+
+
+def stored_args(layer, x):
+    LAYERS.append(layer)
+    x, tensors, bias, spec = linear_args(layer, x)
+    return x, tensors, [b for name, b in layer.named_buffers() if not name.startswith("layout")], bias, spec
+
+
 def _allclose(a, b, equal_nan=False, _allclose=torch.allclose):
     """opcheck compares operands before and after with allclose, which torch (2.13) does not have for float8."""
     if a.dtype == torch.float8_e4m3fn:
@@ -53,6 +63,8 @@ def every_op():
     x = torch.randn(2, 3, K, dtype=torch.bfloat16)
     yield "linear", linear_args(FP4Linear.from_linear(torch.nn.Linear(K, N)), x)
     yield "linear", linear_args(FP8Linear.from_linear(torch.nn.Linear(K, N, bias=False), scaling="row"), x)
+    yield "linear_stored", stored_args(FP4Linear.from_linear(torch.nn.Linear(K, N)), x)
+    yield "linear_stored", stored_args(FP8Linear.from_linear(torch.nn.Linear(K, N), scaling="block128"), x)
 
 
 @pytest.mark.parametrize(("name", "args"), list(every_op()), ids=lambda v: v if isinstance(v, str) else "")
