@@ -196,13 +196,21 @@ def _disassembled(library: Path, tools: Disassembler) -> list[tuple[str, dict[st
     try:
         with tempfile.TemporaryDirectory(prefix="fp4dispatch-") as folder:
             _run(tools, tools.cuobjdump, "--extract-elf", "all", str(library), cwd=folder)
-            cubins = sorted(Path(folder).glob("*.cubin"))
+            cubins = [path for path in sorted(Path(folder).glob("*.cubin")) if _holds_code(path)]
             return [(_run(tools, tools.nvdisasm, "-c", str(cubin)), _parameters(cubin)) for cubin in cubins]
     except OSError as error:
         raise ToolchainError(
             f"{library} cannot be disassembled in {tempfile.gettempdir()}: {error}\n"
             "  fix: free some space there, or set TMPDIR to a folder with room"
         ) from error
+
+
+def _holds_code(cubin: Path) -> bool:
+    """A cubin that cannot be read counts: the disassembler then says what is wrong with it."""
+    try:
+        return parameters.holds_code(cubin.read_bytes())
+    except ValueError:
+        return True
 
 
 def _parameters(cubin: Path) -> dict[str, parameters.Parameters]:

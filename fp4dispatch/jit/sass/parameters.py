@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 _PARAM_CBANK, _KPARAM_INFO = 0x0A, 0x17
 _SIZED = 4  # format of a record with a length; the others hold their value in two bytes
-_INFO = b".nv.info."
+_INFO, _TEXT = ".nv.info.", ".text."
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,22 @@ def parse(cubin: bytes) -> dict[str, Parameters]:
         Where the file is no ELF file or a record is cut short.
     """
     try:
-        return {name: _parameters(data) for name, data in _sections(cubin)}
+        found = ((name, data) for name, data in _sections(cubin) if name.startswith(_INFO))
+        return {name[len(_INFO) :]: _parameters(data) for name, data in found}
+    except struct.error as error:
+        raise ValueError(f"the cubin's ELF sections cannot be read: {error}") from error
+
+
+def holds_code(cubin: bytes) -> bool:
+    """Return whether a cubin has machine code; nvcc's link step adds one without to some libraries.
+
+    Raises
+    ------
+    ValueError
+        As :func:`parse`.
+    """
+    try:
+        return any(name.startswith(_TEXT) and data for name, data in _sections(cubin))
     except struct.error as error:
         raise ValueError(f"the cubin's ELF sections cannot be read: {error}") from error
 
@@ -52,8 +67,7 @@ def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
     for index in range(count):
         name_at, offset, size = section(index)
         name = cubin[names + name_at : cubin.index(b"\0", names + name_at)]
-        if name.startswith(_INFO):
-            yield name[len(_INFO) :].decode(), cubin[offset : offset + size]
+        yield name.decode(), cubin[offset : offset + size]
 
 
 def _parameters(data: bytes) -> Parameters:
