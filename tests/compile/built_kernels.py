@@ -77,7 +77,7 @@ def check_few_tokens_proved(
         assert (found.spills, found.stack) == (0, 0)
         assert found.registers <= most_registers[tile_in(found.name)]
         if built.pdl_allowed:
-            assert found.wait == 2  # the producer and the consumers
+            assert found.wait in (2, 3)  # the producer, the consumers, and who loads tokens where that is another warp
             assert found.signal >= 1
 
 

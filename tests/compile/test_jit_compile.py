@@ -212,12 +212,12 @@ def test_without_a_sound_proof_of_this_very_library_pdl_is_off(
                     "wrong types": json.dumps({**data, "kernels": [{**data["kernels"][0], "wait": "1"}]}),
                 }[damage]
             )
-        monkeypatch.setattr(building, "disassembler", none_found)
-        found = kernels.find("tiny", "one", "120f", catalog=catalog)
+        with monkeypatch.context() as patch:
+            patch.setattr(building, "disassembler", none_found)
+            found = kernels.find("tiny", "one", "120f", catalog=catalog)
         assert found is not None
         assert found.proof is None
         assert not found.pdl_allowed
-        monkeypatch.undo()
         found = kernels.find("tiny", "one", "120f", catalog=catalog)
         assert found is not None
         assert found.pdl_allowed, "proved again where it can be"

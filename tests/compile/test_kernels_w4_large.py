@@ -41,7 +41,9 @@ def test_gemm_is_proved(variant: str) -> None:
     assert built.pdl_allowed
     assert built.proof is not None
     (kernel,) = built.proof.kernels
-    assert kernel.wait == 3  # who copies activations, who copies weights, and the consumers
+    assert (
+        kernel.wait == 4
+    )  # who copies activations, who copies weights, these again with idle lanes, and the consumers
     assert kernel.signal == 1
     assert kernel.unguarded == ()
     # Two MMAs for each of the two sets of registers, all of the kind that the activations need.

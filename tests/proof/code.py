@@ -39,12 +39,13 @@ def read(cubin: Path) -> Code:
 
 
 def of_library(library: Path) -> Code:
-    """Disassemble a built library, which holds one cubin."""
+    """Disassemble a built library."""
     tool = disassembler(installed().common.minimum["disassembler"]).cuobjdump
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([tool, "--extract-elf", "all", library], check=True, capture_output=True, cwd=folder)
-        (cubin,) = Path(folder).iterdir()
-        return read(cubin)
+        found = [read(cubin) for cubin in Path(folder).iterdir()]
+    (with_code,) = (code for code in found if code.kernels)  # beside it lies one without code
+    return with_code
 
 
 def small(source: Path, target: str) -> Code:

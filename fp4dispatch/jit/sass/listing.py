@@ -62,7 +62,8 @@ def parse(sass: str) -> list[Kernel]:
     Raises
     ------
     ValueError
-        Where a line of code cannot be read, addresses have gaps, or there is no instruction at all.
+        Where a line of code cannot be read, or addresses have gaps. A listing without code has no kernels: whether some
+        are missing only the library knows, which names all that it holds.
     """
     kernels: list[Kernel] = []
     current: Kernel | None = None
@@ -78,10 +79,7 @@ def parse(sass: str) -> list[Kernel]:
             current.labels[label[1]] = len(current.instructions)
         elif _LOOKS_LIKE_CODE.match(line):
             current.instructions.append(_instruction(current, line))
-    found = [kernel for kernel in kernels if kernel.instructions]
-    if not found:
-        raise ValueError("no SASS instruction found; expected the output of `nvdisasm -c` for a cubin with code")
-    return found
+    return [kernel for kernel in kernels if kernel.instructions]
 
 
 def _instruction(kernel: Kernel, line: str) -> Instruction:
