@@ -31,7 +31,7 @@ def check_finite(where: str, name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_floating_point() or tensor.is_meta:
         return
     parameter = name.endswith(("weight", "bias"))
-    for part in tensor.detach().reshape(-1).split(_CHUNK):
+    for part in torch.split(tensor.detach().reshape(-1), _CHUNK):
         values = part.float() if part.element_size() == 1 else part
         good = bool(torch.isfinite(values).all()) if parameter else bool((values < torch.inf).all())
         if not good:

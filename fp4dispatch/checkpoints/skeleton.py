@@ -196,7 +196,8 @@ def _in_child(work: Callable[[], Any]) -> dict[str, Any]:
 
 def _read(descriptor: int, deadline: float) -> bytes | None:
     """Read to the end; None where that does not come in time, or is too long."""
-    parts, size = [], 0
+    parts: list[bytes] = []
+    size = 0
     while (left := deadline - time.monotonic()) > 0 and size <= MAX_RESULT:
         if select.select([descriptor], [], [], left)[0]:
             part = os.read(descriptor, 1 << 20)
