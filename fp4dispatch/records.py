@@ -6,12 +6,12 @@ Published by rename, so processes never see half a file and never wait for each 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
         with private.explained(path.parent):
             partial.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
 
@@ -51,8 +51,7 @@ def read(path: Path) -> Any:
     """Return a record's data; None where there is none that can be trusted, with a warning where one cannot be."""
     try:
         with private.explained(path.parent):
-            private.check_place(path.parents[1])  # the cache, so that all stores say its fault alike
-            private.check(path.parent)
+            _check(path.parent)
             text = private.read(path, largest=_LARGEST)
         return json.loads(text)
     except guard.UNREADABLE as error:
@@ -64,6 +63,12 @@ def read(path: Path) -> Any:
 def paths(folder: Path) -> Iterator[Path]:
     """Return the files of a folder that are named like records."""
     found: list[Path] = []
-    with guard.optional(f"the records in {folder}"):
+    with guard.optional(f"the records in {folder}"), private.explained(folder), suppress(FileNotFoundError):
+        _check(folder)
         found = sorted(folder.glob("[0-9a-f]*.json"))
     yield from found
+
+
+def _check(folder: Path) -> None:
+    private.check_place(folder.parent)  # the cache, so that all stores say its fault alike
+    private.check(folder)

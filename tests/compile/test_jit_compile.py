@@ -262,7 +262,7 @@ def test_each_place_of_nvcc(
     assert not built.cached
     assert built.pdl_allowed
     log = (built.entry.folder / "build.log").read_text()
-    assert f"\n{real_nvcc} -std=" in log
+    assert f"\n{real_nvcc} -ccbin=" in log
 
 
 @pytest.fixture(scope="module")
@@ -364,3 +364,38 @@ def test_verify_finds_a_proof_that_is_not_what_the_binary_holds(catalog: Catalog
     assert verify.check(cache, entry, tools).pdl_allowed, "a missing proof is made and stored"
     assert path.read_bytes() == good
     assert prove.read(entry) is not None
+
+
+def test_the_environment_changes_no_build(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvcc takes options from these; a kernel built under them would be found by all who ask for the plain one."""
+    source = DEVICE_ONLY + (
+        "#include <tvm/ffi/tvm_ffi.h>\n#ifdef POISON\n#define ANSWER 13\n#else\n#define ANSWER 42\n#endif\n"
+        "int run(int64_t x) { return ANSWER; }\nTVM_FFI_DLL_EXPORT_TYPED_FUNC(run, run);\n"
+    )
+    catalog = tiny_catalog(tmp_path / "csrc", source=source)
+    monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("INCLUDES", "SYSTEM_INCLUDES", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CUDAFE_FLAGS"):
+        monkeypatch.setenv(name, "-DPOISON")
+    monkeypatch.setenv("PTXAS_FLAGS", "-O0")
+    monkeypatch.setenv("NVCC_CCBIN", "/nonexistent/g++")
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "dlpack.h").write_text("#define POISON\n")
+    for name in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH"):
+        monkeypatch.setenv(name, str(tmp_path / "planted"))
+    loaded = kernels.load("tiny", "one", SM120, catalog=catalog)
+    assert loaded.module.run(0) == 42
+    assert loaded.pdl_allowed
+
+
+def test_the_same_key_is_the_same_bytes(tmp_path: Path) -> None:
+    """Built twice, from sources in different folders, into different caches: neither folder is in the library."""
+    built = []
+    for place in ("one", "an other/below"):
+        catalog = tiny_catalog(tmp_path / place / "csrc")
+        built.append(kernels.build("tiny", "one", "90a", catalog=catalog, cache=Cache(tmp_path / place / "cache")))
+    first, second = built
+    assert not first.cached
+    assert not second.cached
+    assert first.entry.folder.name == second.entry.folder.name
+    assert first.entry.library.read_bytes() == second.entry.library.read_bytes()
+    assert b"tmpxft" not in first.entry.library.read_bytes()

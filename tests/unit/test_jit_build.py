@@ -482,6 +482,17 @@ def test_an_interrupt_ends_the_compiler(fake: Fake, catalog: Catalog, tmp_path: 
     assert leftovers(tmp_path / "cache") == []
 
 
+FAIL_LATE = """
+import time
+from fp4dispatch.progress import Progress
+started = time.monotonic()
+def update(self, done):
+    if time.monotonic() > started + 3:
+        raise OSError(5, "I/O error")
+Progress.update = update
+"""
+
+
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL", "exception", "compiler killed"])
 def test_what_a_compiler_started_ends_with_the_build(end: str, fake: Fake, catalog: Catalog, tmp_path: Path) -> None:
     """nvcc starts cicc, which is not its group's head: it must not compile on for a minute when the build has ended."""
@@ -491,16 +502,12 @@ def test_what_a_compiler_started_ends_with_the_build(end: str, fake: Fake, catal
     fake.nvcc.write_text(
         fake.nvcc.read_text().replace("time.sleep(seconds)", f"__import__('subprocess').run([{str(slow)!r}])")
     )
-    program = BUILD_ONE
-    if end == "exception":
-        fails = (
-            "import time\ndef tick(self, done):\n    if time.monotonic() > started + 3: raise OSError(5, 'I/O error')\n"
-        )
-        program = f"{fails}\nfrom fp4dispatch.progress import Progress\nProgress.update = tick\nstarted = time.monotonic()\n{BUILD_ONE}"
+    program = FAIL_LATE + BUILD_ONE if end == "exception" else BUILD_ONE
     process = start_build(catalog.csrc, tmp_path / "cache", dict(os.environ), program)
     deadline = time.monotonic() + 30
     while not (found := running(slow)):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     if end == "compiler killed":
         os.kill(max(running(fake.nvcc)), signal.SIGKILL)

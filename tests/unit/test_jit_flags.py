@@ -206,7 +206,9 @@ def test_package_data_must_be_there(tmp_path: Path) -> None:
 
 
 # A bare -I is Python's own option (isolated mode).
-FLAG = re.compile(r"-(gencode|O\d|D[A-Z_{]|-expt|std=|Xcompiler|Xptxas|shared|cudart|[IL][A-Za-z/.{]|M?MD$|MF|arch=)")
+FLAG = re.compile(
+    r"-(gencode|O\d|D[A-Z_{]|-expt|std=|Xcompiler|Xptxas|Xlinker|ccbin|shared|cudart|[IL][A-Za-z/.{]|M?MD$|MF|arch=)"
+)
 
 
 def test_no_compiler_flag_in_python_source() -> None:
