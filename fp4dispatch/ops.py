@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp4dispatch import capture, dispatch, formats, owners, routes
 from fp4dispatch._tensor_checks import check_tensor
@@ -35,7 +36,8 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
     x
         float32, bfloat16 or float16 [..., K]; any strides.
     tensors
-        The prepared weights of all backends of the spec, in its order.
+        The prepared weights of all backends of the spec, in its order. On a GPU the first call on them, and the first
+        after a write that torch counts, waits for the stream: kernels read weights before what is ahead has finished.
     bias
         [N], floating point, or None.
     spec
@@ -51,7 +53,8 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
     InputError
         For a wrong dtype, shape or device.
     CaptureError
-        If no plan is there for this M and a CUDA graph is being captured. Otherwise safe to capture.
+        If no plan is there for this M, or the tensors are new or were written, and a CUDA graph is being captured.
+        Otherwise safe to capture.
     """
     _check_types("linear", {"x": x} | {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}, bias)
     result: Tensor = torch.ops.fp4dispatch.linear.default(x, list(tensors), bias, spec)
@@ -147,7 +150,25 @@ def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spe
         )
 
 
+_awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Packed weights of callers that hold no layer, by what version they had when their writes were waited for."""
+
+
+def _await_writes(tensors: Sequence[Tensor]) -> None:
+    """Wait for writes to packed weights that are new or were written: kernels read weights ahead of their PDL wait."""
+    if not tensors or not tensors[0].is_cuda:
+        return
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    if all(tensor in _awaited and _awaited[tensor] == v for tensor, v in zip(tensors, versions, strict=True)):
+        return
+    capture.forbid_in_capture("waiting for writes to packed weights", "run the operator once on these tensors, eagerly")
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    for tensor, version in zip(tensors, versions, strict=True):
+        _awaited[tensor] = version
+
+
 def _linear_impl(x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    _await_writes(tensors)
     return run_linear(x, tensors, bias, LayerSpec.parse(spec))
 
 
