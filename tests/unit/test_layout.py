@@ -15,7 +15,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "settings", "progress"),
     ("arch", "problem", "decision", "measurement"),
     ("system", "nvml", "libraries"),
-    ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
+    ("formats", "_e2m1", "_sf_layout", "_tensor_checks", "fusion"),
     ("capture",),
     ("jit", "csrc", "jit_flags"),
     ("backends", "policy", "rules"),  # a backend made of others asks the policy which of them
