@@ -11,12 +11,14 @@ from torch import nn
 
 from fp4dispatch._tensor_checks import check_content
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.carried import Carried, carried_by, carry
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
-from fp4dispatch.checkpoints.quant_config import read_quant_config
+from fp4dispatch.checkpoints.quant_config import QuantConfig, read_quant_config
 from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, to_linear
-from fp4dispatch.errors import CheckpointError, FormatError
+from fp4dispatch.errors import CheckpointError, FormatError, InputError
 from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.problem import ACTIVATIONS, Activation
 from fp4dispatch.quantized_linear import QuantizedLinear
 
 
@@ -43,8 +45,9 @@ class LoadReport:
     excluded
         Linear layers that the checkpoint holds unquantised.
     ignored
-        Tensors of the checkpoint that were not needed: scales of a quantised KV cache and, with ``strict=False``, any
-        for which the model has no place.
+        Tensors of the checkpoint that no layer uses: scales of a quantised KV cache (kept for
+        :func:`save_quantized`), input scales of layers whose activations the configuration says are not scaled with
+        them and, with ``strict=False``, any for which the model has no place.
     missing
         Parameters that kept their old values (``strict=False`` only).
     """
@@ -62,7 +65,12 @@ class LoadReport:
 
 
 def load_quantized(
-    model: nn.Module, path: str | Path, *, strict: bool = True, device: torch.device | str | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    device: torch.device | str | None = None,
+    activation: Activation | None = None,
 ) -> LoadReport:
     """Replace a model's ``nn.Linear`` modules by the quantised layers of a checkpoint, and fill everything else.
 
@@ -75,6 +83,10 @@ def load_quantized(
     an error leaves the model as it was. Beyond the old and the new model, memory for about one layer is needed; build
     the model under ``torch.device("meta")`` and there is no old one.
 
+    What the checkpoint says about activations is honoured: layers of a weight-only one get ``activation="bf16"``, and
+    no backend quantises their activations. Layers that were made for quantised activations leave the choice to the
+    policy. A format that was pinned on a layer that is replaced stays.
+
     Parameters
     ----------
     model
@@ -85,21 +97,32 @@ def load_quantized(
         Whether a missing or unexpected tensor, or a layer left unquantised against the configuration, is an error.
     device
         Where tensors go that are now on the meta device, the CPU by default; all others stay on their devices.
+    activation
+        Format of the activations of all layers, against what the checkpoint says: ``any`` leaves it to the policy.
 
     Raises
     ------
+    InputError
+        An activation that does not exist, or that FP8 layers cannot take.
+    CheckpointUnsupportedError
+        A sound checkpoint in a format that is not supported; the text names the format.
     CheckpointError
         Anything wrong with the checkpoint; the text names file, tensor, what was found and what was expected.
     """
+    if activation is not None and activation not in ACTIVATIONS:
+        raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
     with open_checkpoint(path) as checkpoint:
-        plan = plan_load(model, checkpoint, read_quant_config(checkpoint), strict=strict)
-        swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"))
+        config = read_quant_config(checkpoint)
+        plan = plan_load(model, checkpoint, config, strict=strict)
+        carried = _carried(plan, checkpoint, config)
+        swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"), activation)
         _commit(swaps)
+        carry(model, carried)
     return LoadReport(
         checkpoint.path,
         tuple(layers),
         tuple(plan.excluded),
-        tuple(plan.ignored + plan.unexpected),
+        tuple(plan.kv_cache + plan.ignored + plan.unexpected),
         tuple(plan.missing),
     )
 
@@ -108,14 +131,27 @@ Swap = tuple[dict[str, Any], str, Any]
 """A place in a module's dictionary, and what goes there."""
 
 
+def _carried(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | None) -> Carried:
+    """Collect what is kept for saving the model again."""
+    return Carried(
+        config.kv_cache if config else None,
+        {name: checkpoint.tensor(name).clone() for name in plan.kv_cache},
+        {layer.names[0]: layer.activation for layer in plan.layers},
+        any(layer.scheme.name == "fp8-tensor-inv" for layer in plan.layers),
+    )
+
+
 def _stage(
-    model: nn.Module, plan: Plan, checkpoint: Checkpoint, device: torch.device
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, device: torch.device, activation: Activation | None
 ) -> tuple[list[Swap], list[LoadedLayer]]:
     """Build everything beside the model, one layer at a time."""
     swaps: list[Swap] = []
     layers: list[LoadedLayer] = []
+    before = carried_by(model)
+    stated = before.activations if before else {}
     for layer in plan.layers:
-        module, nbytes = _build(layer, checkpoint, device)
+        options = _options(layer, activation, stated.get(layer.names[0]))
+        module, nbytes = _build(layer, checkpoint, device, options)
         for name in layer.names:
             parent, _, last = name.rpartition(".")
             swaps.append((model.get_submodule(parent)._modules, last, module))
@@ -139,7 +175,9 @@ def _commit(swaps: list[Swap]) -> None:
         raise
 
 
-def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, int]:
+def _build(
+    layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, options: dict[str, Any]
+) -> tuple[nn.Module, int]:
     shards, stored = [], []
     for shard in layer.shards:
         tensors = {suffix: checkpoint.tensor(info.name) for suffix, info in shard.tensors.items()}
@@ -155,7 +193,7 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
         bias = torch.cat([checkpoint.tensor(info.name) for info in layer.bias]).to(target, old.bias.dtype)
     make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
-        module = make.from_weights(weights, bias, name=layer.names[0], **_options(old))
+        module = make.from_weights(weights, bias, name=layer.names[0], **options)
     except FormatError as error:  # the layer reads all its elements; which tensor is bad is looked for only now
         for info, tensor, is_weight in stored:
             _check_e4m3(info, tensor, layer.scheme, is_weight)
@@ -165,11 +203,18 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
     return module, sum(t.numel() * t.element_size() for t in held if t is not None)
 
 
-def _options(old: nn.Linear | QuantizedLinear) -> dict[str, Any]:
-    """What the new layer takes over from the old one."""
+def _options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:
+    """What the new layer takes over: from the old one, from the checkpoint, or from the caller.
+
+    ``stated`` is what an earlier checkpoint said about the layer: no pin of the user's.
+    """
+    old, activation = layer.module, asked or layer.activation
     if isinstance(old, QuantizedLinear):
-        return {"dtype": old.dtype, "activation": old.activation, "backend": old.backend}
-    return {"dtype": old.weight.dtype if old.weight.dtype in (torch.float32, torch.float16) else torch.bfloat16}
+        if asked is None and old.activation not in ("any", stated):
+            activation = old.activation
+        return {"dtype": old.dtype, "activation": activation, "backend": old.backend}
+    dtype = old.weight.dtype if old.weight.dtype in (torch.float32, torch.float16) else torch.bfloat16
+    return {"dtype": dtype, "activation": activation}
 
 
 def _owned(weights: LinearWeights, device: torch.device) -> LinearWeights:

@@ -12,20 +12,26 @@ from fp4dispatch.errors import CheckpointError
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Last component of a fused layer's name -> those of its shards, in row order, as vLLM and SGLang have them."""
 
 MAX_PATTERN = 512
 _NESTED_REPEAT = re.compile(r"[*+}]\)[*+{]|[*+?}]\|[^()]*\)[*+{]|\|[^()]*\)[*+{]")
 _MAX_REPEATS = 6
+_REGEX_CHARACTERS = re.compile(r"[^\w.\-]")
+
+
+class _NotARegexError(CheckpointError):
+    pass
 
 
 def matches(pattern: str, name: str, method: str) -> bool:
     """Return whether a configuration's pattern names a module.
 
-    ``re:`` takes a regular expression that must match from the start (compressed-tensors, ``utils/match.py``). Anything
-    else is a glob (ModelOpt) in which ``*`` also crosses dots; without a wildcard it is the exact name. In a Hugging
-    Face fp8 configuration a name also stands for everything below it, and may leave leading components out.
+    ``re:`` takes a regular expression that must match from the start. Anything else is the exact name in compressed-
+    tensors (``utils/match.py``), and elsewhere a glob (ModelOpt) in which ``*`` also crosses dots. In a Hugging Face
+    fp8 configuration it stands for everything below it, too, and may leave leading components out.
 
     Raises
     ------
@@ -34,9 +40,28 @@ def matches(pattern: str, name: str, method: str) -> bool:
     """
     if pattern.startswith("re:"):
         return _compiled(pattern).match(name) is not None
-    if fnmatchcase(name, pattern):
+    if method == "fp8":
+        return _matches_huggingface(pattern, name)
+    return pattern == name if method == "compressed-tensors" else fnmatchcase(name, pattern)
+
+
+def _matches_huggingface(pattern: str, name: str) -> bool:
+    """Return whether an entry of ``modules_to_not_convert`` names a module, or one that contains it.
+
+    transformers 5 (``quantizers_utils.should_convert_module``) takes an entry as a prefix or a regular expression up to
+    a dot, or as a suffix; vLLM as a name that may leave leading components out. Any of them counts.
+    """
+    if not pattern:
+        return False
+    if name.endswith(pattern) or f".{pattern}." in f".{name}." or fnmatchcase(name, pattern):
         return True
-    return method == "fp8" and bool(pattern) and f".{pattern}." in f".{name}."
+    if not _REGEX_CHARACTERS.search(pattern):
+        return False
+    try:
+        _compiled(f"re:{pattern}")
+    except _NotARegexError:
+        return False  # a glob such as *lm_head*, which was tried above
+    return re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name) is not None
 
 
 def shard_names(name: str) -> tuple[str, ...]:
@@ -58,4 +83,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"pattern {pattern[:120]!r} is not a regular expression: {error}") from None
+        raise _NotARegexError(f"pattern {pattern[:120]!r} is not a regular expression: {error}") from None
