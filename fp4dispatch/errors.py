@@ -62,6 +62,10 @@ class CheckpointError(Fp4DispatchError, ValueError):
     """A checkpoint is missing, truncated, mis-shaped or hostile; the model was left untouched."""
 
 
+class CheckpointUnsupportedError(CheckpointError):
+    """A checkpoint is sound, but in a format that this package does not read; the text names the format."""
+
+
 class BackwardError(Fp4DispatchError, RuntimeError):
     """A gradient was asked for through an inference-only layer."""
 

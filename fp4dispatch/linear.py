@@ -101,8 +101,14 @@ class FP4Linear(QuantizedLinear):
         )
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, **kwargs: Any) -> FP4Linear:
+    def from_linear(cls, linear: nn.Linear, *, global_scale: Tensor | None = None, **kwargs: Any) -> FP4Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
+
+        Parameters
+        ----------
+        global_scale
+            f32 with one element, at least amax / 2688 or the largest weights saturate: for layers that are to share
+            one, see :func:`fp4dispatch.fusion.shared_scale`. None takes the weight's own.
 
         Raises
         ------
@@ -116,7 +122,7 @@ class FP4Linear(QuantizedLinear):
         kwargs.setdefault("dtype", _dtype_of(weight))
         if k % formats.NVFP4_BLOCK or weight.is_meta:
             return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # refuses K; meta stays meta
-        q = formats.nvfp4_quantize(weight)
+        q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
         canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
         return cls.from_weights(canonical, linear.bias, **kwargs)
 
@@ -228,8 +234,16 @@ class FP8Linear(QuantizedLinear):
         )
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, scaling: Scaling = "tensor", **kwargs: Any) -> FP8Linear:
+    def from_linear(
+        cls, linear: nn.Linear, *, scaling: Scaling = "tensor", scale: Tensor | None = None, **kwargs: Any
+    ) -> FP8Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
+
+        Parameters
+        ----------
+        scale
+            f32 in the shape that ``scaling`` asks for, at least amax / 448 or the largest weights saturate. None takes
+            the weight's own.
 
         Raises
         ------
@@ -243,7 +257,7 @@ class FP8Linear(QuantizedLinear):
         kwargs.setdefault("dtype", _dtype_of(weight))
         if scaling not in ("tensor", "row", "block128") or weight.is_meta:
             return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **kwargs)
-        q = formats.fp8_quantize(weight, scaling)
+        q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
         return cls.from_weights(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale), linear.bias, **kwargs)
 
     def weights(self) -> LinearWeights:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fp4dispatch import dispatch, prebuild, routes
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK
+from fp4dispatch.fusion import fusion_groups, shared_scale
 from fp4dispatch.linear import FP4Linear, FP8Linear
 from fp4dispatch.name_patterns import NamePatterns
 from fp4dispatch.prebuild import Ask
@@ -235,11 +236,12 @@ def replace_linears(
     new: dict[int, QuantizedLinear] = {}
     reports = []
     prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
+    shared = _shared_scales(plan)
     for done, (name, linear, fmt) in enumerate(plan):
         if progress:
             progress(done, len(plan), name)
         if id(linear) not in new:
-            new[id(linear)] = _quantise(name, linear, fmt, activation, backend)
+            new[id(linear)] = _quantise(name, linear, fmt, activation, backend, shared.get(name, {}))
             reports.append(_report(name, linear, fmt, new[id(linear)]))
     for name, linear, _ in plan:
         parent, _, child = name.rpartition(".")
@@ -358,10 +360,24 @@ def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: st
     return asks
 
 
-def _quantise(name: str, linear: nn.Linear, fmt: str, activation: Activation, backend: str | None) -> QuantizedLinear:
+def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Tensor]]:
+    """Return the scales that layers share which engines fuse: the model may be saved for one of them."""
+    linears = {name: (linear, fmt) for name, linear, fmt in plan if not linear.weight.is_meta}
+    shared: dict[str, dict[str, Tensor]] = {}
+    for names in fusion_groups({name: (fmt, linear.in_features) for name, (linear, fmt) in linears.items()}):
+        scaling = _PROBLEM[linears[names[0]][1]][1]
+        scale = shared_scale((linears[name][0].weight for name in names), scaling)
+        if scale is not None:
+            shared |= {name: {"global_scale" if scaling == "nvfp4" else "scale": scale} for name in names}
+    return shared
+
+
+def _quantise(
+    name: str, linear: nn.Linear, fmt: str, activation: Activation, backend: str | None, scale: dict[str, Tensor]
+) -> QuantizedLinear:
     if linear.weight.is_meta:
         raise InputError(f"{name} is on the meta device and has no weights to quantise: load them first")
-    layer = FORMATS[fmt](linear, activation=activation, backend=backend, name=name)
+    layer = FORMATS[fmt](linear, activation=activation, backend=backend, name=name, **scale)
     if layer.weight.is_cuda:
         layer.bind()
     carry_over(linear, layer)

@@ -24,19 +24,30 @@ ROWS = (
 )
 
 NVFP4_ARGS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+FP8_ARGS = {"num_bits": 8, "type": "float"}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["head*"]},
     "nvfp4-pack-quantized": {
         "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4_ARGS}},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": NVFP4_ARGS,
+                "input_activations": NVFP4_ARGS | {"dynamic": "local"},
+            }
+        },
         "ignore": ["re:head.*"],
     },
     "fp8-tensor": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["head"]},
     "fp8-channel": {
         "quant_method": "compressed-tensors",
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": FP8_ARGS | {"strategy": "channel"},
+                "input_activations": FP8_ARGS | {"strategy": "token", "dynamic": True},
+            }
         },
         "ignore": ["head"],
     },
@@ -46,7 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "config_groups": {
             "group_0": {
                 "targets": ["re:.*proj"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+                "weights": FP8_ARGS | {"strategy": "block", "block_structure": [128, 128]},
+                "input_activations": FP8_ARGS | {"strategy": "group", "group_size": 128, "dynamic": True},
             }
         },
         "ignore": ["head"],

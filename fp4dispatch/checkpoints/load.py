@@ -12,14 +12,16 @@ from torch import nn
 
 from fp4dispatch._tensor_checks import check_content
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.carried import Carried, carried_by, carry
 from fp4dispatch.checkpoints.finite import check_finite
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
-from fp4dispatch.checkpoints.quant_config import read_quant_config
+from fp4dispatch.checkpoints.quant_config import QuantConfig, read_quant_config
 from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, split_shards, to_linear
 from fp4dispatch.errors import CheckpointError, FormatError, InputError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.problem import ACTIVATIONS, Activation
 from fp4dispatch.quantized_linear import QuantizedLinear
 from fp4dispatch.replaceable import carry_over, model_bytes
 
@@ -49,8 +51,9 @@ class LoadReport:
     excluded
         Linear layers that the checkpoint holds unquantised.
     ignored
-        Tensors of the checkpoint that were not needed: scales of a quantised KV cache and, with ``strict=False``, any
-        for which the model has no place.
+        Tensors of the checkpoint that no layer uses: scales of a quantised KV cache (kept for
+        :func:`save_quantized`), input scales of layers whose activations the configuration says are not scaled with
+        them and, with ``strict=False``, any for which the model has no place.
     missing
         Parameters and buffers that the checkpoint did not fill: they have their old values, which in a model that was
         just built are random (``strict=False`` only). A WARNING names them too.
@@ -85,7 +88,12 @@ class LoadReport:
 
 
 def load_quantized(
-    model: nn.Module, path: str | Path, *, strict: bool = True, device: torch.device | str | None = None
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    device: torch.device | str | None = None,
+    activation: Activation | None = None,
 ) -> LoadReport:
     """Replace a model's ``nn.Linear`` modules by the quantised layers of a checkpoint, and fill everything else.
 
@@ -100,6 +108,10 @@ def load_quantized(
     an error leaves the model as it was. Beyond the old and the new model, memory for about one layer is needed; build
     the model under ``torch.device("meta")`` and there is no old one.
 
+    What the checkpoint says about activations is honoured: layers of a weight-only one get ``activation="bf16"``, and
+    no backend quantises their activations. Layers that were made for quantised activations leave the choice to the
+    policy. A format that was pinned on a layer that is replaced stays.
+
     Parameters
     ----------
     model
@@ -110,20 +122,29 @@ def load_quantized(
         Whether a missing or unexpected tensor, or a layer left unquantised against the configuration, is an error.
     device
         Where tensors go that are now on the meta device, the CPU by default; all others stay on their devices.
+    activation
+        Format of the activations of all layers, against what the checkpoint says: ``any`` leaves it to the policy.
 
     Raises
     ------
     InputError
-        ``model`` is no module.
+        ``model`` is no module; an activation that does not exist, or that FP8 layers cannot take.
+    CheckpointUnsupportedError
+        A sound checkpoint in a format that is not supported; the text names the format.
     CheckpointError
         Anything wrong with the checkpoint; the text names file, tensor, what was found and what was expected.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
     with open_checkpoint(path) as checkpoint:
-        plan = plan_load(model, checkpoint, read_quant_config(checkpoint), strict=strict)
-        swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"))
+        config = read_quant_config(checkpoint)
+        plan = plan_load(model, checkpoint, config, strict=strict)
+        carried = _carried(plan, checkpoint, config)
+        swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"), activation)
         _commit(swaps)
+        carry(model, carried)
     dequantized = tuple((layer.names[0], layer.keep) for layer in plan.layers if layer.keep)
     if plan.missing:
         _log.warning(
@@ -136,7 +157,7 @@ def load_quantized(
         checkpoint.path,
         tuple(layers),
         tuple(plan.excluded),
-        tuple(plan.ignored + plan.unexpected),
+        tuple(plan.kv_cache + plan.ignored + plan.unexpected),
         tuple(plan.missing),
         dequantized,
         model_bytes(model),
@@ -147,12 +168,24 @@ Swap = tuple[dict[str, Any], str, Any]
 """A place in a module's dictionary, and what goes there."""
 
 
+def _carried(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | None) -> Carried:
+    """Collect what is kept for saving the model again."""
+    return Carried(
+        config.kv_cache if config else None,
+        {name: checkpoint.tensor(name).clone() for name in plan.kv_cache},
+        {layer.names[0]: layer.activation for layer in plan.layers},
+        any(layer.scheme.name == "fp8-tensor-inv" for layer in plan.layers),
+    )
+
+
 def _stage(
-    model: nn.Module, plan: Plan, checkpoint: Checkpoint, device: torch.device
+    model: nn.Module, plan: Plan, checkpoint: Checkpoint, device: torch.device, activation: Activation | None
 ) -> tuple[list[Swap], list[LoadedLayer]]:
     """Build everything beside the model, one layer at a time."""
     swaps: list[Swap] = []
     layers: list[LoadedLayer] = []
+    before = carried_by(model)
+    stated = before.activations if before else {}
     for layer in plan.layers:
         if layer.keep:
             slot = plan.kept[layer.names[0]]
@@ -160,7 +193,8 @@ def _stage(
             weight = _like(slot.old, dense)
             swaps.extend((place, key, weight) for place, key in slot.slots)
             continue
-        module, nbytes = _build(layer, checkpoint, device)
+        options = _options(layer, activation, stated.get(layer.names[0]))
+        module, nbytes = _build(layer, checkpoint, device, options)
         for name in layer.names:
             parent, _, last = name.rpartition(".")
             swaps.append((model.get_submodule(parent)._modules, last, module))
@@ -222,7 +256,9 @@ def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype
     return fp8_dequantize(weights.weight, weights.scale, weights.scaling, dtype).to(device)
 
 
-def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tuple[nn.Module, int]:
+def _build(
+    layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, options: dict[str, Any]
+) -> tuple[nn.Module, int]:
     fused, stored = _read(layer, checkpoint)
     old = layer.module
     target = device if old.weight.is_meta else old.weight.device
@@ -234,7 +270,7 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
         )
     make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
-        module = make.from_weights(weights, bias, name=layer.names[0], **_options(old))
+        module = make.from_weights(weights, bias, name=layer.names[0], **options)
     except FormatError as error:  # the layer reads all its elements; which tensor is bad is looked for only now
         for info, tensor, is_weight in stored:
             _check_e4m3(info, tensor, layer.scheme, is_weight)
@@ -244,11 +280,18 @@ def _build(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device) -> tu
     return module, sum(t.numel() * t.element_size() for t in held if t is not None)
 
 
-def _options(old: nn.Linear | QuantizedLinear) -> dict[str, Any]:
-    """What the new layer takes over from the old one."""
+def _options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:
+    """What the new layer takes over: from the old one, from the checkpoint, or from the caller.
+
+    ``stated`` is what an earlier checkpoint said about the layer: no pin of the user's.
+    """
+    old, activation = layer.module, asked or layer.activation
     if isinstance(old, QuantizedLinear):
-        return {"dtype": old.dtype, "activation": old.activation, "backend": old.backend}
-    return {"dtype": old.weight.dtype if old.weight.dtype in (torch.float32, torch.float16) else torch.bfloat16}
+        if asked is None and old.activation not in ("any", stated):
+            activation = old.activation
+        return {"dtype": old.dtype, "activation": activation, "backend": old.backend}
+    dtype = old.weight.dtype if old.weight.dtype in (torch.float32, torch.float16) else torch.bfloat16
+    return {"dtype": dtype, "activation": activation}
 
 
 def _owned(weights: LinearWeights, device: torch.device) -> LinearWeights:

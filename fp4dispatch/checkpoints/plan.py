@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from fp4dispatch.checkpoints.config_readers import Group
+from fp4dispatch.checkpoints.foreign import misfit, unsupported_layer, unsupported_slot
 from fp4dispatch.checkpoints.hf_names import Conversion, names_in
+from fp4dispatch.checkpoints.kv_cache import KV_CACHE_SUFFIXES
 from fp4dispatch.checkpoints.patterns import shard_names
-from fp4dispatch.checkpoints.quant_config import QuantConfig
+from fp4dispatch.checkpoints.quant_config import LINEAR, QuantConfig
 from fp4dispatch.checkpoints.reader import TORCH_DTYPES, Checkpoint, TensorInfo
-from fp4dispatch.checkpoints.schemes import Scheme, Spec, detect
+from fp4dispatch.checkpoints.schemes import Scheme, detect
 from fp4dispatch.errors import CheckpointError
+from fp4dispatch.problem import Activation
 from fp4dispatch.quantized_linear import QuantizedLinear
 from fp4dispatch.replaceable import why_left
-
-KV_CACHE_SUFFIXES = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_output_scale")
-"""Scales of a quantised KV cache: they belong to attention and change no linear layer."""
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 """Dtypes that convert into each other."""
@@ -37,8 +39,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A linear layer that is stored quantised; ``bias`` holds one tensor a shard, or nothing.
+    """A linear layer that is stored quantised.
 
+    ``bias`` holds one tensor a shard, or nothing; ``activation`` is what the checkpoint says about activations.
     ``keep`` says why the model's layer cannot become a quantised one; its weight is dequantised then.
     """
 
@@ -47,6 +50,7 @@ class LayerPlan:
     scheme: Scheme
     shards: tuple[Shard, ...]
     bias: tuple[TensorInfo, ...]
+    activation: Activation = "any"
     keep: str = ""
 
 
@@ -81,6 +85,7 @@ class Plan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    kv_cache: list[str] = field(default_factory=list)
 
 
 def plan_load(model: nn.Module, checkpoint: Checkpoint, config: QuantConfig | None, *, strict: bool) -> Plan:
@@ -127,6 +132,11 @@ class _Planner:
             else:
                 self.out.excluded.append(names[0])
                 fused |= self._fused_sources(names, module)
+        if isinstance(self.model, (nn.Linear, QuantizedLinear)):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: the model is itself a linear layer and cannot be replaced in place: put it "
+                "into a module (torch.nn.ModuleDict) under the name that the checkpoint has, or use load_state_dict"
+            )
         if not self.out.layers:
             raise CheckpointError(
                 f"{self.checkpoint.path}: no quantised tensors for any of the model's {len(self.out.excluded)} linear "
@@ -149,10 +159,15 @@ class _Planner:
     def _quantised(self, names: tuple[str, ...], module: nn.Linear | QuantizedLinear) -> bool:
         """Plan a layer if the checkpoint holds it quantised; False if it is to stay as it is."""
         stored = self._stored_names(names)
-        schemes = {name: detect({k: (i.dtype, i.shape) for k, i in self.below[name].items()}) for name in stored}
-        quantised = [name for name in stored if schemes[name]]
         for name in stored:
-            self._agree_on_whether(name, names[0], bool(schemes[name]))
+            unsupported = unsupported_layer(name, self._kinds(name), str(self.checkpoint.path))
+            if unsupported:
+                raise unsupported
+        schemes = {name: detect(self._kinds(name)) for name in stored}
+        quantised = [name for name in stored if schemes[name]]
+        groups = self._groups(names[0], stored, module)
+        for name in stored:
+            self._agree_on_whether(name, bool(schemes[name]), groups[name])
         if not quantised:
             return False
         if len(quantised) < len(stored):
@@ -160,14 +175,36 @@ class _Planner:
                 f"{self.checkpoint.path}: layer {names[0]!r} is fused from {', '.join(stored)}; only "
                 f"{', '.join(quantised)} are quantised, expected all or none: keep the layers apart in the model"
             )
-        chosen = {self._agree_on_scheme(name, schemes[name]) for name in stored}
+        chosen = {self._agree_on_scheme(name, schemes[name], groups[name]) for name in stored}
         if len(chosen) > 1:
             raise CheckpointError(
                 f"{self.checkpoint.path}: the shards of layer {names[0]!r} are stored as "
                 f"{', '.join(sorted(s.name for s in chosen))}; expected one scheme: keep the layers apart in the model"
             )
-        self._plan_layer(names, module, chosen.pop(), stored)
+        self._plan_layer(names, module, chosen.pop(), stored, groups)
         return True
+
+    def _kinds(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtypes and shapes of a stored layer's tensors, by name below the layer's; also of ``weight.absmax`` etc."""
+        inner = {f"weight.{key}": info for key, info in self.below.get(f"{name}.weight", {}).items()}
+        return {key: (info.dtype, info.shape) for key, info in (self.below[name] | inner).items()}
+
+    def _groups(self, module_name: str, stored: tuple[str, ...], module: nn.Module) -> dict[str, Group | None]:
+        """What the configuration says about each stored layer; None where it is not to be quantised.
+
+        Tools write the names of the file, or those of the modules that they had in memory.
+        """
+        if self.config is None:
+            return dict.fromkeys(stored)
+        plain = isinstance(module, QuantizedLinear)  # stands where an nn.Linear stood
+        classes = LINEAR if plain else tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module))
+        found: dict[str, Group | None] = {}
+        for name in stored:
+            known = dict.fromkeys((self.names.module_in_file(name), name))
+            excluded = any(self.config.excludes(n, classes) for n in (*known, module_name))
+            each = (None if excluded else self.config.group_for(n, classes) for n in known)
+            found[name] = next((group for group in each if group is not None), None)
+        return found
 
     def _stored_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Names under which the checkpoint stores a layer: its own, or those of its shards."""
@@ -187,14 +224,11 @@ class _Planner:
                 return shards
         return ()
 
-    def _agree_on_whether(self, name: str, module_name: str, quantised: bool) -> None:
+    def _agree_on_whether(self, name: str, quantised: bool, group: Group | None) -> None:
         if self.config is None:
             return
-        # Tools write the names of the file, or those of the modules that they had in memory.
-        known = {name, self.names.module_in_file(name)}
-        excluded = any(self.config.excludes(n) for n in {*known, module_name})
-        expected = any(self.config.schemes_for(n) for n in known) and not excluded
-        if quantised == expected or not (quantised or self.strict):
+        expected = group is not None
+        if quantised == expected or not (quantised or (self.strict and self.config.names_all)):
             return
         found = ", ".join(f"{k} {i}" for k, i in sorted(self.below[name].items()))
         raise CheckpointError(
@@ -202,10 +236,10 @@ class _Planner:
             f"{self.checkpoint.path} holds {found}: configuration and tensors do not belong together"
         )
 
-    def _agree_on_scheme(self, name: str, candidates: tuple[Scheme, ...]) -> Scheme:
+    def _agree_on_scheme(self, name: str, candidates: tuple[Scheme, ...], group: Group | None) -> Scheme:
         if self.config is None:
             return candidates[0]
-        expected = self.config.schemes_for(self.names.module_in_file(name)) or self.config.schemes_for(name)
+        expected = group.schemes if group else ()
         for scheme in candidates:
             if scheme.name in expected:
                 return scheme
@@ -215,10 +249,15 @@ class _Planner:
         )
 
     def _plan_layer(
-        self, names: tuple[str, ...], module: nn.Linear | QuantizedLinear, scheme: Scheme, stored: tuple[str, ...]
+        self,
+        names: tuple[str, ...],
+        module: nn.Linear | QuantizedLinear,
+        scheme: Scheme,
+        stored: tuple[str, ...],
+        groups: dict[str, Group | None],
     ) -> None:
         n, k = module.out_features, module.in_features
-        shards = tuple(self._shard(name, scheme, n if len(stored) == 1 else None, k) for name in stored)
+        shards = tuple(self._shard(name, scheme, n if len(stored) == 1 else None, k, groups[name]) for name in stored)
         total = sum(shard.rows for shard in shards)
         if total != n:
             raise CheckpointError(
@@ -231,13 +270,14 @@ class _Planner:
             for shard in shards:
                 info = self._take(f"{shard.name}.bias")
                 if info is not None:
-                    _expect_like(info, (shard.rows,), torch.float32)
+                    _expect_like(info, (shard.rows,), torch.float32, "the checkpoint is damaged: the weight fits")
                     bias.append(info)
         if bias and len(bias) < len(shards):
             raise CheckpointError(f"{self.checkpoint.path}: only some shards of {names[0]!r} have a bias: {bias}")
-        self.out.layers.append(LayerPlan(names, module, scheme, shards, tuple(bias), keep))
+        activation = _finest(_activation(scheme, shard, groups[shard.name]) for shard in shards)
+        self.out.layers.append(LayerPlan(names, module, scheme, shards, tuple(bias), activation, keep))
 
-    def _shard(self, name: str, scheme: Scheme, n: int | None, k: int) -> Shard:
+    def _shard(self, name: str, scheme: Scheme, n: int | None, k: int, group: Group | None) -> Shard:
         weight = self.below[name].get(scheme.weight)
         if n is None and weight is not None and weight.shape:
             n = weight.shape[0]
@@ -250,11 +290,16 @@ class _Planner:
         for suffix, spec in scheme.specs(n or 0, k).items():
             full = f"{name}.{suffix}"
             info = self.below[name].get(suffix)
-            if info is not None:
-                _expect(info, spec, scheme)
+            static = group.static if group and suffix == scheme.input_scale else None
+            if info is not None and static is False:  # a leftover of calibration: what the configuration says counts
+                self.used.add(info.name)
+                self.out.ignored.append(info.name)
+            elif info is not None:
+                if info.dtype not in spec.dtypes or info.shape not in spec.shapes:
+                    raise misfit(info, spec, scheme, self._kinds(name), (n or 0, k))
                 tensors[suffix] = info
                 self.used.add(info.name)
-            elif spec.required:
+            elif spec.required or static:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: tensor {full!r} is missing: expected {spec} ({scheme.name}); the "
                     "checkpoint is incomplete: fetch or export it again"
@@ -355,10 +400,13 @@ class _Planner:
             )
 
     def _leftovers(self) -> None:
+        # What transformers knows to leave, e.g. the layers that DeepSeek-V3 predicts further tokens with.
+        known = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         for name in self.checkpoint:
             if name not in self.used:
                 kv = name.rpartition(".")[2] in KV_CACHE_SUFFIXES
-                (self.out.ignored if kv else self.out.unexpected).append(name)
+                left = any(re.search(pattern, name) for pattern in known)
+                (self.out.kv_cache if kv else self.out.ignored if left else self.out.unexpected).append(name)
         if not self.strict:
             return
         for what, names, why in (
@@ -407,19 +455,29 @@ def _slots(
         yield tuple(names[number]), tuple(places[number]), tensor, persistent
 
 
-def _expect(info: TensorInfo, spec: Spec, scheme: Scheme) -> None:
-    if info.dtype not in spec.dtypes or info.shape not in spec.shapes:
-        raise CheckpointError(
-            f"{info.file}: tensor {info.name!r} is {info}, expected {spec} ({scheme.name}): the checkpoint is damaged "
-            "or of another model"
-        )
+def _activation(scheme: Scheme, shard: Shard, group: Group | None) -> Activation:
+    """What a stored layer was made for. Without a configuration, NVFP4 without an input scale is weight-only."""
+    if group is not None:
+        return group.activation
+    return "bf16" if scheme.op == "nvfp4_gemm" and scheme.input_scale not in shard.tensors else "any"
 
 
-def _expect_like(info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _finest(activations: Iterable[Activation]) -> Activation:
+    """Shards of one layer get the same activations: those of the shard that was made for the finest."""
+    order: tuple[Activation, ...] = ("bf16", "fp8", "nvfp4", "any")
+    return min(activations, key=order.index)
+
+
+def _expect_like(info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype, why: str = "") -> None:
     """Require the shape, and the dtype up to the width of a float (F32, BF16, F16 and F64 convert into each other)."""
     fits = info.dtype in FLOATS if dtype.is_floating_point else TORCH_DTYPES.get(info.dtype) == dtype
-    if info.shape != shape or not (fits or TORCH_DTYPES.get(info.dtype) == dtype):
-        raise CheckpointError(
-            f"{info.file}: tensor {info.name!r} is {info}, expected {str(dtype).removeprefix('torch.')} {list(shape)}: "
-            "the checkpoint is damaged or of another model"
-        )
+    if info.shape == shape and (fits or TORCH_DTYPES.get(info.dtype) == dtype):
+        return
+    unsupported = unsupported_slot(info, dtype)
+    if unsupported:
+        raise unsupported
+    reason = why or ("the checkpoint is of another model" if info.shape != shape else "the checkpoint is damaged")
+    raise CheckpointError(
+        f"{info.file}: tensor {info.name!r} is {info}, expected {str(dtype).removeprefix('torch.')} {list(shape)}: "
+        f"{reason}"
+    )

@@ -6,11 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from fp4dispatch.checkpoints.config_readers import (
+    Group,
+    expect_object,
+    read_compressed_tensors,
+    read_huggingface_fp8,
+    read_modelopt,
+)
+from fp4dispatch.checkpoints.foreign import unsupported_method
+from fp4dispatch.checkpoints.kv_cache import KvCache, read_kv_cache
 from fp4dispatch.checkpoints.patterns import any_matches, matches
 from fp4dispatch.checkpoints.reader import Checkpoint
 from fp4dispatch.errors import CheckpointError
@@ -18,21 +27,13 @@ from fp4dispatch.errors import CheckpointError
 HF_QUANT_FILE = "hf_quant_config.json"
 CONFIG_FILE = "config.json"
 
-MODELOPT_ALGOS: dict[str, str] = {
-    "NVFP4": "modelopt-nvfp4",
-    "W4A16_NVFP4": "modelopt-nvfp4",
-    "FP8": "fp8-tensor",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8-channel",
-}
-"""ModelOpt's ``quant_algo`` to our scheme (modelopt/torch/export/convert_hf_config.py, 0.47)."""
-
-CT_STRATEGIES: dict[str, str] = {"tensor": "fp8-tensor", "channel": "fp8-channel", "block": "fp8-block-ct"}
-"""compressed-tensors' weight strategy of 8-bit floats to our scheme (quantization/quant_scheme.py, 0.20)."""
+LINEAR = ("Linear", "Module")
+"""Names of ``nn.Linear`` and its bases: what compressed-tensors matches a ``targets`` class name with."""
 
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Which module has which scheme.
+    """Which module has which scheme, and which activations it was made for.
 
     Parameters
     ----------
@@ -41,32 +42,72 @@ class QuantConfig:
     method
         ``modelopt``, ``compressed-tensors`` or ``fp8``.
     groups
-        Pairs of target patterns and the names of the schemes that these modules may have.
+        What is quantised and how.
     ignore
         Patterns of modules that are not quantised.
+    kv_cache
+        How the KV cache is quantised; None where it is not.
     """
 
     source: str
     method: str
-    groups: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
+    groups: tuple[Group, ...]
     ignore: tuple[str, ...]
+    kv_cache: KvCache | None = None
 
-    def excludes(self, name: str) -> bool:
+    @property
+    def names_all(self) -> bool:
+        """Whether a layer that is not excluded has to be quantised.
+
+        Not in a Hugging Face fp8 configuration: DeepSeek-V3's own has no list of exceptions and a 16-bit ``lm_head``.
+        There the tensors of a layer tell.
+        """
+        return self.method != "fp8"
+
+    def excludes(self, name: str, classes: Sequence[str] = LINEAR) -> bool:
         """Whether an ``ignore`` pattern names the module (or, for Hugging Face, a module that contains it)."""
+        if self.method == "compressed-tensors" and any(pattern in classes for pattern in self.ignore):
+            return True
         return self._ignored(name)
 
     @cached_property
     def _ignored(self) -> Callable[[str], bool]:
         return any_matches(self.ignore, self.method)
 
+    def group_for(self, name: str, classes: Sequence[str] = LINEAR) -> Group | None:
+        """Return what the configuration says about the module of this name; None where it is not to be quantised.
+
+        Parameters
+        ----------
+        name
+            Name in the checkpoint.
+        classes
+            Names of the module's class and its bases.
+        """
+        if self.excludes(name, classes):
+            return None
+        if self.method == "compressed-tensors":
+            return self._by_precedence(name, classes)
+        for group in self.groups:
+            if any(target in classes or matches(target, name, self.method) for target in group.targets):
+                return group
+        return None
+
     def schemes_for(self, name: str) -> tuple[str, ...]:
         """Return the schemes that the module of this name may have; empty where it is not to be quantised."""
-        if self.excludes(name):
-            return ()
-        for targets, schemes in self.groups:
-            if any(target == "Linear" or matches(target, name, self.method) for target in targets):
-                return schemes
-        return ()
+        group = self.group_for(name)
+        return group.schemes if group else ()
+
+    def _by_precedence(self, name: str, classes: Sequence[str]) -> Group | None:
+        """Match as compressed-tensors does (``match_targets``): exact names first, then ``re:``, then class names.
+
+        Groups are not tried in the order of the file. Of two groups with one target the later counts.
+        """
+        by_target = {target: group for group in self.groups for target in group.targets}
+        ordered = sorted(by_target, key=lambda target: ("re:" in target, target))
+        named = next((target for target in ordered if matches(target, name, self.method)), None)
+        chosen = named if named is not None else next((target for target in ordered if target in classes), None)
+        return None if chosen is None or not by_target[chosen].schemes else by_target[chosen]
 
 
 def read_quant_config(checkpoint: Checkpoint) -> QuantConfig | None:
@@ -74,19 +115,21 @@ def read_quant_config(checkpoint: Checkpoint) -> QuantConfig | None:
 
     Raises
     ------
+    CheckpointUnsupportedError
+        A method or format that is not supported.
     CheckpointError
-        Broken JSON, a method or format that is not supported, or two files that disagree.
+        Broken JSON, or two files that disagree.
     """
     found: list[QuantConfig] = []
     hf_quant = checkpoint.config(HF_QUANT_FILE)
     if hf_quant is not None:
         source = str(checkpoint.path / HF_QUANT_FILE)
-        found.append(_modelopt(_object(hf_quant, "quantization", source), source, "exclude_modules"))
+        found.append(_modelopt(expect_object(hf_quant, "quantization", source), source, "exclude_modules"))
     config = checkpoint.config(CONFIG_FILE)
     for key in ("quantization_config", "compression_config"):
         if config is not None and config.get(key) is not None:
             source = f"{checkpoint.path / CONFIG_FILE}: {key}"
-            found.append(_by_method(_object(config, key, source), source))
+            found.append(_by_method(expect_object(config, key, source), source))
     for other in found[1:]:
         if replace(other, source="", method="") != replace(found[0], source="", method=""):
             raise CheckpointError(
@@ -98,92 +141,24 @@ def read_quant_config(checkpoint: Checkpoint) -> QuantConfig | None:
 
 def _by_method(block: dict[str, Any], source: str) -> QuantConfig:
     method = block.get("quant_method")
-    if method in ("modelopt", "modelopt_fp4"):
+    if method in ("modelopt", "modelopt_fp4", "modelopt_mixed"):
         return _modelopt(block, source, "ignore")
+    if method is None and isinstance(block.get("quantization"), dict):  # hf_quant_config.json, put into config.json
+        return _modelopt(block["quantization"], source, "exclude_modules")
     if method == "compressed-tensors":
-        return _compressed_tensors(block, source)
+        groups, ignore = read_compressed_tensors(block, source)
+        return QuantConfig(source, "compressed-tensors", groups, ignore, read_kv_cache(block, source))
     if method in ("fp8", "fbgemm_fp8"):
-        return _huggingface_fp8(block, source)
-    raise CheckpointError(
-        f"{source}: quant_method {method!r} is not supported: expected modelopt, compressed-tensors, fp8 or fbgemm_fp8"
-    )
+        return QuantConfig(source, "fp8", *read_huggingface_fp8(block, source))
+    raise unsupported_method(method, source)
 
 
 def _modelopt(block: dict[str, Any], source: str, ignore_key: str) -> QuantConfig:
-    ignore = _strings(block, ignore_key, source)
-    algo = block.get("quant_algo")
-    if algo != "MIXED_PRECISION":
-        return QuantConfig(source, "modelopt", ((("Linear",), (_algo(algo, source),)),), ignore)
-    layers = _object(block, "quantized_layers", source)
-    groups: dict[str, list[str]] = {}
-    for name in layers:
-        layer = _object(layers, name, source)
-        groups.setdefault(_algo(layer.get("quant_algo"), f"{source}: {name}"), []).append(name)
-    return QuantConfig(source, "modelopt", tuple((tuple(n), (s,)) for s, n in groups.items()), ignore)
-
-
-def _algo(algo: object, source: str) -> str:
-    if not isinstance(algo, str) or algo not in MODELOPT_ALGOS:
-        raise CheckpointError(
-            f"{source}: quant_algo {algo!r} is not supported: expected {', '.join(MODELOPT_ALGOS)} or MIXED_PRECISION"
-        )
-    return MODELOPT_ALGOS[algo]
-
-
-def _compressed_tensors(block: dict[str, Any], source: str) -> QuantConfig:
-    config_groups = _object(block, "config_groups", source)
-    groups = []
-    for key in config_groups:
-        group = _object(config_groups, key, source)
-        groups.append((_strings(group, "targets", source), (_ct_scheme(group, f"{source}: {key}"),)))
-    return QuantConfig(source, "compressed-tensors", tuple(groups), _strings(block, "ignore", source))
-
-
-def _ct_scheme(group: dict[str, Any], source: str) -> str:
-    weights = _object(group, "weights", source)
-    kind = (weights.get("type"), weights.get("num_bits"))
-    strategy, group_size = weights.get("strategy"), weights.get("group_size")
-    if kind == ("float", 4) and strategy == "tensor_group" and group_size == 16:
-        return "nvfp4-pack-quantized"
-    if kind == ("float", 8) and isinstance(strategy, str) and strategy in CT_STRATEGIES:
-        block = weights.get("block_structure")
-        if strategy != "block" or block == [128, 128]:
-            return CT_STRATEGIES[strategy]
-        raise CheckpointError(f"{source}: block_structure {block!r} is not supported: expected [128, 128]")
-    raise CheckpointError(
-        f"{source}: weights of type {kind[0]!r}, num_bits {kind[1]!r}, strategy {strategy!r}, group_size "
-        f"{group_size!r} are not supported: expected NVFP4 (float, 4, tensor_group, 16) or FP8 (float, 8, tensor, "
-        "channel or block)"
-    )
-
-
-def _huggingface_fp8(block: dict[str, Any], source: str) -> QuantConfig:
-    """Hugging Face / DeepSeek block FP8; without a block size, vLLM's FP8 with one scale per tensor or per row."""
-    size = block.get("weight_block_size")
-    if size not in (None, [128, 128]):
-        raise CheckpointError(f"{source}: weight_block_size {size!r} is not supported: expected [128, 128] or null")
-    schemes: tuple[str, ...] = ("fp8-block",) if size else ("fp8-tensor", "fp8-channel")
-    if block.get("quant_method") == "fbgemm_fp8":
-        schemes = ("fp8-channel",)
-    ignore = *_strings(block, "modules_to_not_convert", source), *_strings(block, "ignored_layers", source)
-    return QuantConfig(source, "fp8", ((("Linear",), schemes),), tuple(dict.fromkeys(ignore)))
-
-
-def _object(parent: dict[str, Any], key: str, source: str) -> dict[str, Any]:
-    value = parent.get(key)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{source}: {key[:200]!r} is {str(value)[:80]!r}: expected an object")
-    return value
-
-
-def _strings(parent: dict[str, Any], key: str, source: str) -> tuple[str, ...]:
-    value = parent.get(key)
-    value = [] if value is None else value
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise CheckpointError(f"{source}: {key!r} is {str(value)[:80]!r}: expected a list of strings")
-    return tuple(dict.fromkeys(value))
+    return QuantConfig(source, "modelopt", *read_modelopt(block, source, ignore_key), read_kv_cache(block, source))
 
 
 def _describe(config: QuantConfig) -> str:
-    schemes = sorted({s for _, names in config.groups for s in names})
-    return f"{'/'.join(schemes)} without {list(config.ignore[:4])}{' ...' if len(config.ignore) > 4 else ''}"
+    schemes = sorted({f"{s} (activations {g.activation})" for g in config.groups for s in g.schemes})
+    kv_cache = f", KV cache {config.kv_cache}" if config.kv_cache else ""
+    ignore = f"{list(config.ignore[:4])}{' ...' if len(config.ignore) > 4 else ''}"
+    return f"{'/'.join(schemes)} without {ignore}{kv_cache}"

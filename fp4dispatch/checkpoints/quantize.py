@@ -20,17 +20,18 @@ from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoi
 from fp4dispatch.checkpoints.save import DEFAULT_SHARD_BYTES, layer_entries, producer_version, scheme_for
 from fp4dispatch.checkpoints.schemes import Scheme, from_linear
 from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
-from fp4dispatch.checkpoints.write_config import write_quant_config
+from fp4dispatch.checkpoints.write_config import Stated, write_quant_config
 from fp4dispatch.checkpoints.writer import Entry, write_tensors
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import NVFP4_BLOCK, fp8_quantize, nvfp4_quantize
+from fp4dispatch.fusion import fusion_groups, shared_scale
 from fp4dispatch.problem import Scaling
 
 QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]
 FORMATS: dict[QuantizeFormat, tuple[str, Scaling]] = {
     "modelopt": ("modelopt", "nvfp4"),
     "compressed-tensors": ("compressed-tensors", "nvfp4"),
-    "fp8": ("fp8", "tensor"),
+    "fp8": ("compressed-tensors", "tensor"),  # "fp8" has two dialects here: vLLM reads one, transformers the other
     "fp8-channel": ("compressed-tensors", "row"),
     "fp8-block": ("fp8", "block128"),
 }
@@ -137,7 +138,8 @@ def quantize_checkpoint(
                 entries += layer_entries(scheme, parent, *info.shape, static=False)
             else:
                 entries.append(Entry(name, info.dtype, info.shape))
-        configs = write_quant_config(method, dict.fromkeys(layers, (scheme.name, False)), ignore, producer_version())
+        stated: Stated = "weight-only" if scaling == "nvfp4" else "dynamic"
+        configs = write_quant_config(method, dict.fromkeys(layers, (scheme.name, stated)), ignore, producer_version())
         with atomic_directory(out, overwrite=overwrite) as directory:
             copy_companions(checkpoint.path, directory)
             write_configs(directory, checkpoint.config(CONFIG_FILE) or {}, configs)
@@ -245,11 +247,12 @@ def _stream(
     checkpoint: Checkpoint, scheme: Scheme, layers: dict[str, TensorInfo], progress: Progress | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
+    scales = _SharedScales(checkpoint, scheme.scaling, layers)
     for name in checkpoint:
         info = checkpoint[name]
         parent = name.removesuffix(".weight")
         if name.endswith(".weight") and parent in layers:
-            weights = _quantize(checkpoint.tensor(name), scheme.scaling, info)
+            weights = _quantize(checkpoint.tensor(name), scheme.scaling, info, scales.of(parent))
             for suffix, part in from_linear(scheme, weights).items():
                 yield f"{parent}.{suffix}", part
         else:
@@ -261,16 +264,36 @@ def _stream(
             progress(name, done, checkpoint.nbytes)
 
 
-def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo) -> LinearWeights:
+class _SharedScales:
+    """The scales of layers that engines fuse, each found when the first layer of its group is reached."""
+
+    def __init__(self, checkpoint: Checkpoint, scaling: Scaling, layers: dict[str, TensorInfo]) -> None:
+        self._checkpoint, self._scaling = checkpoint, scaling
+        groups = fusion_groups({name: info.shape[1] for name, info in layers.items()})
+        self._groups = {name: group for group in groups for name in group}
+        self._scales: dict[tuple[str, ...], torch.Tensor | None] = {}
+
+    def of(self, name: str) -> torch.Tensor | None:
+        """Return the scale that a layer shares, None for a scale of its own."""
+        group = self._groups.get(name)
+        if group is None:
+            return None
+        if group not in self._scales:
+            weights = (self._checkpoint.tensor(f"{member}.weight") for member in group)
+            self._scales[group] = shared_scale(weights, self._scaling)
+        return self._scales[group]
+
+
+def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo, scale: torch.Tensor | None) -> LinearWeights:
     n, k = weight.shape
     if not bool(torch.isfinite(weight).all()):
         raise CheckpointError(f"{info.file}: tensor {info.name!r} holds NaN or Inf, expected finite weights")
     if scaling == "nvfp4":
-        packed = nvfp4_quantize(weight)
+        packed = nvfp4_quantize(weight, scale)
         global_scale = packed.global_scale.reshape(1)
         return LinearWeights("nvfp4_gemm", "nvfp4", n, k, packed.data, packed.sf, global_scale, (n,))
-    data, scale = fp8_quantize(weight, scaling)
-    return LinearWeights("fp8_gemm", scaling, n, k, data, scale)
+    fp8 = fp8_quantize(weight, scaling, scale)
+    return LinearWeights("fp8_gemm", scaling, n, k, fp8.data, fp8.scale)
 
 
 def _layer_report(scheme: Scheme, name: str, info: TensorInfo) -> QuantizedLayer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.carried import all_carried
 from fp4dispatch.checkpoints.companions import copy_companions, write_configs
 from fp4dispatch.checkpoints.finite import check_finite
 from fp4dispatch.checkpoints.patterns import shard_names
@@ -21,14 +23,17 @@ from fp4dispatch.checkpoints.quant_config import CONFIG_FILE
 from fp4dispatch.checkpoints.reader import MAX_CONFIG_BYTES
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
 from fp4dispatch.checkpoints.strict_json import read_object
-from fp4dispatch.checkpoints.write_config import write_quant_config
+from fp4dispatch.checkpoints.write_config import Stated, write_quant_config
 from fp4dispatch.checkpoints.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.errors import CheckpointError
-from fp4dispatch.problem import Scaling
+from fp4dispatch.fusion import fusion_groups
+from fp4dispatch.problem import Activation, Scaling
 from fp4dispatch.quantized_linear import QuantizedLinear
 
 SaveFormat = Literal["modelopt", "compressed-tensors", "fp8"]
 DEFAULT_SHARD_BYTES = 5 * 10**9
+
+logger = logging.getLogger("fp4dispatch")
 
 METHOD_SCHEMES: dict[str, dict[Scaling, str]] = {
     "modelopt": {"nvfp4": "modelopt-nvfp4", "tensor": "fp8-tensor", "row": "fp8-channel"},
@@ -64,7 +69,7 @@ def layer_entries(scheme: Scheme, name: str, n: int, k: int, *, static: bool) ->
     """Return the tensors that a layer of N x K is written as; ``static``: with its input scale."""
     specs = scheme.specs(n, k)
     return [
-        Entry(f"{name}.{suffix}", spec.dtypes[0], written_shape(scheme, suffix, n, k))
+        Entry(_below(name, suffix), spec.dtypes[0], written_shape(scheme, suffix, n, k))
         for suffix, spec in specs.items()
         if spec.required or static
     ]
@@ -82,12 +87,17 @@ def save_quantized(
     """Save a model whose linear layers are :class:`FP4Linear` or :class:`FP8Linear`; returns the safetensors files.
 
     The directory appears when everything is written and flushed; on an error there is nothing. Fused NVFP4 layers are
-    written as their shards, each with its own global scale. Tied parameters are written once.
+    written as their shards, each with its own global scale. Tied parameters are written once. Scales of a KV cache that
+    :func:`load_quantized` found are written again.
+
+    The configuration says of each layer's activations: a static scale where the layer has one; weight-only where it is
+    NVFP4 without one (engines cannot quantise activations to NVFP4 then) or has ``activation="bf16"``; scaled at run
+    time for other FP8 layers.
 
     Parameters
     ----------
     model
-        At least one layer quantised; any device.
+        At least one layer quantised, or such a layer itself; any device.
     out_dir
         Directory to create.
     format
@@ -104,21 +114,21 @@ def save_quantized(
     Raises
     ------
     CheckpointError
-        Layers that the format cannot store, tensors on the meta device or with NaN or Inf in them, an existing
-        ``out_dir``, or a failed write.
+        Layers, or a statement about activations or the KV cache, that the format cannot store; tensors on the meta
+        device or with NaN or Inf in them, an existing ``out_dir``, or a failed write.
     """
     layers = list(_layers(model, format))
     if not layers:
         raise CheckpointError("the model has no quantised layer: use fp4dispatch.replace_linears first")
-    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
-    others = _other_tensors(model, inside)
+    inside = tuple(_below(name, "") for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
+    others = _other_tensors(model, inside) | _kv_tensors(model)
+    _warn_of_separate_scales(layers)
     entries = [e for layer in layers for e in layer.entries()]
     entries += [Entry(name, _dtype_name(name, t), tuple(t.shape)) for name, t in others.items()]
     ignore = sorted(name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    configs = write_quant_config(
-        format, {layer.name: (layer.scheme.name, layer.weights.input_scale is not None) for layer in layers}, ignore,
-        producer_version(),
-    )  # fmt: skip
+    kv_cache = next((c.kv_cache for _, c in all_carried(model) if c.kv_cache), None)
+    stated = {layer.name: (layer.scheme.name, layer.stated()) for layer in layers}
+    configs = write_quant_config(format, stated, ignore, producer_version(), kv_cache)
 
     def produce() -> Iterator[tuple[str, torch.Tensor]]:
         for layer in layers:
@@ -149,36 +159,57 @@ def producer_version() -> str:
 class _Layer:
     """A layer, or a shard of a fused one, as it is going to be stored."""
 
-    def __init__(self, name: str, scheme: Scheme, weights: LinearWeights, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, name: str, scheme: Scheme, weights: LinearWeights, bias: torch.Tensor | None, activation: Activation
+    ) -> None:
         self.name = name
         self.scheme = scheme
         self.weights = weights
         self.bias = bias
+        self.activation = activation
+
+    def stated(self) -> Stated:
+        """What is said about the activations."""
+        if self.weights.input_scale is not None:
+            return "static"
+        if self.scheme.name == "nvfp4-pack-quantized" and self.activation == "fp8":
+            return "dynamic-fp8"
+        if self.weights.op == "nvfp4_gemm" or self.activation == "bf16":
+            return "weight-only"
+        return "dynamic"
 
     def entries(self) -> list[Entry]:
         static = self.weights.input_scale is not None
         entries = layer_entries(self.scheme, self.name, self.weights.n, self.weights.k, static=static)
         if self.bias is not None:
-            name = f"{self.name}.bias"
+            name = _below(self.name, "bias")
             entries.append(Entry(name, _dtype_name(name, self.bias), tuple(self.bias.shape)))
         return entries
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for suffix, tensor in from_linear(self.scheme, self.weights).items():
-            yield f"{self.name}.{suffix}", tensor
+            yield _below(self.name, suffix), tensor
         if self.bias is not None:
-            yield f"{self.name}.bias", self.bias
+            yield _below(self.name, "bias"), self.bias
+
+
+def _below(name: str, suffix: str) -> str:
+    """Return the full name of a tensor; a layer that is saved by itself has no name."""
+    return f"{name}.{suffix}" if name else suffix
 
 
 def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
+    inverse = format == "fp8" and any(carried.inverse_scales for _, carried in all_carried(model))
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
             continue
         weights = module.weights()
         scheme = scheme_for(format, weights.scaling)
+        if inverse and scheme.name == "fp8-tensor":
+            scheme = SCHEMES["fp8-tensor-inv"]
         rows = weights.shard_rows
         if len(rows) < 2:
-            yield _Layer(name, scheme, weights, module.bias)
+            yield _Layer(name, scheme, weights, module.bias, module.activation)
             continue
         names = shard_names(name)
         if len(names) != len(rows):
@@ -189,7 +220,7 @@ def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
             )
         biases = [None] * len(rows) if module.bias is None else list(torch.split(module.bias, list(rows)))
         for shard_name, shard, bias in zip(names, split_shards(weights), biases, strict=True):
-            yield _Layer(shard_name, scheme, shard, bias)
+            yield _Layer(shard_name, scheme, shard, bias, module.activation)
 
 
 def _other_tensors(model: nn.Module, inside: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -197,11 +228,31 @@ def _other_tensors(model: nn.Module, inside: tuple[str, ...]) -> dict[str, torch
     others: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.startswith(inside) or id(tensor) in seen:
+        if (inside and name.startswith(inside)) or id(tensor) in seen:
             continue
         seen.add(id(tensor))
         others[name] = tensor
     return others
+
+
+def _kv_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Scales of the KV cache that checkpoints left with the model."""
+    return {prefix + name: t for prefix, carried in all_carried(model) for name, t in carried.tensors.items()}
+
+
+def _warn_of_separate_scales(layers: list[_Layer]) -> None:
+    """Say which layers an engine will multiply by wrong weights: they were quantised apart and cannot be rescaled."""
+    scales = {layer.name: layer.weights.global_scale for layer in layers if layer.weights.global_scale is not None}
+    groups = fusion_groups({layer.name: layer.weights.k for layer in layers if layer.name in scales})
+    apart = [group for group in groups if len({float(scales[name]) for name in group}) > 1]
+    if apart:
+        logger.warning(
+            "%s (and %d more groups) have different global scales. Engines that fuse them keep only one: vLLM takes "
+            "the largest and does not rescale, so its weights will be wrong. Quantise them together: `fp4dispatch "
+            "quantize`, or fp4dispatch.replace_linears on the whole model",
+            ", ".join(apart[0]),
+            len(apart) - 1,
+        )
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:

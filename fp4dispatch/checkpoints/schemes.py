@@ -5,6 +5,7 @@
 | ``modelopt-nvfp4`` | q * weight_scale * weight_scale_2 |
 | ``nvfp4-pack-quantized`` (compressed-tensors) | q * weight_scale / weight_global_scale |
 | ``fp8-tensor``, ``fp8-channel`` | q * weight_scale, one scale or one per row |
+| ``fp8-tensor-inv`` (Hugging Face) | the same, named ``weight_scale_inv`` and ``activation_scale`` |
 | ``fp8-block`` (Hugging Face, DeepSeek) | q * weight_scale_inv, which multiplies in spite of its name |
 | ``fp8-block-ct`` (compressed-tensors) | q * weight_scale, one per 128x128 |
 
@@ -86,10 +87,12 @@ def _scale_spec(scaling: Scaling, n: int, k: int) -> Spec:
     if scaling == "nvfp4":
         return Spec(("F8_E4M3",), ((n, k // NVFP4_BLOCK),))
     if scaling == "tensor":
-        return _SCALAR
+        return Spec(_FLOAT, (*_SCALAR.shapes, (1, 1)))  # transformers quantises per tensor as one block
     if scaling == "row":
         return Spec(_FLOAT, ((n, 1), (n,)))
-    return Spec((*_FLOAT, "F8_E8M0"), ((-(-n // FP8_BLOCK), -(-k // FP8_BLOCK)),))
+    grid = -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)
+    modelopt = (grid[0], 1, grid[1], 1)  # FP8_PB_WO, which drops the dimensions of a single block
+    return Spec((*_FLOAT, "F8_E8M0"), (grid, modelopt, *(((), (1,)) if grid == (1, 1) else ())))
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -108,6 +111,7 @@ SCHEMES: dict[str, Scheme] = {
             scalar=(1,),
         ),
         Scheme("fp8-tensor", "fp8_gemm", "tensor", "weight", "weight_scale", input_scale="input_scale"),
+        Scheme("fp8-tensor-inv", "fp8_gemm", "tensor", "weight", "weight_scale_inv", input_scale="activation_scale"),
         Scheme("fp8-channel", "fp8_gemm", "row", "weight", "weight_scale", input_scale="input_scale"),
         Scheme("fp8-block", "fp8_gemm", "block128", "weight", "weight_scale_inv"),
         Scheme("fp8-block-ct", "fp8_gemm", "block128", "weight", "weight_scale"),
@@ -131,13 +135,15 @@ def detect(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Scheme, 
         return (SCHEMES["modelopt-nvfp4"],)
     if dtype != "F8_E4M3" and "weight_scale" not in tensors and "weight_scale_inv" not in tensors:
         return ()
-    if "weight_scale_inv" in tensors:
-        return (SCHEMES["fp8-block"],)
-    names = ("fp8-tensor", "fp8-channel", "fp8-block-ct")
-    if "weight_scale" not in tensors or len(weight_shape) != 2:
-        return tuple(SCHEMES[name] for name in (*names, "fp8-block"))
-    shape, (n, k) = tensors["weight_scale"][1], weight_shape
-    fitting = [name for name in names if shape in SCHEMES[name].specs(n, k)["weight_scale"].shapes]
+    inverse, plain = ("fp8-block", "fp8-tensor-inv"), ("fp8-tensor", "fp8-channel", "fp8-block-ct")
+    if "activation_scale" in tensors:
+        inverse = ("fp8-tensor-inv", "fp8-block")
+    scale = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
+    if scale not in tensors or len(weight_shape) != 2:
+        return tuple(SCHEMES[name] for name in (*plain, *inverse))
+    names = inverse if scale == "weight_scale_inv" else plain
+    shape, (n, k) = tensors[scale][1], weight_shape
+    fitting = [name for name in names if shape in SCHEMES[name].specs(n, k)[scale].shapes]
     return tuple(SCHEMES[name] for name in fitting or names)
 
 
@@ -150,7 +156,8 @@ def to_linear(scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> LinearWeig
     """Turn a layer's stored tensors (checked against :meth:`Scheme.specs`) into canonical weights; copies no weight."""
     weight, stored = tensors[scheme.weight], tensors[scheme.scale]
     n, k = weight.shape[0], logical_k(scheme, tuple(weight.shape))
-    shapes = {"nvfp4": tuple(stored.shape), "tensor": (), "row": (n,), "block128": tuple(stored.shape)}
+    grid = (-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+    shapes = {"nvfp4": tuple(stored.shape), "tensor": (), "row": (n,), "block128": grid}
     scale = (stored if scheme.op == "nvfp4_gemm" else stored.float()).reshape(shapes[scheme.scaling])
     global_scale = None
     if scheme.global_scale:

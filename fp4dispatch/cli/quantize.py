@@ -40,8 +40,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "--format",
         required=True,
         choices=list(FORMATS),
-        help="modelopt: NVFP4; compressed-tensors: NVFP4 (nvfp4-pack-quantized); fp8: one scale per tensor; "
-        "fp8-channel: one per row (compressed-tensors); fp8-block: 128x128 (Hugging Face, DeepSeek)",
+        help="modelopt: NVFP4; compressed-tensors: NVFP4 (nvfp4-pack-quantized); fp8: one scale per tensor, "
+        "fp8-channel: one per row (both compressed-tensors); fp8-block: 128x128 (Hugging Face, DeepSeek)",
     )
     parser.add_argument(
         "--exclude",

@@ -90,14 +90,15 @@ def test_scalars_may_be_one_element_vectors_and_scales_16_bit(tmp_path):
     assert model.up_proj.weights().scale.shape == (N,)
 
 
-def test_ue8m0_block_scales(tmp_path):
-    tensors = tensors_of("fp8-block")
+@pytest.mark.parametrize(("row", "scale"), [("fp8-block", "weight_scale_inv"), ("fp8-block-ct", "weight_scale")])
+def test_ue8m0_block_scales(tmp_path, row, scale):
+    tensors = tensors_of(row)
     for name in ("up_proj", "down_proj"):
-        key = f"{name}.weight_scale_inv"
+        key = f"{name}.{scale}"
         tensors[key] = tensors[key].to(torch.float8_e8m0fnu)
     model = Net()
-    load_quantized(model, write(tmp_path, tensors, CONFIGS["fp8-block"]))
-    expected = dequantised("fp8-block", {k: v.float() for k, v in below(tensors, "up_proj").items()})
+    load_quantized(model, write(tmp_path, tensors, CONFIGS[row]))
+    expected = dequantised(row, {k: v.float() for k, v in below(tensors, "up_proj").items()})
     assert torch.equal(layer_weight(model.up_proj), expected)
 
 

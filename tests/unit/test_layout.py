@@ -15,7 +15,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "settings", "progress", "installing", "name_patterns", "locks"),
     ("arch", "problem", "decision", "measurement"),
     ("system", "nvml", "libraries"),
-    ("formats", "_e2m1", "_sf_layout", "_tensor_checks"),
+    ("formats", "_e2m1", "_sf_layout", "_tensor_checks", "fusion"),
     ("capture", "ranks"),
     ("jit", "csrc", "jit_flags"),
     ("records",),
