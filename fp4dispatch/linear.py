@@ -298,7 +298,7 @@ def _dtype_of(weight: Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype in routes.OUT_DTYPE else torch.bfloat16
 
 
-def _weight_of(cls: type[QuantizedLinear], linear: nn.Linear) -> Tensor:
+def _weight_of(cls: type[QuantizedLinear], linear: nn.Module) -> Tensor:
     """Return the weight that is to be quantised; refuse what is no ``nn.Linear``."""
     what = f"{cls.__name__}.from_linear"
     if isinstance(linear, QuantizedLinear):
@@ -310,7 +310,7 @@ def _weight_of(cls: type[QuantizedLinear], linear: nn.Linear) -> Tensor:
             f"{what}: got {'None' if linear is None else f'a {type(linear).__name__}'}; need an nn.Linear (of another "
             "module with weight [N, K] make one, or quantise the weight and call from_weights)"
         )
-    if isinstance(linear.weight, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(linear.weight):
         raise InputError(f"{what}: the weight has no shape yet (a lazy module): call it once first")
     weight = linear.weight.detach()
     check_tensor(f"{what}: weight", weight)

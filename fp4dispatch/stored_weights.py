@@ -303,9 +303,17 @@ def never(_: Buffers) -> bool:
 
 
 def _matcher(seen: Mapping[str, Seen | None]) -> Callable[[Buffers], bool]:
-    """Return the function that tells whether buffers are what was seen: part of the eager fast path of a layer."""
+    """Return the function that tells whether buffers are what was seen: part of the eager fast path of a layer.
+
+    Written out for the layers that there are: a loop takes a tenth of a microsecond more. Versions only grow, so that
+    their sum is the same only where each is.
+    """
     absent = tuple(name for name, found in seen.items() if found is None)
     held = tuple((name, *found) for name, found in seen.items() if found is not None)
+    if absent == ("input_scale",) and len(held) == 2:
+        return _match_two(*held)
+    if absent == ("input_scale",) and len(held) == 3:
+        return _match_three(*held)
 
     def matches(buffers: Buffers) -> bool:
         try:
@@ -318,5 +326,50 @@ def _matcher(seen: Mapping[str, Seen | None]) -> Callable[[Buffers], bool]:
         except KeyError:
             return False
         return True
+
+    return matches
+
+
+_Held = tuple[str, Tensor, int, int]
+
+
+def _match_two(first: _Held, second: _Held) -> Callable[[Buffers], bool]:
+    (a, x, x_version, x_address), (b, y, y_version, y_address) = first, second
+    versions = x_version + y_version
+
+    def matches(buffers: Buffers) -> bool:
+        try:
+            return (
+                buffers[a] is x
+                and buffers[b] is y
+                and buffers["input_scale"] is None
+                and x._version + y._version == versions
+                and x.data_ptr() == x_address
+                and y.data_ptr() == y_address
+            )
+        except KeyError:
+            return False
+
+    return matches
+
+
+def _match_three(first: _Held, second: _Held, third: _Held) -> Callable[[Buffers], bool]:
+    (a, x, x_version, x_address), (b, y, y_version, y_address), (c, z, z_version, z_address) = first, second, third
+    versions = x_version + y_version + z_version
+
+    def matches(buffers: Buffers) -> bool:
+        try:
+            return (
+                buffers[a] is x
+                and buffers[b] is y
+                and buffers[c] is z
+                and buffers["input_scale"] is None
+                and x._version + y._version + z._version == versions
+                and x.data_ptr() == x_address
+                and y.data_ptr() == y_address
+                and z.data_ptr() == z_address
+            )
+        except KeyError:
+            return False
 
     return matches
