@@ -352,7 +352,7 @@ def test_whole_models_are_quantised_told_and_loaded_again(stored, form, tmp_path
         if key in stayed:
             assert torch.equal(stayed[key], value), key
     reference = logits(source)
-    assert torch.nn.functional.cosine_similarity(logits(model), reference, dim=-1).min() > 0.9
+    assert torch.nn.functional.cosine_similarity(logits(model), reference, dim=-1).min() > 0.85
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -25,6 +25,10 @@ _LONG_SOURCES = {  # modifiers that make the source of a conversion 64 bits
     **dict.fromkeys(("F2F", "FRND", "F2I", "UF2I"), frozenset(("F64",))),
     **dict.fromkeys(("I2F", "I2I", "UI2F"), frozenset(("S64", "U64"))),
 }
+_LONG_RESULTS = {  # those that make its result 64 bits; elsewhere the listing does not say which side is meant
+    **dict.fromkeys(("F2I", "UF2I"), frozenset(("S64", "U64"))),
+    **dict.fromkeys(("I2F", "UI2F"), frozenset(("F64",))),
+}
 _LONG_TYPES = frozenset(("F64", "S64", "U64"))
 _CONSTANTS = frozenset(("LDC", "LDCU", "ULDC"))
 _SUMS = frozenset(("IADD", "IADD3", "MOV", "R2UR", "UIADD3", "UMOV", "UVIADD", "VIADD"))  # of one, two or three
@@ -112,8 +116,9 @@ def decode(opcode: str, operands: str) -> Decoded | None:
     third = base in ("IMAD", "UIMAD") and bool(modifiers & {"WIDE", "HI"})
     sources = tuple(_source(text, whole=pairs or (third and i == 2)) for i, text in enumerate(texts))
     long = bool(modifiers & {"64", "WIDE"}) or (base == "CS2R" and "32" not in modifiers)
-    # Whether the result of a conversion is its long side is not modelled.
-    perhaps = beside(first) if not long and base in _CONVERSIONS and modifiers & _LONG_TYPES else ""
+    long |= bool(modifiers & _LONG_RESULTS.get(base, frozenset()))
+    unsaid = base in _CONVERSIONS and base not in _LONG_RESULTS and bool(modifiers & _LONG_TYPES)
+    perhaps = beside(first) if unsaid and not long else ""
     written = (first, beside(first)) if long else (first,)
     return Decoded(_kind(base, modifiers), written, perhaps, sources)
 
