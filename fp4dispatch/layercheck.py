@@ -243,8 +243,15 @@ def _fingerprint(target: Poisoned) -> Tensor:
     A change of any one element changes two of them.
     """
     bits = target.out.view(target.bits)
+    by_row = []
+    by_column = torch.zeros(bits.shape[1], dtype=torch.int64, device=bits.device)
+    step = max(1, _CHUNK // 2 // bits.shape[1])
+    for start in range(0, bits.shape[0], step):  # CUDA sums 16-bit integers by widening all of them first
+        part = bits[start : start + step].to(torch.int64)
+        by_row.append(part.sum(1))
+        by_column += part.sum(0)
     guards = torch.stack([guard.sum(dtype=torch.int64) for guard in target.guards()])
-    return torch.cat([bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64), guards])
+    return torch.cat([by_column, *by_row, guards])
 
 
 def _everywhere(target: Poisoned) -> tuple[int, int, int]:
