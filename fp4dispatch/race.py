@@ -263,5 +263,5 @@ def without_barriers(catalog: Catalog, *names: str) -> Catalog:
             key: dataclasses.replace(variant, defines=(*variant.defines, "FP4D_TEST_ALLOW_NO_GDC"))
             for key, variant in known.variants.items()
         }
-        changed[name] = dataclasses.replace(known, pdl=False, before_wait=None, variants=variants)
+        changed[name] = dataclasses.replace(known, pdl=False, variants=variants)
     return dataclasses.replace(catalog, records=records, kernels={**catalog.kernels, **changed})
