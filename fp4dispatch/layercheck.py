@@ -33,7 +33,7 @@ from fp4dispatch.system import System
 from fp4dispatch.tilecheck import TILE, Finding, Poisoned
 from fp4dispatch.trial import Outcome, finish, plain_torch, planned
 
-MEMORY = 60 << 20
+MEMORY = 54 << 20
 """Bytes for everything but the weights: the operands of the largest number of tokens, and what follows."""
 _ANSWERS = 18 << 20
 """Of that, what the answers and the comparisons take."""
@@ -59,7 +59,7 @@ _TRUNCATED = 2.0**-14 / 32
 _LEAST_LINE = 16
 _MUCH = 1e6
 _FLOAT16_HOLDS = 6e4
-_CHUNK = 1 << 21
+_CHUNK = 1 << 20
 """Elements of an output that are looked at at a time."""
 
 
@@ -245,7 +245,7 @@ def _fingerprint(target: Poisoned) -> Tensor:
     bits = target.out.view(target.bits)
     by_row = []
     by_column = torch.zeros(bits.shape[1], dtype=torch.int64, device=bits.device)
-    step = max(1, _CHUNK // 2 // bits.shape[1])
+    step = max(1, _CHUNK // bits.shape[1])
     for start in range(0, bits.shape[0], step):  # CUDA sums 16-bit integers by widening all of them first
         part = bits[start : start + step].to(torch.int64)
         by_row.append(part.sum(1))
