@@ -183,7 +183,7 @@ class QuantizedLinear(StateLoading):
         self._ensure(x.dtype)
         names, stored, spec = self._names[x.dtype]
         tensors = [getattr(self, name) for name in names]
-        if torch.compiler.is_exporting():
+        if _exporting():
             return torch.ops.fp4dispatch.linear.default(x, tensors, self.bias, spec)  # type: ignore[no-any-return]
         kept = [getattr(self, name) for name in stored]
         return torch.ops.fp4dispatch.linear_stored.default(x, tensors, kept, self.bias, spec)  # type: ignore[no-any-return]
@@ -456,6 +456,12 @@ class QuantizedLinear(StateLoading):
         parts = [f"{route.backend} ({route.activation})" for route in bound.spec.routes]
         limits = [f" up to M={route.m_max}" for route in bound.spec.routes[:-1]]
         return ", then ".join(part + limit for part, limit in zip(parts, [*limits, ""], strict=True))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _exporting() -> bool:
+    """Whether ``torch.export`` traces; before torch 2.12 Dynamo puts True for the call itself (pytorch#176347)."""
+    return bool(torch.compiler.is_exporting())
 
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
