@@ -96,7 +96,7 @@ class Operands:
     def _factor(self) -> Tensor:
         """Return what brings drawn units to activations: the static scale, or a power of two. Synchronises."""
         x = self._unit(8, 0)
-        rows = torch.arange(min(TILE, self.w.n), device=self.device)
+        rows = torch.arange(min(TILE, self.w.n), dtype=torch.int64, device=self.device)
         w = torch.cat([self._weight(rows, stop - _K_STEP, stop) for stop in self._k_sample()], 1)
         size = (x.double().square().mean() * w.square().mean()).sqrt().item() * math.sqrt(self.w.k)
         if self.static is not None:
@@ -119,7 +119,8 @@ class Operands:
         Rows differ in size by up to four, so that a swap of two rows' scales shows.
         """
         k, device = self.w.k, self.device
-        octave = torch.remainder(torch.arange(first, first + rows, device=device), _ROW_OCTAVES).float()
+        number = torch.arange(first, first + rows, dtype=torch.int64, device=device)
+        octave = torch.remainder(number, _ROW_OCTAVES).float()
         by_row = torch.exp2(-octave).unsqueeze(1)
         if self.activation == "nvfp4":
             return self._nvfp4_unit(rows).mul_(by_row)

@@ -275,7 +275,8 @@ def _sample(size: int, tiles: int, seed: int, near: int = 0) -> Tensor:
     draw = torch.Generator(device="cpu").manual_seed(seed)
     shuffled = torch.randperm(count, generator=draw, device="cpu").tolist()
     wanted = dict.fromkeys(i for i in (0, *range(1, near + 1), count - 1, *shuffled) if i < count)
-    parts = [torch.arange(i * TILE, min((i + 1) * TILE, size), device="cpu") for i in sorted(list(wanted)[:tiles])]
+    starts = [i * TILE for i in sorted(list(wanted)[:tiles])]
+    parts = [torch.arange(i, min(i + TILE, size), dtype=torch.int64, device="cpu") for i in starts]
     return torch.cat(parts)
 
 

@@ -264,12 +264,17 @@ class QuantizedLinear(StateLoading):
             return
         self.capture, self.m_min = capture, m_min
         try:
-            fresh = [self._choose(dtype) for dtype in self._bound]
+            changed = [d for d, bound in self._bound.items() if not self._still_chosen(d, bound)]
+            fresh = [self._choose(dtype) for dtype in changed]
         except Fp4DispatchError:
             self.capture, self.m_min = old
             raise
         for bound in fresh:
             self._put(bound)
+
+    def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
+        """Whether the policy would choose what is bound; this needs no weights, which may be dropped."""
+        return routes.still_chosen(bound, self.problem(1, dtype), self.backend, self.name)
 
     def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
         """Return what this layer asks of the policy for M tokens."""

@@ -31,7 +31,7 @@ _OTHER_HOOKS = {
     "_load_state_dict_pre_hooks": "load_state_dict hooks, which expect its weight",
     "_load_state_dict_post_hooks": "load_state_dict hooks, which expect its weight",
 }
-_OWN = frozenset(vars(nn.Linear(1, 1, device="meta")))
+_OWN = frozenset(vars(nn.Linear(1, 1, device="meta", dtype=torch.float32)))
 """What every ``nn.Linear`` has; anything else on one was put there by its user."""
 
 

@@ -285,6 +285,22 @@ def bind(
     return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions), dtype, bias)
 
 
+def still_chosen(bound: Bound, any_m: Problem, backend: str | None, layer: str) -> bool:
+    """Whether the policy chooses for a problem, of any M, what is bound; then ``bound.decisions`` are of now.
+
+    Raises as :func:`bind`.
+    """
+    decisions, refusals = _decide(any_m, backend, layer, gpu_of(bound.tensors[0].device))
+    found = [
+        (m, str(decision.backend), decision.activation, refused)
+        for (m, decision), refused in zip(decisions, refusals, strict=True)
+    ]
+    if found != [(route.m_max, route.backend, route.activation, route.refused) for route in bound.spec.routes]:
+        return False
+    bound.decisions = tuple(decisions)
+    return True
+
+
 def _decide(
     any_m: Problem, backend: str | None, layer: str, gpu: int | None
 ) -> tuple[list[tuple[int, Decision]], list[str]]:

@@ -78,7 +78,7 @@ def any_matches(patterns: Iterable[str], method: str) -> Callable[[str], bool]:
     Exact names, which may be tens of thousands, are looked up first and not tried one by one.
     """
     patterns = tuple(patterns)
-    exact = frozenset(pattern for pattern in patterns if is_name(pattern))
+    exact = frozenset(pattern for pattern in patterns if pattern and is_name(pattern))
     tried = patterns if method == "fp8" else tuple(pattern for pattern in patterns if pattern not in exact)
     if len(tried) > MAX_TRIED:
         raise CheckpointError(f"{len(tried):,} patterns, expected at most {MAX_TRIED:,}: the configuration is damaged")

@@ -121,7 +121,7 @@ def _model_class(source: str, name: str, advice: str) -> Any:
 def _without(config: Any) -> Any:
     """Copy a configuration without the keys that only name code, and with the floats that JSON cannot hold."""
     if isinstance(config, dict):
-        if config.keys() == {"__float__"} and config["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        if config.keys() == {"__float__"} and str(config["__float__"]).removeprefix("-") in ("Infinity", "NaN"):
             return float(config["__float__"])  # as transformers writes them
         return {key: _without(value) for key, value in config.items() if key not in _LEFT_OUT}
     return [_without(value) for value in config] if isinstance(config, list) else config

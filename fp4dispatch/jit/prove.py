@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import re
+import stat
 import subprocess
 import tempfile
 from collections import Counter
@@ -125,8 +126,11 @@ def read(entry: Entry) -> Proof | None:
     CacheError
         Where someone else could have written it.
     """
+    path = entry.folder / PROOF
     try:
-        raw = private.read(entry.folder / PROOF, trusted=entry.installed)
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return None
+        raw = private.read(path, trusted=entry.installed)
     except FileNotFoundError:
         return None
     try:

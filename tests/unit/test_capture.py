@@ -131,7 +131,14 @@ def test_every_refusal_is_taken_away_in_a_case_of_the_gpu_tests() -> None:
     source = (Path(__file__).parents[1] / "gpu" / "capture_cases.py").read_text("utf-8")
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     removed = {ast.literal_eval(node.args[0]) for node in calls if getattr(node.func, "id", "") == "without"}
-    elsewhere = {"making scratch memory for eager launches"}  # reached by no launch; tests/unit/test_cutlass_run.py
+    elsewhere = {
+        "making scratch memory for eager launches",  # reached by no launch; tests/unit/test_cutlass_run.py
+        "the PDL trial of",  # tests/unit/test_pdl.py
+        "loading weights",  # tests/unit/test_state_loading.py
+        "the weights of",  # tests/gpu/test_stored_weights.py
+        "waiting for writes to packed weights",  # tests/unit/test_stored_weights.py
+        "comparing weights that were copied for this call",  # a compiler's copies: tests/unit/test_stored_weights.py
+    }
     texts = refusals()
     assert len(texts) >= 12
     assert {w: t for w, t in texts.items() if not any(t.startswith(r) for r in removed)} == {

@@ -162,7 +162,10 @@ def test_quantised_directories_load_and_are_close(tmp_path, format, shard):
         assert all(info.start % widths.get(info.dtype, 1) == 0 for info in map(checkpoint.__getitem__, checkpoint))
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "net"
-    assert report.skipped == {"head": "not in the checkpoint (tied to another weight, or unused)"}
+    assert report.skipped == {
+        "head": "not in the checkpoint (tied to another weight, or unused)",
+        "embed": "not known as a linear layer (1 tensor, 0.01 MB)",
+    }
     assert seen[-1][1] == seen[-1][2] == report.bytes_before
     assert len(seen) == len(tensors)
 
@@ -180,7 +183,7 @@ def test_layers_are_left_for_a_reason(tmp_path):
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(saved["down_proj.weight"], tensors["down_proj.weight"])
     config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
-    assert config["quantization"]["exclude_modules"] == ["down_proj", "head", "int", "odd"]
+    assert config["quantization"]["exclude_modules"] == ["down_proj", "embed", "head", "int", "odd"]
 
 
 def test_sources_that_cannot_be_quantised_are_refused(tmp_path):

@@ -125,13 +125,16 @@ def test_a_prover_that_changed_proves_again(
 
 @pytest.mark.parametrize("who", ["others can write", pytest.param("another user", marks=root_only)])
 def test_a_proof_that_others_could_have_written_is_refused(who: str, fake: Fake, catalog: Catalog) -> None:
-    path = build(catalog).entry.folder / "proof.json"
+    entry = build(catalog).entry
+    path = entry.folder / "proof.json"
     if who == "another user":
         os.chown(path, 65534, 65534)
     else:
         path.chmod(0o622)
     with pytest.raises(CacheError, match="code from it is not run"):
-        build(catalog)
+        prove.read(entry)
+    assert kernels.find("tiny", "one", "120f", catalog=catalog) is None
+    assert not build(catalog).cached
 
 
 @pytest.mark.parametrize("missing", ["disassembler", "room for it"])
