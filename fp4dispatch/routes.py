@@ -257,8 +257,16 @@ def bind(
     )
     prebuild.together([prebuild.Ask(any_m, backend, gpu)])
     found = dict(prepared)
+    before: list[tuple[int, Decision]] = []
     while True:
         decisions, refusals = _decide(any_m, backend, layer, gpu)
+        if _choices(decisions) == _choices(before):  # each round shuts out at least one
+            raise NoBackendError(
+                f"{layer or 'a layer'}: {decisions[0][1].backend} is not trusted here and nothing else is chosen; "
+                "fp4dispatch verify has the evidence",
+                decisions[0][1],
+            )
+        before = decisions
         for _, decision in decisions:
             layout = dispatch.instance(str(decision.backend)).layout_name
             if layout not in found:
@@ -487,6 +495,10 @@ def _on_its_device(ready: Ready, backend: Backend, plan: Plan, prepared: Prepare
                 ready(x, out, bias)
 
     return launch
+
+
+def _choices(decisions: list[tuple[int, Decision]]) -> list[tuple[int, str | None, Activation]]:
+    return [(m, decision.backend, decision.activation) for m, decision in decisions]
 
 
 def _same(a: Decision, b: Decision) -> bool:

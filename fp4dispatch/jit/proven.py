@@ -59,9 +59,10 @@ def jobs(catalog: Catalog) -> list[Job]:
 
 
 def _proof(entry: Entry, cache: Cache, job: Job) -> Proof | None:
+    found: Proof | None = None
     with guard.optional(f"the proof of {entry.name}"):
-        return building.proof_of(entry, cache, job.common.minimum["disassembler"])
-    return None
+        found = building.proof_of(entry, cache, job.common.minimum["disassembler"])
+    return found
 
 
 def _current(entry: Entry, job: Job, catalog: Catalog) -> bool:
