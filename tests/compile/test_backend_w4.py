@@ -14,6 +14,7 @@ from fp4dispatch.arch import Arch
 from fp4dispatch.backends import scratch, w4
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.problem import Problem
+from tests import pdl_fake
 
 pytest.importorskip("tvm_ffi")
 
@@ -25,6 +26,7 @@ NO_GPU = r"is not on a CUDA device"
 @pytest.fixture(autouse=True)
 def seems_to_be_hopper(monkeypatch):
     monkeypatch.setattr(w4, "_gpu", lambda device: (Arch(9, 0), 132))
+    pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
     monkeypatch.setattr(scratch, "_arenas", {})

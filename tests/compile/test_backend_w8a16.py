@@ -14,6 +14,7 @@ from fp4dispatch.arch import SM90
 from fp4dispatch.backends import w8a16
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.problem import Problem
+from tests import pdl_fake
 
 pytest.importorskip("tvm_ffi")
 
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 @pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100)])
 def test_the_compiled_kernel_accepts_what_the_backend_passes(monkeypatch, n, k, scaling, dtype):
     monkeypatch.setattr(w8a16, "arch_of", lambda device: SM90)
+    pdl_fake.passes(monkeypatch)
     backend = w8a16.W8A16Backend()
     q = formats.fp8_quantize(torch.randn(n, k), scaling)
     prepared = backend.prepare(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale))

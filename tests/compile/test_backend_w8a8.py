@@ -16,6 +16,7 @@ from fp4dispatch.arch import SM90
 from fp4dispatch.backends import scratch, w8a8
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.problem import Problem
+from tests import pdl_fake
 
 pytest.importorskip("tvm_ffi")
 
@@ -33,6 +34,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 @pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100), (264, 400)])
 def test_the_compiled_kernels_accept_what_the_backend_passes(monkeypatch, n, k, scaling, static, dtype):
     monkeypatch.setattr(w8a8, "arch_of", lambda device: SM90)
+    pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
     monkeypatch.setattr(scratch, "_arenas", {})
