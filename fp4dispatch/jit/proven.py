@@ -62,7 +62,7 @@ def _proof(entry: Entry, cache: Cache, job: Job) -> Proof | None:
     found: Proof | None = None
     with guard.optional(f"the proof of {entry.name}"):
         found = building.proof_of(entry, cache, job.common.minimum["disassembler"])
-    return found
+    return found  # noqa: RET504 - the body above may be left
 
 
 def _current(entry: Entry, job: Job, catalog: Catalog) -> bool:
