@@ -302,7 +302,7 @@ def _errors(out: Tensor, answer: Answer, part: slice, bias: Tensor | None) -> Te
     Relative to the root-sum-square of the terms of the product.
     """
     columns, product = answer.columns[part], answer.product[:, part]
-    got = out.index_select(0, answer.rows).index_select(1, columns).double()
+    got = out.index_select(1, columns).index_select(0, answer.rows).double()  # few columns first: rows are wide
     want = product if bias is None else product + bias.index_select(0, columns).double()
     rounding = 1.01 * UNIT_ROUNDOFF[out.dtype] * (product.abs() + want.abs()) + 1e-300
     if out.dtype == torch.float16:
