@@ -47,7 +47,7 @@ def test_gemm_is_proved(variant: str) -> None:
     assert kernel.signal == 1
     assert kernel.unguarded == ()
     # Two MMAs for each of the two sets of registers, all of the kind that the activations need.
-    assert kernel.mma == {"QGMMA.64" if variant.startswith("a8") else "HGMMA.64": 4}
+    assert built_kernels.mma_kinds(kernel) == {"QGMMA.64" if variant.startswith("a8") else "HGMMA.64": 4}
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 registers over all threads.
     tokens, rows, ctas = many_tokens.tile_of(variant)

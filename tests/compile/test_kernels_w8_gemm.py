@@ -43,7 +43,7 @@ def test_it_is_proved(variant: str) -> None:
     )  # who copies activations, who copies weights, these again with idle lanes, and the consumers
     assert kernel.signal == 1
     assert kernel.unguarded == ()
-    assert kernel.mma == {"QGMMA.64": 4}  # a stage of 128 k
+    assert built_kernels.mma_kinds(kernel) == {"QGMMA.64": 4}  # a stage of 128 k
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 over 384 threads, or as if there were 512 of them.
     assert kernel.registers == (128 if variant.startswith("block") else 168)

@@ -81,8 +81,8 @@ FAMILIES = {
     ),
     "race_chain": Family(
         "race_chain.cu",
-        "  grid_dependency_wait();\n  copy(d, out, vectors);\n",
-        "reinterpret_cast<float const*>(d)",
+        "  grid_dependency_wait();\n  copy(from, to, vectors);\n",
+        "reinterpret_cast<float const*>(from)",
         "int(vectors)",
         (("race_chain", "any", "100f"), ("race_chain", "any", "120f"), ("race_chain", "any", "90a")),
     ),
