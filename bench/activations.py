@@ -29,8 +29,8 @@ from kernels_w4 import COPY_BYTES_PER_US, capture, environment, microseconds, wa
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.arch import Arch
-from fp4dispatch.jit.manifest import Catalog, installed
+from fp4dispatch.jit.catalog.manifest import Catalog, installed
+from fp4dispatch.problem.arch import Arch
 from tests.w4_model import place
 
 COLD_BYTES = 300e6

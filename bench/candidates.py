@@ -26,11 +26,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # tests.planted
 
-from fp4dispatch import canary, dispatch, quarantine, registry, selfcheck, tuned, tuning  # noqa: E402
+from fp4dispatch.backends import registry  # noqa: E402
 from fp4dispatch.backends.base import Backend  # noqa: E402
 from fp4dispatch.benchmark import machine  # noqa: E402
+from fp4dispatch.dispatch import choose, tuned  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
-from fp4dispatch.quarantine import CheckResult  # noqa: E402
+from fp4dispatch.trust import canary, quarantine, selfcheck  # noqa: E402
+from fp4dispatch.trust.quarantine import CheckResult  # noqa: E402
+from fp4dispatch.tune import tuning  # noqa: E402
 from tests.planted import FAULTS, HONEST, ONLY_WITH  # noqa: E402
 
 KINDS = (("fp8_gemm", "tensor"), ("fp8_gemm", "row"), ("fp8_gemm", "block128"), ("nvfp4_gemm", "nvfp4"))
@@ -55,7 +58,7 @@ def candidates(device: torch.device) -> list[dict[str, Any]]:
     gpu = device.index
     for op, scaling in KINDS:
         problem = Problem(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
-        decision = dispatch.explain(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
+        decision = choose.explain(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
         for verdict in decision.verdicts:
             backend = registry.backends().get(verdict.backend)
             row: dict[str, Any] = {"op": op, "scaling": scaling, "backend": verdict.backend}
@@ -73,7 +76,7 @@ def check(backend: Backend, problem: Problem, activation: Any, device: torch.dev
     results = []
     for _ in range(2):
         canary.canaries.cache_clear()
-        system = dispatch.facts(gpu)
+        system = choose.facts(gpu)
         results.append(selfcheck.check(backend, problem.op, problem.scaling, activation, system, device))
     first, again = results
     return {
@@ -113,13 +116,13 @@ def choices(device: torch.device, nk: Any, tokens: Any) -> list[dict[str, Any]]:
             for m in tokens:
                 problem = Problem(op, m, n, k, scaling=scaling)  # type: ignore[arg-type]
                 gpu = device.index
-                rules = dispatch.select(problem, backend="auto", gpu=gpu)
+                rules = choose.select(problem, backend="auto", gpu=gpu)
                 weights = weights or tuning.make_weights(problem, device)
                 before = memory(device)
                 started = time.perf_counter()
                 found = tuning.tune(problem, weights, gpu=gpu)
                 seconds = time.perf_counter() - started
-                decision = dispatch.select(found.problem, backend="auto", gpu=gpu)
+                decision = choose.select(found.problem, backend="auto", gpu=gpu)
                 row = {"op": op, "scaling": scaling, "n": n, "k": k, "m": found.problem.m, "seconds": round(seconds, 2)}
                 row |= {"rules": f"{rules.backend} ({rules.activation})"}
                 row |= {"auto": f"{decision.backend} ({decision.activation})"}
@@ -145,7 +148,7 @@ def planted(device: torch.device, kinds: Any) -> list[dict[str, Any]]:
     for kind in kinds:
         missed, accused, faults, honest = [], [], 0, 0
         for name, backend in subjects(kind):
-            system = dispatch.facts(device.index)
+            system = choose.facts(device.index)
             with torch.device(device):
                 result = selfcheck.check(backend, *kind, system, device)  # type: ignore[arg-type]
             if name in FAULTS:

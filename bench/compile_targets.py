@@ -27,10 +27,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fp4dispatch import libraries  # noqa: E402
 from fp4dispatch.jit import Built, kernels  # noqa: E402
-from fp4dispatch.jit.cache import Cache  # noqa: E402
-from fp4dispatch.jit.manifest import installed  # noqa: E402
+from fp4dispatch.jit.catalog.manifest import installed  # noqa: E402
+from fp4dispatch.jit.store.cache import Cache  # noqa: E402
+from fp4dispatch.machine import libraries  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "2026-11-21-compiled-targets.json"
 TABLE = ROOT / "docs" / "compiled-targets.md"

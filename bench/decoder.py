@@ -37,8 +37,8 @@ import fp4dispatch
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import relative_error
 from fp4dispatch.benchmark.methods import Card
-from fp4dispatch.quantized_linear import QuantizedLinear
-from fp4dispatch.timing import Sample, summarise
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.tune.timing import Sample, summarise
 
 SIZES = {
     "vocab_size": 128256,

@@ -36,7 +36,7 @@ def environment(commit: str) -> dict[str, Any]:
     """Return what a result is worth nothing without."""
     import torch
 
-    from fp4dispatch.system import current
+    from fp4dispatch.machine.system import current
 
     torch.cuda.init()
     facts = current().to_dict()

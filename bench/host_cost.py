@@ -33,10 +33,10 @@ from fp4dispatch import formats
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.methods import Card
 from fp4dispatch.errors import Fp4DispatchError
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.quantized_linear import QuantizedLinear
-from fp4dispatch.tilecheck import worst_tile
-from fp4dispatch.timing import Sample, WallEngine, take_turns
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.trust.tilecheck import worst_tile
+from fp4dispatch.tune.timing import Sample, WallEngine, take_turns
 
 BASELINE = "nn.Linear"
 TOKENS = (1, 16, 128, 512)

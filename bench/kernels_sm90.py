@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.arch import Arch
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.problem.arch import Arch
 
 SM90 = Arch(9, 0)
 NK = ((6144, 4096), (28672, 4096), (4096, 14336))

@@ -31,10 +31,10 @@ import tvm_ffi
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.arch import Arch
-from fp4dispatch.backends.w4_layout import pack_w4p
+from fp4dispatch.backends.own.w4_layout import pack_w4p
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.manifest import Catalog, installed
+from fp4dispatch.jit.catalog.manifest import Catalog, installed
+from fp4dispatch.problem.arch import Arch
 
 NK = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
 EXTRA_NK = ((1024, 4096), (6144, 4096))

@@ -34,11 +34,11 @@ from kernels_w4_large_check import MOST_SPLIT, ONE_SIGN_ERROR, FewTokens, Operan
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.many_tokens import USABLE, USABLE_OF
+from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.launch_model import USABLE, USABLE_OF
 from fp4dispatch.benchmark.check import worst_tile
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from tests.many_tokens import tile_of
 from tests.w4a8_small import H200, INSTANCES, launch_shapes, shared_bytes
 

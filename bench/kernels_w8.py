@@ -19,9 +19,9 @@ from kernels_w4 import Kernel, Peer, Shape, Timed, run, small_tokens
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.arch import Arch
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.problem.arch import Arch
 
 SM90 = Arch(9, 0)
 QUANTISED = 5e-2

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from fp4dispatch import jit, race
-from fp4dispatch.arch import Arch
-from fp4dispatch.backends import pdl
+from fp4dispatch import jit
+from fp4dispatch.backends.own import pdl
 from fp4dispatch.benchmark import machine
+from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.problem.arch import Arch
+from fp4dispatch.trust import race
 
 
 def trials() -> list[dict[str, Any]]:

@@ -33,8 +33,8 @@ from fp4dispatch import formats  # noqa: E402
 from fp4dispatch.backends.base import LinearWeights  # noqa: E402
 from fp4dispatch.backends.reference import ReferenceBackend  # noqa: E402
 from fp4dispatch.cli import demo  # noqa: E402
+from fp4dispatch.models.replace import replace_linears  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
-from fp4dispatch.replace import replace_linears  # noqa: E402
 
 FORMATS = {"w4a16": "bf16", "w4a8": "fp8", "w4a4": "nvfp4"}
 SIZES = (256, 1024, 4096)

@@ -1,1 +1,1 @@
-"""CUDA sources of the kernels and their manifest; read by :mod:`fp4dispatch.jit.manifest`."""
+"""CUDA sources of the kernels and their manifest; read by :mod:`fp4dispatch.jit.catalog.manifest`."""

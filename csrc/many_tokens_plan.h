@@ -26,7 +26,7 @@ struct LaunchPlan {
 };
 
 // Clocks are a model's of an H200, fitted to bench/results' sweep of all tiles and launch shapes, to order the choices by:
-// bench/NOTES.md. fp4dispatch/backends/many_tokens.py works the same out, to choose between tiles.
+// bench/NOTES.md. fp4dispatch/backends/own/launch_model.py works the same out, to choose between tiles.
 constexpr double kMemoryBytes = 2350;  // from memory, a clock
 constexpr double kTileClocks =
     7800;  // before the first and after the last stage; again only after a split tile

@@ -1,5 +1,5 @@
 // What the quantisers share: the grid barrier, 16-byte loads, launches, checks. The arithmetic follows
-// fp4dispatch/formats.py operation by operation (IEEE division, round half to even), so the bits are equal.
+// fp4dispatch/formats/quantization.py operation by operation (IEEE division, round half to even), so the bits are equal.
 #pragma once
 
 #include "gdc_guard.h"

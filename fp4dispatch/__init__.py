@@ -9,9 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch import system as _system
-from fp4dispatch.arch import Arch
-from fp4dispatch.decision import Decision, Reason, Verdict
 from fp4dispatch.errors import (
     BackendUnsupportedError,
     BackwardError,
@@ -33,18 +30,21 @@ from fp4dispatch.errors import (
     ToolchainError,
     UnknownBackendError,
 )
+from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.system import Gpu, Library, System
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import Gpu, Library, System
+from fp4dispatch.problem.arch import Arch
+from fp4dispatch.problem.decision import Decision, Reason, Verdict
 
 if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
     from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
-    from fp4dispatch.compact_weights import compact
-    from fp4dispatch.dispatch import explain, select
+    from fp4dispatch.dispatch.choose import explain, select
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
-    from fp4dispatch.linear import FP4Linear, FP8Linear
-    from fp4dispatch.ops import fp8_gemm, fp8_quantize, nvfp4_gemm, nvfp4_quantize
-    from fp4dispatch.replace import replace_linears, warmup
-    from fp4dispatch.stored_weights import refresh
+    from fp4dispatch.models.compact_weights import compact
+    from fp4dispatch.models.linear import FP4Linear, FP8Linear
+    from fp4dispatch.models.replace import replace_linears, warmup
+    from fp4dispatch.models.stored_weights import refresh
+    from fp4dispatch.run.ops import fp8_gemm, fp8_quantize, nvfp4_gemm, nvfp4_quantize
 
 __version__ = "0.1.0"
 
@@ -52,29 +52,29 @@ gpus: tuple[Gpu, ...] = _system.detected().gpus
 """GPUs that this process will see, as NVML told at import; empty without driver or GPU."""
 
 gpu_arch: Arch | None = gpus[0].arch if gpus else None
-"""Arch of the first of ``gpus``. (``fp4dispatch.arch`` is the module.)"""
+"""Arch of the first of ``gpus``."""
 
 # Public names that need torch, and the module that each one comes from.
 _LAZY: dict[str, str] = {
-    "explain": "dispatch",
-    "select": "dispatch",
+    "explain": "dispatch.choose",
+    "select": "dispatch.choose",
     "fp8_dequantize": "formats",
     "nvfp4_dequantize": "formats",
     "nvfp4_global_scale": "formats",
-    "FP4Linear": "linear",
-    "FP8Linear": "linear",
-    "fp8_gemm": "ops",
-    "fp8_quantize": "ops",
-    "nvfp4_gemm": "ops",
-    "nvfp4_quantize": "ops",
+    "FP4Linear": "models.linear",
+    "FP8Linear": "models.linear",
+    "fp8_gemm": "run.ops",
+    "fp8_quantize": "run.ops",
+    "nvfp4_gemm": "run.ops",
+    "nvfp4_quantize": "run.ops",
     "load_quantized": "checkpoints",
     "open_checkpoint": "checkpoints",
     "quantize_checkpoint": "checkpoints",
     "save_quantized": "checkpoints",
-    "compact": "compact_weights",
-    "replace_linears": "replace",
-    "warmup": "replace",
-    "refresh": "stored_weights",
+    "compact": "models.compact_weights",
+    "replace_linears": "models.replace",
+    "warmup": "models.replace",
+    "refresh": "models.stored_weights",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fp4dispatch.decision import Decision
+    from fp4dispatch.problem.decision import Decision
 
 
 class Fp4DispatchError(Exception):

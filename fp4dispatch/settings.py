@@ -172,7 +172,7 @@ class Settings:
     def errors(self) -> dict[str, str]:
         """Return what is wrong with each of our variables whose value cannot be understood, by the key of the setting.
 
-        Names of backends and GPU architectures are only text here: :mod:`fp4dispatch.dispatch` knows them.
+        Names of backends and GPU architectures are only text here: :mod:`fp4dispatch.dispatch.choose` knows them.
         """
         found = {}
         for key in SETTINGS:

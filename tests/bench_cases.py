@@ -6,11 +6,11 @@ import copy
 
 import torch
 
-from fp4dispatch.arch import SM90
 from fp4dispatch.benchmark import report, roster, run, shapes
 from fp4dispatch.benchmark.methods import BASELINE, Card, Launch, Method
 from fp4dispatch.benchmark.roofline import Peaks
-from fp4dispatch.timing import Engine, Recording
+from fp4dispatch.problem.arch import SM90
+from fp4dispatch.tune.timing import Engine, Recording
 
 CPU = Card(torch.device("cpu"), "a CPU", None, 0.0, 0.0)
 HOPPER_ON_PAPER = Card(torch.device("cpu"), "NVIDIA H200", SM90, 50e6, 140e9, 132)

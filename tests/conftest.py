@@ -2,8 +2,8 @@
 
 import pytest
 
-from fp4dispatch import system
-from fp4dispatch.jit import guard
+from fp4dispatch.jit.store import guard
+from fp4dispatch.machine import system
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import itertools
 import json
 import sys
 
-from fp4dispatch.backends import cudnn_graphs as graphs
-from fp4dispatch.backends.cudnn import m_bucket
-from fp4dispatch.backends.cudnn_graphs import GraphKey
+from fp4dispatch.backends.libraries import cudnn_graphs as graphs
+from fp4dispatch.backends.libraries.cudnn import m_bucket
+from fp4dispatch.backends.libraries.cudnn_graphs import GraphKey
 from fp4dispatch.errors import BackendUnsupportedError
 
 DEVICES = {  # name, multiprocessors, shared memory a block may opt in to

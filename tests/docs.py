@@ -28,8 +28,8 @@ def results() -> list[dict]:
 
 def support() -> str:
     """Return the support matrix: what ran on hardware (from bench/results), what was only compiled."""
-    from fp4dispatch import registry
-    from fp4dispatch.backends.catalogue import catalogue
+    from fp4dispatch.backends import registry
+    from fp4dispatch.policy.catalogue import catalogue
 
     ran: dict[tuple[str, str, str], str] = {}
     compiled: dict[str, set[str]] = {}
@@ -196,9 +196,9 @@ def w4_small() -> str:
 
 def sm90() -> str:
     """Return the times of our SM90 kernels, as the backend would choose them, beside torch's."""
-    from fp4dispatch.arch import SM90
-    from fp4dispatch.backends.cutlass_tiles import tile_for
+    from fp4dispatch.backends.own.tiles import tile_for
     from fp4dispatch.problem import Problem
+    from fp4dispatch.problem.arch import SM90
 
     (result,) = (r for r in results() if "gemm" in r)
     lines = [

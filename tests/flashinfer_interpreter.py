@@ -19,8 +19,8 @@ from packaging.version import Version
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4dispatch import formats
-from fp4dispatch.arch import Arch
-from fp4dispatch.backends import flashinfer_package as package
+from fp4dispatch.backends.libraries import flashinfer_package as package
+from fp4dispatch.problem.arch import Arch
 from tests.cudnn_interpreter import E2M1
 
 

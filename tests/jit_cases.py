@@ -15,7 +15,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit.catalog.manifest import Catalog
 
 REPOSITORY = Path(__file__).parents[1]
 JIT_FLAGS = REPOSITORY / "jit_flags"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.backends.many_tokens import USABLE, USABLE_OF
+from fp4dispatch.backends.own.launch_model import USABLE, USABLE_OF
 
 SWEEPS = {"a8": "2026-11-21-h200-many-tokens-sweep", "a16": "2026-11-22-h200-many-tokens-16bit-sweep"}
 """By the activations of a build of w4_gemm_sm90; w8_gemm_sm90 is with a8, where older builds of a16 are too."""

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp4dispatch import capture, formats
-from fp4dispatch.backends import quantizers, scratch
+from fp4dispatch import formats
+from fp4dispatch.backends.own import quantizers, scratch
+from fp4dispatch.machine import capture
 from tests.flashinfer_interpreter import leaf
 
 POISON = 0x7F

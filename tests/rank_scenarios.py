@@ -16,13 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp4dispatch import canary, dispatch, quarantine, registry, routes, selfcheck, tuned, tuning
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
-from fp4dispatch.decision import Reason
-from fp4dispatch.linear import FP8Linear
-from fp4dispatch.replace import warmup
+from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.machine.system import System
+from fp4dispatch.models.linear import FP8Linear
+from fp4dispatch.models.replace import warmup
+from fp4dispatch.problem.decision import Reason
+from fp4dispatch.run import routes
 from fp4dispatch.settings import SETTINGS
-from fp4dispatch.system import System
+from fp4dispatch.trust import canary, quarantine, selfcheck
+from fp4dispatch.tune import tuning
 from tests.unit.test_tuning import Clock, Timed
 
 HERE = System.fake("9.0", cuda="13.0", torch="2.11", driver="580.1")
@@ -207,7 +211,7 @@ def only_one_rank_has_tuned_times(world):
     if world.rank == 0:
         layer = world.model[0]
         tuning.tune(layer.problem(16), layer.weights(), gpu=0)
-        assert dispatch.select(layer.problem(16)).backend == "second"
+        assert choose.select(layer.problem(16)).backend == "second"
     warmup(world.model, tokens=[16])
     return world.outcome()
 
@@ -216,7 +220,7 @@ def ranks_have_different_tuned_times(world):
     layer = world.model[0]
     world.backends["second"].us = 1.0 if world.rank == 0 else 30.0
     tuning.tune(layer.problem(16), layer.weights(), gpu=0)
-    assert dispatch.select(layer.problem(16)).backend == ("second" if world.rank == 0 else "third")
+    assert choose.select(layer.problem(16)).backend == ("second" if world.rank == 0 else "third")
     world.backends["second"].us = 1.0
     warmup(world.model, tokens=[16], tune=True)
     return world.outcome()
@@ -249,8 +253,8 @@ def run(rank, world):
     patches = [
         mock.patch.object(registry, "backends", side_effect=lambda: world.backends),
         mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-        mock.patch.object(dispatch._capture, "is_capturing", return_value=False),
-        mock.patch.object(dispatch._system, "current", current),
+        mock.patch.object(choose._capture, "is_capturing", return_value=False),
+        mock.patch.object(choose._system, "current", current),
         mock.patch.object(selfcheck, "trusted", lambda name, p, system, device: real(name, p, system, "cpu")),
         mock.patch.object(routes, "gpu_of", return_value=0),
         mock.patch.object(routes, "_plans", {}),
@@ -258,7 +262,7 @@ def run(rank, world):
         mock.patch.object(tuning, "_engine", side_effect=lambda device: Clock()),
         mock.patch.dict("os.environ", {SETTINGS["cache_dir"].name: str(world.folder)}),
     ]
-    forget = (canary.canaries.cache_clear, quarantine.reset, dispatch.reset, tuned.reset)
+    forget = (canary.canaries.cache_clear, quarantine.reset, choose.reset, tuned.reset)
     for each in (*forget, routes.LayerSpec.parse.cache_clear):
         each()
     log = logging.getLogger("fp4dispatch")

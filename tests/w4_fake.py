@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import torch
 
-from fp4dispatch import capture, formats
-from fp4dispatch.arch import Arch
-from fp4dispatch.backends import scratch, w4
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.backends.own import scratch, w4
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import capture
+from fp4dispatch.problem.arch import Arch
 from tests import pdl_fake
 
 

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4dispatch import capture, formats
-from fp4dispatch.arch import KNOWN_ARCHS, Arch
-from fp4dispatch.backends import scratch, w8a8, w8a16
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.own import scratch, w8a8, w8a16
 from fp4dispatch.errors import InputError
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import capture
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import KNOWN_ARCHS, Arch
 from tests import pdl_fake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

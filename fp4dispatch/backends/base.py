@@ -13,8 +13,8 @@ A plan never keeps a weight alive and never bakes in its address, so that layers
 holds one plan (and one tuning) per distinct shape, and ``torch.compile`` sees the weights as ordinary tensor inputs.
 
 ``run`` takes the scratch it needs from torch's caching allocator on the current stream, or from
-:mod:`~fp4dispatch.backends.scratch`. Both are safe on many streams and threads at once, and inside a CUDA graph capture
-the memory belongs to the graph's own pool, so a replay can never read scratch that someone else freed or grew
+:mod:`~fp4dispatch.backends.own.scratch`. Both are safe on many streams and threads at once, and inside a CUDA graph
+capture the memory belongs to the graph's own pool, so a replay can never read scratch that someone else freed or grew
 (flashinfer#4666 is what a shared, growing workspace does).
 """
 
@@ -27,13 +27,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from fp4dispatch.decision import Reason
 from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
+from fp4dispatch.problem.decision import Reason
 
 if TYPE_CHECKING:
     import torch
 
-    from fp4dispatch.system import System
+    from fp4dispatch.machine.system import System
 
 _log = logging.getLogger("fp4dispatch")
 
@@ -138,7 +138,7 @@ class Backend(abc.ABC):
     """For plug-ins: whether ``auto`` may choose it, once it has passed the self-check on the device.
 
     One that does not say ``auto = True`` runs only where it is named. Built-ins need not say it: see
-    :func:`fp4dispatch.backends.capability.offered`."""
+    :func:`fp4dispatch.policy.capability.offered`."""
 
     plans_by_m: ClassVar[bool] = True
     """Whether a plan holds for one M alone. False: one plan serves every M, so one warm-up covers them all."""

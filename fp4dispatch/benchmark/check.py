@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp4dispatch.tilecheck import ROWS_AT_A_TIME, Worst, worst_tile
+from fp4dispatch.trust.tilecheck import ROWS_AT_A_TIME, Worst, worst_tile
 
 __all__ = ["Worst", "relative_error", "worst_tile"]
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch import dispatch
 from fp4dispatch.benchmark.methods import Card
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.dispatch import choose
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Problem
-from fp4dispatch.quantized_linear import QuantizedLinear
-from fp4dispatch.timing import Call, Engine, Sample, WallEngine, take_turns
+from fp4dispatch.tune.timing import Call, Engine, Sample, WallEngine, take_turns
 
 CALLS = 200
 """Calls in a row: fewer than the thousand or so launches after which a driver makes the host wait."""
@@ -94,8 +94,8 @@ def calls(card: Card) -> dict[str, Call]:
         found[name + DIRECT] = _direct(layer, x)
     problem = Problem("nvfp4_gemm", 1, SIDE, SIDE)
     gpu = card.device.index if card.device.type == "cuda" else None
-    found[LOOKUP] = lambda i: dispatch.select(problem, gpu=gpu)
-    found[RESOLVE] = lambda i: dispatch.explain("nvfp4_gemm", 1, SIDE, SIDE)
+    found[LOOKUP] = lambda i: choose.select(problem, gpu=gpu)
+    found[RESOLVE] = lambda i: choose.explain("nvfp4_gemm", 1, SIDE, SIDE)
     return found
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fp4dispatch import __version__
-from fp4dispatch import system as _system
-from fp4dispatch.arch import Arch
 from fp4dispatch.benchmark.methods import Card
 from fp4dispatch.errors import InputError
-from fp4dispatch.timing import Engine, GraphEngine, WallEngine
+from fp4dispatch.machine import system as _system
+from fp4dispatch.problem.arch import Arch
+from fp4dispatch.tune.timing import Engine, GraphEngine, WallEngine
 
 _LIBRARIES = ("cudnn", "flashinfer", "cutlass", "nvcc")
 

@@ -7,14 +7,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4dispatch import formats, ops, registry, system
+from fp4dispatch import formats
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared
 from fp4dispatch.benchmark.operands import Entering, Format, Operands
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.quantized_linear import QuantizedLinear
-from fp4dispatch.routes import Bound
+from fp4dispatch.run import ops
+from fp4dispatch.run.routes import Bound
 
 
 def methods() -> tuple[Method, ...]:
@@ -119,10 +122,10 @@ def chosen(bound: Bound, m: int) -> tuple[str, Activation]:
 
 def _raw_backend(w: LinearWeights, m: int, device: torch.device) -> str:
     """Return what the policy has chosen for a raw GEMM; asked again, not guessed."""
-    from fp4dispatch import dispatch
+    from fp4dispatch.dispatch import choose
 
     problem = Problem(w.op, m, w.n, w.k, "fp8", w.scaling)
-    decision = dispatch.select(problem, gpu=device.index if device.type == "cuda" else None)
+    decision = choose.select(problem, gpu=device.index if device.type == "cuda" else None)
     return f"{decision.backend} ({decision.activation})"
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.arch import SM90, Arch
 from fp4dispatch.benchmark.methods import BASELINE, Card, Launch, Method, Prepared
 from fp4dispatch.benchmark.operands import Format, Operands
+from fp4dispatch.problem.arch import SM90, Arch
 
 _E4M3_NAN = 0x7F
 _SCALINGS: tuple[Literal["tensor", "row"], ...] = ("tensor", "row")

@@ -9,7 +9,7 @@ import torch
 
 from fp4dispatch.benchmark.methods import Card
 from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Entering, Format
-from fp4dispatch.timing import Engine, take_turns
+from fp4dispatch.tune.timing import Engine, take_turns
 
 COPY_BYTES = 1 << 30
 SIDE = 8192

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp4dispatch import timing
 from fp4dispatch.benchmark import check, roofline
 from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared, tolerance
 from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Operands, Truth
 from fp4dispatch.benchmark.roofline import Peaks
-from fp4dispatch.timing import Engine, Recording, Sample
+from fp4dispatch.tune import timing
+from fp4dispatch.tune.timing import Engine, Recording, Sample
 
 LARGE = 64e6
 """Bytes of an output from which the memory of a problem's graphs is given back before the next problem."""

@@ -4,6 +4,7 @@
 ``open_checkpoint`` looks into one.
 """
 
+from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.load import LoadedLayer, LoadReport, load_quantized
 from fp4dispatch.checkpoints.quantize import (
     FORMATS,
@@ -12,7 +13,6 @@ from fp4dispatch.checkpoints.quantize import (
     QuantizeReport,
     quantize_checkpoint,
 )
-from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.save import SaveFormat, save_quantized
 
 __all__ = [

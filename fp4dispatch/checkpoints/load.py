@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4dispatch._tensor_checks import check_content
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.checkpoints.carried import Carried, carried_by, carry
-from fp4dispatch.checkpoints.finite import check_finite
+from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
+from fp4dispatch.checkpoints.files.carried import Carried, carried_by, carry
+from fp4dispatch.checkpoints.files.finite import check_finite
+from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
-from fp4dispatch.checkpoints.quant_config import QuantConfig, read_quant_config
-from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, split_shards, to_linear
 from fp4dispatch.errors import CheckpointError, FormatError, InputError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.formats.checks import check_content
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.replaceable import carry_over, model_bytes
 from fp4dispatch.problem import ACTIVATIONS, Activation
-from fp4dispatch.quantized_linear import QuantizedLinear
-from fp4dispatch.replaceable import carry_over, model_bytes
 
 _log = logging.getLogger("fp4dispatch")
 
@@ -100,8 +100,8 @@ def load_quantized(
     Reads ModelOpt (NVFP4, FP8), compressed-tensors (nvfp4-pack-quantized, float-quantized) and Hugging Face / DeepSeek
     FP8 checkpoints. A fused layer of the model (``qkv_proj``, ``gate_up_proj``) is put together from its shards, each
     with its own global scale. Names and experts of transformers' models are converted as transformers does it. A layer
-    that cannot become a quantised one (see :func:`fp4dispatch.replaceable.why_left`) gets its weight dequantised.
-    Forward hooks and attributes of the layers stay.
+    that cannot become a quantised one (see :func:`fp4dispatch.models.replaceable.why_left`) gets its weight
+    dequantised. Forward hooks and attributes of the layers stay.
 
     All headers, shapes and dtypes are checked before anything is read; then the new layers are built beside the model,
     one at a time; only when all are complete do they take their places, by assignments that cannot fail half-way. So

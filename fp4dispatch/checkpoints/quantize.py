@@ -11,20 +11,20 @@ from typing import Literal, get_args
 import torch
 
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.checkpoints.companions import copy_companions, write_configs
-from fp4dispatch.checkpoints.finite import check_finite
-from fp4dispatch.checkpoints.patterns import matches
-from fp4dispatch.checkpoints.publish import atomic_directory
-from fp4dispatch.checkpoints.quant_config import CONFIG_FILE, read_quant_config
-from fp4dispatch.checkpoints.reader import Checkpoint, TensorInfo, open_checkpoint
+from fp4dispatch.checkpoints.config.patterns import matches
+from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE, read_quant_config
+from fp4dispatch.checkpoints.config.write_config import Stated, write_quant_config
+from fp4dispatch.checkpoints.files.companions import copy_companions, write_configs
+from fp4dispatch.checkpoints.files.finite import check_finite
+from fp4dispatch.checkpoints.files.publish import atomic_directory
+from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
+from fp4dispatch.checkpoints.files.writer import Entry, write_tensors
 from fp4dispatch.checkpoints.save import DEFAULT_SHARD_BYTES, layer_entries, producer_version, scheme_for
 from fp4dispatch.checkpoints.schemes import Scheme, from_linear
 from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
-from fp4dispatch.checkpoints.write_config import Stated, write_quant_config
-from fp4dispatch.checkpoints.writer import Entry, write_tensors
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import NVFP4_BLOCK, fp8_quantize, nvfp4_quantize
-from fp4dispatch.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.fusion import fusion_groups, shared_scale
 from fp4dispatch.problem import Scaling
 
 QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]

@@ -14,21 +14,21 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.checkpoints.carried import all_carried
-from fp4dispatch.checkpoints.companions import copy_companions, write_configs
-from fp4dispatch.checkpoints.finite import check_finite
-from fp4dispatch.checkpoints.patterns import shard_names
-from fp4dispatch.checkpoints.publish import atomic_directory
-from fp4dispatch.checkpoints.quant_config import CONFIG_FILE
-from fp4dispatch.checkpoints.reader import MAX_CONFIG_BYTES
+from fp4dispatch.checkpoints.config.patterns import shard_names
+from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE
+from fp4dispatch.checkpoints.config.strict_json import read_object
+from fp4dispatch.checkpoints.config.write_config import Stated, write_quant_config
+from fp4dispatch.checkpoints.files.carried import all_carried
+from fp4dispatch.checkpoints.files.companions import copy_companions, write_configs
+from fp4dispatch.checkpoints.files.finite import check_finite
+from fp4dispatch.checkpoints.files.publish import atomic_directory
+from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
+from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
-from fp4dispatch.checkpoints.strict_json import read_object
-from fp4dispatch.checkpoints.write_config import Stated, write_quant_config
-from fp4dispatch.checkpoints.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.errors import CheckpointError
-from fp4dispatch.fusion import fusion_groups
+from fp4dispatch.models.fusion import fusion_groups
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation, Scaling
-from fp4dispatch.quantized_linear import QuantizedLinear
 
 SaveFormat = Literal["modelopt", "compressed-tensors", "fp8"]
 DEFAULT_SHARD_BYTES = 5 * 10**9

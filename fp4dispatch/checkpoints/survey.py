@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.hf_names import Conversion, Names, names_in
-from fp4dispatch.checkpoints.reader import Checkpoint
-from fp4dispatch.replaceable import leftover, ties, why_left, why_no_linear
+from fp4dispatch.models.replaceable import leftover, ties, why_left, why_no_linear
 
 NOT_LANGUAGE = "is outside the language model (vision, audio or projector), which stays as it is by default"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.errors import InputError
-from fp4dispatch.progress import Progress
+from fp4dispatch.machine.progress import Progress
 
 if TYPE_CHECKING:
     from fp4dispatch.benchmark.methods import Card, Method

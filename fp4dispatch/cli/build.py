@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp4dispatch import system as machine
-from fp4dispatch.arch import Arch
 from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.cache import Cache, default_folder
-from fp4dispatch.jit.compile import Job
-from fp4dispatch.jit.manifest import CHECK_OPS, OPS, Catalog, installed
+from fp4dispatch.jit.catalog.manifest import CHECK_OPS, OPS, Catalog, installed
+from fp4dispatch.jit.compiler.compile import Job
+from fp4dispatch.jit.store.cache import Cache, default_folder
+from fp4dispatch.machine import system as machine
+from fp4dispatch.problem.arch import Arch
 from fp4dispatch.settings import settings
 
 if TYPE_CHECKING:

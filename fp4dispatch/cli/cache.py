@@ -13,9 +13,10 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.jit import evict, prove
-from fp4dispatch.jit.cache import Cache, Entry, damage, default_folder
+from fp4dispatch.jit import prove
 from fp4dispatch.jit.kernels import caches
+from fp4dispatch.jit.store import evict
+from fp4dispatch.jit.store.cache import Cache, Entry, damage, default_folder
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers

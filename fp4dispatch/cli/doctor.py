@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch import quarantine
-from fp4dispatch import system as machine
 from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
-from fp4dispatch.jit.cache import default_folder
+from fp4dispatch.jit.store.cache import default_folder
+from fp4dispatch.machine import system as machine
 from fp4dispatch.settings import SETTINGS, settings
+from fp4dispatch.trust import quarantine
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
@@ -43,7 +43,7 @@ for name, backend in registry.plugins(importlib.metadata.entry_points(group=regi
     broken = isinstance(backend, registry.BrokenBackend)
     out["plugins"][name] = backend.reason.text if broken else None
 try:
-    import fp4dispatch.dispatch  # tells system.current() what is proven, on which verdicts depend
+    import fp4dispatch.dispatch.choose  # tells system.current() what is proven, on which verdicts depend
     from fp4dispatch import selfcheck, system
     out["verdicts"] = [{"text": v.text(), "findings": v.findings, "status": v.status, "backend": v.backend}
                        for v in selfcheck.results(system.current())]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fp4dispatch.arch import Arch
-from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.backends.registry import AUTO, BUILTINS
 from fp4dispatch.errors import InputError
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Op
-from fp4dispatch.registry import AUTO, BUILTINS
+from fp4dispatch.problem.arch import Arch
 from fp4dispatch.settings import SETTINGS, did_you_mean
 
 _OP: dict[str, Op] = {"fp4_gemm_backend": "nvfp4_gemm", "fp8_backend": "fp8_gemm"}

@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch import __version__
-from fp4dispatch import system as machine
+from fp4dispatch.machine import system as machine
+from fp4dispatch.machine.system import System
 from fp4dispatch.settings import SETTINGS, settings
-from fp4dispatch.system import System
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers

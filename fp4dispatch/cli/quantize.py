@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_checkpoint, quantize_checkpoint, skeleton
-from fp4dispatch.checkpoints.patterns import matches
+from fp4dispatch.checkpoints.config.patterns import matches
 from fp4dispatch.checkpoints.survey import Survey, survey
 from fp4dispatch.cli import HELP, OK
 from fp4dispatch.errors import CheckpointError
-from fp4dispatch.progress import Progress
+from fp4dispatch.machine.progress import Progress
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers

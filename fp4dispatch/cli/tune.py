@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import FAILED, HELP, OK
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine.progress import Progress
 from fp4dispatch.problem import ACTIVATIONS, OPS, OUT_DTYPES, SCALINGS, Problem
-from fp4dispatch.progress import Progress
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
-    from fp4dispatch.decision import Decision
-    from fp4dispatch.measurement import Measurement
+    from fp4dispatch.problem.decision import Decision
+    from fp4dispatch.problem.measurement import Measurement
 
 TOKENS = (1, 16, 64, 256, 1024)
 
@@ -61,18 +61,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _clear(as_json: bool) -> int:
-    from fp4dispatch import dispatch, tuned
+    from fp4dispatch.dispatch import choose, tuned
 
     count = tuned.clear()
-    dispatch.decide_anew()
+    choose.decide_anew()
     print(json.dumps({"removed": count}) if as_json else f"{count} stored measurements removed from {tuned.folder()}")
     return OK
 
 
 def _list(as_json: bool) -> int:
-    from fp4dispatch import dispatch, registry, tuned
+    from fp4dispatch.backends import registry
+    from fp4dispatch.dispatch import choose, tuned
 
-    found = sorted(tuned.holding(dispatch.facts(), registry.backends()), key=lambda m: str(m.problem))
+    found = sorted(tuned.holding(choose.facts(), registry.backends()), key=lambda m: str(m.problem))
     if as_json:
         print(json.dumps([_plain(m, None) for m in found], indent=2))
     else:
@@ -83,8 +84,9 @@ def _list(as_json: bool) -> int:
 def _tune(args: argparse.Namespace) -> int:
     import torch
 
-    from fp4dispatch import dispatch, tuning
-    from fp4dispatch.whatif import default_scaling
+    from fp4dispatch.dispatch import choose
+    from fp4dispatch.dispatch.whatif import default_scaling
+    from fp4dispatch.tune import tuning
 
     if not torch.cuda.is_available():
         raise InputError("tune measures on a GPU, and torch sees none\n  fix: `fp4dispatch doctor` says why")
@@ -99,7 +101,7 @@ def _tune(args: argparse.Namespace) -> int:
                 progress.note(f"M={m} N={n} K={k}")
                 weights = weights or tuning.make_weights(problem, device)
                 found = tuning.tune(problem, weights, gpu=device.index, force=args.force)
-                rows.append((found, dispatch.select(found.problem, backend="auto", gpu=device.index)))
+                rows.append((found, choose.select(found.problem, backend="auto", gpu=device.index)))
                 progress.step()
     wrong = [why for found, _ in rows for _, why in found.left_out if why.startswith("wrong")]
     if args.json:

@@ -16,19 +16,19 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch import system as machine
 from fp4dispatch.cli import verify_race
 from fp4dispatch.errors import Fp4DispatchError, ToolchainError
 from fp4dispatch.jit import prove
-from fp4dispatch.jit.cache import Cache, Entry, damage
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.jit.compiler.toolchain import Disassembler, disassembler
 from fp4dispatch.jit.kernels import caches
-from fp4dispatch.jit.manifest import installed
 from fp4dispatch.jit.prove import KernelProof, Proof
-from fp4dispatch.jit.toolchain import Disassembler, disassembler
+from fp4dispatch.jit.store.cache import Cache, Entry, damage
+from fp4dispatch.machine import system as machine
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
-    from fp4dispatch.quarantine import CheckResult
+    from fp4dispatch.trust.quarantine import CheckResult
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
 def selfchecks() -> tuple[tuple[CheckResult, ...], str]:
     """Return the verdicts of the self-check that hold on this machine, or why they cannot be known without torch."""
     try:
-        import fp4dispatch.dispatch  # noqa: F401  (tells system.current() what is proven; verdicts depend on it)
-        from fp4dispatch import selfcheck
+        import fp4dispatch.dispatch.choose  # noqa: F401  (tells system.current() what is proven; verdicts depend on it)
+        from fp4dispatch.trust import selfcheck
     except ImportError as error:
         return (), f"self-check: not shown, it needs torch ({error})"
     return selfcheck.results(machine.current()), ""

@@ -1,8 +1,8 @@
 """``fp4dispatch verify --race``: whether the barriers work, and whether this check would see it if they did not.
 
-Runs the chain of :mod:`fp4dispatch.race` with our builds, which must give no wrong launch, then with the same kernels
-compiled without their barriers, each of which must be caught. A check that cannot see the race proves nothing, so a
-control that is not caught fails it as well.
+Runs the chain of :mod:`fp4dispatch.trust.race` with our builds, which must give no wrong launch, then with the same
+kernels compiled without their barriers, each of which must be caught. A check that cannot see the race proves nothing,
+so a control that is not caught fails it as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fp4dispatch.race import RaceReport
+    from fp4dispatch.trust.race import RaceReport
 
 ROUNDS, REQUESTS = 50, 64
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run both and print the counts; 0 where ours has no wrong launch and the control was caught in every case."""
-    from fp4dispatch.race import run_race
+    from fp4dispatch.trust.race import run_race
 
     rounds, requests = args.rounds or ROUNDS, args.requests or REQUESTS
     ours = run_race(rounds=rounds, requests=requests)

@@ -6,7 +6,7 @@ call, ``find(kernel, variant, target)`` one that needs no compiling, or None. No
 
 from __future__ import annotations
 
+from fp4dispatch.jit.compiler.toolchain import toolchain_reasons
 from fp4dispatch.jit.kernels import Built, LoadedKernel, build, build_together, find, load
-from fp4dispatch.jit.toolchain import toolchain_reasons
 
 __all__ = ["Built", "LoadedKernel", "build", "build_together", "find", "load", "toolchain_reasons"]

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch import capture
 from fp4dispatch.errors import CompileError, ProofError, ToolchainError
-from fp4dispatch.jit import guard, private, prove
-from fp4dispatch.jit.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry
-from fp4dispatch.jit.compile import Job, Outcome, compile_jobs, files_read
-from fp4dispatch.jit.digests import Identity, digest, identity, snapshot
-from fp4dispatch.jit.limits import limits
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit import prove
+from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.jit.compiler.compile import Job, Outcome, compile_jobs, files_read
+from fp4dispatch.jit.compiler.limits import limits
+from fp4dispatch.jit.compiler.toolchain import Toolchain, disassembler, locate
 from fp4dispatch.jit.prove import Proof
-from fp4dispatch.jit.toolchain import Toolchain, disassembler, locate
+from fp4dispatch.jit.store import guard, private
+from fp4dispatch.jit.store.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry
+from fp4dispatch.jit.store.digests import Identity, digest, identity, snapshot
+from fp4dispatch.machine import capture
 from fp4dispatch.settings import settings
 
 _log = logging.getLogger("fp4dispatch")

@@ -17,16 +17,16 @@ from typing import Any
 
 from packaging.version import Version
 
-from fp4dispatch import capture, libraries
-from fp4dispatch.arch import Arch
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
-from fp4dispatch.jit import guard
 from fp4dispatch.jit.building import Built, build_missing, builds_done, compiled, find_built, request
-from fp4dispatch.jit.cache import Cache, default_folder
-from fp4dispatch.jit.compile import Job
-from fp4dispatch.jit.loading import module
-from fp4dispatch.jit.manifest import Catalog, installed
-from fp4dispatch.jit.toolchain import Toolchain, locate
+from fp4dispatch.jit.catalog.manifest import Catalog, installed
+from fp4dispatch.jit.compiler.compile import Job
+from fp4dispatch.jit.compiler.toolchain import Toolchain, locate
+from fp4dispatch.jit.store import guard
+from fp4dispatch.jit.store.cache import Cache, default_folder
+from fp4dispatch.jit.store.loading import module
+from fp4dispatch.machine import capture, libraries
+from fp4dispatch.problem.arch import Arch
 from fp4dispatch.settings import settings
 
 __all__ = [
@@ -99,7 +99,7 @@ def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = Non
     """Return a kernel that runs on ``arch``, ready to be called; compiled first where needed, loaded once a process.
 
     Once loaded, asking again costs a dictionary look-up. A finished entry loads without any toolchain. The file that
-    was judged and hashed is the file that is loaded (:mod:`fp4dispatch.jit.loading`).
+    was judged and hashed is the file that is loaded (:mod:`fp4dispatch.jit.store.loading`).
 
     Raises
     ------
@@ -207,7 +207,7 @@ def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Cat
 
 
 def _with_chain(names: Iterable[tuple[str, str]], catalog: Catalog) -> list[tuple[str, str]]:
-    """Add the kernel that PDL trials need (:mod:`fp4dispatch.backends.pdl`) where one of these may be launched so."""
+    """Add the kernel of PDL trials (:mod:`fp4dispatch.backends.own.pdl`) where one may be launched with PDL."""
     wanted = list(names)
     tried = settings.pdl != "off" and settings.selfcheck != "off" and CHAIN[0] in catalog.kernels
     return [*wanted, CHAIN] if tried and any(catalog.kernel(name).pdl for name, _ in wanted) else wanted

@@ -21,19 +21,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.errors import FlagsError, ProofError, ToolchainError
-from fp4dispatch.jit import private
-from fp4dispatch.jit.cache import PROOF, Entry, digest
-from fp4dispatch.jit.early_loads import EarlyLoads
+from fp4dispatch.errors import CacheError, FlagsError, ProofError, ToolchainError
+from fp4dispatch.jit.catalog.early_loads import EarlyLoads
+from fp4dispatch.jit.compiler.toolchain import Disassembler
 from fp4dispatch.jit.sass import judge, listing, parameters
-from fp4dispatch.jit.toolchain import Disassembler
+from fp4dispatch.jit.store import private
+from fp4dispatch.jit.store.cache import PROOF, Entry, digest
 from fp4dispatch.settings import settings
 
 SCHEMA = 2
 _ELF_ARCH = re.compile(r"^arch = (sm_\w+)$", re.MULTILINE)
 _RESOURCES = re.compile(r"^ Function (\S+):\n\s+(.+)$", re.MULTILINE)
 _SPILLS = ("STL", "LDL")  # stores to and loads from local memory
-_PROVER = ("prove.py", "early_loads.py", "strict_toml.py", "sass/*.py", "sass/*.toml")
+_PROVER = ("prove.py", "catalog/early_loads.py", "catalog/strict_toml.py", "sass/*.py", "sass/*.toml")
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,19 @@ def _barrier_faults(kernel: KernelProof) -> list[str]:
 
 @functools.cache
 def prover_sha256() -> str:
-    """Return the hash of everything that decides what a proof says: code and allow-list of the prover."""
+    """Return the hash of everything that decides what a proof says: code and allow-list of the prover.
+
+    Raises
+    ------
+    CacheError
+        If a part of the prover is not there.
+    """
     root = Path(__file__).parent
     state = hashlib.sha256()
-    for path in sorted(path for pattern in _PROVER for path in root.glob(pattern)):
+    found = {pattern: sorted(root.glob(pattern)) for pattern in _PROVER}
+    if absent := [pattern for pattern, paths in found.items() if not paths]:
+        raise CacheError(f"{root}: the prover lacks {', '.join(absent)}\n  fix: install the package anew")
+    for path in sorted(path for paths in found.values() for path in paths):
         state.update(f"{path.relative_to(root)} {digest(path)}\n".encode())
     return state.hexdigest()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 
 from fp4dispatch.errors import CacheError
-from fp4dispatch.jit import building, guard, kernels
-from fp4dispatch.jit.cache import Cache, Entry, stale, verify
-from fp4dispatch.jit.compile import Job
-from fp4dispatch.jit.manifest import Catalog, installed
+from fp4dispatch.jit import building, kernels
+from fp4dispatch.jit.catalog.manifest import Catalog, installed
+from fp4dispatch.jit.compiler.compile import Job
 from fp4dispatch.jit.prove import Proof
+from fp4dispatch.jit.store import guard
+from fp4dispatch.jit.store.cache import Cache, Entry, stale, verify
 
 
 def proven() -> frozenset[tuple[str, str]]:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch import jit, libraries
+from fp4dispatch import jit
 from fp4dispatch.jit import prove
-from fp4dispatch.jit.manifest import installed
-from fp4dispatch.jit.toolchain import disassembler
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.jit.compiler.toolchain import disassembler
+from fp4dispatch.machine import libraries
 from tests.w4a8_small import H200
 
 NEEDS_NVCC = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4dispatch import capture, formats, libraries
-from fp4dispatch.arch import Arch
-from fp4dispatch.backends import scratch, w4
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.own import scratch, w4
+from fp4dispatch.machine import capture, libraries
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import Arch
 from tests import pdl_fake
 
 pytest.importorskip("tvm_ffi")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4dispatch import formats, libraries
-from fp4dispatch.arch import SM90
-from fp4dispatch.backends import w8a16
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.own import w8a16
+from fp4dispatch.machine import libraries
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import SM90
 from tests import pdl_fake
 
 pytest.importorskip("tvm_ffi")

@@ -11,11 +11,12 @@ import itertools
 import pytest
 import torch
 
-from fp4dispatch import capture, formats, libraries
-from fp4dispatch.arch import SM90
-from fp4dispatch.backends import scratch, w8a8
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.own import scratch, w8a8
+from fp4dispatch.machine import capture, libraries
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import SM90
 from tests import pdl_fake
 
 pytest.importorskip("tvm_ffi")

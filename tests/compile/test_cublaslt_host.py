@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fp4dispatch import libraries
+from fp4dispatch.machine import libraries
 from tests.compile.test_host_calls import BF16, E4M3, F32, HERE, U8, rows, unlinked
 
 tvm_ffi = pytest.importorskip("tvm_ffi")

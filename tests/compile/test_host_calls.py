@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from fp4dispatch import jit, libraries
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch import jit
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import libraries
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 

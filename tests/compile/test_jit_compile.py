@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch.arch import SM100, SM120, SM121
 from fp4dispatch.errors import CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.jit import building, kernels, prove
-from fp4dispatch.jit.cache import Cache
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.problem.arch import SM100, SM120, SM121
 from tests.jit_cases import JIT_FLAGS, MANIFEST, REPOSITORY, tiny_catalog
 
 pytestmark = pytest.mark.compile
@@ -268,7 +268,7 @@ def test_each_place_of_nvcc(
 @pytest.fixture(scope="module")
 def real_nvcc() -> Path:
     """The nvcc itself, not a script on PATH that starts it."""
-    from fp4dispatch import libraries
+    from fp4dispatch.machine import libraries
 
     found, _ = libraries.nvcc()
     assert found is not None
@@ -348,7 +348,7 @@ def test_ahead_of_time_and_verify_on_the_command_line(tmp_path: Path) -> None:
 
 def test_verify_finds_a_proof_that_is_not_what_the_binary_holds(catalog: Catalog, cache_dir: Path) -> None:
     from fp4dispatch.cli import verify
-    from fp4dispatch.jit.toolchain import disassembler
+    from fp4dispatch.jit.compiler.toolchain import disassembler
 
     entry = kernels.build("tiny", "one", "120f", catalog=catalog).entry
     tools = disassembler(catalog.common.minimum["disassembler"])

@@ -17,10 +17,11 @@ import torch
 
 from bench import compile_targets
 from bench.compile_targets import Build
-from fp4dispatch import libraries
 from fp4dispatch.errors import CompileError, ProofError
-from fp4dispatch.jit import Built, kernels, manifest
-from fp4dispatch.jit.cache import Cache
+from fp4dispatch.jit import Built, kernels
+from fp4dispatch.jit.catalog import manifest
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.machine import libraries
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 

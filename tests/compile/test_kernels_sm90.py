@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch import jit, libraries
-from fp4dispatch.jit.manifest import installed
-from fp4dispatch.race import CASES, without_barriers
+from fp4dispatch import jit
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import libraries
+from fp4dispatch.trust.race import CASES, without_barriers
 
 tvm_ffi = pytest.importorskip("tvm_ffi")
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends import cutlass_tiles
-from fp4dispatch.backends.many_tokens import clocks
+from fp4dispatch.backends.own import tiles as cutlass_tiles
+from fp4dispatch.backends.own.launch_model import clocks
 from tests import many_tokens
 from tests.compile import built_kernels
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from tests.compile import built_kernels
 from tests.compile.built_kernels import REAL, packed_operands, tile_in
 from tests.w4a8_small import H200, INSTANCES, MOST_SLOTS, NAME, shared_bytes, threads

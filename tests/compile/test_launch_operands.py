@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch.backends import launch_operands
-from fp4dispatch.backends.launch_operands import ROLES, Sizes
-from fp4dispatch.backends.pdl import _SIZES
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.backends.own import launch_operands
+from fp4dispatch.backends.own.launch_operands import ROLES, Sizes
+from fp4dispatch.backends.own.pdl import _SIZES
+from fp4dispatch.jit.catalog.manifest import installed
 from tests.compile.test_host_calls import launches, pytestmark, runtime
 
 __all__ = ["pytestmark", "runtime"]

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from fp4dispatch import jit, libraries
-from fp4dispatch.jit.early_loads import EarlyLoads
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch import jit
+from fp4dispatch.jit.catalog.early_loads import EarlyLoads
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import libraries
 from tests.proof import code, listings, shipped, small
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]

@@ -17,15 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4dispatch import registry
-from fp4dispatch.arch import KNOWN_ARCHS
-from fp4dispatch.backends.capability import DeclaredBackend
-from fp4dispatch.backends.catalogue import catalogue, kernel_ops
-from fp4dispatch.decision import Decision
-from fp4dispatch.policy import SupportsProblem, resolve
+from fp4dispatch.backends import registry
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import DeclaredBackend
+from fp4dispatch.policy.catalogue import catalogue, kernel_ops
+from fp4dispatch.policy.resolve import SupportsProblem, resolve
+from fp4dispatch.policy.rules import Rule, rules
 from fp4dispatch.problem import Problem
-from fp4dispatch.rules import Rule, rules
-from fp4dispatch.system import System
+from fp4dispatch.problem.arch import KNOWN_ARCHS
+from fp4dispatch.problem.decision import Decision
 
 if sys.version_info >= (3, 11):
     import tomllib

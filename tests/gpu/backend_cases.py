@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch import routes
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.replace import warmup
+from fp4dispatch.models.replace import warmup
+from fp4dispatch.run import routes
 
 N, K = 1024, 2048
 

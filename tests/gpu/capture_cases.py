@@ -29,19 +29,27 @@ import torch
 from torch import nn
 
 import fp4dispatch
-from fp4dispatch import capture, dispatch, formats, jit, ops, registry, routes, selfcheck, tuning
-from fp4dispatch.backends import cudnn as cudnn_backend
-from fp4dispatch.backends import cutlass, flashinfer, scratch
+from fp4dispatch import formats, jit
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.decision import Reason
+from fp4dispatch.backends.libraries import cudnn as cudnn_backend
+from fp4dispatch.backends.libraries import flashinfer
+from fp4dispatch.backends.own import cutlass, scratch
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.jit import guard, kernels
-from fp4dispatch.jit.cache import Cache
-from fp4dispatch.jit.manifest import installed
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.jit.store import guard
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.machine import capture
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
-from fp4dispatch.quantized_linear import QuantizedLinear
-from fp4dispatch.replace import warmup
+from fp4dispatch.problem.decision import Reason
+from fp4dispatch.run import ops, routes
+from fp4dispatch.trust import selfcheck
+from fp4dispatch.tune import tuning
 
 K, N, M = 512, 384, 16
 LOG = logging.getLogger("fp4dispatch")
@@ -114,7 +122,7 @@ def ask_cudnn():
     """Return cudnn's backend, or give up where it cannot run FP8 here."""
     torch.cuda.init()
     backend = registry.instance("cudnn")
-    reasons = backend.supports(Problem("fp8_gemm", M, N, K, "fp8", "row", bias=True), dispatch.facts())
+    reasons = backend.supports(Problem("fp8_gemm", M, N, K, "fp8", "row", bias=True), choose.facts())
     if reasons:
         raise CannotTry("; ".join(map(str, reasons)))
     return backend
@@ -256,7 +264,7 @@ def fp8_tensor(layer):
 @case(without("the self-check of"), ".")
 def a_backend_that_is_not_checked():
     torch.cuda.init()
-    backend, system = registry.instance("cutlass"), dispatch.facts()
+    backend, system = registry.instance("cutlass"), choose.facts()
     refused(
         lambda: selfcheck.check(backend, "fp8_gemm", "row", "fp8", system, "cuda:0"),
         "the self-check of cutlass",
@@ -284,7 +292,7 @@ def w4a16():
     """Return a bound layer whose layout holds its weights exactly, or give up where w4a16 cannot run."""
     torch.cuda.init()
     problem = Problem("nvfp4_gemm", M, N, K, "bf16", "nvfp4", bias=True)
-    reasons = registry.instance("w4a16").supports(problem, dispatch.facts())
+    reasons = registry.instance("w4a16").supports(problem, choose.facts())
     if reasons:
         raise CannotTry("; ".join(map(str, reasons)))
     torch.manual_seed(0)
@@ -349,28 +357,28 @@ def a_warning_in_capture():
 
 def say_at_once():
     def once(key, level, text):
-        if key not in dispatch._said:
-            dispatch._said.add(key)
+        if key not in choose._said:
+            choose._said.add(key)
             LOG.log(level, "%s", text)
 
-    dispatch._once = once
+    choose._once = once
 
 
 @case(say_at_once, "was never said")
 def a_choice_that_is_made_in_capture_is_said_after_it():
     layer, x = fp8(), rows()
     warmup(layer, tokens=[M])
-    dispatch.reset()
+    choose.reset()
     seen = listen()
     problem = Problem("fp8_gemm", M, N, K, "fp8", "row")
 
     def work():
-        dispatch.select(problem, backend="cutlass")
+        choose.select(problem, backend="cutlass")
         return layer(x)
 
     captured(work)
     assert not seen.during, f"logged during a capture: {seen.during}"
-    dispatch.select(problem, backend="cutlass")
+    choose.select(problem, backend="cutlass")
     assert any("cutlass" in line for line in seen.after), "what was not logged during the capture was never said"
 
 
@@ -692,12 +700,12 @@ def forget_captures():
 @case(forget_captures, "weights that are gone")
 def another_backend_is_chosen_after_a_capture():
     # w8a8 multiplies the stored bytes; what comes after it pads them, so that the layout is a copy of its own.
-    dispatch.exclude("w8a8", "fp8_gemm", "row", Reason("DENIED", "for this test"))
+    choose.exclude("w8a8", "fp8_gemm", "row", Reason("DENIED", "for this test"))
     layer, x = fp8(None, n=388, activation="fp8"), rows()
     want = layer(x)
     graph, out = captured(lambda: layer(x))
     name = layer.bind().spec.routes[layer.bind().spec.index(M)].backend
-    dispatch.exclude(name, "fp8_gemm", "row", Reason("DENIED", "for this test"))
+    choose.exclude(name, "fp8_gemm", "row", Reason("DENIED", "for this test"))
     layer.rebind()
     assert layer.bind().spec.routes[layer.bind().spec.index(M)].backend != name
     gc.collect()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.arch import Arch
-from fp4dispatch.backends.w4_layout import pack_w4p
+from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.problem.arch import Arch
 from tests.gpu import tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch import routes
 from fp4dispatch.backends.base import LinearWeights, Plan
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.replace import warmup
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replace import warmup
+from fp4dispatch.run import routes
 from tests import contract
 
 K, N = 1040, 520

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.arch import Arch
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.problem.arch import Arch
 
 SM90 = Arch(9, 0)
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,11 +10,14 @@ import dataclasses
 import pytest
 import torch
 
-from fp4dispatch import formats, ops, registry, system
+from fp4dispatch import formats
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.cublaslt_direct import DirectGemms
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.replace import warmup
+from fp4dispatch.backends.libraries.cublaslt_direct import DirectGemms
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replace import warmup
+from fp4dispatch.run import ops
 from tests import contract, quantizer_fake
 from tests.gpu import backend_cases
 from tests.gpu.backend_cases import K, N, captured, tokens

@@ -11,9 +11,11 @@ import random
 import pytest
 import torch
 
-from fp4dispatch import registry, routes, system
-from fp4dispatch.backends.cudnn import m_bucket
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.libraries.cudnn import m_bucket
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.run import routes
 from tests import contract, quantizer_fake
 from tests.gpu import backend_cases
 from tests.gpu.backend_cases import K, N, tokens

@@ -11,9 +11,12 @@ import functools
 import pytest
 import torch
 
-from fp4dispatch import formats, registry, routes, system
-from fp4dispatch.backends import flashinfer_package as package
-from fp4dispatch.linear import FP8Linear
+from fp4dispatch import formats
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.libraries import flashinfer_package as package
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP8Linear
+from fp4dispatch.run import routes
 from tests import contract
 from tests.gpu import backend_cases
 from tests.gpu.backend_cases import K, N, tokens

@@ -8,15 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4dispatch import formats, jit, ops, system
-from fp4dispatch.arch import Arch
+from fp4dispatch import formats, jit
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.w4 import W4A8Backend, W4A16Backend
+from fp4dispatch.backends.own.w4 import W4A8Backend, W4A16Backend
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError
 from fp4dispatch.jit.proven import forget
-from fp4dispatch.linear import FP4Linear
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP4Linear
+from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import warmup
+from fp4dispatch.problem.arch import Arch
+from fp4dispatch.run import ops
 from tests import w4_fake
 from tests.gpu import layers
 from tests.gpu.layers import ERROR, K, N, error, exact, tokens

@@ -12,15 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import compact, dispatch, formats, registry, system, tuned, tuning, warmup
-from fp4dispatch.arch import SM90
+from fp4dispatch import compact, formats, warmup
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.folding import fold_e4m3
-from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.backends.own.folding import fold_e4m3
+from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.linear import FP4Linear
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP4Linear
+from fp4dispatch.models.replace import replace_linears
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import replace_linears
+from fp4dispatch.problem.arch import SM90
+from fp4dispatch.tune import tuning
 from tests import bounds
 from tests.gpu import backend_cases, layers
 from tests.gpu.layers import K, N, error, exact, tokens
@@ -70,7 +74,7 @@ def test_k_tails(k):
 
 
 def test_the_copy_holds_the_bits_of_the_definition_also_in_steps(monkeypatch):
-    from fp4dispatch.backends import w4a8_expanded
+    from fp4dispatch.backends.own import w4a8_expanded
 
     w = layer(4096, 1000, bias=False).weights()
     want = fold_e4m3(w.weight, w.scale).view(torch.uint8)
@@ -171,7 +175,7 @@ def test_an_m_that_was_never_planned_is_not_captured():
 def test_a_layer_changes_with_m_where_the_copy_is_allowed(monkeypatch):
     plain = layer()
     assert [r.backend for r in plain.bind().spec.routes] == ["w4a16", "w4a8"]
-    assert not dispatch.select(plain.problem(4096)).verdict("w4a8_expanded").accepted
+    assert not choose.select(plain.problem(4096)).verdict("w4a8_expanded").accepted
     monkeypatch.setenv(COPY, "1")
     lin = layer()
     found = [(r.m_max, r.backend) for r in lin.bind().spec.routes]
@@ -246,7 +250,7 @@ def test_it_is_faster_than_w4a8_where_the_rule_prefers_it(m, tmp_path, monkeypat
     tmp_path.chmod(0o755)
     monkeypatch.setattr(tuned, "folder", lambda: tmp_path / tuned.FOLDER)
     tuned.reset()
-    dispatch.reset()
+    choose.reset()
     try:
         asked = Problem("nvfp4_gemm", m, 28672, 4096)
         found = tuning.tune(asked, tuning.make_weights(asked, "cuda"), gpu=0)
@@ -255,4 +259,4 @@ def test_it_is_faster_than_w4a8_where_the_rule_prefers_it(m, tmp_path, monkeypat
         assert times[0].us < times[1].us, found.text()
     finally:
         tuned.reset()
-        dispatch.reset()
+        choose.reset()

@@ -10,13 +10,15 @@ import functools
 import pytest
 import torch
 
-from fp4dispatch import formats, ops, system
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.w8a8 import W8A8Backend
+from fp4dispatch.backends.own.w8a8 import W8A8Backend
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.jit.proven import forget
-from fp4dispatch.linear import FP8Linear
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.problem import Problem
+from fp4dispatch.run import ops
 from tests import bounds
 from tests.gpu import backend_cases, layers
 from tests.gpu.layers import ERROR, K, N, error, exact, tokens

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from fp4dispatch import formats, ops, registry, system
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch import formats
+from fp4dispatch.backends import registry
+from fp4dispatch.machine import system
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.problem import Problem
+from fp4dispatch.run import ops
 from tests import contract
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from fp4dispatch import cli
 from fp4dispatch.benchmark import machine, roofline, roster, run
 from fp4dispatch.benchmark.methods import BASELINE
-from fp4dispatch.timing import take_turns
+from fp4dispatch.tune.timing import take_turns
 from tests.bench_cases import Planted
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp4dispatch import compact, warmup
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.linear import FP4Linear
+from fp4dispatch.models.linear import FP4Linear
 from tests.gpu.backend_cases import captured
 from tests.gpu.sm90 import needs_sm90
 

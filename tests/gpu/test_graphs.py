@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.replace import warmup
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replace import warmup
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4dispatch import formats, jit
-from fp4dispatch.arch import Arch
+from fp4dispatch.problem.arch import Arch
 from tests.gpu.tiles import bits
 
 pytestmark = [

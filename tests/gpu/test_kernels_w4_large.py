@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp4dispatch import formats, jit
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
 from tests.gpu.tiles import bits, sees_one_wrong_element

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp4dispatch import formats
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from tests import w8_fake
 from tests.gpu import test_kernels_w8_gemm as many
 from tests.gpu import test_kernels_w8a8 as few

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
 from tests.gpu.tiles import sees_one_wrong_element
 from tests.gpu.w4_packed import (

@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4dispatch import canary, dispatch, layercheck, quarantine, registry, selfcheck
-from fp4dispatch import system as _system
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import SelfCheckFailed
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine import system as _system
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.problem import Problem
-from fp4dispatch.tuning import make_weights
+from fp4dispatch.trust import canary, layercheck, quarantine, selfcheck
+from fp4dispatch.tune.tuning import make_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -38,10 +40,10 @@ def clean(tmp_path, monkeypatch):
     for name in ("FP4DISPATCH_SELFCHECK", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE", "FP4_GEMM_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     yield
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -268,11 +270,11 @@ def test_binding_passes_over_a_wrong_backend(make, monkeypatch):
     backends = {"around": wrong, real: registry.instance(real), "reference": registry.instance("reference")}
     monkeypatch.setattr(registry, "backends", lambda: backends)
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     with pytest.raises(SelfCheckFailed, match=r"around .* layer M=1 N=512 K=4096"):
         layer(backend="around").bind()
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     made = layer()
     made.bind()
     assert "around" not in made.backend_text()
@@ -299,7 +301,7 @@ def test_what_a_model_of_8b_pays_once():
         assert all(v.status == "passed" for v in ran)
         assert max(v.check_ms for v in ran) < LIMIT_MS
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     linear = torch.nn.Linear(4096, 4096, bias=False, device="cuda", dtype=torch.bfloat16)
     started = time.perf_counter()
     FP4Linear.from_linear(linear).bind()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.replace import replace_linears, warmup
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replace import replace_linears, warmup
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4dispatch import formats, system
-from fp4dispatch.backends import quantizers
-from fp4dispatch.backends.cudnn import m_bucket
-from fp4dispatch.backends.quantizers import ToScratch
+from fp4dispatch import formats
+from fp4dispatch.backends.libraries.cudnn import m_bucket
+from fp4dispatch.backends.own import quantizers
+from fp4dispatch.backends.own.quantizers import ToScratch
+from fp4dispatch.machine import system
 from tests import quantizer_fake
 
 pytestmark = pytest.mark.gpu

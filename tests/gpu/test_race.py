@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.arch import SM90
-from fp4dispatch.backends import pdl
+from fp4dispatch.backends.own import pdl
+from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN
-from fp4dispatch.jit.manifest import installed
-from fp4dispatch.race import CASES, run_race, without_barriers
+from fp4dispatch.problem.arch import SM90
+from fp4dispatch.trust.race import CASES, run_race, without_barriers
 from tests.gpu.sm90 import needs_sm90
 
 pytestmark = [pytest.mark.gpu, needs_sm90]

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from bench.candidates import LIMIT_MS
-from fp4dispatch import canary, dispatch, quarantine, registry, selfcheck
-from fp4dispatch import system as _system
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError
+from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
+from fp4dispatch.trust import canary, quarantine, selfcheck
 
 pytestmark = pytest.mark.gpu
 
@@ -32,10 +34,10 @@ def clean(tmp_path, monkeypatch):
     for name in ("FP4DISPATCH_SELFCHECK", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE", "FP4_GEMM_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     yield
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
 
 
 def facts():
@@ -205,13 +207,13 @@ def test_auto_passes_over_a_wrong_backend_and_remembers(monkeypatch):
     monkeypatch.setattr(registry, "backends", lambda: backends)
     facts()
     problem = Problem("fp8_gemm", 16, 256, 256, scaling="row", activation="fp8")
-    decision = dispatch.select(problem)
+    decision = choose.select(problem)
     assert decision.backend != "wrong"
     assert [r.code for r in decision.verdict("wrong").reasons] == ["QUARANTINED"]
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     monkeypatch.setattr(selfcheck, "check", lambda *a, **k: pytest.fail("checked again"))
-    assert dispatch.explain("fp8_gemm", 16, 256, 256, scaling="row", activation="fp8").backend == decision.backend
+    assert choose.explain("fp8_gemm", 16, 256, 256, scaling="row", activation="fp8").backend == decision.backend
 
 
 def test_refused_while_a_graph_is_captured():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import ops, refresh, warmup
+from fp4dispatch import refresh, warmup
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.run import ops
 from tests.gpu.backend_cases import captured
 from tests.gpu.sm90 import needs_sm90
 

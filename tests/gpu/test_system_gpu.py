@@ -94,7 +94,7 @@ assert not torch.cuda.is_initialized()
 
 
 def test_current_agrees_with_cuda_once_it_is_up() -> None:
-    from fp4dispatch import system
+    from fp4dispatch.machine import system
 
     torch.cuda.init()
     system.refresh()
@@ -115,8 +115,8 @@ def test_current_agrees_with_cuda_once_it_is_up() -> None:
 
 
 def test_capture_is_seen_and_refused() -> None:
-    from fp4dispatch.capture import forbid_in_capture, is_capturing
     from fp4dispatch.errors import CaptureError
+    from fp4dispatch.machine.capture import forbid_in_capture, is_capturing
 
     torch.zeros(1, device="cuda")
     assert not is_capturing()

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import dispatch, quarantine, registry, tuned, tuning
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.backends import registry
+from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import warmup
+from fp4dispatch.trust import quarantine
+from fp4dispatch.tune import tuning
 
 pytestmark = pytest.mark.gpu
 
@@ -27,15 +30,15 @@ def apart(tmp_path, monkeypatch):
     for name in ("FP4DISPATCH_TUNED", "FP4DISPATCH_FP8_BACKEND", "FP4_GEMM_BACKEND", "FP4DISPATCH_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     torch.cuda.init()
-    for forget in (tuned.reset, dispatch.reset, quarantine.reset):
+    for forget in (tuned.reset, choose.reset, quarantine.reset):
         forget()
     yield
-    for forget in (tuned.reset, dispatch.reset, quarantine.reset):
+    for forget in (tuned.reset, choose.reset, quarantine.reset):
         forget()
 
 
 def candidates(scaling="row"):
-    decision = dispatch.explain("fp8_gemm", 16, N, K, scaling=scaling)
+    decision = choose.explain("fp8_gemm", 16, N, K, scaling=scaling)
     return [v.backend for v in decision.verdicts if v.accepted and getattr(registry.backends()[v.backend], "auto", 0)]
 
 
@@ -57,12 +60,12 @@ def test_every_candidate_gets_a_plausible_time(m):
         assert least < t.us < 1e4, found.text()
         assert t.repeats >= 5
         assert t.noise_us < 0.5 * t.us, found.text()
-    decision = dispatch.select(problem, gpu=0)
+    decision = choose.select(problem, gpu=0)
     if decision.rule and decision.rule.id == "tuned":
         assert decision.backend == found.timings[0].backend
     tuned.reset()
-    dispatch.reset()
-    again = dispatch.select(problem, gpu=0)
+    choose.reset()
+    again = choose.select(problem, gpu=0)
     assert (again.backend, again.verdict(again.backend).measured) == (
         decision.backend,
         decision.verdict(decision.backend).measured,
@@ -105,9 +108,9 @@ def test_layers_and_graphs_run_what_was_tuned():
         near = torch.nn.functional.cosine_similarity(got.float().flatten(), exact.float().flatten(), dim=0)
         assert float(near) > least
         problem = layer.problem(16)
-        found = tuned.find(problem, dispatch.facts(0), registry.backends())
+        found = tuned.find(problem, choose.facts(0), registry.backends())
         route = layer.bind().spec.routes[layer.bind().spec.index(16)]
-        assert route.backend == dispatch.select(problem, gpu=0).backend
+        assert route.backend == choose.select(problem, gpu=0).backend
         assert found is None or found.timings == () or found.of(route.backend, route.activation) is not None
 
 

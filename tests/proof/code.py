@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.compile import Job
-from fp4dispatch.jit.early_loads import EarlyLoads
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.early_loads import EarlyLoads
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.jit.compiler.compile import Job
+from fp4dispatch.jit.compiler.toolchain import disassembler, locate
 from fp4dispatch.jit.sass import judge, listing, parameters
-from fp4dispatch.jit.toolchain import disassembler, locate
 
 _HOST_ONLY = ("-shared", "-cudart=static", "-Xptxas=-v")
 

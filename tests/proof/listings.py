@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from fp4dispatch.jit.early_loads import EarlyLoads
+from fp4dispatch.jit.catalog.early_loads import EarlyLoads
 from fp4dispatch.jit.sass.listing import Instruction, Kernel
 from fp4dispatch.jit.sass.parameters import Parameters
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fp4dispatch import arch
-from fp4dispatch.arch import KNOWN_ARCHS, SM90, SM100, SM120, Arch
 from fp4dispatch.errors import InputError
+from fp4dispatch.problem import arch
+from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90, SM100, SM120, Arch
 
 
 @pytest.mark.parametrize("text", ["12.0", " 12.0 ", "sm_120", "SM_120", "sm120"])

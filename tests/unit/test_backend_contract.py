@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from fp4dispatch import formats, registry
+from fp4dispatch import formats
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Plan, Prepared
-from fp4dispatch.backends.cublaslt import CublasLtBackend
+from fp4dispatch.backends.libraries.cublaslt import CublasLtBackend
 from fp4dispatch.backends.reference import ReferenceBackend
-from fp4dispatch.system import System
+from fp4dispatch.machine.system import System
 from tests import contract
 
 NO_GPU = System.fake(arch=None)

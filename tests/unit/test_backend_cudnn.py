@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4dispatch import capture, formats, registry, routes
-from fp4dispatch import system as _system
-from fp4dispatch.backends import cudnn as backend_module
-from fp4dispatch.backends import cudnn_graphs as graphs
+from fp4dispatch import formats
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.cudnn import CudnnBackend, m_bucket
+from fp4dispatch.backends.libraries import cudnn as backend_module
+from fp4dispatch.backends.libraries import cudnn_graphs as graphs
+from fp4dispatch.backends.libraries.cudnn import CudnnBackend, m_bucket
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError
-from fp4dispatch.system import System
+from fp4dispatch.machine import capture
+from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.system import System
+from fp4dispatch.run import routes
 from tests import contract
 from tests.cudnn_interpreter import Cudnn
 
@@ -324,7 +327,7 @@ def test_a_frontend_that_cannot_load_cudnn_is_refused(monkeypatch):
 def test_the_frontend_is_not_imported_before_it_is_needed():
     code = (
         "import sys, fp4dispatch; from fp4dispatch import registry; b = registry.instance('cudnn'); "
-        "from fp4dispatch.system import System; from fp4dispatch.problem import Problem; "
+        "from fp4dispatch.machine.system import System; from fp4dispatch.problem import Problem; "
         "b.supports(Problem('nvfp4_gemm', 1, 128, 128), System.fake('12.0')); sys.exit('cudnn' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

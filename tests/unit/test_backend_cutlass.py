@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fp4dispatch import formats
-from fp4dispatch.arch import KNOWN_ARCHS, SM90, SM100, SM120
-from fp4dispatch.backends import cutlass, cutlass_tiles, operands
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.backends.own import cutlass, operands, tiles
 from fp4dispatch.errors import FlagsError
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90, SM100, SM120
 
 SMS = 132
 TOKENS = (1, 16, 17, 32, 33, 64, 65, 128, 129, 4096, 100_000)
@@ -34,11 +34,11 @@ def problem(op="fp8_gemm", m=16, n=4096, k=4096, scaling="row", out="bfloat16"):
 def test_everything_that_the_capabilities_claim_has_a_build(claim, sm, scaling, dtype):
     (arch,) = (a for a in KNOWN_ARCHS if a.sm == sm)
     for m in TOKENS:
-        assert cutlass_tiles.tile_for(problem(claim.op, m, scaling=scaling, out=dtype), arch, SMS), (m, sm)
+        assert tiles.tile_for(problem(claim.op, m, scaling=scaling, out=dtype), arch, SMS), (m, sm)
 
 
 def test_every_build_of_the_gemms_is_used_or_the_manifest_is_too_large():
-    used = {(tile.kernel, build) for tile in cutlass_tiles.tiles() for build in tile.builds.values()}
+    used = {(tile.kernel, build) for tile in tiles.tiles() for build in tile.builds.values()}
     made = {
         (kernel.name, variant)
         for kernel in installed().kernels.values()
@@ -61,20 +61,20 @@ def test_every_build_of_the_gemms_is_used_or_the_manifest_is_too_large():
     ],
 )
 def test_decode_takes_the_narrow_tile(m, build):
-    assert cutlass_tiles.tile_for(problem(m=m), SM90, SMS).builds["bfloat16"] == f"row_bf16_{build}"
+    assert tiles.tile_for(problem(m=m), SM90, SMS).builds["bfloat16"] == f"row_bf16_{build}"
 
 
 def test_two_sm_tile_only_where_it_fills_the_gpu():
-    small, large = (cutlass_tiles.tile_for(problem("nvfp4_gemm", m, scaling="nvfp4"), SM100, 148) for m in (16, 4096))
+    small, large = (tiles.tile_for(problem("nvfp4_gemm", m, scaling="nvfp4"), SM100, 148) for m in (16, 4096))
     assert small.builds["bfloat16"] == "bf16_1sm_128x128"
     assert large.builds["bfloat16"] == "bf16_2sm_256x128"
-    assert cutlass_tiles.tile_for(problem("nvfp4_gemm", scaling="nvfp4"), SM120, 188).kernel == "nvfp4_gemm_sm120"
+    assert tiles.tile_for(problem("nvfp4_gemm", scaling="nvfp4"), SM120, 188).kernel == "nvfp4_gemm_sm120"
 
 
 def test_no_build_is_no_tile():
-    assert cutlass_tiles.tile_for(problem(scaling="block128"), SM100, SMS) is None
-    assert cutlass_tiles.tile_for(problem(out="float32"), SM90, SMS) is None
-    assert cutlass_tiles.tile_for(problem(), None, SMS) is None
+    assert tiles.tile_for(problem(scaling="block128"), SM100, SMS) is None
+    assert tiles.tile_for(problem(out="float32"), SM90, SMS) is None
+    assert tiles.tile_for(problem(), None, SMS) is None
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_no_build_is_no_tile():
 )
 def test_a_wrong_row_is_refused(change, text):
     row = {"kernel": "fp8_gemm_sm90", "scalings": ["row"], "builds": {"bfloat16": "row_bf16_128x128"}}
-    assert len(cutlass_tiles.load({"tile": [row]}, installed())) == 1
+    assert len(tiles.load({"tile": [row]}, installed())) == 1
     with pytest.raises(FlagsError, match=text):
-        cutlass_tiles.load({"tile": [row | change]}, installed())
+        tiles.load({"tile": [row | change]}, installed())
 
 
 def nvfp4_weights(n, k, shards=()):

@@ -12,13 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4dispatch import capture, formats, jit, registry
-from fp4dispatch.backends import flashinfer as backends
-from fp4dispatch.backends import flashinfer_package as package
+from fp4dispatch import formats, jit
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.flashinfer_deepgemm import FlashInferDeepGemmBackend
+from fp4dispatch.backends.libraries import flashinfer as backends
+from fp4dispatch.backends.libraries import flashinfer_package as package
+from fp4dispatch.backends.libraries.flashinfer_deepgemm import FlashInferDeepGemmBackend
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError
-from fp4dispatch.system import System
+from fp4dispatch.machine import capture
+from fp4dispatch.machine.system import System
 from tests import contract
 from tests.flashinfer_interpreter import DeepGemmRunner, install, load, our_quantiser
 
@@ -425,7 +427,7 @@ def test_flashinfer_that_cannot_be_imported_is_a_refusal(monkeypatch):
 def test_flashinfer_is_not_imported_before_it_is_needed():
     code = (
         "import sys, fp4dispatch; from fp4dispatch import registry; from fp4dispatch.problem import Problem\n"
-        "from fp4dispatch.system import System\n"
+        "from fp4dispatch.machine.system import System\n"
         "for name, backend in registry.backends().items():\n"
         "    backend.supports(Problem('nvfp4_gemm', 1, 128, 128), System.fake('12.0', flashinfer='0.7.2'))\n"
         "sys.exit('flashinfer' in sys.modules)"

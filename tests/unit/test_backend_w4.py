@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4dispatch import formats, selfcheck
-from fp4dispatch.arch import KNOWN_ARCHS
-from fp4dispatch.backends import cutlass_tiles, scratch, w4
+from fp4dispatch import formats
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.backends.w4_layout import unpack_w4p
+from fp4dispatch.backends.own import scratch, tiles, w4
+from fp4dispatch.backends.own.w4_layout import unpack_w4p
 from fp4dispatch.errors import FormatError, InputError
-from fp4dispatch.jit.manifest import installed
-from fp4dispatch.linear import FP4Linear
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.models.linear import FP4Linear
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import KNOWN_ARCHS
+from fp4dispatch.trust import selfcheck
 from tests import contract, hopper, w4_fake
 from tests.hopper import HOPPER
 from tests.w4_fake import weights
@@ -126,18 +127,18 @@ def test_contract_on_emulated_kernels(monkeypatch, name, arch, case):
 @pytest.mark.parametrize(("name", "sm", "dtype"), CLAIMS)
 def test_everything_that_the_capabilities_claim_has_a_build(name, sm, dtype):
     for m in TOKENS:
-        assert cutlass_tiles.tile_for(problem(name, m, out=dtype), ARCH[sm], 132, "w4"), (m, sm)
+        assert tiles.tile_for(problem(name, m, out=dtype), ARCH[sm], 132, "w4"), (m, sm)
 
 
 def test_nothing_has_a_build_that_is_not_claimed():
     claimed = {(name, sm) for name, sm, _ in CLAIMS}
     for name, (sm, arch) in itertools.product(BACKENDS, ARCH.items()):
-        found = cutlass_tiles.tile_for(problem(name, 1), arch, 132, "w4")
+        found = tiles.tile_for(problem(name, 1), arch, 132, "w4")
         assert (found is not None) == ((name, sm) in claimed), (name, sm)
 
 
 def test_every_build_is_used_or_the_manifest_is_too_large():
-    used = {(tile.kernel, build) for tile in cutlass_tiles.tiles("w4") for build in tile.builds.values()}
+    used = {(tile.kernel, build) for tile in tiles.tiles("w4") for build in tile.builds.values()}
     kernels = [kernel for kernel in installed().kernels.values() if kernel.op in ("w4_gemm", "w4_weights")]
     assert used == {(kernel.name, variant) for kernel in kernels for variant in kernel.variants}
 
@@ -191,7 +192,7 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
 def test_tiles_are_the_fastest_ones_that_were_measured(name, n, m, tokens):
     # From 128 tokens on, test_many_tokens.py asks for every problem that was.
     wanted = problem(name, m, n, 4096, out="float16")  # bfloat16 has cuBLASLt for many tokens
-    tile = cutlass_tiles.tile_for(wanted, ARCH["sm_90"], 132, "w4")
+    tile = tiles.tile_for(wanted, ARCH["sm_90"], 132, "w4")
     assert tile.kernel == ("w4_gemm_sm90" if tokens else "w4a8_small")
     assert tile.builds["float16"] == (f"{name[2:]}_fp16_{tokens}" if tokens else "fp16")
     assert tile.builds["bfloat16"] == tile.builds["float16"].replace("fp16", "bf16")
@@ -210,7 +211,7 @@ def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkey
     backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, got, b)
     assert [name for name, *_ in kernels.launched] == ["w4_to_e4m3", "fp8_quantize_row", "scaled_mm"]
     assert kernels.column_scales == [prepared.tensors[2].data_ptr()]  # nothing is made of them at a launch
-    tile = next(t for t in cutlass_tiles.tiles("w4") if t.builds["bfloat16"] == "a8_bf16_128")
+    tile = next(t for t in tiles.tiles("w4") if t.builds["bfloat16"] == "a8_bf16_128")
     monkeypatch.setattr(w4, "_tile_for", lambda *_: tile)
     backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, want, b)
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
@@ -233,7 +234,7 @@ def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkey
 )
 def test_weights_are_written_out_for_many_tokens_or_many_tiles(m, n, written):
     for out in ("bfloat16", "float16"):  # cuBLASLt's row-wise FP8 GEMM has no float16
-        tile = cutlass_tiles.tile_for(problem("w4a8", m, n, 4096, out=out), ARCH["sm_90"], 132, "w4")
+        tile = tiles.tile_for(problem("w4a8", m, n, 4096, out=out), ARCH["sm_90"], 132, "w4")
         assert (tile.kernel == "w4_to_e4m3") == (written and out == "bfloat16")
 
 

@@ -9,20 +9,25 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import capture, cli, dispatch, formats, routes, selfcheck, system
-from fp4dispatch.arch import SM90
-from fp4dispatch.backends import cublaslt, w4, w4a8_expanded, w8a8
+from fp4dispatch import cli, formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
-from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.backends.folding import fold_e4m3
-from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
-from fp4dispatch.backends.w8a8 import W8A8Backend
+from fp4dispatch.backends.libraries import cublaslt
+from fp4dispatch.backends.own import w4, w4a8_expanded, w8a8
+from fp4dispatch.backends.own.folding import fold_e4m3
+from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.backends.own.w8a8 import W8A8Backend
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError, SettingsError
-from fp4dispatch.linear import FP4Linear
+from fp4dispatch.machine import capture, system
+from fp4dispatch.machine.system import System
+from fp4dispatch.models.linear import FP4Linear
+from fp4dispatch.models.replace import replace_linears
+from fp4dispatch.models.warming import warmup
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import replace_linears
-from fp4dispatch.system import System
-from fp4dispatch.warming import warmup
+from fp4dispatch.problem.arch import SM90
+from fp4dispatch.run import routes
+from fp4dispatch.trust import selfcheck
 from tests import contract, quantizer_fake, w4_fake, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
 
@@ -196,7 +201,7 @@ def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(n, k, most, monke
     tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 768, 769, 1024, 4096)
     found = [w4a8_expanded._backend_for(problem(m, n, k), torch.device("cpu")).name for m in tokens]
     asked = {"activation": "fp8", "scaling": "row", "system": HOPPER}
-    assert found == [dispatch.explain("fp8_gemm", m, n, k, **asked).backend for m in tokens]
+    assert found == [choose.explain("fp8_gemm", m, n, k, **asked).backend for m in tokens]
     assert found == ["w8a8" if m <= most else "cublaslt" for m in tokens]
 
 
@@ -431,65 +436,65 @@ def hopper(monkeypatch):
 
 def test_the_setting_is_read_when_a_choice_is_made(hopper, monkeypatch):
     asked = problem(4096, activation="any")
-    assert dispatch.select(asked).backend == "w4a8"
+    assert choose.select(asked).backend == "w4a8"
     monkeypatch.setenv(COPY, "1")
-    assert dispatch.select(asked).backend == "w4a8_expanded"
-    assert dispatch.select(problem(128, activation="any")).backend == "w4a8"
-    assert dispatch.select(problem(129, activation="any")).backend == "w4a8_expanded"
+    assert choose.select(asked).backend == "w4a8_expanded"
+    assert choose.select(problem(128, activation="any")).backend == "w4a8"
+    assert choose.select(problem(129, activation="any")).backend == "w4a8_expanded"
     monkeypatch.setenv(COPY, "0")
-    assert dispatch.select(asked).backend == "w4a8"
+    assert choose.select(asked).backend == "w4a8"
     monkeypatch.setenv(COPY, "perhaps")
     with pytest.raises(SettingsError, match="FP4DISPATCH_FP8_COPY='perhaps' is not a switch"):
-        dispatch.select(asked)
+        choose.select(asked)
 
 
 def test_it_is_allowed_on_every_gpu_that_can_run_it(monkeypatch):
     here = System.fake(gpus=["9.0", "8.9", "12.0"], cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
     monkeypatch.setattr(system, "current", lambda: here)
-    dispatch.reset()
+    choose.reset()
     try:
         for value, allowed in (("1", True), ("0", False), ("1", True)):
             monkeypatch.setenv(COPY, value)
-            assert [dispatch.facts(gpu).fp8_copy for gpu in (0, 1, 2, None)] == [allowed] * 4
-            chosen = [dispatch.select(problem(4096, activation="any"), gpu=gpu).backend for gpu in (0, 1)]
+            assert [choose.facts(gpu).fp8_copy for gpu in (0, 1, 2, None)] == [allowed] * 4
+            chosen = [choose.select(problem(4096, activation="any"), gpu=gpu).backend for gpu in (0, 1)]
             assert chosen == (["w4a8_expanded"] * 2 if allowed else ["w4a8", "w4a16"])
-            assert dispatch.select(problem(4096, activation="any"), gpu=None).backend == "reference"
+            assert choose.select(problem(4096, activation="any"), gpu=None).backend == "reference"
     finally:
-        dispatch.reset()
+        choose.reset()
 
 
 def test_who_names_it_needs_no_setting(hopper, monkeypatch, caplog):
-    assert dispatch.select(problem(1, activation="any"), backend="w4a8_expanded").backend == "w4a8_expanded"
+    assert choose.select(problem(1, activation="any"), backend="w4a8_expanded").backend == "w4a8_expanded"
     assert "8 bits each" in "".join(r.message for r in caplog.records if r.levelname == "WARNING")
     monkeypatch.setenv("FP4_GEMM_BACKEND", "w4a8-expanded")
-    assert dispatch.select(problem(1, activation="any")).backend == "w4a8_expanded"
+    assert choose.select(problem(1, activation="any")).backend == "w4a8_expanded"
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "w4a8_expanded")
     with pytest.raises(BackendUnsupportedError, match="disabled"):
-        dispatch.select(problem(1, activation="any"))
+        choose.select(problem(1, activation="any"))
 
 
 def test_explain_says_why_it_is_no_candidate_and_what_would_make_it_one(monkeypatch, capsys):
     facts = {"arch": "9.0", "cuda": "13.0", "nvcc": "13.0"}
     monkeypatch.setenv(COPY, "1")  # of this machine, not of the one that is asked about
-    plain = dispatch.explain("nvfp4_gemm", 4096, N, K, **facts)
+    plain = choose.explain("nvfp4_gemm", 4096, N, K, **facts)
     assert plain.backend == "w4a8"
     assert "FP4DISPATCH_FP8_COPY=1" in plain.text()
-    assert dispatch.explain("nvfp4_gemm", 4096, N, K, **facts, fp8_copy=True).backend == "w4a8_expanded"
+    assert choose.explain("nvfp4_gemm", 4096, N, K, **facts, fp8_copy=True).backend == "w4a8_expanded"
     words = ["explain", "nvfp4_gemm", "-m4096", f"-n{N}", f"-k{K}", "--arch=9.0", "--cuda=13.0", "--nvcc=13.0"]
     assert cli.main([*words, "--fp8-copy"]) == 0
     said = capsys.readouterr().out
     assert "FP8 copy allowed" in said.splitlines()[0]
     assert ": w4a8_expanded (fp8 activations)" in said
     monkeypatch.setattr(system, "current", lambda: HOPPER)
-    assert dispatch.explain("nvfp4_gemm", 4096, N, K).backend == "w4a8_expanded"
-    assert dispatch.explain("nvfp4_gemm", 4096, N, K, fp8_copy=False).backend == "w4a8"
+    assert choose.explain("nvfp4_gemm", 4096, N, K).backend == "w4a8_expanded"
+    assert choose.explain("nvfp4_gemm", 4096, N, K, fp8_copy=False).backend == "w4a8"
 
 
 def test_a_refusal_can_be_reproduced_with_what_was_allowed(hopper, monkeypatch):
     for allowed in ("1", "0"):
         monkeypatch.setenv(COPY, allowed)
         with pytest.raises(BackendUnsupportedError) as error:
-            dispatch.select(problem(1, activation="bf16"), backend="w4a8_expanded")
+            choose.select(problem(1, activation="bf16"), backend="w4a8_expanded")
         assert ("--fp8-copy" in str(error.value)) is (allowed == "1")
 
 

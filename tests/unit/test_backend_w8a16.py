@@ -7,13 +7,14 @@ import itertools
 import pytest
 import torch
 
-from fp4dispatch import formats, selfcheck
-from fp4dispatch.arch import KNOWN_ARCHS
-from fp4dispatch.backends import w8a16
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.linear import FP8Linear
+from fp4dispatch.backends.own import w8a16
+from fp4dispatch.models.linear import FP8Linear
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import KNOWN_ARCHS
+from fp4dispatch.trust import selfcheck
 from tests import contract, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
 

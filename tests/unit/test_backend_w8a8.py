@@ -8,15 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4dispatch import capture, formats, ops, selfcheck
-from fp4dispatch.arch import KNOWN_ARCHS, SM90
-from fp4dispatch.backends import cutlass, cutlass_tiles, scratch, w8a8, w8a16
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.backends.own import cutlass, scratch, w8a8, w8a16
+from fp4dispatch.backends.own import tiles as cutlass_tiles
 from fp4dispatch.errors import InputError
-from fp4dispatch.jit.manifest import installed
-from fp4dispatch.linear import FP8Linear
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import capture
+from fp4dispatch.models.linear import FP8Linear
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90
+from fp4dispatch.run import ops
+from fp4dispatch.trust import selfcheck
 from tests import contract, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import cold_model
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 
 SMALL = ("--shapes", "64x64", "32x64", "--tokens", "1", "3", "--device", "cpu")
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers (extra `demo`) is not i
 
 from bench import decoder
 from fp4dispatch.benchmark.check import relative_error
-from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 
 CPU = torch.device("cpu")
 VOCABULARY = decoder.TINY["vocab_size"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from tests import w4_fake, w4a8_small
 
 pytest.importorskip("tvm_ffi")

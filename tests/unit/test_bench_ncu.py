@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from bench import ncu
-from fp4dispatch import registry
+from fp4dispatch.backends import registry
 from fp4dispatch.benchmark import machine, methods, ours
 from fp4dispatch.benchmark.methods import Launch
 from tests.bench_cases import HOPPER_ON_PAPER

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from fp4dispatch import timing
-from fp4dispatch.timing import calls_for, copies_for, is_cold, summarise, take_turns
+from fp4dispatch.tune import timing
+from fp4dispatch.tune.timing import calls_for, copies_for, is_cold, summarise, take_turns
 
 
 def test_median_least_and_spread():

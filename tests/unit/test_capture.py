@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fp4dispatch
-from fp4dispatch.capture import forbid_in_capture, is_capturing
 from fp4dispatch.errors import CaptureError
+from fp4dispatch.machine.capture import forbid_in_capture, is_capturing
 
 
 def test_false_on_a_cpu() -> None:
@@ -44,14 +44,14 @@ def test_asks_the_driver_only_once_cuda_is_up(
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4dispatch import capture
+    from fp4dispatch.machine import capture
 
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
 
 
 def test_no_kernel_is_loaded_in_a_capture(capturing: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4dispatch.arch import SM90
     from fp4dispatch.jit import kernels
+    from fp4dispatch.problem.arch import SM90
 
     monkeypatch.setattr(kernels, "_loaded", {})
     monkeypatch.setattr(kernels, "_load", lambda *args: pytest.fail("loaded"))
@@ -61,7 +61,7 @@ def test_no_kernel_is_loaded_in_a_capture(capturing: None, monkeypatch: pytest.M
 
 def test_no_kernel_is_compiled_in_a_capture(capturing: None, tmp_path: Path) -> None:
     from fp4dispatch.jit import kernels
-    from fp4dispatch.jit.cache import Cache
+    from fp4dispatch.jit.store.cache import Cache
 
     tmp_path.chmod(0o755)
     with pytest.raises(CaptureError, match=r"compiling fp8_quantize/any-90a .*\n.*fp4dispatch build"):
@@ -72,9 +72,9 @@ def test_no_kernel_is_compiled_in_a_capture(capturing: None, tmp_path: Path) -> 
 def test_nothing_is_logged_in_a_capture(
     capturing: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import fp4dispatch.dispatch  # noqa: F401  (it sets the filter)
-    from fp4dispatch import capture
-    from fp4dispatch.jit import guard
+    import fp4dispatch.dispatch.choose  # noqa: F401  (it sets the filter)
+    from fp4dispatch.jit.store import guard
+    from fp4dispatch.machine import capture
 
     guard.warn("first")
     assert caplog.records == []
@@ -88,17 +88,18 @@ def test_an_alias_that_is_met_in_a_capture_is_said_after_it(
 ) -> None:
     import logging
 
-    from fp4dispatch import capture, dispatch
+    from fp4dispatch.dispatch import choose
+    from fp4dispatch.machine import capture
 
-    dispatch.reset()
+    choose.reset()
     with caplog.at_level(logging.INFO, "fp4dispatch"):
         with monkeypatch.context() as patch:
             patch.setattr(capture, "is_capturing", lambda: True)
-            dispatch._request("nvfp4_gemm", "marlin")
+            choose._request("nvfp4_gemm", "marlin")
         assert caplog.records == []
-        dispatch._request("nvfp4_gemm", "marlin")
+        choose._request("nvfp4_gemm", "marlin")
     assert "marlin means w4a16" in caplog.text
-    dispatch.reset()
+    choose.reset()
 
 
 def test_the_error_says_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,17 @@ import pytest
 import torch
 
 import fp4dispatch
-from fp4dispatch import FP4Linear, FP8Linear, capture, dispatch, registry, routes, system
-from fp4dispatch.backends.capability import check
-from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch import FP4Linear, FP8Linear
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError, InputError
-from fp4dispatch.rules import rules
-from fp4dispatch.system import System
+from fp4dispatch.machine import capture, system
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import check
+from fp4dispatch.policy.catalogue import catalogue
+from fp4dispatch.policy.rules import rules
+from fp4dispatch.run import routes
 
 FACTS = {"cuda": "13.0", "torch": "2.11", "nvcc": "13.0", "cutlass": "4.5", "cudnn_frontend": "1.25"}
 N, K = 64, 64
@@ -43,18 +47,18 @@ def machine(monkeypatch):
     for name in ("FP4_GEMM_BACKEND", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(routes, "gpu_of", lambda device: 0)
-    dispatch.reset()
+    choose.reset()
 
     def use(arch: str, *names: str, **facts: str) -> None:
         made = System.fake(arch, **FACTS | {"cudnn": "9.23.1"} | facts)
         offered = {name: stand_in(name) for name in names} | {"reference": ReferenceBackend()}
         monkeypatch.setattr(system, "current", lambda: made)
         monkeypatch.setattr(registry, "backends", lambda: offered)
-        dispatch.reset()
+        choose.reset()
 
     yield use
     monkeypatch.undo()
-    dispatch.reset()
+    choose.reset()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp4dispatch.checkpoints import load_quantized, quantize_checkpoint, save_quantized
-from fp4dispatch.checkpoints.finite import check_finite
+from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.errors import CheckpointError
 from tests import checkpoint_cases
 from tests.checkpoint_cases import CONFIGS, K, N, assert_untouched, state_of, tensors_of, write

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.checkpoints import load_quantized
-from fp4dispatch.checkpoints.foreign import METHODS
+from fp4dispatch.checkpoints.config.foreign import METHODS
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError
 from tests.checkpoint_cases import CONFIGS, FP8_ARGS, K, N, Net, assert_untouched, state_of, tensors_of, write
 

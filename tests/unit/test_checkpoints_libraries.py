@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fp4dispatch.checkpoints import load_quantized, open_checkpoint, save_quantized
-from fp4dispatch.checkpoints.patterns import matches
-from fp4dispatch.checkpoints.quant_config import read_quant_config
+from fp4dispatch.checkpoints.config.patterns import matches
+from fp4dispatch.checkpoints.config.quant_config import read_quant_config
 from fp4dispatch.errors import CheckpointUnsupportedError
-from fp4dispatch.linear import FP8Linear
+from fp4dispatch.models.linear import FP8Linear
 from tests.checkpoint_cases import layer_weight, write
 
 # compressed-tensors.

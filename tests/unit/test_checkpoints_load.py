@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from fp4dispatch.checkpoints import load_quantized, open_checkpoint
-from fp4dispatch.checkpoints.patterns import matches
-from fp4dispatch.checkpoints.quant_config import read_quant_config
+from fp4dispatch.checkpoints.config.patterns import matches
+from fp4dispatch.checkpoints.config.quant_config import read_quant_config
 from fp4dispatch.errors import CheckpointError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from tests.checkpoint_cases import (
     CONFIGS,
     ROWS,

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch.checkpoints import open_checkpoint, publish, rename
-from fp4dispatch.checkpoints.publish import atomic_directory
+from fp4dispatch.checkpoints import open_checkpoint
+from fp4dispatch.checkpoints.files import publish, rename
+from fp4dispatch.checkpoints.files.publish import atomic_directory
 from fp4dispatch.errors import CheckpointError
 
 WAYS = ("renameat2", "EINVAL", "ENOSYS", "no libc")

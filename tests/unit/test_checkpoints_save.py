@@ -346,7 +346,7 @@ def test_only_checkpoints_are_ever_overwritten(tmp_path):
 
 
 def test_a_failure_at_the_last_tensor_leaves_nothing(tmp_path, monkeypatch):
-    from fp4dispatch.checkpoints import writer
+    from fp4dispatch.checkpoints.files import writer
 
     model = loaded("fp8-tensor", tmp_path)
     real = writer._write

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fp4dispatch.checkpoints import FORMATS, load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
-from fp4dispatch.checkpoints.quant_config import QuantConfig, read_quant_config
+from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
 from fp4dispatch.errors import CheckpointError, InputError
-from fp4dispatch.linear import FP4Linear
+from fp4dispatch.models.linear import FP4Linear
 from tests.checkpoint_cases import FP8_ARGS, NVFP4_ARGS, K, N, Net, layer_weight, stored_layer, tensors_of, write
 
 STATIC8 = FP8_ARGS | {"strategy": "tensor", "dynamic": False}

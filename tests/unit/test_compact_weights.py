@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import fp4dispatch
-from fp4dispatch import capture, compact, warmup
-from fp4dispatch.backends import w4
+from fp4dispatch import compact, warmup
+from fp4dispatch.backends.own import w4
 from fp4dispatch.checkpoints import load_quantized, save_quantized
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine import capture
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from tests import w4_fake
 from tests.hopper import seems_to_be_here
 

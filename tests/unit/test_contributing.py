@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch import policy, registry
+from fp4dispatch.backends import registry
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy import resolve
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
 from tests import contract
 
 if sys.version_info >= (3, 11):
@@ -46,9 +47,9 @@ def test_example_is_a_backend_that_keeps_the_contract(plugin):
 
 def test_example_is_judged_by_the_policy(plugin):
     here = System.fake(arch=None)
-    decision = policy.resolve(Problem("fp8_gemm", 1, 64, 64, scaling="row"), here, plugin, requested="float64")
+    decision = resolve.resolve(Problem("fp8_gemm", 1, 64, 64, scaling="row"), here, plugin, requested="float64")
     assert decision.backend == "float64"
-    refused = policy.resolve(Problem("nvfp4_gemm", 1, 64, 64), here, plugin, requested="float64")
+    refused = resolve.resolve(Problem("nvfp4_gemm", 1, 64, 64), here, plugin, requested="float64")
     assert refused.backend is None
     assert "needs fp8_gemm" in refused.text()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4dispatch import capture, formats
-from fp4dispatch.arch import SM90, Arch
-from fp4dispatch.backends import cublaslt, cublaslt_direct, quantizers, scratch, w4a8_expanded
+from fp4dispatch import formats
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
-from fp4dispatch.system import System
+from fp4dispatch.backends.libraries import cublaslt, cublaslt_direct
+from fp4dispatch.backends.own import quantizers, scratch, w4a8_expanded
+from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.machine import capture
+from fp4dispatch.machine.system import System
+from fp4dispatch.problem.arch import SM90, Arch
 from tests import contract, quantizer_fake
 from tests.flashinfer_interpreter import leaf
 from tests.unit.test_cublaslt_run import planned, run, weights

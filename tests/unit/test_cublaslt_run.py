@@ -10,12 +10,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4dispatch import formats
-from fp4dispatch.arch import SM90
-from fp4dispatch.backends import cublaslt, quantizers, scratch
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
+from fp4dispatch.backends.libraries import cublaslt
+from fp4dispatch.backends.own import quantizers, scratch
 from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
+from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
+from fp4dispatch.problem.arch import SM90
 from tests import contract, pdl_fake, quantizer_fake
 
 KINDS = [("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False)]

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4dispatch import capture, formats
-from fp4dispatch.backends import cutlass, scratch
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, Plan, QuantizedActivation
+from fp4dispatch.backends.own import cutlass, scratch
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.errors import CaptureError, InputError
+from fp4dispatch.machine import capture
 from fp4dispatch.problem import Problem
 from tests import pdl_fake
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import formats, ops, tuning
-from fp4dispatch.backends import quantizers
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.backends.own import quantizers
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Problem
-from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.run import ops
+from fp4dispatch.tune import tuning
 
 PACKAGE = Path(formats.__file__).parent
 DEFAULTS = (torch.bfloat16, torch.float16, torch.float64)

@@ -38,7 +38,7 @@ def quality_with(original, spoil=None, fmt="nvfp4"):
     """Quantise a copy of the model, spoil one of its layers, and compare."""
     import copy
 
-    from fp4dispatch.replace import replace_linears
+    from fp4dispatch.models.replace import replace_linears
 
     tokenizer, model, before = original
     model = copy.deepcopy(model)

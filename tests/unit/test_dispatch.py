@@ -12,15 +12,17 @@ from dataclasses import replace
 
 import pytest
 
-from fp4dispatch import dispatch, policy, registry
-from fp4dispatch.backends.capability import DeclaredBackend
-from fp4dispatch.backends.catalogue import catalogue
+from fp4dispatch.backends import registry
 from fp4dispatch.cli import explain as cli_explain
-from fp4dispatch.decision import Decision
+from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.whatif import reproduce
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy import resolve
+from fp4dispatch.policy.capability import DeclaredBackend
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
-from fp4dispatch.whatif import reproduce
+from fp4dispatch.problem.decision import Decision
 
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)
 FP8 = Problem("fp8_gemm", 16, 4096, 4096, scaling="tensor")
@@ -42,56 +44,56 @@ def machine(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     backends = {name: DeclaredBackend(name) for name in catalogue().backends}
     monkeypatch.setattr(registry, "backends", lambda: backends)
-    dispatch.reset()
+    choose.reset()
 
     def use(system):
-        monkeypatch.setattr(dispatch._system, "current", lambda: system)
+        monkeypatch.setattr(choose._system, "current", lambda: system)
 
     use(System.fake("12.0", **FACTS))
     yield use
-    dispatch.reset()
+    choose.reset()
 
 
 # -------------------------------------------------------------------------------------------------------- precedence
 
 
 def test_auto():
-    decision = dispatch.select(NVFP4)
+    decision = choose.select(NVFP4)
     assert (decision.backend, decision.requested, decision.requested_by) == ("cudnn", "auto", "auto")
 
 
 def test_argument_over_environment_over_auto(monkeypatch):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cublaslt")
-    by_variable = dispatch.select(NVFP4)
+    by_variable = choose.select(NVFP4)
     assert (by_variable.backend, by_variable.requested_by) == ("cublaslt", "FP4_GEMM_BACKEND")
-    by_argument = dispatch.select(NVFP4, backend="w4a16")
+    by_argument = choose.select(NVFP4, backend="w4a16")
     assert (by_argument.backend, by_argument.requested_by) == ("w4a16", "argument")
-    forced_auto = dispatch.select(NVFP4, backend="auto")
+    forced_auto = choose.select(NVFP4, backend="auto")
     assert (forced_auto.backend, forced_auto.requested_by) == ("cudnn", "auto")
 
 
 def test_each_op_has_its_variable(monkeypatch):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cutlass")
     monkeypatch.setenv("FP4DISPATCH_FP8_BACKEND", "reference")
-    assert dispatch.select(NVFP4).backend == "cutlass"
-    fp8 = dispatch.select(FP8)
+    assert choose.select(NVFP4).backend == "cutlass"
+    fp8 = choose.select(FP8)
     assert (fp8.backend, fp8.requested_by) == ("reference", "FP4DISPATCH_FP8_BACKEND")
 
 
 def test_the_environment_is_read_at_each_call(monkeypatch):
-    assert dispatch.select(NVFP4).backend == "cudnn"
+    assert choose.select(NVFP4).backend == "cudnn"
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cublaslt")
-    assert dispatch.select(NVFP4).backend == "cublaslt"
+    assert choose.select(NVFP4).backend == "cublaslt"
     monkeypatch.setenv("FP4_GEMM_BACKEND", "")
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "cudnn, cutlass")
-    assert dispatch.select(NVFP4).backend == "cublaslt"
+    assert choose.select(NVFP4).backend == "cublaslt"
 
 
 def test_cutlass_named_on_sm120_is_honoured_with_one_warning(monkeypatch, caplog):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cutlass")
     with caplog.at_level(logging.INFO, "fp4dispatch"):
-        assert dispatch.select(NVFP4).backend == "cutlass"
-        dispatch.select(NVFP4)
+        assert choose.select(NVFP4).backend == "cutlass"
+        choose.select(NVFP4)
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "UNPROVEN" in warnings[0]
@@ -100,28 +102,28 @@ def test_cutlass_named_on_sm120_is_honoured_with_one_warning(monkeypatch, caplog
 def test_unknown_names(monkeypatch):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cudn")
     with pytest.raises(SettingsError) as raised:
-        dispatch.select(NVFP4)
+        choose.select(NVFP4)
     assert str(raised.value).startswith(
         "FP4_GEMM_BACKEND='cudn' is not a backend. Did you mean cudnn? Known: auto, reference, "
     )
-    assert dispatch.select(NVFP4, backend="cudnn").backend == "cudnn"  # the argument comes first
+    assert choose.select(NVFP4, backend="cudnn").backend == "cudnn"  # the argument comes first
     monkeypatch.delenv("FP4_GEMM_BACKEND")
     with pytest.raises(UnknownBackendError, match=r"'cutlas' is not a backend\. Did you mean cutlass"):
-        dispatch.select(NVFP4, backend="cutlas")
+        choose.select(NVFP4, backend="cutlas")
 
 
 @pytest.mark.parametrize("value", ["cutlas", "auto"])
 def test_bad_disable(monkeypatch, value):
     monkeypatch.setenv("FP4DISPATCH_DISABLE", value)
     with pytest.raises(SettingsError, match="FP4DISPATCH_DISABLE"):
-        dispatch.select(NVFP4)
+        choose.select(NVFP4)
 
 
 def test_aliases_are_honoured_and_noted_once(monkeypatch, caplog):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "marlin")
     with caplog.at_level(logging.INFO, "fp4dispatch"):
-        assert dispatch.select(NVFP4).backend == "w4a16"
-        dispatch.select(NVFP4)
+        assert choose.select(NVFP4).backend == "w4a16"
+        choose.select(NVFP4)
     assert len([r for r in caplog.records if "marlin means w4a16" in r.message]) == 1
 
 
@@ -130,26 +132,26 @@ def test_aliases_are_honoured_and_noted_once(monkeypatch, caplog):
 
 def test_one_decision_per_bucket_of_m(monkeypatch):
     asked = []
-    real = policy.resolve
-    monkeypatch.setattr(policy, "resolve", lambda *a, **k: asked.append(a[0].m) or real(*a, **k))
+    real = resolve.resolve
+    monkeypatch.setattr(resolve, "resolve", lambda *a, **k: asked.append(a[0].m) or real(*a, **k))
     for m in (9, 16, 13, 17, 0, 1):
-        assert dispatch.select(replace(NVFP4, m=m)).problem.m == m
+        assert choose.select(replace(NVFP4, m=m)).problem.m == m
     assert asked == [16, 32, 1]
 
 
 def test_a_changed_machine_is_noticed(machine):
-    assert dispatch.select(NVFP4).backend == "cudnn"
+    assert choose.select(NVFP4).backend == "cudnn"
     machine(System.fake("10.0", **FACTS))
-    assert dispatch.select(NVFP4).backend == "cutlass"
+    assert choose.select(NVFP4).backend == "cutlass"
 
 
 def test_the_device_of_the_tensors_counts(machine):
     machine(replace(System.fake(**FACTS), gpus=System.fake(gpus=["12.0", "9.0"]).gpus))
-    assert dispatch.select(NVFP4, gpu=0).backend == "cudnn"
-    assert dispatch.select(replace(NVFP4, m=8), gpu=1).backend == "w4a16"
-    assert dispatch.select(NVFP4, gpu=None).backend == "reference"
+    assert choose.select(NVFP4, gpu=0).backend == "cudnn"
+    assert choose.select(replace(NVFP4, m=8), gpu=1).backend == "w4a16"
+    assert choose.select(NVFP4, gpu=None).backend == "reference"
     with pytest.raises(InputError, match="gpu=2 is not visible: 2 GPUs are"):
-        dispatch.select(NVFP4, gpu=2)
+        choose.select(NVFP4, gpu=2)
 
 
 def test_many_threads_agree_and_report_once(caplog):
@@ -157,7 +159,7 @@ def test_many_threads_agree_and_report_once(caplog):
 
     def work():
         start.wait()
-        found.extend(dispatch.select(replace(NVFP4, m=m)).backend for m in range(1, 200))
+        found.extend(choose.select(replace(NVFP4, m=m)).backend for m in range(1, 200))
 
     with caplog.at_level(logging.INFO, "fp4dispatch"):
         threads = [threading.Thread(target=work) for _ in range(16)]
@@ -177,10 +179,10 @@ def test_many_threads_agree_and_report_once(caplog):
 def test_one_info_line_per_choice_with_rule_and_source(caplog):
     with caplog.at_level(logging.INFO, "fp4dispatch"):
         for m in (9, 16, 12):
-            dispatch.select(replace(NVFP4, m=m))
-        dispatch.select(replace(NVFP4, m=64))  # the same backend by the same rule
-        dispatch.select(replace(NVFP4, n=8192))
-        dispatch.select(NVFP4, backend="cudnn")
+            choose.select(replace(NVFP4, m=m))
+        choose.select(replace(NVFP4, m=64))  # the same backend by the same rule
+        choose.select(replace(NVFP4, n=8192))
+        choose.select(NVFP4, backend="cudnn")
     lines = [r.message for r in caplog.records]
     assert len(lines) == 3
     for part in ("M=9 N=4096 K=4096", "sm_120", "cudnn", "nvfp4-sm12x-cudnn-first", "sglang/pull/20047"):
@@ -191,7 +193,7 @@ def test_fallback_is_one_warning(machine, caplog):
     machine(System.fake("12.0", cuda="13.0", torch="2.11"))
     with caplog.at_level(logging.INFO, "fp4dispatch"):
         for m in (1, 16, 300):
-            assert dispatch.select(replace(NVFP4, m=m)).backend == "cublaslt"
+            assert choose.select(replace(NVFP4, m=m)).backend == "cublaslt"
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "cuDNN not found" in warnings[0]
@@ -200,30 +202,30 @@ def test_fallback_is_one_warning(machine, caplog):
 def test_unknown_variables_are_reported_once(monkeypatch, caplog):
     monkeypatch.setenv("FP4DISPATCH_DISABEL", "cudnn")
     with caplog.at_level(logging.INFO, "fp4dispatch"):
-        dispatch.select(NVFP4)
-        dispatch.select(FP8)
+        choose.select(NVFP4)
+        choose.select(FP8)
     (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING and "DISABEL" in r.message]
     assert "Did you mean FP4DISPATCH_DISABLE?" in warning
 
 
 def test_nothing_is_logged_during_capture_and_it_is_afterwards(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(choose._capture, "is_capturing", lambda: True)
     with caplog.at_level(logging.DEBUG, "fp4dispatch"):
-        dispatch.select(NVFP4)
+        choose.select(NVFP4)
         assert caplog.records == []
-        monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: False)
-        dispatch.select(NVFP4)
+        monkeypatch.setattr(choose._capture, "is_capturing", lambda: False)
+        choose.select(NVFP4)
     assert len(caplog.records) == 1
 
 
 def test_importing_sets_up_no_logging_and_the_variable_does():
     code = (
-        "import logging, fp4dispatch.dispatch as d\n"
+        "import logging, fp4dispatch.dispatch.choose as d\n"
         "log = logging.getLogger('fp4dispatch')\n"
         "assert [type(h) for h in log.handlers] == [logging.NullHandler] and log.level == 0\n"
         "from fp4dispatch import Problem, System\n"
         "d._system.current = lambda: System.fake()\n"
-        "from fp4dispatch.backends.capability import DeclaredBackend\n"
+        "from fp4dispatch.policy.capability import DeclaredBackend\n"
         "d.registry.backends = lambda: {'reference': DeclaredBackend('reference')}\n"
         "d.select(Problem('nvfp4_gemm', 1, 16, 16))\n"
         "d.reset(); d.select(Problem('nvfp4_gemm', 1, 16, 16))\n"
@@ -256,7 +258,7 @@ def test_importing_sets_up_no_logging_and_the_variable_does():
 def test_a_named_backend_that_cannot_run_is_an_error_with_everything(machine, monkeypatch):
     raw = replace(NVFP4, sf_layout="linear")
     with pytest.raises(BackendUnsupportedError) as raised:
-        dispatch.select(raw, backend="cudnn", layer="mlp.up")
+        choose.select(raw, backend="cudnn", layer="mlp.up")
     text = str(raised.value)
     assert text.startswith('backend="cudnn" was requested for layer "mlp.up" and cannot run nvfp4_gemm M=16')
     assert "LAYOUT b_sf is linear, needs 128x4" in text
@@ -264,7 +266,7 @@ def test_a_named_backend_that_cannot_run_is_an_error_with_everything(machine, mo
     assert raised.value.decision.backend is None
     monkeypatch.setenv("FP4_GEMM_BACKEND", "flashinfer_trtllm")
     with pytest.raises(BackendUnsupportedError, match="by FP4_GEMM_BACKEND and cannot run") as raised:
-        dispatch.select(NVFP4)
+        choose.select(NVFP4)
     assert "ARCH GPU is sm_120, needs sm_100 or sm_103" in str(raised.value)
 
 
@@ -272,7 +274,7 @@ def test_nothing_can_run(machine, monkeypatch):
     machine(System.fake("12.0", cuda="12.8", cudnn="9.7.1", cudnn_path="/usr/lib", nvcc="12.8"))
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "reference")
     with pytest.raises(NoBackendError) as raised:
-        dispatch.select(Problem("nvfp4_gemm", 16, 7168, 7152, sf_layout="linear"), layer="mlp.up")
+        choose.select(Problem("nvfp4_gemm", 16, 7168, 7152, sf_layout="linear"), layer="mlp.up")
     text = str(raised.value)
     assert text.startswith("nothing can run nvfp4_gemm M=16 N=7168 K=7152")
     for part in (
@@ -344,7 +346,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("disabled", [(), ("cublaslt", "w4a16")])
 def test_the_printed_command_reproduces_the_decision(machine_name, question, disabled, capsys):
     system, (problem, backend) = MACHINES[machine_name], QUESTIONS[question]
-    original = policy.resolve(
+    original = resolve.resolve(
         problem,
         system,
         registry.backends(),
@@ -364,10 +366,10 @@ def test_the_printed_command_reproduces_the_decision(machine_name, question, dis
 
 
 def test_explain_asks_this_machine_when_no_fact_is_given(machine, monkeypatch):
-    assert same(dispatch.explain("nvfp4_gemm", 16, 4096, 4096), dispatch.select(NVFP4))
+    assert same(choose.explain("nvfp4_gemm", 16, 4096, 4096), choose.select(NVFP4))
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cublaslt")
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "cudnn")
-    here = dispatch.explain("nvfp4_gemm", 16, 4096, 4096)
+    here = choose.explain("nvfp4_gemm", 16, 4096, 4096)
     assert (here.backend, here.requested_by) == ("cublaslt", "FP4_GEMM_BACKEND")
     assert here.verdict("cudnn").reasons[0].text == "disabled"
 
@@ -375,13 +377,13 @@ def test_explain_asks_this_machine_when_no_fact_is_given(machine, monkeypatch):
 def test_explain_of_another_machine_ignores_this_one(monkeypatch):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cublaslt")
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "w4a16")
-    there = dispatch.explain("nvfp4_gemm", 8, 4096, 4096, arch="9.0", nvcc="13.0")
+    there = choose.explain("nvfp4_gemm", 8, 4096, 4096, arch="9.0", nvcc="13.0")
     assert (there.backend, there.requested_by) == ("w4a16", "auto")
 
 
 def test_explain_takes_companions_for_granted_unless_told():
     def ask(**facts):
-        return dispatch.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", **facts)
+        return choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", **facts)
 
     assert ask(cuda="13.0", cudnn="9.19.0").backend == "cudnn"
     without = ask(cuda="13.0", cudnn="9.19.0", cudnn_frontend="none")
@@ -399,25 +401,25 @@ def test_explain_takes_companions_for_granted_unless_told():
 
 
 def test_explain_never_raises_for_no_backend():
-    decision = dispatch.explain("nvfp4_gemm", 1, 16, 16, arch="9.0", backend="cudnn")
+    decision = choose.explain("nvfp4_gemm", 1, 16, 16, arch="9.0", backend="cudnn")
     assert decision.backend is None
-    assert dispatch.explain("nvfp4_gemm", 1, 16, 16, arch="none", disabled=["reference"]).backend is None
+    assert choose.explain("nvfp4_gemm", 1, 16, 16, arch="none", disabled=["reference"]).backend is None
 
 
 def test_explain_takes_a_system_or_facts():
-    assert dispatch.explain("nvfp4_gemm", 16, 64, 64, system=System.fake("10.0", **FACTS)).backend == "cutlass"
+    assert choose.explain("nvfp4_gemm", 16, 64, 64, system=System.fake("10.0", **FACTS)).backend == "cutlass"
     with pytest.raises(InputError, match="not both"):
-        dispatch.explain("nvfp4_gemm", 16, 64, 64, arch="9.0", system=System.fake())
+        choose.explain("nvfp4_gemm", 16, 64, 64, arch="9.0", system=System.fake())
 
 
 def test_explain_refuses_nonsense():
     with pytest.raises(InputError):
-        dispatch.explain("nvfp4_gemm", 16, 64, 64, arch="120f")
+        choose.explain("nvfp4_gemm", 16, 64, 64, arch="120f")
     with pytest.raises(InputError):
-        dispatch.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", cuda="newest")
+        choose.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", cuda="newest")
     with pytest.raises(InputError):
-        dispatch.explain("nvfp4_gemm", -1, 64, 64)
+        choose.explain("nvfp4_gemm", -1, 64, 64)
     with pytest.raises(UnknownBackendError):
-        dispatch.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", backend="cudn")
+        choose.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", backend="cudn")
     with pytest.raises(UnknownBackendError):
-        dispatch.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", disabled=["cudn"])
+        choose.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", disabled=["cudn"])

@@ -17,8 +17,8 @@ from fp4dispatch import cli
 from fp4dispatch.cli import doctor, doctor_checks
 from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
 from fp4dispatch.errors import SettingsError
+from fp4dispatch.machine.system import System
 from fp4dispatch.settings import SETTINGS
-from fp4dispatch.system import System
 
 GOOD: dict[str, Any] = {
     "arch": "12.0",

@@ -11,7 +11,7 @@ import pytest
 import fp4dispatch
 from fp4dispatch import cli
 from fp4dispatch.cli import env
-from fp4dispatch.system import System
+from fp4dispatch.machine.system import System
 
 FAKE = System.fake(
     arch="12.0", gpus=2, driver="580.65", driver_cuda="13.0", cuda="13.0", torch="2.13.0", cudnn="9.10.2",

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from bench import candidates, evidence, host_cost
-from fp4dispatch import canary, ops, quarantine, registry, tuned
+from fp4dispatch.backends import registry
 from fp4dispatch.benchmark import machine
+from fp4dispatch.dispatch import tuned
 from fp4dispatch.problem import Problem
-from fp4dispatch.timing import WallEngine
+from fp4dispatch.run import ops
+from fp4dispatch.trust import canary, quarantine
+from fp4dispatch.tune.timing import WallEngine
 from tests.planted import FAULTS, HONEST, Honest
 
 CPU = torch.device("cpu")

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import capture, dispatch, ops, registry, routes
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import BackwardError, CaptureError, InputError
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.quantized_linear import QuantizedLinear
+from fp4dispatch.machine import capture
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.run import ops, routes
 
 K, N = 64, 48
 
@@ -36,10 +39,10 @@ def backend(monkeypatch):
     monkeypatch.setattr(registry, "backends", lambda: real | {"reference": found})
     monkeypatch.setattr(Split, "runs", 0)
     monkeypatch.setattr(routes, "_plans", {})
-    for forget in (routes.LayerSpec.parse.cache_clear, dispatch.reset):
+    for forget in (routes.LayerSpec.parse.cache_clear, choose.reset):
         forget()
     yield found
-    for forget in (routes.LayerSpec.parse.cache_clear, dispatch.reset):
+    for forget in (routes.LayerSpec.parse.cache_clear, choose.reset):
         forget()
 
 
@@ -246,7 +249,7 @@ def test_a_warm_m_needs_no_host_work_in_capture_and_another_is_refused(monkeypat
 def test_no_dispatcher_no_environment_no_log_on_the_fast_path(monkeypatch):
     layer, x = make(), rows(4)
     layer(x)
-    for owner, name in ((ops, "linear"), (ops, "run_bound"), (dispatch, "select"), (routes, "plan_for")):
+    for owner, name in ((ops, "linear"), (ops, "run_bound"), (choose, "select"), (routes, "plan_for")):
         monkeypatch.setattr(owner, name, lambda *a, **k: pytest.fail("on the fast path"))
     monkeypatch.setattr("fp4dispatch.settings.Settings.__getattr__", lambda *a: pytest.fail("the environment"))
     layer(x)

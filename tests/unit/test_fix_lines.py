@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from fp4dispatch import installing
-from fp4dispatch.backends.capability import check
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine import installing
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import check
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
 
 if sys.version_info >= (3, 11):
     import tomllib

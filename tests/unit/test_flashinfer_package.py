@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4dispatch import libraries
-from fp4dispatch.arch import KNOWN_ARCHS
-from fp4dispatch.backends import flashinfer as backends
-from fp4dispatch.backends import flashinfer_package as package
-from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.backends.flashinfer_deepgemm import FlashInferDeepGemmBackend
+from fp4dispatch.backends.libraries import flashinfer as backends
+from fp4dispatch.backends.libraries import flashinfer_package as package
+from fp4dispatch.backends.libraries.flashinfer_deepgemm import FlashInferDeepGemmBackend
 from fp4dispatch.errors import BackendUnsupportedError
+from fp4dispatch.machine import libraries
+from fp4dispatch.policy.catalogue import catalogue
+from fp4dispatch.problem.arch import KNOWN_ARCHS
 from tests import contract
 from tests.flashinfer_interpreter import DeepGemmRunner, install, load
 

@@ -183,7 +183,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_submodules_are_not_shadowed() -> None:
-    """``fp4dispatch.arch`` stays the module; the GPU's arch is ``gpu_arch``."""
+    """``fp4dispatch.problem.arch`` stays the module; the GPU's arch is ``gpu_arch``."""
     package = Path(fp4dispatch.__file__).parent
     modules = {file.stem for file in package.glob("*.py")} | {f.parent.name for f in package.glob("*/__init__.py")}
     assert modules & set(fp4dispatch.__all__) == set()

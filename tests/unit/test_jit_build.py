@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 
 from fp4dispatch.errors import CacheError, CompileError, ToolchainError
-from fp4dispatch.jit import cache as cache_module
-from fp4dispatch.jit import evict, guard, kernels, loading, private, prove
-from fp4dispatch.jit.cache import Cache
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit import kernels, prove
+from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.jit.store import cache as cache_module
+from fp4dispatch.jit.store import evict, guard, loading, private
+from fp4dispatch.jit.store.cache import Cache
 from tests.jit_cases import BUILD_ONE, JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, start_build, tiny_sources
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make files of another user or mount a tmpfs")

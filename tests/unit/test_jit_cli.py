@@ -9,7 +9,7 @@ import pytest
 
 from fp4dispatch import cli
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.cache import Cache
+from fp4dispatch.jit.store.cache import Cache
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +61,8 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_the_arch_that_is_pretended_is_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4dispatch.arch import SM120
     from fp4dispatch.cli.build import _default_archs
+    from fp4dispatch.problem.arch import SM120
 
     monkeypatch.setenv("FP4DISPATCH_ARCH", "12.0")
     assert _default_archs() == (SM120,)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch.arch import KNOWN_ARCHS, SM75, SM120, SM121, Arch
 from fp4dispatch.errors import FlagsError
-from fp4dispatch.jit import flags, kernels
-from fp4dispatch.jit.manifest import Catalog, installed
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.catalog import flags
+from fp4dispatch.jit.catalog.manifest import Catalog, installed
+from fp4dispatch.problem.arch import KNOWN_ARCHS, SM75, SM120, SM121, Arch
 from tests.jit_cases import JIT_FLAGS, MANIFEST, REPOSITORY, tiny_catalog, tiny_sources
 
 GDC_TARGETS = {"90a", "100f", "103a", "110a", "120f", "121a"}

@@ -19,14 +19,16 @@ import pytest
 import torch
 
 import fp4dispatch
-from fp4dispatch import dispatch, quarantine, records, tuned
 from fp4dispatch.cli import doctor_checks
+from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.errors import CacheError, CompileError
-from fp4dispatch.jit import cache as cache_module
-from fp4dispatch.jit import guard, kernels, loading, private, proven
-from fp4dispatch.jit.cache import Cache
-from fp4dispatch.jit.manifest import Catalog
-from fp4dispatch.system import System
+from fp4dispatch.jit import kernels, proven
+from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.jit.store import cache as cache_module
+from fp4dispatch.jit.store import guard, loading, private, records
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.machine.system import System
+from fp4dispatch.trust import quarantine
 from tests.jit_cases import JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, tiny_sources
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as another user or mount a tmpfs")
@@ -68,7 +70,7 @@ def work(catalog: Catalog) -> tuple[list[str], Path]:
     Return the warnings, and the folder of the kernel.
     """
     heard = Heard()
-    dispatch.reset()
+    choose.reset()
     proven.forget()
     logging.getLogger("fp4dispatch").addHandler(heard)
     try:
@@ -84,7 +86,7 @@ def work(catalog: Catalog) -> tuple[list[str], Path]:
         assert build(catalog).cached
     finally:
         logging.getLogger("fp4dispatch").removeHandler(heard)
-        dispatch.reset()
+        choose.reset()
         proven.forget()
     return heard.texts, folder
 

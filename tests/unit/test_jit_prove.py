@@ -11,9 +11,9 @@ import pytest
 
 from fp4dispatch.errors import ProofError, ToolchainError
 from fp4dispatch.jit import prove
-from fp4dispatch.jit.cache import Entry
+from fp4dispatch.jit.compiler.toolchain import Disassembler
 from fp4dispatch.jit.prove import KernelProof, Proof
-from fp4dispatch.jit.toolchain import Disassembler
+from fp4dispatch.jit.store.cache import Entry
 
 GOOD = KernelProof(
     name="_Z4gemm",

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from fp4dispatch import dispatch, system
+from fp4dispatch.dispatch import choose
 from fp4dispatch.jit import building, kernels, proven
-from fp4dispatch.jit.cache import OWN, PROOF, Cache, digest
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.prove import KernelProof, Proof, prover_sha256
+from fp4dispatch.jit.store.cache import OWN, PROOF, Cache, digest
+from fp4dispatch.machine import system
 
 SM120 = {("nvfp4_gemm", "sm_120"), ("nvfp4_gemm", "sm_121")}
 
@@ -55,7 +56,7 @@ def test_a_proven_entry_reaches_the_policy(cache, tmp_path):
     publish(cache, tmp_path)
     assert proven.proven() == SM120
     assert system.current().proven == SM120
-    dispatch.reset()
+    choose.reset()
 
 
 def test_one_entry_without_barrier_spoils_its_op_and_arch(cache, tmp_path):

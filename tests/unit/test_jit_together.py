@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch.arch import Arch
 from fp4dispatch.errors import CompileError
 from fp4dispatch.jit import building, kernels
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.problem.arch import Arch
 from tests.jit_cases import MANIFEST, Fake, fake_toolchain, tiny_catalog
 
 ARCH = Arch(12, 0)

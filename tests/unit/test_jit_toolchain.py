@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch import libraries
 from fp4dispatch.errors import ToolchainError
-from fp4dispatch.jit import limits, toolchain
-from fp4dispatch.jit.flags import load_common, load_records
-from fp4dispatch.libraries import Library
+from fp4dispatch.jit.catalog.flags import load_common, load_records
+from fp4dispatch.jit.compiler import limits, toolchain
+from fp4dispatch.machine import libraries
+from fp4dispatch.machine.libraries import Library
 from tests.jit_cases import JIT_FLAGS, fake_toolchain
 
 COMMON = load_common(JIT_FLAGS)

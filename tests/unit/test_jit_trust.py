@@ -14,10 +14,11 @@ import pytest
 
 from fp4dispatch import cli
 from fp4dispatch.errors import CacheError, CompileError
-from fp4dispatch.jit import cache as cache_module
-from fp4dispatch.jit import digests, evict, kernels, loading, private
-from fp4dispatch.jit.cache import LIBRARY, MARKER, Cache, Entry, digest
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.jit.store import cache as cache_module
+from fp4dispatch.jit.store import digests, evict, loading, private
+from fp4dispatch.jit.store.cache import LIBRARY, MARKER, Cache, Entry, digest
 from tests.jit_cases import JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, tiny_sources
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make files of another user")
@@ -124,7 +125,7 @@ def test_a_link_above_that_another_user_could_turn_is_refused(tmp_path: Path) ->
 def test_no_kernel_verdict_or_time_is_read_below_an_open_folder(
     above: int, mode: int, fake: Fake, catalog: Catalog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from fp4dispatch import records
+    from fp4dispatch.jit.store import records
 
     built = build(catalog)
     root = cache_module.default_folder()

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4dispatch import canary, layercheck, selfcheck
 from fp4dispatch.backends.base import Plan
 from fp4dispatch.backends.reference import ReferenceBackend
-from fp4dispatch.decision import Reason
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.layer_operands import Operands
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine.system import System
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.problem import Problem
-from fp4dispatch.quarantine import CheckResult
-from fp4dispatch.system import System
+from fp4dispatch.problem.decision import Reason
+from fp4dispatch.trust import canary, layercheck, selfcheck
+from fp4dispatch.trust.layer_operands import Operands
+from fp4dispatch.trust.quarantine import CheckResult
 from tests import planted
 from tests.planted import FAULTS, HONEST, LAYER_FAULTS, ONLY_WITH, TRUNCATING, Honest, TruncatingDown
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import formats, routes
+from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import BackendUnsupportedError, BackwardError, FormatError, InputError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.run import routes
 
 K, N = 128, 96
 KINDS = ("nvfp4", "tensor", "row", "block128")
@@ -414,4 +415,4 @@ def test_inductor_runs_a_block_of_layers():
 def test_export_keeps_the_operator():
     layer = make("nvfp4")
     program = torch.export.export(layer, (torch.randn(2, K, dtype=torch.bfloat16),))
-    assert any("fp4dispatch.linear" in str(node.target) for node in program.graph.nodes)
+    assert any("fp4dispatch.models.linear" in str(node.target) for node in program.graph.nodes)

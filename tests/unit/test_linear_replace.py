@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fp4dispatch.errors import FormatError, InputError
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.replace import replace_linears, warmup
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replace import replace_linears, warmup
 
 
 class Block(nn.Module):
@@ -193,7 +193,7 @@ def test_progress_is_told():
 
 
 def test_warmup_plans_each_shape_once(monkeypatch):
-    from fp4dispatch import routes
+    from fp4dispatch.run import routes
 
     m = model()
     replace_linears(m)
@@ -208,8 +208,8 @@ def test_warmup_plans_each_shape_once(monkeypatch):
 
 
 def test_warmup_is_refused_during_capture(monkeypatch):
-    from fp4dispatch import capture
     from fp4dispatch.errors import CaptureError
+    from fp4dispatch.machine import capture
 
     m = model()
     replace_linears(m)

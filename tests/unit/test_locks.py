@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 import fp4dispatch
-from fp4dispatch import dispatch, locks, registry
-from fp4dispatch.backends.cudnn import CudnnBackend
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.libraries.cudnn import CudnnBackend
 from fp4dispatch.backends.reference import ReferenceBackend
-from fp4dispatch.locks import ForkSafeLock
+from fp4dispatch.dispatch import choose
+from fp4dispatch.machine import locks
+from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.problem import Problem
 
 ROOT = Path(fp4dispatch.__file__).parent
@@ -125,14 +127,14 @@ def test_a_decision_can_be_made_while_the_parent_makes_one(monkeypatch):
 
     known = {**registry.backends(), "slow": Slow()}
     monkeypatch.setattr(registry, "backends", lambda: known)
-    dispatch.reset()
+    choose.reset()
     problem = Problem("nvfp4_gemm", 16, 256, 256, "any", "nvfp4", "bfloat16", False)
-    thread = threading.Thread(target=lambda: dispatch.select(problem), daemon=True)
+    thread = threading.Thread(target=lambda: choose.select(problem), daemon=True)
     thread.start()
     assert inside.wait(20)
-    assert child(lambda: dispatch.select(problem).backend) in ("reference", "slow")
+    assert child(lambda: choose.select(problem).backend) in ("reference", "slow")
     thread.join()
-    dispatch.reset()
+    choose.reset()
 
 
 def test_the_thread_that_forks_keeps_what_it_holds():

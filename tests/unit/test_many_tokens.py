@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from fp4dispatch.arch import KNOWN_ARCHS
-from fp4dispatch.backends import cutlass_tiles
-from fp4dispatch.backends.many_tokens import TileSpeed, clocks
+from fp4dispatch.backends.own import tiles
+from fp4dispatch.backends.own.launch_model import TileSpeed, clocks
 from fp4dispatch.errors import FlagsError
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import KNOWN_ARCHS
 from tests import many_tokens
 
 SM90 = next(arch for arch in KNOWN_ARCHS if arch.sm == "sm_90")
@@ -88,7 +88,7 @@ def test_the_chosen_tile_is_the_fastest_that_was_measured(activation, act, build
         if m not in tokens:
             continue
         best = {build: min(us for _, us in problem["builds"][f"{KERNEL}/{build}"]) for build in builds}
-        tile = cutlass_tiles.tile_for(wide(m, n, k, activation), SM90, 132, "w4")
+        tile = tiles.tile_for(wide(m, n, k, activation), SM90, 132, "w4")
         of_best = min(best.values()) / best[tile.builds["bfloat16"]]
         assert of_best >= least[0], f"M={m} N={n} K={k}: {best}"
         of_tokens[m].append(of_best)
@@ -101,7 +101,7 @@ def test_the_chosen_tile_is_the_fastest_that_was_measured(activation, act, build
 
 def test_the_fastest_tile_is_chosen_only_of_those_that_fit_and_are_taken():
     def tile(takes=lambda _: True):
-        found = cutlass_tiles.tile_for(wide(1024, 28672, 4096), SM90, 132, "w4", takes)
+        found = tiles.tile_for(wide(1024, 28672, 4096), SM90, 132, "w4", takes)
         return found and found.builds["float16"]
 
     assert tile() == "a8_fp16_176"
@@ -111,16 +111,16 @@ def test_the_fastest_tile_is_chosen_only_of_those_that_fit_and_are_taken():
 
 
 def test_a_first_row_without_a_speed_comes_before_any_that_has_one():
-    first = cutlass_tiles.tile_for(wide(32, 28672, 4096), SM90, 132, "w4")
+    first = tiles.tile_for(wide(32, 28672, 4096), SM90, 132, "w4")
     assert (first.builds["float16"], first.speed) == ("a8_fp16_32", None)
-    assert any(tile.speed and tile.fits(wide(32, 28672, 4096), SM90, 132) for tile in cutlass_tiles.tiles("w4"))
+    assert any(tile.speed and tile.fits(wide(32, 28672, 4096), SM90, 132) for tile in tiles.tiles("w4"))
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
 def test_speeds_are_of_the_tiles_of_their_builds():
-    timed = [tile for tile in cutlass_tiles.tiles("w4") if tile.speed]
+    timed = [tile for tile in tiles.tiles("w4") if tile.speed]
     assert {tile.activations for tile in timed} == {("fp8",), ("bf16",)}
     for tile in timed:
         speed = tile.speed
@@ -135,12 +135,12 @@ def test_speeds_are_of_the_tiles_of_their_builds():
 
 @pytest.mark.parametrize("key", ["token", "share", "clocks"])
 def test_an_unknown_key_of_speed_is_refused(key):
-    assert cutlass_tiles.load({"tile": [ROW]}, installed(), "w4")[0].speed == SPEED
+    assert tiles.load({"tile": [ROW]}, installed(), "w4")[0].speed == SPEED
     with pytest.raises(FlagsError, match=f"w4_tiles.toml, {KERNEL}: unknown key of speed {key}; known: alone, ctas, "):
-        cutlass_tiles.load({"tile": [ROW | {"speed": ROW["speed"] | {key: 1}}]}, installed(), "w4")
+        tiles.load({"tile": [ROW | {"speed": ROW["speed"] | {key: 1}}]}, installed(), "w4")
 
 
 def test_a_speed_without_all_of_its_keys_is_refused():
     speed = {key: value for key, value in ROW["speed"].items() if key not in ("stage", "pair")}
     with pytest.raises(FlagsError, match=f"w4_tiles.toml, {KERNEL}: speed lacks pair, stage; needs all of its keys"):
-        cutlass_tiles.load({"tile": [ROW | {"speed": speed}]}, installed(), "w4")
+        tiles.load({"tile": [ROW | {"speed": speed}]}, installed(), "w4")

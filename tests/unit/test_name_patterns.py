@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from fp4dispatch import replace
-from fp4dispatch.checkpoints.patterns import MAX_TRIED, any_matches, matches
+from fp4dispatch.checkpoints.config.patterns import MAX_TRIED, any_matches, matches
 from fp4dispatch.errors import CheckpointError, InputError
-from fp4dispatch.name_patterns import MAX_PATTERNS, NamePatterns, compile_pattern
+from fp4dispatch.models import replace
+from fp4dispatch.models.name_patterns import MAX_PATTERNS, NamePatterns, compile_pattern
 
 NAMES = [
     "lm_head", "model.lm_head", "model.layers.0.self_attn.q_proj", "model.layers.17.mlp.gate",

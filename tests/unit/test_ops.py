@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from fp4dispatch import capture, dispatch, formats, ops, routes
+from fp4dispatch import formats
 from fp4dispatch.backends.base import Plan
 from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import BackwardError, CaptureError, InputError, UnknownBackendError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine import capture
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.run import ops, routes
 
 M, N, K = 5, 48, 64
 
@@ -247,7 +250,7 @@ class Split(ReferenceBackend):
 @pytest.fixture
 def split(monkeypatch):
     backend = Split()
-    monkeypatch.setattr(dispatch, "instance", lambda name: backend)
+    monkeypatch.setattr(choose, "instance", lambda name: backend)
     monkeypatch.setattr(routes, "_plans", {})
     routes.LayerSpec.parse.cache_clear()
     yield backend
@@ -290,15 +293,15 @@ def by_m(monkeypatch, m_max, small, large):
     from dataclasses import replace
 
     monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")  # these stand-ins are registered nowhere
-    real, instance, both = dispatch.select, dispatch.instance, {b.name: b for b in (small, large)}
+    real, instance, both = choose.select, choose.instance, {b.name: b for b in (small, large)}
     monkeypatch.setattr(
-        dispatch,
+        choose,
         "select",
         lambda problem, **kwargs: replace(
             real(problem, **kwargs), backend=(small if problem.m <= m_max else large).name
         ),
     )
-    monkeypatch.setattr(dispatch, "instance", lambda name: both.get(name) or instance(name))
+    monkeypatch.setattr(choose, "instance", lambda name: both.get(name) or instance(name))
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -355,7 +358,7 @@ def test_backends_may_change_with_m(monkeypatch):
             out.fill_(7)
 
     monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")  # the stand-in is registered nowhere
-    real, instance, small = dispatch.select, dispatch.instance, Small()
+    real, instance, small = choose.select, choose.instance, Small()
 
     def select(problem, **kwargs):
         from dataclasses import replace
@@ -363,8 +366,8 @@ def test_backends_may_change_with_m(monkeypatch):
         decision = real(problem, **kwargs)
         return replace(decision, backend="small") if problem.m <= 16 else decision
 
-    monkeypatch.setattr(dispatch, "select", select)
-    monkeypatch.setattr(dispatch, "instance", lambda name: small if name == "small" else instance(name))
+    monkeypatch.setattr(choose, "select", select)
+    monkeypatch.setattr(choose, "instance", lambda name: small if name == "small" else instance(name))
     layer = FP4Linear.from_linear(torch.nn.Linear(K, N))
     assert "small (bf16) up to M=16, then reference (bf16)" in repr(layer)
     assert [m for m, _ in layer.decisions()] == [16, 32768]

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from fp4dispatch.jit import kernels, proven
-from fp4dispatch.jit.cache import OWN, PROOF, Cache, digest
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.prove import KernelProof, Proof, prover_sha256
+from fp4dispatch.jit.store.cache import OWN, PROOF, Cache, digest
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository, whose files git lists")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fp4dispatch import registry
-from fp4dispatch.backends.capability import DeclaredBackend
-from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.decision import Decision
-from fp4dispatch.policy import resolve
+from fp4dispatch.backends import registry
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import DeclaredBackend
+from fp4dispatch.policy.catalogue import catalogue
+from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
+from fp4dispatch.problem.decision import Decision
 from tests import bounds
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from fp4dispatch.backends.capability import DeclaredBackend, check
-from fp4dispatch.backends.catalogue import catalogue, load, parse_version
 from fp4dispatch.errors import SettingsError
+from fp4dispatch.machine.system import Library, System
+from fp4dispatch.policy.capability import DeclaredBackend, check
+from fp4dispatch.policy.catalogue import catalogue, load, parse_version
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import Library, System
 
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)
 FP8 = Problem("fp8_gemm", 16, 4096, 4096, scaling="tensor")
@@ -256,6 +256,6 @@ def test_duplicates_and_strange_tables_are_refused():
 
 
 def test_every_known_arch_has_a_toolkit():
-    from fp4dispatch.arch import KNOWN_ARCHS
+    from fp4dispatch.problem.arch import KNOWN_ARCHS
 
     assert set(catalogue().toolkits) == {arch.sm for arch in KNOWN_ARCHS}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp4dispatch import registry
-from fp4dispatch.rules import rules
+from fp4dispatch.backends import registry
+from fp4dispatch.policy.rules import rules
 from tests.golden.regenerate import (
     ARCHS,
     CAPTURES,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch.backends.catalogue import Capability, catalogue
+from fp4dispatch.policy.catalogue import Capability, catalogue
+from fp4dispatch.policy.rules import When, in_range, rules
 from fp4dispatch.problem import OPS
-from fp4dispatch.rules import When, in_range, rules
 
 ROOT = Path(__file__).parents[2]
 HANDLED = ("rule", "capability", "test", "no rule")

@@ -8,12 +8,12 @@ import itertools
 import pytest
 from packaging.version import Version
 
-from fp4dispatch.arch import KNOWN_ARCHS, SM90, SM120
-from fp4dispatch.backends.catalogue import MEASURED
 from fp4dispatch.errors import SettingsError
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.catalogue import MEASURED
+from fp4dispatch.policy.rules import When, bounds, in_range, load, m_bucket, rules
 from fp4dispatch.problem import OPS, Problem
-from fp4dispatch.rules import When, bounds, in_range, load, m_bucket, rules
-from fp4dispatch.system import System
+from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90, SM120
 
 RULE = {
     "id": "a-rule",
@@ -88,7 +88,7 @@ def test_a_bad_rule_is_refused_and_named(changes, text):
 
 
 def test_m_is_decided_in_ranges_that_end_at_powers_of_two_and_where_rules_end(monkeypatch):
-    monkeypatch.setattr("fp4dispatch.rules.bounds", lambda op, arch: (48, 64))
+    monkeypatch.setattr("fp4dispatch.policy.rules.bounds", lambda op, arch: (48, 64))
     found = [m_bucket(m, "nvfp4_gemm", SM90) for m in (0, 1, 3, 32, 33, 48, 49, 64, 65, 128)]
     assert found == [1, 1, 4, 32, 48, 48, 64, 64, 128, 128]
 

@@ -6,9 +6,9 @@ import operator
 
 import pytest
 
-from fp4dispatch.arch import KNOWN_ARCHS, SM100, SM120, Arch
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem import Problem, m_bucket
+from fp4dispatch.problem.arch import KNOWN_ARCHS, SM100, SM120, Arch
 
 
 @pytest.mark.parametrize("compare", [operator.lt, operator.le, operator.gt, operator.ge])

@@ -11,19 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import dispatch, jit, prebuild, quarantine, registry, routes, selfcheck, warming
-from fp4dispatch import replace as replace_module
-from fp4dispatch import system as _system
-from fp4dispatch.arch import SM90
-from fp4dispatch.backends import cutlass, w4, w8a8
+from fp4dispatch import jit
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.backends.cutlass_tiles import tiles
-from fp4dispatch.jit.manifest import installed
-from fp4dispatch.prebuild import Ask
+from fp4dispatch.backends.own import cutlass, w4, w8a8
+from fp4dispatch.backends.own.tiles import tiles
+from fp4dispatch.dispatch import choose
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.system import System
+from fp4dispatch.models import replace as replace_module
+from fp4dispatch.models import warming
+from fp4dispatch.models.replace import replace_linears
+from fp4dispatch.models.warming import warmup
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import replace_linears
-from fp4dispatch.system import System
-from fp4dispatch.warming import warmup
+from fp4dispatch.problem.arch import SM90
+from fp4dispatch.run import prebuild, routes
+from fp4dispatch.run.prebuild import Ask
+from fp4dispatch.trust import quarantine, selfcheck
 from tests import w4_fake
 
 H200 = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
@@ -35,7 +40,7 @@ def asked(monkeypatch, tmp_path):
     """The calls of ``jit.build_together``, as sets of names."""
     monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_system, "current", lambda: H200)
-    monkeypatch.setattr(dispatch, "_must_check", lambda decision, gpu: decision.backend != "reference")
+    monkeypatch.setattr(choose, "_must_check", lambda decision, gpu: decision.backend != "reference")
     for module in (w4, cutlass):
         monkeypatch.setattr(module, "_gpu", lambda device: (SM90, 132))
     monkeypatch.setattr(w8a8, "arch_of", lambda device: SM90)
@@ -73,7 +78,7 @@ def test_everything_that_plans_will_load_is_named(asked):
     ((names, _),) = asked
     for (n, k), m in itertools.product(SHAPES, range(1, 4097)):
         problem = Problem("nvfp4_gemm", m, n, k, "any", "nvfp4")
-        decision, _ = dispatch.prospect(problem, gpu=0)
+        decision, _ = choose.prospect(problem, gpu=0)
         backend = registry.instance(decision.backend)
         problem = Problem("nvfp4_gemm", m, n, k, decision.activation, "nvfp4")
         missing = set(backend.builds(problem, torch.device("cuda", 0))) - names
@@ -101,7 +106,7 @@ def test_layers_of_one_shape_are_thought_about_once(asked, monkeypatch):
     again = ask("nvfp4_gemm", "nvfp4")
     prebuild.together([again] * 3)
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "prospect", lambda *a, **k: pytest.fail("decided again"))
+        patch.setattr(choose, "prospect", lambda *a, **k: pytest.fail("decided again"))
         prebuild.together([again])
     assert len(asked) == 1
     monkeypatch.setenv("FP4_GEMM_BACKEND", "w4a8")

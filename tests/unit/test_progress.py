@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp4dispatch import progress
-from fp4dispatch.progress import Progress
+from fp4dispatch.machine import progress
+from fp4dispatch.machine.progress import Progress
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from fp4dispatch import progress
 from fp4dispatch.checkpoints import FORMATS, load_quantized, open_checkpoint
 from fp4dispatch.cli import main
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine import progress
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from tests.checkpoint_cases import K, N, write
 
 transformers = pytest.importorskip("transformers")

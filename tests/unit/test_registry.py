@@ -9,15 +9,15 @@ from typing import ClassVar
 
 import pytest
 
-from fp4dispatch import registry
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.backends.capability import DeclaredBackend, offered
-from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.decision import Reason
 from fp4dispatch.errors import PluginError, UnknownBackendError
-from fp4dispatch.policy import resolve
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import DeclaredBackend, offered
+from fp4dispatch.policy.catalogue import catalogue
+from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
+from fp4dispatch.problem.decision import Reason
 
 
 class Toy(Backend):

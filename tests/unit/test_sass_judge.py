@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp4dispatch.jit.early_loads import EarlyLoads
+from fp4dispatch.jit.catalog.early_loads import EarlyLoads
 from fp4dispatch.jit.sass import listing
 from fp4dispatch.jit.sass.judge import Judgement, judge
 from fp4dispatch.jit.sass.parameters import Parameters

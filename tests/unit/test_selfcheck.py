@@ -8,12 +8,13 @@ import time
 import pytest
 import torch
 
-from fp4dispatch import canary, capture, selfcheck
 from fp4dispatch.backends.reference import ReferenceBackend
-from fp4dispatch.decision import Reason
 from fp4dispatch.errors import CaptureError, SelfCheckFailed
-from fp4dispatch.quarantine import CheckResult
-from fp4dispatch.system import System
+from fp4dispatch.machine import capture
+from fp4dispatch.machine.system import System
+from fp4dispatch.problem.decision import Reason
+from fp4dispatch.trust import canary, selfcheck
+from fp4dispatch.trust.quarantine import CheckResult
 from tests import planted
 from tests.planted import FAULTS, HONEST, ONLY_WITH, TRUNCATING, Honest
 

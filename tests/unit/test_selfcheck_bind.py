@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import canary, dispatch, layercheck, quarantine, registry, routes, selfcheck
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, SelfCheckFailed
-from fp4dispatch.linear import FP8Linear
-from fp4dispatch.system import System
+from fp4dispatch.machine.system import System
+from fp4dispatch.models.linear import FP8Linear
+from fp4dispatch.run import routes
+from fp4dispatch.trust import canary, layercheck, quarantine, selfcheck
 from tests.planted import LAYER_FAULTS, Honest
 
 HERE = System.fake("9.0", cuda="13.0", torch="2.11", driver="580.1")
@@ -42,7 +45,7 @@ def machine(tmp_path, monkeypatch):
     backends = {"narrow": Narrow(), "fine": Fine(), "reference": ReferenceBackend()}
     monkeypatch.setattr(registry, "backends", lambda: backends)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for each in (dispatch._capture, selfcheck.capture, routes.capture):
+    for each in (choose._capture, selfcheck.capture, routes.capture):
         monkeypatch.setattr(each, "is_capturing", lambda: False)
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
     monkeypatch.setattr(layercheck, "REPEATS", (2, 1, 1))
@@ -54,10 +57,10 @@ def machine(tmp_path, monkeypatch):
         shut = quarantine.quarantined()
         return systems.setdefault(shut, replace(HERE, quarantined=shut))
 
-    monkeypatch.setattr(dispatch._system, "current", current)
+    monkeypatch.setattr(choose._system, "current", current)
     monkeypatch.setattr(routes, "gpu_of", lambda device: 0)
     monkeypatch.setattr(routes, "_plans", {})
-    forget = (canary.canaries.cache_clear, quarantine.reset, dispatch.reset, routes.LayerSpec.parse.cache_clear)
+    forget = (canary.canaries.cache_clear, quarantine.reset, choose.reset, routes.LayerSpec.parse.cache_clear)
     for each in forget:
         each()
     yield backends
@@ -74,7 +77,7 @@ def layer(k=1024, **options):
 
 def new_process():
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ def test_a_named_backend_fails_loudly_and_changes_nothing(checks):
 def test_a_layer_that_binds_when_it_is_made_says_why_at_its_first_call(monkeypatch):
     """As on a GPU: loading and moving keep a refusal for later."""
     made = layer(backend="narrow")
-    monkeypatch.setattr("fp4dispatch.quantized_linear._system.current", lambda: System.fake())
+    monkeypatch.setattr("fp4dispatch.models.quantized_linear._system.current", lambda: System.fake())
     made._refresh()
     assert made._bound == {}
     with pytest.raises(SelfCheckFailed, match=r"tile \(0, 0\) is wrong"):
@@ -210,7 +213,7 @@ def test_each_backend_of_a_layer_is_checked_for_its_own_tokens(checks, monkeypat
         name = "narrow"
 
         def supports(self, problem, system):
-            from fp4dispatch.decision import Reason
+            from fp4dispatch.problem.decision import Reason
 
             return () if problem.m <= 256 else (Reason("SHAPE", f"M is {problem.m}, needs 256 at most"),)
 

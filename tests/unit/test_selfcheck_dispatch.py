@@ -7,12 +7,14 @@ import logging
 import pytest
 import torch
 
-from fp4dispatch import canary, dispatch, quarantine, registry, selfcheck
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
-from fp4dispatch.decision import Reason
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError
+from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
+from fp4dispatch.problem.decision import Reason
+from fp4dispatch.trust import canary, quarantine, selfcheck
 from tests.planted import FAULTS, Honest
 
 NO_GPU = System.fake(cuda="13.0", torch="2.11")
@@ -43,7 +45,7 @@ def machine(tmp_path, monkeypatch):
     backends = {"wrong": Wrong(), "fine": Fine(), "reference": ReferenceBackend()}
     monkeypatch.setattr(registry, "backends", lambda: backends)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: False)
+    monkeypatch.setattr(choose._capture, "is_capturing", lambda: False)
     monkeypatch.setattr(selfcheck.capture, "is_capturing", lambda: False)
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
     real = selfcheck.trusted
@@ -56,12 +58,12 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(selfcheck, "trusted", trusted)
     base = System.fake("9.0", cuda="13.0", torch="2.11")
     monkeypatch.setattr(
-        dispatch._system, "current", lambda: with_quarantine(base, quarantine.quarantined())
+        choose._system, "current", lambda: with_quarantine(base, quarantine.quarantined())
     )  # as system.current does
-    for forget in (canary.canaries.cache_clear, quarantine.reset, dispatch.reset):
+    for forget in (canary.canaries.cache_clear, quarantine.reset, choose.reset):
         forget()
     yield asked
-    for forget in (canary.canaries.cache_clear, quarantine.reset, dispatch.reset):
+    for forget in (canary.canaries.cache_clear, quarantine.reset, choose.reset):
         forget()
 
 
@@ -76,7 +78,7 @@ def with_quarantine(base, shut):
 
 def test_auto_takes_the_next_one_and_says_why(machine, caplog):
     with caplog.at_level(logging.INFO, "fp4dispatch"):
-        decision = dispatch.select(FP8)
+        decision = choose.select(FP8)
     assert decision.backend == "fine"
     assert [r.code for r in decision.verdict("wrong").reasons] == ["QUARANTINED"]
     assert machine == [("wrong", "fp8", "cuda:0"), ("fine", "fp8", "cuda:0")]
@@ -86,79 +88,79 @@ def test_auto_takes_the_next_one_and_says_why(machine, caplog):
 
 
 def test_it_happens_once(machine):
-    dispatch.select(FP8)
+    choose.select(FP8)
     asked = list(machine)
     for m in (16, 12, 9):
-        dispatch.select(Problem("fp8_gemm", m, 64, 64, scaling="row"))
+        choose.select(Problem("fp8_gemm", m, 64, 64, scaling="row"))
     assert machine == asked
 
 
 def test_a_named_backend_is_refused_once_it_is_quarantined(machine, monkeypatch):
-    assert dispatch.select(FP8, backend="wrong").backend == "wrong"
+    assert choose.select(FP8, backend="wrong").backend == "wrong"
     assert machine == []
-    dispatch.select(FP8)
+    choose.select(FP8)
     with pytest.raises(BackendUnsupportedError, match="QUARANTINED") as raised:
-        dispatch.select(FP8, backend="wrong")
+        choose.select(FP8, backend="wrong")
     assert "FP4DISPATCH_SELFCHECK=force" in str(raised.value)
     monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
-    assert dispatch.select(FP8, backend="wrong").backend == "wrong"
+    assert choose.select(FP8, backend="wrong").backend == "wrong"
 
 
 def test_a_new_process_knows_without_checking(machine):
-    dispatch.select(FP8)
+    choose.select(FP8)
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     del machine[:]
     with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):
-        dispatch.select(FP8, backend="wrong")
-    assert dispatch.explain("fp8_gemm", 16, 64, 64, scaling="row").backend == "fine"
+        choose.select(FP8, backend="wrong")
+    assert choose.explain("fp8_gemm", 16, 64, 64, scaling="row").backend == "fine"
     assert machine == []
 
 
 def test_nothing_left_but_the_reference(machine):
     backends = registry.backends()
     backends["fine"] = type("AlsoWrong", (Wrong,), {"name": "fine"})()
-    assert dispatch.select(FP8).backend == "reference"
+    assert choose.select(FP8).backend == "reference"
     assert [name for name, *_ in machine] == ["wrong", "fine"]
 
 
 def test_a_plugin_has_to_pass_on_a_cpu_too(machine):
-    assert dispatch.select(FP8, gpu=None).backend == "fine"
+    assert choose.select(FP8, gpu=None).backend == "fine"
     assert machine == [("wrong", "fp8", "cpu"), ("fine", "fp8", "cpu")]
     quarantine.reset()
-    dispatch.reset()
+    choose.reset()
     del machine[:]
-    assert dispatch.select(FP8, gpu=None).backend == "fine"  # the verdicts on this CPU were kept
-    assert dispatch.explain("fp8_gemm", 16, 64, 64, scaling="row", system=NO_GPU).backend == "wrong"  # another machine
+    assert choose.select(FP8, gpu=None).backend == "fine"  # the verdicts on this CPU were kept
+    assert choose.explain("fp8_gemm", 16, 64, 64, scaling="row", system=NO_GPU).backend == "wrong"  # another machine
     with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):
-        dispatch.select(FP8, backend="wrong", gpu=None)
+        choose.select(FP8, backend="wrong", gpu=None)
 
 
 def test_a_plugin_that_does_not_say_so_is_not_in_auto(machine):
     for name in ("wrong", "fine"):
         registry.backends()[name].auto = False
     for gpu in (0, None):
-        assert dispatch.select(FP8, gpu=gpu).backend == "reference"
-        assert dispatch.select(FP8, backend="fine", gpu=gpu).backend == "fine"
+        assert choose.select(FP8, gpu=gpu).backend == "reference"
+        assert choose.select(FP8, backend="fine", gpu=gpu).backend == "fine"
     assert machine == []
 
 
 def test_cuda_is_never_initialised_for_it(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert dispatch.select(FP8).backend == "wrong"
+    assert choose.select(FP8).backend == "wrong"
     assert machine == []
 
 
 def test_switched_off(machine, monkeypatch):
     monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
-    assert dispatch.select(FP8).backend == "wrong"
+    assert choose.select(FP8).backend == "wrong"
 
 
 def test_never_inside_a_capture(machine, monkeypatch):
     monkeypatch.setattr(selfcheck.capture, "is_capturing", lambda: True)
-    monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(choose._capture, "is_capturing", lambda: True)
     with pytest.raises(CaptureError, match="self-check of wrong"):
-        dispatch.select(FP8)
+        choose.select(FP8)
 
 
 class Picky(Fine):
@@ -170,12 +172,12 @@ class Picky(Fine):
 def test_a_plugin_that_cannot_be_checked_is_passed_over(machine, caplog, gpu):
     registry.backends()["wrong"] = type("Picky", (Picky,), {"name": "wrong"})()
     with caplog.at_level(logging.WARNING, "fp4dispatch"):
-        decision = dispatch.select(FP8, gpu=gpu)
+        decision = choose.select(FP8, gpu=gpu)
     assert decision.backend == "fine"
     (reason,) = decision.verdict("wrong").reasons
     assert (reason.code, "M=1 N=136 K=256: SHAPE only N=64" in reason.text) == ("UNPROVEN", True)
     assert "not checked: M=1 N=136 K=256: SHAPE only N=64" in caplog.text
-    assert dispatch.select(FP8, gpu=gpu, backend="wrong").backend == "wrong"
+    assert choose.select(FP8, gpu=gpu, backend="wrong").backend == "wrong"
 
 
 @pytest.fixture
@@ -188,7 +190,7 @@ def test_a_builtin_that_supports_no_canary_is_used_with_a_warning(builtin, caplo
     """Its layer is checked when it is bound."""
     registry.backends()["wrong"] = type("Picky", (Picky,), {"name": "wrong"})()
     with caplog.at_level(logging.WARNING, "fp4dispatch"):
-        assert dispatch.select(FP8).backend == "wrong"
+        assert choose.select(FP8).backend == "wrong"
     assert "not checked: M=1 N=136 K=256: SHAPE only N=64" in caplog.text
 
 
@@ -203,12 +205,12 @@ def test_what_had_no_memory_to_be_checked_is_passed_over_built_in_or_not_and_tri
 
     hungry = registry.backends()["wrong"] = type("Hungry", (Hungry,), {"name": "wrong"})()
     with caplog.at_level(logging.WARNING, "fp4dispatch"):
-        decision = dispatch.select(FP8)
-        assert dispatch.select(FP8).backend == "fine"
+        decision = choose.select(FP8)
+        assert choose.select(FP8).backend == "fine"
     assert decision.backend == "fine"
     (reason,) = decision.verdict("wrong").reasons
     assert (reason.code, reason.fix) == ("UNPROVEN", "bind the layers before memory is full")
     said = [r.message for r in caplog.records if r.message.startswith("self-check: wrong fp8_gemm")]
     assert len(said) == 1
     hungry.short = False
-    assert dispatch.select(FP8).backend == "wrong"
+    assert choose.select(FP8).backend == "wrong"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fp4dispatch import quarantine, selfcheck
 from fp4dispatch.errors import InputError
-from fp4dispatch.quarantine import CheckResult
+from fp4dispatch.trust import quarantine, selfcheck
+from fp4dispatch.trust.quarantine import CheckResult
 
 BAD = {
     "status": "failed",

@@ -12,13 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fp4dispatch import canary, quarantine, registry, selfcheck
-from fp4dispatch import system as _system
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.errors import CacheError, CaptureError, InputError, SettingsError
+from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
-from fp4dispatch.quarantine import CheckResult
-from fp4dispatch.system import System
+from fp4dispatch.trust import canary, quarantine, selfcheck
+from fp4dispatch.trust.quarantine import CheckResult
 from tests.planted import FAULTS, Honest
 
 FACTS = {"cuda": "13.0", "torch": "2.11", "cudnn": "9.13.0", "driver": "580.1"}
@@ -104,7 +105,7 @@ def test_failures_are_kept_with_their_evidence():
 
 def test_system_current_says_who_is_in_quarantine():
     ask("bad")
-    import fp4dispatch.dispatch  # noqa: F401  (it registers the hook)
+    import fp4dispatch.dispatch.choose  # noqa: F401  (it registers the hook)
 
     _system.provide(quarantined=quarantine.quarantined)
     assert ("bad", "fp8_gemm", "sm_90") in _system.current().quarantined

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import capture
 from fp4dispatch.errors import CaptureError, FormatError, InputError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine import capture
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from tests import w4_fake
 from tests.hopper import seems_to_be_here
 

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 import fp4dispatch
-from fp4dispatch import capture, dispatch, jit, owners, refresh, warmup
+from fp4dispatch import jit, refresh, warmup
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError, FormatError, InputError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.machine import capture
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.run import owners
 from tests import w4_fake, w8_fake
 from tests.hopper import seems_to_be_here
 
@@ -612,6 +615,6 @@ def test_decisions_are_not_made_anew_for_a_write_in_place(kind, monkeypatch):
     layer, x = make(kind), tokens()
     layer(x)
     new = make(kind, seed=7)
-    monkeypatch.setattr(dispatch, "select", lambda *a, **k: pytest.fail("asked the policy"))
+    monkeypatch.setattr(choose, "select", lambda *a, **k: pytest.fail("asked the policy"))
     copy_in_place(layer, new)
     layer(x)

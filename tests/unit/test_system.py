@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fp4dispatch import libraries, nvml, system
-from fp4dispatch.arch import SM90, SM100, SM120
 from fp4dispatch.errors import InputError
-from fp4dispatch.system import Gpu, Library, System
+from fp4dispatch.machine import libraries, nvml, system
+from fp4dispatch.machine.system import Gpu, Library, System
+from fp4dispatch.problem.arch import SM90, SM100, SM120
 
 
 @pytest.fixture(autouse=True)

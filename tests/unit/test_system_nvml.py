@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fp4dispatch import nvml
-from fp4dispatch.arch import SM90, SM100, SM121
+from fp4dispatch.machine import nvml
+from fp4dispatch.problem.arch import SM90, SM100, SM121
 
 
 class NVMLError(Exception):

@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fp4dispatch.arch import SM90, SM100, SM120
-from fp4dispatch.nvml import Board, MigDevice, select
+from fp4dispatch.machine.nvml import Board, MigDevice, select
+from fp4dispatch.problem.arch import SM90, SM100, SM120
 
 A, B, C, D = (f"GPU-{word}-1111-2222-3333-444444444444" for word in ("aaaa1111", "aaaa2222", "bbbb3333", "cccc4444"))
 FOUR = tuple(Board(uuid, "NVIDIA H200", SM90, 141 << 30) for uuid in (A, B, C, D))

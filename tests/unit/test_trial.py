@@ -7,10 +7,11 @@ import time
 import pytest
 import torch
 
-from fp4dispatch import canary, jit, selfcheck, trial
-from fp4dispatch.decision import Reason
+from fp4dispatch import jit
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.system import System
+from fp4dispatch.machine.system import System
+from fp4dispatch.problem.decision import Reason
+from fp4dispatch.trust import canary, selfcheck, trial
 from tests.planted import FAULTS, Honest
 
 CPU = torch.device("cpu")

@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 
-from fp4dispatch import cli, dispatch, tuned, tuning
+from fp4dispatch import cli
+from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.tune import tuning
 from tests.unit.test_tuning import HERE, PROBLEM, Clock, machine, new_process  # noqa: F401  (machine is a fixture)
 
 COMMAND = ["tune", "fp8_gemm", "--nk", "64x96", "--scaling", "row", "-m", "1,16"]
@@ -31,7 +33,7 @@ def test_it_measures_prints_and_stores(gpu, capsys):
     for part in ("fp8_gemm M=16 N=64 K=96 (row)", "second (fp8)  8.0 us", "-> auto runs second (fp8) [tuned]"):
         assert part in out
     new_process()
-    assert dispatch.select(PROBLEM).backend == "second"
+    assert choose.select(PROBLEM).backend == "second"
 
 
 def test_json(gpu, capsys):
@@ -57,7 +59,7 @@ def test_list_and_clear(gpu, capsys):
     assert cli.main(["tune", "--clear"]) == 0
     assert "2 stored measurements removed" in capsys.readouterr().out
     assert list(tuned.folder().iterdir()) == []
-    assert dispatch.select(PROBLEM).backend == "first"
+    assert choose.select(PROBLEM).backend == "first"
 
 
 def test_force_measures_again(gpu, capsys):

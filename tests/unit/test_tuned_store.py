@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from fp4dispatch import dispatch, quarantine, registry, tuned
-from fp4dispatch.backends.capability import DeclaredBackend
-from fp4dispatch.backends.catalogue import catalogue
-from fp4dispatch.measurement import Measurement, Timing
+from fp4dispatch.backends import registry
+from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import DeclaredBackend
+from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
-from fp4dispatch.system import System
+from fp4dispatch.problem.measurement import Measurement, Timing
+from fp4dispatch.trust import quarantine
 from tests.planted import Honest
 
 FACTS = {"cuda": "13.0", "torch": "2.11", "nvcc": "13.0", "cutlass": "4.5", "cudnn": "9.19.0", "cudnn_frontend": "1.14"}
@@ -33,13 +35,13 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "backends", lambda: backends)
 
     def use(system):
-        monkeypatch.setattr(dispatch._system, "current", lambda: system)
+        monkeypatch.setattr(choose._system, "current", lambda: system)
 
     use(HERE)
-    for forget in (tuned.reset, dispatch.reset, quarantine.reset):
+    for forget in (tuned.reset, choose.reset, quarantine.reset):
         forget()
     yield use
-    for forget in (tuned.reset, dispatch.reset, quarantine.reset):
+    for forget in (tuned.reset, choose.reset, quarantine.reset):
         forget()
 
 
@@ -52,7 +54,7 @@ def store(problem=PROBLEM, system=HERE, fast="cudnn", slow="cutlass"):
 
 def new_process():
     tuned.reset()
-    dispatch.reset()
+    choose.reset()
 
 
 def files():
@@ -60,46 +62,46 @@ def files():
 
 
 def test_auto_uses_it_in_this_and_in_later_processes():
-    assert dispatch.select(PROBLEM).backend == "cutlass"
+    assert choose.select(PROBLEM).backend == "cutlass"
     made = store()
-    assert dispatch.select(PROBLEM).backend == "cutlass"  # not looked for again
+    assert choose.select(PROBLEM).backend == "cutlass"  # not looked for again
     tuned.remember(made)
-    dispatch.decide_anew()
-    assert dispatch.select(PROBLEM).backend == "cudnn"
+    choose.decide_anew()
+    assert choose.select(PROBLEM).backend == "cudnn"
     new_process()
-    decision = dispatch.select(PROBLEM)
+    decision = choose.select(PROBLEM)
     assert (decision.backend, decision.rule.id) == ("cudnn", "tuned")
-    assert dispatch.select(replace(PROBLEM, m=11)).backend == "cudnn"  # the same bucket
-    assert dispatch.select(replace(PROBLEM, m=17)).backend == "cutlass"
-    assert dispatch.select(replace(PROBLEM, bias=True)).backend == "cutlass"
+    assert choose.select(replace(PROBLEM, m=11)).backend == "cudnn"  # the same bucket
+    assert choose.select(replace(PROBLEM, m=17)).backend == "cutlass"
+    assert choose.select(replace(PROBLEM, bias=True)).backend == "cutlass"
 
 
 def test_explain_shows_it_here_and_never_for_another_machine():
     store()
-    here = dispatch.explain("nvfp4_gemm", 11, 4096, 4096)
+    here = choose.explain("nvfp4_gemm", 11, 4096, 4096)
     assert (here.backend, here.rule.id) == ("cudnn", "tuned")
     assert "measured 20.0 us" in str(here)
-    assert dispatch.explain("nvfp4_gemm", 11, 4096, 4096, arch="10.0", **FACTS).backend == "cutlass"
-    assert dispatch.explain("nvfp4_gemm", 11, 4096, 4096, system=HERE).backend == "cutlass"
-    assert dispatch.explain("nvfp4_gemm", 11, 4096, 4096, backend="cutlass").backend == "cutlass"
+    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, arch="10.0", **FACTS).backend == "cutlass"
+    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, system=HERE).backend == "cutlass"
+    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, backend="cutlass").backend == "cutlass"
 
 
 def test_a_request_is_not_moved(monkeypatch):
     store()
-    assert dispatch.select(PROBLEM, backend="cutlass").backend == "cutlass"
+    assert choose.select(PROBLEM, backend="cutlass").backend == "cutlass"
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cutlass")
-    assert dispatch.select(PROBLEM).backend == "cutlass"
-    assert dispatch.select(PROBLEM, backend="auto").backend == "cudnn"
+    assert choose.select(PROBLEM).backend == "cutlass"
+    assert choose.select(PROBLEM, backend="auto").backend == "cudnn"
 
 
 def test_it_is_switched_off_at_once(monkeypatch):
     store()
-    assert dispatch.select(PROBLEM).backend == "cudnn"
+    assert choose.select(PROBLEM).backend == "cudnn"
     monkeypatch.setenv("FP4DISPATCH_TUNED", "off")
-    assert dispatch.select(PROBLEM).backend == "cutlass"
-    assert dispatch.explain("nvfp4_gemm", 16, 4096, 4096).backend == "cutlass"
+    assert choose.select(PROBLEM).backend == "cutlass"
+    assert choose.explain("nvfp4_gemm", 16, 4096, 4096).backend == "cutlass"
     monkeypatch.delenv("FP4DISPATCH_TUNED")
-    assert dispatch.select(PROBLEM).backend == "cudnn"
+    assert choose.select(PROBLEM).backend == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -119,17 +121,17 @@ def test_it_is_switched_off_at_once(monkeypatch):
 def test_another_machine_is_not_moved(machine, other):
     store()
     machine(other)
-    assert dispatch.select(PROBLEM).rule.id != "tuned"
+    assert choose.select(PROBLEM).rule.id != "tuned"
     assert list(tuned.holding(other, registry.backends())) == []
     machine(HERE)
-    assert dispatch.select(PROBLEM).rule.id == "tuned"
+    assert choose.select(PROBLEM).rule.id == "tuned"
 
 
 def test_which_gpu_of_the_model_it_is_does_not_count(machine):
     store()
     two = System.fake(gpus=["10.0", "10.0"], **FACTS)
     machine(two)
-    assert dispatch.select(PROBLEM, gpu=1).rule.id == "tuned"
+    assert choose.select(PROBLEM, gpu=1).rule.id == "tuned"
     assert len(list(tuned.holding(two, registry.backends()))) == 1
 
 
@@ -152,18 +154,18 @@ def test_code_and_pdl_count(monkeypatch):
 def test_no_gpu_no_measurement():
     assert tuned.find(PROBLEM, System.fake(**FACTS), registry.backends()) is None
     store()
-    assert dispatch.select(PROBLEM, gpu=None).backend == "reference"
+    assert choose.select(PROBLEM, gpu=None).backend == "reference"
 
 
 def test_ignored_is_ignored_until_it_is_measured_anew():
     made = store()
-    assert dispatch.select(PROBLEM).backend == "cudnn"
+    assert choose.select(PROBLEM).backend == "cudnn"
     tuned.ignore(replace(PROBLEM, m=4))
-    dispatch.decide_anew()
-    assert dispatch.select(PROBLEM).backend == "cutlass"
+    choose.decide_anew()
+    assert choose.select(PROBLEM).backend == "cutlass"
     tuned.remember(made)
-    dispatch.decide_anew()
-    assert dispatch.select(PROBLEM).backend == "cudnn"
+    choose.decide_anew()
+    assert choose.select(PROBLEM).backend == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_a_damaged_file_does_not_exist(damage):
     changed = damage(path.read_bytes())
     assert changed != path.read_bytes()
     path.write_bytes(changed)
-    assert dispatch.select(PROBLEM).backend == "cutlass"
+    assert choose.select(PROBLEM).backend == "cutlass"
     assert list(tuned.holding(HERE, registry.backends())) == []
 
 
@@ -192,7 +194,7 @@ def test_a_damaged_file_does_not_exist(damage):
 def test_a_file_that_others_can_write_is_not_read(mode):
     store()
     files()[0].chmod(mode)
-    assert dispatch.select(PROBLEM).backend == "cutlass"
+    assert choose.select(PROBLEM).backend == "cutlass"
 
 
 def test_private_and_whole(monkeypatch):

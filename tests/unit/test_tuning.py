@@ -10,15 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import canary, dispatch, quarantine, registry, routes, selfcheck, tuned, tuning
-from fp4dispatch.agreement import Ranks
+from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.errors import CaptureError, InputError
-from fp4dispatch.linear import FP8Linear
+from fp4dispatch.machine.system import System
+from fp4dispatch.models.linear import FP8Linear
+from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
-from fp4dispatch.replace import warmup
-from fp4dispatch.system import System
-from fp4dispatch.timing import Engine, Recording
+from fp4dispatch.run import routes
+from fp4dispatch.trust import canary, quarantine, selfcheck
+from fp4dispatch.tune import tuning
+from fp4dispatch.tune.agreement import Ranks
+from fp4dispatch.tune.timing import Engine, Recording
 from tests.planted import Honest
 
 PROBLEM = Problem("fp8_gemm", 12, 64, 96, scaling="row")
@@ -89,7 +93,7 @@ def machine(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(registry, "backends", lambda: backends)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: False)
+    monkeypatch.setattr(choose._capture, "is_capturing", lambda: False)
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
     real = selfcheck.trusted
     monkeypatch.setattr(selfcheck, "trusted", lambda name, problem, system, device: real(name, problem, system, "cpu"))
@@ -99,10 +103,10 @@ def machine(tmp_path, monkeypatch):
         shut = quarantine.quarantined()
         return systems.setdefault(shut, replace(HERE, quarantined=shut))
 
-    monkeypatch.setattr(dispatch._system, "current", current)
+    monkeypatch.setattr(choose._system, "current", current)
     monkeypatch.setattr(routes, "gpu_of", lambda device: 0)
     monkeypatch.setattr(routes, "_plans", {})
-    forget = (canary.canaries.cache_clear, quarantine.reset, dispatch.reset, tuned.reset, tuning._engines.clear)
+    forget = (canary.canaries.cache_clear, quarantine.reset, choose.reset, tuned.reset, tuning._engines.clear)
     forget += (routes.LayerSpec.parse.cache_clear,)
     for each in forget:
         each()
@@ -139,21 +143,21 @@ def tune(problem=PROBLEM, engine=None, **options):
 
 
 def new_process():
-    for forget in (tuned.reset, dispatch.reset, quarantine.reset):
+    for forget in (tuned.reset, choose.reset, quarantine.reset):
         forget()
 
 
 def test_the_fastest_is_used_from_then_on_and_in_later_processes(machine):
-    assert dispatch.select(PROBLEM).backend == "first"
+    assert choose.select(PROBLEM).backend == "first"
     made = tune()
     assert [(t.backend, t.us) for t in made.timings] == [("second", 8.0), ("third", 9.0), ("first", 10.0)]
     assert made.problem.m == 16
     for again in (lambda: None, new_process):
         again()
-        decision = dispatch.select(PROBLEM)
+        decision = choose.select(PROBLEM)
         assert (decision.backend, decision.rule.id) == ("second", "tuned")
-        assert dispatch.select(replace(PROBLEM, m=17)).backend == "first"
-        assert "8.0 us" in str(dispatch.explain("fp8_gemm", 12, 64, 96, scaling="row"))
+        assert choose.select(replace(PROBLEM, m=17)).backend == "first"
+        assert "8.0 us" in str(choose.explain("fp8_gemm", 12, 64, 96, scaling="row"))
 
 
 def test_each_candidate_is_timed_on_rotating_copies_in_turns(machine):
@@ -171,7 +175,7 @@ def test_noise_keeps_the_default(machine):
     machine["third"].us = 9.9
     made = tune()
     assert made.of("second", "fp8").noise_us > 2
-    assert dispatch.select(PROBLEM).backend == "first"
+    assert choose.select(PROBLEM).backend == "first"
 
 
 def test_measured_once_unless_forced(machine):
@@ -184,7 +188,7 @@ def test_measured_once_unless_forced(machine):
     assert tune(engine=engine).to_dict() == first.to_dict()
     assert engine.recorded == []
     assert tune(engine=engine, force=True).timings[0].backend == "third"
-    assert dispatch.select(PROBLEM).backend == "third"
+    assert choose.select(PROBLEM).backend == "third"
 
 
 def test_denied_and_refused_candidates_are_not_timed(machine, monkeypatch):
@@ -193,7 +197,7 @@ def test_denied_and_refused_candidates_are_not_timed(machine, monkeypatch):
     made = tune(engine=engine)
     assert [name for name, *_ in engine.recorded] == ["first", "third"]
     assert ("second", "DENIED      disabled") in made.left_out
-    assert dispatch.select(PROBLEM).backend == "third"
+    assert choose.select(PROBLEM).backend == "third"
 
 
 def test_what_fails_its_self_check_is_not_timed(machine):
@@ -202,7 +206,7 @@ def test_what_fails_its_self_check_is_not_timed(machine):
     made = tune(engine=engine)
     assert [name for name, *_ in engine.recorded] == ["first", "third"]
     assert any(name == "second" and "Quarantined" in why for name, why in made.left_out)
-    assert dispatch.select(PROBLEM).backend == "third"
+    assert choose.select(PROBLEM).backend == "third"
 
 
 def test_what_could_not_be_checked_is_not_timed(machine):
@@ -212,7 +216,7 @@ def test_what_could_not_be_checked_is_not_timed(machine):
 
 
 def canary_only():
-    from fp4dispatch.decision import Reason
+    from fp4dispatch.problem.decision import Reason
 
     return Reason("SHAPE", "only N=64")
 
@@ -232,7 +236,7 @@ def test_wrong_at_this_very_size_is_quarantined_with_its_tile(machine, caplog):
     assert "Quarantined" in caplog.text
     assert ("second", "fp8_gemm", "sm_90") in quarantine.quarantined()
     new_process()
-    assert [r.code for r in dispatch.select(PROBLEM).verdict("second").reasons] == ["QUARANTINED"]
+    assert [r.code for r in choose.select(PROBLEM).verdict("second").reasons] == ["QUARANTINED"]
 
 
 def test_never_written_is_wrong_too(machine):
@@ -287,7 +291,7 @@ def test_everything_is_given_back_after_an_error_too(machine, monkeypatch):
 
 
 def test_refused_during_capture(machine, monkeypatch):
-    monkeypatch.setattr(dispatch._capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(choose._capture, "is_capturing", lambda: True)
     with pytest.raises(CaptureError, match=r"tuning fp8_gemm M=12 .*\n.*warmup\(model, tokens=\[12\], tune=True\)"):
         tune()
 
@@ -300,9 +304,9 @@ def test_weights_of_another_problem_are_refused(machine):
 def test_a_pinned_format_is_a_problem_of_its_own(machine):
     tune()
     pinned = replace(PROBLEM, activation="fp8")
-    assert dispatch.select(pinned).backend == "first"
+    assert choose.select(pinned).backend == "first"
     tune(pinned)
-    assert dispatch.select(pinned).backend == "second"
+    assert choose.select(pinned).backend == "second"
 
 
 # -------------------------------------------------------------------------------------------------------------- warmup
@@ -341,8 +345,8 @@ def test_warmup_tunes_each_shape_and_bucket_once_and_binds_anew(machine, model, 
 def one_range(monkeypatch):
     """All numbers of tokens are decided together, so that tuning exchanges the one backend of a layer."""
     monkeypatch.setattr(routes, "LARGEST_M", 16)
-    monkeypatch.setattr(dispatch, "bucket", lambda m, op, gpu=0: 16)
-    monkeypatch.setattr(dispatch, "m_bucket", lambda m, *where: 16)
+    monkeypatch.setattr(choose, "bucket", lambda m, op, gpu=0: 16)
+    monkeypatch.setattr(choose, "m_bucket", lambda m, *where: 16)
 
 
 def test_a_tuned_layer_holds_only_the_layouts_that_it_uses(machine, model, one_range):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import formats, ops
+from fp4dispatch import formats
 from fp4dispatch.errors import InputError, UnknownBackendError
-from fp4dispatch.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.run import ops
 
 K, N = 64, 48
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from fp4dispatch import cli, quarantine, race, registry
-from fp4dispatch import system as machine
-from fp4dispatch.quarantine import CheckResult
-from fp4dispatch.race import CaseCount, RaceReport
+from fp4dispatch import cli
+from fp4dispatch.backends import registry
+from fp4dispatch.machine import system as machine
+from fp4dispatch.trust import quarantine, race
+from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust.race import CaseCount, RaceReport
 
 
 def report(bad: tuple[int, ...], *, control: bool = False, launches: int = 100) -> RaceReport:
@@ -95,7 +97,7 @@ def test_sizes_of_the_race_without_the_race_are_wrong_usage(
 @pytest.fixture
 def kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Keep a verdict of a built-in backend on disk, under the facts of this machine."""
-    import fp4dispatch.dispatch  # noqa: F401  (system.current() says what is proven once it is there)
+    import fp4dispatch.dispatch.choose  # noqa: F401  (system.current() says what is proven once it is there)
 
     monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path / "cache"))
     quarantine.reset()

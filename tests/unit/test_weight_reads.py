@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch.replace import replace_linears
-from fp4dispatch.replaceable import why_left
-from fp4dispatch.weight_reads import weight_reads
+from fp4dispatch.models.replace import replace_linears
+from fp4dispatch.models.replaceable import why_left
+from fp4dispatch.models.weight_reads import weight_reads
 from tests.tiny_models import build, logits
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
 from fp4dispatch.cli import main
 from fp4dispatch.errors import CheckpointError, InputError
-from fp4dispatch.linear import FP4Linear, FP8Linear
-from fp4dispatch.replace import replace_linears, warmup
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replace import replace_linears, warmup
 from tests.tiny_models import build, logits
 
 QUANTISED = (FP4Linear, FP8Linear)

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fp4dispatch.jit.early_loads import MAP_BYTES, POINTER_BYTES, EarlyLoads
+from fp4dispatch.jit.catalog.early_loads import MAP_BYTES, POINTER_BYTES, EarlyLoads
 from fp4dispatch.jit.sass import opcodes, operands, transfer
 from fp4dispatch.jit.sass.listing import Instruction, Kernel
 from fp4dispatch.jit.sass.parameters import Parameters

@@ -1,0 +1,1 @@
+"""Backends on cuBLASLt, cuDNN and FlashInfer."""

@@ -1,0 +1,145 @@
+"""cuBLASLt's FP8 GEMM from our own host code (``csrc/cublaslt_gemm.h``), on Hopper.
+
+``torch._scaled_mm`` makes descriptors and asks for an algorithm at every call: 15 us of the host, of which the launch
+is 5 (docs/measurements.md, host cost). Here both are done once for each M, and one call quantises and multiplies.
+cuBLASLt is asked for what torch asks it for, so the algorithm and the bits are torch's. Where cuBLASLt cannot be called
+like this, torch's operator runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fp4dispatch.backends.libraries.cublaslt_weights import Layout
+from fp4dispatch.backends.own.quantizers import Quantizers, ones, ones_for
+from fp4dispatch.backends.own.scratch import ARENA_BYTES, Part, Scratch
+from fp4dispatch.machine import system as _system
+from fp4dispatch.problem import Problem
+
+OLDEST = 120900
+"""The cuBLASLt whose heuristics know scales of rows, on sm_90."""
+
+_MOST = 512
+"""So many M are remembered; a prefill may bring any."""
+
+Gemm = Callable[..., None]
+"""``gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace)``, as ``csrc/fp8_quantize.cu`` says."""
+
+
+class DirectGemms:
+    """Quantises and multiplies, for one N, K and output dtype, whatever M.
+
+    ``row``, ``static`` and ``static_row`` are launches as the ``cublaslt`` backend has them: of x [M, K] in bfloat16 or
+    float16 by prepared weights into d [M, N], both contiguous on 16 bytes. Safe to capture, also for a new M: like
+    torch, which asks for an algorithm in a capture too.
+
+    Parameters
+    ----------
+    make
+        Returns the GEMM for M tokens and its workspace in bytes.
+    device
+        Of the layer.
+    parts
+        What a launch for M tokens writes before the GEMM.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], tuple[Gemm, int]],
+        device: torch.device,
+        parts: Callable[[int], Sequence[Part]],
+    ) -> None:
+        self._make, self._device, self._parts = make, device, parts
+        self._ones = ones(device)
+        self._known: dict[int, tuple[Gemm, Scratch, int | None]] = {}
+
+    def row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        """Launch with one scale a token, from its own values."""
+        gemm, (q, scale), workspace = self.of(m)
+        gemm(x, None, q, scale, w[0], w[1], bias, d, workspace)
+
+    def static(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        """Launch with one static scale for all tokens and one for the weight."""
+        gemm, (q,), workspace = self.of(m)
+        gemm(x, w[2], q, w[2], w[0], w[1], bias, d, workspace)
+
+    def static_row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        """Launch with one static scale for all tokens, which the weight's scales of rows hold already."""
+        gemm, (q,), workspace = self.of(m)
+        gemm(x, w[3], q, ones_for(self._ones, m), w[0], w[2], bias, d, workspace)
+
+    def of(self, m: int) -> tuple[Gemm, tuple[Tensor, ...], Tensor | None]:
+        """Return the GEMM for M tokens, scratch memory for a launch as ``parts`` says, and the workspace, if any.
+
+        Raises
+        ------
+        RuntimeError
+            If cuBLASLt has no algorithm for this M.
+        """
+        found = self._known.get(m)
+        if found is None:
+            found = self._plan(m)
+            if len(self._known) < _MOST:
+                self._known[m] = found
+        gemm, scratch, apart = found
+        if apart == 0:
+            return gemm, scratch(), None
+        if apart is None:
+            *parts, workspace = scratch()
+            return gemm, tuple(parts), workspace
+        return gemm, scratch(), torch.empty(apart, dtype=torch.uint8, device=self._device)
+
+    def _plan(self, m: int) -> tuple[Gemm, Scratch, int | None]:
+        """Make a GEMM, its scratch memory and the bytes of its workspace, None where scratch has it last."""
+        gemm, size = self._make(m)
+        parts, workspace = list(self._parts(m)), Part((size,), torch.uint8)
+        # A workspace of megabytes is the allocator's: together with it nothing would fit the arena.
+        if size == 0 or sum(part.nbytes for part in parts) + workspace.nbytes > ARENA_BYTES:
+            return gemm, Scratch(self._device, parts), size
+        return gemm, Scratch(self._device, [*parts, workspace]), None
+
+
+def direct_gemms(
+    quantizers: Quantizers,
+    device: torch.device,
+    parts: Callable[[int], Sequence[Part]],
+    layout: Layout,
+    problem: Problem,
+) -> tuple[DirectGemms | None, str]:
+    """Return the launches of a layer, tried for the M of ``problem``; or None, and why torch's operator runs instead.
+
+    Parameters
+    ----------
+    quantizers, device, parts
+        As :class:`DirectGemms` has them; a GPU of sm_90.
+    layout
+        Of the weights, nothing padded.
+    problem
+        Says the output's dtype, bfloat16 or float16, and whether there is a bias, in that dtype.
+    """
+    library, cuda = quantizers.library, (_system.current().cuda or "").split(".")[0]
+    major = int(cuda) if cuda.isdigit() else 0
+    version = library.cublaslt_version(major)
+    if version < OLDEST:
+        found = f"is {version}" if version else "is not loaded as a library of its own"
+        return None, f"{_INSTEAD}: that of CUDA {cuda or 'unknown'} {found}, needed {OLDEST} or newer"
+    fp16 = problem.out_dtype == "float16"
+
+    def make(m: int) -> tuple[Gemm, int]:
+        gemm, workspace = library.cublaslt_fp8_plan(
+            major, device.index or 0, m, layout.n, layout.k, layout.per_row, fp16, problem.bias, quantizers.pdl
+        )
+        return gemm, int(workspace)
+
+    gemms = DirectGemms(make, device, parts)
+    try:
+        make(problem.m)
+    except RuntimeError as error:
+        return None, f"{_INSTEAD}: {error}"
+    return gemms, ""
+
+
+_INSTEAD = "cuBLASLt is called through torch, which costs the host about 9 us more"

@@ -1,0 +1,75 @@
+"""Weights as :mod:`fp4dispatch.backends.libraries.cublaslt` multiplies them: padded with zeros, scales rearranged."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fp4dispatch import formats
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.formats import round_up, zero_pad
+from fp4dispatch.problem import Scaling
+
+
+class Layout(NamedTuple):
+    """Sizes of prepared weights; ``np``, ``kp`` are padded. ``per_row``: tensors[2] of nvfp4 is [np], not one value."""
+
+    scaling: Scaling
+    n: int
+    k: int
+    np: int
+    kp: int
+    per_row: bool
+    has_input_scale: bool
+
+
+def prepare(weights: LinearWeights) -> tuple[list[Tensor], Layout]:
+    """Return the tensors of a layer, its input scale last where it has one, and their sizes; what fits is not copied.
+
+    Weight [np, kp] (nvfp4: uint8 [np, kp/2]), then its scales: ``tensor`` f32 []; ``row``, and ``tensor`` under scales
+    per token, f32 [1, np], and with an input scale once more times that; ``block128`` [np/128, kp/128 rounded up to 4];
+    nvfp4 the 128x4 block scales and the global scale, f32 [1] or [np].
+    """
+    make = {"nvfp4": _prepare_nvfp4, "block128": _prepare_block128}.get(weights.scaling, _prepare_fp8)
+    tensors, layout = make(weights)
+    if weights.input_scale is not None:
+        tensors.append(weights.input_scale)
+    return tensors, layout
+
+
+def _prepare_fp8(w: LinearWeights) -> tuple[list[Tensor], Layout]:
+    """Make weight [np, kp]; scale f32 [], or [1, np] where each row has its own or each token's multiplies it.
+
+    With a static input scale beside scales per row, a second [1, np] is their product: tokens then have the scale 1.
+    """
+    np, kp = round_up(w.n, 16), round_up(w.k, 16)
+    per_row = w.scaling == "row" or w.input_scale is None  # per-token activations need per-row weights beside them
+    tensors = [zero_pad(w.weight, np, kp), w.scale]
+    if per_row:
+        tensors[1] = zero_pad(w.scale.expand(w.n).reshape(1, -1), 1, np).contiguous()
+        if w.input_scale is not None:
+            tensors.append(tensors[1] * w.input_scale)
+    return tensors, Layout(w.scaling, w.n, w.k, np, kp, per_row, w.input_scale is not None)
+
+
+def _prepare_block128(w: LinearWeights) -> tuple[list[Tensor], Layout]:
+    np, kp = round_up(w.n, 16), round_up(w.k, 128)
+    scale = zero_pad(w.scale, w.scale.shape[0], round_up(w.scale.shape[1], 4)).contiguous()
+    layout = Layout(w.scaling, w.n, w.k, np, kp, False, w.input_scale is not None)
+    return [zero_pad(w.weight, np, kp), scale], layout
+
+
+def _prepare_nvfp4(w: LinearWeights) -> tuple[list[Tensor], Layout]:
+    np, kp = round_up(w.n, 16), round_up(w.k, 32)
+    scale = w.scale
+    if w.sf_layout == "linear" or (np, kp) != (w.n, w.k):
+        linear = formats.from_128x4(scale, w.n, w.k // 16) if w.sf_layout == "128x4" else scale
+        scale = formats.to_128x4(zero_pad(linear, np, kp // 16))
+    assert w.global_scale is not None
+    per_row = len(w.shard_rows) > 1
+    alpha = w.global_scale
+    if per_row:
+        alpha = zero_pad(formats.expand_shards(alpha, w.shard_rows).reshape(1, -1), 1, np).reshape(np)
+    layout = Layout("nvfp4", w.n, w.k, np, kp, per_row, w.input_scale is not None)
+    return [zero_pad(w.weight, np, kp // 2), scale, alpha], layout

@@ -1,0 +1,1 @@
+"""Backends on our own kernels (``csrc/``), and what they share."""

@@ -1,0 +1,70 @@
+"""Operands as our kernels read them. Shared by the backends on :mod:`fp4dispatch.jit`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import formats
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.own.scratch import Part
+from fp4dispatch.formats import zero_pad
+from fp4dispatch.problem.arch import Arch
+
+_PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 k of each of 8 tokens
+
+
+def arch_of(device: torch.device) -> Arch:
+    """Return the arch of a GPU."""
+    return Arch(*torch.cuda.get_device_capability(device))
+
+
+def aligned(x: Tensor, k: int) -> Tensor:
+    """Return x [M, K] padded with zeros to ``k`` columns, rows contiguous, on 16 bytes, apart; ``x`` where it is so."""
+    x = zero_pad(x, x.shape[0], k)
+    rows = x.stride(0) * x.element_size() % 16 == 0 and (x.shape[0] < 2 or x.stride(0) >= k)
+    ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and rows
+    return x if ok else x.clone(memory_format=torch.contiguous_format)
+
+
+def packed_part(m: int, k: int) -> Part:
+    """Return the memory of an activation as ``csrc/w4_activations.cu`` packs it, in e4m3: 8 tokens by 128 k a block."""
+    return Part((-(-k // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
+
+
+def block_scales_part(m: int, k: int) -> Part:
+    """Return the memory of its scales where each token has one for 128 k, as ``w8_quantize_block`` writes them."""
+    tokens = formats.round_up(m, _PACKED_TOKENS)
+    return Part((-(-k // formats.FP8_BLOCK), tokens), torch.float32)
+
+
+def stored_rows(weight: Tensor, n: int, kp: int) -> Tensor:
+    """Return a weight [n, kp] padded with zeros and on 16 bytes; ``weight`` itself where it is so."""
+    weight = zero_pad(weight, n, kp)
+    return weight.clone() if weight.data_ptr() % 16 else weight
+
+
+def await_writes(weight: Tensor) -> None:
+    """Wait until a prepared weight is written: under PDL a kernel reads weights before the one ahead has finished."""
+    if weight.is_cuda:
+        torch.cuda.current_stream(weight.device).synchronize()
+
+
+def per_column(w: LinearWeights, np: int) -> Tensor:
+    """Return the global scale of each output column: f32 [np], padded with zeros, where shards differ; else f32 [1]."""
+    assert w.global_scale is not None
+    if len(w.shard_rows) <= 1:
+        return w.global_scale.reshape(1)
+    return zero_pad(formats.expand_shards(w.global_scale, w.shard_rows).reshape(1, -1), 1, np).reshape(np).contiguous()
+
+
+def bias_row(bias: Tensor | None, dtype: torch.dtype, np: int) -> Tensor | None:
+    """Return the bias [np] in the output's dtype, contiguous, padded with zeros; None for none."""
+    if bias is None:
+        return None
+    return zero_pad(bias.to(dtype).reshape(1, -1), 1, np).reshape(-1).contiguous()
+
+
+def direct(out: Tensor, np: int) -> bool:
+    """Whether a kernel that stores ``np`` columns, 16 bytes at a time, may write into ``out`` [M, N] itself."""
+    return out.shape[1] == np and out.is_contiguous() and out.data_ptr() % 16 == 0

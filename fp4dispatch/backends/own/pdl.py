@@ -1,0 +1,219 @@
+"""Whether a build of a kernel may be launched with PDL on this machine.
+
+Two witnesses of different kinds must agree. The proof (:mod:`fp4dispatch.jit.prove`) reads the machine code. The trial
+here runs it: each launching function of the build stands once between a producer that writes late and a consumer that
+overwrites (:mod:`fp4dispatch.backends.own.launch_chain`), for a few sizes and delays. Other bits than in stream order
+mean no PDL for that build on that GPU model; the layer still runs, launched in stream order.
+
+The verdict is kept in ``pdl/`` of the cache folder (:mod:`fp4dispatch.jit.store.records`), under the library's hash,
+the GPU model, the driver and the code of the trial. ``FP4DISPATCH_SELFCHECK=off`` leaves the proof as the only witness,
+``force`` makes a new trial in each process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4dispatch import jit
+from fp4dispatch.backends.own import launch_chain, launch_operands
+from fp4dispatch.backends.own.launch_chain import LaunchChain
+from fp4dispatch.backends.own.launch_operands import Sizes
+from fp4dispatch.backends.own.operands import arch_of
+from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
+from fp4dispatch.jit import LoadedKernel
+from fp4dispatch.jit.catalog import manifest
+from fp4dispatch.jit.kernels import CHAIN
+from fp4dispatch.jit.store import cache, guard, records
+from fp4dispatch.machine import capture
+from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.locks import ForkSafeLock
+from fp4dispatch.settings import settings
+
+FOLDER = "pdl"
+SCHEMA = 1
+_SIZES = ((1, 520, 2080), (12, 4096, 1056), (24, 2056, 4128), (200, 1544, 2080))
+"""M, N, K: one token, ragged and full tiles, short and long K. Every kernel takes multiples of 32 and 8."""
+_DELAYS = (0, 20_000, 200_000)
+"""Cycles that the producer spins; 200,000 are about 0.1 ms, longer than any of these launches takes."""
+
+_log = logging.getLogger("fp4dispatch")
+_lock = ForkSafeLock()
+_known: dict[tuple[str, str, str], PdlVerdict] = {}
+
+
+@dataclass(frozen=True)
+class PdlVerdict:
+    """What the trial of one build found.
+
+    ``passed``: no launch differed. ``launches`` were made, in ``ms`` milliseconds without building. ``evidence`` is
+    empty or says which launch was wrong, or why no trial could be made.
+    """
+
+    kernel: str
+    library_sha256: str
+    gpu: str
+    passed: bool
+    launches: int = 0
+    ms: float = 0.0
+    evidence: str = ""
+
+
+def allowed(kernel: LoadedKernel, device: torch.device) -> bool:
+    """Return whether a loaded kernel may be launched with PDL on a device: proven, tried, and not switched off.
+
+    The first question about a build on a GPU model runs its trial: a few milliseconds, with a synchronisation.
+
+    Raises
+    ------
+    CaptureError
+        If a trial would have to run while a CUDA graph is being captured.
+    """
+    if settings.pdl == "off" or not kernel.pdl_allowed:
+        return False
+    return settings.selfcheck == "off" or verdict(kernel, device).passed
+
+
+def verdict(kernel: LoadedKernel, device: torch.device) -> PdlVerdict:
+    """Return the verdict on a build: of this process, kept on disk, or made now. Errors as :func:`allowed`."""
+    gpu = torch.cuda.get_device_name(device)
+    sha = kernel.built.entry.library_sha256
+    key = (sha, gpu, settings.selfcheck)
+    found = _known.get(key)
+    if found is not None:
+        return found
+    capture.forbid_in_capture(f"the PDL trial of {kernel.built.entry.name}", "fp4dispatch.warmup(model, tokens=[...])")
+    with _lock:
+        if key not in _known:
+            path = cache.default_folder() / FOLDER / f"{_name(sha, gpu)}.json"
+            kept = _read(path, sha, gpu) if settings.selfcheck == "auto" else None
+            _known[key] = kept or _made(kernel, device, gpu, path)
+        return _known[key]
+
+
+def results() -> tuple[PdlVerdict, ...]:
+    """Return the verdicts of this process. Runs nothing."""
+    with _lock:
+        return tuple(_known.values())
+
+
+def reset() -> None:
+    """Forget the verdicts of this process; those on disk stay."""
+    with _lock:
+        _known.clear()
+
+
+def _made(kernel: LoadedKernel, device: torch.device, gpu: str, path: Path) -> PdlVerdict:
+    """Make a trial; keep its verdict where it is one on the kernel."""
+    try:
+        chain = jit.load(*CHAIN, arch_of(device))
+    except (CacheError, CompileError, FlagsError, ProofError, ToolchainError) as error:
+        return _refused(kernel, gpu, f"its trial needs the kernel {CHAIN[0]}, which is not there: {error}")
+    if not chain.pdl_allowed:
+        return _refused(kernel, gpu, f"the barriers of {CHAIN[0]}, which its trial needs, are not proven")
+    try:
+        found = trial(kernel, chain.module, device)
+    except torch.OutOfMemoryError as error:
+        return _refused(kernel, gpu, f"memory ran out in its trial: {error}")
+    with guard.optional("keeping PDL trials beyond this process"):
+        records.write(path, {"schema": SCHEMA, "verdict": asdict(found)})
+    if not found.passed:
+        _log.warning("%s is launched without PDL: %s", found.kernel, found.evidence)
+    return found
+
+
+def _refused(kernel: LoadedKernel, gpu: str, why: str) -> PdlVerdict:
+    entry = kernel.built.entry
+    _log.warning("%s is launched without PDL: %s", entry.name, why)
+    return PdlVerdict(entry.name, entry.library_sha256, gpu, False, evidence=why)
+
+
+def trial(kernel: LoadedKernel, chain: Any, device: torch.device) -> PdlVerdict:
+    """Launch every function of a build in the chain and compare bits with stream order.
+
+    Parameters
+    ----------
+    kernel
+        The build; launched with PDL whatever its proof says.
+    chain
+        The loaded library of ``csrc/race_chain.cu``.
+    device
+        CUDA device to run on. Synchronises a stream of its own; not for use during capture.
+    """
+    entry = kernel.built.entry
+    catalog = manifest.installed()
+    known = catalog.kernel(entry.request["kernel"])
+    variant = known.variant(entry.request["variant"])
+    gpu, launches = torch.cuda.get_device_name(device), 0
+    functions = launch_operands.entries(known, variant)
+    blank = PdlVerdict(entry.name, entry.library_sha256, gpu, False)
+    if not functions:
+        return _with(blank, evidence=f"{known.name} is not in the table of launches (backends/launch_operands.py)")
+    started = time.perf_counter()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.inference_mode(mode=False), torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(stream):
+        generator = torch.Generator(device=device)
+        generator.manual_seed(0)
+        counts, asked = [], []
+        for function in functions:
+            for mnk in _SIZES:
+                link = LaunchChain(
+                    kernel.module, chain, function, Sizes(*mnk, launch_operands.dtype_of(variant)), generator
+                )
+                for delay in _DELAYS:
+                    link.launch(delay)
+                    counts.append(link.wrong())
+                    asked.append((function.function, mnk, delay))
+                    launches += 1
+        found = torch.stack(counts).tolist()
+    ms = (time.perf_counter() - started) * 1e3
+    for (name, (m, n, k), delay), (output, inputs) in zip(asked, found, strict=True):
+        if output or inputs:
+            what = (
+                f"{output} bytes of its output differ from stream order"
+                if output
+                else f"{inputs} bytes of its input were written after the kernel behind it had started"
+            )
+            evidence = f"{name} M={m} N={n} K={k} behind a kernel that writes {delay} cycles late: {what}"
+            return _with(blank, launches=launches, ms=ms, evidence=evidence)
+    return _with(blank, passed=True, launches=launches, ms=ms)
+
+
+def _with(blank: PdlVerdict, **changed: Any) -> PdlVerdict:
+    return PdlVerdict(**{**asdict(blank), **changed})
+
+
+def _read(path: Path, sha: str, gpu: str) -> PdlVerdict | None:
+    """Return the verdict on disk; None where there is none that can be trusted."""
+    data = records.read(path)
+    try:
+        if data is None or data["schema"] != SCHEMA:
+            return None
+        found = PdlVerdict(**data["verdict"])
+    except (KeyError, TypeError):
+        return None
+    right = (found.library_sha256, found.gpu) == (sha, gpu) and isinstance(found.passed, bool)
+    return found if right and isinstance(found.evidence, str) else None
+
+
+def _name(sha: str, gpu: str) -> str:
+    """Name a record by everything that a verdict depends on."""
+    machine = _system.current()
+    return records.name_of([SCHEMA, sha, gpu, machine.driver or "", machine.cuda or "", _own_code()])
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash what a trial is made of."""
+    state = hashlib.sha256()
+    parts = [Path(str(module.__file__)) for module in (launch_chain, launch_operands)] + [Path(__file__)]
+    for path in (*parts, manifest.installed().csrc / "race_chain.cu"):
+        state.update(hashlib.sha256(path.read_bytes()).digest())
+    return state.hexdigest()[:32]

@@ -1,0 +1,168 @@
+"""Scratch memory for launches: taking it from the allocator costs a small layer more than the launch itself.
+
+An eager launch uses one arena per thread and CUDA stream, of a fixed size at a fixed address. What one thread launches
+on one stream runs in order, so all its launches may share it; another thread may launch in between on the same stream,
+and so has its own. A launch that is being captured never sees the arena: its scratch comes from the allocator, which
+inside a capture is the graph's own pool, because a replay may run beside eager work of any stream. A plan that needs
+more than the arena holds takes its scratch from the allocator each time: the arena never grows, so that no address that
+a launch in flight uses is ever given back (flashinfer#4666 is what a shared workspace that grows does to graphs).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4dispatch.backends.base import Ready
+from fp4dispatch.machine import capture
+
+ARENA_BYTES = 4 << 20
+"""512 tokens of 4096 elements in 16 bits. More keep a GPU busy for longer than the allocator takes: 7.6 us for two
+tensors on the host of an H200, where a whole call took 15 (bench/NOTES.md, "Host cost")."""
+_ALIGNMENT = 512  # as torch's allocator
+
+_arenas: dict[tuple[int, int, int], Tensor] = {}
+
+
+def _no_stream(index: int) -> int:
+    raise AssertionError("scratch memory for launches on a torch without CUDA")
+
+
+class Part(NamedTuple):
+    """One temporary tensor, contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, rounded up so that the next part is aligned."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+class Scratch:
+    """The temporaries of one plan, which is for one M on one device.
+
+    Parameters
+    ----------
+    device
+        The CUDA device of the launches.
+    parts
+        What each launch needs. Nothing in them survives from one launch to the next.
+    view
+        Brings the tensors of ``parts`` into the form that the launch takes.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        parts: Sequence[Part],
+        view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple,
+    ) -> None:
+        self._device, self._parts, self._view = device, tuple(parts), view
+        self._index = 0 if device.index is None else device.index
+        self._fits = sum(part.nbytes for part in self._parts) <= ARENA_BYTES
+        self._found: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Return the temporaries for a launch on the current stream, which must be on the device of the plan."""
+        return self._allocated() if capture.stream_is_capturing() else self.eager()
+
+    def eager(self) -> tuple[Tensor, ...]:
+        """Do what a call does, for who knows that the current stream is not being captured."""
+        key = (threading.get_ident(), _stream(self._index))
+        return self._found.get(key) or self._first(key)
+
+    def _first(self, key: tuple[int, int]) -> tuple[Tensor, ...]:
+        if not self._fits:
+            return self._allocated()
+        with torch.inference_mode(mode=False):  # what outlives this call must serve outside inference mode too
+            found = self._found[key] = self._cut(key)
+        return found
+
+    def _allocated(self) -> tuple[Tensor, ...]:
+        return self._view([torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in self._parts])
+
+    def _cut(self, key: tuple[int, int]) -> tuple[Tensor, ...]:
+        arena = self._arena(key)
+        tensors, start = [], 0
+        for part in self._parts:
+            flat = arena[start : start + part.nbytes]
+            count = torch.Size(part.shape).numel() * part.dtype.itemsize
+            tensors.append(flat[:count].view(part.dtype).view(part.shape))
+            start += part.nbytes
+        return self._view(tensors)
+
+    def _arena(self, key: tuple[int, int]) -> Tensor:
+        name = (*key, self._index)
+        arena = _arenas.get(name)
+        if arena is None:
+            capture.forbid_in_capture("making scratch memory for eager launches", "run one such layer eagerly")
+            arena = _arenas[name] = torch.empty(ARENA_BYTES, dtype=torch.uint8, device=self._device)
+        return arena
+
+
+def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
+    """Return what takes the same temporaries where the current stream is known not to be captured."""
+    return scratch.eager if isinstance(scratch, Scratch) else scratch
+
+
+def ready_to_launch(state: Any, tensors: tuple[Tensor, ...]) -> Ready:
+    """Return ``Backend.ready``'s function of a plan whose ``launch(state, x, tensors, out, bias)`` is all of a call.
+
+    ``state``: a named tuple with ``launch`` and ``scratch``, which ``launch`` takes its temporaries from.
+    """
+    launch, eagerly = state.launch, state._replace(scratch=eager(state.scratch))
+
+    def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        launch(eagerly, x, tensors, out, bias)
+
+    return ready
+
+
+class ScratchByM:
+    """The temporaries of a plan that holds for every M.
+
+    Parameters
+    ----------
+    device, view
+        As of :class:`Scratch`.
+    parts
+        What a launch for M tokens needs.
+    """
+
+    _MOST = 512
+    """So many M are remembered; a prefill may bring any."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        parts: Callable[[int], Sequence[Part]],
+        view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple,
+    ) -> None:
+        self._device, self._parts, self._view = device, parts, view
+        self._known: dict[int, Scratch] = {}
+
+    def __call__(self, m: int) -> tuple[Tensor, ...]:
+        """Return the temporaries for a launch of M tokens, as :meth:`Scratch.__call__` does."""
+        return self.of(m)()
+
+    def of(self, m: int) -> Scratch:
+        """Return the scratch memory for launches of M tokens."""
+        found = self._known.get(m)
+        if found is None:
+            found = Scratch(self._device, self._parts(m), self._view)
+            if len(self._known) < self._MOST:
+                self._known[m] = found
+        return found
+
+
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
+"""Returns the handle of the current stream of a device."""

@@ -1,0 +1,138 @@
+"""Which compiled kernel serves a problem: `*_tiles.toml`, checked against `csrc/kernels.toml`. No torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib import resources
+from typing import Any
+
+from fp4dispatch.backends.own.launch_model import TileSpeed, clocks
+from fp4dispatch.errors import FlagsError
+from fp4dispatch.jit.catalog.manifest import Catalog, installed
+from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
+from fp4dispatch.problem.arch import Arch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "weights_max", "fill", "speed", "builds"}
+_SPEED_KEYS = {field.name for field in fields(TileSpeed)}
+_SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
+"""Op of the problems that a kernel is for, where the kernel's own op has another name."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One row: a kernel's builds by output dtype, and the problems that they are for.
+
+    ``activations``: formats that the kernel multiplies; empty for the one that its op has. ``weights_max``: most N K.
+    ``fill`` is (tile_m, tile_n, SMs a tile, share of all SMs that must get work); None where any number of tiles does.
+    ``speed``: of rows that have one, the fastest for the problem is meant, where the first that fits is one of them.
+    """
+
+    kernel: str
+    op: str
+    archs: frozenset[Arch]
+    scalings: tuple[str, ...]
+    activations: tuple[str, ...]
+    builds: dict[str, str]
+    m_min: int
+    m_max: int | None
+    weights_max: int | None
+    fill: tuple[int, int, int, float] | None
+    speed: TileSpeed | None = None
+
+    def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
+        """Whether the row serves a problem on a GPU with ``sms`` SMs."""
+        if problem.op != self.op or arch not in self.archs or problem.scaling not in self.scalings:
+            return False
+        if self.activations and problem.activation not in self.activations:
+            return False
+        if problem.out_dtype not in self.builds or problem.m < self.m_min:
+            return False
+        if self.m_max is not None and problem.m > self.m_max:
+            return False
+        if self.weights_max is not None and problem.n * problem.k > self.weights_max:
+            return False
+        if self.fill is None:
+            return True
+        tile_m, tile_n, width, share = self.fill
+        return -(-problem.m // tile_m) * -(-problem.n // tile_n) * width >= share * sms
+
+
+@functools.cache
+def tiles(table: str = "cutlass") -> tuple[Tile, ...]:
+    """Return the packaged rows of ``<table>_tiles.toml``, in order."""
+    text = resources.files("fp4dispatch.backends.own").joinpath(f"{table}_tiles.toml").read_text("utf-8")
+    return load(tomllib.loads(text), installed(), table)
+
+
+def load(data: dict[str, Any], catalog: Catalog, table: str = "cutlass") -> tuple[Tile, ...]:
+    """Check the parsed file and return it typed.
+
+    Raises
+    ------
+    FlagsError
+        For an unknown key, kernel, build, scaling, activation format or dtype.
+    """
+    return tuple(_tile(row, catalog, f"{table}_tiles.toml, {row.get('kernel')}") for row in data.get("tile", ()))
+
+
+def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
+    for what, found, known in (
+        ("key", set(row), _KEYS),
+        ("scaling", set(row["scalings"]), set(SCALINGS)),
+        ("activation", set(row.get("activations", ())), set(ACTIVATIONS[1:])),
+        ("output dtype", set(row["builds"]), set(OUT_DTYPES)),
+        ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms", "share"}),
+        ("key of speed", set(row.get("speed", ())), _SPEED_KEYS),
+    ):
+        if found - known:
+            raise FlagsError(
+                f"{where}: unknown {what} {', '.join(sorted(found - known))}; known: {', '.join(sorted(known))}"
+            )
+    if "speed" in row and (missing := _SPEED_KEYS - set(row["speed"])):
+        raise FlagsError(f"{where}: speed lacks {', '.join(sorted(missing))}; needs all of its keys")
+    kernel = catalog.kernel(row["kernel"])
+    for build in row["builds"].values():
+        kernel.variant(build)
+    archs = frozenset(arch for target in kernel.targets for arch in catalog.record(target).archs)
+    fill = row.get("fill")
+    size = (fill["tile_m"], fill["tile_n"], fill["sms"], fill.get("share", 1.0)) if fill else None
+    return Tile(
+        kernel.name,
+        _SERVES.get(kernel.op, kernel.op),
+        archs,
+        tuple(row["scalings"]),
+        tuple(row.get("activations", ())),
+        dict(row["builds"]),
+        row.get("m_min", 0),
+        row.get("m_max"),
+        row.get("weights_max"),
+        size,
+        TileSpeed(**row["speed"]) if "speed" in row else None,
+    )
+
+
+def tile_for(
+    problem: Problem,
+    arch: Arch | None,
+    sms: int,
+    table: str = "cutlass",
+    takes: Callable[[Tile], bool] = lambda _: True,
+) -> Tile | None:
+    """Return the first row of a table that serves a problem, of those that ``takes`` says can; None where none does.
+
+    Where that row has a ``speed``, the fastest of all that have one.
+    """
+    fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
+    if not fitting or fitting[0].speed is None:
+        return fitting[0] if fitting else None
+    m, n, k = problem.m, problem.n, problem.k
+    timed = [(clocks(tile.speed, m, n, k, sms), tile) for tile in fitting if tile.speed is not None]
+    return min(timed, key=lambda found: found[0])[1]

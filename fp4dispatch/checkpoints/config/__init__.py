@@ -1,0 +1,1 @@
+"""What a checkpoint's configuration says about quantisation, read and written."""

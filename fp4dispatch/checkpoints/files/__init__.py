@@ -1,0 +1,1 @@
+"""The files of a checkpoint: opened, checked, written and published whole."""

@@ -1,0 +1,125 @@
+"""Write a directory so that it appears whole or not at all, and nothing that others wrote is lost."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fp4dispatch.checkpoints.files.rename import exchange, rename_new
+from fp4dispatch.errors import CheckpointError
+
+_ATTEMPTS = 8
+"""How often a target may come and go under us before we give up."""
+
+
+@contextmanager
+def atomic_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a new directory beside ``out`` which takes the name ``out`` when the block ends without an error.
+
+    The files in it are flushed to the disk first. On an error it is removed and ``out`` is as it was; a killed process
+    leaves ``.<name>.tmp-*`` beside ``out``, which nothing reads. Without ``overwrite``, what has appeared at ``out`` in
+    the meantime stays, and this is an error. With it, old and new exchange their places in one step, and then the old
+    one is removed, so that there is a whole checkpoint at ``out`` at every moment. Two that write to one ``out`` do not
+    disturb each other: without ``overwrite`` the first wins, with it the last.
+
+    A file system without ``renameat2`` (NFS) gives less, and loses nothing either: a kill in the middle of the exchange
+    leaves the old directory whole as ``<name>.old-*``, and a kill before a new name is taken may leave it as an empty
+    directory, see :mod:`fp4dispatch.checkpoints.files.rename`.
+
+    Raises
+    ------
+    CheckpointError
+        ``out`` exists (without ``overwrite``), is not a checkpoint directory, or cannot be written.
+    """
+    out = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link that is to be replaced
+    _check_target(out, overwrite)
+    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    own = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        own = _identity(temporary)
+        yield temporary
+        for file in [*temporary.rglob("*"), temporary]:
+            _fsync(file)
+        _publish(temporary, out, overwrite)
+    except OSError as error:
+        raise CheckpointError(f"{out}: cannot be written: {error}: nothing was changed there") from error
+    finally:
+        if own is not None and _identity(temporary) == own:
+            shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(OSError):
+        _fsync(out.parent)  # it is published already
+
+
+def _check_target(out: Path, overwrite: bool) -> None:
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{out}: already exists: choose another directory, or pass overwrite (--overwrite)")
+    if os.path.ismount(out):
+        raise CheckpointError(f"{out}: is a mount point, which cannot be replaced: choose a directory below it")
+    if not _replaceable(out):
+        raise CheckpointError(
+            f"{out}: is not a checkpoint directory (no *.safetensors in it, or a link), expected one to overwrite: "
+            "refused, because overwriting removes everything in it; remove it yourself or choose another directory"
+        )
+
+
+def _replaceable(out: Path) -> bool:
+    """Whether overwriting may remove this: an empty directory, or one with safetensors files in it."""
+    return not out.is_symlink() and out.is_dir() and (not any(out.iterdir()) or any(out.glob("*.safetensors")))
+
+
+def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
+    """Give the finished directory its name. What is there is judged again: it may have come since."""
+    for _ in range(_ATTEMPTS):
+        _check_target(out, overwrite)
+        try:
+            rename_new(temporary, out)
+            return
+        except FileExistsError:
+            if not overwrite:
+                continue  # and the check says so
+        try:
+            old = exchange(temporary, out)
+        except FileNotFoundError:
+            continue  # it has gone since
+        if _replaceable(old):
+            shutil.rmtree(old, ignore_errors=True)
+            return
+        _give_back(old, out, temporary)
+    raise CheckpointError(f"{out}: appears and disappears while it is to be written: nothing was changed there")
+
+
+def _give_back(other: Path, out: Path, temporary: Path) -> None:
+    """Put back what came to ``out`` between the check and the exchange, and is not ours to remove."""
+    try:
+        ours = exchange(other, out)
+        if ours != temporary:
+            rename_new(ours, temporary)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out}: what appeared there while we were writing is not a checkpoint, and lies in {other} now, because "
+            f"it cannot be put back: {error}"
+        ) from error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The policy met with this machine: choices, explanations, what-if questions, tuned times."""

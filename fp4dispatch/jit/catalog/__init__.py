@@ -1,0 +1,1 @@
+"""What can be compiled, as data: kernels, targets and flags, read strictly."""

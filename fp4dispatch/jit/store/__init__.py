@@ -1,0 +1,1 @@
+"""Finished kernels and records on disk: looked up by content, private, published whole, removed by age."""

@@ -1,0 +1,462 @@
+"""Compiled kernels on disk: looked up by content, published whole or not at all.
+
+Layout below the cache folder::
+
+    kernels/<kernel>/<variant>-<target>/<key>/kernel.so    the library
+                                              entry.json   what it was made from, with the hash of every file
+                                              proof.json   what the disassembler saw (fp4dispatch.jit.prove)
+                                              build.log
+    building/   unfinished builds, each locked by the process that makes it
+    locks/      one per kernel, variant and target; a lock saves work, correctness never depends on it
+    logs/       logs of failed builds
+    CACHEDIR.TAG    says that the folder is a cache of ours; nothing is ever removed from one without it
+
+The key is the hash of all that went in: sources, every header that the compiler read, flags, compiler versions and
+package version. An entry is found without a toolchain: it lists its inputs, and is current when the package's own
+sources and flags match and, where a toolchain is there to rebuild with, its compilers and headers match too. A *pinned*
+entry (made ahead of time) is meant to travel, so it is held to the package's own sources and flags alone.
+
+Publishing is one rename of a synced folder, so a build that is killed at any moment leaves nothing that can be loaded.
+
+Whatever is wrong with the folder is a CacheError; :mod:`fp4dispatch.jit.store.guard` decides what becomes of that. An
+entry that is damaged, or that someone else could have written, is skipped with a warning, and built again.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from fp4dispatch.errors import CacheError
+from fp4dispatch.jit.store import guard, private
+from fp4dispatch.jit.store.digests import digest as digest  # the name that callers know
+from fp4dispatch.jit.store.digests import digest_of, digest_once
+from fp4dispatch.settings import settings
+
+SCHEMA = 1
+LIBRARY, MANIFEST, PROOF, LOG = "kernel.so", "entry.json", "proof.json", "build.log"
+KERNELS, BUILDING, LOCKS, LOGS = "kernels", "building", "locks", "logs"
+MARKER = "CACHEDIR.TAG"
+SIGNATURE = b"""Signature: 8a477f597d28d172789f06886806bc55
+# Compiled kernels and records of fp4dispatch, made again when they are missing.
+# Backups may leave this folder out: https://bford.info/cachedir/
+"""
+OWN = "src"
+SYSTEM = "/"
+_NOTE_EVERY = 10.0
+_LEFT = re.compile(r"(build|old)-[0-9a-f]{16}")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_log = logging.getLogger("fp4dispatch")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One finished kernel in a cache.
+
+    ``request`` is what was asked for (names, flags, package version), ``files`` the SHA-256 of every file that was
+    read, by ``(root, path below it)``, ``compilers`` the versions that made it.
+    ``installed`` entries lie inside this package, whose code runs already, whoever owns it.
+    """
+
+    folder: Path
+    request: Mapping[str, Any]
+    files: Mapping[tuple[str, str], str]
+    compilers: Mapping[str, str]
+    library_sha256: str
+    pinned: bool
+    installed: bool = False
+
+    @property
+    def library(self) -> Path:
+        """The shared library."""
+        return self.folder / LIBRARY
+
+    @property
+    def name(self) -> str:
+        """``kernel/variant-target``, as in the folder."""
+        return slot(self.request)
+
+
+def slot(request: Mapping[str, Any]) -> str:
+    """Return ``kernel/variant-target``: the folder of all entries for one request."""
+    return f"{request['kernel']}/{request['variant']}-{request['target']}"
+
+
+def default_folder() -> Path:
+    """Return ``FP4DISPATCH_CACHE_DIR``, else the user cache folder. Never a shared temporary folder.
+
+    For a user without a home (no ``HOME``, no entry in ``passwd``) it is the private folder of this process.
+    """
+    import platformdirs
+
+    chosen = settings.cache_dir
+    if chosen:
+        return Path(chosen)
+    try:
+        folder = platformdirs.user_cache_path("fp4dispatch", appauthor=False)
+    except RuntimeError:  # newer releases of platformdirs; older ones return the tilde
+        folder = Path("~")
+    if folder.parts[:1] == ("~",):
+        guard.warn(
+            "going on without a cache: the user has no home folder, so kernels are built for this process only\n"
+            f"  fix: {private.ELSEWHERE[3:]}"
+        )
+        return guard.temporary()
+    return folder
+
+
+class Cache:
+    """The entries below one folder.
+
+    Parameters
+    ----------
+    root
+        The folder; created at the first build, private to this user.
+    portable
+        Make folders and files readable for everybody, for a container image that another user will run.
+    installed
+        The folder is part of this package, so its owner is trusted like the package's own.
+    """
+
+    def __init__(self, root: Path, *, portable: bool = False, installed: bool = False) -> None:
+        self.installed = installed
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100  (resolve() would follow a planted link)
+        self._folder_mode, self._file_mode = (0o755, 0o644) if portable else (0o700, 0o600)
+
+    def entries(self, below: str = "*/*") -> Iterator[Entry]:
+        """Yield the entries whose record can be read and trusted, newest first; others are skipped with a warning.
+
+        Raises
+        ------
+        CacheError
+            Where the cache could have been written by someone else, or cannot be read.
+        """
+        found = []
+        for parent in self._slots(below):
+            try:
+                self._private(parent.parent, parent)
+                found += [(_changed(folder), folder) for folder in _folders(parent) if (folder / MANIFEST).exists()]
+            except (CacheError, OSError) as error:
+                guard.warn(f"{parent} is ignored: {error}")
+        for _, folder in sorted(found, reverse=True):
+            try:
+                self._private(folder)
+                yield self._entry(folder)
+            except guard.UNREADABLE as error:
+                guard.warn(f"damaged cache entry {folder} is ignored and will be rebuilt: {_first_line(error)}")
+
+    def _slots(self, below: str) -> list[Path]:
+        """Folders of the entries of one kernel, variant and target, or (``*/*``) of all."""
+        kernels = self.root / KERNELS
+        with private.explained(self.root):
+            try:
+                if not self.installed:
+                    private.check_place(self.root)
+                self._private(kernels)
+            except FileNotFoundError:
+                return []
+            if not kernels.exists():
+                return []
+            if below == "*/*":
+                return [folder for kernel in _folders(kernels) for folder in _folders(kernel)]
+            return [kernels / below] if (kernels / below).is_dir() else []
+
+    def _private(self, *folders: Path) -> None:
+        for folder in () if self.installed else folders:
+            private.check(folder)
+
+    def _entry(self, folder: Path) -> Entry:
+        return _read_entry(folder, installed=self.installed)
+
+    def find(
+        self, request: Mapping[str, Any], roots: Mapping[str, Path], compilers: Mapping[str, str] | None
+    ) -> Entry | None:
+        """Return the newest entry that is current and undamaged.
+
+        Parameters
+        ----------
+        request
+            What is asked for; must equal what the entry was asked for.
+        roots
+            Folder of each root name; ``src`` (the package's own sources) is always needed, the header folders and
+            ``/`` only with ``compilers``.
+        compilers
+            Versions of the toolchain that could rebuild the entry; None where there is none.
+        """
+        for entry in self.entries(slot(request)):
+            if entry.request != request:
+                continue
+            if stale(entry, roots, None if entry.pinned else compilers):
+                continue
+            if fault := damage(entry):
+                guard.warn(f"{fault}; it will be rebuilt")
+                continue
+            return entry
+        return None
+
+    def publish(
+        self,
+        built: Path,
+        request: Mapping[str, Any],
+        files: Mapping[tuple[str, str], str],
+        compilers: Mapping[str, str],
+        *,
+        pinned: bool,
+    ) -> Entry:
+        """Make a finished build visible: sync its files, then rename its folder into place.
+
+        Where another process published the same content first, that entry is kept if it is sound and replaced if not.
+        """
+        library = digest(built / LIBRARY)
+        listed = [[root, path, sha] for (root, path), sha in sorted(files.items())]
+        made_from = {"request": dict(request), "compilers": dict(compilers), "files": listed}
+        key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
+        record = {"schema": SCHEMA, **made_from, "library_sha256": library, "pinned": pinned}
+        private.write_synced(built / MANIFEST, json.dumps(record, indent=1).encode(), self._file_mode)
+        final = self.root / KERNELS / slot(request) / key
+        private.make_folder(final.parent, self._folder_mode)
+        with private.explained(final):
+            for path in built.iterdir():
+                path.chmod(self._file_mode)
+                private.sync(path)
+            built.chmod(self._folder_mode)
+            private.sync(built)
+            self._rename(built, final)
+            private.sync(final.parent)
+        return _read_entry(final)
+
+    def _rename(self, built: Path, final: Path) -> None:
+        for _ in range(3):
+            try:
+                built.rename(final)
+            except OSError:
+                if not final.is_dir():
+                    raise
+                with suppress(*guard.UNREADABLE):
+                    private.check(final)
+                    if not damage(_read_entry(final)):
+                        return
+                with suppress(OSError):  # damaged: out of the way first; a process that has it mapped keeps its inode
+                    final.rename(self.root / BUILDING / f"old-{secrets.token_hex(8)}")
+            else:
+                return
+        raise CacheError(f"{final} cannot be replaced\n  fix: remove it")
+
+    @contextmanager
+    def building(self) -> Iterator[Path]:
+        """Give a private folder for one build and remove it afterwards; first remove what killed builds left."""
+        parent = self.root / BUILDING
+        self.made(BUILDING)
+        with private.explained(parent):
+            sweep(parent)
+            folder = parent / f"build-{secrets.token_hex(8)}"
+            lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
+            try:
+                lock.acquire()
+            except (OSError, NotImplementedError) as error:
+                _unless_lockless(error)
+            try:
+                folder.mkdir(mode=0o700)
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+                Path(lock.lock_file).unlink(missing_ok=True)
+                lock.release()
+
+    @contextmanager
+    def locked(self, names: list[str]) -> Iterator[None]:
+        """Hold the locks of several slots (always taken in the same order); waiting is said every ten seconds.
+
+        A file system without locks costs repeated work, not correctness, so it is only a warning.
+        """
+        folder = self.made(LOCKS)
+        with ExitStack() as held:
+            for name in sorted(names):
+                self._lock(held, folder / f"{name.replace('/', '-')}.lock")
+            yield
+
+    def _lock(self, held: ExitStack, path: Path) -> None:
+        lock = filelock.FileLock(path, mode=0o600)
+        holder = path.with_suffix(".pid")
+        started = time.monotonic()
+        while True:
+            try:
+                held.enter_context(lock.acquire(timeout=_NOTE_EVERY if time.monotonic() - started > 1 else 1))
+            except filelock.Timeout:
+                owner = _read_text(holder)
+                waited = time.monotonic() - started
+                _log.warning("waiting for %s, which is building %s (%.0f s so far)", owner, path.stem, waited)
+            except (OSError, NotImplementedError) as error:
+                with private.explained(path):
+                    _unless_lockless(error)
+                _log.warning("%s cannot be locked (%s); another process may build the same kernel", path, error)
+                return
+            else:
+                with suppress(CacheError, OSError):  # it only names this process to those that wait
+                    holder.unlink(missing_ok=True)
+                    private.write_synced(holder, f"process {os.getpid()}".encode(), 0o600)
+                return
+
+    def keep_log(self, name: str, text: str) -> Path:
+        """Store the log of a failed build and return where it is."""
+        path = self.made(LOGS) / f"{name.replace('/', '-')}.log"
+        with private.explained(path):
+            path.unlink(missing_ok=True)
+        private.write_synced(path, text.encode(), self._file_mode)
+        return path
+
+    def add_proof(self, entry: Entry, proof: bytes) -> None:
+        """Put a proof into an entry, atomically."""
+        temporary = entry.folder / f".proof-{secrets.token_hex(8)}"
+        try:
+            private.write_synced(temporary, proof, self._file_mode)
+            temporary.replace(entry.folder / PROOF)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def made(self, name: str) -> Path:
+        """Return a folder of ours below the root, both made where they are missing, and the marker with them."""
+        private.make_folder(self.root, self._folder_mode)
+        marker = self.root / MARKER
+        if not marker.exists():
+            with suppress(CacheError):  # another process was first, or there is no room: then nothing is ever removed
+                private.write_synced(marker, SIGNATURE, self._file_mode)
+        folder = self.root / name
+        private.make_folder(folder, self._folder_mode)
+        return folder
+
+
+def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] | None) -> str:
+    """Return why an entry no longer matches its inputs; empty where it does.
+
+    Without ``compilers`` nothing could be rebuilt, so only the package's own sources are compared.
+    """
+    if compilers is not None and dict(entry.compilers) != dict(compilers):
+        return f"compiled by {dict(entry.compilers)}, here is {dict(compilers)}"
+    for (root, path), sha in entry.files.items():
+        if root != OWN and compilers is None:
+            continue
+        folder = roots.get(root)
+        if folder is None:
+            return f"the header folder {root} is gone"
+        try:
+            same = digest_once(folder / path) == sha
+        except OSError:
+            same = False
+        if not same:
+            return f"{folder / path} has changed"
+    return ""
+
+
+def damage(entry: Entry) -> str:
+    """Return what is wrong with the library; empty where it is the one that was published, private and readable."""
+    try:
+        if not entry.installed:
+            private.check(entry.folder)
+        os.close(open_library(entry))
+    except (CacheError, OSError) as error:
+        return f"damaged cache entry {entry.folder}: {_first_line(error)}"
+    return ""
+
+
+def open_library(entry: Entry) -> int:
+    """Open a library and return the descriptor, whose content is the one that was published.
+
+    Raises
+    ------
+    CacheError
+        Where the content is another, or someone else could have written it. OSError where it cannot be read.
+    """
+    descriptor = private.opened(entry.library, trusted=entry.installed)
+    try:
+        if digest_of(descriptor) != entry.library_sha256:
+            raise CacheError(f"the hash of {entry.library} is not the one published\n  fix: build it again")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def verify(entry: Entry) -> None:
+    """Raise CacheError where :func:`damage` finds any."""
+    if fault := damage(entry):
+        raise CacheError(f"{fault}\n  fix: build it again with `fp4dispatch build`")
+
+
+def _read_entry(folder: Path, *, installed: bool = False) -> Entry:
+    record = json.loads(private.read(folder / MANIFEST, trusted=installed))
+    if record["schema"] != SCHEMA:
+        raise ValueError(f"schema {record['schema']}, this version reads {SCHEMA}")
+    slot(record["request"])
+    return Entry(
+        folder=folder,
+        request=record["request"],
+        files={(str(root), str(path)): str(sha) for root, path, sha in record["files"]},
+        compilers=dict(record["compilers"]),
+        library_sha256=str(record["library_sha256"]),
+        pinned=record["pinned"] is True,
+        installed=installed,
+    )
+
+
+def _unless_lockless(error: OSError | NotImplementedError) -> None:
+    """Raise an error again unless it says that the file system has no locks."""
+    if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+        raise error
+
+
+def sweep(parent: Path) -> int:
+    """Remove builds whose process is gone (their lock is free) and entries that were moved away; return the bytes."""
+    freed = 0
+    for lock_file in parent.glob("build-*.lock"):
+        lock = filelock.FileLock(lock_file, timeout=0)
+        with suppress(filelock.Timeout, OSError, NotImplementedError), lock:
+            freed += _removed(lock_file.with_suffix(""))
+            lock_file.unlink(missing_ok=True)
+    for folder in parent.iterdir():
+        if _LEFT.fullmatch(folder.name) and not folder.with_name(f"{folder.name}.lock").exists():
+            freed += _removed(folder)
+    return freed
+
+
+def _removed(folder: Path) -> int:
+    size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+    shutil.rmtree(folder, ignore_errors=True)
+    return size
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _folders(parent: Path) -> list[Path]:
+    with os.scandir(parent) as rows:
+        return [Path(row.path) for row in rows if row.is_dir(follow_symlinks=False)]
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:  # removed meanwhile
+        return 0.0
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return private.read(path).decode(errors="replace")
+    except (CacheError, OSError):
+        return "another process"

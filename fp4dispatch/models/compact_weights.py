@@ -1,0 +1,182 @@
+"""Holding NVFP4 weights once: dropping the canonical copy where a backend's layout holds every bit of it.
+
+A layer on ``w4a16`` or ``w4a8`` has 4.5 bits a weight in its buffers, as the checkpoint stored them, and 4.5 in the
+order that the kernels read. :func:`compact` drops the former; what needs them (``state_dict``, saving, copies, moves,
+another backend) gets them back from the latter. Nothing is dropped that was not unpacked and compared first.
+
+Somebody may hold a weight that is dropped, of ``state_dict()`` for instance, and write to it. So the layer keeps what
+is held (``_lent``), looks at it before each call, and lets go of it when everybody else did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4dispatch.backends.base import Prepared
+from fp4dispatch.dispatch import choose
+from fp4dispatch.machine import capture
+from fp4dispatch.models.stored_weights import Seen, StoredWeights, held_elsewhere, lock, same_bytes
+
+_log = logging.getLogger("fp4dispatch")
+
+CANONICAL = ("weight", "weight_scale")
+"""Buffers that a layout may hold; global scales and input scales are a few bytes, and stay."""
+
+
+class CompactWeights(StoredWeights):
+    """The part of a quantised layer that can be without its canonical weights.
+
+    They are gone while ``_dropped`` names the layout that holds them. Reading or setting ``weight`` or ``weight_scale``
+    brings them back for good; :meth:`_whole` does for a moment.
+    """
+
+    _dropped: str
+    _order: tuple[str, ...]
+    _prepared: dict[str, Prepared]
+
+    def compact(self) -> int:
+        """Drop the canonical weights if a layout of this layer holds them exactly and no backend reads them themselves.
+
+        Returns
+        -------
+        int
+            Bytes that were freed; 0 where nothing can be dropped, or nothing is bound yet. Synchronises.
+
+        Raises
+        ------
+        CaptureError
+            During CUDA graph capture.
+        InputError, FormatError
+            If what was stored since breaks its format.
+        """
+        capture.forbid_in_capture("dropping canonical weights", "compact(model), then capture")
+        self._settle()
+        held = {name: tensor for name in CANONICAL if (tensor := self._buffers.get(name)) is not None}
+        bounds = [*self._bound.values(), *self._captured]
+        read = {tensor.untyped_storage().data_ptr() for bound in bounds for tensor in bound.tensors}
+        if self._dropped or len(held) < 2 or any(t.untyped_storage().data_ptr() in read for t in held.values()):
+            return 0
+        for layout, prepared in self._prepared.items():
+            found = choose.instance(prepared.backend).canonical(prepared)
+            if found is None:
+                continue
+            if all(same_bytes(tensor, again) for tensor, again in zip(held.values(), found, strict=True)):
+                freed = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+                del held, found
+                self._drop(layout, lend=True)
+                return freed
+            _log.warning("the weights of %s are not what their layout %s holds; both are kept", self, layout)
+        return 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer is. Reading it restores nothing, as reading ``weight.device`` would."""
+        held = self._buffers.get("weight")
+        found: torch.device = (self._prepared[self._dropped].tensors[0] if held is None else held).device
+        return found
+
+    def _drop(self, layout: str, *, lend: bool) -> None:
+        """Drop the canonical weights. ``lend``: look after those that somebody else holds, who may write to them."""
+        with lock:
+            self._order = tuple(self._buffers)
+            self._dropped = layout
+            seen = {name: found for name in CANONICAL if (found := self._seen[name]) is not None}
+            self._buffers = {name: tensor for name, tensor in self._buffers.items() if name not in CANONICAL}
+            self._see({name: found for name, found in self._seen.items() if name not in CANONICAL})
+            if lend and any(map(held_elsewhere, seen.values())):
+                self._lent = seen
+                self._see(self._seen)
+
+    def _restore(self) -> None:
+        """Bring dropped weights back, to stay.
+
+        Raises
+        ------
+        CaptureError
+            During CUDA graph capture: unpacking is host work, and its result would belong to the graph.
+        """
+        if not self.__dict__.get("_dropped"):
+            return
+        capture.forbid_in_capture(
+            "unpacking weights that compact() dropped", "read them before capturing, or do without compact()"
+        )
+        with lock, torch.inference_mode(mode=False), torch.no_grad():
+            if not self._dropped:  # another thread was faster
+                return
+            held = self._lent or self._unpacked()
+            whole = self._buffers | {name: seen.tensor for name, seen in held.items()}
+            order = dict.fromkeys(name for name in (*self._order, *whole) if name in whole)
+            self._buffers = {name: whole[name] for name in order}  # at once, for other threads
+            self._dropped, self._lent = "", {}
+            seen = self._seen | held
+            self._see({name: seen[name] for name in order if name in seen})
+
+    def _unpacked(self) -> dict[str, Seen]:
+        """Return the weights that the layout holds, as new tensors."""
+        prepared = self._prepared[self._dropped]
+        found = choose.instance(prepared.backend).canonical(prepared)
+        assert found is not None
+        return {
+            name: Seen(tensor, tensor._version, tensor.data_ptr())
+            for name, tensor in zip(CANONICAL, found, strict=True)
+        }
+
+    @contextmanager
+    def _whole(self, *, lend: bool = False) -> Iterator[None]:
+        """Have the canonical weights for a moment; tensors that were read meanwhile stay with who read them.
+
+        ``lend``: who read them may write to them, as to those of a layer that dropped nothing.
+        """
+        layout, lend = self._dropped, lend or bool(self._lent)
+        held = self._prepared.get(layout)
+        self._restore()
+        try:
+            yield
+        finally:
+            if layout and self._prepared.get(layout) is held:
+                self._drop(layout, lend=lend)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CANONICAL:
+            self._restore()
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CANONICAL:
+            self._restore()
+        super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with self._whole(lend=True):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def compact(model: nn.Module) -> int:
+    """Drop the canonical weights of all layers whose backend's layout holds them exactly (``w4a16``, ``w4a8``).
+
+    Call it after :func:`~fp4dispatch.warmup` and before capturing. ``state_dict()``, ``save_quantized``, copies,
+    pickles, ``.to(...)`` and other backends work as before, and unpack what they need; a moved or copied layer is whole
+    again until the next call. Code that reads ``layer.weight`` brings the weights of that layer back for good.
+
+    Parameters
+    ----------
+    model
+        A module with ``FP4Linear`` in it, bound already: on its GPU, or warmed up.
+
+    Returns
+    -------
+    int
+        Bytes that were freed.
+
+    Raises
+    ------
+    CaptureError
+        During CUDA graph capture.
+    """
+    return sum(module.compact() for module in model.modules() if isinstance(module, CompactWeights))

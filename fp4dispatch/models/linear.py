@@ -1,0 +1,337 @@
+"""``FP4Linear`` and ``FP8Linear``: drop-in ``nn.Linear`` for inference, in NVFP4 and FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4dispatch import formats
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.errors import InputError
+from fp4dispatch.formats.checks import check_tensor
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.problem import Op, Scaling
+from fp4dispatch.run import routes
+
+
+class FP4Linear(QuantizedLinear):
+    """Linear layer with NVFP4 weights.
+
+    Buffers: ``weight`` uint8 [N, K/2], two e2m1 codes a byte, even element in the low nibble; ``weight_scale``
+    float8_e4m3fn [N, K/16]; ``weight_scale_2`` f32 [], or [S] for S fused shards, multiplying (amax / 2688);
+    ``input_scale`` f32 [] or None, the activation's global scale (amax / 2688).
+
+    Parameters
+    ----------
+    in_features
+        K, a multiple of 16.
+    shard_rows
+        Rows of each shard fused into this layer; empty for one.
+    out_features, bias, activation, backend, dtype, device, name
+        As in :class:`QuantizedLinear`.
+
+    Raises
+    ------
+    InputError
+        If K is not a multiple of 16, or the shards do not add up to N.
+    """
+
+    op = "nvfp4_gemm"
+    quantized = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    weight_scale_2: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        shard_rows: Sequence[int] = (),
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, **kwargs)
+        if in_features % formats.NVFP4_BLOCK:
+            raise InputError(
+                f"{self._label()}: in_features={in_features} is not a multiple of 16, the NVFP4 block: pad the weight "
+                "and the input with zeros, or leave this layer unquantised"
+            )
+        self.shard_rows = _rows(shard_rows)
+        if self.shard_rows and (sum(self.shard_rows) != out_features or min(self.shard_rows) < 1):
+            raise InputError(f"{self._label()}: shard_rows={self.shard_rows} do not add up to {out_features}")
+        n, k = out_features, in_features
+        shards = (len(self.shard_rows),) if len(self.shard_rows) > 1 else ()
+        self.register_buffer("weight", torch.zeros(n, k // 2, dtype=torch.uint8, device=device))
+        scale = torch.zeros(n, k // 16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("weight_scale_2", torch.ones(shards, dtype=torch.float32, device=device))
+
+    @classmethod
+    def from_weights(
+        cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+    ) -> FP4Linear:
+        """Make a layer of canonical weights, which are taken over, not copied.
+
+        Raises
+        ------
+        InputError, FormatError
+            If they break the format.
+        """
+        _check_weights(weights)
+        if weights.op != "nvfp4_gemm":
+            raise InputError(f"FP4Linear takes nvfp4_gemm weights, not {weights.op}: use FP8Linear")
+        if weights.global_scale is None:
+            raise InputError("FP4Linear needs global_scale, f32 [S]; got None")
+        shards = weights.shard_rows if len(weights.shard_rows) > 1 else ()
+        layer = cls(weights.k, weights.n, False, shard_rows=shards, dtype=dtype, device="meta", **kwargs)
+        scale = weights.scale
+        if weights.sf_layout == "128x4":
+            scale = formats.from_128x4(scale, weights.n, weights.k // 16)
+        global_scale = weights.global_scale.reshape(-1 if shards else ())
+        return layer._fill(
+            {
+                "weight": weights.weight,
+                "weight_scale": scale,
+                "weight_scale_2": global_scale,
+                "input_scale": weights.input_scale,
+            },
+            bias,
+        )
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, global_scale: Tensor | None = None, **kwargs: Any) -> FP4Linear:
+        """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
+
+        Parameters
+        ----------
+        global_scale
+            f32 with one element, at least amax / 2688 or the largest weights saturate: for layers that are to share
+            one, see :func:`fp4dispatch.models.fusion.shared_scale`. None takes the weight's own.
+
+        Raises
+        ------
+        InputError
+            If it is no ``nn.Linear`` with a floating-point weight, or in_features is not a multiple of 16.
+        FormatError
+            If the weight holds NaN or Inf.
+        """
+        weight = _weight_of(cls, linear)
+        n, k = weight.shape
+        kwargs.setdefault("dtype", _dtype_of(weight))
+        if k % formats.NVFP4_BLOCK or weight.is_meta:
+            return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # refuses K; meta stays meta
+        q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
+        canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
+        return cls.from_weights(canonical, linear.bias, **kwargs)
+
+    def weights(self) -> LinearWeights:
+        """Return the canonical tensors as backends take them; nothing is copied."""
+        n, k = self.out_features, self.in_features
+        rows = self.shard_rows if len(self.shard_rows) > 1 else (n,)
+        global_scale = self.weight_scale_2.reshape(-1)
+        with self._whole():
+            return LinearWeights(
+                "nvfp4_gemm", "nvfp4", n, k, self.weight, self.weight_scale, global_scale, rows, self.input_scale
+            )
+
+    def _kind(self) -> tuple[Op, Scaling]:
+        return self.op, "nvfp4"
+
+    def check(self) -> None:
+        """Validate the canonical tensors; synchronises."""
+        with self._whole():
+            self._check()
+
+    def _check(self) -> None:
+        if tuple(self.weight.shape) != (self.out_features, self.in_features // 2):
+            raise InputError(
+                f"{self._label()}: weight is {list(self.weight.shape)}, "
+                f"needs [{self.out_features}, {self.in_features // 2}]"
+            )
+        rows = self.shard_rows if len(self.shard_rows) > 1 else (self.out_features,)
+        global_scale = formats.expand_shards(self.weight_scale_2, rows)
+        formats.check_nvfp4(self.weight, self.weight_scale, global_scale, name=self._label())
+        self._check_input_scale()
+
+    def _format_repr(self) -> Sequence[str]:
+        shards = (f"shard_rows={self.shard_rows}",) if len(self.shard_rows) > 1 else ()
+        return ("nvfp4", f"activation={self.activation}", *shards)
+
+
+class FP8Linear(QuantizedLinear):
+    """Linear layer with e4m3 weights.
+
+    Buffers: ``weight`` float8_e4m3fn [N, K]; ``weight_scale`` f32, [] (``tensor``) or [N] (``row``), or
+    ``weight_scale_inv`` f32 [ceil(N/128), ceil(K/128)] (``block128``), all multiplying; ``input_scale`` f32 [] or
+    None. Without it FP8 activations are scaled per token from their own values (``block128``: per 128 elements too).
+
+    Parameters
+    ----------
+    scaling
+        ``tensor``, ``row`` or ``block128``.
+    in_features, out_features, bias, activation, backend, dtype, device, name
+        As in :class:`QuantizedLinear`; any sizes, padding is the backend's.
+
+    Raises
+    ------
+    InputError
+        For another scaling.
+    """
+
+    op = "fp8_gemm"
+    quantized = ("weight", "weight_scale", "weight_scale_inv", "input_scale")
+    weight_scale_inv: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        scaling: Scaling = "tensor",
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, **kwargs)
+        if scaling not in ("tensor", "row", "block128"):
+            raise InputError(f"scaling={scaling!r} is not known; use 'tensor', 'row' or 'block128'")
+        if self.activation == "nvfp4":
+            raise InputError("FP8Linear does not take activation='nvfp4': use 'fp8', 'bf16' or 'any'")
+        self.scaling: Scaling = scaling
+        n, k = out_features, in_features
+        shape = {"tensor": (), "row": (n,), "block128": (-(-n // 128), -(-k // 128))}[scaling]
+        self.register_buffer("weight", torch.zeros(n, k, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn))
+        self.register_buffer(self._scale_name, torch.ones(shape, dtype=torch.float32, device=device))
+
+    @property
+    def _scale_name(self) -> str:
+        return "weight_scale_inv" if self.scaling == "block128" else "weight_scale"
+
+    @classmethod
+    def from_weights(
+        cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+    ) -> FP8Linear:
+        """Make a layer of canonical weights, which are taken over, not copied.
+
+        Raises
+        ------
+        InputError, FormatError
+            If they break the format.
+        """
+        _check_weights(weights)
+        if weights.op != "fp8_gemm":
+            raise InputError(f"FP8Linear takes fp8_gemm weights, not {weights.op}: use FP4Linear")
+        layer = cls(weights.k, weights.n, False, scaling=weights.scaling, dtype=dtype, device="meta", **kwargs)
+        scale = (
+            weights.scale
+            if weights.scaling == "block128"
+            else weights.scale.reshape(() if weights.scaling == "tensor" else -1)
+        )
+        return layer._fill(
+            {"weight": weights.weight, layer._scale_name: scale, "input_scale": weights.input_scale}, bias
+        )
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, scaling: Scaling = "tensor", scale: Tensor | None = None, **kwargs: Any
+    ) -> FP8Linear:
+        """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
+
+        Parameters
+        ----------
+        scale
+            f32 in the shape that ``scaling`` asks for, at least amax / 448 or the largest weights saturate. None takes
+            the weight's own.
+
+        Raises
+        ------
+        InputError
+            If it is no ``nn.Linear`` with a floating-point weight, or for another scaling.
+        FormatError
+            If the weight holds NaN or Inf.
+        """
+        weight = _weight_of(cls, linear)
+        n, k = weight.shape
+        kwargs.setdefault("dtype", _dtype_of(weight))
+        if scaling not in ("tensor", "row", "block128") or weight.is_meta:
+            return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **kwargs)
+        q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
+        return cls.from_weights(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale), linear.bias, **kwargs)
+
+    def weights(self) -> LinearWeights:
+        """Return the canonical tensors as backends take them; nothing is copied."""
+        return LinearWeights(
+            "fp8_gemm",
+            self.scaling,
+            self.out_features,
+            self.in_features,
+            self.weight,
+            getattr(self, self._scale_name),
+            input_scale=self.input_scale,
+        )
+
+    def _kind(self) -> tuple[Op, Scaling]:
+        return self.op, self.scaling
+
+    def check(self) -> None:
+        """Validate the canonical tensors; synchronises."""
+        if tuple(self.weight.shape) != (self.out_features, self.in_features):
+            raise InputError(
+                f"{self._label()}: weight is {list(self.weight.shape)}, needs [{self.out_features}, {self.in_features}]"
+            )
+        weights = self.weights()
+        formats.check_fp8(weights.weight, weights.scale, self.scaling, name=self._label())  # type: ignore[arg-type]
+        if self.scaling == "block128" and self.input_scale is not None:
+            raise InputError(
+                f"{self._label()}: block128 activations are scaled from their own values; drop input_scale"
+            )
+        self._check_input_scale()
+
+    def _format_repr(self) -> Sequence[str]:
+        static = ("static input scale",) if self.input_scale is not None else ()
+        return (f"fp8 {self.scaling}", f"activation={self.activation}", *static)
+
+
+def _dtype_of(weight: Tensor) -> torch.dtype:
+    return weight.dtype if weight.dtype in routes.OUT_DTYPE else torch.bfloat16
+
+
+def _weight_of(cls: type[QuantizedLinear], linear: nn.Module) -> Tensor:
+    """Return the weight that is to be quantised; refuse what is no ``nn.Linear``."""
+    what = f"{cls.__name__}.from_linear"
+    if isinstance(linear, QuantizedLinear):
+        raise InputError(
+            f"{what}: got {linear._label()}, which is quantised already: quantise the layer it was made of"
+        )
+    if not isinstance(linear, nn.Linear):
+        raise InputError(
+            f"{what}: got {'None' if linear is None else f'a {type(linear).__name__}'}; need an nn.Linear (of another "
+            "module with weight [N, K] make one, or quantise the weight and call from_weights)"
+        )
+    if nn.parameter.is_lazy(linear.weight):
+        raise InputError(f"{what}: the weight has no shape yet (a lazy module): call it once first")
+    weight = linear.weight.detach()
+    check_tensor(f"{what}: weight", weight)
+    if weight.dtype not in routes.OUT_DTYPE:
+        raise InputError(f"{what}: weight is {weight.dtype}; need torch.float32, torch.bfloat16 or torch.float16")
+    return weight
+
+
+def _check_weights(weights: LinearWeights) -> None:
+    if not isinstance(weights, LinearWeights):
+        raise InputError(
+            f"from_weights: got a {type(weights).__name__}; need a fp4dispatch.backends.base.LinearWeights"
+        )
+    for name in ("weight", "scale", "global_scale", "input_scale"):
+        tensor = getattr(weights, name)
+        if tensor is not None or name in ("weight", "scale"):
+            check_tensor(f"from_weights: {name}", tensor)
+
+
+def _rows(shard_rows: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(shard_rows, Sequence) and all(isinstance(rows, int) for rows in shard_rows):
+        return tuple(shard_rows)
+    raise InputError(f"shard_rows={shard_rows!r}; need a sequence of int, the rows of each shard")

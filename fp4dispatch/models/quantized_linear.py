@@ -1,0 +1,495 @@
+"""The base of ``FP4Linear`` and ``FP8Linear``: binding to backends, moving, loading, pickling.
+
+The canonical checkpoint tensors are buffers and make up the ``state_dict``, under ModelOpt's names, so that it moves
+between backends and machines. What a backend makes of them are non-persistent buffers ``layout0``, ``layout1``, ...;
+tensors that the backend uses as they are get no second buffer. They are rebuilt after a move and after a load. Where a
+layout holds the canonical tensors exactly, :mod:`fp4dispatch.models.compact_weights` can do without these.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp4dispatch.backends.base import LinearWeights, Prepared
+from fp4dispatch.dispatch import choose
+from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
+from fp4dispatch.formats.checks import check_tensor
+from fp4dispatch.machine import capture
+from fp4dispatch.machine import system as _system
+from fp4dispatch.models.state_loading import StateLoading
+from fp4dispatch.models.stored_weights import never
+from fp4dispatch.problem import ACTIVATIONS, Activation, CaptureMode, Op, Problem, Scaling
+from fp4dispatch.problem.decision import Decision
+from fp4dispatch.run import ops, owners, routes
+
+_Self = TypeVar("_Self", bound="QuantizedLinear")
+
+
+class QuantizedLinear(StateLoading):
+    """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
+
+    Parameters
+    ----------
+    in_features, out_features
+        K and N.
+    bias
+        Whether there is a bias (a parameter of ``dtype`` without gradient).
+    activation
+        Pins the activation format (``nvfp4`` = w4a4, ``fp8``, ``bf16`` = weight-only); ``any`` leaves it to the policy.
+    backend
+        Pins the backend; None leaves it to the environment and the policy.
+    dtype
+        Dtype of the bias, and the output dtype that backends are chosen for ahead of the first call. Calls with
+        another floating-point dtype work too. Follows ``.half()``, ``.to(torch.bfloat16)``; quantised tensors and
+        scales do not.
+    device
+        Where; ``meta`` allocates nothing.
+    name
+        For messages.
+    """
+
+    op: ClassVar[Op]
+    """What the layer asks of the policy."""
+
+    quantized: ClassVar[tuple[str, ...]]
+    """Names of the buffers whose dtype is part of the format."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    bias: nn.Parameter | None
+    capture: CaptureMode = "none"
+    """How backends were chosen: for calls outside of CUDA graphs, or to be captured; :meth:`choose_for` sets it."""
+    m_min: int = 1
+    """The smallest M that is promised in a capture. A layer returns before any launch for M == 0."""
+    _prepared: dict[str, Prepared]
+    """By layout."""
+    _bound: dict[torch.dtype, routes.Bound]
+    _captured: list[routes.Bound]
+    """Replaced, but a CUDA graph may hold the addresses of their tensors."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
+        if dtype not in routes.OUT_DTYPE:
+            raise InputError(f"dtype={dtype}; need torch.bfloat16, torch.float16 or torch.float32")
+        if not all(isinstance(size, int) and not isinstance(size, bool) for size in (in_features, out_features)):
+            raise InputError(f"in_features={in_features!r}, out_features={out_features!r}; both need to be int")
+        choose.check_request(self.op, backend)
+        if in_features < 1 or out_features < 1:
+            raise InputError(f"in_features={in_features}, out_features={out_features}; both need to be at least 1")
+        self.in_features, self.out_features = in_features, out_features
+        self.activation, self.backend, self.dtype, self.name = activation, backend, dtype, name
+        zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+        self.register_buffer("input_scale", None)
+        self._forget()
+
+    # --------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ W^T + bias``.
+
+        Parameters
+        ----------
+        x
+            float32, bfloat16 or float16 [..., K] on the layer's device, any strides. Under autocast it is cast first.
+
+        Returns
+        -------
+        Tensor
+            [..., N] in the dtype of ``x``. Where ``x`` is empty so is the result, and nothing is launched.
+
+        Raises
+        ------
+        InputError
+            For a wrong dtype, shape or device, before any launch.
+        CaptureError
+            During CUDA graph capture, if this number of tokens was never planned: see :func:`warmup`.
+        BackendUnsupportedError, NoBackendError
+            If no backend, or not the one that is asked for, can run this layer.
+        """
+        if _dynamo():
+            return self._traced(x)
+        # The eager fast path, which decides half of what a small layer costs: what is common and has run before goes
+        # straight to its kernels. Whatever differs from it takes the long way, which also says what is wrong.
+        try:
+            bound = self._bound.get(x.dtype)
+            if (
+                bound is not None
+                and type(x) is Tensor
+                and not _any_autocast()
+                and not (x.requires_grad and torch.is_grad_enabled())
+            ):
+                shape = x.shape
+                m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
+                bias = self._parameters["bias"]
+                ready = bound.ready.get(m)
+                if (
+                    ready is not None
+                    and shape[-1] == self.in_features
+                    and bias is bound.bias
+                    and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
+                    and x.is_contiguous()
+                    and not x.data_ptr() % 16
+                    and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+                    and self._unchanged(self._buffers)
+                    and not (bound.cuda and capture.stream_is_capturing())
+                ):
+                    out = x.new_empty(m, self.out_features)
+                    if len(shape) == 2:
+                        ready[0](x, out, bias)
+                        return out
+                    ready[0](x.view(m, self.in_features), out, bias)
+                    return out.view(*shape[:-1], self.out_features)
+        except (AttributeError, RuntimeError):
+            check_tensor(f"{self._label()}: the input", x)  # of None, of a sparse tensor
+            raise
+        return self._call(x)
+
+    def _call(self, x: Tensor) -> Tensor:
+        """Run eagerly, whatever it takes."""
+        check_tensor(f"{self._label()}: the input", x)
+        if torch.compiler.is_compiling():  # a tracer other than Dynamo
+            return self._traced(x)
+        x = _autocast(x)
+        bound = self.bound_to(x.dtype)
+        if type(x) is Tensor and not _wants_grad(x):
+            return ops.run_bound(x, bound, self.bias)
+        return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
+
+    def _traced(self, x: Tensor) -> Tensor:
+        """Run under ``torch.compile`` and ``torch.export``: all tensors are inputs of the graph.
+
+        The operator of a compiled call is given the stored tensors too, and so can tell if they were written. In an
+        exported program, which may run without this layer, weights are constants.
+        """
+        x = _autocast(x)
+        self._ensure(x.dtype)
+        names, stored, spec = self._names[x.dtype]
+        tensors = [getattr(self, name) for name in names]
+        if _exporting():
+            return torch.ops.fp4dispatch.linear.default(x, tensors, self.bias, spec)  # type: ignore[no-any-return]
+        kept = [getattr(self, name) for name in stored]
+        return torch.ops.fp4dispatch.linear_stored.default(x, tensors, kept, self.bias, spec)  # type: ignore[no-any-return]
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _ensure(self, dtype: torch.dtype) -> bool:
+        """Bind while ``torch.compile`` traces, outside the trace; what is read after this is guarded as usual."""
+        return bool(self.bind(dtype))
+
+    # --------------------------------------------------------------------------------------------------------- binding
+
+    def bind(self, dtype: torch.dtype | None = None) -> routes.Bound:
+        """Choose backends for every number of tokens and prepare the weights for them. Host work; idempotent.
+
+        Weights that were written since are prepared anew.
+
+        Raises
+        ------
+        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, InputError, CaptureError
+            As :meth:`forward`, and while a CUDA graph is being captured.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        self._settle()
+        if dtype in self._bound:
+            return self._bound[dtype]
+        if dtype not in routes.OUT_DTYPE:
+            raise InputError(
+                f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32: convert it, "
+                f"e.g. x.to({self.dtype})"
+            )
+        if self.device.type == "meta":
+            raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
+        if not self._bound:
+            self._watch()
+        return self._take(self._choose(dtype))
+
+    def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
+        """Do what :meth:`bind` does, but choose anew: what choices are made from has changed.
+
+        Layouts that nothing uses any more are dropped, unless a CUDA graph may hold their addresses. Raises as
+        :meth:`bind`.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        self._settle()
+        old = self._bound.get(dtype)
+        if old is None:
+            return self.bind(dtype)
+        return self._put(self._choose(dtype))
+
+    def _put(self, fresh: routes.Bound) -> routes.Bound:
+        old = self._bound[fresh.dtype]
+        if fresh.spec is old.spec:
+            old.decisions = fresh.decisions
+            return old
+        if old.captured:
+            self._captured.append(old)
+        self._take(fresh)
+        self._drop_unused()
+        return fresh
+
+    def choose_for(self, capture: CaptureMode, m_min: int = 1) -> None:
+        """Choose backends for calls in this capture mode from now on; what is bound already is bound anew.
+
+        Backends that were chosen for ``full`` or ``piecewise`` serve calls outside of CUDA graphs, too. Host work.
+
+        Parameters
+        ----------
+        capture, m_min
+            As in :class:`~fp4dispatch.problem.Problem`.
+
+        Raises
+        ------
+        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, CaptureError
+            As :meth:`bind`; the layer then stays as it was.
+        """
+        old = (self.capture, self.m_min)
+        if old == (capture, m_min):
+            return
+        self.capture, self.m_min = capture, m_min
+        try:
+            changed = [d for d, bound in self._bound.items() if not self._still_chosen(d, bound)]
+            fresh = [self._choose(dtype) for dtype in changed]
+        except Fp4DispatchError:
+            self.capture, self.m_min = old
+            raise
+        for bound in fresh:
+            self._put(bound)
+
+    def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
+        """Whether the policy would choose what is bound; this needs no weights, which may be dropped."""
+        return routes.still_chosen(bound, self.problem(1, dtype), self.backend, self.name)
+
+    def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
+        """Return what this layer asks of the policy for M tokens."""
+        op, scaling = self._kind()
+        out_dtype = routes.OUT_DTYPE[self.dtype if dtype is None else dtype]
+        n, k = self.out_features, self.in_features
+        return Problem(
+            op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None, self.capture, self.m_min
+        )
+
+    def _choose(self, dtype: torch.dtype) -> routes.Bound:
+        return routes.bind(
+            self.weights(),
+            dtype=dtype,
+            bias=self.bias,
+            activation=self.activation,
+            backend=self.backend,
+            layer=self.name,
+            prepared=self._prepared,
+            capture_mode=self.capture,
+            m_min=self.m_min,
+        )
+
+    def _take(self, bound: routes.Bound) -> routes.Bound:
+        self._names[bound.dtype] = ([self._buffer_of(t) for t in bound.tensors], [], bound.spec.text)
+        self._bound[bound.dtype] = bound
+        self._see(self._seen)
+        return bound
+
+    def _drop_unused(self) -> None:
+        """Drop layouts and buffers that no bound dtype uses."""
+        used = {id(tensor) for bound in self._bound.values() for tensor in bound.tensors}
+        if self._dropped and any(id(tensor) not in used for tensor in self._prepared[self._dropped].tensors):
+            self._restore()
+        for name in [name for name in self._buffers if name.startswith("layout")]:
+            if id(self._buffers[name]) not in used:
+                delattr(self, name)
+        self._prepared = {
+            layout: prepared
+            for layout, prepared in self._prepared.items()
+            if all(id(tensor) in used for tensor in prepared.tensors)
+        }
+
+    def decisions(self) -> tuple[tuple[int, Decision], ...]:
+        """Return the Decision for each range of M, with the largest M of the range, for ``self.dtype``."""
+        return self.bind().decisions
+
+    def _buffer_of(self, tensor: Tensor) -> str:
+        for name, buffer in self._buffers.items():
+            if buffer is tensor:
+                return name
+        name = next(name for i in itertools.count() if (name := f"layout{i}") not in self._buffers)
+        self.register_buffer(name, tensor, persistent=False)
+        return name
+
+    def _forget(self) -> None:
+        """Drop every backend layout."""
+        self._restore()
+        for name in [name for name in self._buffers if name.startswith("layout")]:
+            delattr(self, name)
+        owners.forget(self, self.__dict__.get("_keys", ()))
+        self._prepared, self._bound, self._names, self._captured = {}, {}, {}, []
+        self._dropped, self._lent, self._keys = "", {}, []
+        self._seen, self._unchanged = {}, never
+
+    def _refresh(self) -> None:
+        """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
+
+        A refusal is kept for the first call, so that moving and loading a model leave it whole.
+        """
+        self._forget()
+        if self.device.type == "cuda" or (self.device.type == "cpu" and not _system.current().gpus):
+            try:
+                self.bind()
+            except Fp4DispatchError:
+                self._forget()
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def weights(self) -> LinearWeights:
+        """Return the canonical tensors as backends take them; nothing is copied but what :func:`compact` dropped."""
+        raise NotImplementedError
+
+    def _kind(self) -> tuple[Op, Scaling]:
+        """Return op and scaling of the layer's problems."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Validate the canonical tensors; synchronises.
+
+        Raises
+        ------
+        InputError, FormatError
+            As :func:`fp4dispatch.formats.check_nvfp4` and :func:`fp4dispatch.formats.check_fp8`.
+        """
+        raise NotImplementedError
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the layer, backend layouts included; what is shared counts once."""
+        tensors = [*self._parameters.values(), *self._buffers.values()]
+        unique = {t.data_ptr() or id(t): t.numel() * t.element_size() for t in tensors[::-1] if t is not None}
+        return sum(unique.values())
+
+    def _fill(self: _Self, tensors: Mapping[str, Tensor | None], bias: Tensor | None) -> _Self:
+        """Take over tensors, validate them and bind."""
+        device = tensors["weight"].device if tensors["weight"] is not None else None
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        if bias is not None:
+            check_tensor(f"{self._label()}: bias", bias)
+            if tuple(bias.shape) != (self.out_features,) or bias.dtype not in routes.OUT_DTYPE:
+                raise InputError(
+                    f"{self._label()}: bias is {bias.dtype} {list(bias.shape)}; "
+                    f"need a floating-point [{self.out_features}]"
+                )
+            self.bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
+        if not self.weight.is_meta:
+            self.check()
+            self._refresh()
+        return self
+
+    def _check_input_scale(self) -> None:
+        scale = self.input_scale
+        if scale is None:
+            return
+        if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != self.weight.device:
+            raise InputError(
+                f"{self._label()}: input_scale is {scale.dtype} {list(scale.shape)} on {scale.device}; need "
+                f"torch.float32 with one element on {self.weight.device}"
+            )
+        value = float(scale)
+        if not 0 < value < float("inf"):
+            raise FormatError(f"{self._label()}: input_scale is {value}; need finite and positive")
+
+    def _label(self) -> str:
+        return f'{type(self).__name__} "{self.name}"' if self.name else type(self).__name__
+
+    # ------------------------------------------------------------------------------------------------ nn.Module's hooks
+
+    def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
+        """Move, but never convert what is quantised: only the bias follows, to a dtype that a layer can have."""
+        self._forget()
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device))
+        if probe.dtype in routes.OUT_DTYPE:
+            self.dtype = probe.dtype
+        bias = self._parameters.get("bias") if probe.dtype in routes.OUT_DTYPE else None
+        super()._apply(lambda t: fn(t) if t is bias else _move(fn, t), recurse)  # type: ignore[no-untyped-call, arg-type]
+        self._refresh()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the canonical tensors only, e4m3 as bytes: pickle cannot load float8 storages (torch 2.13)."""
+        with self._whole():
+            buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
+        e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
+        buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]
+        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": [], "_dropped": ""}
+        empty |= {"_seen": {}, "_lent": {}, "_keys": [], "_unchanged": never, "_non_persistent_buffers_set": set()}
+        return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffers = state["_buffers"] | {k: state["_buffers"][k].view(torch.float8_e4m3fn) for k in state["_e4m3"]}
+        super().__setstate__({k: v for k, v in state.items() if k != "_e4m3"} | {"_buffers": buffers})  # type: ignore[no-untyped-call]
+        self._refresh()
+
+    def extra_repr(self) -> str:
+        """Show sizes, format and backend."""
+        return ", ".join(
+            [
+                f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}",
+                *self._format_repr(),
+                f"backend={self.backend_text()}",
+            ]
+        )
+
+    def _format_repr(self) -> Sequence[str]:
+        return (f"activation={self.activation}",)
+
+    def backend_text(self) -> str:
+        """Return the chosen backends as text, e.g. ``w4a16 (bf16) up to M=64, then cutlass (nvfp4)``."""
+        bound = self._bound.get(self.dtype) or next(iter(self._bound.values()), None)
+        if bound is None:
+            return "not chosen yet"
+        parts = [f"{route.backend} ({route.activation})" for route in bound.spec.routes]
+        limits = [f" up to M={route.m_max}" for route in bound.spec.routes[:-1]]
+        return ", then ".join(part + limit for part, limit in zip(parts, [*limits, ""], strict=True))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _exporting() -> bool:
+    """Whether ``torch.export`` traces; before torch 2.12 Dynamo puts True for the call itself (pytorch#176347)."""
+    return bool(torch.compiler.is_exporting())
+
+
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Cast as ``torch.autocast`` asks for: floating point but float64, as for ``nn.Linear``."""
+    eligible = x.is_floating_point() and x.dtype != torch.float64 and x.device.type in ("cuda", "cpu")
+    if eligible and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _wants_grad(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _move(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Apply ``fn`` to a tensor unless it converts: then go where it goes, and keep the dtype."""
+    target = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    if target.dtype == tensor.dtype:
+        return fn(tensor)
+    return torch.empty_like(tensor, device=target.device) if tensor.is_meta else tensor.to(target.device)

@@ -1,0 +1,192 @@
+"""``warmup``: everything that may not happen while a CUDA graph is captured, done before, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fp4dispatch.backends import registry
+from fp4dispatch.dispatch import choose
+from fp4dispatch.errors import InputError
+from fp4dispatch.machine import capture as _capture
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, Problem
+from fp4dispatch.run import prebuild, routes
+from fp4dispatch.run.prebuild import Ask
+from fp4dispatch.tune import agreement, tuning
+from fp4dispatch.tune.agreement import Decisions, Group, Ranks
+
+_Subjects = list[tuple[QuantizedLinear, torch.dtype]]
+
+
+def warmup(
+    model: nn.Module,
+    tokens: Iterable[int] | int,
+    dtype: torch.dtype | None = None,
+    *,
+    capture: CaptureMode | None = None,
+    m_min: int | None = None,
+    tune: bool = False,
+    group: Group = None,
+    agree: bool = True,
+) -> int:
+    """Build every plan, workspace and tuning that the layers need for these numbers of tokens, before capture.
+
+    Where ``torch.distributed`` is initialised this is a collective call: the ranks agree on what failed its self-check
+    and on every choice before any plan is built, and an error of one is an error of all.
+
+    Parameters
+    ----------
+    model
+        A module with ``FP4Linear`` or ``FP8Linear`` in it, on the device that it will run on.
+    tokens
+        Numbers of rows that the layers will see, e.g. the batch sizes that are going to be captured; or one number.
+    dtype
+        Dtype of the activations; each layer's own ``dtype`` by default.
+    capture
+        How the layers are going to be captured in CUDA graphs: ``full`` (one graph around everything), ``piecewise``
+        (graphs between eager parts) or ``none``. The rules of the policy that are about capture hold for the choice,
+        and the layers keep the mode. By default a layer keeps the mode that it has, and gets ``full`` if it has none:
+        what may be captured may also run without a graph.
+    m_min
+        Smallest number of tokens that is promised in a capture. 1 by default: a layer returns before any launch where
+        there are none. An engine that captures pieces with a live number of tokens around kernels of its own promises
+        0, and then no backend is chosen that builds TMA descriptors from it.
+    tune
+        Measure the backends that may run each shape first (:mod:`fp4dispatch.tune.tuning`), unless that has been done
+        on such a machine, and use the fastest where it is faster than the rules' choice by more than the noise. Layers
+        whose backend is named are left alone. On a CPU nothing is measured.
+    group
+        The ranks that run this model together, e.g. a tensor-parallel group; all ranks by default.
+    agree
+        False for a call that not all ranks of the group make.
+
+    Returns
+    -------
+    int
+        How many (shape, tokens) pairs were run, once each, on zeros. Layers of one shape share their plans.
+
+    Raises
+    ------
+    InputError
+        If the model has no quantised layer, a number of tokens is not positive, the capture mode is none, or ranks
+        tune different shapes.
+    CaptureError
+        If a CUDA graph is being captured already.
+    BackendUnsupportedError, NoBackendError
+        If a layer cannot run.
+    UnknownBackendError, SettingsError
+        If a backend's name, or the value of a variable, is none.
+    RankError
+        If any of this happened on another rank.
+    """
+    _capture.forbid_in_capture("warming up", "fp4dispatch.warmup(model, tokens=[...])")
+    ranks = Ranks(group, alone=not agree)
+    subjects, rows = ranks.attempt("warming up", lambda: _subjects(model, tokens, dtype))
+    modes = ranks.attempt("warming up", lambda: _modes(subjects, capture, m_min))
+    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows, modes)))
+    ranks.attempt("choosing backends", lambda: _choose(subjects, modes))
+    if tune:
+        _tune(ranks, subjects, rows)
+    if tune or ranks.size > 1:
+        agreement.settle(ranks, lambda: _decisions(subjects))
+    return ranks.attempt("warming up", lambda: _run(subjects, rows))
+
+
+def _subjects(model: nn.Module, tokens: Iterable[int] | int, dtype: torch.dtype | None) -> tuple[_Subjects, list[int]]:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    if dtype is not None and dtype not in routes.OUT_DTYPE:
+        raise InputError(f"dtype={dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    if not layers:
+        raise InputError(
+            f"{type(model).__name__} contains no FP4Linear or FP8Linear: call replace_linears(model) first"
+        )
+    rows: list[int] = list(tokens) if isinstance(tokens, Iterable) else [tokens]
+    if any(not isinstance(m, int) or isinstance(m, bool) or m < 1 for m in rows):
+        raise InputError(f"tokens={tokens!r:.80}: need a whole number of at least 1, or several")
+    rows = sorted(set(rows))
+    return [(layer, layer.dtype if dtype is None else dtype) for layer in layers], rows
+
+
+def _modes(subjects: _Subjects, capture: CaptureMode | None, m_min: int | None) -> list[tuple[CaptureMode, int]]:
+    """Return the capture mode and smallest M of each layer, after checking what all of them ask for."""
+    if capture is not None and capture not in CAPTURE_MODES:
+        raise InputError(f"capture={capture!r} is not known; use one of {', '.join(map(repr, CAPTURE_MODES))}")
+    if m_min is not None and (type(m_min) is not int or m_min < 0):
+        raise InputError(f"m_min={m_min!r} is not a number of tokens: need an integer of at least 0")
+    found: list[tuple[CaptureMode, int]] = []
+    for layer, _ in subjects:
+        choose.check_request(layer.op, layer.backend)
+        mode = capture or ("full" if layer.capture == "none" else layer.capture)
+        found.append((mode, layer.m_min if m_min is None else m_min))
+    return found
+
+
+def _choose(subjects: _Subjects, modes: list[tuple[CaptureMode, int]]) -> None:
+    for (layer, _), mode in zip(subjects, modes, strict=True):
+        layer.choose_for(*mode)
+
+
+def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, int]]) -> list[Ask]:
+    """Return what the layers will need compiled: what binding them needs, and these numbers of tokens."""
+    tokens = tuple(sorted({*rows, *prebuild.SAMPLES}))
+    return [
+        Ask(
+            replace(layer.problem(1, dtype), capture=mode, m_min=least),
+            layer.backend,
+            routes.gpu_of(layer.device),
+            tokens,
+        )
+        for (layer, dtype), (mode, least) in zip(subjects, modes, strict=True)
+    ]
+
+
+def _run(subjects: _Subjects, rows: list[int]) -> int:
+    """Run each shape once for each number of tokens."""
+    seen = set()
+    for layer, dtype in subjects:
+        bound = layer.bind(dtype)
+        for m in rows:
+            key = (bound.spec.text, layer.device, layer.bias is None, dtype, m)
+            if key not in seen:
+                seen.add(key)
+                with torch.inference_mode():
+                    layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.device))
+    return len(seen)
+
+
+def _decisions(subjects: _Subjects) -> Mapping[str, Decisions]:
+    """Bind every layer anew; return what was chosen, by the name of the problem."""
+    found: dict[str, Decisions] = {}
+    for layer, dtype in subjects:
+        decisions = layer.rebind(dtype).decisions
+        decision = decisions[0][1]
+        named = "" if decision.requested == registry.AUTO else f", {decision.requested} by {decision.requested_by}"
+        found[agreement.problem_name(decision.problem) + named] = decisions
+    return found
+
+
+def _tune(ranks: Ranks, subjects: _Subjects, rows: list[int]) -> None:
+    """Measure each shape once for each bucket of the numbers of tokens, on all ranks in one order."""
+    todo: dict[Problem, QuantizedLinear] = {}
+
+    def collect() -> list[str]:
+        for layer, dtype in subjects:
+            if layer.bind(dtype).decisions[0][1].requested == registry.AUTO:
+                for m in rows:
+                    todo.setdefault(replace(layer.problem(m, dtype), capture="none", m_min=1), layer)
+        return [str(problem) for problem in todo]
+
+    everyone = ranks.gather(ranks.attempt("tuning", collect))
+    if any(other != everyone[0] for other in everyone):
+        raise InputError(
+            "ranks tune different shapes or numbers of tokens: pass group= with the ranks that run the same layers, "
+            "e.g. the tensor-parallel group"
+        )
+    for problem, layer in todo.items():
+        tuning.tune(problem, layer.weights(), gpu=routes.gpu_of(layer.device), ranks=ranks)

@@ -1,0 +1,251 @@
+"""The data behind capabilities (``capabilities.toml``): typed records and their strict loader. No torch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from fp4dispatch.errors import SettingsError
+from fp4dispatch.problem import ACTIVATIONS, OPS, OUT_DTYPES, SCALINGS, SF_LAYOUTS, Activation, Op
+from fp4dispatch.problem.arch import KNOWN_ARCHS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ANY_ARCH = "any"
+MEASURED = "docs/measurements.md"
+TOOLKIT = "toolkit"
+FACTS = ("cuda", "torch", "cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
+"""Facts of a :class:`~fp4dispatch.machine.system.System` that the data files may ask a version of."""
+
+PROPERTIES = ("tma_from_live_m",)
+"""What a rule may name instead of backends: those that have it, for op, scaling and arch."""
+
+SM = tuple(arch.sm for arch in KNOWN_ARCHS)
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A lowest version of something that the machine must have; ``toolkit`` = the first CUDA that knows the arch."""
+
+    what: str
+    min: str
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What one backend can do for one op, some of its scalings, and some archs."""
+
+    backend: str
+    op: Op
+    archs: tuple[str, ...]
+    activations: tuple[Activation, ...]
+    scalings: tuple[str, ...]
+    out_dtypes: tuple[str, ...]
+    source: str
+    checked: str
+    n_multiple: int = 1
+    k_multiple: int = 1
+    sf_layouts: tuple[str, ...] = ()
+    compiles: bool = False
+    proof: bool = False
+    requires: tuple[Requirement, ...] = ()
+    kernel_op: str = ""
+    raw: bool = True
+    tma_from_live_m: bool = False
+
+    @property
+    def proven_by(self) -> str:
+        """The op of the kernels whose proof counts, as ``csrc/kernels.toml`` names it."""
+        return self.kernel_op or self.op
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """The first CUDA release whose libraries (``cuda``) and compiler (``nvcc``) know an arch."""
+
+    cuda: str
+    nvcc: str
+    source: str
+    checked: str
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A backend name from another project, and what it means here."""
+
+    name: str
+    backend: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Everything that ``capabilities.toml`` says."""
+
+    capabilities: tuple[Capability, ...]
+    toolkits: dict[str, Toolkit]
+    aliases: dict[str, Alias]
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Names of the declared backends, in the file's order."""
+        return tuple(dict.fromkeys(c.backend for c in self.capabilities))
+
+
+def parse_version(text: str) -> Version | None:
+    """Return a comparable version, or None where the text is not one (a vendor's build tag)."""
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return None
+
+
+@functools.cache
+def catalogue() -> Catalogue:
+    """Return the packaged ``capabilities.toml``, read once."""
+    text = resources.files("fp4dispatch.policy").joinpath("capabilities.toml").read_text("utf-8")
+    return load(tomllib.loads(text))
+
+
+def load(data: dict[str, Any]) -> Catalogue:
+    """Check the parsed file strictly and return it typed.
+
+    Raises
+    ------
+    SettingsError
+        For an unknown key, arch, op, format or fact, an unreadable version, a duplicate, or a missing source.
+    """
+    keys("capabilities.toml", data, required=("capability", "toolkit"), optional=("alias",))
+    toolkits = {arch: tk for row in data["toolkit"] for arch, tk in _toolkit(row).items()}
+    records = tuple(_capability(row) for row in data["capability"])
+    seen: set[tuple[str, ...]] = set()
+    for record in records:
+        for key in itertools.product([record.backend], [record.op], record.scalings, record.archs):
+            if key in seen:
+                raise SettingsError(f"capabilities.toml: {' '.join(key)} is declared twice")
+            seen.add(key)
+    names = {record.backend for record in records}
+    aliases = {alias.name: alias for alias in map(_alias, data.get("alias", ()))}
+    for alias in aliases.values():
+        if alias.backend not in names or alias.name in names:
+            raise SettingsError(f"capabilities.toml: alias {alias.name!r} must be new and name a declared backend")
+    return Catalogue(records, toolkits, aliases)
+
+
+def having(what: str, op: str = "", scaling: str = "", arch: str = "") -> tuple[str, ...]:
+    """Return the backends that have one of :data:`PROPERTIES`, for what is given of op, scaling and arch."""
+    found = (
+        c.backend
+        for c in catalogue().capabilities
+        if getattr(c, what)
+        and (not op or op == c.op)
+        and (not scaling or scaling in c.scalings)
+        and (not arch or arch in c.archs)
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def kernel_ops(op: Op) -> tuple[str, ...]:
+    """Return the ops of our own kernels, as ``csrc/kernels.toml`` names them, that backends run an op with."""
+    return tuple(dict.fromkeys(c.proven_by for c in catalogue().capabilities if c.op == op and c.proof))
+
+
+def keys(where: str, row: dict[str, Any], *, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    """Refuse a table with a missing or an unknown key (a misspelt key must never be ignored)."""
+    missing = [key for key in required if key not in row]
+    unknown = [key for key in row if key not in (*required, *optional)]
+    if missing or unknown:
+        raise SettingsError(f"{where}: missing keys {missing}, unknown keys {unknown}")
+
+
+def subset(where: str, values: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a list of names as a tuple after checking that it is a non-empty list of known ones."""
+    if not isinstance(values, list) or not values or any(value not in allowed for value in values):
+        raise SettingsError(f"{where}: {values!r} must be a list of {', '.join(allowed)}")
+    return tuple(values)
+
+
+def provenance(where: str, row: dict[str, Any]) -> tuple[str, str]:
+    """Return the source (a URL, or this project's own measurements) and the date it was checked."""
+    source, checked = row["source"], str(row["checked"])
+    if not str(source).startswith("https://") and source != MEASURED:
+        raise SettingsError(f"{where}: source {source!r} is neither a https URL nor {MEASURED}")
+    if len(checked) != 10 or checked[4] != "-":
+        raise SettingsError(f"{where}: checked {checked!r} is not a date")
+    return source, checked
+
+
+def _toolkit(row: dict[str, Any]) -> dict[str, Toolkit]:
+    where = "capabilities.toml: toolkit"
+    keys(where, row, required=("archs", "cuda", "nvcc", "source", "checked"))
+    for key in ("cuda", "nvcc"):
+        if parse_version(row[key]) is None:
+            raise SettingsError(f"{where}: {key} {row[key]!r} is not a version")
+    source, checked = provenance(where, row)
+    kit = Toolkit(row["cuda"], row["nvcc"], source, checked)
+    return dict.fromkeys(subset(where, row["archs"], SM), kit)
+
+
+def _capability(row: dict[str, Any]) -> Capability:
+    where = f"capabilities.toml: {row.get('backend')} {row.get('op')}"
+    keys(
+        where,
+        row,
+        required=("backend", "op", "archs", "activations", "scalings", "out_dtypes", "source", "checked"),
+        optional=(
+            *("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw"),
+            *PROPERTIES,
+        ),
+    )
+    source, checked = provenance(where, row)
+    for key in ("n_multiple", "k_multiple"):
+        if not isinstance(row.get(key, 1), int) or row.get(key, 1) < 1:
+            raise SettingsError(f"{where}: {key} {row[key]!r} is not a positive integer")
+    if "kernel_op" in row and not (row.get("proof") and isinstance(row["kernel_op"], str)):
+        raise SettingsError(f"{where}: kernel_op is the op of the kernels whose proof counts, and belongs to proof")
+    for switch in ("raw", "tma_from_live_m"):
+        if not isinstance(row.get(switch, True), bool):
+            raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
+    if (row["op"] == "nvfp4_gemm") != ("sf_layouts" in row):
+        raise SettingsError(f"{where}: sf_layouts belongs to nvfp4_gemm, and is needed there")
+    return Capability(
+        backend=row["backend"],
+        op=subset(where, [row["op"]], OPS)[0],  # type: ignore[arg-type]  # checked against OPS
+        archs=subset(where, row["archs"], (*SM, ANY_ARCH)),
+        activations=subset(where, row["activations"], ACTIVATIONS[1:]),  # type: ignore[arg-type]
+        scalings=subset(where, row["scalings"], SCALINGS),
+        out_dtypes=subset(where, row["out_dtypes"], OUT_DTYPES),
+        source=source,
+        checked=checked,
+        n_multiple=row.get("n_multiple", 1),
+        k_multiple=row.get("k_multiple", 1),
+        sf_layouts=subset(where, row["sf_layouts"], SF_LAYOUTS) if "sf_layouts" in row else (),
+        compiles=row.get("compiles", False),
+        proof=row.get("proof", False),
+        requires=tuple(_requirement(where, need) for need in row.get("requires", ())),
+        kernel_op=row.get("kernel_op", ""),
+        raw=row.get("raw", True),
+        tma_from_live_m=row.get("tma_from_live_m", False),
+    )
+
+
+def _requirement(where: str, row: dict[str, Any]) -> Requirement:
+    keys(where, row, required=("what", "min"))
+    what = subset(where, [row["what"]], FACTS)[0]
+    if row["min"] != TOOLKIT and parse_version(row["min"]) is None:
+        raise SettingsError(f"{where}: {what} {row['min']!r} is not a version")
+    return Requirement(what, row["min"])
+
+
+def _alias(row: dict[str, Any]) -> Alias:
+    keys("capabilities.toml: alias", row, required=("name", "backend", "note"))
+    return Alias(row["name"], row["backend"], row["note"])

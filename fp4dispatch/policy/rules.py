@@ -1,0 +1,285 @@
+"""The rules of the policy: typed, and loaded strictly from ``policy_rules.toml``. No torch, no decisions."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from fp4dispatch.errors import SettingsError
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import version_of
+from fp4dispatch.policy.catalogue import (
+    FACTS,
+    PROPERTIES,
+    SM,
+    catalogue,
+    having,
+    keys,
+    parse_version,
+    provenance,
+    subset,
+)
+from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Op, Problem
+from fp4dispatch.problem import m_bucket as power_of_two
+from fp4dispatch.problem.arch import Arch
+from fp4dispatch.problem.decision import ReasonCode, RuleHit
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DENY_CODES: tuple[str, ...] = ("DENIED", "UNPROVEN", "CAPTURE")
+
+_COMPARE: dict[str, Callable[[Version, Version], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_SWITCHES = ("proven", "fp8_copy")
+_SIZES = {"m_max": 1, "tiles_max": 1, "work_max": 1, "m_min_max": 0}
+"""The smallest value of each bound."""
+_TILE = 128
+_BOUND = re.compile(r"\s*(>=|<=|==|>|<)\s*([0-9][0-9A-Za-z.+-]*)\s*")
+
+
+@dataclass(frozen=True)
+class When:
+    """The condition of a rule: every field that is set must hold.
+
+    ``tiles_max``: most tiles of 128x128 that cover the output; ``work_max``: most multiply-adds, M N K. In both, M
+    counts as the power of two that it is rounded up to.
+    """
+
+    archs: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    scalings: tuple[str, ...] = ()
+    captures: tuple[str, ...] = ()
+    m_max: int | None = None
+    tiles_max: int | None = None
+    work_max: int | None = None
+    m_min_max: int | None = None
+    proven: bool | None = None
+    fp8_copy: bool | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def holds(self, problem: Problem, system: System) -> bool:
+        """Whether the condition is true of a problem on a machine."""
+        arch = system.arch.sm if system.arch else ""
+        return (
+            (not self.archs or arch in self.archs)
+            and (not self.ops or problem.op in self.ops)
+            and (not self.scalings or problem.scaling in self.scalings)
+            and (not self.captures or problem.capture in self.captures)
+            and (self.m_max is None or problem.m <= self.m_max)
+            and (self.tiles_max is None or _tiles(problem) <= self.tiles_max)
+            and (self.work_max is None or _work(problem) <= self.work_max)
+            and (self.m_min_max is None or problem.m_min <= self.m_min_max)
+            and (self.proven is None or ((problem.op, arch) in system.proven) == self.proven)
+            and (self.fp8_copy is None or system.fp8_copy == self.fp8_copy)
+            and all(in_range(version_of(system, what), bounds) for what, bounds in self.versions)
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the policy; ``backends`` is a set for deny and an order for prefer.
+
+    ``because`` says why the first of ``backends`` is preferred, or all of them are denied; ``others`` says why each
+    other one comes where it does. ``having`` names a property instead of backends: ``backends`` are then all that have
+    it for any op.
+    """
+
+    id: str
+    verb: Literal["deny", "prefer"]
+    when: When
+    backends: tuple[str, ...]
+    because: str
+    source: str
+    checked: str
+    code: ReasonCode = "DENIED"
+    fix: str = ""
+    others: tuple[tuple[str, str], ...] = ()
+    having: str = ""
+
+    def hit(self, backend: str) -> RuleHit:
+        """Return the part of the rule that goes into a decision about a backend."""
+        because = dict(self.others).get(backend, self.because)
+        return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix)
+
+    def names(self, backend: str, problem: Problem, system: System) -> bool:
+        """Whether the rule is about a backend, for a problem on a machine."""
+        if self.having:
+            sm = system.arch.sm if system.arch else "none"
+            return backend in having(self.having, problem.op, problem.scaling, sm)
+        return backend in self.backends
+
+
+def in_range(version: str | None, bounds: str) -> bool:
+    """Whether a version lies in a range such as ``>=0.5.3,<0.6.7``.
+
+    Absent is outside every range. A text that is no version lies inside every range: a build that nobody can place is
+    not assumed to carry the fix. Bounds are plain comparisons, so ``0.6.7rc1`` is below ``0.6.7``.
+    """
+    if version is None:
+        return False
+    found = parse_version(version)
+    return found is None or all(compare(found, bound) for compare, bound in parse_range(bounds))
+
+
+@functools.cache
+def parse_range(bounds: str) -> tuple[tuple[Callable[[Version, Version], bool], Version], ...]:
+    """Read a range such as ``>=0.5.3,<0.6.7``.
+
+    Raises
+    ------
+    SettingsError
+        If it is not one.
+    """
+    parts = []
+    for part in bounds.split(","):
+        match = _BOUND.fullmatch(part)
+        version = parse_version(match[2]) if match else None
+        if match is None or version is None:
+            raise SettingsError(f"{bounds!r} is not a version range; write it like >=0.5.3,<0.6.7")
+        parts.append((_COMPARE[match[1]], version))
+    return tuple(parts)
+
+
+@functools.cache
+def bounds(op: Op, arch: Arch | None) -> tuple[int, ...]:
+    """Return every M at which a packaged rule ends that may hold for this op and arch."""
+    sm = arch.sm if arch else ""
+    found = (
+        when.m_max
+        for when in (rule.when for rule in rules())
+        if when.m_max is not None and (not when.ops or op in when.ops) and (not when.archs or sm in when.archs)
+    )
+    return tuple(sorted(set(found)))
+
+
+def m_bucket(m: int, op: Op, arch: Arch | None) -> int:
+    """Return the largest M that is decided like ``m``: a power of two, or the end of a rule where that comes first."""
+    return min([power_of_two(m), *(bound for bound in bounds(op, arch) if bound >= m)])
+
+
+def _tiles(problem: Problem) -> int:
+    return -(-power_of_two(problem.m) // _TILE) * -(-problem.n // _TILE)
+
+
+def _work(problem: Problem) -> int:
+    return power_of_two(problem.m) * problem.n * problem.k
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """Return the packaged rules, read once, in the file's order."""
+    return load(tomllib.loads(resources.files("fp4dispatch.policy").joinpath("rules.toml").read_text("utf-8")))
+
+
+def load(data: dict[str, Any]) -> tuple[Rule, ...]:
+    """Check the parsed file strictly and return it typed.
+
+    Raises
+    ------
+    SettingsError
+        For an unknown key, verb, arch, op or backend, an unreadable version range, a bound that is no size, a
+        duplicate id, or a missing reason, source or date.
+    """
+    keys("policy_rules.toml", data, required=("rule",))
+    found = tuple(_rule(row) for row in data["rule"])
+    ids = [rule.id for rule in found]
+    if len(set(ids)) != len(ids):
+        raise SettingsError(
+            f"policy_rules.toml: an id is used twice: {sorted(i for i in set(ids) if ids.count(i) > 1)}"
+        )
+    return found
+
+
+def _rule(row: dict[str, Any]) -> Rule:
+    where = f"policy_rules.toml: rule {row.get('id')!r}"
+    keys(
+        where,
+        row,
+        required=("id", "verb", "because", "source", "checked", "when"),
+        optional=("backends", "having", "others", "code", "fix"),
+    )
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
+        raise SettingsError(f"{where}: the id must be lower-case words joined by -")
+    if row["verb"] not in ("deny", "prefer"):
+        raise SettingsError(f"{where}: verb {row['verb']!r} is neither deny nor prefer")
+    if not str(row["because"]).strip():
+        raise SettingsError(f"{where}: because is empty")
+    if row["verb"] == "prefer" and "code" in row:
+        raise SettingsError(f"{where}: code belongs to deny rules")
+    backends = _whom(where, row)
+    source, checked = provenance(where, row)
+    return Rule(
+        id=row["id"],
+        verb=row["verb"],
+        when=_when(where, row["when"]),
+        backends=backends,
+        because=row["because"],
+        source=source,
+        checked=checked,
+        code=subset(where, [row.get("code", "DENIED")], DENY_CODES)[0],  # type: ignore[arg-type]  # checked
+        fix=row.get("fix", ""),
+        others=tuple(row.get("others", {}).items()),
+        having=row.get("having", ""),
+    )
+
+
+def _whom(where: str, row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the backends of a rule, after checking that it says why for each one that it prefers."""
+    if ("backends" in row) == ("having" in row):
+        raise SettingsError(f"{where}: needs either backends or having")
+    if "having" in row:
+        if row["verb"] != "deny":
+            raise SettingsError(f"{where}: having belongs to deny rules; an order names its backends")
+        return having(subset(where, [row["having"]], PROPERTIES)[0])
+    backends = subset(where, row["backends"], catalogue().backends)
+    others = row.get("others", {})
+    needed = backends[1:] if row["verb"] == "prefer" else ()
+    if set(others) != set(needed) or not all(isinstance(why, str) and why.strip() for why in others.values()):
+        raise SettingsError(
+            f"{where}: others needs a reason for each of {', '.join(needed) or 'nothing'}, has {', '.join(others)}: "
+            "because speaks of the first preferred backend alone"
+        )
+    return backends
+
+
+def _when(where: str, row: dict[str, Any]) -> When:
+    names = {"archs": SM, "ops": OPS, "scalings": SCALINGS, "captures": CAPTURE_MODES}
+    keys(where, row, required=(), optional=(*names, *_SIZES, *_SWITCHES, *FACTS))
+    if not row:
+        raise SettingsError(f"{where}: when is empty; a rule that always holds is a default, not a rule")
+    for bound, least in _SIZES.items():
+        size = row.get(bound, least)
+        if type(size) is not int or size < least:
+            raise SettingsError(f"{where}: {bound} {size!r} is not {'a positive integer' if least else 'a size'}")
+    for switch in _SWITCHES:
+        if not isinstance(row.get(switch, True), bool):
+            raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
+    for what in FACTS:
+        if what in row:
+            parse_range(row[what])
+    return When(
+        **{key: subset(where, row[key], allowed) for key, allowed in names.items() if key in row},
+        m_max=row.get("m_max"),
+        tiles_max=row.get("tiles_max"),
+        work_max=row.get("work_max"),
+        m_min_max=row.get("m_min_max"),
+        proven=row.get("proven"),
+        fp8_copy=row.get("fp8_copy"),
+        versions=tuple((what, row[what]) for what in FACTS if what in row),
+    )

@@ -1,0 +1,97 @@
+"""Which layer the tensors of a compiled call belong to, so that the call can tell whether its weights were written.
+
+A compiled graph is given the packed weights of a layer and its stored tensors. The operator looks up here whose they
+are, by their addresses. The layer then says whether what it stores is still what was packed
+(:mod:`fp4dispatch.models.stored_weights`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fp4dispatch.errors import InputError
+from fp4dispatch.machine import capture
+from fp4dispatch.run.routes import Bound
+
+Key = tuple[int, ...]
+"""Addresses: of the first packed tensor, then of all stored ones."""
+
+
+class Owner(Protocol):
+    """A layer, as this module sees it."""
+
+    def bound_to(self, dtype: torch.dtype) -> Bound:
+        """Return what runs, made of what is stored now."""
+
+    def stores(self, addresses: Sequence[int]) -> bool:
+        """Whether these are addresses of its stored tensors."""
+
+    def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
+        """Whether it is bound for a dtype with this spec, or with its first packed tensor at this address."""
+
+    def same_content(self, stored: Sequence[Tensor]) -> bool:
+        """Whether these tensors hold the bytes that it stores. Synchronises."""
+
+
+_owners: dict[Key, weakref.ref[Owner]] = {}
+_all: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def register(owner: Owner, keys: Sequence[Key]) -> None:
+    """Note whose tensors these are; of two layers that share all of them, either will do."""
+    _all.add(owner)
+    for key in keys:
+        _owners[key] = weakref.ref(owner, lambda gone, key=key: _drop(key, gone))  # type: ignore[misc]
+
+
+def forget(owner: Owner, keys: Sequence[Key]) -> None:
+    """Forget what :func:`register` noted."""
+    for key in keys:
+        found = _owners.get(key)
+        if found is not None and found() is owner:
+            del _owners[key]
+
+
+def _drop(key: Key, gone: weakref.ref[Owner]) -> None:
+    if _owners.get(key) is gone:
+        del _owners[key]
+
+
+def bound_for(dtype: torch.dtype, spec: str, tensors: Sequence[Tensor], stored: Sequence[Tensor]) -> Bound:
+    """Return what the layer with these tensors runs, up to date with what it stores.
+
+    Where no layer has both, one will do that stores these tensors and runs as ``spec`` says.
+
+    Raises
+    ------
+    InputError
+        If no layer stores them, e.g. under ``torch.func.functional_call`` with other weights.
+    CaptureError
+        If weights would have to be prepared anew while a CUDA graph is being captured.
+    """
+    addresses = [tensor.data_ptr() for tensor in stored]
+    found = _owners.get((tensors[0].data_ptr(), *addresses))
+    owner = None if found is None else found()
+    if owner is not None:
+        bound = owner.bound_to(dtype)
+        if owner.stores(addresses):
+            return bound
+    candidates = [owner for owner in list(_all) if owner.runs(dtype, spec, tensors[0].data_ptr())]
+    for owner in candidates:
+        if owner.stores(addresses):
+            return owner.bound_to(dtype)
+    # A compiler may align an input by copying it.
+    capture.forbid_in_capture("comparing weights that were copied for this call", "run the compiled model once")
+    for owner in candidates:
+        if owner.same_content(stored):
+            return owner.bound_to(dtype)
+    raise InputError(
+        "a compiled call was given weights that are not what its layer stores (torch.func.functional_call with other "
+        "weights, for instance), and packed weights belong to stored ones: call it without torch.compile, or give the "
+        "layer these weights first, with load_state_dict"
+    )

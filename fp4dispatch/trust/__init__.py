@@ -1,0 +1,1 @@
+"""Numbers before trust: self-checks, verdicts, the launch race."""

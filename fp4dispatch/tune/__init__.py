@@ -1,0 +1,1 @@
+"""Timing candidates on this machine, and the agreement of ranks."""

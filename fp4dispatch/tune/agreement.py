@@ -1,0 +1,197 @@
+"""One choice on every rank: what ``warmup`` and ``tune`` do with ``torch.distributed``.
+
+A rank that runs another backend than the others gives other bits and other times; one that stops while the others
+wait in a collective hangs them all (sglang#32021, vllm#52291, vllm#54618). So outcomes are shared, errors too: where
+one rank fails, all stop, and say which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.base import Backend
+from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.errors import RankError
+from fp4dispatch.machine.ranks import Group as Group
+from fp4dispatch.machine.ranks import Ranks as Ranks
+from fp4dispatch.policy.resolve import TUNED
+from fp4dispatch.problem import Activation, Op, Problem, Scaling
+from fp4dispatch.problem.decision import Decision, Reason, ReasonCode
+from fp4dispatch.trust import quarantine, selfcheck
+from fp4dispatch.trust.quarantine import CheckResult
+
+_log = logging.getLogger("fp4dispatch")
+Decisions = tuple[tuple[int, Decision], ...]
+"""The largest M and the Decision of each range of M, as :attr:`fp4dispatch.run.routes.Bound.decisions`."""
+
+Subject = tuple[str, Op, Scaling, Activation]
+"""Backend, op, scaling and activation format of a self-check."""
+
+
+def settle(ranks: Ranks, decide: Callable[[], Mapping[str, Decisions]]) -> Mapping[str, Decisions]:
+    """Decide until every rank that has a problem runs the same backends for it. A collective call.
+
+    Each round shares what failed its self-check, which is then in quarantine on every rank; what another rank cannot
+    run, which ``auto`` then leaves alone here too; and tuned times that not every rank has, which are then not used.
+    Ranks of different GPUs may still differ in the end, with a warning.
+
+    Parameters
+    ----------
+    ranks
+        Who has to agree.
+    decide
+        Returns the decisions of this rank by the name of the problem, made anew at each call. Ranks need not have the
+        same problems (pipeline stages do not).
+
+    Returns
+    -------
+    Mapping
+        The decisions of this rank in the last round.
+
+    Raises
+    ------
+    RankError
+        If one of the ranks could not decide, or they do not come to an end.
+    """
+    for _ in range(2 * len(registry.backends()) + 2):
+        mine = ranks.attempt("choosing backends", decide)
+        if ranks.size == 1:
+            return mine
+        everyone = ranks.gather(_summary(mine))
+        if not _take_over(ranks, mine, everyone):
+            return mine
+        choose.decide_anew()
+    raise RankError("the ranks do not come to one choice of backends: report this as a bug")
+
+
+def agree_on(ranks: Ranks, subjects: Mapping[Subject, CheckResult]) -> set[Subject]:
+    """Share verdicts: what failed on one rank is in quarantine on all. A collective call; return what failed anywhere.
+
+    Parameters
+    ----------
+    ranks
+        Who has to agree.
+    subjects
+        Verdicts of this rank; what another rank has checked and this one has not is unchecked here.
+    """
+    failed = set()
+    for subject in sorted({s for one in ranks.gather(list(subjects)) for s in one}):
+        mine = subjects.get(subject) or _unchecked(subject)
+        agreed = selfcheck.agree(mine, ranks.group) if ranks.size > 1 else mine
+        if agreed.status == "failed":
+            failed.add(subject)
+    return failed
+
+
+def _unchecked(subject: Subject) -> CheckResult:
+    """Return the verdict of a rank that has not checked a subject, or does not even have the backend."""
+    system = choose.facts()
+    backend = registry.backends().get(subject[0])
+    facts = quarantine.facts(system, backend) if isinstance(backend, Backend) else {}
+    return CheckResult(*subject, system.arch.sm if system.arch else "", "unchecked", facts=facts)
+
+
+def _summary(decisions: Mapping[str, Decisions]) -> dict[str, Any]:
+    """Return what other ranks need to know, as plain data."""
+    refused: dict[str, dict[str, tuple[str, str]]] = {}
+    for name, ranges in decisions.items():
+        verdicts = [v for _, decision in ranges for v in decision.verdicts if not v.accepted]
+        hits = {v.backend: (v.reasons or v.denied)[0] for v in verdicts}
+        refused[name] = {
+            backend: (hit.code, hit.text if isinstance(hit, Reason) else hit.because) for backend, hit in hits.items()
+        }
+    return {
+        "chosen": {name: tuple((m, d.backend, d.activation) for m, d in ranges) for name, ranges in decisions.items()},
+        "refused": refused,
+        "judged": {name: {v.backend for _, d in ranges for v in d.verdicts} for name, ranges in decisions.items()},
+        "tuned": sorted(name for name, r in decisions.items() if any(d.rule and d.rule.id == TUNED for _, d in r)),
+        "failed": sorted(_failed()),
+    }
+
+
+def _failed() -> set[Subject]:
+    return {(r.backend, r.op, r.scaling, r.activation) for r in quarantine.known() if r.status == "failed"}
+
+
+def _take_over(ranks: Ranks, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
+    """Bring what others know into this process; whether that may have changed a choice on any rank.
+
+    Decided from what all have shared, so that every rank makes the same collective calls.
+    """
+    changed = False
+    failed: list[set[Subject]] = [set(one["failed"]) for one in everyone]
+    new = set().union(*failed).difference(set(failed[0]).intersection(*failed))
+    if new:
+        known = {(r.backend, r.op, r.scaling, r.activation): r for r in quarantine.known()}
+        agree_on(ranks, {subject: known[subject] for subject in sorted(new) if subject in known})
+        changed = True
+    differ = [
+        name
+        for name in sorted({name for one in everyone for name in one["chosen"]})
+        if len({one["chosen"][name] for one in everyone if name in one["chosen"]}) > 1
+    ]
+    for name in differ:
+        changed |= _exclude(name, mine, everyone) or _drop_times(name, mine, everyone)
+    if differ and not changed:
+        _tell(differ, everyone)
+    return changed
+
+
+def _exclude(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
+    """Leave alone what some rank has chosen and another cannot choose."""
+    chosen = {backend for one in everyone for _, backend, _ in one["chosen"].get(name, ())}
+    found = False
+    for backend in sorted(chosen):
+        against: list[tuple[int, tuple[ReasonCode, str]]] = [
+            (rank, one["refused"][name].get(backend) or ("UNAVAILABLE", "not installed"))
+            for rank, one in enumerate(everyone)
+            if name in one["chosen"] and (backend in one["refused"][name] or backend not in one["judged"][name])
+        ]
+        if not against:
+            continue
+        found = True
+        if name in mine:
+            rank, (code, text) = against[0]
+            problem = mine[name][0][1].problem
+            choose.exclude(backend, problem.op, problem.scaling, Reason(code, f"{text} (on rank {rank})"))
+    return found
+
+
+def _drop_times(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
+    """Do not use tuned times for a problem that they make ranks differ in."""
+    holders = [rank for rank, one in enumerate(everyone) if name in one["tuned"]]
+    if not holders:
+        return False
+    if name in mine:
+        tuned.ignore(mine[name][0][1].problem)
+        _log.warning(
+            "tuned times of %s are there on rank %s only, or differ, and are not used: "
+            "call warmup(..., tune=True) on all ranks",
+            name,
+            ", ".join(map(str, holders)),
+        )
+    return True
+
+
+def _tell(names: list[str], everyone: list[dict[str, Any]]) -> None:
+    """Warn about a difference that nobody can help, such as GPUs of two kinds."""
+    for name in names:
+        by_rank = [
+            f"rank {rank}: {', '.join(dict.fromkeys(b for _, b, _ in one['chosen'][name]))}"
+            for rank, one in enumerate(everyone)
+            if name in one["chosen"]
+        ]
+        _log.warning("ranks run different backends for %s: %s", name, "; ".join(by_rank))
+
+
+def problem_name(problem: Problem) -> str:
+    """Return what a problem is called among ranks: everything but M."""
+    bias = " + bias" if problem.bias else ""
+    bias += "" if problem.capture == "none" else f", {problem.capture} capture from M={problem.m_min}"
+    return (
+        f"{problem.op} N={problem.n} K={problem.k} ({problem.scaling}, {problem.activation}) "
+        f"-> {problem.out_dtype}{bias}"
+    )
