@@ -150,7 +150,7 @@ def sentence_pairs() -> list[tuple[str, str]]:
         import tomllib
     else:
         import tomli as tomllib
-    text = resources.files("fp4dispatch").joinpath("data/demo_pairs.toml").read_text(encoding="utf-8")
+    text = resources.files("fp4dispatch.cli").joinpath("demo_pairs.toml").read_text(encoding="utf-8")
     return [(first, second) for first, second in tomllib.loads(text)["pairs"]]
 
 

@@ -73,7 +73,7 @@ def resolve(
     measured
         Times of the candidates on this machine, if there are any.
     rules
-        The rules; those of ``policy_rules.toml`` by default.
+        The rules; those of ``policy/rules.toml`` by default.
 
     Returns
     -------

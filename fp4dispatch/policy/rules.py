@@ -1,4 +1,4 @@
-"""The rules of the policy: typed, and loaded strictly from ``policy_rules.toml``. No torch, no decisions."""
+"""The rules of the policy: typed, and loaded strictly from ``policy/rules.toml``. No torch, no decisions."""
 
 from __future__ import annotations
 
@@ -196,18 +196,18 @@ def load(data: dict[str, Any]) -> tuple[Rule, ...]:
         For an unknown key, verb, arch, op or backend, an unreadable version range, a bound that is no size, a
         duplicate id, or a missing reason, source or date.
     """
-    keys("policy_rules.toml", data, required=("rule",))
+    keys("policy/rules.toml", data, required=("rule",))
     found = tuple(_rule(row) for row in data["rule"])
     ids = [rule.id for rule in found]
     if len(set(ids)) != len(ids):
         raise SettingsError(
-            f"policy_rules.toml: an id is used twice: {sorted(i for i in set(ids) if ids.count(i) > 1)}"
+            f"policy/rules.toml: an id is used twice: {sorted(i for i in set(ids) if ids.count(i) > 1)}"
         )
     return found
 
 
 def _rule(row: dict[str, Any]) -> Rule:
-    where = f"policy_rules.toml: rule {row.get('id')!r}"
+    where = f"policy/rules.toml: rule {row.get('id')!r}"
     keys(
         where,
         row,

@@ -119,8 +119,8 @@ def test_the_wheel_is_for_any_platform_and_holds_every_file(source: Path, instal
     assert wanted - names == set()
     for name in (
         *("csrc/nvfp4_gemm_sm120.cu", "csrc/gdc_guard.h", "csrc/kernels.toml", "jit_flags/sm120f.toml"),
-        *("policy_rules.toml", "backends/capabilities.toml", "backends/cutlass_tiles.toml"),
-        *("data/demo_pairs.toml", "py.typed"),
+        *("policy/rules.toml", "policy/capabilities.toml", "backends/own/cutlass_tiles.toml"),
+        *("cli/demo_pairs.toml", "py.typed"),
     ):
         assert f"fp4dispatch/{name}" in names
     assert not any(name.startswith(("tests/", "bench/", "fp4dispatch/prebuilt")) for name in names)
