@@ -107,7 +107,7 @@ def test_a_proof_is_made_anew_on_the_next_hit(stored: str, fake: Fake, catalog: 
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("name", ["prove.py", "early_loads.py", "sass/judge.py", "sass/opcodes.toml"])
+@pytest.mark.parametrize("name", ["prove.py", "catalog/early_loads.py", "sass/judge.py", "sass/opcodes.toml"])
 def test_a_prover_that_changed_proves_again(
     name: str, fake: Fake, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
