@@ -33,7 +33,7 @@ from fp4dispatch.jit.catalog.manifest import installed  # noqa: E402
 from fp4dispatch.jit.store.cache import Cache  # noqa: E402
 from fp4dispatch.machine import libraries  # noqa: E402
 
-RESULTS = ROOT / "bench" / "results" / "compiled-targets-x86_64-cpu.json"
+RESULTS = ROOT / "bench" / "results" / "compiled-targets-x86_64.json"
 TABLE = ROOT / "docs" / "compiled-targets.md"
 
 

@@ -1,6 +1,6 @@
 """What w4a16, w4a8 and w4a4 lose against the exact product of the same NVFP4 weights. Numbers only, on a CPU.
 
-    python bench/w4_error.py --out bench/results/w4-error-x86_64-cpu.json
+    python bench/w4_error.py --out bench/results/w4-error-x86_64.json
 
 The weights are quantised once; every format multiplies these same weights. "Exact" is the float64 product of the
 bfloat16 activations and the dequantised weights, so w4a16 shows what one rounding to bfloat16 costs. The formats are
