@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 import time
@@ -25,10 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from kernels_w4 import COPY_BYTES_PER_US, capture, environment, microseconds, watched
+from kernels_w4 import COPY_BYTES_PER_US, METHOD, capture, microseconds, watched
 from torch import Tensor
 
 from fp4dispatch import formats, jit
+from fp4dispatch.benchmark import machine, records
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem.arch import Arch
 from tests.w4_model import place
@@ -205,7 +205,8 @@ def main() -> int:
     if arguments.old:
         other = Catalog.load(arguments.old, installed().csrc.parent / "jit_flags")
         modules[" old"] = {name: jit.load(name, "any", arch, catalog=other).module for name in libraries}
-    result: dict[str, Any] = environment(arguments.commit) | {"problems": []}
+    facts = machine.facts(machine.card("cuda"), arguments.commit)
+    result: dict[str, Any] = {"method": METHOD, "problems": []}
     if not arguments.no_check:
         result["check"] = check(modules[""])
     print(f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
@@ -219,7 +220,7 @@ def main() -> int:
         texts = ", ".join(f"{what} {us:.1f}" for what, us in times.items())
         print(f"{name} M={m} K={k}: {texts}; floor {floor:.1f}", flush=True)
         torch.cuda.empty_cache() if m * k > 5e7 else None
-    arguments.out.write_text(json.dumps(result, indent=1))
+    records.write(arguments.out, "activations", facts, result)
     return 1 if result.get("check", {}).get("faults") else 0
 
 

@@ -1,6 +1,6 @@
 """Which backends there are for FP8 and NVFP4 on this GPU, what the self-check says of each, and what tuning chooses.
 
-    python bench/candidates.py --commit HASH --json bench/results/DATE-CARD-candidates.json
+    python bench/candidates.py --commit HASH --json bench/results/candidates-CARD.json
 
 For each op and scaling: every backend with its reasons or its self-check (first in this process and again, building
 and checking apart), and the choice of the rules for a few tokens; the tuned choice for a few weights; how many faults
@@ -13,7 +13,6 @@ made before the first self-check: it is no backend's.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # tests.planted
 
 from fp4dispatch.backends import registry  # noqa: E402
 from fp4dispatch.backends.base import Backend  # noqa: E402
-from fp4dispatch.benchmark import machine  # noqa: E402
+from fp4dispatch.benchmark import machine, records  # noqa: E402
 from fp4dispatch.dispatch import choose, tuned  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
 from fp4dispatch.trust import canary, quarantine, selfcheck  # noqa: E402
@@ -247,7 +246,7 @@ def main() -> int:
     card = machine.card(arguments.device)
     nk = [tuple(map(int, text.split("x"))) for text in arguments.nk]
     everything = tuple(canary.kinds({"nvfp4_gemm": ("nvfp4", "fp8", "bf16"), "fp8_gemm": ("fp8", "bf16")}))
-    result = machine.facts(card, arguments.commit) | {"kind": "candidates"}
+    facts = machine.facts(card, arguments.commit)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
         quarantine.folder = lambda: Path(folder) / quarantine.FOLDER  # type: ignore[assignment]
@@ -258,10 +257,10 @@ def main() -> int:
             "tuned": lambda: choices(card.device, nk, arguments.tokens),
             "planted": lambda: planted(card.device, everything if arguments.all_planted else PLANTED),
         }
-        result |= dict.fromkeys(parts, ())
+        result: dict[str, Any] = dict.fromkeys(parts, ())
         for name, part in parts.items():  # a time limit loses the part that it ends
             result[name] = part()
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            records.write(arguments.json, "candidates", facts, result)
     print(candidate_table(result), choice_table(result), planted_table(result), sep="\n\n")
     wrong = faults_in(result)
     fine = f"every candidate passed and was checked in less than {LIMIT_MS} ms, every fault was caught, nothing accused"

@@ -4,7 +4,7 @@ No GPU takes part: both builds end with a library on disk. Ours is what the firs
 activation quantiser; FlashInfer's is the module that its `cutlass` backend compiles before its first call, through
 its own `JitSpec.build`.
 
-    python bench/cold_jit.py --jobs 2 --out bench/results/DATE-cold-jit.json
+    python bench/cold_jit.py --jobs 2 --out bench/results/cold-jit-x86_64.json
 
 FlashInfer's module includes a header of cuRAND and links the driver: where they are not beside nvcc, say so with
 `CPATH` and `FLASHINFER_EXTRA_LDFLAGS`.
@@ -13,18 +13,16 @@ FlashInfer's module includes a header of cuRAND and links the driver: where they
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from fp4dispatch.benchmark import machine, records
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,25 +76,19 @@ def main() -> None:
     args = parser.parse_args()
     record: dict[str, Any] = {
         "what": "cold JIT of the first NVFP4 GEMM for sm_120",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip(),
-        "date": datetime.date.today().isoformat(),
         "jobs": args.jobs,
         "cores": os.cpu_count(),
-        "processor": platform.machine(),
-        "nvcc": subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True)
-        .stdout.split("release ")[1]
-        .split(",")[0],
-        "flashinfer": metadata.version("flashinfer-python"),
     }
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     builds: dict[str, dict[str, Any]] = {}
     for name, code in (("fp4dispatch", OURS), ("flashinfer", THEIRS)):
         with tempfile.TemporaryDirectory() as folder:
             builds[name] = timed(code, folder, args.jobs)
         print(name, builds[name], flush=True)
     record["cold_jit"] = builds
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, "cold jit", machine.facts(machine.card("cpu"), commit), record)
     print(
         f"ours takes {builds['fp4dispatch']['wall_s'] / builds['flashinfer']['wall_s']:.3f} of FlashInfer's wall time"
     )

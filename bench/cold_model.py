@@ -1,6 +1,6 @@
 """Time from an empty kernel cache to a model that is warmed up, and of the slowest kernel file alone on two cores.
 
-    python bench/cold_model.py --commit HASH --json bench/results/DATE-CARD-cold-model.json
+    python bench/cold_model.py --commit HASH --json bench/results/cold-model-CARD.json
 
 A model of nn.Linear in bfloat16, with the sizes of Llama-3.1-8B's layers, is quantised by ``replace_linears`` and
 warmed up for the numbers of tokens that a server captures, 1 to 4096: in a fresh process with an empty cache, then in
@@ -272,15 +272,15 @@ def main() -> int:
         return 0
     if not arguments.commit or not arguments.json:
         parser.error("--commit and --json are needed")
-    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark import machine, records
 
     card = machine.card()
-    result = machine.facts(card, arguments.commit) | {"kind": "cold model"}
-    result |= {"cores": len(os.sched_getaffinity(0)), "shapes": shapes, "tokens": arguments.tokens}
+    facts = machine.facts(card, arguments.commit)
+    result = {"cores": len(os.sched_getaffinity(0)), "shapes": shapes, "tokens": arguments.tokens}
 
     def keep(found: dict[str, Any]) -> None:
         result["cold_model"] = found
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(arguments.json, "cold model", facts, result)
 
     keep(measure(arguments, card.device.type == "cuda", keep))
     print(table(result["cold_model"]))

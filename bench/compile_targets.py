@@ -27,12 +27,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from fp4dispatch.benchmark import machine, records  # noqa: E402
 from fp4dispatch.jit import Built, kernels  # noqa: E402
 from fp4dispatch.jit.catalog.manifest import installed  # noqa: E402
 from fp4dispatch.jit.store.cache import Cache  # noqa: E402
 from fp4dispatch.machine import libraries  # noqa: E402
 
-RESULTS = ROOT / "bench" / "results" / "2026-11-21-compiled-targets.json"
+RESULTS = ROOT / "bench" / "results" / "compiled-targets-x86_64.json"
 TABLE = ROOT / "docs" / "compiled-targets.md"
 
 
@@ -109,10 +110,10 @@ def measure(build: Build, folder: Path) -> dict[str, Any]:
     }
 
 
-def run(only: str | None, folder: Path) -> None:
+def run(only: str | None, folder: Path, commit: str) -> None:
     """Measure the chosen builds and write the JSON after each, so that a long run can be stopped."""
     known = {build.id: build for build in blackwell_builds()}
-    rows = {row["id"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
+    rows = {row["id"]: row for row in records.read(RESULTS)["rows"]} if RESULTS.exists() else {}
     nvcc, cutlass = libraries.nvcc()[0], libraries.cutlass()
     if nvcc is None or cutlass is None:
         raise SystemExit("needs nvcc and the CUTLASS headers; `fp4dispatch doctor` says what is missing")
@@ -122,8 +123,7 @@ def run(only: str | None, folder: Path) -> None:
         rows[key] = measure(build, folder)
         print(json.dumps(rows[key]), flush=True)
         ordered = [rows[known_key] for known_key in known if known_key in rows]
-        document = {"nvcc": nvcc.version, "cutlass": cutlass.version, "rows": ordered}
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        records.write(RESULTS, "compiled targets", machine.facts(machine.card("cpu"), commit), {"rows": ordered})
         write_table()
 
 
@@ -165,7 +165,7 @@ def cells(row: dict[str, Any]) -> dict[str, object]:
 
 def table(document: dict[str, Any]) -> Iterator[str]:
     """Lines of docs/compiled-targets.md."""
-    yield _INTRO.format(name=RESULTS.name, nvcc=document["nvcc"], cutlass=document["cutlass"])
+    yield _INTRO.format(name=RESULTS.name, **{name: document["facts"][name] for name in ("nvcc", "cutlass")})
     lines = [cells(row) for row in document["rows"]]
     yield f"| {' | '.join(lines[0])} |"
     yield "|---" * len(lines[0]) + "|"
@@ -179,7 +179,7 @@ def table(document: dict[str, Any]) -> Iterator[str]:
 
 def write_table() -> None:
     """Write docs/compiled-targets.md from the JSON."""
-    TABLE.write_text("\n".join(table(json.loads(RESULTS.read_text()))) + "\n")
+    TABLE.write_text("\n".join(table(records.read(RESULTS))) + "\n")
 
 
 def main() -> None:
@@ -187,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="build ids that start with this, measured again")
     parser.add_argument("--keep", type=Path, help="folder for the caches, one a build (default: a temporary one)")
+    parser.add_argument("--commit", help="what is built")
     parser.add_argument("--table", action="store_true", help="write docs/compiled-targets.md and stop")
     parser.add_argument("--facts", nargs=3, metavar=("ID", "CACHE", "JSON"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -196,9 +197,11 @@ def main() -> None:
         return
     if arguments.table:
         write_table()
+    elif not arguments.commit:
+        parser.error("--commit is needed")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            run(arguments.only, arguments.keep or Path(folder))
+            run(arguments.only, arguments.keep or Path(folder), arguments.commit)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -34,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4dispatch
-from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark import machine, records
 from fp4dispatch.benchmark.check import relative_error
 from fp4dispatch.benchmark.methods import Card
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -376,13 +375,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parse(words)
     card = machine.card(arguments.device)
     facts = machine.facts(card, arguments.commit)
-    document: dict[str, Any] = {
-        "kind": "decoder",
-        "facts": facts,
-        "tiny": arguments.tiny,
-        "prompt": PROMPT,
-        "formats": [],
-    }
+    document: dict[str, Any] = {"tiny": arguments.tiny, "prompt": PROMPT, "formats": []}
     reference: Tensor | None = None
     with torch.inference_mode(), repeatable_attention():
         for fmt in arguments.formats:
@@ -393,7 +386,7 @@ def main(words: Sequence[str] | None = None) -> int:
             for backend, count in result["backends"].items():
                 print(f"  {count} layers: {backend}", flush=True)
             if arguments.json:
-                arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+                records.write(arguments.json, "decoder", facts, document)
             gc.collect()
             if card.device.type == "cuda":
                 torch.cuda.empty_cache()

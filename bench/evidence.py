@@ -1,6 +1,6 @@
 """Run what needs a GPU and keep the outcome: the GPU tests and the demo, with commit, card, driver and versions.
 
-    python bench/evidence.py --commit HASH --out bench/results/DATE-CARD.json
+    python bench/evidence.py --commit HASH --out bench/results
 
 Exits with 1 if a test or the demo failed, or time ran out before all tests had run: what had is kept, and the file says
 so. The support matrix of the README is generated from the files this writes.
@@ -9,7 +9,6 @@ so. The support matrix of the README is generated from the files this writes.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import signal
 import subprocess
@@ -27,30 +26,8 @@ ALONE = (
     *("test_capture_guards.py", "test_tuning.py", "test_bench.py"),
 )
 """Files that measure time, memory or the whole card: never beside other tests."""
-LIBRARIES = ("cudnn", "cudnn_frontend", "flashinfer", "cutlass", "nvcc")
 INTERRUPTED = 2  # pytest's exit code
 OP = {"nvfp4": "nvfp4_gemm", "tensor": "fp8_gemm", "row": "fp8_gemm", "block128": "fp8_gemm"}
-
-
-def environment(commit: str) -> dict[str, Any]:
-    """Return what a result is worth nothing without."""
-    import torch
-
-    from fp4dispatch.machine.system import current
-
-    torch.cuda.init()
-    facts = current().to_dict()
-    versions = {name: fact["version"] for name in LIBRARIES if (fact := facts[name])}
-    return {
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "driver": facts["driver"],
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        **versions,
-        "python": sys.version.split()[0],
-    }
 
 
 def run_tests(arguments: list[str], limit_s: float | None = None) -> tuple[list[tuple[str, str, str]], int]:
@@ -108,7 +85,7 @@ def main() -> int:
     """Run everything and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the two records")
     parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
     parser.add_argument("--workers", type=int, default=1, help="processes for the tests that share the card")
     parser.add_argument(
@@ -117,8 +94,11 @@ def main() -> int:
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
     parser.add_argument("pytest", nargs="*", default=[*files, "tests/unit/test_formats_cuda.py"])
     arguments = parser.parse_args()
-    result = environment(arguments.commit)
-    result["demo"] = [run_demo(fmt) for fmt in arguments.demo]
+    from fp4dispatch.benchmark import machine, records
+
+    facts = machine.facts(machine.card("cuda"), arguments.commit)
+    result: dict[str, Any] = {}
+    demos = [run_demo(fmt) for fmt in arguments.demo]
     end = time.monotonic() + arguments.limit_s
     alone = [path for path in arguments.pytest if Path(path).name in ALONE]
     rows, code = run_tests(alone, arguments.limit_s)
@@ -130,16 +110,18 @@ def main() -> int:
     result["tests"] = {file: dict(Counter(outcome for f, _, outcome in rows if f == file)) for file in files}
     result["failed"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "failed"]
     result["skipped"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "skipped"]
-    result["ran"] = ran(rows, result["device"])
+    result["ran"] = ran(rows, facts["device"])
     result["ended_by_limit"] = INTERRUPTED in (code, other_code)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    records.write(arguments.out / records.name({"kind": "gpu tests", "facts": facts}), "gpu tests", facts, result)
+    if demos:
+        records.write(arguments.out / records.name({"kind": "demo", "facts": facts}), "demo", facts, {"demo": demos})
     for file, counts in result["tests"].items():
         print(f"{file:<28} {counts}")
-    for demo in result["demo"]:
+    for demo in demos:
         found = demo.get("error") or f"{demo['cosine']} {demo['backends']}"
         print(f"demo {demo['format']:<10} ok={demo['ok']} {found}")
     print("failed:", *result["failed"], sep="\n  ")
-    return 1 if code or not all(demo["ok"] for demo in result["demo"]) else 0
+    return 1 if code or not all(demo["ok"] for demo in demos) else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What one eager call costs the host: our layers on each backend beside nn.Linear, torch's and FlashInfer's functions.
 
-    python bench/host_cost.py --commit HASH --json bench/results/DATE-CARD-host-cost.json
+    python bench/host_cost.py --commit HASH --json bench/results/host-cost-CARD.json
 
 Calls are launched in blocks without waiting for the GPU, so that the time is the host's alone; methods take turns, and
 the median of the blocks is reported. Every method is first held to the exact product: what is wrong is not timed. Each
@@ -20,7 +20,6 @@ only allocates: the least that any layer can cost.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4dispatch import formats
-from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark import machine, records
 from fp4dispatch.benchmark.methods import Card
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
@@ -294,9 +293,9 @@ def main() -> int:
     except Fp4DispatchError as error:
         parser.error(str(error))
     sizes = (arguments.n, arguments.k, tuple(arguments.tokens), arguments.calls, arguments.rounds)
-    result = machine.facts(card, arguments.commit) | {"kind": "host cost"}
+    facts, result = machine.facts(card, arguments.commit), {}
     for result["host_cost"] in run(card, *sizes, arguments.peers):  # a time limit loses what it did not reach
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(arguments.json, "host cost", facts, result)
     for name, why in result["host_cost"]["left_out"].items():
         print(f"left out: {name}: {why[:200]}")
     print(table(result))

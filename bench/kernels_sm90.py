@@ -10,10 +10,8 @@ methods take turns, and the median is reported.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
+from fp4dispatch.benchmark import machine, records
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem.arch import Arch
 
@@ -195,16 +194,7 @@ def bench_quantizers() -> list[dict[str, Any]]:
     return rows
 
 
-def environment(commit: str) -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader"]
-    return {
-        "commit": commit,
-        "gpu": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "method": f"CUDA graph replay, cold weights (> {COLD_BYTES / 1e6:.0f} MB rotated), median of {ROUNDS}, us",
-    }
+METHOD = f"CUDA graph replay, cold weights (> {COLD_BYTES / 1e6:.0f} MB rotated), median of {ROUNDS}, us"
 
 
 def main() -> None:
@@ -214,8 +204,9 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    result = environment(arguments.commit) | {"gemm": bench_gemms(), "quantise": bench_quantizers()}
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    facts = machine.facts(machine.card("cuda"), arguments.commit)
+    result = {"method": METHOD, "gemm": bench_gemms(), "quantise": bench_quantizers()}
+    records.write(arguments.json, "sm90 kernels", facts, result)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.benchmark import machine, records
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem.arch import Arch
@@ -471,16 +470,7 @@ def build_all(kernel: Kernel, ptx80: bool) -> dict[str, Any]:
     return {name: tvm_ffi.load_module(str(result.entry.library)) for name, result in zip(names, built, strict=False)}
 
 
-def environment(commit: str) -> dict[str, Any]:
-    """Return what a reader needs to judge the numbers."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm", "--format=csv,noheader"]
-    return {
-        "commit": commit,
-        "gpu": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "method": f"CUDA graph replay, cold weights (> {COLD_BYTES / 1e6:.0f} MB rotated), medians, us",
-    }
+METHOD = f"CUDA graph replay, cold weights (> {COLD_BYTES / 1e6:.0f} MB rotated), medians, us"
 
 
 def main() -> None:
@@ -501,7 +491,8 @@ def run(what: str | None, kernel: Kernel, peers: Callable[[Timed, Tensor], dict[
     arguments = parser.parse_args()
     begin = time.perf_counter()
     torch.manual_seed(0)
-    result = environment(arguments.commit) | {"kernel": kernel.name, "checks": [], "problems": []}
+    facts = machine.facts(machine.card("cuda"), arguments.commit)
+    result: dict[str, Any] = {"method": METHOD, "checks": [], "problems": []}
     modules = build_all(kernel, arguments.ptx80)
     if not arguments.no_check:
         for name, module in modules.items():
@@ -519,13 +510,13 @@ def run(what: str | None, kernel: Kernel, peers: Callable[[Timed, Tensor], dict[
             row = time_problem(kernel, timed_modules, timed, m, arguments.sweep, alive, others)
             result["problems"].append(row)
             print_problem(row)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(arguments.out, "few tokens", facts, result, kernel.name)
         del timed, alive
     print_table(result["problems"])
     wrong = sum(len(check["faults"]) for check in result["checks"])
     wrong += sum(len(row["wrong"]) for row in result["problems"])
     print(f"total {time.perf_counter() - begin:.1f} s; faults: {wrong}")
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    records.write(arguments.out, "few tokens", facts, result, kernel.name)
     raise SystemExit(1 if wrong else 0)
 
 

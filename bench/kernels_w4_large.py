@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -29,13 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import tvm_ffi
-from kernels_w4 import COLD_BYTES, NK, Weight, capture, environment, microseconds, watched
+from kernels_w4 import COLD_BYTES, METHOD, NK, Weight, capture, microseconds, watched
 from kernels_w4_large_check import MOST_SPLIT, ONE_SIGN_ERROR, FewTokens, Operand, check_everything
 from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.launch_model import USABLE, USABLE_OF
+from fp4dispatch.benchmark import machine, records
 from fp4dispatch.benchmark.check import worst_tile
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
@@ -310,10 +310,11 @@ def main() -> None:
     begin = time.perf_counter()
     torch.manual_seed(0)
     modules = build_all()
-    result = environment(arguments.commit) | {"checks": [], "sums": [], "problems": [], "tune": []}
+    facts = machine.facts(machine.card("cuda"), arguments.commit)
+    result: dict[str, Any] = {"method": METHOD, "checks": [], "sums": [], "problems": [], "tune": []}
 
     def save() -> None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        records.write(arguments.out, "many tokens", facts, result, "w4_gemm_sm90")
 
     if not arguments.no_check:
         result["checks"], result["sums"] = check_everything(modules)

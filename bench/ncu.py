@@ -1,6 +1,6 @@
 """What Nsight Compute sees of the final kernels: memory, tensor pipe and issue, and the bytes each can have in flight.
 
-    python bench/ncu.py --commit HASH --out bench/results/DATE-CARD-ncu.json
+    python bench/ncu.py --commit HASH --out bench/results/ncu-CARD.json
 
 One process runs below ncu. For each case it makes a layer on one backend, compares an output tile by tile with the
 exact product, and lets ncu see one more call: cold caches, clocks as they are, no other grid beside it (so nothing is
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import io
 import json
 import os
@@ -289,19 +288,11 @@ def main() -> int:
         parser.error("--out is needed")
     if shutil.which("ncu") is None:
         parser.error("ncu is not on the PATH; it comes with the CUDA toolkit")
-    import torch
+    from fp4dispatch.benchmark import machine, records
 
     rows, failed = run(arguments.cases, arguments.limit_s)
-    record = {
-        "commit": arguments.commit,
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "failed": failed,
-        "profiles": rows,
-    }
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"failed": failed, "profiles": rows}
+    records.write(arguments.out, "ncu", machine.facts(machine.card(), arguments.commit), record)
     print(table(record))
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0

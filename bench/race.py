@@ -1,6 +1,6 @@
 """The launch race of every kernel family: our builds, builds without barriers, and the PDL trial of each. Needs SM90.
 
-    python bench/race.py --commit REVISION --out bench/results/DATE-GPU-race.json
+    python bench/race.py --commit REVISION --out bench/results/race-CARD.json
 
 A wrong launch of ours, or a control that is not caught, by the race or by the trial, ends with exit code 1.
 """
@@ -8,7 +8,6 @@ A wrong launch of ours, or a control that is not caught, by the race or by the t
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from fp4dispatch import jit
 from fp4dispatch.backends.own import pdl
-from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark import machine, records
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.problem.arch import Arch
@@ -59,8 +58,8 @@ def main() -> int:
     ours = race.run_race(arguments.rounds, arguments.requests)
     control = race.run_race(max(arguments.rounds // 5, 1), arguments.requests, control=True)
     rows = trials()
-    result = {"kind": "race", "facts": facts, "ours": ours.to_dict(), "control": control.to_dict(), "trials": rows}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"ours": ours.to_dict(), "control": control.to_dict(), "trials": rows}
+    records.write(arguments.out, "race", facts, result)
     by_name = {row["build"]: row for row in rows}
     for mine, bare in zip(ours.cases, control.cases, strict=True):
         row = by_name[mine.name.split()[0]]

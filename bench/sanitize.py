@@ -1,6 +1,6 @@
 """Run GPU tests under compute-sanitizer and keep what it found.
 
-    python bench/sanitize.py --commit HASH --out bench/results/DATE-CARD-sanitizer.json
+    python bench/sanitize.py --commit HASH --out bench/results/sanitizer-CARD.json
 
 memcheck looks for accesses out of bounds, with torch's caching allocator off, because the tool sees only what
 cudaMalloc returned; racecheck looks for hazards in shared memory. Each tool is first shown a program that has the fault
@@ -10,8 +10,6 @@ it looks for. Exits with 1 if it misses that, if it reports an error in ours, if
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import re
 import shutil
@@ -92,20 +90,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    import torch
+    from fp4dispatch.benchmark import machine, records
 
     controls = {tool: sees_a_fault(tool) for tool in SUMMARY if getattr(arguments, tool)}
     rows = [check(tool, tests.split(), arguments.limit_s) for tool in SUMMARY for tests in getattr(arguments, tool)]
-    record = {
-        "commit": arguments.commit,
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "controls": controls,
-        "sanitizer": rows,
-    }
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"controls": controls, "sanitizer": [{"commit": arguments.commit, **row} for row in rows]}
+    records.write(arguments.out, "sanitizer", machine.facts(machine.card("cuda"), arguments.commit), record)
     for row in rows:
         outcome = f"{row['passed']:>4} passed  found {row['found']}  {row['seconds']} s"
         print(f"{row['tool']:<10} {outcome}  {' '.join(row['tests'])}")

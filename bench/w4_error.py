@@ -1,6 +1,6 @@
 """What w4a16, w4a8 and w4a4 lose against the exact product of the same NVFP4 weights. Numbers only, on a CPU.
 
-    python bench/w4_error.py --out bench/results/DATE-w4-error.json
+    python bench/w4_error.py --out bench/results/w4-error-x86_64.json
 
 The weights are quantised once; every format multiplies these same weights. "Exact" is the float64 product of the
 bfloat16 activations and the dequantised weights, so w4a16 shows what one rounding to bfloat16 costs. The formats are
@@ -15,7 +15,6 @@ all-MiniLM-L6-v2 on the demo's sentences, layer by layer on the inputs that they
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from torch import Tensor, nn  # noqa: E402
 from fp4dispatch import formats  # noqa: E402
 from fp4dispatch.backends.base import LinearWeights  # noqa: E402
 from fp4dispatch.backends.reference import ReferenceBackend  # noqa: E402
+from fp4dispatch.benchmark import machine, records  # noqa: E402
 from fp4dispatch.cli import demo  # noqa: E402
 from fp4dispatch.models.replace import replace_linears  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
@@ -140,17 +140,12 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [*drawn(), model()]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    result = {
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "w4_error": rows,
-    }
     for row in rows:
         print(f"{row['data']:<20}", *(f"{name} {row[name]['rms']:.4f}" for name in ("weights", *FORMATS)), sep="  ")
     print(json.dumps(rows[-1]["embedding"], indent=1))
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        facts = machine.facts(machine.card("cpu"), commit.stdout.strip())
+        records.write(arguments.out, "w4 error", facts, {"w4_error": rows})
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+
+from fp4dispatch.benchmark import records
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -21,9 +22,16 @@ def fill(text: str, name: str, body: str) -> str:
     return block.sub(lambda m: f"{m[1]}{body.strip()}\n{m[2]}", text)
 
 
-def results() -> list[dict]:
-    """Return every kept result, oldest first."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+def kept(kind: str, subject: str | None = None) -> list[dict]:
+    """Return the records of a kind, one for each card (and subject)."""
+    return list(records.kept(RESULTS, kind, subject))
+
+
+def origin(record: dict, *more: str) -> str:
+    """Return where a record comes from, as one line."""
+    facts = record["facts"]
+    known = [f"{name} {facts[name]}" for name in ("driver", "torch", *more) if facts.get(name)]
+    return ", ".join([facts["device"], *known, f"commit {facts['commit']}"])
 
 
 def support() -> str:
@@ -31,23 +39,27 @@ def support() -> str:
     from fp4dispatch.backends import registry
     from fp4dispatch.policy.catalogue import catalogue
 
+    def on(record: dict) -> str:
+        return f"ran on {record['facts']['device']} ({record['facts']['date']})"
+
     ran: dict[tuple[str, str, str], str] = {}
     compiled: dict[str, set[str]] = {}
-    for result in results():
-        for row in result.get("ran", []):
-            ran[row["backend"], row["op"], row["scaling"]] = f"ran on {row['device']} ({result['date']})"
-        for row in result.get("candidates", []):  # a self-check runs the backend and compares every tile
-            if row.get("status") == "passed":
-                ran[row["backend"], row["op"], row["scaling"]] = f"ran on {result['device']} ({result['date']})"
-        # bench compares every tile of an output before its time counts.
-        if result.get("kind") == "bench" and result["facts"]["arch"].startswith("sm_"):
+    for result in kept("bench"):  # compares every tile of an output before its time counts
+        if result["facts"]["arch"].startswith("sm_"):
             for row in result["measured"]:
                 layer, _, scaling = row["method"].partition("/")
                 op, scaling = ("nvfp4_gemm", "nvfp4") if layer == "FP4Linear" else ("fp8_gemm", scaling)
                 if layer in ("FP4Linear", "FP8Linear", "fp8_gemm") and row["status"] == "ok":
-                    state = f"ran on {result['facts']['device']} ({result['facts']['date']})"
-                    ran.setdefault((row["backend"].partition(" ")[0], op, scaling), state)
-        for row in result.get("rows", []):
+                    ran[row["backend"].partition(" ")[0], op, scaling] = on(result)
+    for result in kept("gpu tests"):
+        for row in result["ran"]:
+            ran[row["backend"], row["op"], row["scaling"]] = on(result)
+    for result in kept("candidates"):  # a self-check runs the backend and compares every tile
+        for row in result["candidates"]:
+            if row.get("status") == "passed":
+                ran[row["backend"], row["op"], row["scaling"]] = on(result)
+    for result in kept("compiled targets"):
+        for row in result["rows"]:
             compiled.setdefault(row["kernel"].rsplit("_", 1)[0], set()).add(f"`{row['target']}`")
     lines = ["| backend | op | scaling | GPU archs | activations | state |", "|---|---|---|---|---|---|"]
     available = registry.backends()
@@ -67,11 +79,10 @@ def support() -> str:
 
 def race() -> str:
     """Return, for the newest run on each GPU, the counts of the race and the PDL trial of each kernel family."""
-    newest = {result["facts"]["device"]: result for result in results() if result.get("kind") == "race"}
     parts = []
-    for device, result in newest.items():
-        facts, trials = result["facts"], {row["build"]: row for row in result["trials"]}
-        parts.append(f"{device}, driver {facts['driver']}, torch {facts['torch']}, commit {facts['commit']}:")
+    for result in kept("race"):
+        trials = {row["build"]: row for row in result["trials"]}
+        parts.append(f"{origin(result)}:")
         lines = [
             "| kernel, build, function | wrong launches | without barriers | PDL trial | without barriers |",
             "|---|---|---|---|---|",
@@ -89,10 +100,10 @@ def race() -> str:
 def sanitizer() -> str:
     """Return what compute-sanitizer found in the kernel tests."""
     lines = ["| GPU | commit | tool | sees a planted fault | tests run | found |", "|---|---|---|---|---|---|"]
-    for result in results():
-        for row in result.get("sanitizer", []):
-            seen = {True: "yes", False: "NO", None: "not tried"}[result.get("controls", {}).get(row["tool"])]
-            cells = [result["gpu"], result["commit"], row["tool"], seen, row["passed"], row["found"]]
+    for result in kept("sanitizer"):
+        for row in result["sanitizer"]:
+            seen = {True: "yes", False: "NO", None: "not tried"}[result["controls"].get(row["tool"])]
+            cells = [result["facts"]["device"], row["commit"], row["tool"], seen, row["passed"], row["found"]]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -103,14 +114,13 @@ def cold_jit() -> str:
         "| commit | nvcc | cores | jobs | | wall s | CPU s | of FlashInfer's CPU time |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for result in results():
-        if "cold_jit" in result:
-            theirs = result["cold_jit"]["flashinfer"]
-            for name, r in result["cold_jit"].items():
-                label = f"flashinfer {result.get('flashinfer', '')}".strip() if r is theirs else name
-                head = [result["commit"], result["nvcc"], result["cores"], result["jobs"], label]
-                cells = [*head, r["wall_s"], r["cpu_s"], f"{r['cpu_s'] / theirs['cpu_s']:.3f}"]
-                lines.append(f"| {' | '.join(map(str, cells))} |")
+    for result in kept("cold jit"):
+        facts, theirs = result["facts"], result["cold_jit"]["flashinfer"]
+        for name, r in result["cold_jit"].items():
+            label = f"flashinfer {facts['flashinfer']}" if r is theirs else name
+            head = [facts["commit"], facts["nvcc"], result["cores"], result["jobs"], label]
+            cells = [*head, r["wall_s"], r["cpu_s"], f"{r['cpu_s'] / theirs['cpu_s']:.3f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -119,30 +129,19 @@ def cold_model() -> str:
     from bench import cold_model as script
 
     parts = []
-    for result in results():
-        if result.get("kind") == "cold model":
-            head = f"{result['device']}, {result['cores']} cores, nvcc {result['nvcc']}, torch {result['torch']}, "
-            parts += [head + f"commit {result['commit']}.", script.table(result["cold_model"])]
+    for result in kept("cold model"):
+        parts += [f"{origin(result, 'nvcc')}, {result['cores']} cores.", script.table(result["cold_model"])]
     return "\n\n".join(parts) or "No run is kept yet."
-
-
-def few_tokens(kernel: str) -> list[dict]:
-    """Return the kept results of bench/kernels_w4.py or kernels_w8.py without a sweep."""
-    timed = (r for r in results() if any("bf16 default pdl" in p.get("us", ()) for p in r.get("problems", ())))
-    return [r for r in timed if r.get("kernel", "w4a16_small") == kernel]
 
 
 def w8_small() -> str:
     """Return the times of w8a16's kernel beside what quantises activations, w8a8's among it."""
-    found = few_tokens("w8a16_small")
-    if not found:
-        return "No run is kept yet."
-    result = found[-1]
+    result = records.one(RESULTS, "few tokens", "w8a16_small")
     methods = {"bf16": "bf16", "row + quant": "torch row + q", "cutlass + quant": "cutlass + q"}
     methods |= {"w8a8 + quant": "w8a8 + q"} if any("w8a8 + quant" in p["us"] for p in result["problems"]) else {}
     methods |= {"bf16 default pdl": "w8a16, PDL chain"}
     lines = [
-        f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
+        f"{origin(result)}. {result['method']}.",
         "",
         f"| N x K | M | {' | '.join(methods.values())} | bf16 / w8a16 | share of 4.28 TB/s |",
         "|---" * (len(methods) + 4) + "|",
@@ -159,14 +158,14 @@ def w8_small() -> str:
 def w8_many() -> str:
     """Return what w8_gemm_sm90 gains over bf16 and over torch's row-wise GEMM, by the number of tokens."""
     build = "w8_gemm_sm90/bf16_128"
-    result = [r for r in results() if any(build in p.get("builds", ()) for p in r.get("problems", ()))][-1]
+    result = records.one(RESULTS, "sweep", "many tokens a8")
     gains: dict[int, list[tuple[float, float]]] = {}
     for problem in result["problems"]:
         if shapes := problem["builds"].get(build):
             ours, others = min(us for _, us in shapes), problem["others_us"]
             gains.setdefault(problem["m"], []).append((others["bf16"] / ours, others["row"] / ours))
     lines = [
-        f"{result['gpu']}, commit {result['commit']}. {result['method']}; of each problem the fastest launch shape.",
+        f"{origin(result)}. {result['method']}; of each problem the fastest launch shape.",
         "",
         "| M | N x K | bf16 / w8a8 | torch row / w8a8 | lowest |",
         "|---|---|---|---|---|",
@@ -180,9 +179,9 @@ def w8_many() -> str:
 
 def w4_small() -> str:
     """Return the times of w4a16's kernel for few tokens as plan() launches it."""
-    (result,) = few_tokens("w4a16_small")
+    result = records.one(RESULTS, "few tokens", "w4a16_small")
     lines = [
-        f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
+        f"{origin(result)}. {result['method']}.",
         "",
         "| N x K | M | bf16 cuBLAS | w4a16, PDL chain | bf16 / w4a16 | share of 4.28 TB/s |",
         "|---|---|---|---|---|---|",
@@ -200,9 +199,9 @@ def sm90() -> str:
     from fp4dispatch.problem import Problem
     from fp4dispatch.problem.arch import SM90
 
-    (result,) = (r for r in results() if "gemm" in r)
+    result = records.one(RESULTS, "sm90 kernels")
     lines = [
-        f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}. {result['method']}.",
+        f"{origin(result)}. {result['method']}.",
         "",
         "| N x K | M | bf16 | `_scaled_mm` tensor | row | ours, row | ours, row, PDL | ours, block128, PDL |",
         "|---|---|---|---|---|---|---|---|",
@@ -227,15 +226,16 @@ def demo() -> str:
         "| GPU | commit | weights | backends | bytes | mean cosine | lowest | rank correlation |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for result in results():
-        for d in result.get("demo", []):
+    for result in kept("demo"):
+        device, commit = result["facts"]["device"], result["facts"]["commit"]
+        for d in result["demo"]:
             if "error" in d:
                 why = d["error"].splitlines()[0]
-                lines.append(f"| {result['device']} | {result['commit']} | {d['format']} | {why} | | | | |")
+                lines.append(f"| {device} | {commit} | {d['format']} | {why} | | | | |")
                 continue
             size = f"{d['bytes_before'] / 1e6:.1f} -> {d['bytes_after'] / 1e6:.1f} MB"
             numbers = f"{d['cosine']['mean']:.4f} | {d['cosine']['min']:.4f} | {d['spearman']:.4f}"
-            cells = [result["device"], result["commit"], d["format"], ", ".join(d["backends"]), size, numbers]
+            cells = [device, commit, d["format"], ", ".join(d["backends"]), size, numbers]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -244,14 +244,13 @@ def bench() -> str:
     """Return the summary of every run of the benchmark suite that is kept."""
     from fp4dispatch.benchmark import report
 
-    runs = [report.summary(result) for result in results() if result.get("kind") == "bench"]
-    return "\n\n".join(runs) or "No run is kept yet."
+    return "\n\n".join(report.summary(result) for result in kept("bench")) or "No run is kept yet."
 
 
 ANY = range(1, 1 << 20)
 SPEED = (
     (
-        "2026-11-22-h200-targets-ae316ff",
+        "targets",
         {
             "FP4Linear": ("`FP4Linear`", ANY),
             "FP4Linear/w4a8_expanded": ("`FP4Linear`, `FP4DISPATCH_FP8_COPY=1`", range(129, 1 << 20)),
@@ -261,7 +260,7 @@ SPEED = (
             "flashinfer/block128+q": ("FlashInfer's DeepGEMM, 128x128 blocks", ANY),
         },
     ),
-    ("2026-11-22-h200-targets-06f099b", {"humming/nvfp4": ("Humming, NVFP4 (another run)", ANY)}),
+    ("targets all peers", {"humming/nvfp4": ("Humming, NVFP4 (another run)", ANY)}),
 )
 """What the README shows: runs, and of each which methods, under which names, for how many tokens: those for which a
 layer still runs what it ran then."""
@@ -273,7 +272,7 @@ def speed() -> str:
 
     lines: list[str] = []
     for name, methods in SPEED:
-        doc = json.loads((RESULTS / f"{name}.json").read_text())
+        doc = records.one(RESULTS, "bench", name)
         found, tokens = report.speedups(doc, report.TARGET_SHAPES), report.tokens_of(doc)
         if not lines:
             lines += [f"| tokens | {' | '.join(map(str, tokens))} |", "|---|" + "---:|" * len(tokens)]
@@ -289,14 +288,9 @@ def decoder() -> str:
     from bench import decoder as script
 
     parts = []
-    for result in results():
-        if result.get("kind") == "decoder":
-            facts = result["facts"]
-            head = f"{facts['device']}, driver {facts['driver']}, torch {facts['torch']}, commit {facts['commit']}."
-            chosen = [
-                f"{f['format']}: {count} layers {b}" for f in result["formats"] for b, count in f["backends"].items()
-            ]
-            parts += [head, script.table(result), "; ".join(chosen)]
+    for result in kept("decoder"):
+        chosen = [f"{f['format']}: {count} layers {b}" for f in result["formats"] for b, count in f["backends"].items()]
+        parts += [f"{origin(result)}.", script.table(result), "; ".join(chosen)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 
@@ -308,11 +302,9 @@ def w4_large() -> str:
         return min(us for name, us in row["us"].items() if re.fullmatch(rf"{act} (\d+(x\d+)?|small)", name))
 
     parts = []
-    for result in results():
-        if not any("a8 pack" in p.get("us", ()) for p in result.get("problems", ())):
-            continue
+    for result in kept("many tokens"):
         lines = [
-            f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}.",
+            f"{origin(result)}.",
             "",
             "| tokens | shapes | bf16, us | w4a8 | w4a16 | `_scaled_mm` tensor | `_scaled_mm` row |",
             "|---|---|---|---|---|---|---|",
@@ -341,18 +333,17 @@ def profiler() -> str:
     from bench import ncu
 
     parts = []
-    for result in results():
-        if "profiles" in result:
-            parts += [f"{result['gpu']}, torch {result['torch']}, commit {result['commit']}.", ncu.table(result)]
+    for result in kept("ncu"):
+        parts += [f"{origin(result)}.", ncu.table(result)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 
 def w4_error() -> str:
     """Return what each activation format loses against the exact product of the same NVFP4 weights."""
-    (result,) = (r for r in results() if "w4_error" in r)
+    result = records.one(RESULTS, "w4 error")
     names = ("w4a16", "w4a8", "w4a4")
     lines = [
-        f"Reference backend, CPU, torch {result['torch']}, commit {result['commit']}. Relative error, root mean square "
+        f"Reference backend, {origin(result)}. Relative error, root mean square "
         "(worst token); bfloat16 activations and outputs.",
         "",
         "| data | M x N x K | w4a16 | w4a8 | w4a4, emulated | w4a4 / w4a8 | quantising the weights |",
@@ -379,11 +370,8 @@ def host_cost() -> str:
     from bench import host_cost as script
 
     parts = []
-    for result in results():
-        if result.get("kind") == "host cost":
-            cost = result["host_cost"]
-            head = f"{result['device']}, torch {result['torch']}, commit {result['commit']}. {cost['method']}."
-            parts += [head, script.table(result)]
+    for result in kept("host cost"):
+        parts += [f"{origin(result)}. {result['host_cost']['method']}.", script.table(result)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 
@@ -392,11 +380,9 @@ def candidates() -> str:
     from bench import candidates as script
 
     parts = []
-    for result in results():
-        if result.get("kind") == "candidates":
-            head = f"{result['device']}, driver {result['driver']}, torch {result['torch']}, commit {result['commit']}."
-            parts += [f"{head} {result.get('note', '')}".strip(), script.candidate_table(result)]
-            parts += [script.choice_table(result), script.planted_table(result)]
+    for result in kept("candidates"):
+        parts += [f"{origin(result)}. {result.get('note', '')}".strip(), script.candidate_table(result)]
+        parts += [script.choice_table(result), script.planted_table(result)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp4dispatch.backends.own.launch_model import USABLE, USABLE_OF
+from fp4dispatch.benchmark import records
 
-SWEEPS = {"a8": "2026-11-21-h200-many-tokens-sweep", "a16": "2026-11-22-h200-many-tokens-16bit-sweep"}
+SWEEPS = {"a8": "many tokens a8", "a16": "many tokens a16"}
 """By the activations of a build of w4_gemm_sm90; w8_gemm_sm90 is with a8, where older builds of a16 are too."""
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Shape = tuple[int, ...]
@@ -18,7 +18,7 @@ TOKEN_TILES = 3
 
 def problems(act: str = "a8") -> list[dict[str, Any]]:
     """Return all of one of ``SWEEPS``, as they are kept."""
-    found: list[dict[str, Any]] = json.loads((RESULTS / f"{SWEEPS[act]}.json").read_text())["problems"]
+    found: list[dict[str, Any]] = records.one(RESULTS, "sweep", SWEEPS[act])["problems"]
     return found
 
 

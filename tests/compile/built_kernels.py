@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from fp4dispatch import jit
+from fp4dispatch.benchmark import records
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.compiler.toolchain import disassembler
@@ -177,7 +177,7 @@ def check_plans_near_the_best(
 ) -> None:
     """In a sweep that bench/results keeps. ``least(m, n)``, ``least_mean(m)``: parts of the best speed."""
     of_tokens = collections.defaultdict(list)
-    for problem in json.loads((RESULTS / sweep).read_text())["problems"]:
+    for problem in records.one(RESULTS, "sweep", sweep)["problems"]:
         m, n, k = problem["m"], problem["n"], problem["k"]
         us = {tuple(shape): us for shape, us in problem["shapes"]}
         plan = tuple(plan_of(m, n, k, *H200))

@@ -67,9 +67,7 @@ def test_launch_shape_does_not_depend_on_the_number_of_tokens_of_a_tile() -> Non
 
 def test_plan_is_near_the_best_of_the_sweep_on_an_h200() -> None:
     """Against all launch shapes of the sweep, built today or not."""
-    built_kernels.check_plans_near_the_best(
-        module().w4a16_small_plan, "2026-11-21-h200-w4a16-sweep.json", lambda m, n: 0.95, lambda m: 0.98
-    )
+    built_kernels.check_plans_near_the_best(module().w4a16_small_plan, "w4a16_small", lambda m, n: 0.95, lambda m: 0.98)
 
 
 def arguments(**replaced: Any) -> list[Any]:

@@ -69,7 +69,7 @@ def test_plan_is_near_the_best_of_the_sweep_on_an_h200() -> None:
     """Against all launch shapes of the sweep."""
     built_kernels.check_plans_near_the_best(
         module().w8a16_small_plan,
-        "2026-11-21-h200-w8a16-sweep.json",
+        "w8a16_small",
         lambda m, n: 0.94 if n > 1024 else 0.8,
         lambda m: 0.96 if m == 16 else 0.98,
     )

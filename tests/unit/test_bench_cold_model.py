@@ -166,7 +166,7 @@ def test_without_a_gpu_it_says_what_it_cannot_measure(monkeypatch, capsys, tmp_p
     assert "No GPU: a model that is warmed up from an empty cache cannot be measured here" in said
     assert "limit 1.0" in said
     record = json.loads(out.read_text())
-    assert (record["kind"], record["commit"], record["cold_model"]["models"]) == ("cold model", "abc", [])
+    assert (record["kind"], record["facts"]["commit"], record["cold_model"]["models"]) == ("cold model", "abc", [])
     assert record["cold_model"]["one_file"]["jobs"] == 2
     assert record["cores"] >= 1
 

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from fp4dispatch.benchmark import plot, report, shapes
+from fp4dispatch.benchmark import plot, records, report, shapes
 from fp4dispatch.benchmark.host import HostRow
 from fp4dispatch.benchmark.methods import BASELINE
 from fp4dispatch.errors import InputError
@@ -164,19 +164,22 @@ def test_the_summary_for_the_documentation():
     assert "| FP8Linear/row | 0.0360 |" in text
 
 
-def test_the_documentation_takes_its_tables_from_kept_runs(monkeypatch):
+def test_the_documentation_takes_its_tables_from_kept_runs(monkeypatch, tmp_path):
     made = {"format": "nvfp4", "backends": {"w4a16 (bf16)": 224}, "weights_gb": 6.1, "peak_gb": 9.0}
     made |= {"logits": dict.fromkeys(("relative_error", "cosine", "top1", "kl"), 0.5)}
     made |= {"prefill": {"tokens": 4096, "tokens_per_s": 1e4}}
     made |= {"decode": [{"batch": 1, "status": "ok", "tokens_per_s": 200.0}, {"batch": 16, "status": "WRONG"}]}
-    kept = [document(), {"kind": "decoder", "facts": FACTS, "formats": [made]}, {"device": "another kind"}]
-    monkeypatch.setattr(docs, "results", lambda: kept)
-    assert docs.bench() == report.summary(kept[0])
+    body = {"formats": [made], "prompt": 4096, "tiny": False}
+    facts = {**dict.fromkeys(records.FACTS, "x"), "date": "2026-11-21", **FACTS}
+    monkeypatch.setattr(docs, "RESULTS", tmp_path)
+    assert docs.bench() == docs.decoder() == "No run is kept yet."
+    measured = {**document(), "facts": facts}
+    for record in (measured, {"kind": "decoder", "facts": facts, **body}):
+        (tmp_path / records.name(record)).write_text(records.text(record))
+    assert docs.bench() == report.summary(measured)
     text = docs.decoder()
     assert "| nvfp4 | 6.1 | 9.0 | 200 (1.00x) | WRONG | 10000 (1.00x) | 0.5000 |" in text
     assert "nvfp4: 224 layers w4a16 (bf16)" in text
-    monkeypatch.setattr(docs, "results", lambda: kept[2:])
-    assert docs.bench() == docs.decoder() == "No run is kept yet."
 
 
 def test_a_cpu_run_claims_no_speed():

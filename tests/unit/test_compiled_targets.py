@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from bench import compile_targets
+from fp4dispatch.benchmark import records
 
-ROWS = {row["id"]: row for row in json.loads(compile_targets.RESULTS.read_text())["rows"]}
+ROWS = {row["id"]: row for row in records.read(compile_targets.RESULTS)["rows"]}
 
 
 def test_every_row_is_a_build_of_the_manifest() -> None:
@@ -19,7 +18,7 @@ def test_every_row_is_a_build_of_the_manifest() -> None:
 
 
 def test_the_page_is_generated_from_the_results() -> None:
-    document = json.loads(compile_targets.RESULTS.read_text())
+    document = records.read(compile_targets.RESULTS)
     assert compile_targets.TABLE.read_text() == "\n".join(compile_targets.table(document)) + "\n"
 
 

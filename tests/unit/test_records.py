@@ -1,0 +1,97 @@
+"""The records in bench/results have the form of their kind, one for each kind, subject and card."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from fp4dispatch.benchmark import records
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+FILES = sorted(RESULTS.glob("*"))
+RACE = {
+    "kind": "race",
+    "facts": {
+        "commit": "abc1234",
+        "date": "2026-11-22",
+        "device": "NVIDIA H100 80GB HBM3",
+        "driver": "580.1",
+        "torch": "2.11.0",
+        "cuda": "13.0",
+    },
+    "ours": {"cases": []},
+    "control": {"cases": []},
+    "trials": [],
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_is_kept_is_a_record(path):
+    record = records.read(path)
+    assert path.read_text() == records.text(record), "written by hand: use records.write"
+
+
+def test_evidence_is_there():
+    assert {json.loads(path.read_text())["kind"] for path in FILES} == set(records.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "race-h100.json"),
+        ("NVIDIA H200", "race-h200.json"),
+        ("NVIDIA GeForce RTX 5090", "race-rtx-5090.json"),
+    ],
+)
+def test_the_name_says_kind_and_card(device, name):
+    assert records.name(RACE | {"facts": RACE["facts"] | {"device": device}}) == name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: r.update(kind="races"), "kind is 'races'"),
+        (lambda r: r.pop("facts"), "has no facts"),
+        (lambda r: r["facts"].pop("commit"), "facts lack commit"),
+        (lambda r: r["facts"].update(commit=""), "commit is empty"),
+        (lambda r: r["facts"].update(date="22 November"), "needs YYYY-MM-DD"),
+        (lambda r: r["facts"].update(driver=None), "driver is empty"),
+        (lambda r: r.pop("trials"), "lacks trials"),
+    ],
+)
+def test_what_lacks_something_is_no_record(change, words, tmp_path):
+    path = tmp_path / "race-h100.json"
+    path.write_text(records.text(RACE))
+    assert records.read(path) == RACE
+    broken = copy.deepcopy(RACE)
+    change(broken)
+    path.write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match=words):
+        records.read(path)
+    body = {key: value for key, value in broken.items() if key not in ("kind", "facts")}
+    with pytest.raises(ValueError, match=r"not a record|has no facts"):
+        records.write(tmp_path / "new.json", broken["kind"], broken.get("facts", {}), body)
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_a_record_under_another_name_is_refused(tmp_path):
+    (tmp_path / "race-h200.json").write_text(records.text(RACE))
+    with pytest.raises(ValueError, match=r"make it race-h100\.json"):
+        list(records.kept(tmp_path, "race"))
+
+
+def test_one_is_one(tmp_path):
+    with pytest.raises(LookupError, match="0 records"):
+        records.one(tmp_path, "race")
+    (tmp_path / "race-h100.json").write_text(records.text(RACE))
+    assert records.one(tmp_path, "race") == RACE
+    other = RACE | {"facts": RACE["facts"] | {"device": "NVIDIA H200"}}
+    (tmp_path / "race-h200.json").write_text(records.text(other))
+    with pytest.raises(LookupError, match="2 records"):
+        records.one(tmp_path, "race")
+    assert list(records.kept(tmp_path, "race")) == [RACE, other]
+    with pytest.raises(ValueError, match="kind is 'races'"):
+        list(records.kept(tmp_path, "races"))
