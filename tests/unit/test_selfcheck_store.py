@@ -195,7 +195,7 @@ def test_kernels_flags_and_backends_are_in_the_code_hash(monkeypatch, tmp_path):
     assert seen == {code()}
     checks = ("canary", "trial", "tilecheck", "layercheck", "layer_operands")
     for path in (
-        next((tmp_path / "csrc").glob("*.cu")),
+        next((tmp_path / "csrc").rglob("*.cu")),
         next((tmp_path / "jit_flags").glob("*.toml")),
         copy / "backends" / "activations.py",
         copy / "formats.py",
@@ -208,7 +208,7 @@ def test_kernels_flags_and_backends_are_in_the_code_hash(monkeypatch, tmp_path):
 
     # A file that moves is another content, and counts where it has gone.
     for folder, name in ((tmp_path / "csrc", "*.cu"), (copy / "backends", "w4.py"), (copy / "jit", "prove.py")):
-        path = next(folder.glob(name))
+        path = next(folder.rglob(name))
         below = folder / "below" / "further"
         below.mkdir(parents=True)
         moved = path.rename(below / path.name)

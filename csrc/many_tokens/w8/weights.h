@@ -1,0 +1,44 @@
+// e4m3 weights [N, K] row by row, as a checkpoint holds them, as many_tokens/kernel.h takes them: boxes of 64 rows by 128 k, which
+// TMA brings in the order of wgmma's operand A.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "weights/early_loads.h"
+#include "many_tokens/output.h"
+
+#define FP4D_WEIGHT_COPIES "many_tokens/w8/copies.h"
+#define FP4D_LOOP "many_tokens/w8/loop.h"
+
+namespace fp4d {
+
+struct Weights {
+  struct Source {
+    CUtensorMap map;
+  };
+  static_assert(sizeof(Source::map) == kWeightsBytes, "before_wait of kernels.toml");
+  static constexpr int kBlockBytes = 64 * 128, kTableBytes = 0;
+  static constexpr float kFactor = 1.f;
+  static constexpr bool kBlocks =
+      FP4D_SCALING == 1;  // a scale for 128x128 weights and one for 128 k of a token
+  // A token's scales are two a lane where tokens are rows of wgmma's operand A, and as many as columns where they are
+  // operand B: 795 and 980 clocks a stage.
+  static constexpr bool kTokensAreA = kBlocks;
+
+  static constexpr bool kShares = true;  // CTAs of a cluster may share rows
+
+  static constexpr int consumers(int) { return 2; }
+  static constexpr int promote_stages(int) { return 2; }
+  static constexpr int head_start(int) { return 0; }
+  // So that what packs the next activations waits beside this GEMM. With block scales 2 to 4 % at 96 and 128 tokens, nothing
+  // beyond; without, 128, 512 and 1024 tokens the same and 256 2 % slower (H200).
+  static constexpr bool leaves_registers(int, int) { return kBlocks; }
+  static constexpr int ctas(int) { return 1; }
+
+  template <int threads>
+  __device__ static void make_tables(uint32_t, int) {}
+};
+
+}  // namespace fp4d
