@@ -1,5 +1,4 @@
-// Checks of a GEMM's output, scales and packed activations, for the launches of few and of many tokens. Before it is included,
-// `Weights` says how weights are stored.
+// Checks of a GEMM's output, scales and packed activations, for the launches of few and of many tokens.
 #pragma once
 
 #include "common/divide_up.h"
@@ -29,9 +28,9 @@ inline void check_out(TensorView out, Most m, Most n) {
 }
 
 // f32, one or N; in blocks [ceil(N/128), ceil(K/128)].
-inline void check_alpha(TensorView alpha, int64_t n, int64_t k_blocks) {
+inline void check_alpha(TensorView alpha, int64_t n, int64_t k_blocks, bool in_blocks) {
   check_dtype({"alpha", alpha}, {kF32});
-  if (Weights::kBlocks) {
+  if (in_blocks) {
     check_ndim({"alpha", alpha}, 2);
     check_size({"alpha", alpha}, 0, divide_up(n, kScaleBlock), "ceil(N/128)");
     check_size({"alpha", alpha}, 1, k_blocks, "ceil(K/128)");
@@ -42,8 +41,9 @@ inline void check_alpha(TensorView alpha, int64_t n, int64_t k_blocks) {
 }
 
 // Of e4m3 tokens: f32, one or M; in blocks as w8_quantize_block writes them, 16-byte aligned.
-inline void check_token_scales(TensorView x_scale, int64_t m, int64_t k_blocks, int64_t token_blocks) {
-  if (Weights::kBlocks) {
+inline void check_token_scales(TensorView x_scale, int64_t m, int64_t k_blocks, int64_t token_blocks,
+                               bool in_blocks) {
+  if (in_blocks) {
     check_block_scales({"x_scale", x_scale}, k_blocks, token_blocks);
     check_aligned({"x_scale", x_scale}, 16);
   } else {

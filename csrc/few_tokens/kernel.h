@@ -15,14 +15,7 @@
 
 #include "few_tokens/sums.h"
 #include "few_tokens/tile.h"
-#if defined(FP4D_CONSUMERS)
-#include FP4D_CONSUMERS
-#else
 #include "few_tokens/mma.h"
-#if FP4D_HAS_WGMMA
-#include "few_tokens/w4/w4a16_wgmma.h"
-#endif
-#endif
 
 namespace fp4d {
 
@@ -30,21 +23,29 @@ namespace fp4d {
 
 template <class Tile>
 struct Producer {
+  using Weights = typename Tile::Weights;
   static constexpr bool kLoadsTokens = !Tile::kWgmma || Weights::kPacked;
-  Params const& p;
+  Params<Weights> const& p;
   Ring<Tile> ring;
   Range range;
   int row_block, row_blocks, token, tokens, lane;
 
   __device__ void load_weights(int i, int slot) const {
-    int const chunk = (range.first + i) * kStageChunks;
-    Weights::load<Tile>(p.w, p.chunks, chunk, row_block, row_blocks, ring.weights(slot, 0), ring.full(slot),
-                        lane);
+    int const chunk = (range.first + i) * Tile::kStageChunks;
+    Weights::template load<Tile>(p.w, p.chunks, chunk, row_block, row_blocks, ring.weights(slot, 0),
+                                 ring.full(slot), lane);
   }
 
-#if FP4D_ACT == 8
-  // Contiguous; zeros beyond the end of K.
   __device__ void load_tokens(int i, int slot) const {
+    if constexpr (Weights::kPacked) {
+      load_packed(i, slot);
+    } else {
+      load_rows(i, slot);
+    }
+  }
+
+  // Contiguous; zeros beyond the end of K.
+  __device__ void load_packed(int i, int slot) const {
     if (lane != 0) return;
     uint32_t const bytes = min(Tile::kTokens / 8, p.token_blocks - token / 8) * 1024;
     int64_t const block = int64_t(range.first + i) * p.token_blocks + token / 8;
@@ -54,12 +55,12 @@ struct Producer {
       copy_bulk(ring.scales(slot), reinterpret_cast<uint8_t const*>(p.x_scale + block * 8), bytes / 32,
                 ring.full(slot));
   }
-#else
+
   // k beyond the end comes as zero, so that nothing meets the zero weights there that is not finite. Tokens beyond
   // the last stay what they are: they touch no other token's sums.
-  __device__ void load_tokens(int i, int slot) const {
-    constexpr int kPieces = kStageK * 2 / 16;  // of 16 bytes
-    int const piece = lane % kPieces, k = (range.first + i) * kStageK + piece * 8;
+  __device__ void load_rows(int i, int slot) const {
+    constexpr int kPieces = Tile::kStageK * 2 / 16;  // of 16 bytes
+    int const piece = lane % kPieces, k = (range.first + i) * Tile::kStageK + piece * 8;
     bool const inside = k < p.k;
 #pragma unroll 2
     for (int t = lane / kPieces; t < tokens; t += 32 / kPieces) {
@@ -68,7 +69,6 @@ struct Producer {
     }
     barrier_arrive_after_copies(ring.full(slot));
   }
-#endif
 
   // `triggers`: this warp lets the next grid start, when its last `trigger` stages are next.
   __device__ void run(bool triggers) const {
@@ -104,7 +104,9 @@ __device__ __forceinline__ void sync_consumers() {
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
-    few_tokens_kernel(__grid_constant__ Params const p) {
+    few_tokens_kernel(__grid_constant__ Params<typename Tile::Weights> const p) {
+  using Weights = typename Tile::Weights;
+  static_assert(lies_as_declared<Params<Weights>>(), "before_wait of kernels.toml");
   extern __shared__ __align__(1024) uint8_t shared[];
   constexpr int T = Tile::kTokens;
   // By wgmma a warp's addresses are built in uniform registers: 16 instructions a stage fewer. Not worth it elsewhere.
@@ -118,26 +120,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const helper = warp - Tile::kGroups * Tile::kConsumers;  // producers, then loaders
   int const group = produces ? helper % Tile::kGroups : warp / Tile::kConsumers;
   int const source = cluster_rank * Tile::kGroups + group;
-  Range const range = range_of(p.chunks, source, p.cluster_log2 + log2_of(Tile::kGroups));
+  Range const range = range_of<Tile>(p.chunks, source, p.cluster_log2 + log2_of(Tile::kGroups));
   uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes,
                  rings = base + Tile::kRingsAt;
   Ring<Tile> const ring{base + group * p.stages * 16, rings + group * p.stages * Tile::kStageBytes, p.stages};
   Reduction<Tile> const reduction{rings + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
                                   tables - 16, p.cluster_log2};
 
-#if FP4D_HAS_WGMMA && FP4D_ACT != 8
   if constexpr (Tile::kLoaders > 0) {
     if (helper >= Tile::kGroups) {
       if (clustered && !Tile::kReuse) cluster_arrive();
       asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
-      Loader<Tile>{p, ring, range, token, tokens, lane}.run();
+      typename Weights::template Loader<Tile>{p, ring, range, token, tokens, lane}.run();
       __syncwarp();
       if (clustered && Tile::kReuse) cluster_arrive();
       if (clustered) cluster_wait();
       return;
     }
   }
-#endif
   if (produces) {
     if (lane == 0) {
       ring.init(row_blocks);
@@ -154,20 +154,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   }
 
   if (clustered && !Tile::kReuse) cluster_arrive();
-#if FP4D_ACT == 8
-  Weights::make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
-#endif
+  if constexpr (Weights::kTableBytes > 0)
+    Weights::template make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   grid_dependency_wait();
   Sums<Tile> sums = {};
   int const group_warp = warp % Tile::kConsumers;
   if (group_warp < row_blocks * Tile::kBlockWarps) {
-#if FP4D_HAS_WGMMA
-    if constexpr (Tile::kWgmma) consume_wgmma<Tile>(p, ring, range, tables, group_warp, lane, sums);
-#endif
-#if FP4D_ACT != 8
-    if constexpr (!Tile::kWgmma) consume<Tile>(p, ring, range, group_warp, lane, sums);
-#endif
+    if constexpr (Tile::kWgmma) {
+      Weights::Wgmma::template consume<Tile>(p, ring, range, tables, group_warp, lane, sums);
+    } else {
+      consume<Tile>(p, ring, range, group_warp, lane, sums);
+    }
   }
   __syncwarp();
 
@@ -175,7 +173,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const first = threadIdx.x >> (log2_of(Reduction<Tile>::kQuads) - p.cluster_log2);
   TokenScales<Tile> const scales(p, token, tokens, first, each);
   int const quad = threadIdx.x & (reduction.quads() - 1);
-  Quad const rows(p, row_block * Weights::kRows + cluster_rank * reduction.owned() + quad * 4);
+  Quad<Weights> const rows(p, row_block * Weights::kRows + cluster_rank * reduction.owned() + quad * 4);
   __syncwarp();
   if (clustered) {
     if (Tile::kReuse) cluster_arrive();

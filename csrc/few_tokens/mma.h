@@ -19,11 +19,12 @@ __device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b
 
 // A warp's units times T tokens, one step of the stage at `offset`.
 template <class Tile>
-__device__ __forceinline__ void multiply_step(Weights::Reader<Tile::kUnits> const& reader, uint32_t offset,
-                                              int step, Sums<Tile>& sums) {
+__device__ __forceinline__ void multiply_step(
+    typename Tile::Weights::template Reader<Tile::kUnits> const& reader, uint32_t offset, int step,
+    Sums<Tile>& sums) {
   constexpr int T = Tile::kTokens, U = Tile::kUnits;
   uint32_t const tokens = reader.tokens_at(offset, step);
-  Weights::Packed<U> packed;
+  typename Tile::Weights::template Packed<U> packed;
   reader.load(offset, step, packed);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 k
@@ -50,13 +51,14 @@ __device__ __forceinline__ void multiply_step(Weights::Reader<Tile::kUnits> cons
 }
 
 template <class Tile>
-__device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range range, int warp, int lane,
-                                        Sums<Tile>& sums) {
+__device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p, Ring<Tile> ring, Range range,
+                                        int warp, int lane, Sums<Tile>& sums) {
   int const block = warp / Tile::kBlockWarps, part = warp % Tile::kBlockWarps;
-  Weights::Reader<Tile::kUnits> const reader(ring.weights(0, block),
-                                             ring.tokens(0) + lane / 4 * Tile::kTokenPitch, part, lane);
+  typename Tile::Weights::template Reader<Tile::kUnits> const reader(
+      ring.weights(0, block), ring.tokens(0) + lane / 4 * Tile::kTokenPitch, part, lane);
   // The last stage of K may be short where a step is a chunk; then it has one.
-  bool const short_end = kStageChunks == 2 && (range.first + range.count) * kStageChunks > p.chunks;
+  bool const short_end =
+      Tile::kStageChunks == 2 && (range.first + range.count) * Tile::kStageChunks > p.chunks;
   int const whole = range.count - (short_end ? 1 : 0);
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0;
@@ -64,7 +66,7 @@ __device__ __forceinline__ void consume(Params const& p, Ring<Tile> ring, Range 
   for (int i = 0; i < whole; ++i) {
     barrier_wait(full, parity);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
+    for (int step = 0; step < Tile::kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
     __syncwarp();
     if (lane == 0) barrier_arrive(full + 8);
     offset += Tile::kStageBytes, full += 16;

@@ -5,32 +5,41 @@
 
 namespace fp4d {
 
-Params check(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  check_dtype({"x", x}, {kOutType});
-  check_input(x, 16);
-  Params p = check_all_but_x(w, alpha, bias, out, x.size(1));
-  check_size({"out", out}, 0, x.size(0), "M");
-  p.x = data_of<Element>(x);
-  p.x_stride = input_stride(x);
-  return p;
-}
+template <class Small>
+struct RunRows : Launch<Small> {
+  using Base = Launch<Small>;
+  using Weights = typename Small::Weights;
+  using Params = typename Base::Params;
 
-int device_of(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out) {
-  return check_one_cuda_device(
-      {{"x", x}, {"w", w}, {"alpha", alpha}, {"bias", bias.has_value() ? *bias : x}, {"out", out}});
-}
+  static Params check(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias,
+                      TensorView out) {
+    check_dtype({"x", x}, {kOutType});
+    check_input(x, 16);
+    Params p = Base::check_all_but_x(w, alpha, bias, out, x.size(1));
+    check_size({"out", out}, 0, x.size(0), "M");
+    p.x = data_of<Element>(x);
+    p.x_stride = input_stride(x);
+    return p;
+  }
 
-void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
-         bool enable_pdl) {
-  Params const params = check(x, w, alpha, bias, out);
-  launch_planned(params, device_of(x, w, alpha, bias, out), enable_pdl);
-}
+  static int device_of(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias,
+                       TensorView out) {
+    return check_one_cuda_device(
+        {{"x", x}, {"w", w}, {"alpha", alpha}, {"bias", bias.has_value() ? *bias : x}, {"out", out}});
+  }
 
-void run_shaped(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
-                tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
-  Params const params = check(x, w, alpha, bias, out);
-  Plan const chosen = shape_of(shape);
-  launch_shaped(params, chosen, device_of(x, w, alpha, bias, out), enable_pdl);
-}
+  static void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
+                  bool enable_pdl) {
+    Params const params = check(x, w, alpha, bias, out);
+    Base::launch_planned(params, device_of(x, w, alpha, bias, out), enable_pdl);
+  }
+
+  static void run_shaped(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias,
+                         TensorView out, tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
+    Params const params = check(x, w, alpha, bias, out);
+    Plan const chosen = Base::shape_of(shape);
+    Base::launch_shaped(params, chosen, device_of(x, w, alpha, bias, out), enable_pdl);
+  }
+};
 
 }  // namespace fp4d

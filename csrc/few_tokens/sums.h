@@ -64,11 +64,12 @@ template <class Tile>
 struct TokenScales {
   static constexpr int kMost =
       std::max(1, Tile::kTokens* Reduction<Tile>::kQuads / Reduction<Tile>::kThreads);
+  using Weights = typename Tile::Weights;
   static constexpr bool kScaled =
       Weights::kPacked && !Weights::kBlocks;  // blocks are scaled where they are added
   float scales[kMost] = {};
 
-  __device__ TokenScales(Params const& p, int token, int tokens, int first, int each) {
+  __device__ TokenScales(Params<Weights> const& p, int token, int tokens, int first, int each) {
     if constexpr (kScaled) {
 #pragma unroll
       for (int i = 0; i < kMost; ++i)
@@ -86,11 +87,12 @@ struct TokenScales {
 };
 
 // Four rows that a thread finishes, with their alpha and bias.
+template <class Weights>
 struct Quad {
   int row;  // of the output; at least n: nothing to do
   float alpha[4] = {}, bias[4] = {};
 
-  __device__ Quad(Params const& p, int first) : row(first) {
+  __device__ Quad(Params<Weights> const& p, int first) : row(first) {
     if (row >= p.n) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -99,7 +101,7 @@ struct Quad {
     }
   }
 
-  __device__ void store(Params const& p, int token, float4 sum, float scale) const {
+  __device__ void store(Params<Weights> const& p, int token, float4 sum, float scale) const {
     float const sums[4] = {sum.x, sum.y, sum.z, sum.w};
     uint16_t bits[4];
 #pragma unroll

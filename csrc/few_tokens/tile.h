@@ -12,15 +12,10 @@
 
 namespace fp4d {
 
-constexpr int kStageChunks = Weights::kStageChunks;
-constexpr int kStageK = kStageChunks * Weights::kChunkK;
-// A lane takes 16 k of each of its rows in a step: a warp 64.
-constexpr int kSteps = 2;
-static_assert(kStageK == 64 * kSteps);
-
+template <class Weights>
 struct Params {
-  Weights::Source w;
-  Weights::Activation const* x;
+  typename Weights::Source w;
+  typename Weights::Activation const* x;
   float const *x_scale, *alpha;  // x_scale: of packed tokens
   Element const* bias;
   Element* out;
@@ -31,18 +26,27 @@ struct Params {
   int alpha_step;          // 0: one alpha
   int cluster_log2, stages, trigger;
 };
-static_assert(offsetof(Params, w) == kWeightsAt, "before_wait of kernels.toml");
+
+// Whether Params lie as kernels.toml declares to the proof.
+template <class P>
+constexpr bool lies_as_declared() {
 #if defined(FP4D_NUMBERS_FIRST)  // all from x_stride on
-static_assert(sizeof(Params::w) == kWeightsBytes && offsetof(Params, x_stride) == kNumbersAt &&
-                  sizeof(Params) == kNumbersEnd,
-              "before_wait of kernels.toml");
+  if (sizeof(P::w) != kWeightsBytes || offsetof(P, x_stride) != kNumbersAt || sizeof(P) != kNumbersEnd)
+    return false;
 #endif
+  return offsetof(P, w) == kWeightsAt;
+}
 
 // T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
 // with 1 the four warps of a row block multiply together by wgmma (few_tokens/w4/w4a16_wgmma.h, few_tokens/w4/w4a8_wgmma.h). Packed
 // tokens are in wgmma's order already (packed_activations.cu).
-template <int T, int RB, int KG, int U>
+template <int T, int RB, int KG, int U, class W>
 struct Tile {
+  using Weights = W;
+  static constexpr int kStageChunks = W::kStageChunks, kStageK = kStageChunks * W::kChunkK;
+  // A lane takes 16 k of each of its rows in a step: a warp 64.
+  static constexpr int kSteps = 2;
+  static_assert(kStageK == 64 * kSteps);
   static_assert((RB & (RB - 1)) == 0 && (KG & (KG - 1)) == 0 && (U == 1 || U == 2 || U == 4));
   static constexpr int kTokens = T, kRowBlocks = RB, kGroups = KG, kUnits = U;
   static constexpr bool kWgmma = U == 1;
@@ -58,7 +62,8 @@ struct Tile {
   // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
   static constexpr int kTokenPitch = kStageK * 2 + 16;
   static constexpr int kTokenBytes =
-      (T * (kWgmma ? kStageK * int(sizeof(Weights::Activation)) + (Weights::kBlocks ? 4 : 0) : kTokenPitch) +
+      (T * (kWgmma ? kStageK * int(sizeof(typename W::Activation)) + (Weights::kBlocks ? 4 : 0)
+                   : kTokenPitch) +
        Weights::kAlign - 1) /
       Weights::kAlign * Weights::kAlign;
   static constexpr int kStageAlign = kWgmma ? 1024 : Weights::kAlign;
@@ -96,8 +101,10 @@ struct Range {
   int first, count;
 };
 
+// `part` of 2^parts_log2.
+template <class Tile>
 __device__ __forceinline__ Range range_of(int chunks, int part, int parts_log2) {
-  int const stages = (chunks + kStageChunks - 1) / kStageChunks;
+  int const stages = (chunks + Tile::kStageChunks - 1) / Tile::kStageChunks;
   int const first = (stages * part) >> parts_log2, last = (stages * (part + 1)) >> parts_log2;
   return {first, last - first};
 }
@@ -111,7 +118,7 @@ struct Ring {
   __device__ uint32_t empty(int slot) const { return barriers + slot * 16 + 8; }
   __device__ uint32_t tokens(int slot) const { return stages_at + slot * Tile::kStageBytes; }
   // In blocks, of the stage's tokens, behind them.
-  __device__ uint32_t scales(int slot) const { return tokens(slot) + Tile::kTokens * kStageK; }
+  __device__ uint32_t scales(int slot) const { return tokens(slot) + Tile::kTokens * Tile::kStageK; }
   __device__ uint32_t weights(int slot, int row_block) const {
     return tokens(slot) + Tile::kTokenBytes + row_block * Tile::kWeightBytes;
   }

@@ -11,7 +11,7 @@ namespace fp4d {
 // are scaled here.
 template <class Tile>
 struct OutputByRow {
-  Params const& p;
+  Params<typename Tile::Weights> const& p;
   int warpgroup, warp, lane;
   uint32_t staging;  // in shared memory
   int row = 0;       // first of the warpgroup
@@ -27,7 +27,7 @@ struct OutputByRow {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const mine = row + warp * 16 + half * 8 + lane / 4;
-      alpha[half] = mine < p.n ? p.alpha[int64_t(mine) * p.alpha_step] * Weights::kFactor : 0.f;
+      alpha[half] = mine < p.n ? p.alpha[int64_t(mine) * p.alpha_step] * Tile::Weights::kFactor : 0.f;
       bias[half] = p.bias != nullptr && mine < p.n ? float(p.bias[mine]) : 0.f;
     }
 #pragma unroll
@@ -106,7 +106,7 @@ struct OutputByToken {
   static constexpr int kColumns = 64;  // of the output, at a time
   // Of what a warpgroup has to turn its output in.
   static constexpr int kWarpBytes = 2 * Tile::kPieceBytes / 4;
-  Params const& p;
+  Params<typename Tile::Weights> const& p;
   int warpgroup, warp, lane;
   uint32_t staging;           // in shared memory, of the warpgroup
   int token = 0, column = 0;  // first of the warp
@@ -174,13 +174,13 @@ struct OutputByToken {
 };
 
 template <class Tile>
-using Output = std::conditional_t<Weights::kTokensAreA, OutputByToken<Tile>, OutputByRow<Tile>>;
+using Output = std::conditional_t<Tile::Weights::kTokensAreA, OutputByToken<Tile>, OutputByRow<Tile>>;
 
 // Adds the parts of K in their order; this CTA does about 1 / split of wgmma's columns. Sums lie in shared memory as threads
 // hold them: [warpgroup][8 columns][thread][4].
 template <class Tile, int split>
-__device__ __forceinline__ void add_and_store(Params const& p, Place const& place, uint32_t sums_at,
-                                              Output<Tile>& output, Corner corner) {
+__device__ __forceinline__ void add_and_store(Params<typename Tile::Weights> const& p, Place const& place,
+                                              uint32_t sums_at, Output<Tile>& output, Corner corner) {
   constexpr int kBlocks = Tile::kTokens / 8, kMost = (kBlocks + split - 1) / split;  // of 8 columns
   constexpr int kAtOnce = std::min(kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1, Tile::kPieceTokens / 8);
   constexpr int kBatch = std::min(kAtOnce, split >= 8 ? 1 : split >= 3 ? 2 : 4);  // about 8 loads under way

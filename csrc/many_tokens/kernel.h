@@ -15,7 +15,6 @@
 
 #include "many_tokens/epilogue.h"
 #include "many_tokens/producer.h"
-#include FP4D_LOOP
 
 namespace fp4d {
 
@@ -27,13 +26,14 @@ __device__ __forceinline__ void wait_clocks(uint32_t first_full, int clocks) {
 }
 
 template <class Tile>
-__device__ __forceinline__ void consume(Params const& p, Place const& place, Ring<Tile> ring, int warpgroup,
-                                        int warp, int lane) {
+__device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p, Place const& place,
+                                        Ring<Tile> ring, int warpgroup, int warp, int lane) {
+  using Weights = typename Tile::Weights;
   constexpr int T = Tile::kTokens;
   // Alpha, bias and scales are asked for before a tile's stages where there are registers for them.
   constexpr bool kEarly = kFp8 && T == 128;
   Output<Tile> output{p, warpgroup, warp, lane, ring.base + Tile::kOutAt + warpgroup * 2 * Tile::kPieceBytes};
-  Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
+  typename Weights::template Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
   int const items = place.whole + place.parts;
   if (items > 0) loop.start();
   if constexpr (Weights::head_start(T) > 0) {
@@ -78,7 +78,9 @@ __device__ __forceinline__ void consume(Params const& p, Place const& place, Rin
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
-    many_tokens_kernel(__grid_constant__ Params const p) {
+    many_tokens_kernel(__grid_constant__ Params<typename Tile::Weights> const p) {
+  using Weights = typename Tile::Weights;
+  static_assert(lies_as_declared<Params<Weights>>(), "before_wait of kernels.toml");
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<Tile> const ring{shared_address(shared)};
   bool const clustered = p.multicast_log2 + p.sharing_log2 > 0 || p.split > 1;
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
   } else {
     take_registers<Tile::kConsumerRegisters>();
     if constexpr (Tile::kLutBytes > 0) {
-      Weights::make_tables<128 * Tile::kConsumers>(ring.base + Tile::kLutAt, threadIdx.x - 128);
+      Weights::template make_tables<128 * Tile::kConsumers>(ring.base + Tile::kLutAt, threadIdx.x - 128);
       sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
     }
     if (clustered) cluster_wait_acquire();

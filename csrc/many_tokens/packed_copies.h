@@ -7,8 +7,9 @@ namespace fp4d {
 
 // This CTA's share of the activations, to all that have the same tokens; each expects all of them.
 template <class Tile>
-struct TokenCopies {
-  Params const& p;
+struct PackedCopies {
+  using Weights = typename Tile::Weights;
+  Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   uint8_t const* from = nullptr;

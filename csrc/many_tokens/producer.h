@@ -2,14 +2,15 @@
 #pragma once
 
 #include "many_tokens/tile.h"
-#if FP4D_ACT == 8
 #include "many_tokens/packed_copies.h"
-#else
 #include "many_tokens/rows_copies.h"
-#endif
-#include FP4D_WEIGHT_COPIES
 
 namespace fp4d {
+
+template <class Tile>
+using TokenCopies = std::conditional_t<kFp8, PackedCopies<Tile>, RowsCopies<Tile>>;
+template <class Tile>
+using WeightCopies = typename Tile::Weights::template Copies<Tile>;
 
 // Where a copying thread is: in the ring, in its CTA's items, in the stages of one.
 template <class Tile>
@@ -38,8 +39,8 @@ __device__ __forceinline__ void copy_stages(Copies& copies, Cursor<Tile>& cursor
 
 // One thread of each producer warp: the first copies activations.
 template <class Tile>
-__device__ __forceinline__ void produce(Params const& p, Place const& place, Ring<Tile> ring, int warp,
-                                        bool clustered) {
+__device__ __forceinline__ void produce(Params<typename Tile::Weights> const& p, Place const& place,
+                                        Ring<Tile> ring, int warp, bool clustered) {
   int const all = place.stages(p), ahead = min(all, Tile::kStages);
   Cursor<Tile> cursor;
   if (warp == 0) {

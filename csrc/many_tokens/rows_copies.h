@@ -10,8 +10,8 @@ constexpr int kBoxK = 128 / sizeof(Out);
 
 // This CTA's share of the activations, to all that have the same tokens; each expects all of them.
 template <class Tile>
-struct TokenCopies {
-  Params const& p;
+struct RowsCopies {
+  Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   int token = 0, skip = 0;  // bytes before this CTA's share of a stage

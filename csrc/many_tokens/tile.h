@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/gdc_guard.h"
 
@@ -30,14 +31,11 @@ __device__ __forceinline__ void add(float const (&partial)[N], float (&sums)[N])
 }
 
 // Activations: e4m3 as packed_activations.cu packs them, or 16 bits [M, K] by TMA.
-#if FP4D_ACT == 8
-using Tokens = uint8_t const*;
-#else
-using Tokens = CUtensorMap;
-#endif
+using Tokens = std::conditional_t<kFp8, uint8_t const*, CUtensorMap>;
 
+template <class Weights>
 struct Params {
-  Weights::Source w;
+  typename Weights::Source w;
   int m, n;
   int token_blocks;              // packed tokens: of 8 tokens in x
   int row_blocks;                // of w
@@ -55,13 +53,19 @@ struct Params {
   Out* out;
   Tokens x;
 };
-static_assert(offsetof(Params, w) == kWeightsAt, "before_wait of kernels.toml");
-#if defined(FP4D_NUMBERS_FIRST)  // from Source::count up to here
-static_assert(offsetof(Params, x_scale) == kNumbersEnd, "before_wait of kernels.toml");
-#endif
 
-template <int T>
+// Whether Params lie as kernels.toml declares to the proof.
+template <class P>
+constexpr bool lies_as_declared() {
+#if defined(FP4D_NUMBERS_FIRST)  // from Source::count up to x_scale
+  if (offsetof(P, x_scale) != kNumbersEnd) return false;
+#endif
+  return offsetof(P, w) == kWeightsAt;
+}
+
+template <int T, class W>
 struct Tile {
+  using Weights = W;
   static constexpr int kTokens = T;
   static constexpr int kConsumers = Weights::consumers(T);  // warpgroups
   static constexpr int kCtas = Weights::ctas(T);  // of a multiprocessor: one's ends hide under the other
@@ -144,7 +148,8 @@ struct Place {
   int group, groups, whole, parts;
   int first, count;
 
-  __device__ explicit Place(Params const& p) {
+  template <class Weights>
+  __device__ explicit Place(Params<Weights> const& p) {
     int const together = p.multicast_log2 + p.sharing_log2, ctas = p.split << together,
               rank = blockIdx.x % ctas;
     cluster = blockIdx.x / ctas;
@@ -159,26 +164,35 @@ struct Place {
     parts = p.split > 1 && whole * groups + cluster < tiles;
   }
   // Stages of all of it.
-  __device__ int stages(Params const& p) const { return whole * p.stages + parts * count; }
+  template <class Weights>
+  __device__ int stages(Params<Weights> const& p) const {
+    return whole * p.stages + parts * count;
+  }
   // Rank in the cluster of a CTA with the same tokens, with the same rows, or with both.
-  __device__ int with_multicast(Params const& p, int rank) const {
+  template <class Weights>
+  __device__ int with_multicast(Params<Weights> const& p, int rank) const {
     return (((split << p.sharing_log2) + sharing) << p.multicast_log2) + rank;
   }
   // A bit for each CTA with the same tokens.
-  __device__ uint32_t all_with_multicast(Params const& p) const {
+  template <class Weights>
+  __device__ uint32_t all_with_multicast(Params<Weights> const& p) const {
     return ((1u << (1 << p.multicast_log2)) - 1) << with_multicast(p, 0);
   }
-  __device__ int with_sharing(Params const& p, int rank) const {
+  template <class Weights>
+  __device__ int with_sharing(Params<Weights> const& p, int rank) const {
     return (((split << p.sharing_log2) + rank) << p.multicast_log2) + multicast;
   }
-  __device__ int with_split(Params const& p, int rank) const {
+  template <class Weights>
+  __device__ int with_split(Params<Weights> const& p, int rank) const {
     return (((rank << p.sharing_log2) + sharing) << p.multicast_log2) + multicast;
   }
   // The ones that copy to this CTA, itself among them: how many, and the rank of one.
-  __device__ static int sources(Params const& p) {
+  template <class Weights>
+  __device__ static int sources(Params<Weights> const& p) {
     return (1 << p.multicast_log2) + (1 << p.sharing_log2) - 1;
   }
-  __device__ int source(Params const& p, int i) const {
+  template <class Weights>
+  __device__ int source(Params<Weights> const& p, int i) const {
     int const beyond = i - (1 << p.multicast_log2);
     return beyond < 0 ? with_multicast(p, i) : with_sharing(p, beyond + (beyond >= sharing));
   }
@@ -189,7 +203,8 @@ struct Releases {
   uint32_t empty_at = 0, mine = 0;  // of slot 0; whether this lane has a CTA
 
   template <class Tile>
-  __device__ void start(Params const& p, Place const& place, Ring<Tile> ring, int lane) {
+  __device__ void start(Params<typename Tile::Weights> const& p, Place const& place, Ring<Tile> ring,
+                        int lane) {
     mine = lane < Place::sources(p);
     empty_at = address_in(ring.empty(0), place.source(p, mine != 0 ? lane : 0));
   }
@@ -203,7 +218,8 @@ struct Corner {
 
 // Tiles in the order in which clusters take them: `raster` token tiles side by side for all rows, then the next ones.
 template <class Tile>
-__device__ __forceinline__ Corner corner_of(Params const& p, Place const& place, int tile) {
+__device__ __forceinline__ Corner corner_of(Params<typename Tile::Weights> const& p, Place const& place,
+                                            int tile) {
   int const band = tile / (p.row_tiles * p.raster), in_band = tile - band * p.row_tiles * p.raster;
   int const width = min(p.raster, p.token_tiles - band * p.raster), row = in_band / width;
   return {((row << p.multicast_log2) + place.multicast) * Tile::kConsumers,
@@ -217,7 +233,7 @@ struct Item {
 };
 
 template <class Tile>
-__device__ __forceinline__ Item item_of(Params const& p, Place const& place, int i) {
+__device__ __forceinline__ Item item_of(Params<typename Tile::Weights> const& p, Place const& place, int i) {
   if (i < place.whole) return {corner_of<Tile>(p, place, place.group + i * place.groups), 0, p.stages};
   return {corner_of<Tile>(p, place, place.whole * place.groups + place.cluster), place.first, place.count};
 }

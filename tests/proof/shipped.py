@@ -131,8 +131,8 @@ OWN_FAULTS = {
         ),
         "pointer_of_activations": (
             "few_tokens/kernel.h",
-            "Weights::load<Tile>(p.w,",
-            "Weights::load<Tile>(fault::moved(p.w),",
+            "Weights::template load<Tile>(p.w,",
+            "Weights::template load<Tile>(fault::moved(p.w),",
         ),
     },
     "many_tokens": {

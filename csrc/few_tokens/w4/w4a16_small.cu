@@ -20,48 +20,53 @@
 
 namespace fp4d {
 
-Built built() {
-  static constexpr Instance kInstances[] = {
-      instance<8, 1, 4, 2>(),  instance<8, 2, 2, 4>(),  instance<8, 2, 4, 4>(),  instance<16, 1, 4, 2>(),
-      instance<16, 2, 2, 4>(), instance<16, 2, 4, 4>(), instance<32, 1, 4, 2>(), instance<32, 2, 2, 4>(),
-#if FP4D_HAS_WGMMA
-      instance<16, 1, 2, 1>(),
+struct W4A16Small {
+  using Weights = W4A16Weights;
+
+  static Built<Weights> built() {
+    static constexpr Instance<Weights> kInstances[] = {
+        instance<Weights, 8, 1, 4, 2>(),  instance<Weights, 8, 2, 2, 4>(),  instance<Weights, 8, 2, 4, 4>(),
+        instance<Weights, 16, 1, 4, 2>(), instance<Weights, 16, 2, 2, 4>(), instance<Weights, 16, 2, 4, 4>(),
+        instance<Weights, 32, 1, 4, 2>(), instance<Weights, 32, 2, 2, 4>(),
+#if defined(CUTLASS_ENABLE_GDC_FOR_SM90)  // the build for 90a, which has wgmma
+        instance<Weights, 16, 1, 2, 1>(),
 #endif
-  };
-  return {std::begin(kInstances), std::end(kInstances)};
-}
+    };
+    return {std::begin(kInstances), std::end(kInstances)};
+  }
 
-constexpr int64_t kLongK = 16384, kShortK = 4096;
+  static constexpr int64_t kLongK = 16384, kShortK = 4096;
 
-// What won on an H200 (bench/NOTES.md): two row blocks that share the activations where pairs of them are enough for
-// the GPU, more groups of warps in a CTA where a CTA has the multiprocessor to itself for long.
-Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
-  int64_t const pairs = divide_up(row_blocks, 2);
-  if (many(pairs, on)) return {2, 2, 4};
-  if (pairs >= on.multiprocessors) return {2, tokens == 8 ? 4 : 2, 4};
-  if (tokens <= 16 && on.clusters && k >= kLongK && filled(2 * pairs, on) && !filled(pairs, on))
-    return {2, 4, 4};
-  // Few rows, so a cluster of 8, and little else to do: half the groups have half the sums to add. Wgmma, where it is
-  // built.
-  if (tokens == 16 && on.clusters && k <= kShortK && !filled(4 * row_blocks, on)) return {1, 2, 1};
-  return {1, 4, 2};
-}
+  // What won on an H200 (bench/NOTES.md): two row blocks that share the activations where pairs of them are enough for
+  // the GPU, more groups of warps in a CTA where a CTA has the multiprocessor to itself for long.
+  static Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
+    int64_t const pairs = divide_up(row_blocks, 2);
+    if (many(pairs, on)) return {2, 2, 4};
+    if (pairs >= on.multiprocessors) return {2, tokens == 8 ? 4 : 2, 4};
+    if (tokens <= 16 && on.clusters && k >= kLongK && filled(2 * pairs, on) && !filled(pairs, on))
+      return {2, 4, 4};
+    // Few rows, so a cluster of 8, and little else to do: half the groups have half the sums to add. Wgmma, where it is
+    // built.
+    if (tokens == 16 && on.clusters && k <= kShortK && !filled(4 * row_blocks, on)) return {1, 2, 1};
+    return {1, 4, 2};
+  }
 
-Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
-  check_dtype({"w", w}, {kU8});
-  check_ndim({"w", w}, 3);
-  check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
-  check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
-  check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
-  check_contiguous({"w", w});
-  check_aligned({"w", w}, 16);
-  return data_of<uint8_t>(w);
-}
+  static Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
+    check_dtype({"w", w}, {kU8});
+    check_ndim({"w", w}, 3);
+    check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
+    check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
+    check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
+    check_contiguous({"w", w});
+    check_aligned({"w", w}, 16);
+    return data_of<uint8_t>(w);
+  }
 
-void ready(Weights::Source&, Machine const&) {}
+  static void ready(Weights::Source&, Machine const&) {}
+};
 
 }  // namespace fp4d
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_small, fp4d::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_small_shaped, fp4d::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_small_plan, fp4d::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_small, fp4d::RunRows<fp4d::W4A16Small>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_small_shaped, fp4d::RunRows<fp4d::W4A16Small>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_small_plan, fp4d::Launch<fp4d::W4A16Small>::plan_numbers);

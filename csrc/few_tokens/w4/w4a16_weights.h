@@ -3,31 +3,17 @@
 
 #include "common/async_copy.h"
 #include "few_tokens/element.h"
+#include "few_tokens/w4/w4a16_dequant.h"
+#include "few_tokens/w4/w4a16_wgmma.h"
 #include "weights/w4_dequant.h"
-
-// Hopper's wgmma: the build for 90a alone.
-#if defined(CUTLASS_ENABLE_GDC_FOR_SM90)
-#define FP4D_HAS_WGMMA 1
-#else
-#define FP4D_HAS_WGMMA 0
-#endif
 
 namespace fp4d {
 
-// Operand A of two steps from words A and B (half 0) or C and D of a unit.
-__device__ __forceinline__ void dequantize_half(uint4 words, int half, w4::Dequant<Element>::Pair scale,
-                                                uint32_t (&a)[2][4]) {
-  using D = w4::Dequant<Element>;
-  uint32_t upper[4], lower[4];
-  w4::dequantize<Element>(half ? words.z : words.x, D::low(scale), upper);
-  w4::dequantize<Element>(half ? words.w : words.y, D::high(scale), lower);
-#pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    a[s][0] = upper[2 * s], a[s][1] = lower[2 * s], a[s][2] = upper[2 * s + 1], a[s][3] = lower[2 * s + 1];
-  }
-}
+struct W4A16Weights {
+  using Wgmma = W4A16Wgmma;
+  template <class Tile>
+  using Loader = W4A16Loader<Tile>;
 
-struct Weights {
   static constexpr int kRows = w4::kChunkRows, kUnits = w4::kUnits;
   static constexpr int kChunkK = w4::kChunkK, kChunkBytes = w4::kChunkBytes, kStageChunks = 2;
   static constexpr int kAlign = 16;

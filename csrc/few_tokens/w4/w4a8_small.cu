@@ -22,47 +22,51 @@
 
 namespace fp4d {
 
-Built built() {
-  static constexpr Instance kInstances[] = {
-      instance<16, 1, 2, 1>(), instance<16, 1, 4, 1>(), instance<32, 1, 2, 1>(),
-      instance<32, 1, 4, 1>(), instance<64, 1, 2, 1>(), instance<64, 1, 4, 1>(),
-  };
-  return {std::begin(kInstances), std::end(kInstances)};
-}
+struct W4A8Small {
+  using Weights = W4A8Weights;
 
-constexpr int64_t kLongK = 2048;
+  static Built<Weights> built() {
+    static constexpr Instance<Weights> kInstances[] = {
+        instance<Weights, 16, 1, 2, 1>(), instance<Weights, 16, 1, 4, 1>(), instance<Weights, 32, 1, 2, 1>(),
+        instance<Weights, 32, 1, 4, 1>(), instance<Weights, 64, 1, 2, 1>(), instance<Weights, 64, 1, 4, 1>(),
+    };
+    return {std::begin(kInstances), std::end(kInstances)};
+  }
 
-// What won on an H200 (bench/NOTES.md): one row block; four groups of warps where a CTA has a multiprocessor to itself
-// and much of K. Four stages, or five where two CTAs share a multiprocessor or tokens take little of a stage.
-Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
-  double const share = filled_for(row_blocks, k, on);
-  int64_t const cluster = cluster_of(row_blocks, kMaxCluster, on, share), ctas = row_blocks * cluster;
-  if (ctas > on.multiprocessors) return {1, 2, 1, false, false, 5, share};
-  return {1, k > kLongK * cluster ? 4 : 2, 1, false, false, tokens == 16 ? 5 : 4, share};
-}
+  static constexpr int64_t kLongK = 2048;
 
-Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
-  check_dtype({"w", w}, {kU8});
-  check_ndim({"w", w}, 3);
-  check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
-  check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
-  check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
-  check_contiguous({"w", w});
-  check_aligned({"w", w}, 16);
-  return data_of<uint8_t>(w);
-}
+  // What won on an H200 (bench/NOTES.md): one row block; four groups of warps where a CTA has a multiprocessor to itself
+  // and much of K. Four stages, or five where two CTAs share a multiprocessor or tokens take little of a stage.
+  static Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
+    double const share = filled_for(row_blocks, k, on);
+    int64_t const cluster = cluster_of(row_blocks, kMaxCluster, on, share), ctas = row_blocks * cluster;
+    if (ctas > on.multiprocessors) return {1, 2, 1, false, false, 5, share};
+    return {1, k > kLongK * cluster ? 4 : 2, 1, false, false, tokens == 16 ? 5 : 4, share};
+  }
 
-void ready(Weights::Source&, Machine const&) {}
+  static Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
+    check_dtype({"w", w}, {kU8});
+    check_ndim({"w", w}, 3);
+    check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
+    check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
+    check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
+    check_contiguous({"w", w});
+    check_aligned({"w", w}, 16);
+    return data_of<uint8_t>(w);
+  }
 
-int64_t k_of(TensorView w) {
-  check_ndim({"w", w}, 3);
-  check_at_least("chunks of w along K", w.size(1), 1, "w");
-  check_at_most("chunks of w along K", w.size(1), kMaxRows / Weights::kChunkK, "32-bit problem sizes");
-  return w.size(1) * Weights::kChunkK;
-}
+  static void ready(Weights::Source&, Machine const&) {}
+
+  static int64_t k_of(TensorView w) {
+    check_ndim({"w", w}, 3);
+    check_at_least("chunks of w along K", w.size(1), 1, "w");
+    check_at_most("chunks of w along K", w.size(1), kMaxRows / Weights::kChunkK, "32-bit problem sizes");
+    return w.size(1) * Weights::kChunkK;
+  }
+};
 
 }  // namespace fp4d
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small, fp4d::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small_shaped, fp4d::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small_plan, fp4d::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small, fp4d::RunPacked<fp4d::W4A8Small>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small_shaped, fp4d::RunPacked<fp4d::W4A8Small>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a8_small_plan, fp4d::Launch<fp4d::W4A8Small>::plan_numbers);

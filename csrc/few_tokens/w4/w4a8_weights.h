@@ -4,15 +4,15 @@
 
 #include "common/async_copy.h"
 #include "few_tokens/element.h"
+#include "few_tokens/w4/w4a8_wgmma.h"
 #include "weights/w4_dequant.h"
 #include "weights/w4_to_fp8.h"
 
-#define FP4D_HAS_WGMMA 1
-#define FP4D_CONSUMERS "few_tokens/w4/w4a8_wgmma.h"
-
 namespace fp4d {
 
-struct Weights {
+struct W4A8Weights {
+  using Wgmma = W4A8Wgmma;
+
   static constexpr int kRows = w4::kChunkRows, kUnits = w4::kUnits;
   static constexpr int kChunkK = w4::kChunkK, kChunkBytes = w4::kChunkBytes, kStageChunks = 2;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern

@@ -7,22 +7,25 @@
 
 namespace fp4d {
 
-Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
-  check_dtype({"w", w}, {kE4M3});
-  check_ndim({"w", w}, 2);
-  if (w.size(0) > n || w.size(0) <= n - 8)
-    TVM_FFI_THROW(ValueError) << "w: size of dimension 0 is " << w.size(0) << ", needed " << n
-                              << " (N), or up to 7 less";
-  check_size({"w", w}, 1, k, "K");
-  check_contiguous({"w", w});
-  check_aligned({"w", w}, 16);
-  Weights::Source source{};
-  source.rows = data_of<uint8_t>(w), source.n = int(w.size(0)), source.k = int(k);
-  return source;
-}
+// Of a `Small` (few_tokens/launch.h).
+struct W8Rows {
+  static w8::Source source_of(TensorView w, int64_t n, int64_t k) {
+    check_dtype({"w", w}, {kE4M3});
+    check_ndim({"w", w}, 2);
+    if (w.size(0) > n || w.size(0) <= n - 8)
+      TVM_FFI_THROW(ValueError) << "w: size of dimension 0 is " << w.size(0) << ", needed " << n
+                                << " (N), or up to 7 less";
+    check_size({"w", w}, 1, k, "K");
+    check_contiguous({"w", w});
+    check_aligned({"w", w}, 16);
+    w8::Source source{};
+    source.rows = data_of<uint8_t>(w), source.n = int(w.size(0)), source.k = int(k);
+    return source;
+  }
 
-void ready(Weights::Source& source, Machine const& on) {
-  if (on.clusters) source.map = map_of_rows(source.rows, source.n, source.k, source.k, w8::kRows);
-}
+  static void ready(w8::Source& source, Machine const& on) {
+    if (on.clusters) source.map = map_of_rows(source.rows, source.n, source.k, source.k, w8::kRows);
+  }
+};
 
 }  // namespace fp4d

@@ -22,29 +22,39 @@
 
 namespace fp4d {
 
-Built built() {
-  static constexpr Instance kInstances[] = {
-      instance<8, 1, 4, 2>(),  instance<8, 2, 2, 4>(),
-      instance<8, 2, 4, 4>(),  instance<16, 1, 4, 2>(),
-      instance<16, 2, 2, 4>(), instance<16, 2, 4, 4>(),
-      instance<32, 1, 4, 2>(), instance<32, 2, 2, 4>(),
-      instance<16, 4, 2, 4>(), instance<32, 2, 4, 4>(),
-      instance<32, 4, 2, 4>(), instance<32, 1, 2, 2>(),  // where 100 KB of shared memory are all there is
-  };
-  return {std::begin(kInstances), std::end(kInstances)};
-}
+struct W8A16Small : W8Rows {
+  using Weights = W8A16Weights;
 
-// What won on an H200 (bench/NOTES.md): two row blocks that share the activations where these are many bytes beside the
-// weights' and pairs are enough for the GPU.
-Division division(int64_t tokens, int64_t row_blocks, int64_t, Machine const& on) {
-  int64_t const pairs = divide_up(row_blocks, 2);
-  bool const in_pairs = (tokens == 16 && pairs >= on.multiprocessors && !many(pairs, on)) ||
-                        (tokens == 32 && filled(2 * pairs, on));
-  return in_pairs ? Division{2, 2, 4, false, true} : Division{1, 4, 2, false, true};
-}
+  static Built<Weights> built() {
+    static constexpr Instance<Weights> kInstances[] = {
+        instance<Weights, 8, 1, 4, 2>(),
+        instance<Weights, 8, 2, 2, 4>(),
+        instance<Weights, 8, 2, 4, 4>(),
+        instance<Weights, 16, 1, 4, 2>(),
+        instance<Weights, 16, 2, 2, 4>(),
+        instance<Weights, 16, 2, 4, 4>(),
+        instance<Weights, 32, 1, 4, 2>(),
+        instance<Weights, 32, 2, 2, 4>(),
+        instance<Weights, 16, 4, 2, 4>(),
+        instance<Weights, 32, 2, 4, 4>(),
+        instance<Weights, 32, 4, 2, 4>(),
+        instance<Weights, 32, 1, 2, 2>(),  // where 100 KB of shared memory are all there is
+    };
+    return {std::begin(kInstances), std::end(kInstances)};
+  }
+
+  // What won on an H200 (bench/NOTES.md): two row blocks that share the activations where these are many bytes beside the
+  // weights' and pairs are enough for the GPU.
+  static Division division(int64_t tokens, int64_t row_blocks, int64_t, Machine const& on) {
+    int64_t const pairs = divide_up(row_blocks, 2);
+    bool const in_pairs = (tokens == 16 && pairs >= on.multiprocessors && !many(pairs, on)) ||
+                          (tokens == 32 && filled(2 * pairs, on));
+    return in_pairs ? Division{2, 2, 4, false, true} : Division{1, 4, 2, false, true};
+  }
+};
 
 }  // namespace fp4d
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a16_small, fp4d::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a16_small_shaped, fp4d::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a16_small_plan, fp4d::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a16_small, fp4d::RunRows<fp4d::W8A16Small>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a16_small_shaped, fp4d::RunRows<fp4d::W8A16Small>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a16_small_plan, fp4d::Launch<fp4d::W8A16Small>::plan_numbers);

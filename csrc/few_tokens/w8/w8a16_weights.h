@@ -13,8 +13,6 @@
 #include "few_tokens/element.h"
 #include "weights/w8_rows.h"
 
-#define FP4D_HAS_WGMMA 0
-
 namespace fp4d {
 
 namespace w8 {
@@ -44,7 +42,7 @@ constexpr float unscale(__half const*) { return 256.f; }
 
 }  // namespace w8
 
-struct Weights {
+struct W8A16Weights {
   static constexpr int kRows = w8::kRows, kUnits = 4;
   static constexpr int kChunkK = w8::kStageK, kChunkBytes = w8::kBlockBytes, kStageChunks = 1;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern

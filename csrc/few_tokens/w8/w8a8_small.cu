@@ -30,28 +30,32 @@
 
 namespace fp4d {
 
-Built built() {
-  static constexpr Instance kInstances[] = {instance<16, 1, 2, 1>(), instance<32, 1, 2, 1>(),
-                                            instance<64, 1, 2, 1>()};
-  return {std::begin(kInstances), std::end(kInstances)};
-}
+struct W8A8Small : W8Rows {
+  using Weights = W8A8Weights;
 
-// What won on an H200 (bench/NOTES.md): one row block, two groups of warps, and where a CTA has its multiprocessor to itself
-// a ring of all its shared memory.
-Division division(int64_t, int64_t row_blocks, int64_t k, Machine const& on) {
-  return {1, 2, 1, false, true, 0, filled_for(row_blocks, k, on)};
-}
+  static Built<Weights> built() {
+    static constexpr Instance<Weights> kInstances[] = {
+        instance<Weights, 16, 1, 2, 1>(), instance<Weights, 32, 1, 2, 1>(), instance<Weights, 64, 1, 2, 1>()};
+    return {std::begin(kInstances), std::end(kInstances)};
+  }
 
-int64_t k_of(TensorView w) {
-  check_ndim({"w", w}, 2);
-  check_at_least("K", w.size(1), 16, "w");
-  check_at_most("K", w.size(1), kMaxRows, "32-bit problem sizes");
-  check_multiple("K", w.size(1), 16, "rows of w that start on 16 bytes");
-  return w.size(1);
-}
+  // What won on an H200 (bench/NOTES.md): one row block, two groups of warps, and where a CTA has its multiprocessor to itself
+  // a ring of all its shared memory.
+  static Division division(int64_t, int64_t row_blocks, int64_t k, Machine const& on) {
+    return {1, 2, 1, false, true, 0, filled_for(row_blocks, k, on)};
+  }
+
+  static int64_t k_of(TensorView w) {
+    check_ndim({"w", w}, 2);
+    check_at_least("K", w.size(1), 16, "w");
+    check_at_most("K", w.size(1), kMaxRows, "32-bit problem sizes");
+    check_multiple("K", w.size(1), 16, "rows of w that start on 16 bytes");
+    return w.size(1);
+  }
+};
 
 }  // namespace fp4d
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a8_small, fp4d::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a8_small_shaped, fp4d::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a8_small_plan, fp4d::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a8_small, fp4d::RunPacked<fp4d::W8A8Small>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a8_small_shaped, fp4d::RunPacked<fp4d::W8A8Small>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8a8_small_plan, fp4d::Launch<fp4d::W8A8Small>::plan_numbers);

@@ -4,14 +4,14 @@
 
 #include "common/async_copy.h"
 #include "few_tokens/element.h"
+#include "few_tokens/w8/w8a8_wgmma.h"
 #include "weights/w8_rows.h"
-
-#define FP4D_HAS_WGMMA 1
-#define FP4D_CONSUMERS "few_tokens/w8/w8a8_wgmma.h"
 
 namespace fp4d {
 
-struct Weights {
+struct W8A8Weights {
+  using Wgmma = W8A8Wgmma;
+
   static constexpr int kRows = w8::kRows, kUnits = 4;
   static constexpr int kChunkK = w8::kStageK, kChunkBytes = w8::kBlockBytes, kStageChunks = 1;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
@@ -31,9 +31,6 @@ struct Weights {
                               uint32_t barrier, int lane) {
     w8::load_rows(w, chunk, row_block, row_blocks, to, barrier, lane);
   }
-
-  template <int threads>
-  __device__ static void make_tables(uint32_t, int) {}
 };
 
 }  // namespace fp4d

@@ -2,15 +2,17 @@
 #pragma once
 
 #include "many_tokens/tile.h"
+#include "weights/w4_dequant.h"
 
 namespace fp4d {
 
 // Weights of a consumer warpgroup, or of two. A warpgroup beyond the last row block takes that one again, and so does
 // the second half of a last stage with one chunk: its activations are zero.
 template <class Tile>
-struct WeightCopies {
+struct W4Copies {
+  using Weights = typename Tile::Weights;
   static constexpr int kWarpgroups = Tile::kConsumers / kWeightThreads, kBytes = Tile::kBlockBytes;
-  Params const& p;
+  Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   int first;  // warpgroup

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "many_tokens/tile.h"
+#include "weights/w4_dequant.h"
 
 namespace fp4d {
 
@@ -60,9 +61,10 @@ class Columns {
 };
 
 template <class Tile>
-struct Loop {
+struct W4Loop16Bit {
+  using Weights = typename Tile::Weights;
   static constexpr int T = Tile::kTokens;
-  Params const& p;
+  Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup

@@ -12,13 +12,14 @@
 #pragma once
 
 #include "many_tokens/tile.h"
+#include "weights/w4_to_fp8.h"
 
 namespace fp4d {
 
 template <class Tile>
-struct Loop {
+struct W4LoopFp8 {
   static constexpr int T = Tile::kTokens;
-  Params const& p;
+  Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup

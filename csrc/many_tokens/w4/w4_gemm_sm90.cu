@@ -36,43 +36,50 @@
 
 namespace fp4d {
 
-// Measured on an H200: bench/NOTES.md, "many tokens".
-struct Clocks {
-  double alone, stage, pair;
+struct W4Gemm {
+  using Weights = W4Weights;
+  using Used = Tile<FP4D_TOKENS, Weights>;
+
+  // Measured on an H200: bench/NOTES.md, "many tokens".
+  struct Clocks {
+    double alone, stage, pair;
+  };
+  static constexpr Clocks clocks_of_tile() {
+    if (!kFp8 && Used::kTokens == 64) return Used::kRows == 128 ? Clocks{0, 520, 520} : Clocks{0, 1030, 1030};
+    if (!kFp8 && Used::kTokens == 128)
+      return Used::kRows == 128 ? Clocks{0, 676, 676} : Clocks{0, 1310, 1310};
+    if (!kFp8) return Used::kTokens == 192 ? Clocks{0, 850, 850} : Clocks{0, 1080, 1080};
+    if (Used::kTokens == 32) return {920, 519, 383};
+    if (Used::kTokens == 64) return {1191, 673, 554};
+    return Used::kTokens == 128 ? Clocks{0, 759, 785} : Clocks{0, 908, 908};
+  }
+  static TileSizes sizes() {
+    Clocks const clocks = clocks_of_tile();
+    return {Used::kTokens,      Used::kRows,  Weights::kStageChunks * w4::kChunkK,
+            Used::kWeightBytes, Used::kCtas,  Used::kMostSplit,
+            clocks.alone,       clocks.stage, clocks.pair};
+  }
+
+  static int64_t stages_of(TensorView w) { return divide_up(w.size(1), int64_t(Weights::kStageChunks)); }
+
+  static Weights::Source source_of(TensorView w, int64_t n) {
+    check_dtype({"w", w}, {kU8});
+    check_ndim({"w", w}, 3);
+    check_size({"w", w}, 0, divide_up(n, w4::kChunkRows), "ceil(N/64)");
+    check_size({"w", w}, 2, w4::kChunkBytes, "bytes of a W4P chunk");
+    check_at_least("chunks of w along K", w.size(1), 1, "w");
+    check_at_most("chunks of w along K", w.size(1), kMaxRows / w4::kChunkK, "32-bit problem sizes");
+    check_contiguous({"w", w});
+    check_aligned({"w", w}, 16);
+    return {data_of<uint8_t>(w), int(w.size(1))};
+  }
+
+  static void ready(Weights::Source&, TensorView) {}
 };
-constexpr Clocks clocks_of_tile() {
-  if (!kFp8 && Used::kTokens == 64) return Used::kRows == 128 ? Clocks{0, 520, 520} : Clocks{0, 1030, 1030};
-  if (!kFp8 && Used::kTokens == 128) return Used::kRows == 128 ? Clocks{0, 676, 676} : Clocks{0, 1310, 1310};
-  if (!kFp8) return Used::kTokens == 192 ? Clocks{0, 850, 850} : Clocks{0, 1080, 1080};
-  if (Used::kTokens == 32) return {920, 519, 383};
-  if (Used::kTokens == 64) return {1191, 673, 554};
-  return Used::kTokens == 128 ? Clocks{0, 759, 785} : Clocks{0, 908, 908};
-}
-constexpr Clocks kClocks = clocks_of_tile();
-
-TileSizes const kSizes{Used::kTokens,      Used::kRows,   Weights::kStageChunks * w4::kChunkK,
-                       Used::kWeightBytes, Used::kCtas,   Used::kMostSplit,
-                       kClocks.alone,      kClocks.stage, kClocks.pair};
-
-int64_t stages_of(TensorView w) { return divide_up(w.size(1), int64_t(Weights::kStageChunks)); }
-
-Weights::Source source_of(TensorView w, int64_t n) {
-  check_dtype({"w", w}, {kU8});
-  check_ndim({"w", w}, 3);
-  check_size({"w", w}, 0, divide_up(n, w4::kChunkRows), "ceil(N/64)");
-  check_size({"w", w}, 2, w4::kChunkBytes, "bytes of a W4P chunk");
-  check_at_least("chunks of w along K", w.size(1), 1, "w");
-  check_at_most("chunks of w along K", w.size(1), kMaxRows / w4::kChunkK, "32-bit problem sizes");
-  check_contiguous({"w", w});
-  check_aligned({"w", w}, 16);
-  return {data_of<uint8_t>(w), int(w.size(1))};
-}
-
-void ready(Weights::Source&, TensorView) {}
 
 }  // namespace fp4d
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm, fp4d::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_shaped, fp4d::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_plan, fp4d::plan_numbers);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_tokens, fp4d::tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm, fp4d::Launch<fp4d::W4Gemm>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_shaped, fp4d::Launch<fp4d::W4Gemm>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_plan, fp4d::Launch<fp4d::W4Gemm>::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_tokens, fp4d::Launch<fp4d::W4Gemm>::tokens);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "weights/early_loads.h"
 #include "many_tokens/output.h"
@@ -10,16 +11,18 @@
 #include "weights/w4_to_fp8.h"
 #include "common/wgmma.h"
 
-#define FP4D_WEIGHT_COPIES "many_tokens/w4/copies.h"
-#if FP4D_ACT == 8
-#define FP4D_LOOP "many_tokens/w4/loop_fp8.h"
-#else
-#define FP4D_LOOP "many_tokens/w4/loop_16bit.h"
-#endif
+#include "many_tokens/w4/copies.h"
+#include "many_tokens/w4/loop_16bit.h"
+#include "many_tokens/w4/loop_fp8.h"
 
 namespace fp4d {
 
-struct Weights {
+struct W4Weights {
+  template <class Tile>
+  using Copies = W4Copies<Tile>;
+  template <class Tile>
+  using Loop = std::conditional_t<kFp8, W4LoopFp8<Tile>, W4Loop16Bit<Tile>>;
+
   struct Source {
     uint8_t const* chunks;
     int count;  // along K

@@ -7,10 +7,10 @@
 namespace fp4d {
 
 template <class Tile>
-struct WeightCopies {
+struct W8Copies {
   static constexpr int kWarpgroups = 1;
   static_assert(Tile::kConsumers == kWeightThreads);
-  Params const& p;
+  Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   int first;  // warpgroup

@@ -10,9 +10,10 @@
 namespace fp4d {
 
 template <class Tile>
-struct Loop {
+struct W8Loop {
+  using Weights = typename Tile::Weights;
   static constexpr int T = Tile::kTokens, kMmas = 4;  // of a stage
-  Params const& p;
+  Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup

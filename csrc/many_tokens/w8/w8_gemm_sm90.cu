@@ -41,36 +41,45 @@
 
 namespace fp4d {
 
-// Clocks measured on an H200: bench/NOTES.md, "many tokens".
-constexpr double kStageClocks = Weights::kBlocks ? 795 : 679, kPairClocks = Weights::kBlocks ? 854 : 674,
-                 kShareClocks = Weights::kBlocks ? 787 : 674;
-TileSizes const kSizes{Used::kTokens, Used::kRows,      128, Used::kWeightBytes,
-                       Used::kCtas,   Used::kMostSplit, 0,   kStageClocks,
-                       kPairClocks,   kShareClocks,     913};
+struct W8Gemm {
+  using Weights = W8Weights;
+  using Used = Tile<FP4D_TOKENS, Weights>;
+  static_assert(!Weights::kBlocks || Used::kRows == kScaleBlock, "a tile has one scale a stage");
 
-int64_t stages_of(TensorView w) { return divide_up(w.size(1), 128); }
+  // Clocks measured on an H200: bench/NOTES.md, "many tokens".
+  static constexpr double kStageClocks = Weights::kBlocks ? 795 : 679,
+                          kPairClocks = Weights::kBlocks ? 854 : 674,
+                          kShareClocks = Weights::kBlocks ? 787 : 674;
+  static TileSizes sizes() {
+    return {Used::kTokens, Used::kRows,      128, Used::kWeightBytes,
+            Used::kCtas,   Used::kMostSplit, 0,   kStageClocks,
+            kPairClocks,   kShareClocks,     913};
+  }
 
-Weights::Source source_of(TensorView w, int64_t n) {
-  check_dtype({"w", w}, {kE4M3});
-  check_ndim({"w", w}, 2);
-  check_at_least("K", w.size(1), 16, "w");
-  check_at_most("K", w.size(1), kMaxRows, "32-bit problem sizes");
-  check_multiple("K", w.size(1), 16, "rows of w that start on 16 bytes");
-  if (w.size(0) > n || w.size(0) <= n - 8)
-    TVM_FFI_THROW(ValueError) << "w: size of dimension 0 is " << w.size(0) << ", needed " << n
-                              << " (N), or up to 7 less";
-  check_contiguous({"w", w});
-  check_aligned({"w", w}, 16);
-  return {};
-}
+  static int64_t stages_of(TensorView w) { return divide_up(w.size(1), 128); }
 
-void ready(Weights::Source& source, TensorView w) {
-  source.map = map_of_rows(data_of<uint8_t>(w), w.size(0), w.size(1), w.size(1), kBlockRows);
-}
+  static Weights::Source source_of(TensorView w, int64_t n) {
+    check_dtype({"w", w}, {kE4M3});
+    check_ndim({"w", w}, 2);
+    check_at_least("K", w.size(1), 16, "w");
+    check_at_most("K", w.size(1), kMaxRows, "32-bit problem sizes");
+    check_multiple("K", w.size(1), 16, "rows of w that start on 16 bytes");
+    if (w.size(0) > n || w.size(0) <= n - 8)
+      TVM_FFI_THROW(ValueError) << "w: size of dimension 0 is " << w.size(0) << ", needed " << n
+                                << " (N), or up to 7 less";
+    check_contiguous({"w", w});
+    check_aligned({"w", w}, 16);
+    return {};
+  }
+
+  static void ready(Weights::Source& source, TensorView w) {
+    source.map = map_of_rows(data_of<uint8_t>(w), w.size(0), w.size(1), w.size(1), kBlockRows);
+  }
+};
 
 }  // namespace fp4d
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm, fp4d::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_shaped, fp4d::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_plan, fp4d::plan_numbers);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_tokens, fp4d::tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm, fp4d::Launch<fp4d::W8Gemm>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_shaped, fp4d::Launch<fp4d::W8Gemm>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_plan, fp4d::Launch<fp4d::W8Gemm>::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_tokens, fp4d::Launch<fp4d::W8Gemm>::tokens);

@@ -9,12 +9,17 @@
 #include "weights/early_loads.h"
 #include "many_tokens/output.h"
 
-#define FP4D_WEIGHT_COPIES "many_tokens/w8/copies.h"
-#define FP4D_LOOP "many_tokens/w8/loop.h"
+#include "many_tokens/w8/copies.h"
+#include "many_tokens/w8/loop.h"
 
 namespace fp4d {
 
-struct Weights {
+struct W8Weights {
+  template <class Tile>
+  using Copies = W8Copies<Tile>;
+  template <class Tile>
+  using Loop = W8Loop<Tile>;
+
   struct Source {
     CUtensorMap map;
   };
@@ -36,9 +41,6 @@ struct Weights {
   // beyond; without, 128, 512 and 1024 tokens the same and 256 2 % slower (H200).
   static constexpr bool leaves_registers(int, int) { return kBlocks; }
   static constexpr int ctas(int) { return 1; }
-
-  template <int threads>
-  __device__ static void make_tables(uint32_t, int) {}
 };
 
 }  // namespace fp4d
