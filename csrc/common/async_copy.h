@@ -109,8 +109,8 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
 // L2 forgets first what was loaded with this hint. Encoding: CacheHintSm90 of CUTLASS, copy_sm90_desc.hpp.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 
-// By one thread, of what is read once, or by CTAs that run at the same time; reports to the barrier. A GEMM of many tokens is
-// up to 6 % faster where weights are, with what packs its activations, because those stay in L2 (H200).
+// By one thread; reports to the barrier. For bytes that are read once, or by CTAs that run at the same time: L2 then
+// keeps the activations instead.
 __device__ __forceinline__ void copy_bulk_once(uint32_t to, uint8_t const* from, uint32_t bytes,
                                                uint32_t barrier) {
 #if FP4D_BULK

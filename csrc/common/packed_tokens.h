@@ -1,4 +1,4 @@
-// Activations as packed_activations.cu packs them: checks of who writes them and who reads them.
+// Checks of activations in the layout of packed_activations.cu, for the kernels that write and read them.
 #pragma once
 
 #include "common/divide_up.h"

@@ -1,5 +1,5 @@
-// What the W4P GEMM of SM90 needs beside common/async_copy.h: bulk copies that any reader may share, clusters, registers
-// dealt out between roles, matrix stores. Thin names for PTX; shared memory is addressed by its 32-bit address.
+// PTX of SM90 for GEMMs of W4 and W8 weights, beside common/async_copy.h: bulk and TMA copies, clusters, registers per
+// role, matrix stores. Shared memory is addressed by its 32-bit address.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,8 @@ __device__ __forceinline__ void copy_bulk_multicast(uint32_t to, uint8_t const* 
       : "memory");
 }
 
-// A box of a tensor by TMA (copy_box of common/async_copy.h), to the same place in every CTA of the cluster whose bit is set.
+// A box of a tensor by TMA (copy_box of common/async_copy.h), to the same place in every CTA of the cluster whose bit
+// is set.
 __device__ __forceinline__ void copy_box_multicast(uint32_t to, void const* tensor_map, int x, int y,
                                                    uint32_t barrier, uint32_t ctas) {
   asm volatile(

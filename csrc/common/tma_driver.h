@@ -1,5 +1,5 @@
-// The driver's encoder of TMA descriptors, found at run time: a library that links libcuda cannot be loaded where there is
-// none.
+// The driver's encoder of TMA descriptors, found at run time: a library that links libcuda cannot be loaded where there
+// is none.
 #pragma once
 
 #include <cuda.h>

@@ -1,14 +1,15 @@
-// out = alpha * (x @ W^T) + bias for few tokens: the kernel of w4a16_small.cu, w8a16_small.cu and w4a8_small.cu; `Weights`
-// (few_tokens/w4/w4a16_weights.h and so on) says how weights and activations come.
+// out = alpha * (x @ W^T) + bias for few tokens: the kernel of all *_small.cu. Tile::Weights
+// (few_tokens/w4/w4a16_weights.h and so on) says how weights and activations are stored and, for wgmma, multiplies
+// them.
 //
 // A CTA takes RB blocks of 64 rows. A producer warp keeps a ring of stages full, each kStageChunks chunks along K
 // of every row block and the activations that belong to them; the weights of the first ring are under way before
 // the previous grid has finished. Two consumer warps share a row block, 32 rows each: they read words from shared
 // memory, dequantise them into fragments of operand A and multiply by the tokens, operand B. Operand B needs no
 // shuffle: k is taken in such an order that a lane reads 32 consecutive bytes of a token per step.
-// K is split over KG groups of warps in a CTA (each with its producer and ring) and over the CTAs of a cluster. At
-// the end everyone sends its sums to the CTA that owns the rows, through distributed shared memory, and that one
-// adds them in a fixed order: no workspace, no atomics, the same bits each time.
+// K is split over KG groups of warps in a CTA (each with its producer and ring) and over the CTAs of a cluster. At the
+// end each group sends its sums to the CTA that owns the rows, through distributed shared memory. That CTA adds them in
+// a fixed order: no workspace, no atomics, the same bits each time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   static_assert(lies_as_declared<Params<Weights>>(), "before_wait of kernels.toml");
   extern __shared__ __align__(1024) uint8_t shared[];
   constexpr int T = Tile::kTokens;
-  // By wgmma a warp's addresses are built in uniform registers: 16 instructions a stage fewer. Not worth it elsewhere.
+  // A uniform warp index puts the addresses for wgmma into uniform registers. mma.sync gains nothing by it.
   int const warp = Tile::kWgmma ? __shfl_sync(~0u, threadIdx.x / 32, 0) : threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   // Tiles of tokens of the same rows follow each other: what one reads from memory the next finds in L2.

@@ -93,8 +93,8 @@ inline int64_t cluster_of(int64_t tiles, int64_t most, Machine const& on, double
   return cluster;
 }
 
-// What share of the multiprocessors a launch asks for. Half of them take in nearly what memory gives, so a short K is not
-// shared out where they have a CTA each: 4096x4096 at 64 tokens w8a8 8.0 us, with clusters of 2 9.8 (H200).
+// What share of the multiprocessors must have a CTA. Half of them nearly use up the memory's bandwidth. So a short K is
+// not split where half of them have a CTA each.
 inline double filled_for(int64_t row_blocks, int64_t k, Machine const& on) {
   constexpr double kHalf = 0.45;
   constexpr int64_t kShortK = 8192;

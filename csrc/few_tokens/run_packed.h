@@ -1,4 +1,5 @@
-// What w4a8_small.cu and w8a8_small.cu export: few_tokens/launch.h for e4m3 activations as packed_activations.cu packs them.
+// What w4a8_small.cu and w8a8_small.cu export: few_tokens/launch.h for e4m3 activations as packed_activations.cu packs
+// them.
 #pragma once
 
 #include "few_tokens/launch.h"

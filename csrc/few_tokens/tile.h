@@ -1,5 +1,5 @@
-// What the parts of few_tokens/kernel.h share: its arguments, its tile, a ring of stages. Before it is included, `Weights` says
-// how weights are stored (few_tokens/w4/w4a16_weights.h, few_tokens/w8/w8a16_weights.h).
+// What the parts of few_tokens/kernel.h share: its arguments, its tile, a ring of stages. All are templates over
+// `Weights`, the format of the weights (few_tokens/w4/w4a16_weights.h and so on).
 #pragma once
 
 #include <algorithm>
@@ -38,8 +38,8 @@ constexpr bool lies_as_declared() {
 }
 
 // T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
-// with 1 the four warps of a row block multiply together by wgmma (few_tokens/w4/w4a16_wgmma.h, few_tokens/w4/w4a8_wgmma.h). Packed
-// tokens are in wgmma's order already (packed_activations.cu).
+// with 1 the four warps of a row block multiply together by wgmma (few_tokens/w4/w4a16_wgmma.h,
+// few_tokens/w4/w4a8_wgmma.h). Packed tokens are in wgmma's order already (packed_activations.cu).
 template <int T, int RB, int KG, int U, class W>
 struct Tile {
   using Weights = W;

@@ -7,8 +7,8 @@
 
 namespace fp4d {
 
-// What a warpgroup writes where weights are operand A: 64 rows of the weight, which are columns of the output. e4m3 tokens
-// are scaled here.
+// What a warpgroup writes where weights are operand A: 64 rows of the weight, which are columns of the output. e4m3
+// tokens are scaled here.
 template <class Tile>
 struct OutputByRow {
   Params<typename Tile::Weights> const& p;
@@ -176,8 +176,8 @@ struct OutputByToken {
 template <class Tile>
 using Output = std::conditional_t<Tile::Weights::kTokensAreA, OutputByToken<Tile>, OutputByRow<Tile>>;
 
-// Adds the parts of K in their order; this CTA does about 1 / split of wgmma's columns. Sums lie in shared memory as threads
-// hold them: [warpgroup][8 columns][thread][4].
+// Adds the parts of K in their order; this CTA does about 1 / split of wgmma's columns. Sums lie in shared memory as
+// threads hold them: [warpgroup][8 columns][thread][4].
 template <class Tile, int split>
 __device__ __forceinline__ void add_and_store(Params<typename Tile::Weights> const& p, Place const& place,
                                               uint32_t sums_at, Output<Tile>& output, Corner corner) {

@@ -1,16 +1,17 @@
-// The kernel of w4_gemm_sm90.cu and w8_gemm_sm90.cu; `Weights` (many_tokens/w4/weights.h, many_tokens/w8/weights.h) says how weights come.
+// The kernel of w4_gemm_sm90.cu and w8_gemm_sm90.cu. Tile::Weights (many_tokens/w4/weights.h, many_tokens/w8/weights.h)
+// says how weights are stored, copied and multiplied.
 //
 // Weights are operand A of wgmma, dequantised into registers where they need it; tokens are operand B: e4m3 as
-// packed_activations.cu packs them, 16 bits as they are. Under block scales they change places. A CTA takes 64 rows a consumer
-// warpgroup and T tokens. One thread of each producer warp keeps a ring of stages full: of the weights one copy a
-// warpgroup, of the activations one, because they are packed in the order of the stages or come as a box of TMA's. A
-// thread needs some 50 instructions for a copy, each waiting for the one before, so three threads share them.
+// packed_activations.cu packs them, 16 bits as they are. Under block scales they change places. A CTA takes 64 rows a
+// consumer warpgroup and T tokens. One thread of each producer warp keeps a ring of stages full: of the weights one
+// copy a warpgroup, of the activations one, because they are packed in the order of the stages or come as a TMA box.
+// Three threads share the copies: one thread could not issue them fast enough.
 //
 // A cluster is `multicast` CTAs, which take neighbouring rows and the same tokens and copy a part of the activations
 // each to all of them, times `split`, which share out K. Sums of the parts of K meet in shared memory and are added in
-// the order of the parts, each CTA doing a range of tokens: the same bits every time, no workspace, no atomics.
-// The grid is persistent: a CTA does whole tiles, and the ring runs ahead into the next one during an epilogue. With a split,
-// what is left of a wave comes last, a tile a cluster, because its sums take the place of the ring.
+// the order of the parts, each CTA doing a range of tokens: the same bits every time, no workspace, no atomics. The
+// grid is persistent: a CTA does whole tiles, and the ring runs ahead into the next one during an epilogue. With a
+// split, what is left of a wave comes last, a tile a cluster, because its sums take the place of the ring.
 #pragma once
 
 #include "many_tokens/epilogue.h"
@@ -18,7 +19,7 @@
 
 namespace fp4d {
 
-// Until so many clocks after the first stage is there.
+// Waits until `clocks` after the first stage has arrived.
 __device__ __forceinline__ void wait_clocks(uint32_t first_full, int clocks) {
   barrier_wait(first_full, 0);
   for (uint32_t const from = clock(); clock() - from < uint32_t(clocks);) {

@@ -1,4 +1,5 @@
-// How many_tokens/kernel.h shares a problem out over the multiprocessors: a pure function of sizes, and the model behind it.
+// How many_tokens/kernel.h shares a problem out over the multiprocessors: a pure function of sizes, and the model
+// behind it.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +12,8 @@ namespace fp4d {
 // Of a build: its tile, and what a stage along K holds.
 struct TileSizes {
   int64_t tokens, rows, stage_k, weight_bytes, ctas, most_split;  // ctas: of a multiprocessor
-  // Of a stage as measured: what a CTA takes by itself, whoever else runs; what it takes of a multiprocessor that is full,
-  // alone, and where two CTAs of a cluster share activations, or rows (0: they cannot).
+  // Of a stage as measured: what a CTA takes by itself, whoever else runs; what it takes of a multiprocessor that is
+  // full, alone, and where two CTAs of a cluster share activations, or rows (0: they cannot).
   double alone_clocks, stage_clocks, pair_clocks;
   double share_clocks = 0;
   double cluster_clocks = 0;  // before two CTAs that share anything but K have started
@@ -25,8 +26,8 @@ struct LaunchPlan {
   double clocks = 0;
 };
 
-// Clocks are a model's of an H200, fitted to bench/results' sweep of all tiles and launch shapes, to order the choices by:
-// bench/NOTES.md. fp4dispatch/backends/own/launch_model.py works the same out, to choose between tiles.
+// Clocks of a model of an H200 that orders the choices. It is fitted to a sweep of all tiles and launch shapes
+// (bench/NOTES.md). fp4dispatch/backends/own/launch_model.py is the same model in Python, to choose between tiles.
 constexpr double kMemoryBytes = 2350;  // from memory, a clock
 constexpr double kTileClocks =
     7800;  // before the first and after the last stage; again only after a split tile
@@ -94,7 +95,7 @@ inline void plan_splits(TileSizes const& tile, int64_t multicast, int64_t sharin
     if (split > 1 && stages < split * kFewestStages) break;
     LaunchPlan plan{multicast, sharing, split, kRaster};
     int64_t const tiles = tiles_of(tile, plan, m, n), slots = slots_of(tile, plan, multiprocessors);
-    // Split tiles in one wave, and whole ones before them where nothing is shared: no more has been measured.
+    // Split tiles in one wave, and whole ones before them where nothing is shared: other cases are not measured.
     bool const whole_first = rounds_of(plan, tiles, slots).whole > 0;
     if (split > 1 && (whole_first ? multicast * sharing > 1 : tiles > slots)) continue;
     plan.clocks = clocks_of(tile, plan, m, n, k, multiprocessors);

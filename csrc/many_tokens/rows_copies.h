@@ -1,5 +1,5 @@
-// How the producers of many_tokens/kernel.h bring 16-bit activations as they are: boxes of 64 k, which TMA swizzles as wgmma reads
-// them. Tokens and k that are not there come as zeros.
+// How the producers of many_tokens/kernel.h bring 16-bit activations as they are: boxes of 64 k, which TMA swizzles as
+// wgmma reads them. Tokens and k that are not there come as zeros.
 #pragma once
 
 #include "many_tokens/tile.h"

@@ -1,5 +1,5 @@
-// What the parts of many_tokens/kernel.h share: its arguments, its tile, the ring of stages, places in a cluster. Before it is
-// included, `Weights` says how weights are stored (many_tokens/w4/weights.h, many_tokens/w8/weights.h).
+// What the parts of many_tokens/kernel.h share: its arguments, its tile, the ring of stages, places in a cluster. All are
+// templates over `Weights`, the format of the weights (many_tokens/w4/weights.h, many_tokens/w8/weights.h).
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ namespace fp4d {
 
 constexpr int kBlockRows = 64;  // of weights, which a consumer warpgroup multiplies
 
-// FP8: wgmma's register v is added to sum v ^ kOtherBank. ptxas lines sums up by four, as the registers of a wgmma are, so
-// that v and sum v would be in one bank, and an addition would read it twice (H200: block scales 1 to 2 % faster so).
+// FP8: wgmma's register v is added to sum v ^ kOtherBank. ptxas lines sums up by four, as the registers of a wgmma are,
+// so that v and sum v would be in one bank, and an addition would read that bank twice.
 constexpr int kOtherBank = kFp8 ? 1 : 0;
 
 template <int N>

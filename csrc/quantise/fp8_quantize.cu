@@ -13,7 +13,8 @@
 //
 // scale = amax / 448, at least 2^-116, 1 where all is zero. Capture-safe: only launches.
 //
-// With it comes the host code that multiplies on cuBLASLt what was quantised here (cublaslt/cublaslt_gemm.h), which has no kernel:
+// With it comes the host code that multiplies on cuBLASLt what was quantised here (cublaslt/cublaslt_gemm.h), which has
+// no kernel:
 //   cublaslt_version(cuda_major)
 //   cublaslt_fp8_plan(cuda_major, device, m, n, k, by_row, fp16, biased, enable_pdl) -> (gemm, bytes of workspace)
 //   gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace) quantises x into a and launches on the current stream
@@ -96,8 +97,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A thread has `vectors` times 8 elements of a step, `steps` of them along K. Two vectors share what a scale costs and need
-// `q` aligned to 16 bytes, one lets more warps run.
+// A thread has `vectors` times 8 elements of a step, `steps` of them along K. Two vectors share what a scale costs and
+// need `q` aligned to 16 bytes, one lets more warps run.
 template <class T, int steps, int vectors>
 __global__ void __launch_bounds__(kThreads)
     quantize_1x128(T const* x, int64_t x_stride, uint8_t* q, float* scale, int64_t scale_row,

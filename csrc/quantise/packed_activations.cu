@@ -1,5 +1,5 @@
-// bf16 or fp16 [M, K] -> e4m3 as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu. Non-finite elements become NaN and do not
-// enter a scale.
+// bf16 or fp16 [M, K] -> e4m3 as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu. Non-finite elements become NaN and
+// do not enter a scale.
 //
 //   w4_quantize_row(x, packed, scale, enable_pdl)     e4m3, dynamic, one scale a token; scale f32 [M], written
 //   w4_quantize_tensor(x, packed, scale, enable_pdl)  e4m3, static; scale f32, 1 element, read; NaN, negative or under
@@ -14,12 +14,13 @@
 // scale = amax / 448, at least 2^-116, 1 where all is zero: the numbers are those of fp8_quantize.cu, bit for bit.
 //
 // 1024 bytes hold 8 tokens of 128 k each as wgmma reads them with 128-byte swizzle: the 16-byte column j of token i is
-// stored at j ^ i. Within 64 k = 16 c + r, c = 0..3, the order is that of the weights' registers (weights/w4_dequant.h), so that a
-// lane there holds whole scale blocks:
+// stored at j ^ i. Within 64 k = 16 c + r, c = 0..3, the order is that of the weights' registers
+// (weights/w4_dequant.h), so that a lane there holds whole scale blocks:
 //   column 4 (k / 64 % 2) + 2 s + h, byte 4 c + j:  k = 16 c + 8 s + 4 h + j
 //   in their own order: column j, byte i:           k = 16 j + i, of 128
-// Lane p of 16 reads 8 elements of the 128 k: p = 8 (k / 64 % 2) + 2 c + r / 8. A column has one word of each of the four lanes
-// that differ in c alone, so words change places between these (transpose), and both loads and stores are whole lines.
+// Lane p of 16 reads 8 elements of the 128 k: p = 8 (k / 64 % 2) + 2 c + r / 8. A column has one word of each of the
+// four lanes that differ in c alone, so words change places between these (transpose), and both loads and stores are
+// whole lines.
 //
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
 #include "common/async_copy.h"
@@ -30,8 +31,8 @@
 namespace fp4d {
 
 constexpr int kWarpBlocks = 4;  // of 128 bytes, that a warp writes at once
-// At most 16384 registers a block of quantize_tokens, which is what some tiles of many_tokens/kernel.h leave of a multiprocessor: it
-// waits there for the GEMM before it to end.
+// At most 16384 registers a block of quantize_tokens, which is what some tiles of many_tokens/kernel.h leave of a
+// multiprocessor: it waits there for the GEMM before it to end.
 constexpr int kMaxWarps = 8, kMaxThreads = kMaxWarps * 32, kBlocksAtOnce = 4;
 constexpr int kMaxPartsLog2 = 3;  // blocks that share a token
 constexpr int kMostEach = 4;  // times 512 k that a warp keeps in registers between the two passes of a row
@@ -194,9 +195,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   }
 }
 
-// A warp a token, eight tokens a block. A lane has `vectors` times 8 elements of a step, which has one scale for 16 / `vectors`
-// lanes: two vectors share what a scale costs, one lets more warps run. `tiles` blocks along K do `each` steps each, of `blocks`
-// of 128 k.
+// A warp a token, eight tokens a block. A lane has `vectors` times 8 elements of a step, which has one scale for 16 /
+// `vectors` lanes: two vectors share what a scale costs, one lets more warps run. `tiles` blocks along K do `each`
+// steps each, of `blocks` of 128 k.
 template <class T, int each, int vectors>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_blocks(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,

@@ -207,8 +207,8 @@ constexpr int kThreads = 256;
 
 constexpr int64_t kWaveWarps = 4096;  // about 32 for each SM
 
-// Steps and vectors of a lane that quantises in blocks, as few as let all warps run at once, at most two each. `warps`: with
-// one vector a step; `of_two`: with two, where `wide`, which is whether a lane may have two.
+// Steps and vectors of a lane that quantises in blocks, as few as let all warps run at once, at most two each. `warps`:
+// with one vector a step; `of_two`: with two, where `wide`, which is whether a lane may have two.
 template <class Go>
 void sized_for_a_wave(int64_t warps, int64_t of_two, bool wide, Go&& go) {
   using One = std::integral_constant<int, 1>;

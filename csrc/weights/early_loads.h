@@ -1,6 +1,6 @@
-// What kernels.toml declares to the proof (`before_wait`, docs/proof.md): which bytes of a kernel's argument are the pointer
-// or the tensor map of the weights, and which are numbers that may be added to that pointer. The build defines these from
-// that file; assertions beside the structures that are meant keep them true.
+// What kernels.toml declares to the proof (`before_wait`, docs/proof.md): which bytes of a kernel's argument are the
+// pointer or the tensor map of the weights, and which are numbers that may be added to that pointer. The build defines
+// these from that file; assertions beside the structures that are meant keep them true.
 #pragma once
 
 #include <cstddef>

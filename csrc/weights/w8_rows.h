@@ -1,5 +1,6 @@
-// e4m3 weights [N, K] row by row, as a checkpoint holds them, into the stages of few_tokens/kernel.h: 64 rows by 128 k, 128 bytes
-// a row. TMA swizzles (column j of 16 bytes of row r is at j ^ r % 8) and fills with zeros what is beyond N and K.
+// e4m3 weights [N, K] row by row, as a checkpoint holds them, into the stages of few_tokens/kernel.h: 64 rows by 128 k,
+// 128 bytes a row. TMA swizzles (column j of 16 bytes of row r is at j ^ r % 8) and fills with zeros what is beyond N
+// and K.
 #pragma once
 
 #include <cuda.h>

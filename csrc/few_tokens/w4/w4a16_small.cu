@@ -37,7 +37,7 @@ struct W4A16Small {
 
   static constexpr int64_t kLongK = 16384, kShortK = 4096;
 
-  // What won on an H200 (bench/NOTES.md): two row blocks that share the activations where pairs of them are enough for
+  // Measured on an H200 (bench/NOTES.md): two row blocks that share the activations where pairs of them are enough for
   // the GPU, more groups of warps in a CTA where a CTA has the multiprocessor to itself for long.
   static Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
     int64_t const pairs = divide_up(row_blocks, 2);
@@ -45,7 +45,7 @@ struct W4A16Small {
     if (pairs >= on.multiprocessors) return {2, tokens == 8 ? 4 : 2, 4};
     if (tokens <= 16 && on.clusters && k >= kLongK && filled(2 * pairs, on) && !filled(pairs, on))
       return {2, 4, 4};
-    // Few rows, so a cluster of 8, and little else to do: half the groups have half the sums to add. Wgmma, where it is
+    // Few rows and a short K: a cluster of 8. Half the groups leave half the sums to add. By wgmma where it is
     // built.
     if (tokens == 16 && on.clusters && k <= kShortK && !filled(4 * row_blocks, on)) return {1, 2, 1};
     return {1, 4, 2};

@@ -1,4 +1,5 @@
-// NVFP4 weights in W4P order as few_tokens/kernel.h reads them: a stage is up to two chunks, which follow each other in memory.
+// NVFP4 weights in W4P order as few_tokens/kernel.h reads them: a stage is up to two chunks, which follow each other in
+// memory.
 #pragma once
 
 #include "common/async_copy.h"

@@ -1,5 +1,5 @@
-// Consumers of w4a16_small.cu that multiply by wgmma, sm_90a alone: for 16 tokens and so few rows that the sums of many
-// groups of warps would cost most. Everywhere else mma.sync with its smaller ring and no loaders is faster.
+// Consumers of w4a16_small.cu that multiply by wgmma (sm_90a only). For 16 tokens and so few rows that adding up the
+// sums of many groups of warps would cost most.
 #pragma once
 
 #include "common/sm90.h"

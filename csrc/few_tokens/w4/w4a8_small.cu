@@ -1,6 +1,6 @@
-// out = x_scale * alpha * (x @ W^T) + bias for few tokens: NVFP4 weights in W4P order, folded to e4m3 (weights/w4_dequant.h), by
-// e4m3 activations as packed_activations.cu packs them, f32 sums. For so few tokens that the read of the weights is most of
-// the time; w4_gemm_sm90.cu is for more.
+// out = x_scale * alpha * (x @ W^T) + bias for few tokens: NVFP4 weights in W4P order, folded to e4m3
+// (weights/w4_dequant.h), by e4m3 activations as packed_activations.cu packs them, f32 sums. For so few tokens that the
+// read of the weights is most of the time; w4_gemm_sm90.cu is for more.
 //
 //   w4a8_small(x, x_scale, w, alpha, bias, out, enable_pdl)                  launch shape from plan()
 //   w4a8_small_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)    shape: the 7 numbers of Plan
@@ -35,7 +35,7 @@ struct W4A8Small {
 
   static constexpr int64_t kLongK = 2048;
 
-  // What won on an H200 (bench/NOTES.md): one row block; four groups of warps where a CTA has a multiprocessor to itself
+  // Measured on an H200 (bench/NOTES.md): one row block; four groups of warps where a CTA has a multiprocessor to itself
   // and much of K. Four stages, or five where two CTAs share a multiprocessor or tokens take little of a stage.
   static Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
     double const share = filled_for(row_blocks, k, on);

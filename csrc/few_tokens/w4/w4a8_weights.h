@@ -1,5 +1,5 @@
-// NVFP4 weights in W4P order and packed e4m3 tokens (packed_activations.cu) as few_tokens/kernel.h reads them: a stage is two chunks
-// along K and the 128 k of the tokens that belong to them.
+// NVFP4 weights in W4P order and packed e4m3 tokens (packed_activations.cu) as few_tokens/kernel.h reads them: a stage
+// is two chunks along K and the 128 k of the tokens that belong to them.
 #pragma once
 
 #include "common/async_copy.h"

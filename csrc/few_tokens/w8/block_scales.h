@@ -7,8 +7,8 @@
 
 namespace fp4d {
 
-// `scale` is that of the weights; one a token lies in shared memory at `tokens`, T of them. A lane has tokens 8 j + 2 c and
-// the next, c = lane % 4, of two rows each.
+// `scale` is that of the weights; one a token lies in shared memory at `tokens`, T of them. A lane has tokens 8 j + 2 c
+// and the next, c = lane % 4, of two rows each.
 template <int T>
 __device__ __forceinline__ void add_scaled(uint32_t tokens, int lane, float scale,
                                            float const (&partial)[T / 2], float (&sums)[T / 2]) {

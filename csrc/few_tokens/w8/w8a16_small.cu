@@ -1,5 +1,6 @@
-// out = alpha * (x @ W^T) + bias for few tokens: e4m3 weights as a checkpoint holds them, bf16 or fp16 activations that are
-// not quantised, exact products, fp32 sums. A decode step is the read of the weights, so everything here serves that stream.
+// out = alpha * (x @ W^T) + bias for few tokens: e4m3 weights as a checkpoint holds them, bf16 or fp16 activations that
+// are not quantised, exact products, fp32 sums. A decode step is the read of the weights, so everything here serves
+// that stream.
 //
 //   w8a16_small(x, w, alpha, bias, out, enable_pdl)                   launch shape from plan()
 //   w8a16_small_shaped(x, w, alpha, bias, out, shape, enable_pdl)     shape: the 7 numbers of Plan
@@ -10,7 +11,7 @@
 //     bias   None or [N], type of x
 //     out    type of x, [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// NaN among the weights reads as +-480: who may have such gives their rows an alpha of NaN.
+// A NaN in the weights reads as +-480. If weights may hold NaN, give their rows an alpha of NaN.
 // With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
 // Capture-safe: only launches. The first call on a device asks it for its properties.
 #include "common/gdc_guard.h"
@@ -43,7 +44,7 @@ struct W8A16Small : W8Rows {
     return {std::begin(kInstances), std::end(kInstances)};
   }
 
-  // What won on an H200 (bench/NOTES.md): two row blocks that share the activations where these are many bytes beside the
+  // Measured on an H200 (bench/NOTES.md): two row blocks that share the activations where these are many bytes beside the
   // weights' and pairs are enough for the GPU.
   static Division division(int64_t tokens, int64_t row_blocks, int64_t, Machine const& on) {
     int64_t const pairs = divide_up(row_blocks, 2);

@@ -1,12 +1,12 @@
-// e4m3 weights [N, K] as a checkpoint holds them, row by row, as few_tokens/kernel.h reads them. No copy in another order: the
-// tensor cores' order comes out of the choice of which k meet in a step.
+// e4m3 weights [N, K] as a checkpoint holds them, row by row, as few_tokens/kernel.h reads them. No copy in another
+// order: the tensor cores' order comes out of the choice of which k meet in a step.
 //
-// A stage is 64 rows by 128 k: 128 bytes a row, fetched by TMA, which swizzles (column j of 16 bytes of row r is at
-// j ^ r % 8) and fills with zeros what is beyond N and K. Lane l = 4r + c of a warp takes, of rows 16u + r and 16u + r + 8
-// of a unit u, column 2c + (c / 2 ^ step) in step 0 and 1: so every two rows of 8 lanes meet all 8 columns, and so do the
-// 32 bytes of two tokens that belong to them, on the other side. No bank is asked twice at once.
-// In these 16 bytes word j is k = 4j .. 4j + 3: slots 2c, 2c + 1 of MMA step j are the first two, slots 2c + 8, 2c + 9 the
-// others; the other operand reads 4 consecutive k a lane.
+// A stage is 64 rows by 128 k: 128 bytes a row, fetched by TMA, which swizzles (column j of 16 bytes of row r is at j ^
+// r % 8) and fills with zeros what is beyond N and K. Lane l = 4r + c of a warp takes, of rows 16u + r and 16u + r + 8
+// of a unit u, column 2c + (c / 2 ^ step) in step 0 and 1: so every two rows of 8 lanes meet all 8 columns, and so do
+// the 32 bytes of two tokens that belong to them, on the other side. No bank is asked twice at once. In these 16 bytes
+// word j is k = 4j .. 4j + 3: slots 2c, 2c + 1 of MMA step j are the first two, slots 2c + 8, 2c + 9 the others; the
+// other operand reads 4 consecutive k a lane.
 #pragma once
 
 #include "common/async_copy.h"

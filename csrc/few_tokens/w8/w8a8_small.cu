@@ -1,6 +1,6 @@
-// out = x_scale * alpha * (x @ W^T) + bias for few tokens: e4m3 weights as a checkpoint holds them by e4m3 activations as
-// packed_activations.cu packs them, f32 sums. The time is the read of the weights, which go from memory to the tensor cores
-// without an instruction on them.
+// out = x_scale * alpha * (x @ W^T) + bias for few tokens: e4m3 weights as a checkpoint holds them by e4m3 activations
+// as packed_activations.cu packs them, f32 sums. The time is the read of the weights, which go from memory to the
+// tensor cores without an instruction on them.
 //
 //   w8a8_small(x, x_scale, w, alpha, bias, out, enable_pdl)                  launch shape from plan()
 //   w8a8_small_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)    shape: the 7 numbers of Plan
@@ -39,8 +39,8 @@ struct W8A8Small : W8Rows {
     return {std::begin(kInstances), std::end(kInstances)};
   }
 
-  // What won on an H200 (bench/NOTES.md): one row block, two groups of warps, and where a CTA has its multiprocessor to itself
-  // a ring of all its shared memory.
+  // Measured on an H200 (bench/NOTES.md): one row block, two groups of warps, and where a CTA has its multiprocessor to
+  // itself a ring of all its shared memory.
   static Division division(int64_t, int64_t row_blocks, int64_t k, Machine const& on) {
     return {1, 2, 1, false, true, 0, filled_for(row_blocks, k, on)};
   }

@@ -1,5 +1,5 @@
-// e4m3 weights row by row (weights/w8_rows.h) and e4m3 tokens packed in the same order of k (packed_activations.cu) as few_tokens/kernel.h
-// reads them. Both lie in shared memory as wgmma reads them: nothing is converted.
+// e4m3 weights row by row (weights/w8_rows.h) and e4m3 tokens packed in the same order of k (packed_activations.cu) as
+// few_tokens/kernel.h reads them. Both lie in shared memory as wgmma reads them: nothing is converted.
 #pragma once
 
 #include "common/async_copy.h"

@@ -1,4 +1,5 @@
-// Consumers of w8a8_small.cu: the four warps of a row block multiply together by FP8 wgmma, both operands from shared memory.
+// Consumers of w8a8_small.cu: the four warps of a row block multiply together by FP8 wgmma, both operands from shared
+// memory.
 #pragma once
 
 #include "few_tokens/tile.h"

@@ -1,12 +1,12 @@
 // Main loop of many_tokens/kernel.h for 16-bit activations, k in their own order.
 //
-// An MMA takes 16 k: of a lane 4r + c pairs 2c and 2c + 8 of a scale block, while the block lies with one lane of the quad, in
-// words A..D (weights/w4_dequant.h). So each lane reads the words of all four lanes of its quad, one after the other, and takes byte c
-// of each; their scales come by shuffles.
+// An MMA takes 16 k: of a lane 4r + c pairs 2c and 2c + 8 of a scale block, while the block lies with one lane of the
+// quad, in words A..D (weights/w4_dequant.h). So each lane reads the words of all four lanes of its quad, one after the
+// other, and takes byte c of each; their scales come by shuffles.
 //
-// Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the blocks of group i + 1 are
-// dequantised into the registers that group i - 1 has finished with. More groups under way, and ptxas makes them wait for each
-// other (C7513).
+// Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the blocks of group i +
+// 1 are dequantised into the registers that group i - 1 has finished with. More groups under way, and ptxas makes them
+// wait for each other (C7513).
 #pragma once
 
 #include "many_tokens/tile.h"

@@ -3,8 +3,8 @@
 // A stage is two chunks along K, each two MMAs with their registers of operand A. While MMAs run, the next chunk is
 // dequantised, a step between any two of them: the two steps of an operand in a row would leave the tensor cores idle.
 // Words and tables were asked for one chunk earlier, and the loop goes on from tile to tile without a break, so that a
-// warp, which issues these instructions in order, waits for few of them. Where a CTA has its multiprocessor to itself, and
-// nobody else issues while it waits, it asks earlier still: 2 to 4 % faster, and 2 % slower where there are two (H200).
+// warp, which issues these instructions in order, waits for few of them. Where a CTA has its multiprocessor to itself,
+// and nobody else issues while it waits, it asks earlier still; with two CTAs that costs time.
 //
 // FP8 wgmma keeps 13 bits of a sum. So every kPromoteStages stages the partial sums, which the first MMA has started
 // from zero, are added to f32 ones. A warpgroup that adds has no MMA under way, so the two do it half an interval apart:
@@ -81,7 +81,7 @@ struct W4LoopFp8 {
     bool ready = false;    // the next stage, without a wait
 #pragma unroll 1
     do {
-      // The same either way; each loop's machine code is the one that was measured.
+      // Both give the same value; the machine code differs.
       uint64_t const b = kAhead ? operand_b(ring.base) + (at.offset >> 4) : operand_b(ring.base + at.offset);
       multiply(partial, a[0], b, phase);  // the tile's first sums are zero anyway
       --left;

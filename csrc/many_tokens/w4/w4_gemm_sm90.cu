@@ -14,12 +14,12 @@
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 192 and 256), FP4D_ROWS, if defined,
-// of rows; every build takes every M.
-// FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1 * block scale / 8), rounded to nearest even,
-// and sums of at most 384 k (up to 64 tokens: 256 k) are what FP8 wgmma keeps (13 bits behind the point of the largest addend,
-// truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32.
-// The same inputs give the same bits, whatever ran before; another launch shape may give others (order of sums).
+// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 192 and 256), FP4D_ROWS, if
+// defined, of rows; every build takes every M. FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1
+// * block scale / 8), rounded to nearest even, and sums of at most 384 k (up to 64 tokens: 256 k) are what FP8 wgmma
+// keeps (13 bits behind the point of the largest addend, truncated at every MMA of 32 k:
+// https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32. The same inputs give the same bits,
+// whatever ran before; another launch shape may give others (order of sums).
 //
 // With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
 // Capture-safe: only launches. The first call on a device asks it for its properties.

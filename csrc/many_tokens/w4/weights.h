@@ -47,16 +47,16 @@ struct W4Weights {
     return kFp8 || tokens > 128 ? 2 : 4;
 #endif
   }
-  // Stages after which FP8 sums become f32 ones. Sums of one sign end up 0.18 % low after 256 k (2 stages) and 0.51 % after 512
-  // k, measured on an H200; 3 stages are 3 % faster than 2 where promotion takes long.
+  // Stages after which FP8 sums are added to f32 ones. Accuracy against time: sums of one sign end up 0.18 % low after
+  // 256 k (2 stages) and 0.51 % after 512 k (measured on an H200).
   static constexpr int promote_stages(int tokens) { return tokens >= 128 ? 3 : 2; }
-  // Clocks by which the first warpgroup runs ahead of the second where a CTA does many tiles: one multiplies while the other
-  // stores. 1 to 6 % from 1024 tokens on, on an H200; e4m3 weights as stored (many_tokens/w8/weights.h) are slower by it.
+  // Clocks by which the first warpgroup runs ahead of the second where a CTA does many tiles: one multiplies while the
+  // other stores. Measured on an H200 (bench/NOTES.md).
   static constexpr int head_start(int tokens) {
     return !kFp8 ? 0 : tokens == 128 ? 2000 : tokens == 176 ? 800 : 0;
   }
-  // To what packs the next launch's activations (packed_activations.cu): it then waits on the same multiprocessor for this launch
-  // to end, and the launch after it comes that much earlier. On an H200 4 to 5 % at 128 tokens, 1 to 3 % at 512 and 1024.
+  // Whether a CTA leaves registers for the kernel that packs the next launch's activations (packed_activations.cu). That
+  // kernel then already waits on the same multiprocessor when this launch ends.
   static constexpr bool leaves_registers(int tokens, int consumers) {
     return kFp8 && tokens == 128 && consumers == 2;
   }

@@ -1,5 +1,5 @@
-// How the producers of many_tokens/kernel.h bring e4m3 weights: a thread a consumer warpgroup. Of CTAs with the same rows each copies
-// one warpgroup's block to all of them. Rows and k that are not there come as zeros.
+// How the producers of many_tokens/kernel.h bring e4m3 weights: a thread a consumer warpgroup. Of CTAs with the same
+// rows each copies one warpgroup's block to all of them. Rows and k that are not there come as zeros.
 #pragma once
 
 #include "many_tokens/tile.h"

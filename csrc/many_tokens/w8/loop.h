@@ -40,10 +40,10 @@ struct W8Loop {
     wgmma_commit();
   }
 
-  // Every 128 k have scales of their own: one of the weights, and one a token, which lies in the stage. Tokens are rows of
-  // operand A, so a lane has two of them and the rest is one FFMA a sum. These do not hide behind MMAs, which read and write
-  // the same registers, so all else must: a stage's MMAs go out one after the other, without a load or a wait between them,
-  // and meanwhile the next stage's barrier is asked and its scale of the weights fetched (H200, bench/NOTES.md: 6 %).
+  // Every 128 k have scales of their own: one of the weights, and one a token, which lies in the stage. Tokens are rows
+  // of operand A, so a lane has two of them and the rest is one FFMA a sum. These do not hide behind MMAs, which read
+  // and write the same registers, so all else must: a stage's MMAs go out one after the other, without a load or a wait
+  // between them, and meanwhile the next stage's barrier is asked and its scale of the weights fetched.
   __device__ void run_blocks(int count, float (&sums)[T / 2], float const* at_scales) {
     static_assert(!Weights::kBlocks || (Weights::kTokensAreA && T == Tile::kRows));
     constexpr uint64_t kHigh = kOperandB >> 32 << 32;

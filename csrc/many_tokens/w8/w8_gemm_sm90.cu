@@ -1,5 +1,5 @@
-// out = x_scale * alpha * (x @ W^T) + bias for many tokens on SM90: e4m3 weights as a checkpoint holds them by e4m3 activations
-// as packed_activations.cu packs them, wgmma on both, f32 sums.
+// out = x_scale * alpha * (x @ W^T) + bias for many tokens on SM90: e4m3 weights as a checkpoint holds them by e4m3
+// activations as packed_activations.cu packs them, wgmma on both, f32 sums.
 //
 //   w8_gemm(x, x_scale, w, alpha, bias, out, enable_pdl)               launch shape from w8_gemm_plan
 //   w8_gemm_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
@@ -17,10 +17,10 @@
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //
-// FP4D_TOKENS is the tile's number of tokens; every build takes every M. Sums of at most 256 k are what FP8 wgmma keeps (13
-// bits behind the point of the largest addend, truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437, section
-// 3.3.2); those are added in f32.
-// The same inputs give the same bits, whatever ran before; another launch shape may give others (order of sums).
+// FP4D_TOKENS is the tile's number of tokens; every build takes every M. Sums of at most 256 k are what FP8 wgmma keeps
+// (13 bits behind the point of the largest addend, truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437,
+// section 3.3.2); those are added in f32. The same inputs give the same bits, whatever ran before; another launch shape
+// may give others (order of sums).
 //
 // With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
 // Capture-safe: only launches. The first call on a device asks it for its properties.

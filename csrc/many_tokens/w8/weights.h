@@ -1,5 +1,5 @@
-// e4m3 weights [N, K] row by row, as a checkpoint holds them, as many_tokens/kernel.h takes them: boxes of 64 rows by 128 k, which
-// TMA brings in the order of wgmma's operand A.
+// e4m3 weights [N, K] row by row, as a checkpoint holds them, as many_tokens/kernel.h takes them: boxes of 64 rows by
+// 128 k, which TMA brings in the order of wgmma's operand A.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct W8Weights {
   static constexpr bool kBlocks =
       FP4D_SCALING == 1;  // a scale for 128x128 weights and one for 128 k of a token
   // A token's scales are two a lane where tokens are rows of wgmma's operand A, and as many as columns where they are
-  // operand B: 795 and 980 clocks a stage.
+  // operand B.
   static constexpr bool kTokensAreA = kBlocks;
 
   static constexpr bool kShares = true;  // CTAs of a cluster may share rows
@@ -37,8 +37,7 @@ struct W8Weights {
   static constexpr int consumers(int) { return 2; }
   static constexpr int promote_stages(int) { return 2; }
   static constexpr int head_start(int) { return 0; }
-  // So that what packs the next activations waits beside this GEMM. With block scales 2 to 4 % at 96 and 128 tokens, nothing
-  // beyond; without, 128, 512 and 1024 tokens the same and 256 2 % slower (H200).
+  // Registers for the kernel that packs the next activations (many_tokens/w4/weights.h); a gain with block scales only.
   static constexpr bool leaves_registers(int, int) { return kBlocks; }
   static constexpr int ctas(int) { return 1; }
 };
