@@ -1,5 +1,5 @@
 // Exhaustive: for every 24-bit significand of a scale and every 11-bit significand of an element (fp16; those of bf16
-// are among them), the quotient fma(x, hi, x * lo) of csrc/quantize.h lies on the same side of every number of 5
+// are among them), the quotient fma(x, hi, x * lo) of csrc/quantise/quantize.h lies on the same side of every number of 5
 // significant bits as the IEEE quotient, or is that number as well. Code boundaries of e4m3 have at most 5 bits, so the
 // codes are equal. Powers of two only move exponents (the header bounds them).
 //

@@ -69,7 +69,8 @@ class Kernel:
             getattr(module, f"{self.entry}_shaped")(*operands, list(shape), pdl)
 
 
-# Row blocks, groups and units of what csrc/w4a16_small.cu builds for 8, 16 and 32 tokens; 1 unit is wgmma, sm_90 alone.
+# Row blocks, groups and units of what csrc/few_tokens/w4/w4a16_small.cu builds for 8, 16 and 32 tokens; 1 unit is
+# wgmma, sm_90 alone.
 SMALL_TILES = {
     8: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
     16: ((1, 4, 2), (2, 2, 4), (2, 4, 4), (1, 2, 1)),
@@ -78,7 +79,7 @@ SMALL_TILES = {
 
 
 def small_bytes(tokens: int, row_blocks: int, groups: int, units: int, cluster: int) -> tuple[int, int]:
-    """Shared memory of csrc/w4a16_small.h: of a stage of all groups, and what a CTA needs beside its ring."""
+    """Shared memory of csrc/few_tokens/tile.h: of a stage of all groups, and what a CTA needs beside its ring."""
     stage = row_blocks * 2 * 2304 + tokens * (256 if units == 1 else 272)
     if units == 1:
         stage = -(-stage // 1024) * 1024

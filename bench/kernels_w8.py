@@ -26,7 +26,7 @@ from fp4dispatch.problem.arch import Arch
 SM90 = Arch(9, 0)
 QUANTISED = 5e-2
 """Relative error to allow where activations are rounded to e4m3; 2.6e-2 is usual."""
-# Row blocks, groups and units of what csrc/w8a16_small.cu builds for 8, 16 and 32 tokens.
+# Row blocks, groups and units of what csrc/few_tokens/w8/w8a16_small.cu builds for 8, 16 and 32 tokens.
 TILES: dict[int, tuple[Shape, ...]] = {
     8: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
     16: ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4)),
@@ -37,7 +37,7 @@ SHARED = 233472
 
 
 def shared_bytes(tokens: int, row_blocks: int, groups: int, cluster: int, stages: int) -> int:
-    """Shared memory of a CTA, as csrc/few_tokens_tile.h has it for 8-bit weights."""
+    """Shared memory of a CTA, as csrc/few_tokens/tile.h has it for 8-bit weights."""
     ring = groups * stages * (row_blocks * 8192 + -(-tokens * 272 // 1024) * 1024)
     sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
     return 1024 + (max(ring, sums) if tokens >= 16 else ring + sums)

@@ -210,7 +210,7 @@ class DeepGemmRunner:
 
 
 def our_quantiser(x, q, scale, pdl):
-    """What ``csrc/fp8_quantize.cu`` does, for ``jit.load`` without a GPU; it is bit-equal to formats on one."""
+    """What ``csrc/quantise/fp8_quantize.cu`` does, for ``jit.load`` without a GPU; bit-equal to formats on one."""
     with _disable_current_modes():
         _compact("x", x, x.dtype, 16)
         assert x.dtype in (torch.bfloat16, torch.float16)

@@ -146,7 +146,7 @@ def fake_toolchain(folder: Path) -> Fake:
 def tiny_sources(folder: Path, source: str = TINY, manifest: str = MANIFEST) -> Path:
     """Write a folder of sources with one small kernel."""
     folder.mkdir(parents=True)
-    shutil.copy(REPOSITORY / "csrc" / "gdc_guard.h", folder)
+    shutil.copy(REPOSITORY / "csrc" / "common" / "gdc_guard.h", folder)
     (folder / "tiny.cu").write_text(source)
     (folder / "tiny.h").write_text("#define TINY 3\n")
     (folder / "kernels.toml").write_text(manifest)

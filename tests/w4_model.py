@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pack_activations(q: Tensor) -> Tensor:
-    """Return e4m3 activations [M, K] as ``w4_activations.cu`` packs them: uint8 [ceil(K/128), ceil(M/8), 1024].
+    """Return e4m3 activations [M, K] as ``packed_activations.cu`` packs them: uint8 [ceil(K/128), ceil(M/8), 1024].
 
     Every element is placed on its own, by the formula in the header of that file.
     """
@@ -62,7 +62,7 @@ def operand_a(codes: Tensor, size: int) -> Tensor:
     """Return the codes that the lanes of one chunk hold, as wgmma sees them: [steps, 64 rows, slots].
 
     ``codes`` are the 2048 code bytes of a chunk. For e4m3 (``size`` 1) a lane's four words go into registers a0..a3 of
-    each step as w4_dequant.h says, for 16 bits those of all four lanes of its quad as w4_gemm_16bit.h says; where a
+    each step as w4_dequant.h says, for 16 bits those of all four lanes of its quad as loop_16bit.h says; where a
     register's elements belong is in the PTX ISA (figures of wgmma.m64k16 and m64k32).
     """
     words = codes.reshape(4, 32, 4, 4).long()

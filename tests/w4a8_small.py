@@ -1,4 +1,4 @@
-"""What csrc/w4a8_small.cu builds and the shared memory that takes, written down once more for tests and benchmarks."""
+"""What w4a8_small.cu builds and the shared memory that takes, written down once more for tests and benchmarks."""
 
 from __future__ import annotations
 

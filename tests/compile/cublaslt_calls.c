@@ -1,4 +1,4 @@
-/* cuBLASLt, as far as csrc/cublaslt_gemm.h calls it, without a GPU: it writes down what it is asked. One call can be told
+/* cuBLASLt, as far as csrc/cublaslt/cublaslt_gemm.h calls it, without a GPU: it writes down what it is asked. One call can be told
  * to fail. For tests/compile/test_cublaslt_host.py. The true header (cublasLt.h of CUDA 13) says what the numbers mean. */
 #include <stdint.h>
 #include <stdio.h>

@@ -44,7 +44,7 @@ def test_the_early_copies_are_there_and_only_their_declaration_lets_them_pass() 
 
 
 def shared_bytes(plan: list[int]) -> int:
-    """As csrc/w4a16_small.h has it, written down once more."""
+    """As csrc/few_tokens/tile.h has it, written down once more."""
     tokens, row_blocks, groups, units, cluster, stages, _ = plan
     stage = row_blocks * 4608 + tokens * (256 if units == 1 else 272)
     stage = -(-stage // 1024) * 1024 if units == 1 else stage

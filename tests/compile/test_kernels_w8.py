@@ -47,7 +47,7 @@ def test_the_early_loads_are_there_and_only_their_declaration_lets_them_pass() -
 
 
 def shared_bytes(plan: list[int]) -> int:
-    """As csrc/few_tokens_tile.h has it, written down once more."""
+    """As csrc/few_tokens/tile.h has it, written down once more."""
     tokens, row_blocks, groups, _, cluster, stages, _ = plan
     stage = row_blocks * 8192 + -(-tokens * 272 // 1024) * 1024
     ring, sums = groups * stages * stage, groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)

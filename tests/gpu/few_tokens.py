@@ -1,4 +1,4 @@
-"""Problems for the kernels of csrc/few_tokens.h, with the check of their results."""
+"""Problems for the kernels of csrc/few_tokens/kernel.h, with the check of their results."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Family:
 
 FAMILIES = {
     "few_tokens": Family(
-        "few_tokens.h",
+        "few_tokens/kernel.h",
         '  asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");\n  grid_dependency_wait();\n',
         "p.alpha",
         "p.m",
@@ -41,7 +41,7 @@ FAMILIES = {
         ),
     ),
     "many_tokens": Family(
-        "many_tokens.h",
+        "many_tokens/kernel.h",
         "    grid_dependency_wait();\n    int const lane = threadIdx.x % 32;\n",
         "p.alpha",
         "p.m",
@@ -52,35 +52,35 @@ FAMILIES = {
         ),
     ),
     "nvfp4_quantize": Family(
-        "nvfp4_quantize.cu",
+        "quantise/nvfp4_quantize.cu",
         "  grid_dependency_wait();\n  int64_t const row",
         "global_scale",
         "k",
         (("nvfp4_quantize", "any", "100f"), ("nvfp4_quantize", "any", "120f"), ("nvfp4_quantize", "any", "90a")),
     ),
     "fp8_quantize": Family(
-        "fp8_quantize.cu",
+        "quantise/fp8_quantize.cu",
         "  grid_dependency_wait();\n  int64_t const row = blockIdx.x;\n",
         "reinterpret_cast<float const*>(x)",
         "k",
         (("fp8_quantize", "any", "120f"), ("fp8_quantize", "any", "100f"), ("fp8_quantize", "any", "90a")),
     ),
     "w4_activations": Family(
-        "w4_activations.cu",
+        "quantise/packed_activations.cu",
         "  grid_dependency_wait();\n  int64_t const token = blockIdx.x >> parts_log2;\n",
         "reinterpret_cast<float const*>(x)",
         "k",
         (("w4_activations", "any", "90a"),),
     ),
     "w4_to_e4m3": Family(
-        "w4_to_e4m3.cu",
+        "weights/w4_to_e4m3.cu",
         "  grid_dependency_wait();\n",
         "reinterpret_cast<float const*>(w)",
         "k",
         (("w4_to_e4m3", "any", "90a"),),
     ),
     "race_chain": Family(
-        "race_chain.cu",
+        "checks/race_chain.cu",
         "  grid_dependency_wait();\n  copy(from, to, vectors);\n",
         "reinterpret_cast<float const*>(from)",
         "int(vectors)",
@@ -120,36 +120,36 @@ __device__ __noinline__ float other(float const* from) { return *(volatile float
 OWN_FAULTS = {
     "few_tokens": {
         "moved_activations": (
-            "few_tokens.h",
+            "few_tokens/kernel.h",
             "      grid_dependency_wait();\n      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n",
             "      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n      grid_dependency_wait();\n",
         ),
         "deleted_producers_wait": (
-            "few_tokens.h",
+            "few_tokens/kernel.h",
             "      grid_dependency_wait();\n      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n",
             "      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n",
         ),
         "pointer_of_activations": (
-            "few_tokens.h",
-            "Weights::load<Tile>(p.w,",
-            "Weights::load<Tile>(fault::moved(p.w),",
+            "few_tokens/kernel.h",
+            "Weights::template load<Tile>(p.w,",
+            "Weights::template load<Tile>(fault::moved(p.w),",
         ),
     },
     "many_tokens": {
         "moved_activations": (
-            "many_tokens_producer.h",
+            "many_tokens/producer.h",
             "    grid_dependency_wait();\n    TokenCopies<Tile> tokens{p, place, ring};\n"
             "    copy_stages<Tile>(tokens, cursor, all);\n",
             "    TokenCopies<Tile> tokens{p, place, ring};\n"
             "    copy_stages<Tile>(tokens, cursor, all);\n    grid_dependency_wait();\n",
         ),
         "deleted_producers_wait": (
-            "many_tokens_producer.h",
+            "many_tokens/producer.h",
             "    grid_dependency_wait();\n    TokenCopies<Tile> tokens{p, place, ring};\n",
             "    TokenCopies<Tile> tokens{p, place, ring};\n",
         ),
         "exit_of_idle_lanes": (
-            "many_tokens.h",
+            "many_tokens/kernel.h",
             "    grid_dependency_wait();  // no thread ends before it has waited (docs/proof.md); those that copy have"
             "\n",
             "",
@@ -171,7 +171,9 @@ def copy_of_sources(folder: Path) -> Path:
     """Copy csrc, with one launch shape of each kernel for few tokens: a fault shows in one as well as in twelve."""
     csrc = folder / "csrc"
     shutil.copytree(installed().csrc, csrc)
-    for path in csrc.glob("*_small.cu"):
+    small = sorted(csrc.rglob("*_small.cu"))
+    assert len(small) == 4, small
+    for path in small:
         text = path.read_text()
         shapes = re.search(r"kInstances\[\] = \{(.*?)\};", text, re.DOTALL)
         assert shapes is not None, path

@@ -238,7 +238,7 @@ def source(target: str) -> str:
     for classes, argument in ((MUTANTS, "P"), (MAP_MUTANTS, "Maps")):
         for kind, rows in classes.items():
             text += [_kernel(f"{kind}__{name}", body, argument) for name, body in rows.items()]
-    # From sm_100 on a copy to this CTA goes by its own name, as in csrc/async_copy.h.
+    # From sm_100 on a copy to this CTA goes by its own name, as in csrc/common/async_copy.h.
     return "\n".join(text).replace("SHARED", "shared::cluster" if target == "90a" else "shared::cta")
 
 

@@ -21,7 +21,7 @@ DIRECT = [("row", False), ("row", True), ("tensor", False), ("tensor", True)]
 
 
 class Library:
-    """``cublaslt_*`` of csrc/cublaslt_gemm.h: refuses what that refuses, remembers plans and launches."""
+    """``cublaslt_*`` of csrc/cublaslt/cublaslt_gemm.h: refuses what that refuses, remembers plans and launches."""
 
     def __init__(self):
         self.version, self.workspace, self.refuses = 130000, 0, ()

@@ -168,7 +168,7 @@ def test_it_computes_what_the_reference_does(gemm, at_once, scaling, n, k, m, st
 
 
 @pytest.mark.parametrize(
-    "file", sorted((Path(__file__).parents[2] / "csrc").glob("fp8_gemm_sm*.cu")), ids=lambda f: f.stem
+    "file", sorted((Path(__file__).parents[2] / "csrc" / "cutlass_gemm").glob("fp8_gemm_sm*.cu")), ids=lambda f: f.stem
 )
 def test_one_call_does_both_where_the_kernel_has_it(file):
     assert (file.stem in cutlass._AT_ONCE) == ("FUNC(fp8_quantize_gemm," in file.read_text())

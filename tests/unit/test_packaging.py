@@ -119,7 +119,8 @@ def test_the_wheel_is_for_any_platform_and_holds_every_file(source: Path, instal
     }
     assert wanted - names == set()
     for name in (
-        *("csrc/nvfp4_gemm_sm120.cu", "csrc/gdc_guard.h", "csrc/kernels.toml", "jit_flags/sm120f.toml"),
+        *("csrc/cutlass_gemm/nvfp4_gemm_sm120.cu", "csrc/common/gdc_guard.h", "csrc/kernels.toml"),
+        "jit_flags/sm120f.toml",
         *("policy/rules.toml", "policy/capabilities.toml", "backends/own/cutlass_tiles.toml"),
         *("cli/demo_pairs.toml", "py.typed"),
     ):
@@ -186,7 +187,7 @@ def made_ahead(tmp_path: Path) -> Path:
     kernel = KernelProof("k", 1, 1, {"OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X": 64}, (), (), 0, 168, 0, 0, 0)
     proof = Proof(digest(built / "kernel.so"), prover_sha256(), ("sm_120f",), "test", (kernel,))
     (built / PROOF).write_bytes(proof.to_json())
-    source = "nvfp4_gemm_sm120.cu"
+    source = "cutlass_gemm/nvfp4_gemm_sm120.cu"
     files = {(OWN, source): digest(catalog.csrc / source)}
     cache = Cache(tmp_path / "ahead", portable=True)
     cache.publish(built, kernels.request(job), files, {"nvcc": "13.0"}, pinned=True)
@@ -238,7 +239,10 @@ def edit(folder: Path, **values: Any) -> None:
         (lambda folder: record_of(folder).with_name("proof.json").unlink(), "proof.json"),
         (lambda folder: edit(folder, pinned=False), "a user's cache"),
         (lambda folder: edit(folder, request={"package": "0.0.1"}), "built by version 0.0.1"),
-        (lambda folder: edit(folder, files=[["src", "gdc_guard.h", "0" * 64]]), "another csrc/gdc_guard.h"),
+        (
+            lambda folder: edit(folder, files=[["src", "common/gdc_guard.h", "0" * 64]]),
+            "another csrc/common/gdc_guard.h",
+        ),
     ],
 )
 def test_another_folder_is_refused(source: Path, made_ahead: Path, tmp_path: Path, damage: Any, words: str) -> None:

@@ -209,8 +209,8 @@ def test_a_property_names_its_backends_on_the_archs_where_they_have_it():
     # our own kernels return for M == 0 before they encode a descriptor, in every entry
     from pathlib import Path
 
-    launch = (Path(__file__).parents[2] / "csrc" / "many_tokens_launch.h").read_text()
+    launch = (Path(__file__).parents[2] / "csrc" / "many_tokens" / "launch.h").read_text()
     for entry in ("void run(", "void run_shaped("):
-        body = launch[launch.index(entry) :].partition("\n}\n")[0]
+        body = launch[launch.index(entry) :].partition("\n  }\n")[0]
         assert body.index("if (p.m == 0) return;") < body.index("run_as(p")
-    assert launch.count("map_of_rows(") == 1  # in tokens_of(), which run_as() calls
+    assert launch.count("map_of_rows(") == 1  # in set_tokens(), which run_as() calls

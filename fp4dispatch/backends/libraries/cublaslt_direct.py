@@ -1,4 +1,4 @@
-"""cuBLASLt's FP8 GEMM from our own host code (``csrc/cublaslt_gemm.h``), on Hopper.
+"""cuBLASLt's FP8 GEMM from our own host code (``csrc/cublaslt/cublaslt_gemm.h``), on Hopper.
 
 ``torch._scaled_mm`` makes descriptors and asks for an algorithm at every call: 15 us of the host, of which the launch
 is 5 (docs/measurements.md, host cost). Here both are done once for each M, and one call quantises and multiplies.
@@ -26,7 +26,7 @@ _MOST = 512
 """So many M are remembered; a prefill may bring any."""
 
 Gemm = Callable[..., None]
-"""``gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace)``, as ``csrc/fp8_quantize.cu`` says."""
+"""``gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace)``, as ``csrc/quantise/fp8_quantize.cu`` says."""
 
 
 class DirectGemms:

@@ -6,8 +6,9 @@ does in each call is done here once a shape or once a process, with the module t
 * Its scratch is sized for weights to be quantised as well, N*K bytes that no kernel of ours touches, and bfloat16
   activations are laid out in it by the largest M that any caller has asked about: a call on another thread between
   asking and launching moves them past its end. FP8 activations need none of it.
-* So activations are quantised before, by our kernel (``csrc/fp8_quantize.cu``). FlashInfer's multiplies by 448 / amax,
-  ours divides by amax / 448 as :mod:`fp4dispatch.formats` does; they differ at ties, which bfloat16 inputs do have.
+* So activations are quantised before, by our kernel (``csrc/quantise/fp8_quantize.cu``). FlashInfer's multiplies by
+  448 / amax, ours divides by amax / 448 as :mod:`fp4dispatch.formats` does; they differ at ties, which bfloat16 inputs
+  do have.
 * A GEMM kernel is compiled by nvcc inside the first call of its (N, K, tile), where tile and stages follow from M.
   Plans are therefore made for one M, and :meth:`FlashInferDeepGemmBackend.plan` launches.
 * ``out`` may be float16 there, and is written as bfloat16 all the same: only bfloat16 is claimed here. Weight scales

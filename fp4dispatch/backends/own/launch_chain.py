@@ -29,7 +29,7 @@ class LaunchChain:
     module
         The kernel's loaded library.
     chain
-        The loaded library of ``csrc/race_chain.cu``.
+        The loaded library of ``csrc/checks/race_chain.cu``.
     entry
         The function to launch and the roles of its arguments.
     sizes

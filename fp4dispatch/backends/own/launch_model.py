@@ -1,4 +1,4 @@
-"""How long the kernels for many tokens take, to choose between tiles: csrc/many_tokens_plan.h once more. No torch.
+"""How long the kernels for many tokens take, to choose between tiles: csrc/many_tokens/plan.h once more. No torch.
 
 The compiled kernel chooses its launch shape by that file. Which build to compile and load has to be known before, so
 the model stands here as well; ``tests/compile/test_kernels_w4_large.py`` holds one to the other. Clocks and shapes are

@@ -28,7 +28,7 @@ def aligned(x: Tensor, k: int) -> Tensor:
 
 
 def packed_part(m: int, k: int) -> Part:
-    """Return the memory of an activation as ``csrc/w4_activations.cu`` packs it, in e4m3: 8 tokens by 128 k a block."""
+    """Return the memory of an e4m3 activation, 8 tokens by 128 k a block (``csrc/quantise/packed_activations.cu``)."""
     return Part((-(-k // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
 
 

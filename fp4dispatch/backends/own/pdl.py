@@ -143,7 +143,7 @@ def trial(kernel: LoadedKernel, chain: Any, device: torch.device) -> PdlVerdict:
     kernel
         The build; launched with PDL whatever its proof says.
     chain
-        The loaded library of ``csrc/race_chain.cu``.
+        The loaded library of ``csrc/checks/race_chain.cu``.
     device
         CUDA device to run on. Synchronises a stream of its own; not for use during capture.
     """
@@ -214,6 +214,6 @@ def _own_code() -> str:
     """Hash what a trial is made of."""
     state = hashlib.sha256()
     parts = [Path(str(module.__file__)) for module in (launch_chain, launch_operands)] + [Path(__file__)]
-    for path in (*parts, manifest.installed().csrc / "race_chain.cu"):
+    for path in (*parts, manifest.installed().csrc / "checks" / "race_chain.cu"):
         state.update(hashlib.sha256(path.read_bytes()).digest())
     return state.hexdigest()[:32]

@@ -6,7 +6,7 @@ to the sums, which are rounded once. A static input scale belongs to 8-bit activ
 
 The weight stays [N, K] as it is stored and as ``cublaslt`` and ``cutlass`` read it: a layer that goes to one of them
 for many tokens holds it once. Tensor cores do not ask for an order along K, only for the same one on both sides, which
-the kernel (``csrc/w8a16_small.cu``) makes use of.
+the kernel (``csrc/few_tokens/w8/w8a16_small.cu``) makes use of.
 
 Every M runs, in tiles of up to 32 tokens that each read all weights: who pins this backend pins that too. 128x128 block
 scales would need sums of their own for every 128 along K; they are not built.

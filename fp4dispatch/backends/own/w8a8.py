@@ -1,9 +1,10 @@
 """FP8 weights by FP8 activations: our kernels for few and for many tokens, on the checkpoint's own bytes.
 
-A GEMM of few tokens takes as long as the read of its weights. The kernel for up to 64 (``csrc/w8a8_small.cu``) streams
-them as ``w8a16`` does, and FP8 tensor cores multiply: 16-bit ones are what ``w8a16`` waits for from a dozen tokens on.
-Each of its tiles reads all weights, so from 65 tokens on another one multiplies (``csrc/w8_gemm_sm90.cu``): tiles of
-128 tokens by 128 rows, whose CTAs share what they copy. ``w8_tiles.toml`` has which serves which M; every M runs.
+A GEMM of few tokens takes as long as the read of its weights. The kernel for up to 64 (``w8a8_small.cu`` in
+``csrc/few_tokens/w8``) streams them as ``w8a16`` does, and FP8 tensor cores multiply: 16-bit ones are what ``w8a16``
+waits for from a dozen tokens on. Each of its tiles reads all weights, so from 65 tokens on another one multiplies
+(``w8_gemm_sm90.cu`` in ``csrc/many_tokens/w8``): tiles of 128 tokens by 128 rows, whose CTAs share what they copy.
+``w8_tiles.toml`` has which serves which M; every M runs.
 Activations are quantised ahead of either, one scale a token or the layer's static one, into the order in which both
 load them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32 (FP8 tensor cores' own
 over 256 k, which are added in f32); scales and the bias are applied to them, and the result is rounded once.

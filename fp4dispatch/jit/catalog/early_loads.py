@@ -54,7 +54,7 @@ class EarlyLoads:
         return {"access": self.access, "weights": list(self.weights), **numbers}
 
     def defines(self) -> tuple[str, ...]:
-        """Return the macros by which the source checks the declaration (``csrc/early_loads.h``)."""
+        """Return the macros by which the source checks the declaration (``csrc/weights/early_loads.h``)."""
         ranges = {"WEIGHTS": self.weights, **({"NUMBERS": self.numbers} if self.numbers else {})}
         return tuple(
             f"FP4D_{name}_{end}={byte}"

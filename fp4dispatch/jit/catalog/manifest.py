@@ -10,7 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog import flags, strict_toml
@@ -38,10 +38,11 @@ class Variant:
 class Kernel:
     """One source file and what may be built from it.
 
-    ``targets`` are in order of preference. ``pdl``: every kernel of the binary must wait for the previous grid before
-    its first access of global memory. ``mma``: regular expression of the tensor-core opcode that every kernel of the
-    binary must hold; None for kernels that need none. ``before_wait``: the only loads from global memory that may come
-    before that wait, of what no kernel writes (weights); None for none.
+    ``source`` is its path below the folder of ``kernels.toml``. ``targets`` are in order of preference. ``pdl``: every
+    kernel of the binary must wait for the previous grid before its first access of global memory. ``mma``: regular
+    expression of the tensor-core opcode that every kernel of the binary must hold; None for kernels that need none.
+    ``before_wait``: the only loads from global memory that may come before that wait, of what no kernel writes
+    (weights); None for none.
     """
 
     name: str
@@ -150,7 +151,7 @@ def _kernel(path: Path, row: object, records: Mapping[str, flags.FlagRecord]) ->
     )
     if kernel.op not in (*OPS, *CHECK_OPS):
         raise FlagsError(f"{where}: op {kernel.op!r} is not known; use one of {', '.join((*OPS, *CHECK_OPS))}")
-    if Path(kernel.source).name != kernel.source or not (path.parent / kernel.source).is_file():
+    if not _is_below(path.parent, kernel.source):
         raise FlagsError(f"{where}: source {kernel.source!r} is not a file of {path.parent}")
     if unknown := [target for target in kernel.targets if target not in records]:
         raise FlagsError(f"{where}: target {', '.join(unknown)} has no file in jit_flags (known: {', '.join(records)})")
@@ -190,6 +191,13 @@ def _name(where: str, name: str) -> str:
     if not _NAME.fullmatch(name):
         raise FlagsError(f"{where}: name {name!r} may hold lower-case letters, digits and _ only")
     return name
+
+
+def _is_below(folder: Path, source: str) -> bool:
+    """Whether a source names a file in a folder or below, by the one path that cache entries hold."""
+    path = PurePosixPath(source)
+    inside = not path.is_absolute() and ".." not in path.parts and str(path) == source
+    return inside and (folder / path).is_file()
 
 
 def _package_data(name: str) -> Path:

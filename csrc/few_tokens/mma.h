@@ -1,0 +1,81 @@
+// Consumers of few_tokens/kernel.h that multiply by mma.sync, on every architecture: a warp has 32 or 64 rows.
+#pragma once
+
+#include "few_tokens/tile.h"
+
+namespace fp4d {
+
+// Not volatile: a function of its operands, free to move.
+__device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+#if FP4D_OUT == 0
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A warp's units times T tokens, one step of the stage at `offset`.
+template <class Tile>
+__device__ __forceinline__ void multiply_step(
+    typename Tile::Weights::template Reader<Tile::kUnits> const& reader, uint32_t offset, int step,
+    Sums<Tile>& sums) {
+  constexpr int T = Tile::kTokens, U = Tile::kUnits;
+  uint32_t const tokens = reader.tokens_at(offset, step);
+  typename Tile::Weights::template Packed<U> packed;
+  reader.load(offset, step, packed);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 k
+    uint4 b[T / 8];
+#pragma unroll
+    for (int t = 0; t < T / 8; ++t) b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
+    // Units in pairs, so that two MMAs in a row never add to the same sums.
+#pragma unroll
+    for (int u = 0; u < U; u += 2) {
+      uint32_t a[2][2][4];
+      packed.operand_a(u, half, a[0]);
+      packed.operand_a(u + 1, half, a[1]);
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+#pragma unroll
+        for (int t = 0; t < T / 8; ++t) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            mma(sums + 4 * ((u + i) * (T / 8) + t), a[i][s], s ? b[t].z : b[t].x, s ? b[t].w : b[t].y);
+        }
+      }
+    }
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p, Ring<Tile> ring, Range range,
+                                        int warp, int lane, Sums<Tile>& sums) {
+  int const block = warp / Tile::kBlockWarps, part = warp % Tile::kBlockWarps;
+  typename Tile::Weights::template Reader<Tile::kUnits> const reader(
+      ring.weights(0, block), ring.tokens(0) + lane / 4 * Tile::kTokenPitch, part, lane);
+  // The last stage of K may be short where a step is a chunk; then it has one.
+  bool const short_end =
+      Tile::kStageChunks == 2 && (range.first + range.count) * Tile::kStageChunks > p.chunks;
+  int const whole = range.count - (short_end ? 1 : 0);
+  uint32_t const last = ring.full(ring.stages);
+  uint32_t full = ring.full(0), parity = 0, offset = 0;
+#pragma unroll 1
+  for (int i = 0; i < whole; ++i) {
+    barrier_wait(full, parity);
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full + 8);
+    offset += Tile::kStageBytes, full += 16;
+    if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
+  }
+  if (short_end) {
+    barrier_wait(full, parity);
+    multiply_step<Tile>(reader, offset, 0, sums);
+  }
+}
+
+}  // namespace fp4d

@@ -1,0 +1,117 @@
+// e4m3 weights [N, K] as a checkpoint holds them, row by row, as few_tokens/kernel.h reads them. No copy in another
+// order: the tensor cores' order comes out of the choice of which k meet in a step.
+//
+// A stage is 64 rows by 128 k: 128 bytes a row, fetched by TMA, which swizzles (column j of 16 bytes of row r is at j ^
+// r % 8) and fills with zeros what is beyond N and K. Lane l = 4r + c of a warp takes, of rows 16u + r and 16u + r + 8
+// of a unit u, column 2c + (c / 2 ^ step) in step 0 and 1: so every two rows of 8 lanes meet all 8 columns, and so do
+// the 32 bytes of two tokens that belong to them, on the other side. No bank is asked twice at once. In these 16 bytes
+// word j is k = 4j .. 4j + 3: slots 2c, 2c + 1 of MMA step j are the first two, slots 2c + 8, 2c + 9 the others; the
+// other operand reads 4 consecutive k a lane.
+#pragma once
+
+#include "common/async_copy.h"
+#include "few_tokens/element.h"
+#include "weights/w8_rows.h"
+
+namespace fp4d {
+
+namespace w8 {
+
+// Two e4m3 bytes to a half each, with 8 copies of its sign above each: bytes 0 and 1 of a word, or 2 and 3.
+template <bool upper>
+__device__ __forceinline__ uint32_t spread(uint32_t word) {
+  uint32_t pair;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(pair) : "r"(word), "n"(upper ? 0xb3a2 : 0x9180));
+  return pair;
+}
+
+// bf16. Magnitude bits at 10..4 read as |w| * 2^-120, subnormals included, and multiplication keeps subnormals: w itself
+// has 4 significant bits and comes out exact. NaN (0x7f, 0xff) reads as +-480.
+__device__ __forceinline__ uint32_t convert(uint32_t pair, __nv_bfloat16) {
+  uint32_t const bits = (pair << 4) & 0x87f087f0, factor = 0x7b807b80;  // 2^120
+  __nv_bfloat162 const product =
+      __hmul2(reinterpret_cast<__nv_bfloat162 const&>(bits), reinterpret_cast<__nv_bfloat162 const&>(factor));
+  return reinterpret_cast<uint32_t const&>(product);
+}
+
+// fp16. Bits 13..7 read as |w| * 2^-8, subnormals included; tensor cores multiply those.
+__device__ __forceinline__ uint32_t convert(uint32_t pair, __half) { return (pair << 7) & 0xbf80bf80; }
+
+constexpr float unscale(__nv_bfloat16 const*) { return 1.f; }
+constexpr float unscale(__half const*) { return 256.f; }
+
+}  // namespace w8
+
+struct W8A16Weights {
+  static constexpr int kRows = w8::kRows, kUnits = 4;
+  static constexpr int kChunkK = w8::kStageK, kChunkBytes = w8::kBlockBytes, kStageChunks = 1;
+  static constexpr int kAlign = 1024;  // of the swizzle's pattern
+  static constexpr int kReuseTokens = 16;
+  using Activation = Element;
+  static constexpr bool kPacked = false;
+  static constexpr int kTableBytes = 0;
+  static constexpr float kUnscale = w8::unscale(static_cast<Element const*>(nullptr));
+  static constexpr bool kBlocks = false;
+  static constexpr int registers(int tokens, int units) {
+    return units == 4 ? 80 + tokens * 9 / 4 : tokens <= 16 ? 80 : 96;
+  }
+
+  using Source = w8::Source;
+
+  template <class Tile>
+  __device__ static void load(Source const& w, int, int chunk, int row_block, int row_blocks, uint32_t to,
+                              uint32_t barrier, int lane) {
+    w8::load_rows(w, chunk, row_block, row_blocks, to, barrier, lane);
+  }
+
+  // What a lane holds of U units: 16 k of two rows each.
+  template <int U>
+  struct Packed {
+    uint4 upper[U], lower[U];
+
+    __device__ __forceinline__ void operand_a(int unit, int half, uint32_t (&a)[2][4]) const {
+      uint4 const up = upper[unit], low = lower[unit];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        uint32_t const first = half ? (s ? up.w : up.z) : (s ? up.y : up.x);
+        uint32_t const second = half ? (s ? low.w : low.z) : (s ? low.y : low.x);
+        a[s][0] = w8::convert(w8::spread<false>(first), Element());
+        a[s][1] = w8::convert(w8::spread<false>(second), Element());
+        a[s][2] = w8::convert(w8::spread<true>(first), Element());
+        a[s][3] = w8::convert(w8::spread<true>(second), Element());
+      }
+    }
+  };
+
+  // Where a lane of a consumer warp reads in each step of the first stage: its 16 bytes of row r of the warp's first
+  // unit, and its 32 bytes of token lane/4.
+  template <int U>
+  struct Reader {
+    uint32_t words[2], tokens[2];
+
+    __device__ __forceinline__ Reader(uint32_t weights_at, uint32_t token_at, int part, int lane) {
+      int const r = lane / 4, c = lane % 4;
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        int const column = 2 * c + (c / 2 ^ step);
+        words[step] = weights_at + (part * U * 16 + r) * kChunkK + (column ^ r) * 16;
+        tokens[step] = token_at + column * 32;
+        keep(words[step]), keep(tokens[step]);
+      }
+    }
+
+    __device__ __forceinline__ uint32_t tokens_at(uint32_t offset, int step) const {
+      return tokens[step] + offset;
+    }
+
+    __device__ __forceinline__ void load(uint32_t offset, int step, Packed<U>& to) const {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        to.upper[u] = load_16(words[step] + offset + u * 16 * kChunkK);
+        to.lower[u] = load_16(words[step] + offset + (u * 16 + 8) * kChunkK);
+      }
+    }
+  };
+};
+
+}  // namespace fp4d

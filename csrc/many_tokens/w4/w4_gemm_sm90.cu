@@ -1,0 +1,85 @@
+// out = alpha * (x @ W^T) + bias for many tokens or many rows on SM90: NVFP4 weights in W4P order, wgmma.
+//
+//   w4_gemm(x, x_scale, w, alpha, bias, out, enable_pdl)               launch shape from w4_gemm_plan
+//   w4_gemm_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
+//     shape   [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more)]; multicast * split <= 8, split <= stages of K
+//   w4_gemm_plan(m, n, k, multiprocessors) -> [shape, clocks that a model expects]; pure
+//   w4_gemm_tokens() -> tokens of a tile
+//     x       FP4D_ACT == 8   e4m3 as packed_activations.cu packs it, uint8 [ceil(K/128), ceil(M/8), 1024], 16-byte aligned, and
+//                             x_scale f32, 1 element or [M]
+//             FP4D_ACT == 16  type of out, [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8 and at least K,
+//                             16-byte aligned, and x_scale None
+//     w       uint8 [ceil(N/64), ceil(K/64), 2304], W4P, contiguous, 16-byte aligned, no NaN and no sign in its scales
+//     alpha   f32, 1 element or [N]
+//     bias    None or [N], type of out
+//     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
+//
+// FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 192 and 256), FP4D_ROWS, if
+// defined, of rows; every build takes every M. FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1
+// * block scale / 8), rounded to nearest even, and sums of at most 384 k (up to 64 tokens: 256 k) are what FP8 wgmma
+// keeps (13 bits behind the point of the largest addend, truncated at every MMA of 32 k:
+// https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32. The same inputs give the same bits,
+// whatever ran before; another launch shape may give others (order of sums).
+//
+// With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
+// Capture-safe: only launches. The first call on a device asks it for its properties.
+#include "common/gdc_guard.h"
+
+#if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
+#error \
+    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 128, 176, 192 or 256"
+#endif
+
+#include "many_tokens/w4/weights.h"
+
+#include "many_tokens/launch.h"
+
+namespace fp4d {
+
+struct W4Gemm {
+  using Weights = W4Weights;
+  using Used = Tile<FP4D_TOKENS, Weights>;
+
+  // Measured on an H200: bench/NOTES.md, "many tokens".
+  struct Clocks {
+    double alone, stage, pair;
+  };
+  static constexpr Clocks clocks_of_tile() {
+    if (!kFp8 && Used::kTokens == 64) return Used::kRows == 128 ? Clocks{0, 520, 520} : Clocks{0, 1030, 1030};
+    if (!kFp8 && Used::kTokens == 128)
+      return Used::kRows == 128 ? Clocks{0, 676, 676} : Clocks{0, 1310, 1310};
+    if (!kFp8) return Used::kTokens == 192 ? Clocks{0, 850, 850} : Clocks{0, 1080, 1080};
+    if (Used::kTokens == 32) return {920, 519, 383};
+    if (Used::kTokens == 64) return {1191, 673, 554};
+    return Used::kTokens == 128 ? Clocks{0, 759, 785} : Clocks{0, 908, 908};
+  }
+  static TileSizes sizes() {
+    Clocks const clocks = clocks_of_tile();
+    return {Used::kTokens,      Used::kRows,  Weights::kStageChunks * w4::kChunkK,
+            Used::kWeightBytes, Used::kCtas,  Used::kMostSplit,
+            clocks.alone,       clocks.stage, clocks.pair};
+  }
+
+  static int64_t stages_of(TensorView w) { return divide_up(w.size(1), int64_t(Weights::kStageChunks)); }
+
+  static Weights::Source source_of(TensorView w, int64_t n) {
+    check_dtype({"w", w}, {kU8});
+    check_ndim({"w", w}, 3);
+    check_size({"w", w}, 0, divide_up(n, w4::kChunkRows), "ceil(N/64)");
+    check_size({"w", w}, 2, w4::kChunkBytes, "bytes of a W4P chunk");
+    check_at_least("chunks of w along K", w.size(1), 1, "w");
+    check_at_most("chunks of w along K", w.size(1), kMaxRows / w4::kChunkK, "32-bit problem sizes");
+    check_contiguous({"w", w});
+    check_aligned({"w", w}, 16);
+    return {data_of<uint8_t>(w), int(w.size(1))};
+  }
+
+  static void ready(Weights::Source&, TensorView) {}
+};
+
+}  // namespace fp4d
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm, fp4d::Launch<fp4d::W4Gemm>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_shaped, fp4d::Launch<fp4d::W4Gemm>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_plan, fp4d::Launch<fp4d::W4Gemm>::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_tokens, fp4d::Launch<fp4d::W4Gemm>::tokens);

@@ -1,0 +1,85 @@
+// out = x_scale * alpha * (x @ W^T) + bias for many tokens on SM90: e4m3 weights as a checkpoint holds them by e4m3
+// activations as packed_activations.cu packs them, wgmma on both, f32 sums.
+//
+//   w8_gemm(x, x_scale, w, alpha, bias, out, enable_pdl)               launch shape from w8_gemm_plan
+//   w8_gemm_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
+//     shape   [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more), sharing (1, 2)]; multicast * split * sharing
+//             <= 8, split <= stages of 128 k
+//   w8_gemm_plan(m, n, k, multiprocessors) -> [shape, clocks that a model expects]; pure
+//   w8_gemm_tokens() -> tokens of a tile
+//     x       uint8 [ceil(K/128), ceil(M/8), 1024], e4m3 as w8_quantize_row packs it, contiguous, 16-byte aligned
+//     x_scale f32, 1 element or [M]; FP4D_SCALING == 1: [ceil(K/128), 8 ceil(M/8)] as w8_quantize_block writes it, 16-byte
+//             aligned
+//     w       e4m3 [R, K], contiguous, 16-byte aligned, K % 16 == 0; R is N, or up to 7 less: rows that are not there are
+//             zeros
+//     alpha   f32, 1 element or [N]; FP4D_SCALING == 1: [ceil(N/128), ceil(K/128)], contiguous, as checkpoints hold
+//             weight_scale_inv
+//     bias    None or [N], type of out
+//     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
+//
+// FP4D_TOKENS is the tile's number of tokens; every build takes every M. Sums of at most 256 k are what FP8 wgmma keeps
+// (13 bits behind the point of the largest addend, truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437,
+// section 3.3.2); those are added in f32. The same inputs give the same bits, whatever ran before; another launch shape
+// may give others (order of sums).
+//
+// With enable_pdl, w must not be written by the kernel before this one: it is read before that has finished.
+// Capture-safe: only launches. The first call on a device asks it for its properties.
+#include "common/gdc_guard.h"
+
+#if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS) || FP4D_ACT != 8
+#error "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8; FP4D_TOKENS: 128"
+#endif
+
+#if !defined(FP4D_SCALING)
+#define FP4D_SCALING 0  // 1: scales of 128x128 weights and of 128 k of a token
+#endif
+
+#include "many_tokens/w8/weights.h"
+
+#include "many_tokens/launch.h"
+#include "common/tma_rows.h"
+
+namespace fp4d {
+
+struct W8Gemm {
+  using Weights = W8Weights;
+  using Used = Tile<FP4D_TOKENS, Weights>;
+  static_assert(!Weights::kBlocks || Used::kRows == kScaleBlock, "a tile has one scale a stage");
+
+  // Clocks measured on an H200: bench/NOTES.md, "many tokens".
+  static constexpr double kStageClocks = Weights::kBlocks ? 795 : 679,
+                          kPairClocks = Weights::kBlocks ? 854 : 674,
+                          kShareClocks = Weights::kBlocks ? 787 : 674;
+  static TileSizes sizes() {
+    return {Used::kTokens, Used::kRows,      128, Used::kWeightBytes,
+            Used::kCtas,   Used::kMostSplit, 0,   kStageClocks,
+            kPairClocks,   kShareClocks,     913};
+  }
+
+  static int64_t stages_of(TensorView w) { return divide_up(w.size(1), 128); }
+
+  static Weights::Source source_of(TensorView w, int64_t n) {
+    check_dtype({"w", w}, {kE4M3});
+    check_ndim({"w", w}, 2);
+    check_at_least("K", w.size(1), 16, "w");
+    check_at_most("K", w.size(1), kMaxRows, "32-bit problem sizes");
+    check_multiple("K", w.size(1), 16, "rows of w that start on 16 bytes");
+    if (w.size(0) > n || w.size(0) <= n - 8)
+      TVM_FFI_THROW(ValueError) << "w: size of dimension 0 is " << w.size(0) << ", needed " << n
+                                << " (N), or up to 7 less";
+    check_contiguous({"w", w});
+    check_aligned({"w", w}, 16);
+    return {};
+  }
+
+  static void ready(Weights::Source& source, TensorView w) {
+    source.map = map_of_rows(data_of<uint8_t>(w), w.size(0), w.size(1), w.size(1), kBlockRows);
+  }
+};
+
+}  // namespace fp4d
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm, fp4d::Launch<fp4d::W8Gemm>::run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_shaped, fp4d::Launch<fp4d::W8Gemm>::run_shaped);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_plan, fp4d::Launch<fp4d::W8Gemm>::plan_numbers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_tokens, fp4d::Launch<fp4d::W8Gemm>::tokens);
