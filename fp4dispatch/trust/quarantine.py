@@ -7,15 +7,15 @@ read, or was made under other facts, does not exist.
 from __future__ import annotations
 
 import functools
-import hashlib
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fp4dispatch.backends.base import Backend
+from fp4dispatch.backends.code_hash import code_hash
 from fp4dispatch.errors import CacheError, SelfCheckFailed
 from fp4dispatch.jit.catalog import manifest
 from fp4dispatch.jit.store import cache, guard, records
@@ -235,37 +235,7 @@ def _own_code() -> str:
         If one of them is missing: a verdict would then hold for code that it was not made with.
     """
     package, csrc = Path(__file__).parents[1], manifest.installed().csrc
-    return _content([csrc, csrc.parent / "jit_flags", *(package / name for name in _OWN_CODE)])
-
-
-def _content(roots: Sequence[Path]) -> str:
-    """Hash files and folders, with everything in them: names below the root, and bytes.
-
-    Raises
-    ------
-    CacheError
-        If a root is missing, holds no file, or cannot be read.
-    """
-    state = hashlib.sha256()
-    try:
-        for root in roots:
-            files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if _counts(path, root))
-            if not files:
-                raise FileNotFoundError("it is missing, or an empty folder")
-            for path in files:
-                name = f"{root.name}/{path.relative_to(root).as_posix()}"
-                state.update(f"{len(name)} {name}".encode() + hashlib.sha256(path.read_bytes()).digest())
-    except OSError as error:
-        raise CacheError(
-            f"verdicts of the self-check are kept under the content of {root}, which cannot be read: {error}. "
-            "Install the package again"
-        ) from error
-    return state.hexdigest()[:32]
-
-
-def _counts(path: Path, root: Path) -> bool:
-    """Whether a path is a file of the source: not what Python itself leaves beside it."""
-    return path.is_file() and "__pycache__" not in path.relative_to(root).parts
+    return code_hash([csrc, csrc.parent / "jit_flags", *(package / name for name in _OWN_CODE)])
 
 
 @functools.cache
@@ -281,9 +251,9 @@ def code_of(kind: type[Backend]) -> str:
     if path is None or not path.is_file():
         content = f"process {_THIS_PROCESS}"
     elif getattr(module, "__package__", None) and kind.__module__.partition(".")[0] != "fp4dispatch":
-        content = _content([path.parent])[:16]
+        content = code_hash([path.parent])[:16]
     else:
-        content = _content([path])[:16]
+        content = code_hash([path])[:16]
     version = getattr(sys.modules.get(kind.__module__.partition(".")[0]), "__version__", "")
     return f"{kind.__module__}:{kind.__qualname__} {version} {content}".replace("  ", " ")
 

@@ -13,7 +13,6 @@ the GPU model, the driver and the code of the trial. ``FP4DISPATCH_SELFCHECK=off
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import time
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from fp4dispatch import jit
+from fp4dispatch.backends.code_hash import code_hash
 from fp4dispatch.backends.own import launch_chain, launch_operands
 from fp4dispatch.backends.own.launch_chain import LaunchChain
 from fp4dispatch.backends.own.launch_operands import Sizes
@@ -212,8 +212,5 @@ def _name(sha: str, gpu: str) -> str:
 @functools.cache
 def _own_code() -> str:
     """Hash what a trial is made of."""
-    state = hashlib.sha256()
-    parts = [Path(str(module.__file__)) for module in (launch_chain, launch_operands)] + [Path(__file__)]
-    for path in (*parts, manifest.installed().csrc / "checks" / "race_chain.cu"):
-        state.update(hashlib.sha256(path.read_bytes()).digest())
-    return state.hexdigest()[:32]
+    modules = [Path(str(module.__file__)) for module in (launch_chain, launch_operands)]
+    return code_hash([*modules, Path(__file__), manifest.installed().csrc / "checks" / "race_chain.cu"])
