@@ -32,7 +32,7 @@ from fp4dispatch.benchmark import machine  # noqa: E402
 from fp4dispatch.dispatch import choose, tuned  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
 from fp4dispatch.trust import canary, quarantine, selfcheck  # noqa: E402
-from fp4dispatch.trust.quarantine import CheckResult  # noqa: E402
+from fp4dispatch.trust.verdict import CheckResult  # noqa: E402
 from fp4dispatch.tune import tuning  # noqa: E402
 from tests.planted import FAULTS, HONEST, ONLY_WITH  # noqa: E402
 
@@ -250,8 +250,8 @@ def main() -> int:
     result = machine.facts(card, arguments.commit) | {"kind": "candidates"}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
-        quarantine.folder = lambda: Path(folder) / quarantine.FOLDER  # type: ignore[assignment]
-        tuned.folder = lambda: Path(folder) / tuned.FOLDER  # type: ignore[assignment]
+        quarantine.store.folder = lambda: Path(folder) / "selfcheck"  # type: ignore[assignment]
+        tuned.store.folder = lambda: Path(folder) / "tuning"  # type: ignore[assignment]
         torch.zeros(1, device=card.device)
         parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
             "candidates": lambda: candidates(card.device),

@@ -187,7 +187,7 @@ def tuned_times_differ(world):
     world.backends["second"].us = 2.0 if world.rank == 0 else 9.9  # median 5.95
     world.backends["third"].us = 4.0 if world.rank == 0 else 5.0  # median 4.5
     warmup(world.model, tokens=[16], tune=True)
-    stored = sorted(path.read_text() for path in tuned.folder().glob("*.json"))
+    stored = sorted(path.read_text() for path in tuned.store.folder().glob("*.json"))
     return world.outcome() | {"stored": stored}
 
 

@@ -99,7 +99,7 @@ def gather() -> Facts:
             values=values,
             cache_dir=default_folder(),
             distributions=frozenset(name.lower() for name in names if name),
-            selfcheck_folder=quarantine.folder(),
+            selfcheck_folder=quarantine.store.folder(),
             selfcheck_off=values["selfcheck"] == "off",
             library_path=environment.get("LD_LIBRARY_PATH", ""),
         )

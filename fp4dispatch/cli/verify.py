@@ -28,7 +28,7 @@ from fp4dispatch.machine import system as machine
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
-    from fp4dispatch.trust.quarantine import CheckResult
+    from fp4dispatch.trust.verdict import CheckResult
 
 
 @dataclass(frozen=True)

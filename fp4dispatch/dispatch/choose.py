@@ -34,7 +34,7 @@ from fp4dispatch.problem.arch import Arch
 from fp4dispatch.problem.decision import Decision, Reason
 from fp4dispatch.settings import SETTINGS, settings
 from fp4dispatch.trust import quarantine
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust.verdict import CheckResult
 
 __all__ = ["decide_anew", "exclude", "explain", "instance", "reset", "select"]
 
@@ -96,7 +96,7 @@ def select(
     Thread-safe, and safe during capture: only facts are read, and nothing is logged then. A backend that ``auto``
     chooses for the first time on a GPU model, and a plug-in on a CPU too, is self-checked
     (:mod:`fp4dispatch.trust.selfcheck`); if it fails, the next one is chosen. So it is where it cannot be checked: see
-    :meth:`fp4dispatch.trust.quarantine.CheckResult.vouches_for`.
+    :meth:`fp4dispatch.trust.verdict.CheckResult.vouches_for`.
     """
     request = _request(problem.op, backend)
     machine = _system.current()

@@ -26,10 +26,10 @@ from fp4dispatch.machine.system import System
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.settings import settings
-from fp4dispatch.trust import layercheck, quarantine, trial
+from fp4dispatch.trust import facts, layercheck, quarantine, trial
 from fp4dispatch.trust.layercheck import Subject
-from fp4dispatch.trust.quarantine import CheckResult
 from fp4dispatch.trust.tilecheck import Finding
+from fp4dispatch.trust.verdict import CheckResult
 
 __all__ = ["CheckResult", "Subject", "agree", "check", "condemn", "results", "trusted", "trusted_layer"]
 
@@ -139,8 +139,8 @@ def known(backend: Backend, problem: Problem, system: System) -> CheckResult | N
     blank = replace(blank, half=half_of(problem) or "")
     if mode == "off":
         return replace(blank, status="off")
-    name = quarantine.key(blank)
-    return quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
+    name = blank.name
+    return quarantine.recalled(name) or (quarantine.store.find(name) if mode == "auto" else None)
 
 
 def trusted(backend_name: str, problem: Problem, system: System, device: torch.device | str) -> CheckResult:
@@ -209,16 +209,16 @@ def _settled(blank: CheckResult, make: Callable[[], CheckResult]) -> CheckResult
     mode = settings.selfcheck
     if mode == "off":
         return replace(blank, status="off")
-    name = quarantine.key(blank)
+    name = blank.name
     found = quarantine.recalled(name)
     if found is not None:
         return found
     with _lock:
-        found = quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
+        found = quarantine.recalled(name) or (quarantine.store.find(name) if mode == "auto" else None)
         if found is None:
             found = make()
             if found.lasting and found.status != "unchecked":
-                quarantine.save(found)
+                quarantine.store.save(found)
         if found.lasting or found.status == "failed":
             quarantine.remember(found)
     if found.status == "passed":
@@ -249,7 +249,7 @@ def condemn(backend: Backend, problem: Problem, system: System, finding: Finding
         findings=(str(finding),),
         evidence=(finding.to_dict(),),
     )
-    quarantine.save(found)
+    quarantine.store.save(found)
     quarantine.remember(found)
     _log.warning("self-check: %s", found.text())
     return found
@@ -257,9 +257,9 @@ def condemn(backend: Backend, problem: Problem, system: System, finding: Finding
 
 def results(system: System) -> tuple[CheckResult, ...]:
     """Return every verdict that holds on a machine: those of this process, then those on disk. Runs nothing."""
-    found = {quarantine.key(result): result for result in quarantine.known()}
+    found = {result.name: result for result in quarantine.known()}
     for result in quarantine.holding(system, registry.backends()):
-        found.setdefault(quarantine.key(result), result)
+        found.setdefault(result.name, result)
     return tuple(found.values())
 
 
@@ -319,5 +319,5 @@ def _blank(backend: Backend, op: Op, scaling: Scaling, activation: Activation, s
     arch = system.arch.sm if system.arch else ""
     ours = {c.proven_by for c in catalogue().capabilities if c.backend == backend.name and c.op == op and c.proof}
     gdc = "not known" if not ours else "yes" if all((name, arch) in system.proven for name in ours) else "no"
-    facts = quarantine.facts(system, backend)
-    return CheckResult(backend.name, op, scaling, activation, arch, "unchecked", gdc=gdc, facts=facts)
+    held = facts.of_backend(system, backend)
+    return CheckResult(backend.name, op, scaling, activation, arch, "unchecked", gdc=gdc, facts=held)

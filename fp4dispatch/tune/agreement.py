@@ -20,8 +20,8 @@ from fp4dispatch.machine.ranks import Ranks as Ranks
 from fp4dispatch.policy.resolve import TUNED
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.problem.decision import Decision, Reason, ReasonCode
-from fp4dispatch.trust import quarantine, selfcheck
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust import facts, quarantine, selfcheck
+from fp4dispatch.trust.verdict import CheckResult
 
 _log = logging.getLogger("fp4dispatch")
 Decisions = tuple[tuple[int, Decision], ...]
@@ -90,8 +90,8 @@ def _unchecked(subject: Subject) -> CheckResult:
     """Return the verdict of a rank that has not checked a subject, or does not even have the backend."""
     system = choose.facts()
     backend = registry.backends().get(subject[0])
-    facts = quarantine.facts(system, backend) if isinstance(backend, Backend) else {}
-    return CheckResult(*subject, system.arch.sm if system.arch else "", "unchecked", facts=facts)
+    held = facts.of_backend(system, backend) if isinstance(backend, Backend) else {}
+    return CheckResult(*subject, system.arch.sm if system.arch else "", "unchecked", facts=held)
 
 
 def _summary(decisions: Mapping[str, Decisions]) -> dict[str, Any]:

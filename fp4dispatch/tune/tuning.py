@@ -35,8 +35,8 @@ from fp4dispatch.policy.resolve import REFERENCE
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.problem.measurement import Measurement, Timing
 from fp4dispatch.trust import selfcheck
-from fp4dispatch.trust.quarantine import CheckResult
 from fp4dispatch.trust.tilecheck import Finding, worst_tile
+from fp4dispatch.trust.verdict import CheckResult
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.agreement import Ranks, Subject, agree_on
 from fp4dispatch.tune.timing import Call, Engine, GraphEngine, Recording, WallEngine
@@ -134,7 +134,7 @@ def _measure(problem: Problem, weights: LinearWeights, gpu: int | None, ranks: R
         left_out=(*left_out, *dict.fromkeys(pair for _, found in everyone for pair in found)),
         facts=tuned.facts(choose.facts(gpu), registry.backends()),
     )
-    tuned.save(whole)
+    tuned.store.save(whole)
     tuned.remember(whole)
     choose.decide_anew()
     return whole

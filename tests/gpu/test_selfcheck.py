@@ -30,7 +30,7 @@ def context():
 def clean(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
     # The verdicts alone go elsewhere: kernels that are finished are used, not compiled anew for each test.
-    monkeypatch.setattr(quarantine, "folder", lambda: tmp_path / "cache" / quarantine.FOLDER)
+    monkeypatch.setattr(quarantine.store, "folder", lambda: tmp_path / "cache" / "selfcheck")
     for name in ("FP4DISPATCH_SELFCHECK", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE", "FP4_GEMM_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     quarantine.reset()

@@ -25,8 +25,8 @@ N, K = 2048, 4096
 def apart(tmp_path, monkeypatch):
     """Times and verdicts of their own; kernels that are finished are used."""
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(tuned, "folder", lambda: tmp_path / tuned.FOLDER)
-    monkeypatch.setattr(quarantine, "folder", lambda: tmp_path / quarantine.FOLDER)
+    monkeypatch.setattr(tuned.store, "folder", lambda: tmp_path / "tuning")
+    monkeypatch.setattr(quarantine.store, "folder", lambda: tmp_path / "selfcheck")
     for name in ("FP4DISPATCH_TUNED", "FP4DISPATCH_FP8_BACKEND", "FP4_GEMM_BACKEND", "FP4DISPATCH_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     torch.cuda.init()

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2] / "fp4dispatch"
 
 # The data flow, first to last: a room imports from itself and from the rooms before it.
 ORDER = (
-    *("errors", "settings", "problem", "machine", "formats", "policy", "jit", "backends", "trust", "dispatch"),
-    *("tune", "run", "models", "checkpoints", "graphs", "integrations", "benchmark", "cli"),
+    *("errors", "settings", "strict_toml", "problem", "machine", "formats", "policy", "jit", "backends", "trust"),
+    *("dispatch", "tune", "run", "models", "checkpoints", "graphs", "integrations", "benchmark", "cli"),
 )
 PATHS_FOR_OTHERS = {"linear": "models", "decision": "problem"}  # one-line modules that re-export from a room
 PLACE = {
@@ -28,7 +28,8 @@ PLACE = {
 TORCH_FREE = (
     *("settings", "problem", "problem.arch", "problem.decision", "problem.measurement", "machine.system"),
     *("policy.resolve", "policy.rules", "policy.capability", "backends.registry", "jit.store.records"),
-    *("trust.quarantine", "dispatch.tuned", "dispatch.choose", "dispatch.whatif"),
+    *("trust.quarantine", "trust.facts", "trust.verdict"),
+    *("dispatch.tuned", "dispatch.choose", "dispatch.whatif"),
 )
 VERSION = "fp4dispatch.__version__"  # a constant that anyone may name, e.g. in a cache key
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -263,7 +263,7 @@ def test_one_candidate_is_no_choice_and_nothing_is_stored(machine, monkeypatch):
     engine = Clock()
     made = tune(engine=engine)
     assert (made.timings, engine.recorded) == ((), [])
-    assert not tuned.folder().exists()
+    assert not tuned.store.folder().exists()
 
 
 def test_on_a_cpu_nothing_is_measured(machine):
@@ -287,7 +287,7 @@ def test_everything_is_given_back_after_an_error_too(machine, monkeypatch):
         tune()
     gc.collect()
     assert all(len(machine[name].released) == 1 for name in ("first", "second", "third"))
-    assert not tuned.folder().exists()
+    assert not tuned.store.folder().exists()
 
 
 def test_refused_during_capture(machine, monkeypatch):
@@ -333,7 +333,7 @@ def test_warmup_tunes_each_shape_and_bucket_once_and_binds_anew(machine, model, 
     )
     assert warmup(model, tokens=[3, 4, 16], tune=True) == 3
     assert tuned_problems == [3, 4, 16]
-    assert len(list(tuned.folder().iterdir())) == 2  # 3 and 4 are one bucket
+    assert len(list(tuned.store.folder().iterdir())) == 2  # 3 and 4 are one bucket
     text = (
         "first (fp8) up to M=2, then second (fp8) up to M=4, then first (fp8) up to M=8, then second (fp8) up to M=16"
     )
@@ -380,7 +380,7 @@ def test_layers_whose_backend_is_named_are_left_alone(machine, model):
         layer._forget()
     warmup(model, tokens=[16], tune=True)
     assert chosen(model) == ["third (fp8)"] * 2
-    assert not tuned.folder().exists()
+    assert not tuned.store.folder().exists()
 
 
 def test_results_do_not_change_with_the_choice(machine, model):
