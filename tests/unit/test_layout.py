@@ -131,6 +131,12 @@ def test_only_the_prober_imports_nvml(name):
     assert bool(uses) == (name == "machine.nvml")
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_only_the_strict_reader_reads_toml(name):
+    uses = [t for t in imports(MODULES[name]) if t.split(".")[0] in ("tomllib", "tomli")]
+    assert bool(uses) == (name == "strict_toml")
+
+
 def reached(name: str) -> set[str]:
     """Everything that importing a module imports, ours by module and others' by name."""
     seen: set[str] = set()
