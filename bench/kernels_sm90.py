@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from graphs import capture, microseconds
 from torch import Tensor
 
 from fp4dispatch import formats, jit
@@ -108,32 +108,9 @@ def worst_tile(d: Tensor, exact: Tensor) -> float:
     return float((norms(d.float() - exact) / norms(exact)).nan_to_num(nan=math.inf).max())
 
 
-def capture(call: Callable[[int], Any], copies: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph of calls on every copy in turn, and how many."""
-    calls = copies * max(1, math.ceil(8 / copies))
-    for i in range(2):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i % copies)
-    return graph, calls
-
-
-def microseconds(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]]) -> dict[str, float]:
-    """Replay the graphs in turn; return the median time of one call of each."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(ROUNDS + 2):
-        for name, (graph, calls) in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
+def calls_of(copies: int) -> int:
+    """Calls of a replay: a multiple of the copies, at least 8."""
+    return copies * max(1, math.ceil(8 / copies))
 
 
 def bench_gemms() -> list[dict[str, Any]]:
@@ -148,7 +125,7 @@ def bench_gemms() -> list[dict[str, Any]]:
         weights = Weights(n, k)
         for m in M:
             x = torch.randn(m, k, device="cuda")
-            graphs, wrong, errors, alive = {}, {}, {}, []  # a graph does not own the memory that it uses
+            graphs, wrong, errors = {}, {}, {}
             for name, make in methods.items():
                 call, d, exact = make(weights, x)
                 call(0)
@@ -156,10 +133,10 @@ def bench_gemms() -> list[dict[str, Any]]:
                 if errors[name] > TILE_ERROR:
                     wrong[name] = errors[name]
                 else:
-                    graphs[name] = capture(call, weights.copies)
-                    alive.append(call)
+                    graphs[name] = capture(call, weights.copies, calls_of(weights.copies))
                 del exact
-            rows.append({"n": n, "k": k, "m": m, "us": microseconds(graphs), "wrong": wrong, "tile_error": errors})
+            us = microseconds(graphs, ROUNDS, warmup=2)
+            rows.append({"n": n, "k": k, "m": m, "us": us, "wrong": wrong, "tile_error": errors})
             print(table_row(rows[-1]), flush=True)
     return rows
 
@@ -189,7 +166,8 @@ def bench_quantizers() -> list[dict[str, Any]]:
                 "fp8 1x128": lambda i, xs=xs, q=q, block=block: fp8.fp8_quantize_1x128(xs[i], q, block, False),
                 "nvfp4": lambda i, xs=xs, one=one, p=packed, sf=sf: nvfp4.nvfp4_quantize(xs[i], one, p, sf, False),
             }
-            us = microseconds({name: capture(call, copies) for name, call in calls.items()})
+            recorded = {name: capture(call, copies, calls_of(copies)) for name, call in calls.items()}
+            us = microseconds(recorded, ROUNDS, warmup=2)
             rows.append({"m": m, "k": k, "us": us})
             print(f"quantise M={m} K={k}: " + ", ".join(f"{name} {t:.1f}" for name, t in us.items()), flush=True)
     return rows

@@ -14,9 +14,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+K = TypeVar("K")
 Call = Callable[[int], object]
 """One call of a method, on copy ``i`` of its weights."""
 Replay = Callable[[], float]
@@ -90,14 +92,14 @@ def calls_for(copies: int, floor_us: float | None, eager_us: float, replay_us: f
 
 
 def take_turns(
-    replays: Mapping[str, Replay],
-    calls: Mapping[str, int],
+    replays: Mapping[K, Replay],
+    calls: Mapping[K, int],
     *,
     rounds: int = 15,
     least: int = 5,
     warmup: int = 2,
     limit_us: float = 2e6,
-) -> dict[str, Sample]:
+) -> dict[K, Sample]:
     """Replay every method once a round and return the time of one call of each.
 
     Whoever goes first in a round goes last in the next, so that no method always follows the same one.
@@ -111,12 +113,12 @@ def take_turns(
         rounds go before and do not count.
     """
     names = list(replays)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[K, list[float]] = {name: [] for name in names}
     took = 0.0
     for _ in range(warmup):
         took = sum(replays[name]() for name in names)
     if took > 0:
-        rounds = max(least, min(rounds, int(limit_us / took)))
+        rounds = max(least, int(min(rounds, limit_us / took)))
     for turn in range(rounds):
         start = turn % max(len(names), 1)
         for name in names[start:] + names[:start]:
