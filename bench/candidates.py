@@ -30,6 +30,7 @@ from fp4dispatch.backends import registry  # noqa: E402
 from fp4dispatch.backends.base import Backend  # noqa: E402
 from fp4dispatch.benchmark import machine  # noqa: E402
 from fp4dispatch.dispatch import choose, tuned  # noqa: E402
+from fp4dispatch.dispatch.explain import explain  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
 from fp4dispatch.trust import canary, quarantine, selfcheck  # noqa: E402
 from fp4dispatch.trust.verdict import CheckResult  # noqa: E402
@@ -58,7 +59,7 @@ def candidates(device: torch.device) -> list[dict[str, Any]]:
     gpu = device.index
     for op, scaling in KINDS:
         problem = Problem(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
-        decision = choose.explain(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
+        decision = explain(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
         for verdict in decision.verdicts:
             backend = registry.backends().get(verdict.backend)
             row: dict[str, Any] = {"op": op, "scaling": scaling, "backend": verdict.backend}

@@ -253,8 +253,8 @@ def run(rank, world):
     patches = [
         mock.patch.object(registry, "backends", side_effect=lambda: world.backends),
         mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-        mock.patch.object(choose._capture, "is_capturing", return_value=False),
-        mock.patch.object(choose._system, "current", current),
+        mock.patch("fp4dispatch.machine.capture.is_capturing", return_value=False),
+        mock.patch("fp4dispatch.machine.system.current", current),
         mock.patch.object(selfcheck, "trusted", lambda name, p, system, device: real(name, p, system, "cpu")),
         mock.patch.object(routes, "gpu_of", return_value=0),
         mock.patch.object(routes, "_plans", {}),

@@ -11,6 +11,7 @@ from bench.candidates import LIMIT_MS
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
@@ -213,7 +214,7 @@ def test_auto_passes_over_a_wrong_backend_and_remembers(monkeypatch):
     quarantine.reset()
     choose.reset()
     monkeypatch.setattr(selfcheck, "check", lambda *a, **k: pytest.fail("checked again"))
-    assert choose.explain("fp8_gemm", 16, 256, 256, scaling="row", activation="fp8").backend == decision.backend
+    assert explain("fp8_gemm", 16, 256, 256, scaling="row", activation="fp8").backend == decision.backend
 
 
 def test_refused_while_a_graph_is_captured():

@@ -10,6 +10,7 @@ from torch import nn
 
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
@@ -38,7 +39,7 @@ def apart(tmp_path, monkeypatch):
 
 
 def candidates(scaling="row"):
-    decision = choose.explain("fp8_gemm", 16, N, K, scaling=scaling)
+    decision = explain("fp8_gemm", 16, N, K, scaling=scaling)
     return [v.backend for v in decision.verdicts if v.accepted and getattr(registry.backends()[v.backend], "auto", 0)]
 
 

@@ -29,7 +29,7 @@ TORCH_FREE = (
     *("settings", "problem", "problem.arch", "problem.decision", "problem.measurement", "machine.system"),
     *("policy.resolve", "policy.rules", "policy.capability", "backends.registry", "jit.store.records"),
     *("trust.quarantine", "trust.facts", "trust.verdict"),
-    *("dispatch.tuned", "dispatch.choose", "dispatch.whatif"),
+    *(f"dispatch.{name}" for name in ("choose", "explain", "here", "report", "request", "tuned", "whatif")),
 )
 VERSION = "fp4dispatch.__version__"  # a constant that anyone may name, e.g. in a cache key
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -11,6 +11,7 @@ import pytest
 
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.jit.store import records
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import DeclaredBackend
@@ -36,7 +37,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "backends", lambda: backends)
 
     def use(system):
-        monkeypatch.setattr(choose._system, "current", lambda: system)
+        monkeypatch.setattr("fp4dispatch.machine.system.current", lambda: system)
 
     use(HERE)
     for forget in (tuned.reset, choose.reset, quarantine.reset):
@@ -79,12 +80,12 @@ def test_auto_uses_it_in_this_and_in_later_processes():
 
 def test_explain_shows_it_here_and_never_for_another_machine():
     store()
-    here = choose.explain("nvfp4_gemm", 11, 4096, 4096)
+    here = explain("nvfp4_gemm", 11, 4096, 4096)
     assert (here.backend, here.rule.id) == ("cudnn", "tuned")
     assert "measured 20.0 us" in str(here)
-    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, arch="10.0", **FACTS).backend == "cutlass"
-    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, system=HERE).backend == "cutlass"
-    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, backend="cutlass").backend == "cutlass"
+    assert explain("nvfp4_gemm", 11, 4096, 4096, arch="10.0", **FACTS).backend == "cutlass"
+    assert explain("nvfp4_gemm", 11, 4096, 4096, system=HERE).backend == "cutlass"
+    assert explain("nvfp4_gemm", 11, 4096, 4096, backend="cutlass").backend == "cutlass"
 
 
 def test_a_request_is_not_moved(monkeypatch):
@@ -100,7 +101,7 @@ def test_it_is_switched_off_at_once(monkeypatch):
     assert choose.select(PROBLEM).backend == "cudnn"
     monkeypatch.setenv("FP4DISPATCH_TUNED", "off")
     assert choose.select(PROBLEM).backend == "cutlass"
-    assert choose.explain("nvfp4_gemm", 16, 4096, 4096).backend == "cutlass"
+    assert explain("nvfp4_gemm", 16, 4096, 4096).backend == "cutlass"
     monkeypatch.delenv("FP4DISPATCH_TUNED")
     assert choose.select(PROBLEM).backend == "cudnn"
 

@@ -13,6 +13,7 @@ from torch import nn
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.machine.system import System
 from fp4dispatch.models.linear import FP8Linear
@@ -93,7 +94,7 @@ def machine(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(registry, "backends", lambda: backends)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(choose._capture, "is_capturing", lambda: False)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: False)
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
     real = selfcheck.trusted
     monkeypatch.setattr(selfcheck, "trusted", lambda name, problem, system, device: real(name, problem, system, "cpu"))
@@ -103,7 +104,7 @@ def machine(tmp_path, monkeypatch):
         shut = quarantine.quarantined()
         return systems.setdefault(shut, replace(HERE, quarantined=shut))
 
-    monkeypatch.setattr(choose._system, "current", current)
+    monkeypatch.setattr("fp4dispatch.machine.system.current", current)
     monkeypatch.setattr(routes, "gpu_of", lambda device: 0)
     monkeypatch.setattr(routes, "_plans", {})
     forget = (canary.canaries.cache_clear, quarantine.reset, choose.reset, tuned.reset, tuning._engines.clear)
@@ -157,7 +158,7 @@ def test_the_fastest_is_used_from_then_on_and_in_later_processes(machine):
         decision = choose.select(PROBLEM)
         assert (decision.backend, decision.rule.id) == ("second", "tuned")
         assert choose.select(replace(PROBLEM, m=17)).backend == "first"
-        assert "8.0 us" in str(choose.explain("fp8_gemm", 12, 64, 96, scaling="row"))
+        assert "8.0 us" in str(explain("fp8_gemm", 12, 64, 96, scaling="row"))
 
 
 def test_each_candidate_is_timed_on_rotating_copies_in_turns(machine):
@@ -291,7 +292,7 @@ def test_everything_is_given_back_after_an_error_too(machine, monkeypatch):
 
 
 def test_refused_during_capture(machine, monkeypatch):
-    monkeypatch.setattr(choose._capture, "is_capturing", lambda: True)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: True)
     with pytest.raises(CaptureError, match=r"tuning fp8_gemm M=12 .*\n.*warmup\(model, tokens=\[12\], tune=True\)"):
         tune()
 
