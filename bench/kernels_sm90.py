@@ -24,6 +24,7 @@ from torch import Tensor
 from fp4dispatch import formats, jit
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem.arch import Arch
+from fp4dispatch.trust.tilecheck import worst_tile
 
 SM90 = Arch(9, 0)
 NK = ((6144, 4096), (28672, 4096), (4096, 14336))
@@ -96,18 +97,6 @@ def bf16_mm(weights: Weights, x: Tensor) -> tuple[Callable[[int], Any], Tensor, 
     return lambda i: torch.mm(a, weights.bf16[i].t(), out=d), d, exact
 
 
-def worst_tile(d: Tensor, exact: Tensor) -> float:
-    """Return the largest relative error (Frobenius norm) of a 128x128 tile; NaN counts as infinite."""
-    rows, columns = (formats.round_up(size, 128) for size in d.shape)
-
-    def norms(x: Tensor) -> Tensor:
-        padded = x.new_zeros(rows, columns)
-        padded[: x.shape[0], : x.shape[1]] = x
-        return padded.view(rows // 128, 128, columns // 128, 128).square().sum(dim=(1, 3)).sqrt()
-
-    return float((norms(d.float() - exact) / norms(exact)).nan_to_num(nan=math.inf).max())
-
-
 def calls_of(copies: int) -> int:
     """Calls of a replay: a multiple of the copies, at least 8."""
     return copies * max(1, math.ceil(8 / copies))
@@ -129,7 +118,7 @@ def bench_gemms() -> list[dict[str, Any]]:
             for name, make in methods.items():
                 call, d, exact = make(weights, x)
                 call(0)
-                errors[name] = worst_tile(d, exact)
+                errors[name] = worst_tile(d, exact).error
                 if errors[name] > TILE_ERROR:
                     wrong[name] = errors[name]
                 else:

@@ -132,6 +132,13 @@ def test_only_the_prober_imports_nvml(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_only_ranks_talks_to_other_ranks(name):
+    uses = [t for t in imports(MODULES[name]) if t.startswith("torch.distributed")]
+    uses += [n for n in ast.walk(MODULES[name]) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
+    assert bool(uses) == (name == "machine.ranks")
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_only_the_strict_reader_reads_toml(name):
     uses = [t for t in imports(MODULES[name]) if t.split(".")[0] in ("tomllib", "tomli")]
     assert bool(uses) == (name == "strict_toml")
