@@ -24,7 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from kernels_w4 import COPY_BYTES_PER_US, METHOD, capture, microseconds, watched
+from graphs import capture, microseconds, watched
+from kernels_w4 import COPY_BYTES_PER_US, METHOD
 from torch import Tensor
 
 from fp4dispatch import formats, jit

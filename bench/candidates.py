@@ -29,9 +29,10 @@ from fp4dispatch.backends import registry  # noqa: E402
 from fp4dispatch.backends.base import Backend  # noqa: E402
 from fp4dispatch.benchmark import machine, records  # noqa: E402
 from fp4dispatch.dispatch import choose, tuned  # noqa: E402
+from fp4dispatch.dispatch.explain import explain  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
 from fp4dispatch.trust import canary, quarantine, selfcheck  # noqa: E402
-from fp4dispatch.trust.quarantine import CheckResult  # noqa: E402
+from fp4dispatch.trust.verdict import CheckResult  # noqa: E402
 from fp4dispatch.tune import tuning  # noqa: E402
 from tests.planted import FAULTS, HONEST, ONLY_WITH  # noqa: E402
 
@@ -57,7 +58,7 @@ def candidates(device: torch.device) -> list[dict[str, Any]]:
     gpu = device.index
     for op, scaling in KINDS:
         problem = Problem(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
-        decision = choose.explain(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
+        decision = explain(op, 16, 4096, 4096, scaling=scaling)  # type: ignore[arg-type]
         for verdict in decision.verdicts:
             backend = registry.backends().get(verdict.backend)
             row: dict[str, Any] = {"op": op, "scaling": scaling, "backend": verdict.backend}
@@ -249,8 +250,8 @@ def main() -> int:
     facts = machine.facts(card, arguments.commit)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
-        quarantine.folder = lambda: Path(folder) / quarantine.FOLDER  # type: ignore[assignment]
-        tuned.folder = lambda: Path(folder) / tuned.FOLDER  # type: ignore[assignment]
+        quarantine.store.folder = lambda: Path(folder) / "selfcheck"  # type: ignore[assignment]
+        tuned.store.folder = lambda: Path(folder) / "tuning"  # type: ignore[assignment]
         torch.zeros(1, device=card.device)
         parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
             "candidates": lambda: candidates(card.device),

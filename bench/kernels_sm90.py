@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from graphs import capture, microseconds
 from torch import Tensor
 
 from fp4dispatch import formats, jit
 from fp4dispatch.benchmark import machine, records
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem.arch import Arch
+from fp4dispatch.trust.tilecheck import worst_tile
 
 SM90 = Arch(9, 0)
 NK = ((6144, 4096), (28672, 4096), (4096, 14336))
@@ -95,44 +96,9 @@ def bf16_mm(weights: Weights, x: Tensor) -> tuple[Callable[[int], Any], Tensor, 
     return lambda i: torch.mm(a, weights.bf16[i].t(), out=d), d, exact
 
 
-def worst_tile(d: Tensor, exact: Tensor) -> float:
-    """Return the largest relative error (Frobenius norm) of a 128x128 tile; NaN counts as infinite."""
-    rows, columns = (formats.round_up(size, 128) for size in d.shape)
-
-    def norms(x: Tensor) -> Tensor:
-        padded = x.new_zeros(rows, columns)
-        padded[: x.shape[0], : x.shape[1]] = x
-        return padded.view(rows // 128, 128, columns // 128, 128).square().sum(dim=(1, 3)).sqrt()
-
-    return float((norms(d.float() - exact) / norms(exact)).nan_to_num(nan=math.inf).max())
-
-
-def capture(call: Callable[[int], Any], copies: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph of calls on every copy in turn, and how many."""
-    calls = copies * max(1, math.ceil(8 / copies))
-    for i in range(2):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i % copies)
-    return graph, calls
-
-
-def microseconds(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]]) -> dict[str, float]:
-    """Replay the graphs in turn; return the median time of one call of each."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for turn in range(ROUNDS + 2):
-        for name, (graph, calls) in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
+def calls_of(copies: int) -> int:
+    """Calls of a replay: a multiple of the copies, at least 8."""
+    return copies * max(1, math.ceil(8 / copies))
 
 
 def bench_gemms() -> list[dict[str, Any]]:
@@ -147,18 +113,18 @@ def bench_gemms() -> list[dict[str, Any]]:
         weights = Weights(n, k)
         for m in M:
             x = torch.randn(m, k, device="cuda")
-            graphs, wrong, errors, alive = {}, {}, {}, []  # a graph does not own the memory that it uses
+            graphs, wrong, errors = {}, {}, {}
             for name, make in methods.items():
                 call, d, exact = make(weights, x)
                 call(0)
-                errors[name] = worst_tile(d, exact)
+                errors[name] = worst_tile(d, exact).error
                 if errors[name] > TILE_ERROR:
                     wrong[name] = errors[name]
                 else:
-                    graphs[name] = capture(call, weights.copies)
-                    alive.append(call)
+                    graphs[name] = capture(call, weights.copies, calls_of(weights.copies))
                 del exact
-            rows.append({"n": n, "k": k, "m": m, "us": microseconds(graphs), "wrong": wrong, "tile_error": errors})
+            us = microseconds(graphs, ROUNDS, warmup=2)
+            rows.append({"n": n, "k": k, "m": m, "us": us, "wrong": wrong, "tile_error": errors})
             print(table_row(rows[-1]), flush=True)
     return rows
 
@@ -188,7 +154,8 @@ def bench_quantizers() -> list[dict[str, Any]]:
                 "fp8 1x128": lambda i, xs=xs, q=q, block=block: fp8.fp8_quantize_1x128(xs[i], q, block, False),
                 "nvfp4": lambda i, xs=xs, one=one, p=packed, sf=sf: nvfp4.nvfp4_quantize(xs[i], one, p, sf, False),
             }
-            us = microseconds({name: capture(call, copies) for name, call in calls.items()})
+            recorded = {name: capture(call, copies, calls_of(copies)) for name, call in calls.items()}
+            us = microseconds(recorded, ROUNDS, warmup=2)
             rows.append({"m": m, "k": k, "us": us})
             print(f"quantise M={m} K={k}: " + ", ".join(f"{name} {t:.1f}" for name, t in us.items()), flush=True)
     return rows

@@ -11,13 +11,10 @@ each read what the one before wrote. Then times: a CUDA graph of launches on rot
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import math
-import os
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +23,7 @@ from typing import Any
 
 import torch
 import tvm_ffi
+from graphs import capture, microseconds, watched
 from torch import Tensor
 
 from fp4dispatch import formats
@@ -145,22 +143,6 @@ class Weight:
 SMALL = Kernel("w4a16_small", "w4a16_small", small_shapes, SMALL_TILES, Weight)
 
 
-@contextlib.contextmanager
-def watched(what: object) -> Iterator[None]:
-    """End the process, with a word on why, where a kernel does not come back: the GPU would be lost to the rest."""
-
-    def give_up() -> None:
-        print(f"HANGS: {what}", flush=True)
-        os._exit(3)
-
-    timer = threading.Timer(25, give_up)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def worst_tiles(out: Tensor, exact: Tensor, magnitude: Tensor) -> tuple[int, int]:
     """Return (tiles of 128 x 128 with any element wrong, all tiles); NaN is wrong.
 
@@ -272,41 +254,6 @@ def check_kernel(kernel: Kernel, module: Any, name: str, sm90: bool) -> dict[str
             faults.append(f"chain M={m}: {fault}")
     print(f"check {kernel.name} {name}: {count - len(faults)} of {count} right", *faults[:12], sep="\n  ", flush=True)
     return {"kernel": kernel.name, "build": name, "problems": count, "faults": faults}
-
-
-@functools.cache
-def capture_stream() -> torch.cuda.Stream:
-    """Where graphs are captured."""
-    return torch.cuda.Stream()
-
-
-def capture(call: Call, copies: int, calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph of calls on every copy in turn, and how many."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(capture_stream()):  # torch.cuda.graph empties caches each time: too slow for a sweep
-        graph.capture_begin()
-        for i in range(calls):
-            call(i % copies)
-        graph.capture_end()
-    return graph, calls
-
-
-def microseconds(graphs: dict[Any, tuple[torch.cuda.CUDAGraph, int]], rounds: int) -> dict[Any, float]:
-    """Replay the graphs in turn; return the median time of one call of each."""
-    times: dict[Any, list[float]] = {name: [] for name in graphs}
-    for turn in range(rounds + 1):
-        for name, (graph, calls) in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            with watched(f"timing {name}"):
-                end.synchronize()
-            if turn >= 1:
-                times[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 @dataclass

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import tvm_ffi
-from kernels_w4 import COLD_BYTES, METHOD, NK, Weight, capture, microseconds, watched
+from graphs import capture, microseconds, watched
+from kernels_w4 import COLD_BYTES, METHOD, NK, Weight
 from kernels_w4_large_check import MOST_SPLIT, ONE_SIGN_ERROR, FewTokens, Operand, check_everything
 from torch import Tensor
 

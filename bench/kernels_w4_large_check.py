@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from kernels_w4 import DTYPES, Weight, watched
+from graphs import watched
+from kernels_w4 import DTYPES, Weight
 from torch import Tensor
 
 from fp4dispatch import formats

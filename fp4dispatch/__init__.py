@@ -38,7 +38,8 @@ from fp4dispatch.problem.decision import Decision, Reason, Verdict
 
 if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
     from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
-    from fp4dispatch.dispatch.choose import explain, select
+    from fp4dispatch.dispatch.choose import select
+    from fp4dispatch.dispatch.explain import explain
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
     from fp4dispatch.models.compact_weights import compact
     from fp4dispatch.models.linear import FP4Linear, FP8Linear
@@ -56,7 +57,7 @@ gpu_arch: Arch | None = gpus[0].arch if gpus else None
 
 # Public names that need torch, and the module that each one comes from.
 _LAZY: dict[str, str] = {
-    "explain": "dispatch.choose",
+    "explain": "dispatch.explain",
     "select": "dispatch.choose",
     "fp8_dequantize": "formats",
     "nvfp4_dequantize": "formats",

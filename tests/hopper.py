@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch import choose, here
 from fp4dispatch.machine.system import System
 from fp4dispatch.run import routes
 
@@ -17,8 +17,8 @@ HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5
 @contextlib.contextmanager
 def seems_to_be_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let choices be made for HOPPER, with what the settings allow, and leave none of them and no plan behind."""
-    monkeypatch.setattr(choose, "_on", lambda machine, gpu: choose._allowed(HOPPER))
-    monkeypatch.setattr(choose, "_arch", lambda machine, gpu: HOPPER.arch)
+    monkeypatch.setattr(here, "seen_from", lambda facts, gpu: here.allowed(HOPPER))
+    monkeypatch.setattr(here, "arch_on", lambda facts, gpu: HOPPER.arch)
     monkeypatch.setattr(routes, "_plans", {})
     monkeypatch.delenv("FP4DISPATCH_FP8_COPY", raising=False)
     choose.reset()

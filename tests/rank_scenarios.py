@@ -187,7 +187,7 @@ def tuned_times_differ(world):
     world.backends["second"].us = 2.0 if world.rank == 0 else 9.9  # median 5.95
     world.backends["third"].us = 4.0 if world.rank == 0 else 5.0  # median 4.5
     warmup(world.model, tokens=[16], tune=True)
-    stored = sorted(path.read_text() for path in tuned.folder().glob("*.json"))
+    stored = sorted(path.read_text() for path in tuned.store.folder().glob("*.json"))
     return world.outcome() | {"stored": stored}
 
 
@@ -253,8 +253,8 @@ def run(rank, world):
     patches = [
         mock.patch.object(registry, "backends", side_effect=lambda: world.backends),
         mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-        mock.patch.object(choose._capture, "is_capturing", return_value=False),
-        mock.patch.object(choose._system, "current", current),
+        mock.patch("fp4dispatch.machine.capture.is_capturing", return_value=False),
+        mock.patch("fp4dispatch.machine.system.current", current),
         mock.patch.object(selfcheck, "trusted", lambda name, p, system, device: real(name, p, system, "cpu")),
         mock.patch.object(routes, "gpu_of", return_value=0),
         mock.patch.object(routes, "_plans", {}),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fp4dispatch.benchmark.methods import Card
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Problem
@@ -95,7 +96,7 @@ def calls(card: Card) -> dict[str, Call]:
     problem = Problem("nvfp4_gemm", 1, SIDE, SIDE)
     gpu = card.device.index if card.device.type == "cuda" else None
     found[LOOKUP] = lambda i: choose.select(problem, gpu=gpu)
-    found[RESOLVE] = lambda i: choose.explain("nvfp4_gemm", 1, SIDE, SIDE)
+    found[RESOLVE] = lambda i: explain("nvfp4_gemm", 1, SIDE, SIDE)
     return found
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4dispatch import strict_toml
 from fp4dispatch.errors import FlagsError, InputError
-from fp4dispatch.jit.catalog import strict_toml
 from fp4dispatch.settings import did_you_mean
 
 FILE = Path(__file__).with_name("shapes.toml")

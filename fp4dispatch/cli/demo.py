@@ -6,10 +6,11 @@ import argparse
 import json
 import time
 from dataclasses import asdict, dataclass
-from importlib import resources, util
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch import strict_toml
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import installing
 from fp4dispatch.machine.progress import Progress
@@ -144,14 +145,10 @@ def _device(text: str | None) -> torch.device:
 
 def sentence_pairs() -> list[tuple[str, str]]:
     """Return the built-in pairs, from close paraphrase to unrelated."""
-    import sys
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    text = resources.files("fp4dispatch.cli").joinpath("demo_pairs.toml").read_text(encoding="utf-8")
-    return [(first, second) for first, second in tomllib.loads(text)["pairs"]]
+    file = Path(__file__).with_name("demo_pairs.toml")
+    table = strict_toml.load(file)
+    strict_toml.check(str(file), table, {"pairs": list})
+    return [(first, second) for first, second in table["pairs"]]
 
 
 def model_dir() -> Path:

@@ -43,7 +43,7 @@ for name, backend in registry.plugins(importlib.metadata.entry_points(group=regi
     broken = isinstance(backend, registry.BrokenBackend)
     out["plugins"][name] = backend.reason.text if broken else None
 try:
-    import fp4dispatch.dispatch.choose  # tells system.current() what is proven, on which verdicts depend
+    import fp4dispatch.dispatch.here  # tells system.current() what is proven, on which verdicts depend
     from fp4dispatch.machine import system
     from fp4dispatch.trust import selfcheck
     out["verdicts"] = [{"text": v.text(), "findings": v.findings, "status": v.status, "backend": v.backend}
@@ -100,7 +100,7 @@ def gather() -> Facts:
             values=values,
             cache_dir=default_folder(),
             distributions=frozenset(name.lower() for name in names if name),
-            selfcheck_folder=quarantine.folder(),
+            selfcheck_folder=quarantine.store.folder(),
             selfcheck_off=values["selfcheck"] == "off",
             library_path=environment.get("LD_LIBRARY_PATH", ""),
         )

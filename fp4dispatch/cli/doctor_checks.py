@@ -12,18 +12,17 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from fp4dispatch.cli.doctor_settings import wrong_values
-from fp4dispatch.dispatch import tuned
 from fp4dispatch.jit.store import guard
 from fp4dispatch.jit.store.cache import BUILDING, KERNELS, LOCKS, LOGS
+from fp4dispatch.jit.store.records import FOLDERS
 from fp4dispatch.machine import installing
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import version_of
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.rules import in_range, rules
 from fp4dispatch.problem.arch import KNOWN_ARCHS, SM100, SM103, SM120, SM121, Arch
-from fp4dispatch.trust import quarantine
 
-_STORES = (KERNELS, BUILDING, LOCKS, LOGS, quarantine.FOLDER, tuned.FOLDER)
+_STORES = (KERNELS, BUILDING, LOCKS, LOGS, *FOLDERS)
 _SMALL = 1 << 20
 Status = Literal["ok", "warn", "fail", "skip"]
 

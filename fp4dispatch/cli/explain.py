@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from fp4dispatch.backends import registry
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.problem import ACTIVATIONS, CAPTURE_MODES, OPS, OUT_DTYPES, SCALINGS, SF_LAYOUTS
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the decision; 1 where nothing can run the problem."""
     facts = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _FACTS}
-    decision = choose.explain(
+    decision = explain(
         args.op,
         args.m,
         args.n,

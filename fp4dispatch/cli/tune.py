@@ -65,7 +65,11 @@ def _clear(as_json: bool) -> int:
 
     count = tuned.clear()
     choose.decide_anew()
-    print(json.dumps({"removed": count}) if as_json else f"{count} stored measurements removed from {tuned.folder()}")
+    print(
+        json.dumps({"removed": count})
+        if as_json
+        else f"{count} stored measurements removed from {tuned.store.folder()}"
+    )
     return OK
 
 
@@ -77,7 +81,7 @@ def _list(as_json: bool) -> int:
     if as_json:
         print(json.dumps([_plain(m, None) for m in found], indent=2))
     else:
-        print("\n".join(m.text() for m in found) or f"nothing in {tuned.folder()} holds on this machine")
+        print("\n".join(m.text() for m in found) or f"nothing in {tuned.store.folder()} holds on this machine")
     return OK
 
 

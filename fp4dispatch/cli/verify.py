@@ -28,7 +28,7 @@ from fp4dispatch.machine import system as machine
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
-    from fp4dispatch.trust.quarantine import CheckResult
+    from fp4dispatch.trust.verdict import CheckResult
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 def selfchecks() -> tuple[tuple[CheckResult, ...], str]:
     """Return the verdicts of the self-check that hold on this machine, or why they cannot be known without torch."""
     try:
-        import fp4dispatch.dispatch.choose  # noqa: F401  (tells system.current() what is proven; verdicts depend on it)
+        import fp4dispatch.dispatch.here  # noqa: F401  (tells system.current() what is proven; verdicts depend on it)
         from fp4dispatch.trust import selfcheck
     except ImportError as error:
         return (), f"self-check: not shown, it needs torch ({error})"

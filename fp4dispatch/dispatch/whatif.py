@@ -1,4 +1,4 @@
-"""Machines in words: from a description to facts, and from facts to the command that gives a decision anywhere."""
+"""From the description of a machine to facts, and from facts to an ``explain`` command that runs anywhere. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPANIONS = {"torch": "cuda", "cudnn_frontend": "cudnn", "cutlass": "nvcc"}
 
 
 def default_scaling(op: Op) -> Scaling:
-    """Return the scaling that ``explain`` takes where none is given."""
+    """Return the default scaling of ``explain``."""
     return "nvfp4" if op == "nvfp4_gemm" else "tensor"
 
 
@@ -31,13 +31,12 @@ def what_if(
     proven: bool | Iterable[str],
     quarantined: Iterable[str],
 ) -> System:
-    """Return the facts of a machine that is described, as :func:`explain` does it.
+    """Return the facts of a described machine; arguments as in :func:`~fp4dispatch.dispatch.explain.explain`.
 
     Raises
     ------
     InputError
-        For a proven kernel that no backend runs this op with, a version that is none, or the arch of a GPU that does
-        not exist.
+        For a kernel that this op does not use, an invalid version, or an arch that no GPU has.
     """
     known = kernel_ops(op)
     kernels = known if proven is True else tuple(proven or ())
@@ -58,7 +57,7 @@ def what_if(
 
 
 def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) -> str:
-    """Return the command that gives this decision on any machine with this version of fp4dispatch."""
+    """Return a command that repeats this decision on any machine with this version of fp4dispatch."""
     p = decision.problem
     arch = system.arch.capability if system.arch else ABSENT
     words = ["fp4dispatch", "explain", p.op, "-m", str(p.m), "-n", str(p.n), "-k", str(p.k), "--arch", arch]

@@ -33,7 +33,8 @@ SCHEMA = 2
 _ELF_ARCH = re.compile(r"^arch = (sm_\w+)$", re.MULTILINE)
 _RESOURCES = re.compile(r"^ Function (\S+):\n\s+(.+)$", re.MULTILINE)
 _SPILLS = ("STL", "LDL")  # stores to and loads from local memory
-_PROVER = ("prove.py", "catalog/early_loads.py", "catalog/strict_toml.py", "sass/*.py", "sass/*.toml")
+_PROVER = ("jit/prove.py", "jit/catalog/early_loads.py", "strict_toml.py", "jit/sass/*.py", "jit/sass/*.toml")
+"""The files of the prover, below the package."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def prover_sha256() -> str:
     CacheError
         If a part of the prover is not there.
     """
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     state = hashlib.sha256()
     found = {pattern: sorted(root.glob(pattern)) for pattern in _PROVER}
     if absent := [pattern for pattern, paths in found.items() if not paths]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
@@ -92,7 +92,7 @@ class QuantizedLinear(StateLoading):
             raise InputError(f"dtype={dtype}; need torch.bfloat16, torch.float16 or torch.float32")
         if not all(isinstance(size, int) and not isinstance(size, bool) for size in (in_features, out_features)):
             raise InputError(f"in_features={in_features!r}, out_features={out_features!r}; both need to be int")
-        choose.check_request(self.op, backend)
+        check_request(self.op, backend)
         if in_features < 1 or out_features < 1:
             raise InputError(f"in_features={in_features}, out_features={out_features}; both need to be at least 1")
         self.in_features, self.out_features = in_features, out_features

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.models.fusion import fusion_groups, shared_scale
@@ -212,7 +212,7 @@ def replace_linears(
     _check_types(model, config, include, exclude)
     pick = _picker(config, include, exclude)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
-        choose.check_request(_PROBLEM[str(fmt)][0], backend)
+        check_request(_PROBLEM[str(fmt)][0], backend)
     found = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     if not found:
         kinds = ", ".join(sorted({type(owner).__name__ for _, owner, _ in leftover(model)}))

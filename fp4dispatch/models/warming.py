@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends import registry
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture as _capture
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -121,7 +121,7 @@ def _modes(subjects: _Subjects, capture: CaptureMode | None, m_min: int | None) 
         raise InputError(f"m_min={m_min!r} is not a number of tokens: need an integer of at least 0")
     found: list[tuple[CaptureMode, int]] = []
     for layer, _ in subjects:
-        choose.check_request(layer.op, layer.backend)
+        check_request(layer.op, layer.backend)
         mode = capture or ("full" if layer.capture == "none" else layer.capture)
         found.append((mode, layer.m_min if m_min is None else m_min))
     return found

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from dataclasses import dataclass
-from importlib import resources
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from fp4dispatch import strict_toml
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.problem import ACTIVATIONS, OPS, OUT_DTYPES, SCALINGS, SF_LAYOUTS, Activation, Op
 from fp4dispatch.problem.arch import KNOWN_ARCHS
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+FILE = Path(__file__).with_name("capabilities.toml")
 ANY_ARCH = "any"
 MEASURED = "docs/measurements.md"
 TOOLKIT = "toolkit"
@@ -112,8 +109,7 @@ def parse_version(text: str) -> Version | None:
 @functools.cache
 def catalogue() -> Catalogue:
     """Return the packaged ``capabilities.toml``, read once."""
-    text = resources.files("fp4dispatch.policy").joinpath("capabilities.toml").read_text("utf-8")
-    return load(tomllib.loads(text))
+    return load(strict_toml.load(FILE, error=SettingsError))
 
 
 def load(data: dict[str, Any]) -> Catalogue:
@@ -122,9 +118,10 @@ def load(data: dict[str, Any]) -> Catalogue:
     Raises
     ------
     SettingsError
-        For an unknown key, arch, op, format or fact, an unreadable version, a duplicate, or a missing source.
+        For a key that is missing, unknown or of the wrong type, an unknown arch, op, format or fact, an unreadable
+        version, or a duplicate.
     """
-    keys("capabilities.toml", data, required=("capability", "toolkit"), optional=("alias",))
+    check("capabilities.toml", data, {"capability": list, "toolkit": list}, {"alias": list})
     toolkits = {arch: tk for row in data["toolkit"] for arch, tk in _toolkit(row).items()}
     records = tuple(_capability(row) for row in data["capability"])
     seen: set[tuple[str, ...]] = set()
@@ -159,34 +156,22 @@ def kernel_ops(op: Op) -> tuple[str, ...]:
     return tuple(dict.fromkeys(c.proven_by for c in catalogue().capabilities if c.op == op and c.proof))
 
 
-def keys(where: str, row: dict[str, Any], *, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Refuse a table with a missing or an unknown key (a misspelt key must never be ignored)."""
-    missing = [key for key in required if key not in row]
-    unknown = [key for key in row if key not in (*required, *optional)]
-    if missing or unknown:
-        raise SettingsError(f"{where}: missing keys {missing}, unknown keys {unknown}")
-
-
-def subset(where: str, values: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a list of names as a tuple after checking that it is a non-empty list of known ones."""
-    if not isinstance(values, list) or not values or any(value not in allowed for value in values):
-        raise SettingsError(f"{where}: {values!r} must be a list of {', '.join(allowed)}")
-    return tuple(values)
+check = functools.partial(strict_toml.check, error=SettingsError)
+subset = functools.partial(strict_toml.names, error=SettingsError)
 
 
 def provenance(where: str, row: dict[str, Any]) -> tuple[str, str]:
-    """Return the source (a URL, or this project's own measurements) and the date it was checked."""
-    source, checked = row["source"], str(row["checked"])
-    if not str(source).startswith("https://") and source != MEASURED:
+    """Return the source (a URL, or this project's own measurements) and the date it was checked, ISO."""
+    source: str = row["source"]
+    checked: date = row["checked"]
+    if not source.startswith("https://") and source != MEASURED:
         raise SettingsError(f"{where}: source {source!r} is neither a https URL nor {MEASURED}")
-    if len(checked) != 10 or checked[4] != "-":
-        raise SettingsError(f"{where}: checked {checked!r} is not a date")
-    return source, checked
+    return source, checked.isoformat()
 
 
 def _toolkit(row: dict[str, Any]) -> dict[str, Toolkit]:
     where = "capabilities.toml: toolkit"
-    keys(where, row, required=("archs", "cuda", "nvcc", "source", "checked"))
+    check(where, row, {"archs": list, "cuda": str, "nvcc": str, "source": str, "checked": date})
     for key in ("cuda", "nvcc"):
         if parse_version(row[key]) is None:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a version")
@@ -197,24 +182,16 @@ def _toolkit(row: dict[str, Any]) -> dict[str, Toolkit]:
 
 def _capability(row: dict[str, Any]) -> Capability:
     where = f"capabilities.toml: {row.get('backend')} {row.get('op')}"
-    keys(
-        where,
-        row,
-        required=("backend", "op", "archs", "activations", "scalings", "out_dtypes", "source", "checked"),
-        optional=(
-            *("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw"),
-            *PROPERTIES,
-        ),
-    )
+    lists, switches = ("archs", "activations", "scalings", "out_dtypes"), ("compiles", "proof", "raw", *PROPERTIES)
+    required = {**dict.fromkeys(("backend", "op", "source"), str), "checked": date, **dict.fromkeys(lists, list)}
+    sizes, others = ("n_multiple", "k_multiple"), {"sf_layouts": list, "requires": list, "kernel_op": str}
+    check(where, row, required, {**dict.fromkeys(sizes, int), **dict.fromkeys(switches, bool), **others})
     source, checked = provenance(where, row)
-    for key in ("n_multiple", "k_multiple"):
-        if not isinstance(row.get(key, 1), int) or row.get(key, 1) < 1:
+    for key in sizes:
+        if row.get(key, 1) < 1:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a positive integer")
-    if "kernel_op" in row and not (row.get("proof") and isinstance(row["kernel_op"], str)):
+    if "kernel_op" in row and not row.get("proof"):
         raise SettingsError(f"{where}: kernel_op is the op of the kernels whose proof counts, and belongs to proof")
-    for switch in ("raw", "tma_from_live_m"):
-        if not isinstance(row.get(switch, True), bool):
-            raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
     if (row["op"] == "nvfp4_gemm") != ("sf_layouts" in row):
         raise SettingsError(f"{where}: sf_layouts belongs to nvfp4_gemm, and is needed there")
     return Capability(
@@ -239,7 +216,7 @@ def _capability(row: dict[str, Any]) -> Capability:
 
 
 def _requirement(where: str, row: dict[str, Any]) -> Requirement:
-    keys(where, row, required=("what", "min"))
+    check(where, row, {"what": str, "min": str})
     what = subset(where, [row["what"]], FACTS)[0]
     if row["min"] != TOOLKIT and parse_version(row["min"]) is None:
         raise SettingsError(f"{where}: {what} {row['min']!r} is not a version")
@@ -247,5 +224,5 @@ def _requirement(where: str, row: dict[str, Any]) -> Requirement:
 
 
 def _alias(row: dict[str, Any]) -> Alias:
-    keys("capabilities.toml: alias", row, required=("name", "backend", "note"))
+    check("capabilities.toml: alias", row, dict.fromkeys(("name", "backend", "note"), str))
     return Alias(row["name"], row["backend"], row["note"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import operator
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
+from datetime import date
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.version import Version
 
+from fp4dispatch import strict_toml
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import version_of
@@ -21,8 +22,8 @@ from fp4dispatch.policy.catalogue import (
     PROPERTIES,
     SM,
     catalogue,
+    check,
     having,
-    keys,
     parse_version,
     provenance,
     subset,
@@ -32,11 +33,7 @@ from fp4dispatch.problem import m_bucket as power_of_two
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.problem.decision import ReasonCode, RuleHit
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+FILE = Path(__file__).with_name("rules.toml")
 DENY_CODES: tuple[str, ...] = ("DENIED", "UNPROVEN", "CAPTURE")
 
 _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
@@ -184,7 +181,7 @@ def _work(problem: Problem) -> int:
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """Return the packaged rules, read once, in the file's order."""
-    return load(tomllib.loads(resources.files("fp4dispatch.policy").joinpath("rules.toml").read_text("utf-8")))
+    return load(strict_toml.load(FILE, error=SettingsError))
 
 
 def load(data: dict[str, Any]) -> tuple[Rule, ...]:
@@ -193,10 +190,10 @@ def load(data: dict[str, Any]) -> tuple[Rule, ...]:
     Raises
     ------
     SettingsError
-        For an unknown key, verb, arch, op or backend, an unreadable version range, a bound that is no size, a
-        duplicate id, or a missing reason, source or date.
+        For a key that is missing, unknown or of the wrong type, an unknown verb, arch, op or backend, an unreadable
+        version range, a bound that is no size, a duplicate id, or an empty reason.
     """
-    keys("policy/rules.toml", data, required=("rule",))
+    check("policy/rules.toml", data, {"rule": list})
     found = tuple(_rule(row) for row in data["rule"])
     ids = [rule.id for rule in found]
     if len(set(ids)) != len(ids):
@@ -208,17 +205,17 @@ def load(data: dict[str, Any]) -> tuple[Rule, ...]:
 
 def _rule(row: dict[str, Any]) -> Rule:
     where = f"policy/rules.toml: rule {row.get('id')!r}"
-    keys(
+    check(
         where,
         row,
-        required=("id", "verb", "because", "source", "checked", "when"),
-        optional=("backends", "having", "others", "code", "fix"),
+        {**dict.fromkeys(("id", "verb", "because", "source"), str), "checked": date, "when": dict},
+        {"backends": list, "having": str, "others": dict, "code": str, "fix": str},
     )
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
         raise SettingsError(f"{where}: the id must be lower-case words joined by -")
     if row["verb"] not in ("deny", "prefer"):
         raise SettingsError(f"{where}: verb {row['verb']!r} is neither deny nor prefer")
-    if not str(row["because"]).strip():
+    if not row["because"].strip():
         raise SettingsError(f"{where}: because is empty")
     if row["verb"] == "prefer" and "code" in row:
         raise SettingsError(f"{where}: code belongs to deny rules")
@@ -260,16 +257,14 @@ def _whom(where: str, row: dict[str, Any]) -> tuple[str, ...]:
 
 def _when(where: str, row: dict[str, Any]) -> When:
     names = {"archs": SM, "ops": OPS, "scalings": SCALINGS, "captures": CAPTURE_MODES}
-    keys(where, row, required=(), optional=(*names, *_SIZES, *_SWITCHES, *FACTS))
+    kinds = {**dict.fromkeys(names, list), **dict.fromkeys(_SIZES, int), **dict.fromkeys(_SWITCHES, bool)}
+    check(where, row, {}, {**kinds, **dict.fromkeys(FACTS, str)})
     if not row:
         raise SettingsError(f"{where}: when is empty; a rule that always holds is a default, not a rule")
     for bound, least in _SIZES.items():
         size = row.get(bound, least)
-        if type(size) is not int or size < least:
+        if size < least:
             raise SettingsError(f"{where}: {bound} {size!r} is not {'a positive integer' if least else 'a size'}")
-    for switch in _SWITCHES:
-        if not isinstance(row.get(switch, True), bool):
-            raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
     for what in FACTS:
         if what in row:
             parse_range(row[what])

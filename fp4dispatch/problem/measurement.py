@@ -22,13 +22,13 @@ FLOOR = 0.02
 EXACTNESS: dict[Activation, int] = {"nvfp4": 0, "fp8": 1, "bf16": 2}
 """Speed never moves a layer to a coarser activation format than the rules chose; to a finer one it may."""
 
+SCHEMA = 1
 _ROUNDED = 3
-_SCHEMA = 1
 
 
 def name_of(problem: Problem, facts: Mapping[str, str]) -> str:
     """Return the name of a measurement. How a kernel is launched later does not count: it takes the same time."""
-    subject = [_SCHEMA, list(astuple(replace(problem, capture="none", m_min=1))), sorted(facts.items())]
+    subject = [SCHEMA, list(astuple(replace(problem, capture="none", m_min=1))), sorted(facts.items())]
     return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:40]
 
 

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import BackwardError, InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
@@ -364,7 +365,7 @@ def _fp8_gemm_impl(
 def _check_name(op: Op, backend: object) -> None:
     """Refuse a name that is no text; the operator would say it in the words of C++. Traced by ``torch.compile``."""
     if backend is not None and not isinstance(backend, str):
-        choose.check_request(op, backend)
+        check_request(op, backend)
 
 
 def _gemm_check(what: Op, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -395,7 +396,7 @@ def _gemm(
     name: str | None,
     sf_layout: SfLayout | None,
 ) -> Tensor:
-    choose.check_request(weights.op, name)
+    check_request(weights.op, name)
     m = out.shape[0]
     if m == 0:
         return out

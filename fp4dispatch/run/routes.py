@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch import choose, report
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, NoBackendError, SelfCheckFailed
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
@@ -325,7 +325,7 @@ def _decide(
         ]
     except BackendUnsupportedError as error:
         raise _failed_before(any_m, error) or error from None
-    choose.report_ranges(all_m)
+    report.report_ranges(all_m)
     decisions: list[tuple[int, Decision]] = []
     refusals: list[str] = []
     for m, decision in all_m:
@@ -333,7 +333,7 @@ def _decide(
             raise NoBackendError(f"nothing can run {decision.problem}", decision)
         refused = choose.not_for_capture(decision, gpu)
         if refused and decision.requested != registry.AUTO:
-            choose.warn_of_capture(decision, refused)
+            report.warn_of_capture(decision, refused)
             refused = ""
         if decisions and _same(decisions[-1][1], decision) and refusals[-1] == refused:
             decisions.pop()
@@ -356,7 +356,7 @@ def check_capture(decision: Decision, gpu: int | None) -> None:
         return
     refused = choose.not_for_capture(decision, gpu)
     if refused and named:
-        choose.warn_of_capture(decision, refused)
+        report.warn_of_capture(decision, refused)
     elif refused:
         raise CaptureError(
             f"{decision.problem} runs on {decision.backend} outside of CUDA graphs, which may not be captured: "

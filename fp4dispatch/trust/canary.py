@@ -1,10 +1,9 @@
-"""Small GEMMs with known answers, for the self-check: operands, exact products, and the error that rounding may make.
+"""Canaries, small GEMMs with known answers for the self-check: operands, exact products, and allowed errors.
 
-Every activation is exactly representable in the format it is quantised to: its codes come first, the value is code x
-scale, and each scaled part holds its largest code. A quantiser then finds the same codes whether it divides or
-multiplies by a reciprocal, so the answer is that of the GEMM alone, in float64, for whichever quantiser a backend has.
-Scales differ from row to row over many octaves, each from every other, so that a swap of two shows; the last elements
-along K are large, so that a dropped tail shows.
+Every activation is exact in the format that it is quantised to. Codes are drawn first; a value is code x scale, and
+each scaled part holds the largest code. So every quantiser finds the same codes, whether it divides or multiplies by a
+reciprocal, and the answer (float64) is that of the GEMM alone. Scales differ from row to row over many octaves, so that
+a swap of two shows. The last elements along K are large, so that a dropped tail shows.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32
 FP16_UNDERFLOW = 2.0**-25
 
 ACCUMULATE = {"fp8": 2.0**-13, "nvfp4": 2.0**-13, "bf16": 2.0**-22}
-"""What is cut off each addend, relative to the largest one, when a tensor core adds up products.
+"""What a tensor core truncates from each addend when it adds up products, relative to the largest addend.
 
 FP8 on Hopper and Ada keeps 13 bits behind the point and truncates: DeepSeek-V3, section 3.3.2
 (https://arxiv.org/abs/2412.19437), and
 https://pytorch.org/blog/some-matrix-multiplication-engines-are-not-as-accurate-as-we-thought/. What Blackwell keeps for
-NVFP4 is not documented; it is given as much. 16-bit inputs: f32 sums that truncate, one bit to spare."""
+NVFP4 is not documented; the same value is used. 16-bit inputs: f32 sums that truncate, with one bit to spare."""
 
 _PEAK, _DENSE = 4.0, 8.0
-"""A sum of K terms of random signs stays within this many times its root-sum-square (Hoeffding: 2 exp(-t^2/2)): 4 for
-the running sums, where only all truncations at that height would matter; 8 for rounding errors of the weights."""
+"""A sum of K terms with random signs stays within this many times its root-sum-square (Hoeffding: 2 exp(-t^2/2)). 4 for
+running sums, where only all truncations at that height would matter; 8 for rounding errors of the weights."""
 
 _TAIL = 16
 _TYPICAL = 8.0
@@ -68,7 +67,7 @@ SHAPES: tuple[Shape, ...] = (
     Shape(17, 144, 784, bias=True, static=True),  # more K than a pipeline has stages; asks for split-K
     Shape(130, 160, 144, raw=True, sf_layout="128x4"),
 )
-"""N and K are multiples of 8 and 16, as in any model; what is odder is the contract tests' business."""
+"""N and K are multiples of 8 and 16, as in any model. The contract tests have odder sizes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +86,7 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Canary:
-    """One canary with all its operands, on the CPU; ``inputs`` are two, so that a stale output shows."""
+    """One canary with all its operands, on the CPU. Has two ``inputs``, so that a stale output shows."""
 
     problem: Problem
     weights: LinearWeights
@@ -102,7 +101,7 @@ class Canary:
 def canaries(
     op: Op, scaling: Scaling, activation: Activation, seed: int = 0, half: OutDtype | None = None
 ) -> tuple[Canary, ...]:
-    """Return the canaries of a kind; the same ones in every process.
+    """Return the canaries of a kind, the same in every process.
 
     Parameters
     ----------
@@ -113,8 +112,8 @@ def canaries(
     seed
         For tests that need other numbers.
     half
-        ``bfloat16`` or ``float16``: all 16-bit canaries are in this dtype, which needs no kernel of the other; None for
-        some of each.
+        ``bfloat16`` or ``float16``: all 16-bit canaries have this dtype, so no kernel of the other is needed. None uses
+        both.
     """
     draw = torch.Generator(device="cpu").manual_seed(seed)
     raw = {"nvfp4_gemm": "nvfp4", "fp8_gemm": "fp8"}[op] == activation
@@ -159,10 +158,10 @@ def _input(
 ) -> Input:
     """Compute the answer, and the largest error that a correct kernel makes.
 
-    * Accumulation: K truncated addends, and the running sum once every 32 (the K of an FP8 MMA), each cut by at most
-      ``ACCUMULATE`` times the largest magnitude that occurs.
+    * Accumulation: K addends, and the running sum once every 32 (the K of an FP8 MMA). Each is truncated by at most
+      ``ACCUMULATE`` times the largest magnitude.
     * Weight-only: dequantised weights are rounded to bfloat16, at most twice.
-    * Output: one rounding of the product and one after the bias, with what underflows in float16.
+    * Output: one rounding of the product and one after the bias, plus underflow in float16.
     """
     k = values.shape[1]
     product = values @ weights.t()
@@ -205,14 +204,14 @@ class _Maker:
         return self.shuffled(exponents.exp2())
 
     def short_octaves(self, count: int, octaves: int) -> Tensor:
-        """Do the same with 4-bit mantissas, so that a value times an e4m3 code is exact in 16 bits."""
+        """Return the same with 4-bit mantissas, so that a value times an e4m3 code is exact in 16 bits."""
         step = torch.linspace(0, 16 * octaves - 1, count, device="cpu", dtype=torch.float64).round()
         return self.shuffled((1 + step % 8 / 8) * (step.div(8, rounding_mode="floor") - octaves).exp2())
 
-    # ---- activations: what is handed over, and its exact values in float64
+    # ---- activations: the operand, and its exact values in float64
 
     def static_scale(self) -> Tensor | None:
-        """Return a static activation scale where the canary has one, a power of two."""
+        """Return the canary's static activation scale, a power of two; None if it has none."""
         quantised = (self.p.op, self.p.activation) == ("nvfp4_gemm", "nvfp4") or self.p.scaling == "tensor"
         if not (self.shape.static and quantised) or self.p.activation == "bf16":
             return None
@@ -281,7 +280,7 @@ class _Maker:
     # ---- weights, and their exact values in float64
 
     def weights(self, static: Tensor | None, x: Tensor) -> tuple[LinearWeights, Tensor]:
-        """Draw weights of a size that brings typical products of typical rows to about 8."""
+        """Draw weights; their size makes typical products about 8."""
         n, k = self.p.n, self.p.k
         typical = x.square().sum(1).median().sqrt().item()
         if self.p.scaling == "nvfp4":
@@ -323,7 +322,7 @@ class _Maker:
 
 
 def kinds(activations: dict[Op, tuple[Activation, ...]]) -> Iterator[tuple[Op, Scaling, Activation]]:
-    """List every kind of canary that a backend with these activation formats may be checked with."""
+    """Yield every kind of canary for these activation formats."""
     scalings: dict[Op, tuple[Scaling, ...]] = {"nvfp4_gemm": ("nvfp4",), "fp8_gemm": ("tensor", "row", "block128")}
     for op, formats_of in activations.items():
         for scaling in scalings[op]:

@@ -1,8 +1,8 @@
 """Operands for the check of a bound layer: activations drawn on its device, and exact products of sampled outputs.
 
-Every activation is exactly representable in the format that it is quantised to, as in :mod:`fp4dispatch.trust.canary`.
-So the answer is that of the GEMM alone. The last elements along K are large: a dropped tail shows. The products are
-float64, which knows no TensorFloat-32. Only sampled rows of x and of W are dequantised, a few columns of K at a time.
+Every activation is exact in the format that it is quantised to, as in :mod:`fp4dispatch.trust.canary`, so the answer is
+that of the GEMM alone. The last elements along K are large, so that a dropped tail shows. Products are float64, where
+torch never uses TensorFloat-32. Only sampled rows of x and W are dequantised, a few columns of K at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _K_STEP = 512
 _ELEMENTS = 1 << 20
 """Elements of x that are drawn at a time."""
 _SEED = 0x5EED_F0_1A7E
-"""Far from the 0 of many scripts: weights drawn from one stream with x would be correlated with it."""
+"""Not 0, which many scripts use: weights from the same random stream would correlate with x."""
 _TAIL = 16
 _TYPICAL = 8.0
-"""About what products are to be, so that float16 holds them."""
+"""Typical size of a product, which float16 can hold."""
 _ROW_OCTAVES = 3
 
 
@@ -53,7 +53,7 @@ class Operands:
     weights
         Canonical weights of the layer.
     activation
-        As it enters the multiplication: ``nvfp4``, ``fp8`` or ``bf16``.
+        The format that is multiplied: ``nvfp4``, ``fp8`` or ``bf16``.
     dtype
         Of x, the output and the bias.
     seed
@@ -81,12 +81,12 @@ class Operands:
         return x
 
     def bias(self) -> Tensor:
-        """Return a bias [N] as large as the products."""
+        """Return a bias [N] of the size of the products."""
         drawn = torch.randn(self.w.n, generator=self.draw, device=self.device, dtype=torch.float32)
         return drawn.mul_(self.typical).to(self.dtype)
 
     def _static_scale(self) -> Tensor | None:
-        """Return the static scale that a backend quantises x with, where it has one."""
+        """Return the static scale of the activation; None if there is none."""
         w = self.w
         quantised = {"nvfp4_gemm": "nvfp4", "fp8_gemm": "fp8"}[w.op] == self.activation
         if w.input_scale is None or not quantised or w.scaling == "block128":
@@ -94,7 +94,7 @@ class Operands:
         return w.input_scale.reshape(())
 
     def _factor(self) -> Tensor:
-        """Return what brings drawn units to activations: the static scale, or a power of two. Synchronises."""
+        """Return the factor from drawn units to activations: the static scale, or a power of two. Synchronises."""
         x = self._unit(8, 0)
         rows = torch.arange(min(TILE, self.w.n), dtype=torch.int64, device=self.device)
         w = torch.cat([self._weight(rows, stop - _K_STEP, stop) for stop in self._k_sample()], 1)
@@ -110,11 +110,11 @@ class Operands:
         return torch.full((), 2.0**exponent, dtype=torch.float32, device=self.device)
 
     def _k_sample(self) -> tuple[int, ...]:
-        """Return ends of parts of K whose weights stand for all."""
+        """Return the ends of the parts of K that are sampled to estimate the size of the weights."""
         return tuple(dict.fromkeys((min(_K_STEP, self.w.k), self.w.k)))
 
     def _unit(self, rows: int, first: int) -> Tensor:
-        """Draw rows of codes times scales, f32 [rows, K], exact in four bits of a code and a power of two a row.
+        """Draw rows of codes times scales, f32 [rows, K]: codes of four bits, and a power of two for each row.
 
         Rows differ in size by up to four, so that a swap of two rows' scales shows.
         """
@@ -185,7 +185,7 @@ class Operands:
         return Answer(rows, columns, product, square.sqrt_())
 
     def _values(self, x: Tensor) -> Tensor:
-        """Return what x is once it is quantised, float64; x lies within 2^-8 of a code, so no rounding is in doubt."""
+        """Return x after quantisation, float64. x lies within 2^-8 of a code, so rounding is unambiguous."""
         scale = self.static
         if scale is None:
             return x.double()
@@ -195,7 +195,7 @@ class Operands:
         return _e4m3(x.float() / scale).double().mul_(scale.double())
 
     def _weight(self, columns: Tensor, start: int, stop: int) -> Tensor:
-        """Return rows of W as they are multiplied, columns ``start`` to ``stop`` of K, float64 [len(columns), ...]."""
+        """Return some rows of W, columns ``start`` to ``stop`` of K, in the values that are multiplied, float64."""
         w, start = self.w, max(start, 0)
         if w.op == "nvfp4_gemm":
             return self._nvfp4_weight(columns, start, stop)

@@ -1,21 +1,19 @@
-"""Check the very layer that is bound: its weights, its sizes, the launches that it will make.
+"""Check the layer that is bound: its weights, its sizes, its launches.
 
-The canaries (:mod:`fp4dispatch.trust.trial`) are small. What is wrong beyond their sizes, or once in a while, shows
-here. For each backend of a layer three numbers of tokens are run, out of those that the backend serves: the first
-(mostly 1), a ragged one, and the largest that the memory allows. Each output lies in poisoned memory with guards on
-both sides.
+The canaries (:mod:`fp4dispatch.trust.trial`) are small. This check finds faults of larger sizes, and rare ones. For
+each backend of a layer it runs three numbers of tokens that the backend serves: the first (mostly 1), a ragged one, and
+the largest that fits into memory. Each output lies in poisoned memory with guards on both sides.
 
-* Every element is looked at for poison and NaN, and the guards for writes.
-* Sampled tiles are held to exact products of the same weights (:mod:`fp4dispatch.trust.layer_operands`): all
-combinations of
-  up to four row tiles and six column tiles of 128, the first and the last among them. Wrong values elsewhere are seen
-  only by the bits of a repeat.
-* Calls are repeated, as the layer makes them, and must agree in every bit: 256 times for the first number of tokens, 8
-  for the ragged one, 2 for the largest. A fault that strikes one call in 50 at random is then missed with probability
-  0.98^256 = 0.6 %. Calls that take long are repeated less, and the verdict says how often.
+* Every element is checked for poison and NaN, and the guards for writes.
+* Sampled tiles are compared with exact products of the same weights (:mod:`fp4dispatch.trust.layer_operands`): all
+  combinations of up to four row tiles and six column tiles of 128, with the first and the last among them. In other
+  tiles, wrong values show only where a repeat has other bits.
+* Calls are repeated as the layer makes them, and must be equal in every bit: 256 times for the first number of tokens,
+  8 for the ragged one, 2 for the largest. A random fault in one of 50 calls is then missed with probability
+  0.98^256 = 0.6 %. Slow calls are repeated less often; the verdict says how often.
 
-Limits on a GPU: 300 ms and 64 MB, for each shape, backend and GPU model. The memory that the backend itself takes for a
-launch comes on top: the layer takes it anyway.
+Limits on a GPU: 300 ms and 64 MB, for each shape, backend and GPU model. The backend's own memory for a launch is
+extra; the layer needs it anyway.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ from fp4dispatch.trust.tilecheck import TILE, Finding, Poisoned
 from fp4dispatch.trust.trial import Outcome, finish, plain_torch, planned
 
 MEMORY = 54 << 20
-"""Bytes for everything but the weights: the operands of the largest number of tokens, and what follows."""
+"""Bytes for everything but the weights: the operands of the largest number of tokens, answers and comparisons."""
 _ANSWERS = 18 << 20
-"""Of that, what the answers and the comparisons take."""
+"""Part of it for answers and comparisons."""
 MOST_TOKENS = {"cuda": 2048, "cpu": 288}
 _RAGGED = 133
 """One row tile and five rows."""
 REPEATS = (256, 8, 2)
 _SECONDS = {"cuda": 0.06, "cpu": 0.5}
-"""What the repeats of one number of tokens may take."""
+"""Time limit for the repeats of one number of tokens."""
 _BATCH = 16
-"""Repeats between two looks at the clock."""
+"""Repeats between two readings of the clock."""
 _ROW_TILES, _COLUMN_TILES = 4, 6
 
 TILE_ERROR = 0.03
@@ -57,21 +55,21 @@ LINE_ERROR = 0.05
 ELEMENT_ERROR = 0.12
 """The same for one element."""
 _TRUNCATED = 2.0**-14 / 32
-"""What truncating sums of FP8 tensor cores add, for each element of K (:data:`fp4dispatch.trust.canary.ACCUMULATE`)."""
+"""Error that truncated sums of FP8 tensor cores add, a K element (:data:`fp4dispatch.trust.canary.ACCUMULATE`)."""
 _LEAST_LINE = 16
 _MUCH = 1e6
 _FLOAT16_HOLDS = 6e4
 _CHUNK = 1 << 20
-"""Elements of an output that are looked at at a time."""
+"""Elements of an output that are checked at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is checked: a layer on one backend.
+    """The subject of a check: a layer on one backend.
 
-    ``problem``: with the activation format resolved, any M. ``first``, ``last``: the numbers of tokens that the backend
-    serves in this layer. ``weights`` and ``prepared``: canonical, and in the backend's layout. ``dtype``: of x and the
-    output.
+    ``problem``: with the activation format resolved, any M. ``first``, ``last``: the range of tokens that the backend
+    serves in this layer. ``weights``: canonical. ``prepared``: the same in the backend's layout. ``dtype``: of x and
+    the output.
     """
 
     backend: Backend
@@ -89,7 +87,7 @@ class Subject:
 
 
 def tokens(subject: Subject, device: str) -> tuple[int, ...]:
-    """Return the numbers of tokens to run, ascending, distinct; beyond what memory allows, the largest that it does."""
+    """Return the numbers of tokens to run, ascending and distinct. The largest is the largest that fits into memory."""
     p, size = subject.problem, subject.dtype.itemsize
     row = p.k * size + p.n * size + 2 * p.k  # x, out, and what a backend may write of x
     fits = max((MEMORY - _ANSWERS) // row, 1)
@@ -104,7 +102,7 @@ def tokens(subject: Subject, device: str) -> tuple[int, ...]:
 
 
 def run(subject: Subject, system: System, seed: int = 0) -> Outcome:
-    """Check a layer on one backend. The device is synchronised.
+    """Check a layer on one backend. Synchronises the device.
 
     Raises
     ------
@@ -132,7 +130,7 @@ def run(subject: Subject, system: System, seed: int = 0) -> Outcome:
 def _draw(
     subject: Subject, system: System, device: torch.device, seed: int, sizes: tuple[int, ...], outcome: Outcome
 ) -> _Check | None:
-    """Draw operands and compute their answers. What fails here is no fault of the backend."""
+    """Draw operands and compute their answers. A failure here is not the backend's fault."""
     try:
         return _Check(subject, system, device, seed, sizes)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -148,7 +146,7 @@ def _draw(
 
 
 class _Check:
-    """One pass over all numbers of tokens; a smaller pass follows where memory runs out."""
+    """One pass over all numbers of tokens. If memory runs out, a smaller pass follows."""
 
     def __init__(
         self, subject: Subject, system: System, device: torch.device, seed: int, sizes: tuple[int, ...]
@@ -184,9 +182,9 @@ class _Check:
                 outcome.ran.append(f"{name} ({calls} calls)")
 
     def _run(self, plan: Plan, m: int, repeats: int, name: str) -> tuple[int, Finding | None]:
-        """Return how many calls were made, and what was wrong."""
+        """Return the number of calls, and the fault if there is one."""
         inputs = [self.x[:m].clone() if m < self.x.shape[0] else self.x]
-        if 2 * m <= min(self.x.shape[0], 2 * TILE):  # short ones take turns: what the call before left shows
+        if 2 * m <= min(self.x.shape[0], 2 * TILE):  # two inputs in turn: a stale output shows
             inputs.append(self.x[m : 2 * m].clone())
         target = Poisoned(m, self.subject.problem.n, self.subject.dtype, self.device)
         backend, prepared = self.subject.backend, self.subject.prepared
@@ -206,7 +204,7 @@ class _Check:
     def _repeat(
         self, ready: Ready, target: Poisoned, inputs: list[Tensor], firsts: list[Tensor], repeats: int
     ) -> tuple[int, int]:
-        """Return how many repeats were made, and how many were not what the first call gave, guards included."""
+        """Return the number of repeats, and how many differed from the first call, guards included."""
         differ = torch.zeros((), dtype=torch.int64, device=self.device)
         started, done = time.perf_counter(), 0
         while done < repeats and time.perf_counter() - started < _SECONDS.get(self.device.type, _SECONDS["cpu"]):
@@ -220,7 +218,7 @@ class _Check:
         return done, int(differ)
 
     def _judge(self, name: str, target: Poisoned, first_row: int, m: int) -> Finding | None:
-        """Return what is wrong with one output, whose rows are those of x from ``first_row`` on."""
+        """Return the fault of one output, whose rows are those of x from ``first_row`` on."""
         stray, never, bad = _everywhere(target)
         total = target.out.numel()
         if stray:
@@ -240,9 +238,9 @@ class _Check:
 
 
 def _fingerprint(target: Poisoned) -> Tensor:
-    """Return the sums of the bits of each row and column of an output and of its guards; no sync.
+    """Return the sums of the bits of each row and column of an output, and of its guards. Does not synchronise.
 
-    A change of any one element changes two of them.
+    A change of one element changes two sums.
     """
     bits = target.out.view(target.bits)
     by_row = []
@@ -257,7 +255,7 @@ def _fingerprint(target: Poisoned) -> Tensor:
 
 
 def _everywhere(target: Poisoned) -> tuple[int, int, int]:
-    """Count guard elements that were written, elements that were not, and those that are not finite. Synchronises."""
+    """Return three counts: guard elements written, elements not written, elements not finite. Synchronises."""
     out = target.out.view(-1)
     counts = torch.zeros(3, dtype=torch.int64, device=out.device)
     for guard in target.guards():
@@ -265,14 +263,14 @@ def _everywhere(target: Poisoned) -> tuple[int, int, int]:
     for start in range(0, out.numel(), _CHUNK):
         values = out[start : start + _CHUNK]
         counts[1] += (values.view(target.bits) == target.value).sum()
-        # float16 may overflow where a static scale says how large x is: then the sampled tiles decide
+        # float16 may overflow where a static scale fixes the size of x: then the sampled tiles decide
         counts[2] += (values.isnan() if values.dtype == torch.float16 else ~values.isfinite()).sum()
     stray, never, bad = counts.tolist()
     return stray, never, bad
 
 
 def _sample(size: int, tiles: int, seed: int, near: int = 0) -> Tensor:
-    """Return indices of some tiles of 128: the first, ``near`` ones behind it, the last, others at random."""
+    """Return indices of some tiles of 128: the first, the next ``near``, the last, and random others."""
     count = -(-size // TILE)
     draw = torch.Generator(device="cpu").manual_seed(seed)
     shuffled = torch.randperm(count, generator=draw, device="cpu").tolist()
@@ -299,7 +297,7 @@ def _compare(name: str, out: Tensor, answer: Answer, bias: Tensor | None, subjec
 
 
 def _errors(out: Tensor, answer: Answer, part: slice, bias: Tensor | None) -> Tensor:
-    """Return how far sampled elements are off, beyond one rounding of the product and one after the bias.
+    """Return the errors of sampled elements, less one rounding of the product and one after the bias.
 
     Relative to the root-sum-square of the terms of the product.
     """
@@ -316,7 +314,7 @@ def _errors(out: Tensor, answer: Answer, part: slice, bias: Tensor | None) -> Te
 
 
 def _excess(error: Tensor, answer: Answer, more: float) -> dict[str, Tensor]:
-    """Return errors over their limits: by tile, by row of a tile, by column of a tile, by element."""
+    """Return the ratio of error to limit: by tile, by row of a tile, by column of a tile, by element."""
     rows, columns = _membership(answer.rows), _membership(answer.columns)  # [row tiles, rows], [column tiles, columns]
     square = error.square()
     by_row = square @ columns.t()  # [rows, column tiles]
@@ -333,7 +331,7 @@ def _excess(error: Tensor, answer: Answer, more: float) -> dict[str, Tensor]:
 
 
 def _membership(indices: Tensor) -> Tensor:
-    """Return a float64 matrix [tiles, indices] that holds 1 where an index is of a tile."""
+    """Return a float64 matrix [tiles, indices]: 1 where an index lies in a tile, else 0."""
     tiles = indices // TILE
     each: Tensor = torch.unique(tiles)
     return (each.unsqueeze(1) == tiles.unsqueeze(0)).double()
@@ -342,7 +340,7 @@ def _membership(indices: Tensor) -> Tensor:
 def _finding(
     name: str, out: Tensor, answer: Answer, excess: dict[str, Tensor], error: Tensor, bias: Tensor | None
 ) -> Finding:
-    """Describe the tile that is farthest off."""
+    """Describe the tile with the largest error."""
     rows, columns = _membership(answer.rows).bool(), _membership(answer.columns).bool()
     worst = torch.stack(
         [

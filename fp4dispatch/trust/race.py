@@ -1,11 +1,11 @@
-"""The launch race: every kernel family of ours between its neighbours, many times, on several streams.
+"""The race test: every kernel family of ours in a PDL chain, many times, on several streams.
 
 Each request is one :class:`~fp4dispatch.backends.own.launch_chain.LaunchChain`: a producer that writes late, the
-kernel, and a consumer that overwrites, all launched with PDL. Requests of different kernels, shapes and delays are in
-flight at once. Every output must have the bits that the same launch gives in stream order.
+kernel, and a consumer that overwrites, all launched with PDL. Requests of different kernels, shapes and delays run at
+once. Every output must have the same bits as in stream order.
 
-The negative control is the same kernel compiled without its barriers and launched with PDL all the same: a test that
-does not catch it proves nothing.
+The negative control is the same kernel, compiled without its barriers and launched with PDL. A test that does not catch
+it proves nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Loader = Callable[[str, str, bool], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Problems of one function of one build: M is drawn from ``m``, and (N, K) from ``nk``."""
+    """Problems for one function of one build: M is drawn from ``m``, (N, K) from ``nk``."""
 
     kernel: str
     variant: str
@@ -85,7 +85,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class CaseCount:
-    """What one function of one build did."""
+    """Counts of one function of one build."""
 
     name: str
     launches: int
@@ -94,7 +94,7 @@ class CaseCount:
 
 @dataclass(frozen=True)
 class RaceReport:
-    """Outcome of :func:`run_race`. A launch is bad where any byte is not what stream order gives."""
+    """Outcome of :func:`run_race`. A launch is bad if any byte differs from stream order."""
 
     gpu: str
     control: bool
@@ -122,19 +122,18 @@ def run_race(
     load: Loader | None = None,
     cases: tuple[Case, ...] = CASES,
 ) -> RaceReport:
-    """Run the chains and count the launches that differ from the stream-ordered result.
+    """Run the chains and count the launches that differ from stream order. Not for use during capture.
 
     Parameters
     ----------
     rounds, requests, streams
-        ``requests`` chains are in flight at once, spread over ``streams`` CUDA streams; each round ends with a
-        synchronisation.
+        ``requests`` chains run at once, on ``streams`` CUDA streams. Each round ends with a synchronisation.
     control
-        Use the builds without barriers. Their results are expected to be wrong.
+        Use the builds without barriers; their results should be wrong.
     seed
         Decides shapes, data and delays.
     load
-        ``(kernel, variant, control) -> module``; by default the JIT of this package, which compiles what is missing.
+        ``(kernel, variant, control) -> module``. By default our JIT, which compiles what is missing.
     cases
         What to run; each request takes the next case in turn.
 
@@ -146,9 +145,9 @@ def run_race(
     Raises
     ------
     BackendUnsupportedError
-        Where torch sees no GPU that the kernels of the race are built for.
+        Where torch sees no GPU that these kernels are built for.
     RuntimeError
-        If a kernel is wrong even in stream order. Not for use during capture.
+        If a kernel is wrong even in stream order.
     """
     if not torch.cuda.is_available():
         raise BackendUnsupportedError(
@@ -238,16 +237,16 @@ def _jit_loader(cases: tuple[Case, ...], control: bool) -> Loader:
         assert target is not None
         jobs.append(kernels.job(catalog, kernel, variant, target))
     kernels.build_all(jobs, catalog)
-    # The chain around the kernel is the same in both: only the kernel of a control lacks its barriers.
+    # The chain around the kernel keeps its barriers; only the kernel of a control lacks them.
     return lambda kernel, variant, _: (
         jit.load(kernel, variant, arch, catalog=installed() if kernel == CHAIN[0] else catalog).module
     )
 
 
 def without_barriers(catalog: Catalog, *names: str) -> Catalog:
-    """Return a catalog in which builds of these kernels lack the GDC define, for the negative control alone.
+    """Return a catalog in which these kernels lack the GDC define; only for the negative control.
 
-    The guard in the source is told to let it pass, and the kernel no longer claims to be safe under PDL.
+    A define switches off the guard in the source, and the kernel no longer claims to be safe under PDL.
     """
     gdc = set(catalog.common.gdc_defines.values())
     records = {

@@ -1,9 +1,9 @@
-"""Run a backend on problems with known answers before ``auto`` trusts it on a machine for the first time.
+"""Run a backend on problems with known answers before ``auto`` uses it on a machine for the first time.
 
-A kernel can be supported, compiled, and wrong: races that lose tiles, padding that is read, scales of another row.
-:mod:`fp4dispatch.trust.trial` runs and judges the canaries; here that becomes a verdict, which
-:mod:`fp4dispatch.trust.quarantine` keeps. A backend that failed is a candidate with the reason ``QUARANTINED`` from
-then on.
+A kernel can be supported, compiled, and still wrong: a race loses tiles, padding is read, a scale is another row's.
+:mod:`fp4dispatch.trust.trial` runs and judges the canaries. This module makes a verdict of it, and
+:mod:`fp4dispatch.trust.quarantine` keeps the verdict. A backend that failed is rejected with the reason
+``QUARANTINED``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.jit.store import guard
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
-from fp4dispatch.machine.ranks import Ranks
+from fp4dispatch.machine.ranks import Group, Ranks
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.settings import settings
-from fp4dispatch.trust import layercheck, quarantine, trial
+from fp4dispatch.trust import facts, layercheck, quarantine, trial
 from fp4dispatch.trust.layercheck import Subject
-from fp4dispatch.trust.quarantine import CheckResult
 from fp4dispatch.trust.tilecheck import Finding
+from fp4dispatch.trust.verdict import CheckResult
 
 __all__ = ["CheckResult", "Subject", "agree", "check", "condemn", "results", "trusted", "trusted_layer"]
 
@@ -61,12 +61,12 @@ def check(
     seed: int = 0,
     half: OutDtype | None = None,
 ) -> CheckResult:
-    """Run every canary that a backend supports, and judge it. Neither reads nor changes any kept verdict.
+    """Run every canary that a backend supports, and judge it. Does not read or change stored verdicts.
 
     Parameters
     ----------
     backend
-        The subject.
+        What to check.
     op, scaling
         As in :class:`~fp4dispatch.problem.Problem`.
     activation
@@ -78,13 +78,13 @@ def check(
     seed
         Of the operands.
     half
-        ``bfloat16`` or ``float16``: run the 16-bit canaries in this dtype alone; None for some of each.
+        ``bfloat16`` or ``float16``: run the 16-bit canaries in this dtype only; None uses both.
 
     Returns
     -------
     CheckResult
-        ``failed`` also where the backend raised; ``unchecked`` where it supports none of the canaries, or memory ran
-        out. The device is synchronised.
+        ``failed`` also where the backend raised. ``unchecked`` where it supports none of the canaries, or memory ran
+        out. Synchronises the device.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def check(
 
 
 def _judged(blank: CheckResult, found: trial.Outcome, seconds: float) -> CheckResult:
-    """Make a verdict of what came up."""
+    """Make a verdict of the outcome of a run."""
     findings = sorted(found.findings, key=lambda finding: _GRAVITY.index(finding.kind))
     return replace(
         blank,
@@ -120,12 +120,14 @@ def _judged(blank: CheckResult, found: trial.Outcome, seconds: float) -> CheckRe
 
 
 def half_of(problem: Problem) -> OutDtype | None:
-    """Return the dtype that a problem's backend is checked in; None: some canaries in each 16-bit dtype."""
+    """Return the 16-bit dtype to check in for a problem; None uses both."""
     return None if problem.out_dtype == "float32" else problem.out_dtype
 
 
 def known(backend: Backend, problem: Problem, system: System) -> CheckResult | None:
-    """Return the verdict on a backend for a kind of problem where there is one, of this process or kept; runs nothing.
+    """Return the verdict on a backend for a kind of problem, of this process or from disk; None if there is none.
+
+    Runs nothing.
 
     Parameters
     ----------
@@ -139,21 +141,21 @@ def known(backend: Backend, problem: Problem, system: System) -> CheckResult | N
     blank = replace(blank, half=half_of(problem) or "")
     if mode == "off":
         return replace(blank, status="off")
-    name = quarantine.key(blank)
-    return quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
+    name = blank.name
+    return quarantine.recalled(name) or (quarantine.store.find(name) if mode == "auto" else None)
 
 
 def trusted(backend_name: str, problem: Problem, system: System, device: torch.device | str) -> CheckResult:
-    """Return the verdict on a backend for a kind of problem: known, kept on disk, or made now.
+    """Return the verdict on a backend for a kind of problem: of this process, from disk, or made now.
 
-    With ``FP4DISPATCH_SELFCHECK=force`` each process makes its own, with ``off`` none is made or heeded.
+    With ``FP4DISPATCH_SELFCHECK=force`` each process makes its own. With ``off`` none is made or used.
 
     Parameters
     ----------
     backend_name
         A registered backend.
     problem
-        Its op, scaling, activation format and output dtype matter, not its sizes.
+        Its op, scaling, activation format and output dtype count; its sizes do not.
     system, device
         As in :func:`check`.
 
@@ -172,19 +174,19 @@ def trusted(backend_name: str, problem: Problem, system: System, device: torch.d
 
 
 def trusted_layer(subject: Subject, system: System) -> CheckResult:
-    """Return the verdict on a backend for the very layer that is bound: known, kept on disk, or made now.
+    """Return the verdict on a backend for the layer that is bound: of this process, from disk, or made now.
 
     Parameters
     ----------
     subject
-        The layer, its backend and the weights in both layouts. Two layers of one shape are one subject.
+        The layer, its backend and the weights in both layouts. Layers of one shape share a verdict.
     system
         The machine, as seen from the device of the weights.
 
     Returns
     -------
     CheckResult
-        As of :func:`check`; ``layer`` says which. The settings of ``FP4DISPATCH_SELFCHECK`` hold as in :func:`trusted`.
+        As of :func:`check`, with ``layer`` set. ``FP4DISPATCH_SELFCHECK`` works as in :func:`trusted`.
 
     Raises
     ------
@@ -205,20 +207,20 @@ def trusted_layer(subject: Subject, system: System) -> CheckResult:
 
 
 def _settled(blank: CheckResult, make: Callable[[], CheckResult]) -> CheckResult:
-    """Return the verdict on a subject, made once, and kept where it lasts."""
+    """Return the verdict on a subject. Makes it once; stores it if it may last."""
     mode = settings.selfcheck
     if mode == "off":
         return replace(blank, status="off")
-    name = quarantine.key(blank)
+    name = blank.name
     found = quarantine.recalled(name)
     if found is not None:
         return found
     with _lock:
-        found = quarantine.recalled(name) or (quarantine.stored(name) if mode == "auto" else None)
+        found = quarantine.recalled(name) or (quarantine.store.find(name) if mode == "auto" else None)
         if found is None:
             found = make()
             if found.lasting and found.status != "unchecked":
-                quarantine.save(found)
+                quarantine.store.save(found)
         if found.lasting or found.status == "failed":
             quarantine.remember(found)
     if found.status == "passed":
@@ -229,7 +231,7 @@ def _settled(blank: CheckResult, make: Callable[[], CheckResult]) -> CheckResult
 
 
 def condemn(backend: Backend, problem: Problem, system: System, finding: Finding) -> CheckResult:
-    """Put a backend into quarantine for numbers that were wrong elsewhere than in the canaries; return the verdict.
+    """Put a backend into quarantine for numbers that were wrong outside of the canaries; return the verdict.
 
     Parameters
     ----------
@@ -249,25 +251,25 @@ def condemn(backend: Backend, problem: Problem, system: System, finding: Finding
         findings=(str(finding),),
         evidence=(finding.to_dict(),),
     )
-    quarantine.save(found)
+    quarantine.store.save(found)
     quarantine.remember(found)
     _log.warning("self-check: %s", found.text())
     return found
 
 
 def results(system: System) -> tuple[CheckResult, ...]:
-    """Return every verdict that holds on a machine: those of this process, then those on disk. Runs nothing."""
-    found = {quarantine.key(result): result for result in quarantine.known()}
+    """Return every verdict that holds on a machine: first those of this process, then those on disk. Runs nothing."""
+    found = {result.name: result for result in quarantine.known()}
     for result in quarantine.holding(system, registry.backends()):
-        found.setdefault(quarantine.key(result), result)
+        found.setdefault(result.name, result)
     return tuple(found.values())
 
 
-def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = None) -> CheckResult:
-    """Share a verdict with all ranks: a backend that failed on one is quarantined on every one.
+def agree(result: CheckResult, group: Group = None) -> CheckResult:
+    """Share a verdict with all ranks: a backend that failed on one rank is quarantined on all.
 
-    A collective call: every rank of the group makes it, each with its own verdict on one and the same subject. Without
-    ``torch.distributed`` it returns the verdict as it is.
+    A collective call: every rank of the group calls it with its own verdict on the same subject. Without
+    ``torch.distributed`` it returns the verdict unchanged.
 
     Parameters
     ----------
@@ -279,18 +281,16 @@ def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = No
     Returns
     -------
     CheckResult
-        This rank's own where it failed or all passed, else a failed one with the evidence of the rank that failed; it
-        is in force in this process, and not kept on disk, because this GPU did not fail.
+        This rank's verdict where it failed or where all passed. Else a failed one with the evidence of the rank that
+        failed: it holds in this process, and is not stored, because this GPU did not fail.
 
     Raises
     ------
     InputError
-        On every rank, if they do not ask about one subject.
+        On every rank, if the ranks ask about different subjects.
     RankError
         If a rank is gone, see :class:`fp4dispatch.machine.ranks.Ranks`.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return result
     everyone = Ranks(group).gather(result.to_dict() | {"status": result.status})
     subjects = {tuple(str(other[name]) for name in ("backend", "op", "scaling", "activation")) for other in everyone}
     if len(subjects) > 1:
@@ -315,9 +315,9 @@ def agree(result: CheckResult, group: torch.distributed.ProcessGroup | None = No
 
 
 def _blank(backend: Backend, op: Op, scaling: Scaling, activation: Activation, system: System) -> CheckResult:
-    """Return the verdict before anything is known: its subject and the facts it will hold under."""
+    """Return an unchecked verdict: the subject, and the facts under which a verdict will hold."""
     arch = system.arch.sm if system.arch else ""
     ours = {c.proven_by for c in catalogue().capabilities if c.backend == backend.name and c.op == op and c.proof}
     gdc = "not known" if not ours else "yes" if all((name, arch) in system.proven for name in ours) else "no"
-    facts = quarantine.facts(system, backend)
-    return CheckResult(backend.name, op, scaling, activation, arch, "unchecked", gdc=gdc, facts=facts)
+    held = facts.of_backend(system, backend)
+    return CheckResult(backend.name, op, scaling, activation, arch, "unchecked", gdc=gdc, facts=held)

@@ -1,8 +1,8 @@
-"""Judge one output of a GEMM tile by tile: what was never written, what is NaN, what is zero or wrong.
+"""Judge one output of a GEMM tile by tile: never written, NaN, zero or wrong.
 
-A similarity over the whole output is not a check: dozens of all-zero tiles leave the cosine of a large output above
-0.99. Here every element is held to its own error bound, and every row and column of a 128x128 tile to its gain, so that
-a scale that belongs to another row shows where rounding would hide it in single elements.
+A similarity over the whole output is no check: with dozens of all-zero tiles, the cosine of a large output stays above
+0.99. Here every element has its own error bound. In addition, the gain of every row and column of a 128x128 tile is
+checked: a scale of another row shows there, where rounding would hide it in single elements.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 TILE = 128
 ROWS_AT_A_TIME = 8 * TILE
-"""Rows that are compared at a time: bounds the memory beside a large output."""
+"""Rows that are compared at a time. Bounds the memory for a large output."""
 GUARD = 1 << 14
-"""Elements before and after an output that nothing may write: twice the 8,192 of a tile of 64 x 128."""
+"""Elements before and after an output that nothing may write: twice a tile of 64 x 128."""
 
 _POISON = {torch.bfloat16: (torch.int16, 0x7FAB), torch.float16: (torch.int16, 0x7DAB)}
 _POISON_F32 = (torch.int32, 0x7FABABAB)
-"""Signalling NaN with a payload: what arithmetic produces is quiet, so poison that is still there was never written."""
+"""A signalling NaN with a payload. Arithmetic gives quiet NaNs only, so an element that still has it is unwritten."""
 
 GAIN_TOLERANCE = 0.03
 """Truncated accumulation shrinks a whole row by about K/32 * 2^-14, at most 0.3 % here; a scale rounded to bfloat16
@@ -33,7 +33,7 @@ _LEAST_ELEMENTS = 12.0
 
 
 class Poisoned:
-    """An output [M, N] in the middle of guarded memory, all of it poisoned."""
+    """An output [M, N] between two guards, all of it poisoned."""
 
     def __init__(self, m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
         self.bits, self.value = _POISON.get(dtype, _POISON_F32)
@@ -55,7 +55,7 @@ class Poisoned:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with one output.
+    """One fault of one output.
 
     ``kind`` is ``never written``, ``NaN``, ``zero``, ``wrong values``, ``row gain``, ``column gain``, ``outside``,
     ``stale``, ``not repeatable`` or ``raised``. ``tile`` counts tiles of 128x128 in M and N; ``agree`` of ``tiles``
@@ -114,7 +114,7 @@ def judge(
     Returns
     -------
     Finding or None
-        The gravest finding, in its first tile.
+        The worst finding, in its first tile.
     """
     m, n = product.shape
     bits, poison = _POISON.get(dtype, _POISON_F32)
@@ -195,11 +195,11 @@ def _detail(
 def _gains(
     got: Tensor, product: Tensor, size: Tensor, allowed: Tensor, finite: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Fit got = gain x product along each row and each column of each tile; return masks of what is off, and gains.
+    """Fit got = gain x product along each row and column of each tile; return masks of wrong gains, and the gains.
 
-    Elements are brought to one magnitude first, so that no few of them decide. Those that rounding may swallow (a small
-    product beside a large bias) do not count: all of them vanish together, which is no noise. Off means: by more than
-    the tolerance and more than eight standard errors of the fit, over at least twelve elements that count.
+    Elements are scaled to one magnitude first, so that a few large ones do not decide. Elements that rounding may
+    erase (a small product plus a large bias) are left out: they vanish together, so they are no noise. A gain is wrong
+    if it is off by more than the tolerance plus eight standard errors of the fit, over at least twelve elements.
     """
     usable = finite & (allowed <= 0.5 * size)
     p = torch.where(usable, product / size, 0.0)
@@ -251,16 +251,16 @@ def first_difference(canary: str, a: Tensor, b: Tensor, m: int, n: int) -> Findi
 
 @dataclass(frozen=True)
 class Worst:
-    """The tile that is farthest off: its relative error (Frobenius norm; NaN counts as infinite) and its place."""
+    """The tile with the largest relative error (Frobenius norm; NaN counts as infinite), and its place."""
 
     error: float
     tile: tuple[int, int]
 
 
 def worst_tile(got: Tensor, want: Tensor) -> Worst:
-    """Compare an output [M, N] with the exact f32 [M, N]; synchronises.
+    """Compare an output [M, N] with the exact f32 [M, N]. Synchronises.
 
-    A tile that should be all zero has no scale of its own: anything else in it is an infinite error.
+    In a tile that should be all zero, any other value is an infinite error.
     """
     if got.shape != want.shape or got.numel() == 0:
         raise ValueError(f"need two equal, non-empty shapes, found {list(got.shape)} and {list(want.shape)}")

@@ -1,13 +1,11 @@
-"""Run the canaries of one kind on a backend, judge every output, and time apart what is building.
+"""Run the canaries of one kind on a backend, judge every output, and time builds and checks separately.
 
-Each canary (:mod:`fp4dispatch.trust.canary`) runs three times through one plan, into poisoned memory, from one input
-buffer that is rewritten just before each launch: first input, second, first again. Every output is judged tile by tile
-(:mod:`fp4dispatch.trust.tilecheck`); the first and the last must agree in every bit.
+Each canary (:mod:`fp4dispatch.trust.canary`) runs three times through one plan, into poisoned memory. The input buffer
+is rewritten before each launch: first input, second, first again. Every output is judged tile by tile
+(:mod:`fp4dispatch.trust.tilecheck`); the first and the last must be equal in every bit.
 
-Building is what a process does once for a shape: compiling and loading kernels, and :meth:`Backend.plan`. All plans are
-made, and the device is idle, before the first launch: what a backend builds in ``prepare`` or ``run`` counts as
-checking, as does everything else: operands and their answers, weights in the backend's layout, launches, copies back,
-comparisons.
+Build time is what a process spends once a shape: compile and load kernels, and :meth:`Backend.plan`. All plans are made
+before the first launch. Everything else is check time, also what a backend builds in ``prepare`` or ``run``.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from fp4dispatch.trust.canary import DTYPE, Canary, canaries
 from fp4dispatch.trust.tilecheck import Finding, Poisoned, first_difference, judge
 
 _RUNS = (0, 1, 0)
-"""Which input each run gets."""
+"""The input of each run."""
 
 _Done = TypeVar("_Done")
 _Next = TypeVar("_Next")
@@ -40,11 +38,11 @@ _Next = TypeVar("_Next")
 
 @dataclass
 class Outcome:
-    """What came up. An exception stops the canaries behind it; those ahead of it are still judged.
+    """What a run of canaries found. An exception skips the later canaries; the earlier ones are still judged.
 
-    ``ran``: canaries that were judged. ``notes``: what was left out, and why. ``stopped``: by an exception or for lack
-    of memory. ``dead``: the device no longer answers. ``lasting``: nothing outside the kernels was in the way.
-    ``build_seconds``: compiling, loading and planning. ``short_of_memory``: it was memory that stopped them.
+    ``ran``: canaries that were judged. ``notes``: what was skipped, and why. ``stopped``: by an exception or by a lack
+    of memory. ``dead``: the device no longer answers. ``lasting``: nothing outside the kernels stopped the run.
+    ``build_seconds``: time to compile, load and plan. ``short_of_memory``: memory ran out.
     """
 
     ran: list[str] = field(default_factory=list)
@@ -58,7 +56,7 @@ class Outcome:
 
     @contextmanager
     def of(self, canary: object) -> Iterator[None]:
-        """Keep what a step for a canary raises; ``str(canary)`` is its name."""
+        """Record what a step for a canary raises; ``str(canary)`` is its name."""
         try:
             yield
         except (CaptureError, KeyboardInterrupt, GeneratorExit):
@@ -66,14 +64,14 @@ class Outcome:
         except (torch.OutOfMemoryError, MemoryError) as error:
             self.notes.append(f"{canary}: memory ran out: {error}")
             self.lasting, self.stopped, self.short_of_memory = self.dead, True, True
-        except BaseException as error:  # whatever a backend or a plug-in does (sys.exit() too), the others go on
+        except BaseException as error:  # a plug-in may do anything, sys.exit() too
             self.findings.append(Finding(str(canary), "raised", f"raised {type(error).__name__}: {error}"))
             self.dead |= "CUDA error" in str(error)
-            self.lasting, self.stopped = self.dead, True  # this process cannot go on, the next one must know
+            self.lasting, self.stopped = self.dead, True  # a dead device: a later process must know
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Count what is done here as building."""
+        """Count the time of the body as build time."""
         started = time.perf_counter()
         yield
         self.build_seconds += time.perf_counter() - started
@@ -91,7 +89,7 @@ def run(
 ) -> Outcome:
     """Run every canary that a backend supports, and judge it.
 
-    Arguments as of :func:`fp4dispatch.trust.selfcheck.check`. The device is synchronised.
+    Arguments as of :func:`fp4dispatch.trust.selfcheck.check`. Synchronises the device.
 
     Raises
     ------
@@ -125,7 +123,7 @@ def builds(
     device: torch.device,
     half: OutDtype | None = None,
 ) -> set[tuple[str, str]]:
-    """Return (kernel, variant) of ours that :func:`run`, whose arguments these are, will load; none on a CPU."""
+    """Return (kernel, variant) of our kernels that :func:`run` will load with these arguments; none on a CPU."""
     if device.type != "cuda":
         return set()
     each = (canary.problem for canary in canaries(op, scaling, activation, 0, half))
@@ -133,7 +131,7 @@ def builds(
 
 
 def _supported(backend: Backend, problem: Problem, system: System) -> bool:
-    """Whether a backend says that it runs a problem; one that fails at the question is judged where it is run."""
+    """Whether a backend supports a problem. False where ``supports`` raises: then the run reports that."""
     try:
         return not reasons_of(backend, problem, system)
     except Exception:
@@ -146,7 +144,7 @@ def _supported(backend: Backend, problem: Problem, system: System) -> bool:
 def _lay_out(
     backend: Backend, each: tuple[Canary, ...], system: System, device: torch.device, outcome: Outcome
 ) -> list[tuple[Canary, Prepared]]:
-    """Prepare the weights of what the backend supports; done, and not only launched, on return."""
+    """Prepare the weights of the canaries that the backend supports. Waits for the device."""
     laid: list[tuple[Canary, Prepared]] = []
     for canary in each:
         if outcome.stopped:
@@ -166,7 +164,7 @@ def _lay_out(
 def _until_one_raises(
     each: list[tuple[Canary, _Done]], step: Callable[[Canary, _Done], _Next], outcome: Outcome
 ) -> list[tuple[Canary, _Next]]:
-    """Take a step for each canary; return those whose step was taken."""
+    """Do a step for each canary until one raises; return the results so far."""
     taken: list[tuple[Canary, _Next]] = []
     for before, (canary, done) in enumerate(each):
         with outcome.of(canary):
@@ -177,14 +175,14 @@ def _until_one_raises(
 
 
 def finish(device: torch.device) -> None:
-    """Wait for everything on the device, so that the time after it is of other work."""
+    """Wait for the device, so that later times hold no earlier work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextmanager
 def plain_torch(device: torch.device) -> Iterator[None]:
-    """Leave what the caller may have switched on: inference mode, gradients, another current device."""
+    """Run the body on a device without inference mode and gradients, whatever the caller has set."""
     with torch.inference_mode(mode=False), torch.no_grad():
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -197,14 +195,14 @@ def plain_torch(device: torch.device) -> Iterator[None]:
 
 
 def _plan(backend: Backend, device: torch.device, canary: Canary, prepared: Prepared) -> tuple[Prepared, Plan]:
-    """Make a plan; done, and not only launched, on return."""
+    """Make a plan. Waits for the device."""
     plan = planned(backend, canary.problem, prepared)
     finish(device)
     return prepared, plan
 
 
 def planned(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
-    """Make a plan and hold it to the contract: a plug-in may return anything."""
+    """Make a plan; TypeError where a backend returns something else."""
     plan = backend.plan(problem, prepared)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan() returned {repr(plan)[:80]}; need a Plan")
@@ -212,7 +210,7 @@ def planned(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
 
 
 def _launch(backend: Backend, device: torch.device, canary: Canary, ready: tuple[Prepared, Plan]) -> list[Tensor]:
-    """Run a canary; return the memory around each output, still on the device. No sync of ours."""
+    """Run a canary; return each output with its guards, on the device. Does not synchronise."""
     prepared, plan = ready
     problem = canary.problem
     bias = None if canary.bias is None else canary.bias.to(device, copy=True)
@@ -229,7 +227,7 @@ def _launch(backend: Backend, device: torch.device, canary: Canary, ready: tuple
 
 
 def _judge(canary: Canary, outputs: list[Tensor]) -> Finding | None:
-    """Return the first thing that is wrong with the runs of a canary."""
+    """Return the first fault in the runs of a canary."""
     dtype = DTYPE[canary.problem.out_dtype]
 
     def against(index: int, output: Tensor) -> Finding | None:
@@ -247,7 +245,7 @@ def _judge(canary: Canary, outputs: list[Tensor]) -> Finding | None:
 
 
 def _weights(weights: LinearWeights, device: torch.device) -> LinearWeights:
-    """Return a copy on the device; the canary's own stay as they are whatever a backend does."""
+    """Return a copy on the device, so that a backend cannot change the canary."""
     moved: dict[str, Any] = {
         each.name: value.to(device, copy=True)
         for each in fields(weights)
@@ -263,7 +261,7 @@ def _activation(x: Tensor | QuantizedActivation, device: torch.device) -> Tensor
 
 
 def _rewrite(target: Tensor | QuantizedActivation, source: Tensor | QuantizedActivation) -> None:
-    """Bring another activation into the memory of one: what is cached by address shows."""
+    """Copy another activation into the same memory, so that a result cached by address shows."""
     if isinstance(target, Tensor):
         assert isinstance(source, Tensor)
         target.copy_(source)

@@ -1,8 +1,8 @@
-"""One choice on every rank: what ``warmup`` and ``tune`` do with ``torch.distributed``.
+"""One choice on every rank, for ``warmup`` and ``tune`` with several ranks.
 
-A rank that runs another backend than the others gives other bits and other times; one that stops while the others
-wait in a collective hangs them all (sglang#32021, vllm#52291, vllm#54618). So outcomes are shared, errors too: where
-one rank fails, all stop, and say which.
+A rank with another backend gives other bits and other times. A rank that stops while the others wait in a collective
+hangs them all (sglang#32021, vllm#52291, vllm#54618). So ranks share outcomes and errors: where one fails, all stop and
+name it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fp4dispatch.machine.ranks import Ranks as Ranks
 from fp4dispatch.policy.resolve import TUNED
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.problem.decision import Decision, Reason, ReasonCode
-from fp4dispatch.trust import quarantine, selfcheck
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust import facts, quarantine, selfcheck
+from fp4dispatch.trust.verdict import CheckResult
 
 _log = logging.getLogger("fp4dispatch")
 Decisions = tuple[tuple[int, Decision], ...]
@@ -32,19 +32,19 @@ Subject = tuple[str, Op, Scaling, Activation]
 
 
 def settle(ranks: Ranks, decide: Callable[[], Mapping[str, Decisions]]) -> Mapping[str, Decisions]:
-    """Decide until every rank that has a problem runs the same backends for it. A collective call.
+    """Decide until all ranks with the same problem run the same backends for it. A collective call.
 
-    Each round shares what failed its self-check, which is then in quarantine on every rank; what another rank cannot
-    run, which ``auto`` then leaves alone here too; and tuned times that not every rank has, which are then not used.
-    Ranks of different GPUs may still differ in the end, with a warning.
+    Each round shares three things. A backend that failed its self-check goes into quarantine on every rank. A backend
+    that one rank cannot run is excluded from ``auto`` on all. Tuned times that some rank lacks are not used.
+    Ranks with different GPUs may still differ in the end, with a warning.
 
     Parameters
     ----------
     ranks
-        Who has to agree.
+        The ranks that have to agree.
     decide
-        Returns the decisions of this rank by the name of the problem, made anew at each call. Ranks need not have the
-        same problems (pipeline stages do not).
+        Returns the decisions of this rank by name of the problem, and decides again at each call. Ranks may have
+        different problems, as pipeline stages do.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def settle(ranks: Ranks, decide: Callable[[], Mapping[str, Decisions]]) -> Mappi
     Raises
     ------
     RankError
-        If one of the ranks could not decide, or they do not come to an end.
+        If a rank could not decide, or the ranks do not agree in the end.
     """
     for _ in range(2 * len(registry.backends()) + 2):
         mine = ranks.attempt("choosing backends", decide)
@@ -68,14 +68,14 @@ def settle(ranks: Ranks, decide: Callable[[], Mapping[str, Decisions]]) -> Mappi
 
 
 def agree_on(ranks: Ranks, subjects: Mapping[Subject, CheckResult]) -> set[Subject]:
-    """Share verdicts: what failed on one rank is in quarantine on all. A collective call; return what failed anywhere.
+    """Share verdicts and return what failed on any rank; that is in quarantine on all. A collective call.
 
     Parameters
     ----------
     ranks
-        Who has to agree.
+        The ranks that have to agree.
     subjects
-        Verdicts of this rank; what another rank has checked and this one has not is unchecked here.
+        Verdicts of this rank. A subject that only another rank has checked counts as unchecked here.
     """
     failed = set()
     for subject in sorted({s for one in ranks.gather(list(subjects)) for s in one}):
@@ -87,15 +87,15 @@ def agree_on(ranks: Ranks, subjects: Mapping[Subject, CheckResult]) -> set[Subje
 
 
 def _unchecked(subject: Subject) -> CheckResult:
-    """Return the verdict of a rank that has not checked a subject, or does not even have the backend."""
+    """Return the verdict of a rank that has not checked a subject, or lacks the backend."""
     system = choose.facts()
     backend = registry.backends().get(subject[0])
-    facts = quarantine.facts(system, backend) if isinstance(backend, Backend) else {}
-    return CheckResult(*subject, system.arch.sm if system.arch else "", "unchecked", facts=facts)
+    held = facts.of_backend(system, backend) if isinstance(backend, Backend) else {}
+    return CheckResult(*subject, system.arch.sm if system.arch else "", "unchecked", facts=held)
 
 
 def _summary(decisions: Mapping[str, Decisions]) -> dict[str, Any]:
-    """Return what other ranks need to know, as plain data."""
+    """Return what the other ranks need, as plain data."""
     refused: dict[str, dict[str, tuple[str, str]]] = {}
     for name, ranges in decisions.items():
         verdicts = [v for _, decision in ranges for v in decision.verdicts if not v.accepted]
@@ -117,9 +117,9 @@ def _failed() -> set[Subject]:
 
 
 def _take_over(ranks: Ranks, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
-    """Bring what others know into this process; whether that may have changed a choice on any rank.
+    """Apply what the other ranks shared; return whether that may change a choice on any rank.
 
-    Decided from what all have shared, so that every rank makes the same collective calls.
+    Depends on shared data only, so that every rank makes the same collective calls.
     """
     changed = False
     failed: list[set[Subject]] = [set(one["failed"]) for one in everyone]
@@ -141,7 +141,7 @@ def _take_over(ranks: Ranks, mine: Mapping[str, Decisions], everyone: list[dict[
 
 
 def _exclude(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
-    """Leave alone what some rank has chosen and another cannot choose."""
+    """Exclude a backend that one rank has chosen and another cannot choose."""
     chosen = {backend for one in everyone for _, backend, _ in one["chosen"].get(name, ())}
     found = False
     for backend in sorted(chosen):
@@ -161,7 +161,7 @@ def _exclude(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, 
 
 
 def _drop_times(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
-    """Do not use tuned times for a problem that they make ranks differ in."""
+    """Ignore tuned times of a problem for which they make ranks differ."""
     holders = [rank for rank, one in enumerate(everyone) if name in one["tuned"]]
     if not holders:
         return False
@@ -177,7 +177,7 @@ def _drop_times(name: str, mine: Mapping[str, Decisions], everyone: list[dict[st
 
 
 def _tell(names: list[str], everyone: list[dict[str, Any]]) -> None:
-    """Warn about a difference that nobody can help, such as GPUs of two kinds."""
+    """Warn about a difference that remains, such as GPUs of two models."""
     for name in names:
         by_rank = [
             f"rank {rank}: {', '.join(dict.fromkeys(b for _, b, _ in one['chosen'][name]))}"
@@ -188,7 +188,7 @@ def _tell(names: list[str], everyone: list[dict[str, Any]]) -> None:
 
 
 def problem_name(problem: Problem) -> str:
-    """Return what a problem is called among ranks: everything but M."""
+    """Return the name of a problem among ranks: everything but M."""
     bias = " + bias" if problem.bias else ""
     bias += "" if problem.capture == "none" else f", {problem.capture} capture from M={problem.m_min}"
     return (

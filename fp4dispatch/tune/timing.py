@@ -1,8 +1,9 @@
-"""How time is taken: weights from memory, one graph a method, methods in turns, the median and its spread.
+"""The timing harness: cold weights, one CUDA graph a method, methods in turn, median and spread.
 
-A *recording* is a series of calls on rotating copies of the weights; its ``replay`` runs them once and returns how many
-microseconds that took. On a GPU it is a CUDA graph, on a CPU a loop. Everything that decides (how many copies, calls,
-rounds; whose turn it is) works on numbers and replays alone, so it is tested without a GPU and without a clock.
+Tuning, ``fp4dispatch bench`` and the kernel scripts in ``bench/`` use it. A *recording* is a series of calls on
+rotating copies of the weights; ``replay`` runs them once and returns the microseconds. On a GPU it is a CUDA graph, on
+a CPU a loop. The number of copies, calls and rounds and the order of methods depend on numbers and replays only, so
+they are tested without a GPU and without a clock.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+K = TypeVar("K")
 Call = Callable[[int], object]
 """One call of a method, on copy ``i`` of its weights."""
 Replay = Callable[[], float]
@@ -24,26 +27,26 @@ Replay = Callable[[], float]
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded series of calls. ``latest`` holds what the last call returned, once something has run."""
+    """A recorded series of calls. ``latest`` holds what the last call returned; empty before the first replay."""
 
     replay: Replay
     latest: list[object]
 
 
 COLD = 3.0
-"""Weights are rotated over more than this many times the L2 cache."""
+"""Rotating weights take more than this many times the L2 cache."""
 MOST_COPIES = 256
 REPLAY_US = 500.0
-"""A replay lasts about this long at least, so that what it takes to start one does not count."""
+"""Least time of a replay, so that its start does not count."""
 LONG_REPLAY_US = 50_000.0
 HEAD_START = 100_000
-"""Clocks for which the GPU is kept busy before a timed piece of work: by then the work is in the queue, and the time of
-launching it, about 10 us, is not measured."""
+"""Clocks for which the GPU is kept busy before timed work. By then the work is queued, so its launch (about 10 us) is
+not measured."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Times of one call, in microseconds: the median, the least; ``spread`` = quartile distance over the median."""
+    """Time of one call, in microseconds: ``us`` median, ``low`` least; ``spread`` = quartile distance / median."""
 
     us: float
     low: float
@@ -61,12 +64,12 @@ def summarise(times: Sequence[float]) -> Sample:
 
 
 def copies_for(weight_bytes: float, cache_bytes: float) -> int:
-    """Return how many copies of a weight to rotate: over three caches, at least two and at most ``MOST_COPIES``."""
+    """Return how many copies of a weight to rotate: more than ``COLD`` caches, from 2 to ``MOST_COPIES``."""
     return min(max(2, math.floor(COLD * cache_bytes / weight_bytes) + 1), MOST_COPIES)
 
 
 def is_cold(copies: int, weight_bytes: float, cache_bytes: float) -> bool:
-    """Whether rotating so many copies takes every weight from memory."""
+    """Whether so many rotating copies are always read from memory, not from the cache."""
     return copies * weight_bytes > COLD * cache_bytes
 
 
@@ -78,11 +81,11 @@ def calls_for(copies: int, floor_us: float | None, eager_us: float, replay_us: f
     copies
         How many copies of the weights are rotated.
     floor_us
-        Least time of a call that is possible; None where it is not known.
+        Lower bound of the time of a call; None if unknown.
     eager_us
-        What one call took on its own: never less than the call takes in a graph.
+        Time of one call on its own; in a graph it takes no longer.
     replay_us
-        How long a replay is to last at least.
+        Least time of a replay.
     """
     wanted = replay_us / max(floor_us or eager_us, 0.1)
     most = LONG_REPLAY_US / max(eager_us, 0.1)
@@ -90,33 +93,33 @@ def calls_for(copies: int, floor_us: float | None, eager_us: float, replay_us: f
 
 
 def take_turns(
-    replays: Mapping[str, Replay],
-    calls: Mapping[str, int],
+    replays: Mapping[K, Replay],
+    calls: Mapping[K, int],
     *,
     rounds: int = 15,
     least: int = 5,
     warmup: int = 2,
     limit_us: float = 2e6,
-) -> dict[str, Sample]:
-    """Replay every method once a round and return the time of one call of each.
+) -> dict[K, Sample]:
+    """Replay every method once a round; return the time of one call of each.
 
-    Whoever goes first in a round goes last in the next, so that no method always follows the same one.
+    The first method of a round is the last of the next, so that no method always follows the same one.
 
     Parameters
     ----------
     replays, calls
         By method: the replay, and how many calls it holds.
     rounds, least, warmup
-        Rounds that count, unless they would take longer than ``limit_us``: then fewer, at least ``least``. ``warmup``
-        rounds go before and do not count.
+        Rounds that count. Fewer, but at least ``least``, where they would take longer than ``limit_us``. ``warmup``
+        rounds come first and do not count.
     """
     names = list(replays)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[K, list[float]] = {name: [] for name in names}
     took = 0.0
     for _ in range(warmup):
         took = sum(replays[name]() for name in names)
     if took > 0:
-        rounds = max(least, min(rounds, int(limit_us / took)))
+        rounds = max(least, int(min(rounds, limit_us / took)))
     for turn in range(rounds):
         start = turn % max(len(names), 1)
         for name in names[start:] + names[:start]:
@@ -125,9 +128,9 @@ def take_turns(
 
 
 class Engine(abc.ABC):
-    """What runs and times calls.
+    """Runs and times calls.
 
-    ``replay_us``: how long a replay lasts at least; ``limit_us``: how long the rounds of one problem may take.
+    ``replay_us``: least time of a replay. ``limit_us``: limit for all rounds of one problem.
     """
 
     device: torch.device
@@ -137,18 +140,18 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def once(self, call: Call) -> float:
-        """Run a call that has run before, on its own; return its microseconds."""
+        """Run one call, not the first; return its microseconds."""
 
     @abc.abstractmethod
     def record(self, call: Call, calls: int, copies: int) -> Recording:
         """Record ``calls`` calls, on copies 0, 1, ... in turn."""
 
     def finish(self) -> None:  # noqa: B027  (nothing to do on a CPU)
-        """Wait for everything that was launched; raises where something of it failed."""
+        """Wait for all launches; raise where one failed."""
 
 
 class WallEngine(Engine):
-    """Runs calls one after the other and reads a clock: for a CPU, and for what a call costs the host."""
+    """Runs calls one after the other and reads a clock: for a CPU, and for the host cost of a call."""
 
     replay_us = 0.0
     limit_us = 3e5
@@ -190,28 +193,28 @@ class GraphEngine(Engine):
         torch.cuda.synchronize(self.device)
 
     def once(self, call: Call) -> float:
-        """Run one call between two events: with what of its launch takes longer than the head start."""
+        """Run one call between two events. Includes launch time beyond the head start."""
         self.finish()
         return self._between(lambda: call(0))
 
     def record(self, call: Call, calls: int, copies: int) -> Recording:
-        """Capture; the graph keeps alive what the calls allocate, the caller what they read.
+        """Capture. The graph owns what the calls allocate; the caller must keep alive what they read.
 
-        Not with ``torch.cuda.graph``, which empties the allocator's cache each time: milliseconds, thousands of times.
+        Not with ``torch.cuda.graph``: it empties the allocator's cache each time, which takes milliseconds.
         """
         graph = torch.cuda.CUDAGraph()
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.finish()
         with torch.cuda.stream(self._stream):
-            call(0)  # what is made once a stream, e.g. cuBLAS's workspace, must not end up in the graph's memory
+            call(0)  # allocates what is made once a stream (cuBLAS's workspace) outside of the graph's memory
             self.finish()
             graph.capture_begin()
             try:
                 for i in range(calls):
                     result = call(i % copies)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the capture is spoilt already: the first error is the one
+                with contextlib.suppress(RuntimeError):  # the first error counts
                     graph.capture_end()
                 raise
             graph.capture_end()

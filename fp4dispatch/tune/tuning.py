@@ -1,23 +1,20 @@
-"""Measure the candidates of a problem, so that ``auto`` may choose by time.
+"""Measure the candidates of a problem, so that ``auto`` can choose by time.
 
-This is what ``warmup(..., tune=True)`` and ``fp4dispatch tune`` do.
+``warmup(..., tune=True)`` and ``fp4dispatch tune`` do this.
 
-A candidate is what ``auto`` might choose: nothing that has a reason or a deny rule against it, and nothing that has not
-passed its self-check. It is first held to the reference backend at the very size that is timed, tile by tile; if it is
-wrong there it goes into quarantine. What passes is timed as a layer runs it, activation quantisation included: CUDA
-graphs of calls on rotating copies of the weights (over three L2 caches, where memory allows), replayed in turns;
-median and distance of the quartiles of the repeats. What follows from the times is
-:meth:`fp4dispatch.problem.measurement.Measurement.faster`'s to say, at each decision.
+A candidate is a backend that ``auto`` may choose: no reason and no deny rule against it, and its self-check passed. It
+is first compared with the reference backend at the size that is timed, tile by tile. If it is wrong, it goes into
+quarantine. Else it is timed as a layer runs it, with activation quantisation, by :mod:`fp4dispatch.tune.timing`.
+:meth:`fp4dispatch.problem.measurement.Measurement.faster` decides, at each choice, what follows from the times.
 
-With ``torch.distributed`` all ranks measure at once, each time is the median of theirs, and all store the same.
+With several ranks, all measure at once. Each time is the median over ranks, and all store the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -35,32 +32,33 @@ from fp4dispatch.policy.resolve import REFERENCE
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.problem.measurement import Measurement, Timing
 from fp4dispatch.trust import selfcheck
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust.canary import DTYPE
 from fp4dispatch.trust.tilecheck import Finding, worst_tile
+from fp4dispatch.trust.trial import plain_torch
+from fp4dispatch.trust.verdict import CheckResult
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.agreement import Ranks, Subject, agree_on
 from fp4dispatch.tune.timing import Call, Engine, GraphEngine, Recording, WallEngine
 
 TILE_ERROR = 0.03
 """Largest relative error of a 128x128 tile against the reference: FP8 tensor cores lose up to 0.6 % on long sums, the
-output's rounding is 0.4 %; a tile that is lost, stale or scaled twice is off by 100 %."""
+output's rounding is 0.4 %; a lost, stale or twice scaled tile is off by 100 %."""
 
 ROUNDS = 15
 SHARE_OF_FREE_MEMORY = 0.5
-DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 Candidate = tuple[str, Activation]
 
 
 @dataclass
 class _Entry:
-    """One candidate while it is measured."""
+    """One candidate during its measurement."""
 
     backend: Backend
     plan: Plan
     calls: int
     recording: Recording
-    call: Call  # holds what the recording reads: a graph knows addresses alone
+    call: Call  # keeps the memory alive that the graph reads
 
 
 def tune(
@@ -72,27 +70,27 @@ def tune(
     force: bool = False,
     engine: Engine | None = None,
 ) -> Measurement:
-    """Measure the candidates of a problem and store their times, unless that has been done. Frees what it takes.
+    """Measure the candidates of a problem and store their times, unless they are stored. Frees its memory.
 
     Parameters
     ----------
     problem
-        What to tune; M is rounded up to its bucket, ``activation`` is what the layer asks for.
+        What to tune. M is rounded up to its bucket; ``activation`` is the one that the layer asks for.
     weights
         Weights of these sizes, on the device.
     gpu
         Index of the device, as in :func:`fp4dispatch.dispatch.choose.select`; None on a CPU, where nothing is measured.
     ranks
-        Who has to come to the same times; this rank alone by default. With several it is a collective call.
+        The ranks that need the same times; by default this one only. With several this is a collective call.
     force
-        Measure again what has been measured.
+        Measure again, also where times are stored.
     engine
-        What takes the time; CUDA graphs on a GPU.
+        What takes the times; CUDA graphs on a GPU.
 
     Returns
     -------
     Measurement
-        Without timings where there are not two candidates to choose from; such a one is not stored.
+        Without timings where there are fewer than two candidates; then it is not stored.
 
     Raises
     ------
@@ -121,7 +119,7 @@ def tune(
 
 
 def _measure(problem: Problem, weights: LinearWeights, gpu: int | None, ranks: Ranks, engine: Engine) -> Measurement:
-    with _place(weights.weight.device):
+    with plain_torch(weights.weight.device):
         names, left_out = _candidates(problem, weights, gpu, ranks)
         blank = Measurement(problem, (), tuple(left_out), date.today().isoformat(), _method(engine), ranks.size)
         if gpu is None or len(names) < 2:
@@ -134,7 +132,7 @@ def _measure(problem: Problem, weights: LinearWeights, gpu: int | None, ranks: R
         left_out=(*left_out, *dict.fromkeys(pair for _, found in everyone for pair in found)),
         facts=tuned.facts(choose.facts(gpu), registry.backends()),
     )
-    tuned.save(whole)
+    tuned.store.save(whole)
     tuned.remember(whole)
     choose.decide_anew()
     return whole
@@ -146,7 +144,7 @@ def _measure(problem: Problem, weights: LinearWeights, gpu: int | None, ranks: R
 def _candidates(
     problem: Problem, weights: LinearWeights, gpu: int | None, ranks: Ranks
 ) -> tuple[list[Candidate], list[tuple[str, str]]]:
-    """Return what may be chosen on every rank, and what may not, with the first rank's reason."""
+    """Return the candidates that every rank can use, and the others with this rank's reasons."""
     if gpu is None:
         return [], [(REFERENCE, "there is nothing to choose from on a CPU")]
     verdicts, left_out = ranks.attempt(f"checking candidates of {problem}", lambda: _checked(problem, weights, gpu))
@@ -161,7 +159,7 @@ def _candidates(
 def _checked(
     problem: Problem, weights: LinearWeights, gpu: int
 ) -> tuple[dict[Subject, CheckResult], list[tuple[str, str]]]:
-    """Self-check what the rules accept."""
+    """Self-check the backends that the rules accept."""
     backends, system = registry.backends(), choose.facts(gpu)
     decision = choose.select(problem, backend=registry.AUTO, gpu=gpu)
     verdicts: dict[Subject, CheckResult] = {}
@@ -188,7 +186,7 @@ def _checked(
 def _time(
     problem: Problem, weights: LinearWeights, gpu: int, names: Sequence[Candidate], engine: Engine
 ) -> tuple[tuple[Timing, ...], list[tuple[str, str]]]:
-    """Check and time the candidates; what cannot be run is left out with its reason."""
+    """Check and time the candidates; one that cannot run is left out, with its reason."""
     session = _Session(problem, weights, gpu, engine, len(names))
     entries: dict[Candidate, _Entry] = {}
     left_out = []
@@ -198,7 +196,7 @@ def _time(
                 entry = session.enter(*name)
             except CaptureError:
                 raise
-            except Exception as error:  # a candidate that cannot run is no candidate; the others still are
+            except Exception as error:  # a candidate may raise anything; the others go on
                 left_out.append((name[0], f"{type(error).__name__}: {error}"))
             else:
                 if isinstance(entry, _Entry):
@@ -219,7 +217,7 @@ def _time(
 
 
 class _Session:
-    """Operands of one problem, and what the reference backend makes of them."""
+    """Operands of one problem, and the reference outputs."""
 
     def __init__(self, problem: Problem, weights: LinearWeights, gpu: int, engine: Engine, rivals: int) -> None:
         self.problem, self.weights, self.gpu, self.engine, self.rivals = problem, weights, gpu, engine, rivals
@@ -231,7 +229,7 @@ class _Session:
         self._answers: dict[Activation, Tensor] = {}
 
     def answer(self, activation: Activation) -> Tensor:
-        """Return the reference's output for an activation format, f32 [M, N]; computed once each."""
+        """Return the reference output for an activation format, f32 [M, N]; computed once."""
         if activation not in self._answers:
             oracle = registry.instance(REFERENCE)
             problem = replace(self.problem, activation=activation, out_dtype="float32")
@@ -242,7 +240,7 @@ class _Session:
         return self._answers[activation]
 
     def enter(self, name: str, activation: Activation) -> _Entry | str:
-        """Plan, check and record one candidate; text where it gives wrong numbers."""
+        """Plan, check and record one candidate; return a text where its numbers are wrong."""
         backend, engine = registry.instance(name), self.engine
         problem = replace(self.problem, activation=activation)
         prepared = backend.prepare(self.weights)
@@ -258,7 +256,7 @@ class _Session:
             selfcheck.condemn(backend, problem, choose.facts(self.gpu), finding)
             return f"wrong at this size: {finding}"
         copies = _copies(prepared, engine, self.rivals)
-        engine.finish()  # kernels under PDL may read weights before the copies that this stream makes are done
+        engine.finish()  # a PDL kernel may read weights before this stream has copied them
 
         def call(i: int) -> object:
             backend.run(plan, copies[i], self.x, out, self.bias)
@@ -270,7 +268,7 @@ class _Session:
 
 
 def _copies(prepared: Prepared, engine: Engine, rivals: int) -> list[Prepared]:
-    """Return the weights and as many copies as keep them out of the cache, and fit into memory beside the rivals'."""
+    """Return the weights, and enough copies to keep them out of the cache, as far as memory allows for all rivals."""
     size = max(prepared.nbytes(), 1)
     count = timing.copies_for(size, engine.cache_bytes)
     if prepared.tensors[0].is_cuda:
@@ -281,7 +279,7 @@ def _copies(prepared: Prepared, engine: Engine, rivals: int) -> list[Prepared]:
 
 
 def _combined(everyone: Sequence[tuple[Timing, ...]]) -> tuple[Timing, ...]:
-    """Return the median over ranks of what all have timed, with the largest noise, fastest first."""
+    """Return, for candidates that all ranks timed, the median over ranks with the largest noise; fastest first."""
     by_rank = [{(t.backend, t.activation): t for t in found} for found in everyone]
     common = [name for name in by_rank[0] if all(name in other for other in by_rank)]
     rows = [[found[name] for found in by_rank] for name in common]
@@ -305,7 +303,7 @@ _engines: dict[torch.device, Engine] = {}
 
 
 def _engine(device: torch.device) -> Engine:
-    """Return what takes the time on a device; always the same: cuBLAS keeps a workspace for each stream it has seen."""
+    """Return the engine of a device, always the same one: cuBLAS keeps a workspace for each stream that it sees."""
     if device not in _engines:
         cuda = device.type == "cuda"
         cache = float(torch.cuda.get_device_properties(device).L2_cache_size) if cuda else 0.0
@@ -320,19 +318,8 @@ def _method(engine: Engine) -> str:
     return "calls in turns"
 
 
-@contextlib.contextmanager
-def _place(device: torch.device) -> Iterator[None]:
-    """Work on a device, without gradients, whatever the caller has switched on."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                yield
-        else:
-            yield
-
-
 def _free(device: torch.device) -> None:
-    """Give back what the copies, graphs and workspaces took (vllm#56553 is an autotuner that keeps 7 GiB)."""
+    """Free the memory of copies, graphs and workspaces (vllm#56553: an autotuner that keeps 7 GiB)."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -35,7 +35,7 @@ from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.libraries import cudnn as cudnn_backend
 from fp4dispatch.backends.libraries import flashinfer
 from fp4dispatch.backends.own import cutlass, scratch
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch import choose, report
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
@@ -357,11 +357,11 @@ def a_warning_in_capture():
 
 def say_at_once():
     def once(key, level, text):
-        if key not in choose._said:
-            choose._said.add(key)
+        if key not in report._said:
+            report._said.add(key)
             LOG.log(level, "%s", text)
 
-    choose._once = once
+    report.once = once
 
 
 @case(say_at_once, "was never said")

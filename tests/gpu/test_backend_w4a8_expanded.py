@@ -248,7 +248,7 @@ def test_it_is_faster_than_w4a8_where_the_rule_prefers_it(m, tmp_path, monkeypat
     monkeypatch.setenv("FP4DISPATCH_TUNED", "auto")
     monkeypatch.setenv(COPY, "1")
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(tuned, "folder", lambda: tmp_path / tuned.FOLDER)
+    monkeypatch.setattr(tuned.store, "folder", lambda: tmp_path / "tuning")
     tuned.reset()
     choose.reset()
     try:

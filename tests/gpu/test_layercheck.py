@@ -36,7 +36,7 @@ DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(quarantine, "folder", lambda: tmp_path / "cache" / quarantine.FOLDER)
+    monkeypatch.setattr(quarantine.store, "folder", lambda: tmp_path / "cache" / "selfcheck")
     for name in ("FP4DISPATCH_SELFCHECK", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE", "FP4_GEMM_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     quarantine.reset()

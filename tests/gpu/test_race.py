@@ -34,7 +34,7 @@ def test_the_build_without_barriers_is_caught():
 def test_the_pdl_trial_passes_our_builds_and_stops_those_without_barriers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pdl.cache, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(pdl.store, "folder", lambda: tmp_path / "pdl")
     pdl.reset()
     device, catalog = torch.device("cuda", torch.cuda.current_device()), installed()
     chain = jit.load(*CHAIN, SM90).module

@@ -11,6 +11,7 @@ from bench.candidates import LIMIT_MS
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
@@ -30,7 +31,7 @@ def context():
 def clean(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
     # The verdicts alone go elsewhere: kernels that are finished are used, not compiled anew for each test.
-    monkeypatch.setattr(quarantine, "folder", lambda: tmp_path / "cache" / quarantine.FOLDER)
+    monkeypatch.setattr(quarantine.store, "folder", lambda: tmp_path / "cache" / "selfcheck")
     for name in ("FP4DISPATCH_SELFCHECK", "FP4DISPATCH_FP8_BACKEND", "FP4DISPATCH_DISABLE", "FP4_GEMM_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     quarantine.reset()
@@ -213,7 +214,7 @@ def test_auto_passes_over_a_wrong_backend_and_remembers(monkeypatch):
     quarantine.reset()
     choose.reset()
     monkeypatch.setattr(selfcheck, "check", lambda *a, **k: pytest.fail("checked again"))
-    assert choose.explain("fp8_gemm", 16, 256, 256, scaling="row", activation="fp8").backend == decision.backend
+    assert explain("fp8_gemm", 16, 256, 256, scaling="row", activation="fp8").backend == decision.backend
 
 
 def test_refused_while_a_graph_is_captured():

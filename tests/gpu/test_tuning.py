@@ -10,6 +10,7 @@ from torch import nn
 
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
@@ -25,8 +26,8 @@ N, K = 2048, 4096
 def apart(tmp_path, monkeypatch):
     """Times and verdicts of their own; kernels that are finished are used."""
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(tuned, "folder", lambda: tmp_path / tuned.FOLDER)
-    monkeypatch.setattr(quarantine, "folder", lambda: tmp_path / quarantine.FOLDER)
+    monkeypatch.setattr(tuned.store, "folder", lambda: tmp_path / "tuning")
+    monkeypatch.setattr(quarantine.store, "folder", lambda: tmp_path / "selfcheck")
     for name in ("FP4DISPATCH_TUNED", "FP4DISPATCH_FP8_BACKEND", "FP4_GEMM_BACKEND", "FP4DISPATCH_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     torch.cuda.init()
@@ -38,7 +39,7 @@ def apart(tmp_path, monkeypatch):
 
 
 def candidates(scaling="row"):
-    decision = choose.explain("fp8_gemm", 16, N, K, scaling=scaling)
+    decision = explain("fp8_gemm", 16, N, K, scaling=scaling)
     return [v.backend for v in decision.verdicts if v.accepted and getattr(registry.backends()[v.backend], "auto", 0)]
 
 

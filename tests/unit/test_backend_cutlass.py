@@ -80,11 +80,11 @@ def test_no_build_is_no_tile():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"tiles": 3}, "unknown key tiles"),
-        ({"scalings": ["col"]}, "unknown scaling col"),
-        ({"builds": {"bfloat32": "row_bf16_128x128"}}, "unknown output dtype bfloat32"),
+        ({"tiles": 3}, "unknown key 'tiles'"),
+        ({"scalings": ["col"]}, "scalings: .* must be a list of nvfp4, tensor"),
+        ({"builds": {"bfloat32": "row_bf16_128x128"}}, "builds: unknown key 'bfloat32'"),
         ({"builds": {"bfloat16": "row_bf16_1x1"}}, "no variant 'row_bf16_1x1'"),
-        ({"fill": {"tile": 1}}, "unknown key of fill tile"),
+        ({"fill": {"tile": 1}}, "fill: unknown key 'tile'.*'tile_m' is missing"),
     ],
 )
 def test_a_wrong_row_is_refused(change, text):

@@ -17,6 +17,7 @@ from fp4dispatch.backends.own.folding import fold_e4m3
 from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError, SettingsError
 from fp4dispatch.machine import capture, system
 from fp4dispatch.machine.system import System
@@ -201,7 +202,7 @@ def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(n, k, most, monke
     tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 768, 769, 1024, 4096)
     found = [w4a8_expanded._backend_for(problem(m, n, k), torch.device("cpu")).name for m in tokens]
     asked = {"activation": "fp8", "scaling": "row", "system": HOPPER}
-    assert found == [choose.explain("fp8_gemm", m, n, k, **asked).backend for m in tokens]
+    assert found == [explain("fp8_gemm", m, n, k, **asked).backend for m in tokens]
     assert found == ["w8a8" if m <= most else "cublaslt" for m in tokens]
 
 
@@ -476,18 +477,18 @@ def test_who_names_it_needs_no_setting(hopper, monkeypatch, caplog):
 def test_explain_says_why_it_is_no_candidate_and_what_would_make_it_one(monkeypatch, capsys):
     facts = {"arch": "9.0", "cuda": "13.0", "nvcc": "13.0"}
     monkeypatch.setenv(COPY, "1")  # of this machine, not of the one that is asked about
-    plain = choose.explain("nvfp4_gemm", 4096, N, K, **facts)
+    plain = explain("nvfp4_gemm", 4096, N, K, **facts)
     assert plain.backend == "w4a8"
     assert "FP4DISPATCH_FP8_COPY=1" in plain.text()
-    assert choose.explain("nvfp4_gemm", 4096, N, K, **facts, fp8_copy=True).backend == "w4a8_expanded"
+    assert explain("nvfp4_gemm", 4096, N, K, **facts, fp8_copy=True).backend == "w4a8_expanded"
     words = ["explain", "nvfp4_gemm", "-m4096", f"-n{N}", f"-k{K}", "--arch=9.0", "--cuda=13.0", "--nvcc=13.0"]
     assert cli.main([*words, "--fp8-copy"]) == 0
     said = capsys.readouterr().out
     assert "FP8 copy allowed" in said.splitlines()[0]
     assert ": w4a8_expanded (fp8 activations)" in said
     monkeypatch.setattr(system, "current", lambda: HOPPER)
-    assert choose.explain("nvfp4_gemm", 4096, N, K).backend == "w4a8_expanded"
-    assert choose.explain("nvfp4_gemm", 4096, N, K, fp8_copy=False).backend == "w4a8"
+    assert explain("nvfp4_gemm", 4096, N, K).backend == "w4a8_expanded"
+    assert explain("nvfp4_gemm", 4096, N, K, fp8_copy=False).backend == "w4a8"
 
 
 def test_a_refusal_can_be_reproduced_with_what_was_allowed(hopper, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +105,18 @@ def test_the_wall_engine_reads_its_clock_around_the_calls():
     assert recording.replay() == pytest.approx(5000.0)
     assert clock.seen == [0, 0, 1, 0, 1, 0]
     assert recording.latest == ["result of 0"]
+
+
+def test_the_kernel_scripts_time_by_the_same_harness(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    import graphs
+
+    order = []
+
+    def captured(name, times, calls):
+        left = iter(times)
+        return graphs.Captured(timing.Recording(lambda: order.append(name) or next(left), []), calls, lambda i: None)
+
+    found = graphs.microseconds({("a", 1): captured("a", [99, 8, 2, 4], 2), "b": captured("b", [99, 30, 10, 20], 5)}, 3)
+    assert found == {("a", 1): 2.0, "b": 4.0}  # medians of one call, without the warm-up
+    assert "".join(order) == "ababbaab"

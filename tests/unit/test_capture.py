@@ -89,15 +89,16 @@ def test_an_alias_that_is_met_in_a_capture_is_said_after_it(
     import logging
 
     from fp4dispatch.dispatch import choose
+    from fp4dispatch.dispatch.request import requested
     from fp4dispatch.machine import capture
 
     choose.reset()
     with caplog.at_level(logging.INFO, "fp4dispatch"):
         with monkeypatch.context() as patch:
             patch.setattr(capture, "is_capturing", lambda: True)
-            choose._request("nvfp4_gemm", "marlin")
+            requested("nvfp4_gemm", "marlin")
         assert caplog.records == []
-        choose._request("nvfp4_gemm", "marlin")
+        requested("nvfp4_gemm", "marlin")
     assert "marlin means w4a16" in caplog.text
     choose.reset()
 

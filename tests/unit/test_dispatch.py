@@ -15,6 +15,7 @@ import pytest
 from fp4dispatch.backends import registry
 from fp4dispatch.cli import explain as cli_explain
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.dispatch.whatif import reproduce
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
 from fp4dispatch.machine.system import System
@@ -47,7 +48,7 @@ def machine(monkeypatch):
     choose.reset()
 
     def use(system):
-        monkeypatch.setattr(choose._system, "current", lambda: system)
+        monkeypatch.setattr("fp4dispatch.machine.system.current", lambda: system)
 
     use(System.fake("12.0", **FACTS))
     yield use
@@ -209,11 +210,11 @@ def test_unknown_variables_are_reported_once(monkeypatch, caplog):
 
 
 def test_nothing_is_logged_during_capture_and_it_is_afterwards(monkeypatch, caplog):
-    monkeypatch.setattr(choose._capture, "is_capturing", lambda: True)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: True)
     with caplog.at_level(logging.DEBUG, "fp4dispatch"):
         choose.select(NVFP4)
         assert caplog.records == []
-        monkeypatch.setattr(choose._capture, "is_capturing", lambda: False)
+        monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: False)
         choose.select(NVFP4)
     assert len(caplog.records) == 1
 
@@ -366,10 +367,10 @@ def test_the_printed_command_reproduces_the_decision(machine_name, question, dis
 
 
 def test_explain_asks_this_machine_when_no_fact_is_given(machine, monkeypatch):
-    assert same(choose.explain("nvfp4_gemm", 16, 4096, 4096), choose.select(NVFP4))
+    assert same(explain("nvfp4_gemm", 16, 4096, 4096), choose.select(NVFP4))
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cublaslt")
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "cudnn")
-    here = choose.explain("nvfp4_gemm", 16, 4096, 4096)
+    here = explain("nvfp4_gemm", 16, 4096, 4096)
     assert (here.backend, here.requested_by) == ("cublaslt", "FP4_GEMM_BACKEND")
     assert here.verdict("cudnn").reasons[0].text == "disabled"
 
@@ -377,13 +378,13 @@ def test_explain_asks_this_machine_when_no_fact_is_given(machine, monkeypatch):
 def test_explain_of_another_machine_ignores_this_one(monkeypatch):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "cublaslt")
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "w4a16")
-    there = choose.explain("nvfp4_gemm", 8, 4096, 4096, arch="9.0", nvcc="13.0")
+    there = explain("nvfp4_gemm", 8, 4096, 4096, arch="9.0", nvcc="13.0")
     assert (there.backend, there.requested_by) == ("w4a16", "auto")
 
 
 def test_explain_takes_companions_for_granted_unless_told():
     def ask(**facts):
-        return choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", **facts)
+        return explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", **facts)
 
     assert ask(cuda="13.0", cudnn="9.19.0").backend == "cudnn"
     without = ask(cuda="13.0", cudnn="9.19.0", cudnn_frontend="none")
@@ -401,25 +402,25 @@ def test_explain_takes_companions_for_granted_unless_told():
 
 
 def test_explain_never_raises_for_no_backend():
-    decision = choose.explain("nvfp4_gemm", 1, 16, 16, arch="9.0", backend="cudnn")
+    decision = explain("nvfp4_gemm", 1, 16, 16, arch="9.0", backend="cudnn")
     assert decision.backend is None
-    assert choose.explain("nvfp4_gemm", 1, 16, 16, arch="none", disabled=["reference"]).backend is None
+    assert explain("nvfp4_gemm", 1, 16, 16, arch="none", disabled=["reference"]).backend is None
 
 
 def test_explain_takes_a_system_or_facts():
-    assert choose.explain("nvfp4_gemm", 16, 64, 64, system=System.fake("10.0", **FACTS)).backend == "cutlass"
+    assert explain("nvfp4_gemm", 16, 64, 64, system=System.fake("10.0", **FACTS)).backend == "cutlass"
     with pytest.raises(InputError, match="not both"):
-        choose.explain("nvfp4_gemm", 16, 64, 64, arch="9.0", system=System.fake())
+        explain("nvfp4_gemm", 16, 64, 64, arch="9.0", system=System.fake())
 
 
 def test_explain_refuses_nonsense():
     with pytest.raises(InputError):
-        choose.explain("nvfp4_gemm", 16, 64, 64, arch="120f")
+        explain("nvfp4_gemm", 16, 64, 64, arch="120f")
     with pytest.raises(InputError):
-        choose.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", cuda="newest")
+        explain("nvfp4_gemm", 16, 64, 64, arch="12.0", cuda="newest")
     with pytest.raises(InputError):
-        choose.explain("nvfp4_gemm", -1, 64, 64)
+        explain("nvfp4_gemm", -1, 64, 64)
     with pytest.raises(UnknownBackendError):
-        choose.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", backend="cudn")
+        explain("nvfp4_gemm", 16, 64, 64, arch="12.0", backend="cudn")
     with pytest.raises(UnknownBackendError):
-        choose.explain("nvfp4_gemm", 16, 64, 64, arch="12.0", disabled=["cudn"])
+        explain("nvfp4_gemm", 16, 64, 64, arch="12.0", disabled=["cudn"])

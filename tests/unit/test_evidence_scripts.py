@@ -17,6 +17,7 @@ from fp4dispatch.dispatch import tuned
 from fp4dispatch.problem import Problem
 from fp4dispatch.run import ops
 from fp4dispatch.trust import canary, quarantine
+from fp4dispatch.trust.verdict import CheckResult
 from fp4dispatch.tune.timing import WallEngine
 from tests.planted import FAULTS, HONEST, Honest
 
@@ -142,8 +143,8 @@ def test_a_wrong_method_gets_no_time(monkeypatch):
 @pytest.fixture(autouse=True)
 def apart(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(quarantine, "folder", lambda: tmp_path / quarantine.FOLDER)
-    monkeypatch.setattr(tuned, "folder", lambda: tmp_path / tuned.FOLDER)
+    monkeypatch.setattr(quarantine.store, "folder", lambda: tmp_path / "selfcheck")
+    monkeypatch.setattr(tuned.store, "folder", lambda: tmp_path / "tuning")
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:2])
     canary.canaries.cache_clear()
     yield
@@ -182,7 +183,7 @@ def test_candidates_are_judged_and_checked():
 
 def test_building_and_checking_are_told_apart_in_both_self_checks(monkeypatch):
     answers = iter([(900.2, 40.4), (0.3, 30.0)])
-    verdict = quarantine.CheckResult("reference", "fp8_gemm", "row", "fp8", "", "passed", ran=("one",))
+    verdict = CheckResult("reference", "fp8_gemm", "row", "fp8", "", "passed", ran=("one",))
 
     def answer(*_):
         build, check = next(answers)

@@ -10,6 +10,7 @@ import pytest
 from fp4dispatch.backends import registry
 from fp4dispatch.cli import HELP, main
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import InputError, SettingsError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.rules import rules
@@ -116,7 +117,7 @@ def test_sizes_that_no_layer_takes_are_refused(words, text, capsys):
 
 
 def test_any_k_is_fine_for_fp8():
-    assert choose.explain("fp8_gemm", 1, 7, 7, arch="12.0").backend
+    assert explain("fp8_gemm", 1, 7, 7, arch="12.0").backend
 
 
 @pytest.mark.parametrize("arch", ["13.7", "12.2", "sm_101", "4.0", "99.9"])
@@ -139,7 +140,7 @@ def test_numbers_for_versions_are_refused():
         ({"arch": "12.0", "nvcc": 13}, "nvcc=13 is a int; need a text"),
     ):
         with pytest.raises(InputError, match=re.escape(words)):
-            choose.explain("nvfp4_gemm", 1, 64, 64, **facts)
+            explain("nvfp4_gemm", 1, 64, 64, **facts)
     with pytest.raises(InputError, match=r"cudnn=9\.19 is a float"):
         System.fake("12.0", cudnn=9.19)
     with pytest.raises(InputError, match=r"arch=12\.0 is a float"):
@@ -151,59 +152,61 @@ def test_numbers_for_versions_are_refused():
 
 def test_the_arch_of_the_environment_is_the_gpu_of_the_question(monkeypatch, capsys):
     monkeypatch.setenv("FP4DISPATCH_ARCH", "12.0")
-    here = choose.explain("nvfp4_gemm", 16, 4096, 4096)
+    here = explain("nvfp4_gemm", 16, 4096, 4096)
     assert here.arch == SM120
     assert here.notes == (
         "FP4DISPATCH_ARCH=12.0: as if the GPU were sm_120",
         "everything else is as on this machine",
     )
-    with_facts = choose.explain("nvfp4_gemm", 16, 4096, 4096, cuda="13.0")
+    with_facts = explain("nvfp4_gemm", 16, 4096, 4096, cuda="13.0")
     assert (with_facts.arch, with_facts.backend) == (SM120, "cublaslt")
-    assert choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="9.0").arch == SM90  # the argument comes first
+    assert explain("nvfp4_gemm", 16, 4096, 4096, arch="9.0").arch == SM90  # the argument comes first
     assert main(ASK) == 0
     assert "note: FP4DISPATCH_ARCH=12.0: as if the GPU were sm_120" in capsys.readouterr().out
     monkeypatch.setenv("FP4DISPATCH_ARCH", "120f")
     with pytest.raises(InputError, match="is not a GPU architecture"):
-        choose.explain("nvfp4_gemm", 16, 4096, 4096)
+        explain("nvfp4_gemm", 16, 4096, 4096)
 
 
 def test_requests_of_the_environment_hold_here_and_are_told_of_elsewhere(monkeypatch):
     monkeypatch.setenv("FP4_GEMM_BACKEND", "marlin")
     monkeypatch.setenv("FP4DISPATCH_DISABLE", "cublaslt")
     monkeypatch.setenv("FP4DISPATCH_FP8_COPY", "1")
-    here = choose.explain("nvfp4_gemm", 16, 4096, 4096)
+    here = explain("nvfp4_gemm", 16, 4096, 4096)
     assert (here.requested, here.notes) == ("w4a16", ())
-    there = choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0")
+    there = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0")
     assert (there.requested, there.backend) == ("auto", "cublaslt")
     for note, part in zip(
         there.notes, ("FP4_GEMM_BACKEND", "FP4DISPATCH_DISABLE", "FP4DISPATCH_FP8_COPY"), strict=True
     ):
         assert note.startswith(f"{part} is set here and not applied")
     assert "--backend w4a16 does" in there.notes[0]
-    asked = choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", backend="cudnn", disabled=(), fp8_copy=False)
+    asked = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", backend="cudnn", disabled=(), fp8_copy=False)
     assert asked.notes == ()
-    assert choose.explain("fp8_gemm", 16, 4096, 4096, system=System.fake("12.0"), disabled=()).notes == ()
+    assert explain("fp8_gemm", 16, 4096, 4096, system=System.fake("12.0"), disabled=()).notes == ()
     monkeypatch.setenv("FP4_GEMM_BACKEND", "marlin9")
     with pytest.raises(SettingsError, match="FP4_GEMM_BACKEND='marlin9'"):
-        choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0")
+        explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0")
 
 
 def test_a_proof_that_build_has_made_is_seen_for_the_machine_that_is_asked_about(monkeypatch, capsys):
     facts = ["--arch", "12.0", "--cuda", "13.0", "--nvcc", "13.0"]
-    monkeypatch.setattr(choose, "_proven", lambda: frozenset())
-    before = choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", nvcc="13.0")
+    monkeypatch.setattr("fp4dispatch.jit.proven.proven", lambda: frozenset())
+    before = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", nvcc="13.0")
     assert [hit.code for hit in before.verdict("cutlass").denied] == ["UNPROVEN"]
-    monkeypatch.setattr(choose, "_proven", lambda: frozenset({("nvfp4_gemm", "sm_120"), ("w4_gemm", "sm_90")}))
-    after = choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", nvcc="13.0")
+    monkeypatch.setattr(
+        "fp4dispatch.jit.proven.proven", lambda: frozenset({("nvfp4_gemm", "sm_120"), ("w4_gemm", "sm_90")})
+    )
+    after = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", nvcc="13.0")
     assert after.backend == "cutlass"
     assert after.notes == ("built and proven for sm_120 on this machine, and taken to be there: nvfp4_gemm",)
     assert main([*ASK, *facts]) == 0
     assert "cutlass (nvfp4 activations)" in capsys.readouterr().out
     assert main([*ASK, *facts, "--proven", "none"]) == 0
     assert "cublaslt (nvfp4 activations)" in capsys.readouterr().out
-    other = choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.1", cuda="13.0", nvcc="13.0")
+    other = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.1", cuda="13.0", nvcc="13.0")
     assert other.backend == "cublaslt"
-    assert choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", proven=False).backend == "cublaslt"
+    assert explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", proven=False).backend == "cublaslt"
 
 
 # ----------------------------------------------------------------------------------------------------------- the reason
@@ -218,10 +221,10 @@ def test_the_reason_is_that_of_the_backend_that_was_chosen():
         assert len(set(reasons)) == len(reasons), rule.id
         for other in rule.backends[1:]:
             assert rule.hit(other).because == dict(rule.others)[other]
-    chosen = choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0")
+    chosen = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0")
     assert chosen.backend == "cublaslt"
     assert "w4a4 by torch, without a compiler" in chosen.line()
     assert "clean over 3,200 requests" not in chosen.line()
-    first = choose.explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", cudnn="9.23.1")
+    first = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", cudnn="9.23.1")
     assert first.backend == "cudnn"
     assert "cuDNN was clean over 3,200 requests" in first.line()

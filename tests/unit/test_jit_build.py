@@ -107,14 +107,20 @@ def test_a_proof_is_made_anew_on_the_next_hit(stored: str, fake: Fake, catalog: 
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("name", ["prove.py", "catalog/early_loads.py", "sass/judge.py", "sass/opcodes.toml"])
+@pytest.mark.parametrize(
+    "name",
+    ["jit/prove.py", "jit/catalog/early_loads.py", "jit/sass/judge.py", "jit/sass/opcodes.toml", "strict_toml.py"],
+)
 def test_a_prover_that_changed_proves_again(
     name: str, fake: Fake, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     entry = build(catalog).entry
     assert prove.read(entry) is not None
-    shutil.copytree(Path(prove.__file__).parent, tmp_path / "jit")
-    with (tmp_path / "jit" / name).open("a") as file:
+    package = Path(prove.__file__).parents[1]
+    shutil.copytree(package / "jit", tmp_path / "jit")
+    shutil.copy(package / "strict_toml.py", tmp_path)
+    assert (tmp_path / name).is_file()
+    with (tmp_path / name).open("a") as file:
         file.write("# changed\n")
     monkeypatch.setattr(prove, "__file__", str(tmp_path / "jit" / "prove.py"))
     prove.prover_sha256.cache_clear()

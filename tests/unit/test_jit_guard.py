@@ -77,8 +77,8 @@ def work(catalog: Catalog) -> tuple[list[str], Path]:
         with torch.inference_mode():
             layer = fp4dispatch.FP8Linear.from_linear(torch.nn.Linear(64, 64, bias=False))
             assert layer(torch.ones(1, 64)).shape == (1, 64)
-        assert list(quarantine.all_stored()) == []
-        for store in (quarantine, tuned):
+        assert list(quarantine.store.all()) == []
+        for store in (quarantine.store, tuned.store):
             assert store.load(store.folder() / f"{'0' * 40}.json") is None
             with guard.optional("keeping a record"):
                 records.write(store.folder() / "1.json", {})
@@ -327,12 +327,12 @@ def test_a_file_of_an_entry_that_is_something_else(name: str, kind: str, fake: F
 @pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "huge", "deep", "words", "null", "list", "bytes"])
 def test_a_record_that_is_something_else(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path / "cache"))
-    for store, read in ((quarantine, quarantine.load), (tuned, tuned.load)):
+    for store in (quarantine.store, tuned.store):
         path = store.folder() / f"{'0' * 40}.json"
         records.write(path, {})
         replaced(path, kind)
-        assert read(path) is None
-    assert list(quarantine.all_stored()) == []
+        assert store.load(path) is None
+    assert list(quarantine.store.all()) == []
 
 
 @pytest.mark.parametrize("kind", ["fifo", "loop", "words"])

@@ -17,7 +17,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Reason
 from fp4dispatch.trust import canary, layercheck, selfcheck
 from fp4dispatch.trust.layer_operands import Operands
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust.verdict import CheckResult
 from tests import planted
 from tests.planted import FAULTS, HONEST, LAYER_FAULTS, ONLY_WITH, TRUNCATING, Honest, TruncatingDown
 
@@ -333,7 +333,7 @@ def test_once_for_a_shape_then_from_disk(few):
     assert CheckResult.from_dict(first.to_dict()) == again
     for other in ({"n": 264}, {"k": 272}, {"bias": 1}, {"last": 64}, {"first": 2}):
         selfcheck.trusted_layer(subject(backend, ROW, **other), HERE)
-    assert len(list(selfcheck.quarantine.folder().iterdir())) == 6
+    assert len(list(selfcheck.quarantine.store.folder().iterdir())) == 6
 
 
 def test_a_failed_layer_is_in_quarantine_with_its_evidence(few):

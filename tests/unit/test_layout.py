@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2] / "fp4dispatch"
 
 # The data flow, first to last: a room imports from itself and from the rooms before it.
 ORDER = (
-    *("errors", "settings", "problem", "machine", "formats", "policy", "jit", "backends", "trust", "dispatch"),
-    *("tune", "run", "models", "checkpoints", "graphs", "integrations", "benchmark", "cli"),
+    *("errors", "settings", "strict_toml", "problem", "machine", "formats", "policy", "jit", "backends", "trust"),
+    *("dispatch", "tune", "run", "models", "checkpoints", "graphs", "integrations", "benchmark", "cli"),
 )
 PATHS_FOR_OTHERS = {"linear": "models", "decision": "problem"}  # one-line modules that re-export from a room
 PLACE = {
@@ -28,7 +28,8 @@ PLACE = {
 TORCH_FREE = (
     *("settings", "problem", "problem.arch", "problem.decision", "problem.measurement", "machine.system"),
     *("policy.resolve", "policy.rules", "policy.capability", "backends.registry", "jit.store.records"),
-    *("trust.quarantine", "dispatch.tuned", "dispatch.choose", "dispatch.whatif"),
+    *("trust.quarantine", "trust.facts", "trust.verdict"),
+    *(f"dispatch.{name}" for name in ("choose", "explain", "here", "report", "request", "tuned", "whatif")),
 )
 VERSION = "fp4dispatch.__version__"  # a constant that anyone may name, e.g. in a cache key
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -128,6 +129,19 @@ def test_only_settings_reads_the_environment(name):
 def test_only_the_prober_imports_nvml(name):
     uses = [t for t in imports(MODULES[name]) if t.split(".")[0] == "pynvml"]
     assert bool(uses) == (name == "machine.nvml")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_ranks_talks_to_other_ranks(name):
+    uses = [t for t in imports(MODULES[name]) if t.startswith("torch.distributed")]
+    uses += [n for n in ast.walk(MODULES[name]) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
+    assert bool(uses) == (name == "machine.ranks")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_the_strict_reader_reads_toml(name):
+    uses = [t for t in imports(MODULES[name]) if t.split(".")[0] in ("tomllib", "tomli")]
+    assert bool(uses) == (name == "strict_toml")
 
 
 def reached(name: str) -> set[str]:

@@ -136,11 +136,11 @@ def test_speeds_are_of_the_tiles_of_their_builds():
 @pytest.mark.parametrize("key", ["token", "share", "clocks"])
 def test_an_unknown_key_of_speed_is_refused(key):
     assert tiles.load({"tile": [ROW]}, installed(), "w4")[0].speed == SPEED
-    with pytest.raises(FlagsError, match=f"w4_tiles.toml, {KERNEL}: unknown key of speed {key}; known: alone, ctas, "):
+    with pytest.raises(FlagsError, match=f"w4_tiles.toml, {KERNEL} speed: unknown key '{key}' .known: "):
         tiles.load({"tile": [ROW | {"speed": ROW["speed"] | {key: 1}}]}, installed(), "w4")
 
 
 def test_a_speed_without_all_of_its_keys_is_refused():
     speed = {key: value for key, value in ROW["speed"].items() if key not in ("stage", "pair")}
-    with pytest.raises(FlagsError, match=f"w4_tiles.toml, {KERNEL}: speed lacks pair, stage; needs all of its keys"):
+    with pytest.raises(FlagsError, match=f"w4_tiles.toml, {KERNEL} speed: key 'stage' is missing; key 'pair'"):
         tiles.load({"tile": [ROW | {"speed": speed}]}, installed(), "w4")

@@ -36,7 +36,7 @@ def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     made: list[str] = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(pdl, "arch_of", lambda device: None)
-    monkeypatch.setattr(pdl.cache, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(pdl.store, "folder", lambda: tmp_path / "pdl")
     monkeypatch.setattr(pdl.jit, "load", lambda *names: kernel("c" * 64))
     monkeypatch.setattr(pdl.capture, "forbid_in_capture", lambda what, fix: None)
     tmp_path.chmod(0o700)
@@ -84,11 +84,11 @@ def test_the_verdict_is_kept_for_the_next_process(passed: bool, trials: Any) -> 
     "change",
     [
         lambda data: data.update(schema=0),
-        lambda data: data["verdict"].update(library_sha256="b" * 64),
-        lambda data: data["verdict"].update(gpu="Another GPU"),
-        lambda data: data["verdict"].update(passed="yes"),
-        lambda data: data["verdict"].pop("kernel"),
-        lambda data: data.pop("verdict"),
+        lambda data: data["record"].update(library_sha256="b" * 64),
+        lambda data: data["record"].update(gpu="Another GPU"),
+        lambda data: data["record"].update(passed="yes"),
+        lambda data: data["record"].pop("kernel"),
+        lambda data: data.pop("record"),
     ],
 )
 def test_a_record_that_is_not_about_this_build_does_not_count(change: Any, trials: Any, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_record_that_is_not_about_this_build_does_not_count(change: Any, trial
     assert not pdl.allowed(kernel(), CUDA)
     (path,) = (tmp_path / "pdl").iterdir()
     data = json.loads(path.read_text())
-    data["verdict"]["passed"] = True
+    data["record"]["passed"] = True
     change(data)
     path.write_text(json.dumps(data))
     pdl.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
@@ -185,8 +186,9 @@ def test_declared_backends():
 
 # ---------------------------------------------------------------------------------------------------------- the file
 
+DAY = date(2026, 11, 20)
 GOOD = {
-    "toolkit": [{"archs": ["sm_90"], "cuda": "12.0", "nvcc": "12.0", "source": "https://x", "checked": "2026-11-20"}],
+    "toolkit": [{"archs": ["sm_90"], "cuda": "12.0", "nvcc": "12.0", "source": "https://x", "checked": DAY}],
     "capability": [
         {
             "backend": "toy",
@@ -196,7 +198,7 @@ GOOD = {
             "scalings": ["row"],
             "out_dtypes": ["bfloat16"],
             "source": "https://x",
-            "checked": "2026-11-20",
+            "checked": DAY,
         }
     ],
     "alias": [{"name": "play", "backend": "toy", "note": "a word"}],
@@ -213,27 +215,27 @@ def test_a_good_file_loads():
 @pytest.mark.parametrize(
     ("table", "changes", "text"),
     [
-        ("capability", {"surprise": 1}, "unknown keys"),
+        ("capability", {"surprise": 1}, "unknown key 'surprise'"),
         ("capability", {"op": "gemm"}, "must be a list of"),
         ("capability", {"archs": ["sm_77"]}, "must be a list of"),
-        ("capability", {"archs": "sm_90"}, "must be a list of"),
+        ("capability", {"archs": "sm_90"}, "archs must be list, found str"),
         ("capability", {"activations": ["any"]}, "must be a list of"),
         ("capability", {"n_multiple": 0}, "positive integer"),
-        ("capability", {"k_multiple": "8"}, "positive integer"),
+        ("capability", {"k_multiple": "8"}, "k_multiple must be int"),
         ("capability", {"sf_layouts": ["128x4"]}, "belongs to nvfp4_gemm"),
         ("capability", {"requires": [{"what": "magic", "min": "1"}]}, "must be a list of"),
         ("capability", {"requires": [{"what": "cuda", "min": "soon"}]}, "not a version"),
-        ("capability", {"requires": [{"what": "cuda"}]}, "missing keys"),
+        ("capability", {"requires": [{"what": "cuda"}]}, "'min' is missing"),
         ("capability", {"source": "somewhere"}, "https"),
         ("capability", {"kernel_op": "w4_gemm"}, "belongs to proof"),
-        ("capability", {"kernel_op": 4, "proof": True}, "belongs to proof"),
-        ("capability", {"raw": "no"}, "raw 'no' is not true or false"),
-        ("capability", {"checked": "2026"}, "date"),
+        ("capability", {"kernel_op": 4, "proof": True}, "kernel_op must be str"),
+        ("capability", {"raw": "no"}, "raw must be bool, found str 'no'"),
+        ("capability", {"checked": "2026"}, "checked must be date"),
         ("toolkit", {"nvcc": "newest"}, "not a version"),
         ("toolkit", {"archs": []}, "must be a list of"),
         ("alias", {"backend": "nobody"}, "alias"),
         ("alias", {"name": "toy"}, "alias"),
-        ("alias", {"why": "x"}, "unknown keys"),
+        ("alias", {"why": "x"}, "unknown key 'why'"),
     ],
 )
 def test_a_bad_file_is_refused(table, changes, text):
@@ -251,7 +253,7 @@ def test_duplicates_and_strange_tables_are_refused():
     assert len(load(GOOD | {"capability": [record | {"archs": ["sm_100"]}, other]}).capabilities) == 2
     with pytest.raises(SettingsError, match="sm_120 is declared twice"):
         load(GOOD | {"capability": [record | {"archs": ["sm_100", "sm_120"]}, other]})
-    with pytest.raises(SettingsError, match="unknown keys"):
+    with pytest.raises(SettingsError, match="unknown key 'capabilities'"):
         load(GOOD | {"capabilities": []})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from datetime import date
 
 import pytest
 from packaging.version import Version
@@ -21,7 +22,7 @@ RULE = {
     "backends": ["cudnn"],
     "because": "it is unsafe",
     "source": "https://example.org/1",
-    "checked": "2026-11-20",
+    "checked": date(2026, 11, 20),
     "when": {"archs": ["sm_120"]},
 }
 
@@ -44,11 +45,11 @@ def test_a_good_rule_loads():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"surprise": 1}, "unknown keys"),
-        ({"because": None}, "missing keys"),
+        ({"surprise": 1}, "unknown key 'surprise'"),
+        ({"because": None}, "'because' is missing"),
         ({"because": " "}, "because is empty"),
         ({"source": "http://example.org"}, "https"),
-        ({"checked": "yesterday"}, "date"),
+        ({"checked": "yesterday"}, "checked must be date, found str 'yesterday'"),
         ({"verb": "allow"}, "neither deny nor prefer"),
         ({"verb": "prefer", "code": "CAPTURE"}, "belongs to deny"),
         ({"code": "ARCH"}, "must be a list of DENIED"),
@@ -65,18 +66,18 @@ def test_a_good_rule_loads():
         ({"others": {"cudnn": "x"}}, "others needs a reason for each of nothing, has cudnn"),
         ({"when": {}}, "when is empty"),
         ({"when": {"archs": ["sm_121a"]}}, "must be a list of"),
-        ({"when": {"arch": ["sm_120"]}}, "unknown keys"),
+        ({"when": {"arch": ["sm_120"]}}, "unknown key 'arch'"),
         ({"when": {"ops": ["gemm"]}}, "must be a list of"),
         ({"when": {"captures": ["some"]}}, "must be a list of"),
-        ({"when": {"scalings": "row"}}, "must be a list of"),
+        ({"when": {"scalings": "row"}}, "scalings must be list, found str 'row'"),
         ({"when": {"m_max": 0}}, "not a positive integer"),
-        ({"when": {"m_max": True}}, "not a positive integer"),
-        ({"when": {"m_max": 48.0}}, "not a positive integer"),
+        ({"when": {"m_max": True}}, "m_max must be int, found bool True"),
+        ({"when": {"m_max": 48.0}}, "m_max must be int, found float 48.0"),
         ({"when": {"m_min_max": -1}}, "m_min_max -1 is not a size"),
-        ({"when": {"tiles_max": 1.5}}, "tiles_max 1.5 is not a positive integer"),
+        ({"when": {"tiles_max": 1.5}}, "tiles_max must be int, found float 1.5"),
         ({"when": {"work_max": 0}}, "work_max 0 is not a positive integer"),
-        ({"when": {"proven": "no"}}, "proven 'no' is not true or false"),
-        ({"when": {"fp8_copy": 1}}, "fp8_copy 1 is not true or false"),
+        ({"when": {"proven": "no"}}, "proven must be bool, found str 'no'"),
+        ({"when": {"fp8_copy": 1}}, "fp8_copy must be bool, found int 1"),
         ({"when": {"flashinfer": "0.6"}}, "not a version range"),
         ({"when": {"flashinfer": ">=0.6,<oops"}}, "not a version range"),
         ({"when": {"flashinfer": ">=0.6,,<0.7"}}, "not a version range"),
@@ -144,7 +145,7 @@ def test_rules_of_other_archs_do_not_cut_ranges():
 def test_ids_are_unique():
     with pytest.raises(SettingsError, match="twice"):
         load({"rule": [RULE, RULE]})
-    with pytest.raises(SettingsError, match="unknown keys"):
+    with pytest.raises(SettingsError, match="unknown key 'rules'"):
         load({"rule": [], "rules": []})
 
 

@@ -191,7 +191,7 @@ def test_the_end_of_the_process_that_holds_the_store_is_no_raw_error():
 def test_a_self_check_is_shared_the_same_way():
     def work(rank):
         from fp4dispatch.trust import selfcheck
-        from fp4dispatch.trust.quarantine import CheckResult
+        from fp4dispatch.trust.verdict import CheckResult
 
         mine = CheckResult("w4a16", "nvfp4_gemm", "nvfp4", "bf16", "sm_90", "passed")
         assert selfcheck.agree(mine) is mine

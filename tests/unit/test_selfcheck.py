@@ -14,7 +14,7 @@ from fp4dispatch.machine import capture
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem.decision import Reason
 from fp4dispatch.trust import canary, selfcheck
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust.verdict import CheckResult
 from tests import planted
 from tests.planted import FAULTS, HONEST, ONLY_WITH, TRUNCATING, Honest
 

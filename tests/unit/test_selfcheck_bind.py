@@ -45,8 +45,7 @@ def machine(tmp_path, monkeypatch):
     backends = {"narrow": Narrow(), "fine": Fine(), "reference": ReferenceBackend()}
     monkeypatch.setattr(registry, "backends", lambda: backends)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for each in (choose._capture, selfcheck.capture, routes.capture):
-        monkeypatch.setattr(each, "is_capturing", lambda: False)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: False)
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
     monkeypatch.setattr(layercheck, "REPEATS", (2, 1, 1))
     real = selfcheck.trusted
@@ -57,7 +56,7 @@ def machine(tmp_path, monkeypatch):
         shut = quarantine.quarantined()
         return systems.setdefault(shut, replace(HERE, quarantined=shut))
 
-    monkeypatch.setattr(choose._system, "current", current)
+    monkeypatch.setattr("fp4dispatch.machine.system.current", current)
     monkeypatch.setattr(routes, "gpu_of", lambda device: 0)
     monkeypatch.setattr(routes, "_plans", {})
     forget = (canary.canaries.cache_clear, quarantine.reset, choose.reset, routes.LayerSpec.parse.cache_clear)

@@ -10,6 +10,7 @@ import torch
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
@@ -45,7 +46,7 @@ def machine(tmp_path, monkeypatch):
     backends = {"wrong": Wrong(), "fine": Fine(), "reference": ReferenceBackend()}
     monkeypatch.setattr(registry, "backends", lambda: backends)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(choose._capture, "is_capturing", lambda: False)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: False)
     monkeypatch.setattr(selfcheck.capture, "is_capturing", lambda: False)
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
     real = selfcheck.trusted
@@ -58,7 +59,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(selfcheck, "trusted", trusted)
     base = System.fake("9.0", cuda="13.0", torch="2.11")
     monkeypatch.setattr(
-        choose._system, "current", lambda: with_quarantine(base, quarantine.quarantined())
+        "fp4dispatch.machine.system.current", lambda: with_quarantine(base, quarantine.quarantined())
     )  # as system.current does
     for forget in (canary.canaries.cache_clear, quarantine.reset, choose.reset):
         forget()
@@ -113,7 +114,7 @@ def test_a_new_process_knows_without_checking(machine):
     del machine[:]
     with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):
         choose.select(FP8, backend="wrong")
-    assert choose.explain("fp8_gemm", 16, 64, 64, scaling="row").backend == "fine"
+    assert explain("fp8_gemm", 16, 64, 64, scaling="row").backend == "fine"
     assert machine == []
 
 
@@ -131,7 +132,7 @@ def test_a_plugin_has_to_pass_on_a_cpu_too(machine):
     choose.reset()
     del machine[:]
     assert choose.select(FP8, gpu=None).backend == "fine"  # the verdicts on this CPU were kept
-    assert choose.explain("fp8_gemm", 16, 64, 64, scaling="row", system=NO_GPU).backend == "wrong"  # another machine
+    assert explain("fp8_gemm", 16, 64, 64, scaling="row", system=NO_GPU).backend == "wrong"  # another machine
     with pytest.raises(BackendUnsupportedError, match="QUARANTINED"):
         choose.select(FP8, backend="wrong", gpu=None)
 
@@ -158,7 +159,7 @@ def test_switched_off(machine, monkeypatch):
 
 def test_never_inside_a_capture(machine, monkeypatch):
     monkeypatch.setattr(selfcheck.capture, "is_capturing", lambda: True)
-    monkeypatch.setattr(choose._capture, "is_capturing", lambda: True)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: True)
     with pytest.raises(CaptureError, match="self-check of wrong"):
         choose.select(FP8)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.trust import quarantine, selfcheck
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust.verdict import CheckResult
 
 BAD = {
     "status": "failed",

@@ -15,11 +15,12 @@ import torch
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.errors import CacheError, CaptureError, InputError, SettingsError
+from fp4dispatch.jit.store import records
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
-from fp4dispatch.trust import canary, quarantine, selfcheck
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust import canary, facts, quarantine, selfcheck
+from fp4dispatch.trust.verdict import CheckResult
 from tests.planted import FAULTS, Honest
 
 FACTS = {"cuda": "13.0", "torch": "2.11", "cudnn": "9.13.0", "driver": "580.1"}
@@ -68,7 +69,7 @@ def clean(tmp_path, monkeypatch):
 
 
 def files() -> list:
-    return sorted(quarantine.folder().glob("*"))
+    return sorted(quarantine.store.folder().glob("*"))
 
 
 def ask(name: str, system: System = HERE, problem: Problem = PROBLEM) -> CheckResult:
@@ -164,40 +165,44 @@ def test_which_gpu_of_the_model_it_is_does_not_count():
 
 
 def test_code_and_pdl_count(monkeypatch):
-    names = {quarantine.key(ask("good"))}
+    names = {ask("good").name}
     for change in (
         lambda: monkeypatch.setenv("FP4DISPATCH_PDL", "off"),
-        lambda: monkeypatch.setattr(quarantine, "_own_code", lambda: "another kernel"),
-        lambda: monkeypatch.setattr(quarantine, "code_of", lambda kind: "another plug-in"),
-        lambda: monkeypatch.setattr(quarantine, "_cublas", lambda: "another cuBLAS"),
+        lambda: monkeypatch.setattr(facts, "_own_code", lambda: "another kernel"),
+        lambda: monkeypatch.setattr(facts, "code_of", lambda kind: "another plug-in"),
+        lambda: monkeypatch.setattr(facts, "_cublas", lambda: "another cuBLAS"),
         lambda: monkeypatch.setattr("fp4dispatch.__version__", "99"),
     ):
         change()
-        names.add(quarantine.key(ask("good")))
+        names.add(ask("good").name)
     assert len(names) == len(files()) == 6
 
 
-def test_kernels_flags_and_backends_are_in_the_code_hash(monkeypatch, tmp_path):
+def test_kernels_flags_and_backends_are_in_the_code_hash(tmp_path):
     import shutil
     from pathlib import Path
-    from types import SimpleNamespace
 
-    source = Path(quarantine.__file__).parents[1]
-    csrc = quarantine.manifest.installed().csrc
+    import fp4dispatch
+    from fp4dispatch.jit.catalog import manifest
+
+    csrc = manifest.installed().csrc
     for name in ("csrc", "jit_flags"):
         shutil.copytree(csrc.parent / name, tmp_path / name)
     copy = tmp_path / "fp4dispatch"
-    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(quarantine, "__file__", str(copy / "trust" / "quarantine.py"))
-    monkeypatch.setattr(quarantine.manifest, "installed", lambda: SimpleNamespace(csrc=tmp_path / "csrc"))
-    code = quarantine._own_code.__wrapped__
+    shutil.copytree(Path(fp4dispatch.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def code():
+        return facts.hash_of_sources(copy, tmp_path / "csrc")
+
     seen = {code()}
     assert seen == {code()}
     checks = ("canary", "trial", "tilecheck", "layercheck", "layer_operands")
     files = (
         next((tmp_path / "csrc").rglob("*.cu")),
         next((tmp_path / "jit_flags").glob("*.toml")),
-        copy / "backends" / "activations.py",
+        copy / "strict_toml.py",
+        copy / "backends" / "base.py",
+        copy / "backends" / "own" / "w4.py",
         *(copy / "formats").glob("*.py"),
         *(copy / "trust" / f"{name}.py" for name in checks),
     )
@@ -244,7 +249,7 @@ def test_the_hash_of_a_plugin_sees_all_its_files(tmp_path, monkeypatch):
     import importlib
 
     kind = importlib.import_module("plug_in_of_many_files.backend").Mine
-    code = quarantine.code_of.__wrapped__
+    code = facts.code_of.__wrapped__
     first = code(kind)
     assert code(kind) == first
     (package / "kernels" / "gemm.cu").write_text("// 2\n")
@@ -254,9 +259,9 @@ def test_the_hash_of_a_plugin_sees_all_its_files(tmp_path, monkeypatch):
 def test_code_in_no_file_is_known_for_this_process_alone(monkeypatch):
     """A verdict on what was typed into an interpreter must not hold for what is typed tomorrow."""
     typed = type("Typed", (), {"__module__": "a_module_that_is_no_file"})
-    first = quarantine.code_of.__wrapped__(typed)
-    monkeypatch.setattr(quarantine, "_THIS_PROCESS", "another")
-    assert quarantine.code_of.__wrapped__(typed) != first
+    first = facts.code_of.__wrapped__(typed)
+    monkeypatch.setattr(facts, "_THIS_PROCESS", "another")
+    assert facts.code_of.__wrapped__(typed) != first
 
 
 def test_the_subject_counts_and_the_size_does_not():
@@ -271,10 +276,10 @@ def rewritten(**changes) -> CheckResult | None:
     """The one verdict on disk with fields of its record changed, or left out where they are None, read again."""
     (path,) = files()
     data = json.loads(path.read_text("utf-8"))
-    data["result"] = {name: value for name, value in (data["result"] | changes).items() if value is not None}
+    data["record"] = {name: value for name, value in (data["record"] | changes).items() if value is not None}
     path.write_text(json.dumps(data), "utf-8")
     new_process()
-    return quarantine.load(path)
+    return quarantine.store.load(path)
 
 
 def test_building_and_checking_are_kept_and_shown_apart():
@@ -334,7 +339,7 @@ def test_force_checks_once_in_each_process_and_replaces_the_verdict(monkeypatch)
     ask("bad")
     assert Broken.runs == runs
     assert files() == [path]
-    assert quarantine.load(path).status == "passed"
+    assert quarantine.store.load(path).status == "passed"
 
 
 def test_an_unknown_word_is_an_error(monkeypatch):
@@ -374,16 +379,16 @@ def damage(path, how):
     elif how == "list":
         path.write_text("[1, 2]")
     elif how == "facts":
-        data["result"]["facts"]["driver"] = "999"
+        data["record"]["facts"]["driver"] = "999"
         path.write_text(json.dumps(data))
     elif how == "status":
-        data["result"]["status"] = "off"
+        data["record"]["status"] = "off"
         path.write_text(json.dumps(data))
     elif how == "no evidence":
-        data["result"]["findings"] = []
+        data["record"]["findings"] = []
         path.write_text(json.dumps(data))
     elif how == "extra":
-        data["result"]["unheard of"] = 1
+        data["record"]["unheard of"] = 1
         path.write_text(json.dumps(data))
     elif how == "schema":
         data["schema"] = 99
@@ -443,7 +448,7 @@ def test_a_place_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, ca
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_read_only_folder(tmp_path):
-    quarantine.folder().mkdir(parents=True, mode=0o500)
+    quarantine.store.folder().mkdir(parents=True, mode=0o500)
     assert ask("good").status == "passed"
     assert files() == []
 
@@ -452,7 +457,7 @@ def test_nothing_half_written_stays_behind(monkeypatch):
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(quarantine.records.private, "write_synced", full_disk)
+    monkeypatch.setattr(records.private, "write_synced", full_disk)
     assert ask("good").status == "passed"
     assert files() == []
 
@@ -542,4 +547,4 @@ def test_results_lists_what_holds_here():
 
 
 def test_reference_facts_need_no_gpu():
-    assert quarantine.facts(System.fake(), ReferenceBackend())["gpu"] == "none"
+    assert facts.of_backend(System.fake(), ReferenceBackend())["gpu"] == "none"

@@ -58,7 +58,7 @@ def test_list_and_clear(gpu, capsys):
     assert len(json.loads(capsys.readouterr().out)) == 2
     assert cli.main(["tune", "--clear"]) == 0
     assert "2 stored measurements removed" in capsys.readouterr().out
-    assert list(tuned.folder().iterdir()) == []
+    assert list(tuned.store.folder().iterdir()) == []
     assert choose.select(PROBLEM).backend == "first"
 
 

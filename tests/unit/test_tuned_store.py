@@ -11,12 +11,14 @@ import pytest
 
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch.explain import explain
+from fp4dispatch.jit.store import records
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.measurement import Measurement, Timing
-from fp4dispatch.trust import quarantine
+from fp4dispatch.trust import facts, quarantine
 from tests.planted import Honest
 
 FACTS = {"cuda": "13.0", "torch": "2.11", "nvcc": "13.0", "cutlass": "4.5", "cudnn": "9.19.0", "cudnn_frontend": "1.14"}
@@ -35,7 +37,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "backends", lambda: backends)
 
     def use(system):
-        monkeypatch.setattr(choose._system, "current", lambda: system)
+        monkeypatch.setattr("fp4dispatch.machine.system.current", lambda: system)
 
     use(HERE)
     for forget in (tuned.reset, choose.reset, quarantine.reset):
@@ -48,7 +50,7 @@ def machine(tmp_path, monkeypatch):
 def store(problem=PROBLEM, system=HERE, fast="cudnn", slow="cutlass"):
     timings = (Timing(fast, "nvfp4", 10.0, 0.1, 15), Timing(slow, "nvfp4", 20.0, 0.1, 15))
     made = Measurement(problem, timings, date="2026-11-21", facts=tuned.facts(system, registry.backends()))
-    tuned.save(made)
+    tuned.store.save(made)
     return made
 
 
@@ -58,7 +60,7 @@ def new_process():
 
 
 def files():
-    return sorted(tuned.folder().glob("*"))
+    return sorted(tuned.store.folder().glob("*"))
 
 
 def test_auto_uses_it_in_this_and_in_later_processes():
@@ -78,12 +80,12 @@ def test_auto_uses_it_in_this_and_in_later_processes():
 
 def test_explain_shows_it_here_and_never_for_another_machine():
     store()
-    here = choose.explain("nvfp4_gemm", 11, 4096, 4096)
+    here = explain("nvfp4_gemm", 11, 4096, 4096)
     assert (here.backend, here.rule.id) == ("cudnn", "tuned")
     assert "measured 20.0 us" in str(here)
-    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, arch="10.0", **FACTS).backend == "cutlass"
-    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, system=HERE).backend == "cutlass"
-    assert choose.explain("nvfp4_gemm", 11, 4096, 4096, backend="cutlass").backend == "cutlass"
+    assert explain("nvfp4_gemm", 11, 4096, 4096, arch="10.0", **FACTS).backend == "cutlass"
+    assert explain("nvfp4_gemm", 11, 4096, 4096, system=HERE).backend == "cutlass"
+    assert explain("nvfp4_gemm", 11, 4096, 4096, backend="cutlass").backend == "cutlass"
 
 
 def test_a_request_is_not_moved(monkeypatch):
@@ -99,7 +101,7 @@ def test_it_is_switched_off_at_once(monkeypatch):
     assert choose.select(PROBLEM).backend == "cudnn"
     monkeypatch.setenv("FP4DISPATCH_TUNED", "off")
     assert choose.select(PROBLEM).backend == "cutlass"
-    assert choose.explain("nvfp4_gemm", 16, 4096, 4096).backend == "cutlass"
+    assert explain("nvfp4_gemm", 16, 4096, 4096).backend == "cutlass"
     monkeypatch.delenv("FP4DISPATCH_TUNED")
     assert choose.select(PROBLEM).backend == "cudnn"
 
@@ -142,7 +144,7 @@ def test_code_and_pdl_count(monkeypatch):
         patch.setenv("FP4DISPATCH_PDL", "off")
         names.append(tuned.facts(HERE, backends))
     with monkeypatch.context() as patch:
-        patch.setattr(quarantine, "_own_code", lambda: "other kernels")
+        patch.setattr(facts, "_own_code", lambda: "other kernels")
         names.append(tuned.facts(HERE, backends))
     names.append(tuned.facts(HERE, {**backends, "plugin": Honest()}))
     with monkeypatch.context() as patch:
@@ -199,13 +201,13 @@ def test_a_file_that_others_can_write_is_not_read(mode):
 
 def test_private_and_whole(monkeypatch):
     store()
-    assert stat.S_IMODE(tuned.folder().stat().st_mode) == 0o700
+    assert stat.S_IMODE(tuned.store.folder().stat().st_mode) == 0o700
     assert stat.S_IMODE(files()[0].stat().st_mode) == 0o600
 
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuned.records.private, "write_synced", full_disk)
+    monkeypatch.setattr(records.private, "write_synced", full_disk)
     store(replace(PROBLEM, m=32))
     assert len(files()) == 1
 

@@ -13,6 +13,7 @@ from torch import nn
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.machine.system import System
 from fp4dispatch.models.linear import FP8Linear
@@ -93,7 +94,7 @@ def machine(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(registry, "backends", lambda: backends)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(choose._capture, "is_capturing", lambda: False)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: False)
     monkeypatch.setattr(canary, "SHAPES", canary.SHAPES[:1])
     real = selfcheck.trusted
     monkeypatch.setattr(selfcheck, "trusted", lambda name, problem, system, device: real(name, problem, system, "cpu"))
@@ -103,7 +104,7 @@ def machine(tmp_path, monkeypatch):
         shut = quarantine.quarantined()
         return systems.setdefault(shut, replace(HERE, quarantined=shut))
 
-    monkeypatch.setattr(choose._system, "current", current)
+    monkeypatch.setattr("fp4dispatch.machine.system.current", current)
     monkeypatch.setattr(routes, "gpu_of", lambda device: 0)
     monkeypatch.setattr(routes, "_plans", {})
     forget = (canary.canaries.cache_clear, quarantine.reset, choose.reset, tuned.reset, tuning._engines.clear)
@@ -157,7 +158,7 @@ def test_the_fastest_is_used_from_then_on_and_in_later_processes(machine):
         decision = choose.select(PROBLEM)
         assert (decision.backend, decision.rule.id) == ("second", "tuned")
         assert choose.select(replace(PROBLEM, m=17)).backend == "first"
-        assert "8.0 us" in str(choose.explain("fp8_gemm", 12, 64, 96, scaling="row"))
+        assert "8.0 us" in str(explain("fp8_gemm", 12, 64, 96, scaling="row"))
 
 
 def test_each_candidate_is_timed_on_rotating_copies_in_turns(machine):
@@ -263,7 +264,7 @@ def test_one_candidate_is_no_choice_and_nothing_is_stored(machine, monkeypatch):
     engine = Clock()
     made = tune(engine=engine)
     assert (made.timings, engine.recorded) == ((), [])
-    assert not tuned.folder().exists()
+    assert not tuned.store.folder().exists()
 
 
 def test_on_a_cpu_nothing_is_measured(machine):
@@ -287,11 +288,11 @@ def test_everything_is_given_back_after_an_error_too(machine, monkeypatch):
         tune()
     gc.collect()
     assert all(len(machine[name].released) == 1 for name in ("first", "second", "third"))
-    assert not tuned.folder().exists()
+    assert not tuned.store.folder().exists()
 
 
 def test_refused_during_capture(machine, monkeypatch):
-    monkeypatch.setattr(choose._capture, "is_capturing", lambda: True)
+    monkeypatch.setattr("fp4dispatch.machine.capture.is_capturing", lambda: True)
     with pytest.raises(CaptureError, match=r"tuning fp8_gemm M=12 .*\n.*warmup\(model, tokens=\[12\], tune=True\)"):
         tune()
 
@@ -333,7 +334,7 @@ def test_warmup_tunes_each_shape_and_bucket_once_and_binds_anew(machine, model, 
     )
     assert warmup(model, tokens=[3, 4, 16], tune=True) == 3
     assert tuned_problems == [3, 4, 16]
-    assert len(list(tuned.folder().iterdir())) == 2  # 3 and 4 are one bucket
+    assert len(list(tuned.store.folder().iterdir())) == 2  # 3 and 4 are one bucket
     text = (
         "first (fp8) up to M=2, then second (fp8) up to M=4, then first (fp8) up to M=8, then second (fp8) up to M=16"
     )
@@ -380,7 +381,7 @@ def test_layers_whose_backend_is_named_are_left_alone(machine, model):
         layer._forget()
     warmup(model, tokens=[16], tune=True)
     assert chosen(model) == ["third (fp8)"] * 2
-    assert not tuned.folder().exists()
+    assert not tuned.store.folder().exists()
 
 
 def test_results_do_not_change_with_the_choice(machine, model):

@@ -14,7 +14,7 @@ from fp4dispatch import FP4Linear, FP8Linear
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.cli import main
-from fp4dispatch.dispatch import choose
+from fp4dispatch.dispatch import choose, report, request
 from fp4dispatch.errors import BackendUnsupportedError, SettingsError, UnknownBackendError
 from fp4dispatch.formats import fp8_quantize, nvfp4_quantize
 
@@ -199,14 +199,14 @@ def test_one_line_for_all_m_that_are_decided_alike(caplog):
 
 def test_ranges_of_m_are_lines_of_their_own(caplog, monkeypatch):
     facts = {"cuda": "13.0", "torch": "2.11", "nvcc": "13.0", "cutlass": "4.5"}
-    monkeypatch.setattr(choose._system, "current", lambda: fp4dispatch.System.fake("9.0", **facts))
+    monkeypatch.setattr("fp4dispatch.machine.system.current", lambda: fp4dispatch.System.fake("9.0", **facts))
     problem = fp4dispatch.Problem("nvfp4_gemm", 1, 4096, 4096)
     ends = list(choose.m_ranges("nvfp4_gemm", 0, 1 << 15))
     assert len(ends) >= 16
     with caplog.at_level(logging.INFO, "fp4dispatch"):
         for _ in range(2):
             decided = [(m, choose.select(fp4dispatch.Problem("nvfp4_gemm", m, 4096, 4096), say=False)) for m in ends]
-            choose.report_ranges(decided)
+            report.report_ranges(decided)
         choose.select(problem)  # one of them
     lines = [r.message for r in caplog.records if r.levelno == logging.INFO]
     assert [line.split(" N=")[0] for line in lines] == [
@@ -230,7 +230,7 @@ def test_every_known_name_is_accepted_by_an_op_that_it_runs():
         ran = 0
         for op in ("nvfp4_gemm", "fp8_gemm"):
             try:
-                choose.check_request(op, name)
+                request.check_request(op, name)
                 ran += 1
             except BackendUnsupportedError:
                 pass

@@ -11,9 +11,9 @@ import pytest
 from fp4dispatch import cli
 from fp4dispatch.backends import registry
 from fp4dispatch.machine import system as machine
-from fp4dispatch.trust import quarantine, race
-from fp4dispatch.trust.quarantine import CheckResult
+from fp4dispatch.trust import facts, quarantine, race
 from fp4dispatch.trust.race import CaseCount, RaceReport
+from fp4dispatch.trust.verdict import CheckResult
 
 
 def report(bad: tuple[int, ...], *, control: bool = False, launches: int = 100) -> RaceReport:
@@ -103,12 +103,12 @@ def kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     quarantine.reset()
 
     def keep(*findings: str) -> CheckResult:
-        facts = quarantine.facts(machine.current(), registry.instance("reference"))
-        result = CheckResult("reference", "fp8_gemm", "row", "fp8", "", "passed", ran=("one",), facts=facts)
+        held = facts.of_backend(machine.current(), registry.instance("reference"))
+        result = CheckResult("reference", "fp8_gemm", "row", "fp8", "", "passed", ran=("one",), facts=held)
         result = replace(result, seconds=1.0, build_ms=957.0, check_ms=43.0)
         if findings:
             result = replace(result, status="failed", kind="NaN", findings=findings)
-        quarantine.save(result)
+        quarantine.store.save(result)
         return result
 
     yield keep
@@ -137,7 +137,7 @@ def test_verify_shows_the_verdicts_that_hold(kept: Any, capsys: pytest.CaptureFi
 def test_verify_shows_the_layers_that_were_checked(kept: Any, capsys: pytest.CaptureFixture[str]) -> None:
     canaries = kept()
     layer = replace(canaries, layer="N=64 K=96 -> bfloat16, M=1..32768", ran=("M=1", "M=133", "M=288"), check_ms=21.0)
-    quarantine.save(layer)
+    quarantine.store.save(layer)
     cli.main(["verify"])
     out = capsys.readouterr().out
     assert out.count("self-check: ") == 2
@@ -146,7 +146,7 @@ def test_verify_shows_the_layers_that_were_checked(kept: Any, capsys: pytest.Cap
         "3 numbers of tokens passed in 21 ms"
     ) in out
     wrong = ("M=1 N=64 K=96: tile (0, 0) is all zero",)
-    quarantine.save(replace(layer, status="failed", kind="zero", findings=wrong))
+    quarantine.store.save(replace(layer, status="failed", kind="zero", findings=wrong))
     assert cli.main(["verify"]) == 1
     assert "reference fp8_gemm layer M=1 N=64 K=96: tile (0, 0) is all zero" in capsys.readouterr().out
     cli.main(["verify", "--json"])
@@ -186,7 +186,7 @@ def test_doctor_shows_verdicts_and_fails_on_quarantine(kept: Any, monkeypatch: p
     assert check.status == "fail"
     assert "a tile is NaN" in check.text
     assert "another is zero" in check.text
-    assert str(quarantine.folder()) in check.fix
+    assert str(quarantine.store.folder()) in check.fix
     monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
     (check,) = (check for check in doctor.diagnose(doctor.gather()) if check.name == "self-check")
     assert (check.status, check.fix) == ("warn", "unset FP4DISPATCH_SELFCHECK")

@@ -5,8 +5,8 @@ here runs it: each launching function of the build stands once between a produce
 overwrites (:mod:`fp4dispatch.backends.own.launch_chain`), for a few sizes and delays. Other bits than in stream order
 mean no PDL for that build on that GPU model; the layer still runs, launched in stream order.
 
-The verdict is kept in ``pdl/`` of the cache folder (:mod:`fp4dispatch.jit.store.records`), under the library's hash,
-the GPU model, the driver and the code of the trial. ``FP4DISPATCH_SELFCHECK=off`` leaves the proof as the only witness,
+:data:`store` keeps the verdict in ``pdl/`` of the cache folder, under the library's hash, the GPU model, the driver,
+CUDA and the code of the trial. ``FP4DISPATCH_SELFCHECK=off`` leaves the proof as the only witness,
 ``force`` makes a new trial in each process.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,12 @@ from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError,
 from fp4dispatch.jit import LoadedKernel
 from fp4dispatch.jit.catalog import manifest
 from fp4dispatch.jit.kernels import CHAIN
-from fp4dispatch.jit.store import cache, guard, records
+from fp4dispatch.jit.store import records
 from fp4dispatch.machine import capture
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.settings import settings
 
-FOLDER = "pdl"
 SCHEMA = 1
 _SIZES = ((1, 520, 2080), (12, 4096, 1056), (24, 2056, 4128), (200, 1544, 2080))
 """M, N, K: one token, ragged and full tiles, short and long K. Every kernel takes multiples of 32 and 8."""
@@ -54,7 +53,7 @@ class PdlVerdict:
     """What the trial of one build found.
 
     ``passed``: no launch differed. ``launches`` were made, in ``ms`` milliseconds without building. ``evidence`` is
-    empty or says which launch was wrong, or why no trial could be made.
+    empty or says which launch was wrong, or why no trial could be made. The verdict holds under ``facts``.
     """
 
     kernel: str
@@ -64,6 +63,37 @@ class PdlVerdict:
     launches: int = 0
     ms: float = 0.0
     evidence: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the record: the hash of the build, the GPU model and the facts."""
+        return _name(self.library_sha256, self.gpu, self.facts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PdlVerdict:
+        """Read :meth:`to_dict` back.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the data is no verdict.
+        """
+        found = cls(**data)
+        if not isinstance(found.passed, bool) or not isinstance(found.evidence, str):
+            raise ValueError("not a verdict")
+        return found
+
+
+def _name(sha: str, gpu: str, facts: dict[str, str]) -> str:
+    return records.name_of([SCHEMA, sha, gpu, sorted(facts.items())])
+
+
+store = records.Store("pdl", SCHEMA, "PDL trials", PdlVerdict.from_dict)
 
 
 def allowed(kernel: LoadedKernel, device: torch.device) -> bool:
@@ -92,9 +122,8 @@ def verdict(kernel: LoadedKernel, device: torch.device) -> PdlVerdict:
     capture.forbid_in_capture(f"the PDL trial of {kernel.built.entry.name}", "fp4dispatch.warmup(model, tokens=[...])")
     with _lock:
         if key not in _known:
-            path = cache.default_folder() / FOLDER / f"{_name(sha, gpu)}.json"
-            kept = _read(path, sha, gpu) if settings.selfcheck == "auto" else None
-            _known[key] = kept or _made(kernel, device, gpu, path)
+            kept = store.find(_name(sha, gpu, _facts())) if settings.selfcheck == "auto" else None
+            _known[key] = kept or _made(kernel, device, gpu)
         return _known[key]
 
 
@@ -110,7 +139,7 @@ def reset() -> None:
         _known.clear()
 
 
-def _made(kernel: LoadedKernel, device: torch.device, gpu: str, path: Path) -> PdlVerdict:
+def _made(kernel: LoadedKernel, device: torch.device, gpu: str) -> PdlVerdict:
     """Make a trial; keep its verdict where it is one on the kernel."""
     try:
         chain = jit.load(*CHAIN, arch_of(device))
@@ -119,11 +148,10 @@ def _made(kernel: LoadedKernel, device: torch.device, gpu: str, path: Path) -> P
     if not chain.pdl_allowed:
         return _refused(kernel, gpu, f"the barriers of {CHAIN[0]}, which its trial needs, are not proven")
     try:
-        found = trial(kernel, chain.module, device)
+        found = replace(trial(kernel, chain.module, device), facts=_facts())
     except torch.OutOfMemoryError as error:
         return _refused(kernel, gpu, f"memory ran out in its trial: {error}")
-    with guard.optional("keeping PDL trials beyond this process"):
-        records.write(path, {"schema": SCHEMA, "verdict": asdict(found)})
+    store.save(found)
     if not found.passed:
         _log.warning("%s is launched without PDL: %s", found.kernel, found.evidence)
     return found
@@ -155,7 +183,7 @@ def trial(kernel: LoadedKernel, chain: Any, device: torch.device) -> PdlVerdict:
     functions = launch_operands.entries(known, variant)
     blank = PdlVerdict(entry.name, entry.library_sha256, gpu, False)
     if not functions:
-        return _with(blank, evidence=f"{known.name} is not in the table of launches (backends/launch_operands.py)")
+        return replace(blank, evidence=f"{known.name} is not in the table of launches (backends/launch_operands.py)")
     started = time.perf_counter()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.inference_mode(mode=False), torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(stream):
@@ -182,31 +210,14 @@ def trial(kernel: LoadedKernel, chain: Any, device: torch.device) -> PdlVerdict:
                 else f"{inputs} bytes of its input were written after the kernel behind it had started"
             )
             evidence = f"{name} M={m} N={n} K={k} behind a kernel that writes {delay} cycles late: {what}"
-            return _with(blank, launches=launches, ms=ms, evidence=evidence)
-    return _with(blank, passed=True, launches=launches, ms=ms)
+            return replace(blank, launches=launches, ms=ms, evidence=evidence)
+    return replace(blank, passed=True, launches=launches, ms=ms)
 
 
-def _with(blank: PdlVerdict, **changed: Any) -> PdlVerdict:
-    return PdlVerdict(**{**asdict(blank), **changed})
-
-
-def _read(path: Path, sha: str, gpu: str) -> PdlVerdict | None:
-    """Return the verdict on disk; None where there is none that can be trusted."""
-    data = records.read(path)
-    try:
-        if data is None or data["schema"] != SCHEMA:
-            return None
-        found = PdlVerdict(**data["verdict"])
-    except (KeyError, TypeError):
-        return None
-    right = (found.library_sha256, found.gpu) == (sha, gpu) and isinstance(found.passed, bool)
-    return found if right and isinstance(found.evidence, str) else None
-
-
-def _name(sha: str, gpu: str) -> str:
-    """Name a record by everything that a verdict depends on."""
+def _facts() -> dict[str, str]:
+    """Return everything else that a verdict depends on."""
     machine = _system.current()
-    return records.name_of([SCHEMA, sha, gpu, machine.driver or "", machine.cuda or "", _own_code()])
+    return {"driver": machine.driver or "", "cuda": machine.cuda or "", "trial": _own_code()}
 
 
 @functools.cache

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.launch_model import TileSpeed, clocks
-from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
 from fp4dispatch.problem.arch import Arch
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-_KEYS = {"kernel", "scalings", "activations", "m_min", "m_max", "weights_max", "fill", "speed", "builds"}
-_SPEED_KEYS = {field.name for field in fields(TileSpeed)}
+_REQUIRED = {"kernel": str, "scalings": list, "builds": dict}
+_OPTIONAL = {"activations": list, "m_min": int, "m_max": int, "weights_max": int, "fill": dict, "speed": dict}
+_SPEED_KEYS = {field.name: {"int": int, "float": float}[str(field.type)] for field in fields(TileSpeed)}
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
@@ -68,8 +63,7 @@ class Tile:
 @functools.cache
 def tiles(table: str = "cutlass") -> tuple[Tile, ...]:
     """Return the packaged rows of ``<table>_tiles.toml``, in order."""
-    text = resources.files("fp4dispatch.backends.own").joinpath(f"{table}_tiles.toml").read_text("utf-8")
-    return load(tomllib.loads(text), installed(), table)
+    return load(strict_toml.load(Path(__file__).with_name(f"{table}_tiles.toml")), installed(), table)
 
 
 def load(data: dict[str, Any], catalog: Catalog, table: str = "cutlass") -> tuple[Tile, ...]:
@@ -78,26 +72,25 @@ def load(data: dict[str, Any], catalog: Catalog, table: str = "cutlass") -> tupl
     Raises
     ------
     FlagsError
-        For an unknown key, kernel, build, scaling, activation format or dtype.
+        For a key that is missing, unknown or of the wrong type, and for an unknown kernel, build, scaling, activation
+        format or dtype.
     """
-    return tuple(_tile(row, catalog, f"{table}_tiles.toml, {row.get('kernel')}") for row in data.get("tile", ()))
+    strict_toml.check(f"{table}_tiles.toml", data, {"tile": list})
+    return tuple(_tile(row, catalog, f"{table}_tiles.toml, {row.get('kernel')}") for row in data["tile"])
 
 
 def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
-    for what, found, known in (
-        ("key", set(row), _KEYS),
-        ("scaling", set(row["scalings"]), set(SCALINGS)),
-        ("activation", set(row.get("activations", ())), set(ACTIVATIONS[1:])),
-        ("output dtype", set(row["builds"]), set(OUT_DTYPES)),
-        ("key of fill", set(row.get("fill", ())), {"tile_m", "tile_n", "sms", "share"}),
-        ("key of speed", set(row.get("speed", ())), _SPEED_KEYS),
-    ):
-        if found - known:
-            raise FlagsError(
-                f"{where}: unknown {what} {', '.join(sorted(found - known))}; known: {', '.join(sorted(known))}"
-            )
-    if "speed" in row and (missing := _SPEED_KEYS - set(row["speed"])):
-        raise FlagsError(f"{where}: speed lacks {', '.join(sorted(missing))}; needs all of its keys")
+    strict_toml.check(where, row, _REQUIRED, _OPTIONAL)
+    strict_toml.check(f"{where} builds", row["builds"], {}, dict.fromkeys(OUT_DTYPES, str))
+    if "speed" in row:
+        strict_toml.check(f"{where} speed", row["speed"], _SPEED_KEYS)
+    if "fill" in row:
+        required = {"tile_m": int, "tile_n": int, "sms": int}
+        strict_toml.check(f"{where} fill", row["fill"], required, {"share": float})
+    scalings = strict_toml.names(f"{where} scalings", row["scalings"], SCALINGS)
+    activations: tuple[str, ...] = ()
+    if "activations" in row:
+        activations = strict_toml.names(f"{where} activations", row["activations"], ACTIVATIONS[1:])
     kernel = catalog.kernel(row["kernel"])
     for build in row["builds"].values():
         kernel.variant(build)
@@ -108,8 +101,8 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
         kernel.name,
         _SERVES.get(kernel.op, kernel.op),
         archs,
-        tuple(row["scalings"]),
-        tuple(row.get("activations", ())),
+        scalings,
+        activations,
         dict(row["builds"]),
         row.get("m_min", 0),
         row.get("m_max"),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fp4dispatch import strict_toml
 from fp4dispatch.errors import FlagsError
-from fp4dispatch.jit.catalog import strict_toml
 
 MAP_BYTES, POINTER_BYTES = 128, 8
 ACCESSES = {"UBLKCP": POINTER_BYTES, "UTMALDG": MAP_BYTES}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from fp4dispatch import strict_toml
 from fp4dispatch.errors import FlagsError, Fp4DispatchError
-from fp4dispatch.jit.catalog import strict_toml
 from fp4dispatch.problem.arch import Arch
 
 _TARGET = re.compile(r"(\d{1,2})(\d)([af]?)")

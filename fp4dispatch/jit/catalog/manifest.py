@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from fp4dispatch import strict_toml
 from fp4dispatch.errors import FlagsError
-from fp4dispatch.jit.catalog import flags, strict_toml
+from fp4dispatch.jit.catalog import flags
 from fp4dispatch.jit.catalog.early_loads import EarlyLoads
 from fp4dispatch.problem.arch import Arch
 

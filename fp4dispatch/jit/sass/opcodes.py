@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4dispatch.jit.catalog import strict_toml
+from fp4dispatch import strict_toml
 
 DATA = Path(__file__).with_name("opcodes.toml")
 

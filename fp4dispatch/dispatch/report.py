@@ -1,0 +1,139 @@
+"""Log lines, warnings and errors of a choice, each at most once a process. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fp4dispatch.backends import registry
+from fp4dispatch.dispatch.whatif import reproduce
+from fp4dispatch.errors import BackendUnsupportedError, NoBackendError
+from fp4dispatch.machine import capture as _capture
+from fp4dispatch.machine.locks import ForkSafeLock
+from fp4dispatch.machine.system import System
+from fp4dispatch.problem.decision import Decision
+from fp4dispatch.settings import settings
+
+logger = logging.getLogger("fp4dispatch")
+logger.addHandler(logging.NullHandler())
+logger.addFilter(_capture.may_log)
+
+ARGUMENT = "argument"
+"""``Decision.requested_by`` where the caller named the backend."""
+
+_lock = ForkSafeLock()
+_said: set[object] = set()
+
+
+def report(decision: Decision, tokens: str = "") -> None:
+    """Log a choice once: one line for all M of a shape that have the same choice.
+
+    Parameters
+    ----------
+    decision
+        What was chosen.
+    tokens
+        For which M, in words. Empty where the range is not known: then the first M stands for all.
+    """
+    p = decision.problem
+    rule = decision.rule.id if decision.rule else ""
+    chosen = (decision.backend, decision.activation, rule, decision.requested_by)
+    key = (p.op, decision.arch, p.n, p.k, p.scaling, p.capture, p.raw, *chosen)
+    if (*key, tokens) not in _said:
+        once((*key, tokens), logging.INFO, decision.line(tokens))
+        if tokens and (*key, tokens) in _said:
+            _said.add((*key, ""))  # a single M of that range is not logged again
+        for sentence in settings.unknown():
+            once(("unknown", sentence), logging.WARNING, sentence)
+    for warning in decision.warnings:
+        if ("warning", warning) not in _said:
+            once(("warning", warning), logging.WARNING, warning)
+
+
+def report_ranges(decided: Iterable[tuple[int, Decision]]) -> None:
+    """Log the choices for all M of a shape: one line for each range with one choice and one rule.
+
+    Parameters
+    ----------
+    decided
+        The largest M and the Decision of each range, ascending. The last also holds for every larger M.
+    """
+    spans: list[tuple[int, Decision]] = []
+    for m, decision in decided:
+        for warning in decision.warnings:
+            once(("warning", warning), logging.WARNING, warning)
+        if spans and _alike(spans[-1][1], decision):
+            spans.pop()
+        spans.append((m, decision))
+    first = 1
+    for m, decision in spans:
+        if m == spans[-1][0]:
+            tokens = "any M" if first == 1 else f"M>={first}"
+        else:
+            tokens = f"M={first}" if first == m else f"M={first}..{m}"
+        report(replace(decision, warnings=()), tokens)
+        first = m + 1
+
+
+def _alike(a: Decision, b: Decision) -> bool:
+    return (a.backend, a.activation, a.rule) == (b.backend, b.activation, b.rule)
+
+
+def warn_of_capture(decision: Decision, why: str) -> None:
+    """Warn once that a named backend runs in a CUDA graph, where ``auto`` would not choose it."""
+    text = (
+        f"{decision.backend} was named by {decision.requested_by} and runs, though auto would not choose it "
+        f"in a CUDA graph: {why}"
+    )
+    once(("warning", text), logging.WARNING, text)
+
+
+def refusal(decision: Decision, layer: str, system: System, disabled: Iterable[str]) -> Exception:
+    """Return the error for a problem that the named backend, or every backend, cannot run."""
+    command = f"  reproduce anywhere: {reproduce(decision, system, disabled)}"
+    if decision.requested != registry.AUTO:
+        asked = decision.verdicts[0]
+        who = "" if decision.requested_by == ARGUMENT else f" by {decision.requested_by}"
+        where = f' for layer "{layer}"' if layer else ""
+        why = "; ".join(f"{r.code} {r.text}" + (f" (fix: {r.fix})" if r.fix else "") for r in asked.reasons)
+        others = ", ".join(v.backend for v in decision.verdicts[1:] if v.accepted) or "nothing"
+        text = (
+            f'backend="{asked.backend}" was requested{who}{where} and cannot run {decision.problem} on '
+            f"{decision.machine}: {why}. Could run it: {others}\n{command}"
+        )
+        return BackendUnsupportedError(text, decision)
+    head = f"nothing can run {decision.problem} on {decision.machine}" + (f', layer "{layer}"' if layer else "")
+    return NoBackendError("\n".join([head, *decision.text().splitlines()[1:], command]), decision)
+
+
+def once(key: object, level: int, text: str) -> None:
+    """Log a text once a process. During a capture it is not logged; the next call after the capture logs it."""
+    with _lock:
+        if key in _said or _capture.is_capturing():
+            return
+        if not _said:
+            _set_up_logging()
+        _said.add(key)
+    logger.log(level, "%s", text)
+
+
+def _set_up_logging() -> None:
+    """Apply FP4DISPATCH_LOG. Without it, the application configures logging."""
+    level = settings.log
+    if level is None:
+        return
+    if level == "off":
+        logger.setLevel(logging.CRITICAL + 1)
+        return
+    logger.setLevel(level.upper())
+    if all(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fp4dispatch %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def reset() -> None:
+    """Forget what has been logged."""
+    with _lock:
+        _said.clear()
