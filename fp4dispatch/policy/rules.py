@@ -27,6 +27,8 @@ from fp4dispatch.policy.catalogue import (
     provenance,
     subset,
 )
+from fp4dispatch.policy.measured import Speedup
+from fp4dispatch.policy.measured import load as load_measured
 from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Op, Problem
 from fp4dispatch.problem import m_bucket as power_of_two
 from fp4dispatch.problem.arch import Arch
@@ -95,9 +97,9 @@ class When:
 class Rule:
     """One row of the policy; ``backends`` is a set for deny and an order for prefer.
 
-    ``because`` says why the first of ``backends`` is preferred, or all of them are denied; ``others`` says why each
+    ``because`` says why the first of ``backends`` is preferred, or why all of them are denied. ``others`` says why each
     other one comes where it does. ``having`` names a property instead of backends: ``backends`` are then all that have
-    it for any op.
+    it for any op. ``measured`` are the figures that the rule rests on.
     """
 
     id: str
@@ -111,11 +113,13 @@ class Rule:
     fix: str = ""
     others: tuple[tuple[str, str], ...] = ()
     having: str = ""
+    measured: tuple[Speedup, ...] = ()
 
     def hit(self, backend: str) -> RuleHit:
         """Return the part of the rule that goes into a decision about a backend."""
         because = dict(self.others).get(backend, self.because)
-        return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix)
+        measured = tuple(map(str, self.measured))
+        return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix, measured)
 
     def names(self, backend: str, problem: Problem, system: System) -> bool:
         """Whether the rule is about a backend, for a problem on a machine."""
@@ -212,7 +216,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         where,
         row,
         required=("id", "verb", "because", "source", "checked", "when"),
-        optional=("backends", "having", "others", "code", "fix"),
+        optional=("backends", "having", "others", "measured", "code", "fix"),
     )
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
         raise SettingsError(f"{where}: the id must be lower-case words joined by -")
@@ -236,6 +240,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         fix=row.get("fix", ""),
         others=tuple(row.get("others", {}).items()),
         having=row.get("having", ""),
+        measured=load_measured(where, row["measured"]) if "measured" in row else (),
     )
 
 
