@@ -61,6 +61,7 @@ class Capability:
     kernel_op: str = ""
     raw: bool = True
     tma_from_live_m: bool = False
+    auto: bool = True
 
     @property
     def proven_by(self) -> str:
@@ -99,6 +100,11 @@ class Catalogue:
     def backends(self) -> tuple[str, ...]:
         """Names of the declared backends, in the file's order."""
         return tuple(dict.fromkeys(c.backend for c in self.capabilities))
+
+    @functools.cached_property
+    def named_only(self) -> frozenset[str]:
+        """Names of the backends that ``auto`` never chooses: ``auto = false`` in each of their records."""
+        return frozenset(self.backends) - {c.backend for c in self.capabilities if c.auto}
 
 
 def parse_version(text: str) -> Version | None:
@@ -203,7 +209,7 @@ def _capability(row: dict[str, Any]) -> Capability:
         required=("backend", "op", "archs", "activations", "scalings", "out_dtypes", "source", "checked"),
         optional=(
             *("n_multiple", "k_multiple", "sf_layouts", "compiles", "proof", "requires", "kernel_op", "raw"),
-            *PROPERTIES,
+            *("auto", *PROPERTIES),
         ),
     )
     source, checked = provenance(where, row)
@@ -212,7 +218,7 @@ def _capability(row: dict[str, Any]) -> Capability:
             raise SettingsError(f"{where}: {key} {row[key]!r} is not a positive integer")
     if "kernel_op" in row and not (row.get("proof") and isinstance(row["kernel_op"], str)):
         raise SettingsError(f"{where}: kernel_op is the op of the kernels whose proof counts, and belongs to proof")
-    for switch in ("raw", "tma_from_live_m"):
+    for switch in ("raw", "tma_from_live_m", "auto"):
         if not isinstance(row.get(switch, True), bool):
             raise SettingsError(f"{where}: {switch} {row[switch]!r} is not true or false")
     if (row["op"] == "nvfp4_gemm") != ("sf_layouts" in row):
@@ -235,6 +241,7 @@ def _capability(row: dict[str, Any]) -> Capability:
         kernel_op=row.get("kernel_op", ""),
         raw=row.get("raw", True),
         tma_from_live_m=row.get("tma_from_live_m", False),
+        auto=row.get("auto", True),
     )
 
 
