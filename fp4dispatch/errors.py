@@ -6,12 +6,35 @@ the built-in exception that a caller would expect, so ``except ValueError`` keep
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fp4dispatch.problem.decision import Decision
+
+class Explanation(Protocol):
+    """The part of :class:`fp4dispatch.decision.Decision`, which imports this module, that an error promises."""
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that was chosen; None where nothing can run."""
+
+    @property
+    def requested(self) -> str:
+        """``auto``, or the backend that was named."""
+
+    @property
+    def verdicts(self) -> tuple[Any, ...]:
+        """One for each candidate, with its reasons."""
+
+    def verdict(self, backend: str) -> Any:
+        """Return the verdict on one backend."""
+
+    def text(self) -> str:
+        """Return the whole trace as text."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
 
 
 class Fp4DispatchError(Exception):
@@ -41,7 +64,7 @@ class FormatError(InputError):
 class NoBackendError(Fp4DispatchError, RuntimeError):
     """Nothing can run the problem; ``decision`` holds every candidate with every reason."""
 
-    def __init__(self, message: str, decision: Decision | None = None) -> None:
+    def __init__(self, message: str, decision: Explanation | None = None) -> None:
         super().__init__(message)
         self.decision = decision
 
@@ -49,7 +72,7 @@ class NoBackendError(Fp4DispatchError, RuntimeError):
 class BackendUnsupportedError(Fp4DispatchError, RuntimeError):
     """A backend that was asked for by name cannot run the problem; ``decision`` holds its reasons."""
 
-    def __init__(self, message: str, decision: Decision | None = None) -> None:
+    def __init__(self, message: str, decision: Explanation | None = None) -> None:
         super().__init__(message)
         self.decision = decision
 

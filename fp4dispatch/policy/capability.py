@@ -45,11 +45,12 @@ REFERENCE = "reference"
 def offered(name: str, backend: object) -> bool:
     """Whether ``auto`` may choose a backend where it can run the problem. This is decided here alone.
 
-    Every built-in (a backend of ``capabilities.toml``) is offered, but the reference. A plug-in is offered only where
-    its class says ``auto = True``; it then still has to pass the self-check on the device.
+    A built-in (a backend of ``capabilities.toml``) is offered, unless its records say ``auto = false``, as those of the
+    reference do. A plug-in is offered only where its class says ``auto = True``; it then still has to pass the
+    self-check on the device.
     """
     if name in catalogue().backends:
-        return name != REFERENCE
+        return name not in catalogue().named_only
     return getattr(backend, "auto", False) is True
 
 

@@ -58,6 +58,7 @@ class Capability:
     kernel_op: str = ""
     raw: bool = True
     tma_from_live_m: bool = False
+    auto: bool = True
 
     @property
     def proven_by(self) -> str:
@@ -96,6 +97,11 @@ class Catalogue:
     def backends(self) -> tuple[str, ...]:
         """Names of the declared backends, in the file's order."""
         return tuple(dict.fromkeys(c.backend for c in self.capabilities))
+
+    @functools.cached_property
+    def named_only(self) -> frozenset[str]:
+        """Names of the backends that ``auto`` never chooses: ``auto = false`` in each of their records."""
+        return frozenset(self.backends) - {c.backend for c in self.capabilities if c.auto}
 
 
 def parse_version(text: str) -> Version | None:
@@ -182,7 +188,8 @@ def _toolkit(row: dict[str, Any]) -> dict[str, Toolkit]:
 
 def _capability(row: dict[str, Any]) -> Capability:
     where = f"capabilities.toml: {row.get('backend')} {row.get('op')}"
-    lists, switches = ("archs", "activations", "scalings", "out_dtypes"), ("compiles", "proof", "raw", *PROPERTIES)
+    lists = ("archs", "activations", "scalings", "out_dtypes")
+    switches = ("compiles", "proof", "raw", "auto", *PROPERTIES)
     required = {**dict.fromkeys(("backend", "op", "source"), str), "checked": date, **dict.fromkeys(lists, list)}
     sizes, others = ("n_multiple", "k_multiple"), {"sf_layouts": list, "requires": list, "kernel_op": str}
     check(where, row, required, {**dict.fromkeys(sizes, int), **dict.fromkeys(switches, bool), **others})
@@ -212,6 +219,7 @@ def _capability(row: dict[str, Any]) -> Capability:
         kernel_op=row.get("kernel_op", ""),
         raw=row.get("raw", True),
         tma_from_live_m=row.get("tma_from_live_m", False),
+        auto=row.get("auto", True),
     )
 
 

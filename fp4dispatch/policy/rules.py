@@ -28,6 +28,8 @@ from fp4dispatch.policy.catalogue import (
     provenance,
     subset,
 )
+from fp4dispatch.policy.measured import Speedup
+from fp4dispatch.policy.measured import load as load_measured
 from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Op, Problem
 from fp4dispatch.problem import m_bucket as power_of_two
 from fp4dispatch.problem.arch import Arch
@@ -92,9 +94,9 @@ class When:
 class Rule:
     """One row of the policy; ``backends`` is a set for deny and an order for prefer.
 
-    ``because`` says why the first of ``backends`` is preferred, or all of them are denied; ``others`` says why each
+    ``because`` says why the first of ``backends`` is preferred, or why all of them are denied. ``others`` says why each
     other one comes where it does. ``having`` names a property instead of backends: ``backends`` are then all that have
-    it for any op.
+    it for any op. ``measured`` are the figures that the rule rests on.
     """
 
     id: str
@@ -108,11 +110,13 @@ class Rule:
     fix: str = ""
     others: tuple[tuple[str, str], ...] = ()
     having: str = ""
+    measured: tuple[Speedup, ...] = ()
 
     def hit(self, backend: str) -> RuleHit:
         """Return the part of the rule that goes into a decision about a backend."""
         because = dict(self.others).get(backend, self.because)
-        return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix)
+        measured = tuple(map(str, self.measured))
+        return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix, measured)
 
     def names(self, backend: str, problem: Problem, system: System) -> bool:
         """Whether the rule is about a backend, for a problem on a machine."""
@@ -209,7 +213,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         where,
         row,
         {**dict.fromkeys(("id", "verb", "because", "source"), str), "checked": date, "when": dict},
-        {"backends": list, "having": str, "others": dict, "code": str, "fix": str},
+        {"backends": list, "having": str, "others": dict, "measured": list, "code": str, "fix": str},
     )
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
         raise SettingsError(f"{where}: the id must be lower-case words joined by -")
@@ -233,6 +237,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         fix=row.get("fix", ""),
         others=tuple(row.get("others", {}).items()),
         having=row.get("having", ""),
+        measured=load_measured(where, row["measured"]) if "measured" in row else (),
     )
 
 

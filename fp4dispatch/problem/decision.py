@@ -51,7 +51,8 @@ class Reason:
 class RuleHit:
     """A rule of the policy table that applied to a candidate.
 
-    ``code`` says what a deny rule is about: ``DENIED``, ``UNPROVEN`` (barriers not proven) or ``CAPTURE``.
+    ``code`` says what a deny rule is about: ``DENIED``, ``UNPROVEN`` (barriers not proven) or ``CAPTURE``. ``measured``
+    are the figures that the rule rests on, in words, each with its record in ``bench/results``.
     """
 
     id: str
@@ -61,6 +62,7 @@ class RuleHit:
     checked: str
     code: ReasonCode = "DENIED"
     fix: str = ""
+    measured: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         fix = f"   -> {self.fix}" if self.fix else ""
@@ -145,6 +147,7 @@ class Decision:
                 notes.append(f"measured {verdict.measured}")
             notes = notes or ["can run"]
             rows += [f"  {verdict.backend if i == 0 else '':<{width}} {note}" for i, note in enumerate(notes)]
+        rows += [f"  measured: {figures}" for figures in (self.rule.measured if self.rule else ())]
         rows += [f"  warning: {warning}" for warning in self.warnings]
         rows += [f"  note: {note}" for note in self.notes]
         return "\n".join(rows)

@@ -1,23 +1,26 @@
-"""The golden table: every arch x op x software x capture mode x proven or not -> backend. Reviewed like code.
+"""The golden decisions: each choice of the policy on each arch, and each deny rule, with one question that shows it.
 
 Regenerate after a change of rules, capabilities or backends, then read the diff::
 
     python -m tests.golden.regenerate
 
-Two answers a row: ``designed``, with every backend of capabilities.toml taken as written, and ``today``, with the
-backends that this version has. ``denied`` are the deny rules that hold for a candidate. N=K=4096; M=8 or 16, that of
-the name (16, 64, 512), 4096 for ``many``. ``+copy``: an FP8 copy of the weights is allowed. ``+raw``: the operator on
-operands that are quantised already.
+All questions are asked: arch x problem x software x capture mode x proven or not. One is kept for each choice (arch,
+op, backend and rule), the first; and one for each deny rule, on each arch that it names. So a row stands for many
+questions, and a new backend adds few rows.
+
+``chosen`` is the backend and the rule that put it there. ``denied`` are the deny rules that hold for a candidate.
+N=K=4096; M=8 or 16, that of the name (16, 64, 512), 4096 for ``many``. ``+copy``: an FP8 copy of the weights is
+allowed. ``+raw``: the operator on operands that are quantised already. The software is that of ``stacks.toml``.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from fp4dispatch.backends import registry
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue, kernel_ops
@@ -36,6 +39,7 @@ HERE = Path(__file__).parent
 TABLE = HERE / "decisions.txt"
 
 ARCHS = ("none", *(arch.sm for arch in KNOWN_ARCHS))
+Row = tuple[str, ...]
 PROBLEMS = {
     "nvfp4": ("nvfp4_gemm", "nvfp4", 8),
     "nvfp4-16": ("nvfp4_gemm", "nvfp4", 16),
@@ -52,7 +56,7 @@ PROBLEMS = {
 CAPTURES = {"none": ("none", 1), "full": ("full", 1), "piecewise": ("piecewise", 1), "piecewise,M>=0": ("piecewise", 0)}
 PROVEN = {"no": False, "yes": True}
 STACKS: dict[str, dict[str, str]] = tomllib.loads((HERE / "stacks.toml").read_text())
-HEADER = ("arch", "problem", "stack", "capture", "proven", "designed", "today", "denied")
+HEADER = ("arch", "problem", "stack", "capture", "proven", "chosen", "denied")
 
 
 @dataclass(frozen=True)
@@ -80,58 +84,55 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    for arch in ARCHS:
-        for problem in PROBLEMS:
-            for stack in STACKS:
-                for capture in CAPTURES:
-                    for proven in PROVEN:
-                        if arch != "none" or proven == "no":
-                            yield Cell(arch, problem, stack, capture, proven)
+    """Every question. Proofs are of our own builds, so software with FlashInfer is asked about without them."""
+    for arch, problem, stack, capture, proven in itertools.product(ARCHS, PROBLEMS, STACKS, CAPTURES, PROVEN):
+        if proven == "no" or (arch != "none" and "flashinfer" not in STACKS[stack]):
+            yield Cell(arch, problem, stack, capture, proven)
 
 
 def declared() -> dict[str, SupportsProblem]:
     return {name: DeclaredBackend(name) for name in catalogue().backends}
 
 
-def answer(cell: Cell, some: Sequence[Rule], designed: Mapping, today: Mapping) -> tuple[str, str, str]:
-    """The three result columns of a cell."""
-    plan, now = cell.ask(designed, some), cell.ask(today, some)
-    denied = dict.fromkeys(hit.id for verdict in plan.verdicts for hit in verdict.denied)
-    return _choice(plan), _choice(now), " ".join(denied) or "-"
+def answer(decision: Decision) -> tuple[str, str]:
+    """The two result columns."""
+    choice = f"{decision.backend} ({decision.rule.id})" if decision.rule else str(decision.backend)
+    denied = dict.fromkeys(hit.id for verdict in decision.verdicts for hit in verdict.denied)
+    return choice, " ".join(denied) or "-"
 
 
-def _choice(decision: Decision) -> str:
-    return f"{decision.backend} ({decision.rule.id})" if decision.rule else str(decision.backend)
+def shown(cell: Cell, decision: Decision, archs: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """What a row would show, and how well: a denial shows best where nothing else keeps the backend from running."""
+    yield (cell.arch, PROBLEMS[cell.problem][0], answer(decision)[0]), 0
+    for verdict in decision.verdicts:
+        for hit in verdict.denied:
+            alone = 2 if verdict.can_run and len(verdict.denied) == 1 else int(verdict.can_run)
+            yield (cell.arch if archs[hit.id] else "any", hit.id), alone
 
 
-def table(some: Sequence[Rule] | None = None) -> list[tuple[str, ...]]:
-    """The rows, capture modes and proven merged where the answer is the same."""
+def table(some: Sequence[Rule] | None = None, backends: Mapping[str, SupportsProblem] | None = None) -> list[Row]:
+    """The rows: the first question that shows each thing best."""
     some = rules() if some is None else some
-    designed, today = declared(), registry.builtins()
-    answers = {cell: answer(cell, some, designed, today) for cell in cells()}
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for group in dict.fromkeys((c.arch, c.problem, c.stack) for c in answers):
-        by_proven = {}
-        for proven in PROVEN:
-            found: dict[tuple[str, str, str], list[str]] = {}
-            for capture in CAPTURES:
-                cell = Cell(*group, capture, proven)
-                if cell in answers:
-                    found.setdefault(answers[cell], []).append(capture)
-            by_proven[proven] = found
-        for proven, found in by_proven.items():
-            for result, captures in found.items():
-                modes = "any" if len(captures) == len(CAPTURES) else " ".join(captures)
-                rows.setdefault((*group, modes, *result), []).append(proven)
-    return [(*key[:4], "any" if len(proven) == len(PROVEN) else proven[0], *key[4:]) for key, proven in rows.items()]
+    backends = declared() if backends is None else backends
+    archs = {rule.id: rule.when.archs for rule in some}
+    best: dict[tuple[str, ...], tuple[int, Cell]] = {}
+    answers = {}
+    for cell in cells():
+        decision = cell.ask(backends, some)
+        answers[cell] = answer(decision)
+        for what, how_well in shown(cell, decision, archs):
+            if what not in best or how_well > best[what][0]:
+                best[what] = (how_well, cell)
+    kept = {cell for _, cell in best.values()}
+    return [(*astuple(cell), *found) for cell, found in answers.items() if cell in kept]
 
 
-def read(text: str) -> list[tuple[str, ...]]:
+def read(text: str) -> list[Row]:
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     return [tuple(part.strip() for part in line.split("|")) for line in lines[1:]]
 
 
-def render(rows: Sequence[tuple[str, ...]]) -> str:
+def render(rows: Sequence[Row]) -> str:
     widths = [max(len(row[i]) for row in (HEADER, *rows)) for i in range(len(HEADER))]
     lines = [
         " | ".join(f"{part:<{w}}" for part, w in zip(row, widths, strict=True)).rstrip() for row in (HEADER, *rows)
@@ -140,7 +141,7 @@ def render(rows: Sequence[tuple[str, ...]]) -> str:
     return comment + "\n".join(lines) + "\n"
 
 
-def compare(golden: Sequence[tuple[str, ...]], now: Sequence[tuple[str, ...]]) -> list[str]:
+def compare(golden: Sequence[Row], now: Sequence[Row]) -> list[str]:
     """Every difference between two tables, one a line."""
     gone, new = set(golden) - set(now), set(now) - set(golden)
     return [f"golden only: {' | '.join(r)}" for r in golden if r in gone] + [

@@ -38,7 +38,7 @@ def test_each_backend_runs_somewhere_and_not_everywhere(name):
     arch = None if record.archs == ("any",) else record.archs[0]
     assert check(name, problem, System.fake(arch, **FACTS)) == ()
     if arch is not None:
-        assert "ARCH" in codes(name, problem, System.fake("7.5", **FACTS))
+        assert "ARCH" in codes(name, problem, System.fake("5.0", **FACTS))
         assert codes(name, problem, System.fake(None, **FACTS)) == ["ARCH"]
 
 
@@ -230,6 +230,7 @@ def test_a_good_file_loads():
         ("capability", {"kernel_op": "w4_gemm"}, "belongs to proof"),
         ("capability", {"kernel_op": 4, "proof": True}, "kernel_op must be str"),
         ("capability", {"raw": "no"}, "raw must be bool, found str 'no'"),
+        ("capability", {"auto": 1}, "auto must be bool, found int 1"),
         ("capability", {"checked": "2026"}, "checked must be date"),
         ("toolkit", {"nvcc": "newest"}, "not a version"),
         ("toolkit", {"archs": []}, "must be a list of"),
