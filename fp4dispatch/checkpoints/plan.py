@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.checkpoints.config.foreign import misfit, unsupported_layer, unsupported_slot
-from fp4dispatch.checkpoints.config.kv_cache import KV_CACHE_SUFFIXES
+from fp4dispatch.checkpoints.kv_cache import KV_CACHE_SUFFIXES
 from fp4dispatch.checkpoints.config.patterns import shard_names
 from fp4dispatch.checkpoints.config.quant_config import LINEAR, QuantConfig
 from fp4dispatch.checkpoints.config.readers import Group

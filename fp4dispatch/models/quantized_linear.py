@@ -29,6 +29,11 @@ from fp4dispatch.run import ops, owners, routes
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
+_REBUILT = frozenset(
+    ("_prepared", "_bound", "_names", "_captured", "_dropped", "_seen", "_lent", "_keys", "_unchanged")
+)
+"""Attributes that :meth:`QuantizedLinear._forget` sets. A pickle does not hold them."""
+
 
 class QuantizedLinear(StateLoading):
     """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
@@ -433,13 +438,13 @@ class QuantizedLinear(StateLoading):
             buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
         buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]
-        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": [], "_dropped": ""}
-        empty |= {"_seen": {}, "_lent": {}, "_keys": [], "_unchanged": never, "_non_persistent_buffers_set": set()}
-        return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
+        state = {k: v for k, v in self.__dict__.items() if k not in _REBUILT}
+        return state | {"_buffers": buffers, "_e4m3": e4m3, "_non_persistent_buffers_set": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffers = state["_buffers"] | {k: state["_buffers"][k].view(torch.float8_e4m3fn) for k in state["_e4m3"]}
-        super().__setstate__({k: v for k, v in state.items() if k != "_e4m3"} | {"_buffers": buffers})  # type: ignore[no-untyped-call]
+        kept = {k: v for k, v in state.items() if k != "_e4m3" and k not in _REBUILT}
+        super().__setstate__(kept | {"_buffers": buffers})  # type: ignore[no-untyped-call]
         self._refresh()
 
     def extra_repr(self) -> str:
