@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
 from fp4dispatch.checkpoints.carried import Carried, carried_by, carry
+from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
 from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from fp4dispatch.checkpoints.config.foreign import misfit, unsupported_layer, unsupported_slot
-from fp4dispatch.checkpoints.kv_cache import KV_CACHE_SUFFIXES
 from fp4dispatch.checkpoints.config.patterns import shard_names
 from fp4dispatch.checkpoints.config.quant_config import LINEAR, QuantConfig
 from fp4dispatch.checkpoints.config.readers import Group
 from fp4dispatch.checkpoints.files.reader import TORCH_DTYPES, Checkpoint, TensorInfo
 from fp4dispatch.checkpoints.hf_names import Conversion, names_in
+from fp4dispatch.checkpoints.kv_cache import KV_CACHE_SUFFIXES
 from fp4dispatch.checkpoints.schemes import Scheme, detect
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
