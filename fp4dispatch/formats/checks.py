@@ -53,3 +53,9 @@ def check_content(what: str, x: Tensor, *, signed: bool = False) -> None:
             f"{'' if signed else ', non-negative'} e4m3: the tensor was quantised from NaN or Inf, is not e4m3, or is "
             "damaged: re-export it"
         )
+
+
+def check_out_dtype(what: str, dtype: torch.dtype) -> None:
+    """Refuse anything but float32, bfloat16 and float16."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise InputError(f"{what}: dtype={dtype}; need torch.float32, torch.bfloat16 or torch.float16")
