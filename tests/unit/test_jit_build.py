@@ -107,7 +107,7 @@ def test_a_proof_is_made_anew_on_the_next_hit(stored: str, fake: Fake, catalog: 
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("name", ["prove.py", "early_loads.py", "sass/judge.py", "sass/opcodes.toml"])
+@pytest.mark.parametrize("name", ["prove.py", "catalog/early_loads.py", "sass/judge.py", "sass/opcodes.toml"])
 def test_a_prover_that_changed_proves_again(
     name: str, fake: Fake, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -425,7 +425,7 @@ def test_a_build_that_is_killed_leaves_nothing(moment: str, fake: Fake, catalog:
 
 KILL_AT = """
 import os, signal, sys
-from fp4dispatch.jit import cache, private
+from fp4dispatch.jit.store import cache, private
 name, count = sys.argv[4], int(sys.argv[5])
 def deadly(real):
     def call(*args, **kwargs):
@@ -488,7 +488,7 @@ def test_an_interrupt_ends_the_compiler(fake: Fake, catalog: Catalog, tmp_path: 
 
 FAIL_LATE = """
 import time
-from fp4dispatch.progress import Progress
+from fp4dispatch.machine.progress import Progress
 started = time.monotonic()
 def update(self, done):
     if time.monotonic() > started + 3:

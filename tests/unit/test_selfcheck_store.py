@@ -182,33 +182,33 @@ def test_kernels_flags_and_backends_are_in_the_code_hash(monkeypatch, tmp_path):
     from pathlib import Path
     from types import SimpleNamespace
 
-    source = Path(quarantine.__file__).parent
+    source = Path(quarantine.__file__).parents[1]
     csrc = quarantine.manifest.installed().csrc
     for name in ("csrc", "jit_flags"):
         shutil.copytree(csrc.parent / name, tmp_path / name)
     copy = tmp_path / "fp4dispatch"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(quarantine, "__file__", str(copy / "quarantine.py"))
+    monkeypatch.setattr(quarantine, "__file__", str(copy / "trust" / "quarantine.py"))
     monkeypatch.setattr(quarantine.manifest, "installed", lambda: SimpleNamespace(csrc=tmp_path / "csrc"))
     code = quarantine._own_code.__wrapped__
     seen = {code()}
     assert seen == {code()}
     checks = ("canary", "trial", "tilecheck", "layercheck", "layer_operands")
-    for path in (
-        next((tmp_path / "csrc").glob("*.cu")),
+    files = (
+        next((tmp_path / "csrc").rglob("*.cu")),
         next((tmp_path / "jit_flags").glob("*.toml")),
         copy / "backends" / "activations.py",
-        copy / "formats.py",
-        copy / "_e2m1.py",
-        *(copy / f"{name}.py" for name in checks),
-    ):
+        *(copy / "formats").glob("*.py"),
+        *(copy / "trust" / f"{name}.py" for name in checks),
+    )
+    for path in files:
         path.write_text(path.read_text("utf-8") + "\n", "utf-8")
         seen.add(code())
-    assert len(seen) == 6 + len(checks)
+    assert len(seen) == 1 + len(files)
 
     # A file that moves is another content, and counts where it has gone.
-    for folder, name in ((tmp_path / "csrc", "*.cu"), (copy / "backends", "w4.py"), (copy / "jit", "prove.py")):
-        path = next(folder.glob(name))
+    for folder, name in ((tmp_path / "csrc", "*.cu"), (copy / "backends" / "own", "w4.py"), (copy / "jit", "prove.py")):
+        path = next(folder.rglob(name))
         below = folder / "below" / "further"
         below.mkdir(parents=True)
         moved = path.rename(below / path.name)
@@ -222,7 +222,7 @@ def test_kernels_flags_and_backends_are_in_the_code_hash(monkeypatch, tmp_path):
     assert code() in seen
 
     # What is not there is an error, never a hash without it.
-    for missing in (copy / "canary.py", copy / "jit", tmp_path / "csrc"):
+    for missing in (copy / "trust" / "canary.py", copy / "jit", tmp_path / "csrc"):
         hidden = missing.rename(missing.with_name("hidden"))
         with pytest.raises(CacheError, match=f"{missing.name}.*missing"):
             code()
