@@ -9,16 +9,16 @@ E4M3_MAX = 448.0
 
 
 E4M3_MIN = 2.0**-9
-"""Least positive e4m3 value, a subnormal."""
+"""Smallest positive e4m3 value, a subnormal."""
 
 
 MIN_SCALE = 2.0**-116
-"""Least f32 scale: times the least e4m3 and e2m1 values it is a normal f32, so flushing of denormals changes nothing,
-and its reciprocal is finite."""
+"""Smallest f32 scale. Its product with the smallest e4m3 and e2m1 values is a normal f32, so flushing denormals changes
+nothing. Its reciprocal is finite."""
 
 
 def finite_amax(x: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
-    """Return the largest finite magnitude as f32; over everything where ``dim`` is empty. 0 for no elements."""
+    """Return the largest finite magnitude over ``dim`` (empty: over all) as f32. 0 where there are no elements."""
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=0.0)
     if x.numel() == 0:
         shape = [size for axis, size in enumerate(x.shape) if axis not in dim] if dim else []

@@ -1,4 +1,11 @@
-"""FP8 (e4m3) in plain torch: quantise, dequantise, validate. Every kernel is tested against it."""
+"""FP8 (e4m3) in plain, vectorised torch: quantise, dequantise, validate. The tests compare every kernel with it.
+
+``value = q * scale``. :func:`check_fp8` synchronises. All other functions do not synchronise. They are safe in CUDA
+graph capture and under ``torch.compile(fullgraph=True)``. In eager mode CPU and CUDA give the same bits.
+
+An element that is NaN or Inf becomes NaN. Other elements do not change: an automatic scale uses finite elements only. A
+scale that is NaN, negative, zero or below 2^-116 gives NaN in every element that it scales.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +97,7 @@ def fp8_dequantize(data: Tensor, scale: Tensor, scaling: FP8Scaling, dtype: torc
 
 
 def check_fp8(data: Tensor, scale: Tensor, scaling: FP8Scaling, *, name: str = "tensor") -> None:
-    """Validate stored FP8 data (weights, not activations): it synchronises, so call it outside capture.
+    """Validate stored FP8 weights, not activations. Synchronises: call it outside of CUDA graph capture.
 
     Raises
     ------
@@ -114,7 +121,7 @@ def check_fp8(data: Tensor, scale: Tensor, scaling: FP8Scaling, *, name: str = "
 
 
 def check_fp8_meta(what: str, data: Tensor, scale: Tensor, scaling: FP8Scaling) -> _Parts:
-    """Check dtypes, shapes and devices without reading values; raise InputError, with ``what`` in front."""
+    """Check dtypes, shapes and devices without reading values, or raise InputError; return the parts."""
     check_tensor(f"{what}: data", data)
     if data.dtype != torch.float8_e4m3fn or data.ndim != 2 or data.shape[1] == 0:
         raise InputError(f"{what}: data is {data.dtype} {list(data.shape)}; need torch.float8_e4m3fn [M, K] with K > 0")
@@ -124,7 +131,7 @@ def check_fp8_meta(what: str, data: Tensor, scale: Tensor, scaling: FP8Scaling) 
 
 
 class _Parts:
-    """How a scaling cuts [M, K] into parts with one scale each, as a [rows, bm, cols, bk] view of the padded matrix."""
+    """The parts of [M, K] that have one scale each, as a view [rows, bm, cols, bk] of the zero-padded matrix."""
 
     def __init__(self, what: str, x: Tensor, scaling: FP8Scaling) -> None:
         if scaling not in FP8_SCALINGS:

@@ -1,4 +1,29 @@
-"""NVFP4 in plain torch: quantise, dequantise, validate. Every kernel is tested against it."""
+"""NVFP4 in plain, vectorised torch: quantise, dequantise, validate. The tests compare every kernel with it.
+
+``value = e2m1 * block_scale * global_scale``. There is one e4m3 block scale per 16 elements along K. The global scale
+multiplies: it is ``amax / 2688``, ModelOpt's ``weight_scale_2``. compressed-tensors stores its reciprocal.
+
+:func:`check_nvfp4` synchronises. All other functions do not synchronise. They are safe in CUDA graph capture and under
+``torch.compile(fullgraph=True)``. In eager mode CPU and CUDA give the same bits. For this, divisors are tensors: CUDA
+multiplies by a rounded reciprocal where the divisor is a Python number. Inductor may round divisions differently.
+
+Where public implementations differ, this one gives the bytes of ModelOpt's weight export on the CPU (0.47,
+``NVFP4QTensor.quantize``):
+
+* Block scale: ``amax_block / (6 * global_scale)``, clamped to [2^-9, 448], then rounded to e4m3. compressed-tensors
+  (0.20) computes ``(2688 / amax) * (amax_block / 6)``, torchao (0.18) ``(amax_block / 6) / global_scale``. These
+  differ by an f32 ulp, so the e4m3 byte differs only near a rounding boundary, and never where the global scale is a
+  power of two. For bfloat16 weights compressed-tensors rounds ``amax_block / 6`` to bfloat16 first, so it differs more
+  often. The smallest block scale of torchao is 2^-6. Where a scale rounds to zero, compressed-tensors stores 0.125 and
+  FlashInfer's Python reference (0.7.2) stores zero.
+* All-zero block: scale 1.0 (compressed-tensors .125, torchao 2^-6, FlashInfer 0). It decodes to zero in each case.
+* Elements: ``x / (block_scale * global_scale)``, then round half to even, as compressed-tensors does. torchao and the
+  FlashInfer kernels multiply by a reciprocal and may differ at a tie.
+
+Non-finite input never becomes a finite number. A block with NaN or Inf gets the scale NaN and decodes to 16 NaN. An
+automatic global scale uses finite elements only, so other blocks do not change. A global scale that is NaN, negative,
+zero or below 2^-116 gives NaN in every element.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +86,7 @@ def nvfp4_global_scale(x: Tensor) -> Tensor:
 
 
 def nvfp4_quantize(x: Tensor, global_scale: Tensor | None = None, *, sf_layout: SfLayout = "linear") -> NVFP4Tensor:
-    """Quantise a matrix to NVFP4. The module docstring defines the rounding and what becomes of NaN, Inf and zeros.
+    """Quantise a matrix to NVFP4. The module docstring defines rounding, and the treatment of NaN, Inf and zeros.
 
     Parameters
     ----------
@@ -138,7 +163,7 @@ def nvfp4_dequantize(
     check_out_dtype("nvfp4_dequantize", dtype)
     rows, groups = check_nvfp4_meta("nvfp4_dequantize", data, sf, global_scale, sf_layout)
     linear = from_128x4(sf, rows, groups) if sf_layout == "128x4" else sf
-    # All 256 bytes are decoded once and looked up: one gather in place of a dozen passes over [M, K].
+    # Decode all 256 byte values once, then gather: one pass over [M, K] in place of a dozen.
     every_byte = torch.arange(256, device=data.device, dtype=torch.int32).to(torch.uint8)
     pairs = decode_e2m1(unpack_e2m1(every_byte.unsqueeze(-1)))
     values = pairs.index_select(0, data.reshape(-1).int()).view(rows, groups, NVFP4_BLOCK)
@@ -149,14 +174,14 @@ def nvfp4_dequantize(
 def check_nvfp4(
     data: Tensor, sf: Tensor, global_scale: Tensor, *, sf_layout: SfLayout = "linear", name: str = "tensor"
 ) -> None:
-    """Validate stored NVFP4 data (weights, not activations): it synchronises, so call it outside capture.
+    """Validate stored NVFP4 weights, not activations. Synchronises: call it outside of CUDA graph capture.
 
     Parameters
     ----------
     data, sf, global_scale, sf_layout
         As in :func:`nvfp4_dequantize`; ``data`` and 128x4 scales contiguous.
     name
-        What the message calls it, e.g. the tensor's name in its file.
+        Name of the tensor for error messages, e.g. its name in the file.
 
     Raises
     ------

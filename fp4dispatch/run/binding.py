@@ -36,8 +36,8 @@ def bind(
 ) -> Bound:
     """Ask the policy for every bucket of M and prepare the weights for each backend that it names.
 
-    On a GPU each of these backends is then checked on this very layer (:mod:`fp4dispatch.trust.layercheck`), once for
-    each shape and GPU model; on a CPU plug-ins are. What ``auto`` chose and is wrong goes into quarantine, and the
+    Then each backend is checked on this layer (:mod:`fp4dispatch.trust.layercheck`), once for each shape and GPU model.
+    On a CPU only plug-ins are checked. A backend that ``auto`` chose and that fails goes into quarantine, and the
     policy is asked again.
 
     Parameters
@@ -51,11 +51,11 @@ def bind(
     activation, backend, layer
         Of the layer; ``activation`` and ``backend`` pin what the policy may choose.
     prepared
-        What has been prepared already, by layout (:attr:`~fp4dispatch.backends.base.Backend.layout_name`); extended.
+        Prepared weights by layout (:attr:`~fp4dispatch.backends.base.Backend.layout_name`). New layouts are added.
     capture_mode, m_min
-        How the layer is going to be captured in CUDA graphs, and the smallest M there, as in
-        :class:`~fp4dispatch.problem.Problem`. With ``none``, a range of M whose backend the rules do not allow in a
-        graph refuses to be captured; one that was named is warned of instead.
+        How CUDA graphs will capture the layer, and the smallest M there, as in
+        :class:`~fp4dispatch.problem.Problem`. With ``none``, a range of M refuses capture if the rules do not allow its
+        backend in a graph. A backend that was named gets a warning instead.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def bind(
     BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
         As :func:`fp4dispatch.dispatch.choose.select` does.
     SelfCheckFailed
-        If a backend that was named gives wrong numbers for this layer; ``prepared`` is then as it was.
+        If a backend that was named gives wrong numbers for this layer. ``prepared`` is then unchanged.
     """
     capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", "fp4dispatch.warmup(model, tokens=[...])")
     prepared = {} if prepared is None else prepared
@@ -90,7 +90,7 @@ def bind(
     before: list[tuple[int, Decision]] = []
     while True:
         decisions, refusals = _decide(any_m, backend, layer, gpu)
-        if _choices(decisions) == _choices(before):  # each round shuts out at least one
+        if _choices(decisions) == _choices(before):  # each round excludes at least one backend
             raise NoBackendError(
                 f"{layer or 'a layer'}: {decisions[0][1].backend} is not trusted here and nothing else is chosen; "
                 "fp4dispatch verify has the evidence",
@@ -124,7 +124,7 @@ def bind(
 
 
 def still_chosen(bound: Bound, any_m: Problem, backend: str | None, layer: str) -> bool:
-    """Whether the policy chooses for a problem, of any M, what is bound; then ``bound.decisions`` are of now.
+    """Whether the policy still chooses the bound backends. If so, update ``bound.decisions``.
 
     Raises as :func:`bind`.
     """
@@ -142,7 +142,7 @@ def still_chosen(bound: Bound, any_m: Problem, backend: str | None, layer: str) 
 def _decide(
     any_m: Problem, backend: str | None, layer: str, gpu: int | None
 ) -> tuple[list[tuple[int, Decision]], list[str]]:
-    """Ask the policy for every bucket of M; return the ranges that are alike, and why each may not be captured."""
+    """Ask the policy for each bucket of M. Return the merged ranges, and why each must not be captured."""
     try:
         all_m = [
             (m, choose.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu, say=False))
@@ -169,15 +169,15 @@ def _decide(
 
 
 def check_capture(decision: Decision, gpu: int | None) -> None:
-    """Refuse a choice that may not be captured where a CUDA graph is; outside of one warn of a backend that was named.
+    """Refuse, during capture, a backend that the rules do not allow in a graph. Outside, warn if it was named.
 
     Raises
     ------
     CaptureError
-        With what the rules say.
+        With the reason of the rules.
     """
     named = decision.requested != registry.AUTO
-    if named == capture.is_capturing():  # what was named has been warned of, and what was not runs as it is
+    if named == capture.is_capturing():  # a named backend was warned of before; auto outside capture is fine
         return
     refused = choose.not_for_capture(decision, gpu)
     if refused and named:
@@ -190,9 +190,9 @@ def check_capture(decision: Decision, gpu: int | None) -> None:
 
 
 def _failed_before(problem: Problem, error: BackendUnsupportedError) -> SelfCheckFailed | None:
-    """Return the evidence where a named backend is refused because it gave wrong numbers for this very layer.
+    """Return the stored evidence if a named backend is refused because this layer failed its check before.
 
-    A layer that is moved or loaded binds, and keeps a refusal for its first call: that call says why.
+    A layer binds when it is moved or loaded, and drops a refusal then. So its first call raises it.
     """
     asked = error.decision.requested if error.decision is not None else ""
     for verdict in quarantine.known():
@@ -211,12 +211,12 @@ def _checked(
     dtype: torch.dtype,
     gpu: int | None,
 ) -> bool:
-    """Check the layer on each backend that was chosen for it; False where the policy has to choose again.
+    """Check the layer on each chosen backend. Return False if the policy has to choose again.
 
     Raises
     ------
     SelfCheckFailed
-        If one that was named fails.
+        If a backend that was named fails.
     """
     again = False
     for subject, decision in _subjects(decisions, weights, prepared, dtype):
@@ -238,7 +238,7 @@ def _subjects(
     prepared: dict[str, Prepared],
     dtype: torch.dtype,
 ) -> Iterator[tuple[selfcheck.Subject, Decision]]:
-    """List what is to be checked of a layer: each backend and activation format, with all M that it serves."""
+    """Yield each backend and activation format to check, with the range of M that it serves."""
     spans: dict[tuple[str, Activation], tuple[int, int, Decision]] = {}
     first = 1
     for last, decision in decisions:

@@ -62,8 +62,8 @@ def nvfp4_gemm(
     BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
         As :func:`fp4dispatch.dispatch.choose.select`.
     CaptureError
-        If a plan has to be made during capture: run the shape once before. Or if the policy chose a backend that may
-        not be captured: name another one.
+        During CUDA graph capture, if this shape has no plan yet (run it once before), or if the rules do not allow the
+        chosen backend in a graph (name another one). Otherwise the call is safe to capture.
     """
     _check_name("nvfp4_gemm", backend)
     check_types("nvfp4_gemm", {"a": a, "b": b, "a_sf": a_sf, "b_sf": b_sf, "alpha": alpha}, bias, out_dtype)
@@ -182,13 +182,13 @@ def _fp8_gemm_impl(
 
 
 def _check_name(op: Op, backend: object) -> None:
-    """Refuse a name that is no text; the operator would say it in the words of C++. Traced by ``torch.compile``."""
+    """Refuse a backend name that is not a str with our error, not torch's. ``torch.compile`` traces this function."""
     if backend is not None and not isinstance(backend, str):
         choose.check_request(op, backend)
 
 
 def _gemm_check(what: Op, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Check what both GEMMs have in common, without reading values; return the empty output."""
+    """Check operands as both GEMMs need them, without reading values; return the uninitialised output [M, N]."""
     for name, operand in (("a", a), ("b", b)):
         if not operand.is_contiguous():
             raise InputError(f"{what}: {name} has strides {list(operand.stride())}; need row-major: .contiguous()")

@@ -26,8 +26,9 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
     x
         float32, bfloat16 or float16 [..., K]; any strides.
     tensors
-        The prepared weights of all backends of the spec, in its order. On a GPU the first call on them, and the first
-        after a write that torch counts, waits for the stream: kernels read weights before what is ahead has finished.
+        The prepared weights of all backends of the spec, in its order. On a GPU two calls wait for the stream:
+        the first one with these tensors, and the first one after a write that torch counts (``Tensor._version``).
+        With PDL, kernels read weights before earlier kernels of the stream have finished.
     bias
         [N], floating point, or None.
     spec
@@ -36,15 +37,15 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
     Returns
     -------
     Tensor
-        [..., N] in the dtype of ``x``; empty, and nothing is launched, where ``x`` is.
+        [..., N] in the dtype of ``x``. For an empty ``x`` it is empty, and nothing is launched.
 
     Raises
     ------
     InputError
         For a wrong dtype, shape or device.
     CaptureError
-        If no plan is there for this M, or the tensors are new or were written, and a CUDA graph is being captured.
-        Otherwise safe to capture.
+        During CUDA graph capture, if there is no plan for this M, or the tensors are new or were written. Otherwise
+        the call is safe to capture.
     """
     check_types("linear", {"x": x} | {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}, bias)
     result: Tensor = torch.ops.fp4dispatch.linear.default(x, list(tensors), bias, spec)
@@ -54,14 +55,14 @@ def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str)
 def linear_stored(
     x: Tensor, tensors: Sequence[Tensor], stored: Sequence[Tensor], bias: Tensor | None, spec: str
 ) -> Tensor:
-    """Run a layer in a compiled graph: :func:`linear`, but its weights are what the layer stores when it runs.
+    """Run a layer in a compiled graph: as :func:`linear`, but writes to the layer's stored tensors take effect.
 
     Parameters
     ----------
     x, tensors, bias, spec
         As of :func:`linear`.
     stored
-        The layer's stored tensors. Where they were written since ``tensors`` were made of them, these are made anew.
+        The layer's stored tensors. If they were written since, the layer prepares ``tensors`` from them again.
 
     Raises
     ------
@@ -75,7 +76,7 @@ def linear_stored(
 
 
 def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> Tensor:
-    """Do what :func:`linear` does without crossing the operator boundary."""
+    """Run as :func:`linear` does, without the dispatch of the torch operator."""
     _check_linear(x, tensors, bias, spec)
     lead = x.shape[:-1]
     m = math.prod(lead)
@@ -90,7 +91,7 @@ def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: 
 
 
 def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
-    """Do what :func:`linear` does for a layer, without the operator boundary; the next call for this M is fast."""
+    """Run a bound layer as :func:`linear` does, without the torch operator. Later calls for this M are fast."""
     spec = bound.spec
     _check_linear(x, bound.tensors, bias, spec)
     lead = x.shape[:-1]
@@ -104,7 +105,7 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
         if bound.cuda and capture.stream_is_capturing():
             bound.captured = True
         if bias is not bound.bias and (bias is None) == (bound.bias is None):
-            bound.bias = bias  # another one; it has been checked
+            bound.bias = bias  # a new bias, checked above
         routes.launch(backend, plan, prepared, rows, out, bias)
     return out.reshape(*lead, spec.n)
 
@@ -126,11 +127,11 @@ def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spe
 
 
 _awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Packed weights of callers that hold no layer, by what version they had when their writes were waited for."""
+"""Packed weight -> its ``_version`` when the stream was last synchronised. For callers that hold no layer."""
 
 
 def _await_writes(tensors: Sequence[Tensor]) -> None:
-    """Wait for writes to packed weights that are new or were written: kernels read weights ahead of their PDL wait."""
+    """Synchronise the stream if a packed weight is new or was written: PDL kernels read weights before they wait."""
     if not tensors or not tensors[0].is_cuda:
         return
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -16,7 +16,7 @@ def check_types(
     bias: object = None,
     out_dtype: object = torch.bfloat16,
 ) -> None:
-    """Refuse what an operator's schema would refuse with an error of its own."""
+    """Check types with our errors, before torch checks the schema with an error of its own."""
     for name, operand in operands.items():
         check_tensor(f"{what}: {name}", operand)
     if bias is not None:

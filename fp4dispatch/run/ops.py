@@ -1,8 +1,8 @@
-"""The operators ``torch.ops.fp4dispatch.*``: schema, fake and autograd of each, and Python functions with the defaults.
+"""The operators ``torch.ops.fp4dispatch.*``, as Python functions with defaults. Importing this module registers them.
 
-Each is opaque to ``torch.compile``, runs without host synchronisation, and is for inference: a backward raises
-:class:`~fp4dispatch.errors.BackwardError`, it never silently detaches. Bad operands raise
-:class:`~fp4dispatch.errors.InputError` before anything is launched.
+An operator is opaque to ``torch.compile``. It does not synchronise the host. It is for inference: a backward raises
+:class:`~fp4dispatch.errors.BackwardError`. Wrong operands raise :class:`~fp4dispatch.errors.InputError` before any
+launch.
 """
 
 from __future__ import annotations

@@ -12,12 +12,18 @@ from fp4dispatch.run.register import define
 
 
 def nvfp4_quantize(x: Tensor, global_scale: Tensor, sf_layout: SfLayout = "128x4") -> tuple[Tensor, Tensor]:
-    """Quantise ``x`` [M, K] as :func:`fp4dispatch.formats.nvfp4_quantize` does, as one operator.
+    """Quantise ``x`` [M, K] with :func:`fp4dispatch.formats.nvfp4_quantize`, as one operator. Safe to capture.
 
     Returns
     -------
     tuple of Tensor
-        Data uint8 [M, K/2] and block scales float8_e4m3fn.
+        Data uint8 [M, K/2], contiguous, even element in the low nibble; block scales float8_e4m3fn, [M, K/16] in
+        ``linear`` or [pad128(M), pad4(K/16)] in ``128x4`` layout with zero padding.
+
+    Raises
+    ------
+    InputError
+        For wrong operands.
     """
     check_types("nvfp4_quantize", {"x": x, "global_scale": global_scale})
     data, sf = torch.ops.fp4dispatch.nvfp4_quantize.default(x, global_scale, sf_layout)
@@ -30,7 +36,7 @@ def _nvfp4_quantize_impl(x: Tensor, global_scale: Tensor, sf_layout: SfLayout) -
 
 
 def _nvfp4_quantize_fake(x: Tensor, global_scale: Tensor, sf_layout: SfLayout) -> tuple[Tensor, Tensor]:
-    """Return the shapes alone: running the real thing on fakes would guard on M."""
+    """Return empty outputs. The real function on fake tensors would add guards on M."""
     m, k = x.shape
     swizzled = sf_layout == "128x4"
     sf = ((m + 127) // 128 * 128, (k // 16 + 3) // 4 * 4) if swizzled else (m, k // 16)
@@ -38,12 +44,18 @@ def _nvfp4_quantize_fake(x: Tensor, global_scale: Tensor, sf_layout: SfLayout) -
 
 
 def fp8_quantize(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise ``x`` [M, K] as :func:`fp4dispatch.formats.fp8_quantize` does, as one operator.
+    """Quantise ``x`` [M, K] with :func:`fp4dispatch.formats.fp8_quantize`, as one operator. Safe to capture.
 
     Returns
     -------
     tuple of Tensor
-        Data float8_e4m3fn [M, K] and the f32 scale, a copy where one was given.
+        Data float8_e4m3fn [M, K], contiguous, and the f32 scale, shaped as in
+        :class:`~fp4dispatch.formats.FP8Tensor`; a copy of ``scale`` if it was given.
+
+    Raises
+    ------
+    InputError
+        For wrong operands.
     """
     check_types("fp8_quantize", {"x": x} if scale is None else {"x": x, "scale": scale})
     data, out_scale = torch.ops.fp4dispatch.fp8_quantize.default(x, scaling, scale)

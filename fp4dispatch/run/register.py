@@ -18,7 +18,7 @@ def _save_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, *grads: Any) -> Any:
-    """Hand on to an operator that raises when it runs: ``torch.compile`` traces backwards that nobody calls."""
+    """Call an operator that raises when it runs. ``torch.compile`` traces backwards that never run."""
     grad = next(g for g in grads if g is not None)
     return tuple(
         [None] * len(operand)

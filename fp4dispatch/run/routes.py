@@ -1,7 +1,7 @@
-"""From a layer's shape to kernels: which backend for which M, as plain data, and the plans behind it.
+"""Routes of a layer: which backend runs which range of M, and the plans to run it.
 
-A :class:`LayerSpec` is text (JSON) that says everything about a layer but its tensors: two layers of one shape have the
-same text. It is what ``torch.compile`` bakes into a graph, so it holds no handle and nothing of this process, and
+A :class:`LayerSpec` is JSON text. It describes a layer without its tensors, so layers of one shape have the same text.
+``torch.compile`` stores the text as a constant of the graph. It holds no handle and no state of this process, so
 repeated blocks share one compiled graph.
 """
 
@@ -25,7 +25,7 @@ from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.problem.decision import Decision
 
 LARGEST_M = 1 << 15
-"""The largest number of tokens that a layer asks the policy about; that answer holds beyond."""
+"""The largest M that a layer asks the policy about. The answer also holds for larger M."""
 
 
 OUT_DTYPE: dict[torch.dtype, OutDtype] = {
@@ -36,9 +36,9 @@ OUT_DTYPE: dict[torch.dtype, OutDtype] = {
 
 
 class Route(NamedTuple):
-    """Up to ``m_max`` tokens: the backend, its activation format, and its slice ``[start, stop)`` of the tensors.
+    """The backend for up to ``m_max`` tokens, its activation format, and its slice ``[start, stop)`` of the tensors.
 
-    ``refused``: why it may not run while a CUDA graph is captured; mostly empty.
+    ``refused``: why it must not run during CUDA graph capture; empty where it may.
     """
 
     m_max: int
@@ -59,7 +59,7 @@ class _Launch(NamedTuple):
 
 
 class LayerSpec:
-    """What a layer computes and how, apart from its tensors. Immutable; :meth:`parse` returns one object per text."""
+    """Description of a layer without its tensors. Immutable. :meth:`parse` returns one object per text."""
 
     def __init__(self, text: str) -> None:
         data = json.loads(text)
@@ -82,29 +82,28 @@ class LayerSpec:
         return LayerSpec(text)
 
     def launch(self, m: int, dtype: torch.dtype, bias: bool, prepared: tuple[Tensor, ...]) -> tuple[_Launch, Prepared]:
-        """Return plan and weights for M tokens; host work only where this M (or bucket of M) was never planned.
+        """Return plan and weights for M tokens. Makes a plan on the host if this M has none.
 
         Raises
         ------
         CaptureError
-            If host work is needed while a CUDA graph is being captured, or the rules say that what was chosen without
-            one may not run then.
+            During CUDA graph capture, if there is no plan, or if the rules do not allow this backend in a graph.
         """
         index = self.index(m)
         weights = self.weights(index, prepared)
         return self.launch_on(m, dtype, bias, index, weights), weights
 
     def index(self, m: int) -> int:
-        """Return which route serves M tokens."""
+        """Return the index of the route for M tokens."""
         return bisect_left(self._limits, m)
 
     def weights(self, index: int, prepared: tuple[Tensor, ...]) -> Prepared:
-        """Return the weights of one route, out of those of all."""
+        """Return the prepared weights of one route."""
         route = self.routes[index]
         return Prepared(route.backend, prepared[route.start : route.stop], route.layout)
 
     def launch_on(self, m: int, dtype: torch.dtype, bias: bool, index: int, weights: Prepared) -> _Launch:
-        """Do what :meth:`launch` does, for weights that are at hand."""
+        """Return the plan of a route; arguments and errors as of :meth:`launch`."""
         if self.routes[index].refused and capture.is_capturing():
             raise _not_for_capture(self, m, index)
         key = (m, dtype, bias, weights.tensors[0].device)
@@ -112,7 +111,7 @@ class LayerSpec:
         return launch or self._build(key, index, self.routes[index], weights)
 
     def planned(self) -> list[int]:
-        """Return every M that is planned for; for backends whose plans hold for any M, the largest M of the route."""
+        """Return each M that has a plan. For a backend whose plans serve every M: the largest M of the route."""
         return sorted({m if m > 0 else self.routes[-m - 1].m_max for m, *_ in self._launches})
 
     def _build(
@@ -135,7 +134,7 @@ class LayerSpec:
 
 
 READY_M = 512
-"""Up to so many tokens a layer keeps what it runs by M: beyond, a kernel takes longer than finding it."""
+"""A layer keeps its ready launches for M up to this limit. Above it, the kernel takes longer than the lookup."""
 
 
 class Bound:
@@ -150,7 +149,7 @@ class Bound:
     decisions
         The largest M and the Decision of each range of M.
     dtype, bias
-        Output dtype, and the bias it is bound with, which has been checked.
+        Output dtype, and the checked bias of the layer, [N] or None.
     """
 
     __slots__ = (
@@ -171,11 +170,11 @@ class Bound:
         self.captured = False
         """Whether a CUDA graph may hold the addresses of ``tensors``."""
         self.ready: dict[int, tuple[Ready, Plan, Prepared]] = {}
-        """By M, what has run before: the eager fast path is one look-up here."""
+        """Ready launches by M, for each M that ran before. The eager fast path is one lookup here."""
         self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
 
     def launch(self, m: int, bias: bool) -> tuple[Backend, Plan, Prepared]:
-        """Return what to run for M tokens; host work only where this M (or bucket of M) was never planned.
+        """Return backend, plan and weights for M tokens. Makes a plan on the host if this M has none.
 
         Raises
         ------
@@ -215,7 +214,7 @@ _lock = ForkSafeLock()
 
 
 def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
-    """Return the plan of a problem, made once per layout and device; never dropped, as CUDA graphs may hold on to it.
+    """Return the plan of a problem: one per layout and device. Plans are never dropped: CUDA graphs may use them.
 
     Raises
     ------
@@ -251,7 +250,7 @@ def launch(
 
 
 def _on_its_device(ready: Ready, backend: Backend, plan: Plan, prepared: Prepared) -> Ready:
-    """Return ``ready`` for whatever device is the current one; who calls it has asked that one whether it captures."""
+    """Return ``ready`` for any current device. The caller asked about capture on the current device only."""
     device = prepared.tensors[0].device
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
