@@ -1,7 +1,7 @@
 """NVFP4 and FP8 linear layers for PyTorch: correct first, then fast, on the NVIDIA GPU that is there.
 
-Importing this package asks NVML which GPUs this process will see and does nothing else: no CUDA context, no process, no
-file, no logging set-up, and no import of torch. Names that need torch are loaded on first use (PEP 562).
+Importing this package asks NVML which GPUs this process can use. It does nothing else: no CUDA context,
+no process, no file, no logging set-up, no import of torch. Names that need torch load on first use (PEP 562).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.problem.decision import Decision, Reason, Verdict
 
-if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
+if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
     from fp4dispatch.dispatch.choose import select
     from fp4dispatch.dispatch.explain import explain
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # what _LAZY loads, for type checkers and editors
 __version__ = "0.1.0"
 
 gpus: tuple[Gpu, ...] = _system.detected().gpus
-"""GPUs that this process will see, as NVML told at import; empty without driver or GPU."""
+"""The GPUs that this process can use, read from NVML at import. Empty without a driver or a GPU."""
 
 gpu_arch: Arch | None = gpus[0].arch if gpus else None
 """Arch of the first of ``gpus``."""

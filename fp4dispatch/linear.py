@@ -1,4 +1,4 @@
-"""The public path of the layers; pickles of layers name it. The code is in ``models/linear.py``."""
+"""The public path of the layers. Pickles of layers name it. The code is in ``models/linear.py``."""
 
 from __future__ import annotations
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.carried import Carried, carried_by, carry
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
-from fp4dispatch.checkpoints.files.carried import Carried, carried_by, carry
 from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
-from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan, plan_load
+from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan
+from fp4dispatch.checkpoints.planner import plan_load
 from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, split_shards, to_linear
 from fp4dispatch.errors import CheckpointError, FormatError, InputError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from fp4dispatch.formats.quantization import (
-    E2M1_MAX,
-    E2M1_VALUES,
-    E4M3_MAX,
+from fp4dispatch.formats.amax import E4M3_MAX
+from fp4dispatch.formats.e2m1 import E2M1_MAX, E2M1_VALUES, decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
+from fp4dispatch.formats.fp8 import (
     FP8_BLOCK,
     FP8_SCALINGS,
-    NVFP4_BLOCK,
-    NVFP4_MAX,
     FP8Scaling,
     FP8Tensor,
-    NVFP4Tensor,
     check_fp8,
     check_fp8_meta,
-    check_nvfp4,
-    check_nvfp4_meta,
-    decode_e2m1,
-    encode_e2m1,
-    expand_shards,
     fp8_dequantize,
     fp8_quantize,
-    from_128x4,
+)
+from fp4dispatch.formats.nvfp4 import (
+    NVFP4_MAX,
+    NVFP4Tensor,
+    check_nvfp4,
+    check_nvfp4_meta,
     nvfp4_dequantize,
     nvfp4_global_scale,
     nvfp4_quantize,
-    pack_e2m1,
-    round_up,
-    to_128x4,
-    unpack_e2m1,
-    zero_pad,
 )
+from fp4dispatch.formats.sf_layout import expand_shards, from_128x4, round_up, to_128x4, zero_pad
+from fp4dispatch.problem import NVFP4_BLOCK
 
 __all__ = [
     "E2M1_MAX",

@@ -3,8 +3,8 @@
 Codes 0..7 are 0 .5 1 1.5 2 3 4 6 and bit 3 is the sign (OCP Microscaling Formats v1.0, section 5.3.3:
 https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf).
 
-Written as arithmetic on whole tensors and not as table lookups: a table has to be copied to the device, and that copy
-synchronises and is refused while a CUDA graph is captured.
+The code uses arithmetic on whole tensors, not a lookup table. A table must be copied to the device. That copy
+synchronises, and CUDA refuses it during graph capture.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
     Notes
     -----
-    Rounding and signs equal ModelOpt's and compressed-tensors' (on the CPU) for every input. torchao and the hardware
-    instruction differ for -0.0 alone, which they keep as code 8. FlashInfer's Python reference (0.7.2) rounds the
+    Rounding and signs equal those of ModelOpt and compressed-tensors on the CPU, for every input. torchao and the
+    hardware instruction differ for -0.0 only: they return code 8. FlashInfer's Python reference (0.7.2) rounds the
     ties .75, 1.75 and 3.5 towards zero, which neither its own kernels nor the other libraries do.
 
     No sync; safe to capture and to compile.
     """
     magnitude = x.float().abs().nan_to_num_(nan=E2M1_MAX).clamp_(max=E2M1_MAX)
-    # Codes against values are three straight lines: .5 apart up to 2, 1 apart up to 4, 2 apart up to 6. They bend
-    # downwards, so the least of the three is the right one. torch.round takes ties to even, and the offsets are even.
-    # In place where nobody else holds the tensor: twice as fast on the CPU.
+    # The code is a concave function of the value, made of three lines: steps of .5 up to 2, of 1 up to 4, of 2 up to 6.
+    # So the code is the minimum of the three. torch.round rounds ties to even, and the offsets are even.
+    # In-place operations save memory traffic on the CPU.
     code = (magnitude * 2).round_()
     code = torch.minimum(code, magnitude.round().add_(2))
     code = torch.minimum(code, magnitude.mul_(0.5).round_().add_(4))

@@ -23,8 +23,8 @@ def round_up(n: int, multiple: int) -> int:
 def zero_pad(x: Tensor, rows: int, cols: int) -> Tensor:
     """Return ``x`` [m, k] as [rows, cols] with every added element zero; ``x`` itself if it already has that shape.
 
-    Padding that is left uninitialised is read by kernels and turns real rows into garbage (vllm#48898), so nothing in
-    this package pads in another way. Any dtype; no sync; safe to capture.
+    Kernels read the padding. Uninitialised padding corrupts valid rows (vllm#48898), so this package always pads with
+    this function. Any dtype; no sync; safe to capture.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def zero_pad(x: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def to_128x4(sf: Tensor) -> Tensor:
-    """Bring block scales from row-major into the 128x4 layout.
+    """Convert block scales from row-major to the 128x4 layout.
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ def to_128x4(sf: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Same dtype, contiguous, [pad128(rows), pad4(cols)]. The shape gives the size; the bytes are tile after tile,
-        512 a tile, row blocks outermost: the scale of (r, c) is byte ``(r % 32) * 16 + (r % 128 // 32) * 4 + c % 4``
-        of tile ``(r // 128, c // 4)``. All padding is zero.
+        Same dtype, contiguous, [pad128(rows), pad4(cols)]. The shape gives the size only. The bytes are stored by
+        tile, 512 bytes a tile, row blocks outermost: the scale of (r, c) is byte
+        ``(r % 32) * 16 + (r % 128 // 32) * 4 + c % 4`` of tile ``(r // 128, c // 4)``. All padding is zero.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def to_128x4(sf: Tensor) -> Tensor:
 
 
 def from_128x4(sf: Tensor, rows: int, cols: int) -> Tensor:
-    """Bring block scales from the 128x4 layout back to row-major [rows, cols], dropping the padding.
+    """Convert block scales from the 128x4 layout to row-major [rows, cols]. Drops the padding.
 
     Parameters
     ----------

@@ -39,6 +39,7 @@ class FP4Linear(QuantizedLinear):
         If K is not a multiple of 16, or the shards do not add up to N.
     """
 
+    __module__ = "fp4dispatch.linear"  # the public path, which pickles name
     op = "nvfp4_gemm"
     quantized = ("weight", "weight_scale", "weight_scale_2", "input_scale")
     weight_scale_2: Tensor
@@ -181,6 +182,7 @@ class FP8Linear(QuantizedLinear):
         For another scaling.
     """
 
+    __module__ = "fp4dispatch.linear"  # the public path, which pickles name
     op = "fp8_gemm"
     quantized = ("weight", "weight_scale", "weight_scale_inv", "input_scale")
     weight_scale_inv: Tensor

@@ -8,29 +8,29 @@ layout holds the canonical tensors exactly, :mod:`fp4dispatch.models.compact_wei
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.dispatch.request import check_request
-from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
+from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
-from fp4dispatch.machine import system as _system
-from fp4dispatch.models.state_loading import StateLoading
-from fp4dispatch.models.stored_weights import never
-from fp4dispatch.problem import ACTIVATIONS, Activation, CaptureMode, Op, Problem, Scaling
-from fp4dispatch.problem.decision import Decision
-from fp4dispatch.run import ops, owners, routes
+from fp4dispatch.models.backend_binding import BackendBinding
+from fp4dispatch.problem import ACTIVATIONS, Activation
+from fp4dispatch.run import ops, routes
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
+_REBUILT = frozenset(
+    ("_prepared", "_bound", "_names", "_captured", "_dropped", "_seen", "_lent", "_keys", "_unchanged")
+)
+"""Attributes that :meth:`QuantizedLinear._forget` sets. A pickle does not hold them."""
 
-class QuantizedLinear(StateLoading):
+
+class QuantizedLinear(BackendBinding):
     """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
 
     Parameters
@@ -52,26 +52,6 @@ class QuantizedLinear(StateLoading):
     name
         For messages.
     """
-
-    op: ClassVar[Op]
-    """What the layer asks of the policy."""
-
-    quantized: ClassVar[tuple[str, ...]]
-    """Names of the buffers whose dtype is part of the format."""
-
-    weight: Tensor
-    weight_scale: Tensor
-    input_scale: Tensor | None
-    bias: nn.Parameter | None
-    capture: CaptureMode = "none"
-    """How backends were chosen: for calls outside of CUDA graphs, or to be captured; :meth:`choose_for` sets it."""
-    m_min: int = 1
-    """The smallest M that is promised in a capture. A layer returns before any launch for M == 0."""
-    _prepared: dict[str, Prepared]
-    """By layout."""
-    _bound: dict[torch.dtype, routes.Bound]
-    _captured: list[routes.Bound]
-    """Replaced, but a CUDA graph may hold the addresses of their tensors."""
 
     def __init__(
         self,
@@ -195,174 +175,7 @@ class QuantizedLinear(StateLoading):
         """Bind while ``torch.compile`` traces, outside the trace; what is read after this is guarded as usual."""
         return bool(self.bind(dtype))
 
-    # --------------------------------------------------------------------------------------------------------- binding
-
-    def bind(self, dtype: torch.dtype | None = None) -> routes.Bound:
-        """Choose backends for every number of tokens and prepare the weights for them. Host work; idempotent.
-
-        Weights that were written since are prepared anew.
-
-        Raises
-        ------
-        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, InputError, CaptureError
-            As :meth:`forward`, and while a CUDA graph is being captured.
-        """
-        dtype = self.dtype if dtype is None else dtype
-        self._settle()
-        if dtype in self._bound:
-            return self._bound[dtype]
-        if dtype not in routes.OUT_DTYPE:
-            raise InputError(
-                f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32: convert it, "
-                f"e.g. x.to({self.dtype})"
-            )
-        if self.device.type == "meta":
-            raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
-        if not self._bound:
-            self._watch()
-        return self._take(self._choose(dtype))
-
-    def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
-        """Do what :meth:`bind` does, but choose anew: what choices are made from has changed.
-
-        Layouts that nothing uses any more are dropped, unless a CUDA graph may hold their addresses. Raises as
-        :meth:`bind`.
-        """
-        dtype = self.dtype if dtype is None else dtype
-        self._settle()
-        old = self._bound.get(dtype)
-        if old is None:
-            return self.bind(dtype)
-        return self._put(self._choose(dtype))
-
-    def _put(self, fresh: routes.Bound) -> routes.Bound:
-        old = self._bound[fresh.dtype]
-        if fresh.spec is old.spec:
-            old.decisions = fresh.decisions
-            return old
-        if old.captured:
-            self._captured.append(old)
-        self._take(fresh)
-        self._drop_unused()
-        return fresh
-
-    def choose_for(self, capture: CaptureMode, m_min: int = 1) -> None:
-        """Choose backends for calls in this capture mode from now on; what is bound already is bound anew.
-
-        Backends that were chosen for ``full`` or ``piecewise`` serve calls outside of CUDA graphs, too. Host work.
-
-        Parameters
-        ----------
-        capture, m_min
-            As in :class:`~fp4dispatch.problem.Problem`.
-
-        Raises
-        ------
-        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, CaptureError
-            As :meth:`bind`; the layer then stays as it was.
-        """
-        old = (self.capture, self.m_min)
-        if old == (capture, m_min):
-            return
-        self.capture, self.m_min = capture, m_min
-        try:
-            changed = [d for d, bound in self._bound.items() if not self._still_chosen(d, bound)]
-            fresh = [self._choose(dtype) for dtype in changed]
-        except Fp4DispatchError:
-            self.capture, self.m_min = old
-            raise
-        for bound in fresh:
-            self._put(bound)
-
-    def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
-        """Whether the policy would choose what is bound; this needs no weights, which may be dropped."""
-        return routes.still_chosen(bound, self.problem(1, dtype), self.backend, self.name)
-
-    def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
-        """Return what this layer asks of the policy for M tokens."""
-        op, scaling = self._kind()
-        out_dtype = routes.OUT_DTYPE[self.dtype if dtype is None else dtype]
-        n, k = self.out_features, self.in_features
-        return Problem(
-            op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None, self.capture, self.m_min
-        )
-
-    def _choose(self, dtype: torch.dtype) -> routes.Bound:
-        return routes.bind(
-            self.weights(),
-            dtype=dtype,
-            bias=self.bias,
-            activation=self.activation,
-            backend=self.backend,
-            layer=self.name,
-            prepared=self._prepared,
-            capture_mode=self.capture,
-            m_min=self.m_min,
-        )
-
-    def _take(self, bound: routes.Bound) -> routes.Bound:
-        self._names[bound.dtype] = ([self._buffer_of(t) for t in bound.tensors], [], bound.spec.text)
-        self._bound[bound.dtype] = bound
-        self._see(self._seen)
-        return bound
-
-    def _drop_unused(self) -> None:
-        """Drop layouts and buffers that no bound dtype uses."""
-        used = {id(tensor) for bound in self._bound.values() for tensor in bound.tensors}
-        if self._dropped and any(id(tensor) not in used for tensor in self._prepared[self._dropped].tensors):
-            self._restore()
-        for name in [name for name in self._buffers if name.startswith("layout")]:
-            if id(self._buffers[name]) not in used:
-                delattr(self, name)
-        self._prepared = {
-            layout: prepared
-            for layout, prepared in self._prepared.items()
-            if all(id(tensor) in used for tensor in prepared.tensors)
-        }
-
-    def decisions(self) -> tuple[tuple[int, Decision], ...]:
-        """Return the Decision for each range of M, with the largest M of the range, for ``self.dtype``."""
-        return self.bind().decisions
-
-    def _buffer_of(self, tensor: Tensor) -> str:
-        for name, buffer in self._buffers.items():
-            if buffer is tensor:
-                return name
-        name = next(name for i in itertools.count() if (name := f"layout{i}") not in self._buffers)
-        self.register_buffer(name, tensor, persistent=False)
-        return name
-
-    def _forget(self) -> None:
-        """Drop every backend layout."""
-        self._restore()
-        for name in [name for name in self._buffers if name.startswith("layout")]:
-            delattr(self, name)
-        owners.forget(self, self.__dict__.get("_keys", ()))
-        self._prepared, self._bound, self._names, self._captured = {}, {}, {}, []
-        self._dropped, self._lent, self._keys = "", {}, []
-        self._seen, self._unchanged = {}, never
-
-    def _refresh(self) -> None:
-        """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
-
-        A refusal is kept for the first call, so that moving and loading a model leave it whole.
-        """
-        self._forget()
-        if self.device.type == "cuda" or (self.device.type == "cpu" and not _system.current().gpus):
-            try:
-                self.bind()
-            except Fp4DispatchError:
-                self._forget()
-
     # --------------------------------------------------------------------------------------------------------- weights
-
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as backends take them; nothing is copied but what :func:`compact` dropped."""
-        raise NotImplementedError
-
-    def _kind(self) -> tuple[Op, Scaling]:
-        """Return op and scaling of the layer's problems."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Validate the canonical tensors; synchronises.
@@ -433,13 +246,13 @@ class QuantizedLinear(StateLoading):
             buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
         buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]
-        empty: dict[str, Any] = {"_prepared": {}, "_bound": {}, "_names": {}, "_captured": [], "_dropped": ""}
-        empty |= {"_seen": {}, "_lent": {}, "_keys": [], "_unchanged": never, "_non_persistent_buffers_set": set()}
-        return self.__dict__ | {"_buffers": buffers, "_e4m3": e4m3} | empty
+        state = {k: v for k, v in self.__dict__.items() if k not in _REBUILT}
+        return state | {"_buffers": buffers, "_e4m3": e4m3, "_non_persistent_buffers_set": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffers = state["_buffers"] | {k: state["_buffers"][k].view(torch.float8_e4m3fn) for k in state["_e4m3"]}
-        super().__setstate__({k: v for k, v in state.items() if k != "_e4m3"} | {"_buffers": buffers})  # type: ignore[no-untyped-call]
+        kept = {k: v for k, v in state.items() if k != "_e4m3" and k not in _REBUILT}
+        super().__setstate__(kept | {"_buffers": buffers})  # type: ignore[no-untyped-call]
         self._refresh()
 
     def extra_repr(self) -> str:

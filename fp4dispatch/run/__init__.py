@@ -1,1 +1,1 @@
-"""From a choice to launches: routes by M, plans, builds ahead of time, torch operators."""
+"""From a backend choice to launches: routes by M, plans, builds ahead of time, torch operators."""

@@ -1,8 +1,8 @@
-"""Which layer the tensors of a compiled call belong to, so that the call can tell whether its weights were written.
+"""Find the layer that owns the tensors of a compiled call.
 
-A compiled graph is given the packed weights of a layer and its stored tensors. The operator looks up here whose they
-are, by their addresses. The layer then says whether what it stores is still what was packed
-(:mod:`fp4dispatch.models.stored_weights`).
+The inputs of a compiled graph are the packed weights and the stored tensors of a layer. The operator finds the layer
+by the addresses of these tensors. The layer then tells whether the packed weights are up to date with the stored
+tensors (:mod:`fp4dispatch.models.stored_weights`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Key = tuple[int, ...]
 
 
 class Owner(Protocol):
-    """A layer, as this module sees it."""
+    """The interface of a layer that this module needs."""
 
     def bound_to(self, dtype: torch.dtype) -> Bound:
-        """Return what runs, made of what is stored now."""
+        """Return the bound layer for a dtype, with weights prepared from the stored tensors."""
 
     def stores(self, addresses: Sequence[int]) -> bool:
         """Whether these are addresses of its stored tensors."""
@@ -43,14 +43,14 @@ _all: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def register(owner: Owner, keys: Sequence[Key]) -> None:
-    """Note whose tensors these are; of two layers that share all of them, either will do."""
+    """Register an owner under its keys. Of two layers that share all tensors, either is right."""
     _all.add(owner)
     for key in keys:
         _owners[key] = weakref.ref(owner, lambda gone, key=key: _drop(key, gone))  # type: ignore[misc]
 
 
 def forget(owner: Owner, keys: Sequence[Key]) -> None:
-    """Forget what :func:`register` noted."""
+    """Remove what :func:`register` added."""
     for key in keys:
         found = _owners.get(key)
         if found is not None and found() is owner:
@@ -63,9 +63,9 @@ def _drop(key: Key, gone: weakref.ref[Owner]) -> None:
 
 
 def bound_for(dtype: torch.dtype, spec: str, tensors: Sequence[Tensor], stored: Sequence[Tensor]) -> Bound:
-    """Return what the layer with these tensors runs, up to date with what it stores.
+    """Return the bound layer that owns these tensors, with weights prepared from its stored tensors.
 
-    Where no layer has both, one will do that stores these tensors and runs as ``spec`` says.
+    If no layer owns both, take one that stores these tensors and has this ``spec``.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def bound_for(dtype: torch.dtype, spec: str, tensors: Sequence[Tensor], stored: 
     for owner in candidates:
         if owner.stores(addresses):
             return owner.bound_to(dtype)
-    # A compiler may align an input by copying it.
+    # A compiler may copy an input to align it. Then addresses differ: compare bytes.
     capture.forbid_in_capture("comparing weights that were copied for this call", "run the compiled model once")
     for owner in candidates:
         if owner.same_content(stored):

@@ -1,8 +1,8 @@
-"""Compile what layers are going to load in one go: one after the other, a model's kernels take minutes.
+"""Compile the kernels of all layers in parallel, before the layers load them.
 
-Binding a layer runs self-checks, and running it makes plans, each of which loads kernels. What those will be is known
-before: the policy names the backends, backends name the kernels (:meth:`~fp4dispatch.backends.base.Backend.builds`).
-Nothing here decides anything, and what is not foreseen compiles when it is loaded.
+Self-checks and plans load kernels. Their names are known before: the policy names the backends, and a backend names its
+kernels (:meth:`~fp4dispatch.backends.base.Backend.builds`). This module decides nothing. A kernel that it misses
+compiles when it is loaded.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fp4dispatch.settings import settings
 from fp4dispatch.trust import quarantine, selfcheck, trial
 
 SAMPLES = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 32768)
-"""Numbers of tokens that stand for all: a layer that was bound should not stop for a compiler while it serves."""
+"""Token counts that represent all others, so that a bound layer does not compile while it serves."""
 
 
 class Ask(NamedTuple):
-    """A layer: its problem with any M, the backend that it names, its GPU, and for how many tokens."""
+    """A layer: its problem (M is ignored), the backend that it names or None, its GPU index, and token counts."""
 
     problem: Problem
     backend: str | None
@@ -42,12 +42,12 @@ _seen: dict[Ask, tuple[object, ...]] = {}
 
 
 def together(asks: Iterable[Ask]) -> None:
-    """Compile at once what these layers will load: for their self-checks, and for their numbers of tokens.
+    """Compile in parallel the kernels that these layers need for their self-checks and their token counts.
 
-    Layers on a CPU need nothing. What cannot be compiled, or not be decided, is left to whoever needs it.
+    Layers on a CPU need none. Errors are not raised here: binding or running the layer raises them.
     """
     wanted: dict[Arch, dict[tuple[str, str], None]] = {}
-    now = _what_it_depends_on()
+    now = _facts()
     for ask in dict.fromkeys(asks):
         if ask.gpu is None or _seen.get(ask) == now:
             continue
@@ -56,20 +56,20 @@ def together(asks: Iterable[Ask]) -> None:
             system = choose.facts(ask.gpu)
             if system.arch is not None:
                 wanted.setdefault(system.arch, {}).update(dict.fromkeys(_builds(ask, system)))
-        except Fp4DispatchError:  # who binds the layer is told, with everything that goes with it
+        except Fp4DispatchError:  # binding the layer raises it, with all details
             continue
     for arch, names in wanted.items():
         jit.build_together(names, arch)
 
 
-def _what_it_depends_on() -> tuple[object, ...]:
-    """Return what makes an answer void: the machine, verdicts, settings. A model has many layers of one shape."""
+def _facts() -> tuple[object, ...]:
+    """Return the facts that an answer depends on: machine, verdicts, settings. If one changes, ask again."""
     names = (settings.selfcheck, settings.disable, settings.fp4_gemm_backend, settings.fp8_backend)
     return (id(_system.current()), len(quarantine.known()), *names)
 
 
 def _builds(ask: Ask, system: System) -> list[tuple[str, str]]:
-    """Return (kernel, variant) of ours that a layer will load."""
+    """Return (kernel, variant) of each own kernel that a layer will load."""
     assert ask.gpu is not None
     device = torch.device("cuda", ask.gpu)
     names: list[tuple[str, str]] = []

@@ -1,7 +1,7 @@
-"""From a layer's shape to kernels: which backend for which M, as plain data, and the plans behind it.
+"""Routes of a layer: which backend runs which range of M, and the plans to run it.
 
-A :class:`LayerSpec` is text (JSON) that says everything about a layer but its tensors: two layers of one shape have the
-same text. It is what ``torch.compile`` bakes into a graph, so it holds no handle and nothing of this process, and
+A :class:`LayerSpec` is JSON text. It describes a layer without its tensors, so layers of one shape have the same text.
+``torch.compile`` stores the text as a constant of the graph. It holds no handle and no state of this process, so
 repeated blocks share one compiled graph.
 """
 
@@ -10,27 +10,23 @@ from __future__ import annotations
 import functools
 import json
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends import registry
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.dispatch import choose, report
-from fp4dispatch.errors import BackendUnsupportedError, CaptureError, NoBackendError, SelfCheckFailed
+from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
+from fp4dispatch.dispatch import choose
+from fp4dispatch.errors import CaptureError
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
-from fp4dispatch.policy import resolve
-from fp4dispatch.problem import Activation, CaptureMode, Op, OutDtype, Problem, Scaling
+from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.problem.decision import Decision
-from fp4dispatch.run import prebuild
-from fp4dispatch.trust import quarantine, selfcheck
 
 LARGEST_M = 1 << 15
-"""The largest number of tokens that a layer asks the policy about; that answer holds beyond."""
+"""The largest M that a layer asks the policy about. The answer also holds for larger M."""
+
 
 OUT_DTYPE: dict[torch.dtype, OutDtype] = {
     torch.bfloat16: "bfloat16",
@@ -40,9 +36,9 @@ OUT_DTYPE: dict[torch.dtype, OutDtype] = {
 
 
 class Route(NamedTuple):
-    """Up to ``m_max`` tokens: the backend, its activation format, and its slice ``[start, stop)`` of the tensors.
+    """The backend for up to ``m_max`` tokens, its activation format, and its slice ``[start, stop)`` of the tensors.
 
-    ``refused``: why it may not run while a CUDA graph is captured; mostly empty.
+    ``refused``: why it must not run during CUDA graph capture; empty where it may.
     """
 
     m_max: int
@@ -63,7 +59,7 @@ class _Launch(NamedTuple):
 
 
 class LayerSpec:
-    """What a layer computes and how, apart from its tensors. Immutable; :meth:`parse` returns one object per text."""
+    """Description of a layer without its tensors. Immutable. :meth:`parse` returns one object per text."""
 
     def __init__(self, text: str) -> None:
         data = json.loads(text)
@@ -86,29 +82,28 @@ class LayerSpec:
         return LayerSpec(text)
 
     def launch(self, m: int, dtype: torch.dtype, bias: bool, prepared: tuple[Tensor, ...]) -> tuple[_Launch, Prepared]:
-        """Return plan and weights for M tokens; host work only where this M (or bucket of M) was never planned.
+        """Return plan and weights for M tokens. Makes a plan on the host if this M has none.
 
         Raises
         ------
         CaptureError
-            If host work is needed while a CUDA graph is being captured, or the rules say that what was chosen without
-            one may not run then.
+            During CUDA graph capture, if there is no plan, or if the rules do not allow this backend in a graph.
         """
         index = self.index(m)
         weights = self.weights(index, prepared)
         return self.launch_on(m, dtype, bias, index, weights), weights
 
     def index(self, m: int) -> int:
-        """Return which route serves M tokens."""
+        """Return the index of the route for M tokens."""
         return bisect_left(self._limits, m)
 
     def weights(self, index: int, prepared: tuple[Tensor, ...]) -> Prepared:
-        """Return the weights of one route, out of those of all."""
+        """Return the prepared weights of one route."""
         route = self.routes[index]
         return Prepared(route.backend, prepared[route.start : route.stop], route.layout)
 
     def launch_on(self, m: int, dtype: torch.dtype, bias: bool, index: int, weights: Prepared) -> _Launch:
-        """Do what :meth:`launch` does, for weights that are at hand."""
+        """Return the plan of a route; arguments and errors as of :meth:`launch`."""
         if self.routes[index].refused and capture.is_capturing():
             raise _not_for_capture(self, m, index)
         key = (m, dtype, bias, weights.tensors[0].device)
@@ -116,7 +111,7 @@ class LayerSpec:
         return launch or self._build(key, index, self.routes[index], weights)
 
     def planned(self) -> list[int]:
-        """Return every M that is planned for; for backends whose plans hold for any M, the largest M of the route."""
+        """Return each M that has a plan. For a backend whose plans serve every M: the largest M of the route."""
         return sorted({m if m > 0 else self.routes[-m - 1].m_max for m, *_ in self._launches})
 
     def _build(
@@ -139,7 +134,7 @@ class LayerSpec:
 
 
 READY_M = 512
-"""Up to so many tokens a layer keeps what it runs by M: beyond, a kernel takes longer than finding it."""
+"""A layer keeps its ready launches for M up to this limit. Above it, the kernel takes longer than the lookup."""
 
 
 class Bound:
@@ -154,7 +149,7 @@ class Bound:
     decisions
         The largest M and the Decision of each range of M.
     dtype, bias
-        Output dtype, and the bias it is bound with, which has been checked.
+        Output dtype, and the checked bias of the layer, [N] or None.
     """
 
     __slots__ = (
@@ -175,11 +170,11 @@ class Bound:
         self.captured = False
         """Whether a CUDA graph may hold the addresses of ``tensors``."""
         self.ready: dict[int, tuple[Ready, Plan, Prepared]] = {}
-        """By M, what has run before: the eager fast path is one look-up here."""
+        """Ready launches by M, for each M that ran before. The eager fast path is one lookup here."""
         self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
 
     def launch(self, m: int, bias: bool) -> tuple[Backend, Plan, Prepared]:
-        """Return what to run for M tokens; host work only where this M (or bucket of M) was never planned.
+        """Return backend, plan and weights for M tokens. Makes a plan on the host if this M has none.
 
         Raises
         ------
@@ -197,173 +192,6 @@ class Bound:
         return found.backend, found.plan, prepared
 
 
-def bind(
-    weights: LinearWeights,
-    *,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-    activation: Activation = "any",
-    backend: str | None = None,
-    layer: str = "",
-    prepared: dict[str, Prepared] | None = None,
-    capture_mode: CaptureMode = "none",
-    m_min: int = 1,
-) -> Bound:
-    """Ask the policy for every bucket of M and prepare the weights for each backend that it names.
-
-    On a GPU each of these backends is then checked on this very layer (:mod:`fp4dispatch.trust.layercheck`), once for
-    each shape and GPU model; on a CPU plug-ins are. What ``auto`` chose and is wrong goes into quarantine, and the
-    policy is asked again.
-
-    Parameters
-    ----------
-    weights
-        Canonical weights, on the device that they will run on.
-    dtype
-        Output (and input) dtype: float32, bfloat16 or float16.
-    bias
-        [N], floating point, on the device of the weights, or None.
-    activation, backend, layer
-        Of the layer; ``activation`` and ``backend`` pin what the policy may choose.
-    prepared
-        What has been prepared already, by layout (:attr:`~fp4dispatch.backends.base.Backend.layout_name`); extended.
-    capture_mode, m_min
-        How the layer is going to be captured in CUDA graphs, and the smallest M there, as in
-        :class:`~fp4dispatch.problem.Problem`. With ``none``, a range of M whose backend the rules do not allow in a
-        graph refuses to be captured; one that was named is warned of instead.
-
-    Returns
-    -------
-    Bound
-        ``decisions`` holds the largest M and the Decision of each range of M.
-
-    Raises
-    ------
-    BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
-        As :func:`fp4dispatch.dispatch.choose.select` does.
-    SelfCheckFailed
-        If a backend that was named gives wrong numbers for this layer; ``prepared`` is then as it was.
-    """
-    capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", "fp4dispatch.warmup(model, tokens=[...])")
-    prepared = {} if prepared is None else prepared
-    device = weights.weight.device
-    gpu = gpu_of(device)
-    any_m = Problem(
-        weights.op,
-        1,
-        weights.n,
-        weights.k,
-        activation,
-        weights.scaling,
-        OUT_DTYPE[dtype],
-        bias is not None,
-        capture_mode,
-        m_min,
-    )
-    prebuild.together([prebuild.Ask(any_m, backend, gpu)])
-    found = dict(prepared)
-    before: list[tuple[int, Decision]] = []
-    while True:
-        decisions, refusals = _decide(any_m, backend, layer, gpu)
-        if _choices(decisions) == _choices(before):  # each round shuts out at least one
-            raise NoBackendError(
-                f"{layer or 'a layer'}: {decisions[0][1].backend} is not trusted here and nothing else is chosen; "
-                "fp4dispatch verify has the evidence",
-                decisions[0][1],
-            )
-        before = decisions
-        for _, decision in decisions:
-            layout = choose.instance(str(decision.backend)).layout_name
-            if layout not in found:
-                found[layout] = choose.instance(str(decision.backend)).prepare(weights)
-        if _checked(decisions, weights, found, dtype, gpu):
-            break
-    used = {choose.instance(str(decision.backend)).layout_name for _, decision in decisions}
-    prepared.update({layout: made for layout, made in found.items() if layout in used})
-    tensors: list[Tensor] = []
-    spans: dict[str, tuple[int, int]] = {}
-    routes = []
-    for (m_max, decision), refused in zip(decisions, refusals, strict=True):
-        name = str(decision.backend)
-        layout = choose.instance(name).layout_name
-        if layout not in spans:
-            spans[layout] = (len(tensors), len(tensors) + len(prepared[layout].tensors))
-            tensors += prepared[layout].tensors
-        route = (m_max, name, decision.activation, *spans[layout], prepared[layout].layout)
-        routes.append((*route, refused) if refused else route)
-    text = json.dumps(
-        {"op": weights.op, "scaling": weights.scaling, "n": weights.n, "k": weights.k, "routes": routes},
-        separators=(",", ":"),
-    )
-    return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions), dtype, bias)
-
-
-def still_chosen(bound: Bound, any_m: Problem, backend: str | None, layer: str) -> bool:
-    """Whether the policy chooses for a problem, of any M, what is bound; then ``bound.decisions`` are of now.
-
-    Raises as :func:`bind`.
-    """
-    decisions, refusals = _decide(any_m, backend, layer, gpu_of(bound.tensors[0].device))
-    found = [
-        (m, str(decision.backend), decision.activation, refused)
-        for (m, decision), refused in zip(decisions, refusals, strict=True)
-    ]
-    if found != [(route.m_max, route.backend, route.activation, route.refused) for route in bound.spec.routes]:
-        return False
-    bound.decisions = tuple(decisions)
-    return True
-
-
-def _decide(
-    any_m: Problem, backend: str | None, layer: str, gpu: int | None
-) -> tuple[list[tuple[int, Decision]], list[str]]:
-    """Ask the policy for every bucket of M; return the ranges that are alike, and why each may not be captured."""
-    try:
-        all_m = [
-            (m, choose.select(replace(any_m, m=m), backend=backend, layer=layer, gpu=gpu, say=False))
-            for m in choose.m_ranges(any_m.op, gpu, LARGEST_M)
-        ]
-    except BackendUnsupportedError as error:
-        raise _failed_before(any_m, error) or error from None
-    report.report_ranges(all_m)
-    decisions: list[tuple[int, Decision]] = []
-    refusals: list[str] = []
-    for m, decision in all_m:
-        if decision.backend is None:
-            raise NoBackendError(f"nothing can run {decision.problem}", decision)
-        refused = choose.not_for_capture(decision, gpu)
-        if refused and decision.requested != registry.AUTO:
-            report.warn_of_capture(decision, refused)
-            refused = ""
-        if decisions and _same(decisions[-1][1], decision) and refusals[-1] == refused:
-            decisions.pop()
-            refusals.pop()
-        decisions.append((m, decision))
-        refusals.append(refused)
-    return decisions, refusals
-
-
-def check_capture(decision: Decision, gpu: int | None) -> None:
-    """Refuse a choice that may not be captured where a CUDA graph is; outside of one warn of a backend that was named.
-
-    Raises
-    ------
-    CaptureError
-        With what the rules say.
-    """
-    named = decision.requested != registry.AUTO
-    if named == capture.is_capturing():  # what was named has been warned of, and what was not runs as it is
-        return
-    refused = choose.not_for_capture(decision, gpu)
-    if refused and named:
-        report.warn_of_capture(decision, refused)
-    elif refused:
-        raise CaptureError(
-            f"{decision.problem} runs on {decision.backend} outside of CUDA graphs, which may not be captured: "
-            f"{refused}.\n  Before capturing: run it once with backend= another one (fp4dispatch explain lists them)"
-        )
-
-
 def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:
     route = spec.routes[index]
     return CaptureError(
@@ -374,83 +202,19 @@ def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:
     )
 
 
-def _failed_before(problem: Problem, error: BackendUnsupportedError) -> SelfCheckFailed | None:
-    """Return the evidence where a named backend is refused because it gave wrong numbers for this very layer.
-
-    A layer that is moved or loaded binds, and keeps a refusal for its first call: that call says why.
-    """
-    asked = error.decision.requested if error.decision is not None else ""
-    for verdict in quarantine.known():
-        about = (verdict.status, verdict.backend, verdict.op, verdict.scaling)
-        if about == ("failed", asked, problem.op, problem.scaling) and verdict.layer.startswith(
-            f"N={problem.n} K={problem.k} "
-        ):
-            return verdict.error()
-    return None
-
-
-def _checked(
-    decisions: list[tuple[int, Decision]],
-    weights: LinearWeights,
-    prepared: dict[str, Prepared],
-    dtype: torch.dtype,
-    gpu: int | None,
-) -> bool:
-    """Check the layer on each backend that was chosen for it; False where the policy has to choose again.
-
-    Raises
-    ------
-    SelfCheckFailed
-        If one that was named fails.
-    """
-    again = False
-    for subject, decision in _subjects(decisions, weights, prepared, dtype):
-        name = subject.backend.name
-        verdict = selfcheck.trusted_layer(subject, choose.facts(gpu))
-        if verdict.status == "failed" and decision.requested != registry.AUTO:
-            raise verdict.error()
-        if verdict.vouches_for(plugin=registry.is_plugin(name)) or decision.requested != registry.AUTO:
-            continue
-        if verdict.status != "failed":
-            choose.exclude(name, weights.op, weights.scaling, choose.not_checked(verdict))
-        again = True
-    return not again
-
-
-def _subjects(
-    decisions: list[tuple[int, Decision]],
-    weights: LinearWeights,
-    prepared: dict[str, Prepared],
-    dtype: torch.dtype,
-) -> Iterator[tuple[selfcheck.Subject, Decision]]:
-    """List what is to be checked of a layer: each backend and activation format, with all M that it serves."""
-    spans: dict[tuple[str, Activation], tuple[int, int, Decision]] = {}
-    first = 1
-    for last, decision in decisions:
-        key = (str(decision.backend), decision.activation)
-        spans[key] = (spans[key][0] if key in spans else first, last, decision)
-        first = last + 1
-    for (name, activation), (first, last, decision) in spans.items():
-        if name == resolve.REFERENCE or (weights.weight.device.type != "cuda" and not registry.is_plugin(name)):
-            continue
-        backend = choose.instance(name)
-        problem = replace(decision.problem, m=first, activation=activation)
-        made = prepared[backend.layout_name]
-        held = Prepared(name, made.tensors, made.layout)
-        yield selfcheck.Subject(backend, problem, first, last, weights, held, dtype), decision
-
-
 def gpu_of(device: torch.device) -> int | None:
     """Return the index of a CUDA device, as :func:`fp4dispatch.dispatch.choose.select` takes it; None for a CPU."""
     return device.index if device.type == "cuda" else None
 
 
 _plans: dict[tuple[str, Hashable, tuple[Any, ...], torch.device], Plan] = {}
+
+
 _lock = ForkSafeLock()
 
 
 def plan_for(backend: Backend, problem: Problem, prepared: Prepared) -> Plan:
-    """Return the plan of a problem, made once per layout and device; never dropped, as CUDA graphs may hold on to it.
+    """Return the plan of a problem: one per layout and device. Plans are never dropped: CUDA graphs may use them.
 
     Raises
     ------
@@ -486,7 +250,7 @@ def launch(
 
 
 def _on_its_device(ready: Ready, backend: Backend, plan: Plan, prepared: Prepared) -> Ready:
-    """Return ``ready`` for whatever device is the current one; who calls it has asked that one whether it captures."""
+    """Return ``ready`` for any current device. The caller asked about capture on the current device only."""
     device = prepared.tensors[0].device
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
@@ -500,14 +264,6 @@ def _on_its_device(ready: Ready, backend: Backend, plan: Plan, prepared: Prepare
                 ready(x, out, bias)
 
     return launch
-
-
-def _choices(decisions: list[tuple[int, Decision]]) -> list[tuple[int, str | None, Activation]]:
-    return [(m, decision.backend, decision.activation) for m, decision in decisions]
-
-
-def _same(a: Decision, b: Decision) -> bool:
-    return (a.backend, a.activation) == (b.backend, b.activation)
 
 
 def _tuples(value: Any) -> Any:

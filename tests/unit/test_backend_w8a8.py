@@ -19,7 +19,7 @@ from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90
-from fp4dispatch.run import ops
+from fp4dispatch.run import ops, routes
 from fp4dispatch.trust import selfcheck
 from tests import contract, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
@@ -558,9 +558,9 @@ def test_raw_operators_do_not_go_to_it(hopper):
     chosen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ops.routes, "plan_for", lambda backend, asked, prepared: chosen.append((backend.name, asked.raw)) or None
+            routes, "plan_for", lambda backend, asked, prepared: chosen.append((backend.name, asked.raw)) or None
         )
-        patch.setattr(ops.routes, "launch", lambda *_: None)
+        patch.setattr(routes, "launch", lambda *_: None)
         ops.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="row")
     assert chosen == [("cutlass", True)]
 

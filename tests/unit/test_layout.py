@@ -15,7 +15,8 @@ ORDER = (
     *("errors", "settings", "strict_toml", "problem", "machine", "formats", "policy", "jit", "backends", "trust"),
     *("dispatch", "tune", "run", "models", "checkpoints", "graphs", "integrations", "benchmark", "cli"),
 )
-PATHS_FOR_OTHERS = {"linear": "models", "decision": "problem"}  # one-line modules that re-export from a room
+# One-line modules that re-export from a room, for users, plug-ins and old pickles.
+PATHS_FOR_OTHERS = {"linear": "models", "decision": "problem", "stored_weights": "models"}
 PLACE = {
     **{room: i for i, room in enumerate(ORDER)},
     **{name: ORDER.index(room) for name, room in PATHS_FOR_OTHERS.items()},

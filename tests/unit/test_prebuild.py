@@ -26,7 +26,7 @@ from fp4dispatch.models.replace import replace_linears
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
-from fp4dispatch.run import prebuild, routes
+from fp4dispatch.run import binding, prebuild
 from fp4dispatch.run.prebuild import Ask
 from fp4dispatch.trust import quarantine, selfcheck
 from tests import w4_fake
@@ -200,4 +200,4 @@ def test_each_format_asks_for_what_its_layers_are(asks):
         replace_linears(net, fmt)
         wanted = asks[0][0].problem
         assert wanted == net[0].problem(1), fmt
-    assert routes.prebuild is warming.prebuild is prebuild
+    assert binding.prebuild is warming.prebuild is prebuild

@@ -15,7 +15,7 @@ from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, SelfCheckFailed
 from fp4dispatch.machine.system import System
 from fp4dispatch.models.linear import FP8Linear
-from fp4dispatch.run import routes
+from fp4dispatch.run import binding, routes
 from fp4dispatch.trust import canary, layercheck, quarantine, selfcheck
 from tests.planted import LAYER_FAULTS, Honest
 
@@ -140,7 +140,7 @@ def test_a_named_backend_fails_loudly_and_changes_nothing(checks):
 def test_a_layer_that_binds_when_it_is_made_says_why_at_its_first_call(monkeypatch):
     """As on a GPU: loading and moving keep a refusal for later."""
     made = layer(backend="narrow")
-    monkeypatch.setattr("fp4dispatch.models.quantized_linear._system.current", lambda: System.fake())
+    monkeypatch.setattr("fp4dispatch.models.backend_binding._system.current", lambda: System.fake())
     made._refresh()
     assert made._bound == {}
     with pytest.raises(SelfCheckFailed, match=r"tile \(0, 0\) is wrong"):
@@ -188,8 +188,8 @@ def test_no_memory_for_the_check(monkeypatch, caplog):
     assert named.backend_text() == "fine (fp8)"
     new_process()
     monkeypatch.setattr(registry, "is_plugin", lambda name: name == "reference")
-    real = routes._subjects
-    monkeypatch.setattr(routes, "_subjects", lambda *a: with_all_checked(real, *a))
+    real = binding._subjects
+    monkeypatch.setattr(binding, "_subjects", lambda *a: with_all_checked(real, *a))
     with caplog.at_level(logging.WARNING, "fp4dispatch"):
         builtin = layer(512)
         builtin.bind()

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 from fp4dispatch.checkpoints.config.foreign import unsupported_method
-from fp4dispatch.checkpoints.config.kv_cache import KvCache, read_kv_cache
 from fp4dispatch.checkpoints.config.patterns import any_matches, matches
 from fp4dispatch.checkpoints.config.readers import (
     Group,
@@ -22,6 +21,7 @@ from fp4dispatch.checkpoints.config.readers import (
     read_modelopt,
 )
 from fp4dispatch.checkpoints.files.reader import Checkpoint
+from fp4dispatch.checkpoints.kv_cache import KvCache, read_kv_cache
 from fp4dispatch.errors import CheckpointError
 
 HF_QUANT_FILE = "hf_quant_config.json"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fp4dispatch.checkpoints.config.kv_cache import KvCache
+from fp4dispatch.checkpoints.kv_cache import KvCache
 from fp4dispatch.problem import Activation
 
 _ATTRIBUTE = "_fp4dispatch_carried"

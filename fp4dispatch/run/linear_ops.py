@@ -1,0 +1,175 @@
+"""The operators of a layer: ``linear`` and ``linear_stored``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fp4dispatch.errors import InputError
+from fp4dispatch.formats.checks import check_tensor
+from fp4dispatch.machine import capture
+from fp4dispatch.run import owners, routes
+from fp4dispatch.run.operands import check_types
+from fp4dispatch.run.register import define
+from fp4dispatch.run.routes import OUT_DTYPE, Bound, LayerSpec
+
+
+def linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    """Run a linear layer: the operator behind ``FP4Linear`` and ``FP8Linear``.
+
+    Parameters
+    ----------
+    x
+        float32, bfloat16 or float16 [..., K]; any strides.
+    tensors
+        The prepared weights of all backends of the spec, in its order. On a GPU two calls wait for the stream:
+        the first one with these tensors, and the first one after a write that torch counts (``Tensor._version``).
+        With PDL, kernels read weights before earlier kernels of the stream have finished.
+    bias
+        [N], floating point, or None.
+    spec
+        Text of a :class:`~fp4dispatch.run.routes.LayerSpec`.
+
+    Returns
+    -------
+    Tensor
+        [..., N] in the dtype of ``x``. For an empty ``x`` it is empty, and nothing is launched.
+
+    Raises
+    ------
+    InputError
+        For a wrong dtype, shape or device.
+    CaptureError
+        During CUDA graph capture, if there is no plan for this M, or the tensors are new or were written. Otherwise
+        the call is safe to capture.
+    """
+    check_types("linear", {"x": x} | {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}, bias)
+    result: Tensor = torch.ops.fp4dispatch.linear.default(x, list(tensors), bias, spec)
+    return result
+
+
+def linear_stored(
+    x: Tensor, tensors: Sequence[Tensor], stored: Sequence[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    """Run a layer in a compiled graph: as :func:`linear`, but writes to the layer's stored tensors take effect.
+
+    Parameters
+    ----------
+    x, tensors, bias, spec
+        As of :func:`linear`.
+    stored
+        The layer's stored tensors. If they were written since, the layer prepares ``tensors`` from them again.
+
+    Raises
+    ------
+    InputError
+        As :func:`linear`, and if no layer stores these tensors.
+    CaptureError
+        As :func:`linear`, and if weights were written and a CUDA graph is being captured.
+    """
+    result: Tensor = torch.ops.fp4dispatch.linear_stored.default(x, list(tensors), list(stored), bias, spec)
+    return result
+
+
+def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> Tensor:
+    """Run as :func:`linear` does, without the dispatch of the torch operator."""
+    _check_linear(x, tensors, bias, spec)
+    lead = x.shape[:-1]
+    m = math.prod(lead)
+    out = x.new_empty(m, spec.n)
+    if m:
+        rows = x.reshape(m, spec.k)
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
+        ready, prepared = spec.launch(m, x.dtype, bias is not None, tuple(tensors))
+        routes.launch(ready.backend, ready.plan, prepared, rows, out, bias)
+    return out.reshape(*lead, spec.n)
+
+
+def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
+    """Run a bound layer as :func:`linear` does, without the torch operator. Later calls for this M are fast."""
+    spec = bound.spec
+    _check_linear(x, bound.tensors, bias, spec)
+    lead = x.shape[:-1]
+    m = math.prod(lead)
+    out = x.new_empty(m, spec.n)
+    if m:
+        rows = x.reshape(m, spec.k)
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
+        backend, plan, prepared = bound.launch(m, bias is not None)
+        if bound.cuda and capture.stream_is_capturing():
+            bound.captured = True
+        if bias is not bound.bias and (bias is None) == (bound.bias is None):
+            bound.bias = bias  # a new bias, checked above
+        routes.launch(backend, plan, prepared, rows, out, bias)
+    return out.reshape(*lead, spec.n)
+
+
+def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
+    check_tensor("linear: x", x)
+    if x.dtype not in OUT_DTYPE:
+        raise InputError(f"linear: x is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it")
+    if x.ndim == 0 or x.shape[-1] != spec.k:
+        raise InputError(f"linear: x has shape {list(x.shape)}; need [..., {spec.k}], the layer's in_features")
+    if not tensors or x.device != tensors[0].device:
+        where = tensors[0].device if tensors else "no device"
+        raise InputError(f"linear: x is on {x.device}, the weights on {where}: move one with .to(device)")
+    if bias is not None and (tuple(bias.shape) != (spec.n,) or bias.device != x.device or bias.dtype not in OUT_DTYPE):
+        raise InputError(
+            f"linear: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; "
+            f"need a floating-point [{spec.n}] on {x.device}"
+        )
+
+
+_awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Packed weight -> its ``_version`` when the stream was last synchronised. For callers that hold no layer."""
+
+
+def _await_writes(tensors: Sequence[Tensor]) -> None:
+    """Synchronise the stream if a packed weight is new or was written: PDL kernels read weights before they wait."""
+    if not tensors or not tensors[0].is_cuda:
+        return
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    if all(tensor in _awaited and _awaited[tensor] == v for tensor, v in zip(tensors, versions, strict=True)):
+        return
+    capture.forbid_in_capture("waiting for writes to packed weights", "run the operator once on these tensors, eagerly")
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    for tensor, version in zip(tensors, versions, strict=True):
+        _awaited[tensor] = version
+
+
+def _linear_impl(x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    _await_writes(tensors)
+    return run_linear(x, tensors, bias, LayerSpec.parse(spec))
+
+
+def _linear_stored_impl(
+    x: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    return run_bound(x, owners.bound_for(x.dtype, spec, tensors, stored), bias)
+
+
+def _linear_stored_fake(
+    x: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    return _linear_fake(x, tensors, bias, spec)
+
+
+def _linear_fake(x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    layer = LayerSpec.parse(spec)
+    _check_linear(x, tensors, bias, layer)
+    return x.new_empty(*x.shape[:-1], layer.n)
+
+
+define("linear(Tensor x, Tensor[] tensors, Tensor? bias, str spec) -> Tensor", _linear_impl, _linear_fake)
+
+define(
+    "linear_stored(Tensor x, Tensor[] tensors, Tensor[] stored, Tensor? bias, str spec) -> Tensor",
+    _linear_stored_impl,
+    _linear_stored_fake,
+)

@@ -1,0 +1,55 @@
+"""Register operators of ``torch.ops.fp4dispatch``: schema, implementation, fake, and a backward that raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4dispatch.errors import BackwardError
+
+_library = torch.library.Library("fp4dispatch", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _save_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.operands = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _backward(ctx: Any, *grads: Any) -> Any:
+    """Call an operator that raises when it runs. ``torch.compile`` traces backwards that never run."""
+    grad = next(g for g in grads if g is not None)
+    return tuple(
+        [None] * len(operand)
+        if isinstance(operand, list)
+        else torch.ops.fp4dispatch.refuse_backward.default(grad, *operand)
+        if needed
+        else None
+        for operand, needed in zip(ctx.operands, ctx.needs_input_grad, strict=True)
+    )
+
+
+def _refuse_backward(grad: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    raise BackwardError(
+        "a gradient was asked for through fp4dispatch, which is for inference: run the model under "
+        "torch.inference_mode() or torch.no_grad(), or keep this layer unquantised for training"
+    )
+
+
+def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any], *, autograd: bool = True) -> None:
+    """Register an operator. ``autograd``: give it the backward that raises BackwardError."""
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    name = schema[: schema.index("(")]
+    _library.impl(name, impl, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"fp4dispatch::{name}", fake, lib=_library)
+    if autograd:
+        torch.library.register_autograd(f"fp4dispatch::{name}", _backward, setup_context=_save_shapes, lib=_library)
+
+
+define(
+    "refuse_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _refuse_backward,
+    lambda grad, shape, dtype: grad.new_empty(shape, dtype=dtype),
+    autograd=False,
+)
