@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.kernels import caches
 from fp4dispatch.jit.store import evict
-from fp4dispatch.jit.store.cache import Cache, Entry, damage, default_folder
+from fp4dispatch.jit.store.cache import Cache, default_folder
+from fp4dispatch.jit.store.entries import Entry, damage
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers

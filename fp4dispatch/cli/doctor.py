@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
+from fp4dispatch.cli.checks import CHECKS, Check, Child, Facts, Kept
 from fp4dispatch.jit.store.cache import default_folder
 from fp4dispatch.machine import system as machine
 from fp4dispatch.settings import SETTINGS, settings
@@ -38,13 +38,14 @@ if torch.version.cuda:
         out["gpus"] = ["%d.%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     except Exception as error:
         out["cuda_error"] = str(error).strip().splitlines()[0]
-from fp4dispatch import registry
+from fp4dispatch.backends import registry
 for name, backend in registry.plugins(importlib.metadata.entry_points(group=registry.GROUP)).items():
     broken = isinstance(backend, registry.BrokenBackend)
     out["plugins"][name] = backend.reason.text if broken else None
 try:
     import fp4dispatch.dispatch.choose  # tells system.current() what is proven, on which verdicts depend
-    from fp4dispatch import selfcheck, system
+    from fp4dispatch.machine import system
+    from fp4dispatch.trust import selfcheck
     out["verdicts"] = [{"text": v.text(), "findings": v.findings, "status": v.status, "backend": v.backend}
                        for v in selfcheck.results(system.current())]
 except Exception as error:
@@ -75,7 +76,7 @@ def diagnose(facts: Facts) -> list[Check]:
     """Run every check; one that breaks is reported as failed and stops no other."""
     checks: list[Check] = []
     for check in CHECKS:
-        name = check.__name__.removeprefix("_check_")
+        name = check.__name__.removeprefix("check_")
         try:
             checks += check(facts)
         except Exception as error:

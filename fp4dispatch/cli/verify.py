@@ -23,7 +23,8 @@ from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.compiler.toolchain import Disassembler, disassembler
 from fp4dispatch.jit.kernels import caches
 from fp4dispatch.jit.prove import KernelProof, Proof
-from fp4dispatch.jit.store.cache import Cache, Entry, damage
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.store.entries import Entry, damage
 from fp4dispatch.machine import system as machine
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from fp4dispatch.jit.compiler.limits import limits
 from fp4dispatch.jit.compiler.toolchain import Toolchain, disassembler, locate
 from fp4dispatch.jit.prove import Proof
 from fp4dispatch.jit.store import guard, private
-from fp4dispatch.jit.store.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry
+from fp4dispatch.jit.store.cache import Cache
 from fp4dispatch.jit.store.digests import Identity, digest, identity, snapshot
+from fp4dispatch.jit.store.entries import LOG, OWN, PROOF, SYSTEM, Entry
 from fp4dispatch.machine import capture
 from fp4dispatch.settings import settings
 

@@ -26,7 +26,8 @@ from fp4dispatch.jit.catalog.early_loads import EarlyLoads
 from fp4dispatch.jit.compiler.toolchain import Disassembler
 from fp4dispatch.jit.sass import judge, listing, parameters
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.cache import PROOF, Entry, digest
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import PROOF, Entry
 from fp4dispatch.settings import settings
 
 SCHEMA = 2

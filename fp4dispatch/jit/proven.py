@@ -10,7 +10,8 @@ from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.jit.compiler.compile import Job
 from fp4dispatch.jit.prove import Proof
 from fp4dispatch.jit.store import guard
-from fp4dispatch.jit.store.cache import Cache, Entry, stale, verify
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.store.entries import Entry, stale, verify
 
 
 def proven() -> frozenset[tuple[str, str]]:

@@ -25,7 +25,7 @@ from fp4dispatch.jit.catalog.flags import CommonFlags, FlagRecord
 from fp4dispatch.jit.catalog.manifest import Kernel, Variant
 from fp4dispatch.jit.compiler.limits import limits
 from fp4dispatch.jit.compiler.toolchain import CUDA, Toolchain
-from fp4dispatch.jit.store.cache import LIBRARY, LOG, OWN, SYSTEM
+from fp4dispatch.jit.store.entries import LIBRARY, LOG, OWN, SYSTEM
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.settings import settings
 

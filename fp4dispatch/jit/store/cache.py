@@ -35,7 +35,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,57 +42,31 @@ import filelock
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit.store import guard, private
-from fp4dispatch.jit.store.digests import digest as digest  # the name that callers know
-from fp4dispatch.jit.store.digests import digest_of, digest_once
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import (
+    LIBRARY,
+    MANIFEST,
+    PROOF,
+    SCHEMA,
+    Entry,
+    damage,
+    first_line,
+    read_entry,
+    slot,
+    stale,
+)
 from fp4dispatch.settings import settings
 
-SCHEMA = 1
-LIBRARY, MANIFEST, PROOF, LOG = "kernel.so", "entry.json", "proof.json", "build.log"
 KERNELS, BUILDING, LOCKS, LOGS = "kernels", "building", "locks", "logs"
 MARKER = "CACHEDIR.TAG"
 SIGNATURE = b"""Signature: 8a477f597d28d172789f06886806bc55
 # Compiled kernels and records of fp4dispatch, made again when they are missing.
 # Backups may leave this folder out: https://bford.info/cachedir/
 """
-OWN = "src"
-SYSTEM = "/"
 _NOTE_EVERY = 10.0
 _LEFT = re.compile(r"(build|old)-[0-9a-f]{16}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _log = logging.getLogger("fp4dispatch")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One finished kernel in a cache.
-
-    ``request`` is what was asked for (names, flags, package version), ``files`` the SHA-256 of every file that was
-    read, by ``(root, path below it)``, ``compilers`` the versions that made it.
-    ``installed`` entries lie inside this package, whose code runs already, whoever owns it.
-    """
-
-    folder: Path
-    request: Mapping[str, Any]
-    files: Mapping[tuple[str, str], str]
-    compilers: Mapping[str, str]
-    library_sha256: str
-    pinned: bool
-    installed: bool = False
-
-    @property
-    def library(self) -> Path:
-        """The shared library."""
-        return self.folder / LIBRARY
-
-    @property
-    def name(self) -> str:
-        """``kernel/variant-target``, as in the folder."""
-        return slot(self.request)
-
-
-def slot(request: Mapping[str, Any]) -> str:
-    """Return ``kernel/variant-target``: the folder of all entries for one request."""
-    return f"{request['kernel']}/{request['variant']}-{request['target']}"
 
 
 def default_folder() -> Path:
@@ -157,7 +130,7 @@ class Cache:
                 self._private(folder)
                 yield self._entry(folder)
             except guard.UNREADABLE as error:
-                guard.warn(f"damaged cache entry {folder} is ignored and will be rebuilt: {_first_line(error)}")
+                guard.warn(f"damaged cache entry {folder} is ignored and will be rebuilt: {first_line(error)}")
 
     def _slots(self, below: str) -> list[Path]:
         """Folders of the entries of one kernel, variant and target, or (``*/*``) of all."""
@@ -180,7 +153,7 @@ class Cache:
             private.check(folder)
 
     def _entry(self, folder: Path) -> Entry:
-        return _read_entry(folder, installed=self.installed)
+        return read_entry(folder, installed=self.installed)
 
     def find(
         self, request: Mapping[str, Any], roots: Mapping[str, Path], compilers: Mapping[str, str] | None
@@ -237,7 +210,7 @@ class Cache:
             private.sync(built)
             self._rename(built, final)
             private.sync(final.parent)
-        return _read_entry(final)
+        return read_entry(final)
 
     def _rename(self, built: Path, final: Path) -> None:
         for _ in range(3):
@@ -248,7 +221,7 @@ class Cache:
                     raise
                 with suppress(*guard.UNREADABLE):
                     private.check(final)
-                    if not damage(_read_entry(final)):
+                    if not damage(read_entry(final)):
                         return
                 with suppress(OSError):  # damaged: out of the way first; a process that has it mapped keeps its inode
                     final.rename(self.root / BUILDING / f"old-{secrets.token_hex(8)}")
@@ -340,79 +313,6 @@ class Cache:
         return folder
 
 
-def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] | None) -> str:
-    """Return why an entry no longer matches its inputs; empty where it does.
-
-    Without ``compilers`` nothing could be rebuilt, so only the package's own sources are compared.
-    """
-    if compilers is not None and dict(entry.compilers) != dict(compilers):
-        return f"compiled by {dict(entry.compilers)}, here is {dict(compilers)}"
-    for (root, path), sha in entry.files.items():
-        if root != OWN and compilers is None:
-            continue
-        folder = roots.get(root)
-        if folder is None:
-            return f"the header folder {root} is gone"
-        try:
-            same = digest_once(folder / path) == sha
-        except OSError:
-            same = False
-        if not same:
-            return f"{folder / path} has changed"
-    return ""
-
-
-def damage(entry: Entry) -> str:
-    """Return what is wrong with the library; empty where it is the one that was published, private and readable."""
-    try:
-        if not entry.installed:
-            private.check(entry.folder)
-        os.close(open_library(entry))
-    except (CacheError, OSError) as error:
-        return f"damaged cache entry {entry.folder}: {_first_line(error)}"
-    return ""
-
-
-def open_library(entry: Entry) -> int:
-    """Open a library and return the descriptor, whose content is the one that was published.
-
-    Raises
-    ------
-    CacheError
-        Where the content is another, or someone else could have written it. OSError where it cannot be read.
-    """
-    descriptor = private.opened(entry.library, trusted=entry.installed)
-    try:
-        if digest_of(descriptor) != entry.library_sha256:
-            raise CacheError(f"the hash of {entry.library} is not the one published\n  fix: build it again")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def verify(entry: Entry) -> None:
-    """Raise CacheError where :func:`damage` finds any."""
-    if fault := damage(entry):
-        raise CacheError(f"{fault}\n  fix: build it again with `fp4dispatch build`")
-
-
-def _read_entry(folder: Path, *, installed: bool = False) -> Entry:
-    record = json.loads(private.read(folder / MANIFEST, trusted=installed))
-    if record["schema"] != SCHEMA:
-        raise ValueError(f"schema {record['schema']}, this version reads {SCHEMA}")
-    slot(record["request"])
-    return Entry(
-        folder=folder,
-        request=record["request"],
-        files={(str(root), str(path)): str(sha) for root, path, sha in record["files"]},
-        compilers=dict(record["compilers"]),
-        library_sha256=str(record["library_sha256"]),
-        pinned=record["pinned"] is True,
-        installed=installed,
-    )
-
-
 def _unless_lockless(error: OSError | NotImplementedError) -> None:
     """Raise an error again unless it says that the file system has no locks."""
     if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
@@ -437,10 +337,6 @@ def _removed(folder: Path) -> int:
     size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
     shutil.rmtree(folder, ignore_errors=True)
     return size
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _folders(parent: Path) -> list[Path]:

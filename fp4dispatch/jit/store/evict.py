@@ -23,20 +23,8 @@ from pathlib import Path
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.cache import (
-    BUILDING,
-    KERNELS,
-    LIBRARY,
-    LOCKS,
-    LOG,
-    LOGS,
-    MANIFEST,
-    MARKER,
-    PROOF,
-    SIGNATURE,
-    Cache,
-    sweep,
-)
+from fp4dispatch.jit.store.cache import BUILDING, KERNELS, LOCKS, LOGS, MARKER, SIGNATURE, Cache, sweep
+from fp4dispatch.jit.store.entries import LIBRARY, LOG, MANIFEST, PROOF
 
 _KERNEL = r"[a-z0-9][a-z0-9_]*"
 _SLOT = _KERNEL + r"-\d{2,3}[af]?"

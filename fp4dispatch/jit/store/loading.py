@@ -16,7 +16,7 @@ from typing import Any
 
 from fp4dispatch.errors import CacheError, CompileError
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.cache import Entry, open_library
+from fp4dispatch.jit.store.entries import Entry, open_library
 from fp4dispatch.machine.locks import ForkSafeLock
 
 _lock = ForkSafeLock()
