@@ -234,7 +234,7 @@ def _own_code() -> str:
     CacheError
         If one of them is missing: a verdict would then hold for code that it was not made with.
     """
-    package, csrc = Path(__file__).parent, manifest.installed().csrc
+    package, csrc = Path(__file__).parents[1], manifest.installed().csrc
     return _content([csrc, csrc.parent / "jit_flags", *(package / name for name in _OWN_CODE)])
 
 
