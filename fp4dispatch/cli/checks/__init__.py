@@ -1,4 +1,4 @@
-"""The checks of ``fp4dispatch doctor``. A check is a function from :class:`Facts` to outcomes; tests make the facts."""
+"""The checks of ``fp4dispatch doctor``. A check is a function from :class:`Facts` to results. Tests make the facts."""
 
 from __future__ import annotations
 

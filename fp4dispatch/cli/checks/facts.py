@@ -1,4 +1,4 @@
-"""What the checks of ``fp4dispatch doctor`` look at, and what one of them returns."""
+"""Input and result of the checks of ``fp4dispatch doctor``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of one check; ``fix`` is empty only where the status is ok or skip."""
+    """Result of one check; ``fix`` is empty only if the status is ok or skip."""
 
     name: str
     status: Status
@@ -34,7 +34,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Child:
-    """What the child process saw: ``error`` is why torch could not be imported, else None."""
+    """Answer of the child process. ``error`` says why torch could not be imported, else None."""
 
     error: str | None = None
     cuda: str | None = None
@@ -48,7 +48,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the checks look at."""
+    """Input of all checks."""
 
     system: System
     child: Child

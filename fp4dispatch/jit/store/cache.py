@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: looked up by content, published whole or not at all.
+"""Compiled kernels on disk: found by content, published atomically.
 
 Layout below the cache folder::
 
@@ -7,19 +7,19 @@ Layout below the cache folder::
                                               proof.json   what the disassembler saw (fp4dispatch.jit.prove)
                                               build.log
     building/   unfinished builds, each locked by the process that makes it
-    locks/      one per kernel, variant and target; a lock saves work, correctness never depends on it
+    locks/      one per kernel, variant and target; they save work, correctness does not depend on them
     logs/       logs of failed builds
-    CACHEDIR.TAG    says that the folder is a cache of ours; nothing is ever removed from one without it
+    CACHEDIR.TAG    marks the folder as our cache; nothing is removed from a folder without it
 
-The key is the hash of all that went in: sources, every header that the compiler read, flags, compiler versions and
-package version. An entry is found without a toolchain: it lists its inputs, and is current when the package's own
-sources and flags match and, where a toolchain is there to rebuild with, its compilers and headers match too. A *pinned*
-entry (made ahead of time) is meant to travel, so it is held to the package's own sources and flags alone.
+The key is the hash of all inputs: sources, every header that the compiler read, flags, compiler versions and package
+version. An entry lists its inputs, so it is found without a toolchain. It is current if the package's own sources and
+flags match and, if a toolchain is installed, its compilers and headers match too. A *pinned* entry (made ahead of time)
+is meant for other machines: only the package's own sources and flags are compared.
 
-Publishing is one rename of a synced folder, so a build that is killed at any moment leaves nothing that can be loaded.
+Publishing is one rename of a synced folder. A build that is killed at any moment leaves nothing that can be loaded.
 
-Whatever is wrong with the folder is a CacheError; :mod:`fp4dispatch.jit.store.guard` decides what becomes of that. An
-entry that is damaged, or that someone else could have written, is skipped with a warning, and built again.
+Any fault of the folder is a CacheError; :mod:`fp4dispatch.jit.store.guard` decides how to go on. An entry that is
+damaged, or that another user could have written, is skipped with a warning and rebuilt.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _log = logging.getLogger("fp4dispatch")
 def default_folder() -> Path:
     """Return ``FP4DISPATCH_CACHE_DIR``, else the user cache folder. Never a shared temporary folder.
 
-    For a user without a home (no ``HOME``, no entry in ``passwd``) it is the private folder of this process.
+    For a user without a home (no ``HOME``, no entry in ``passwd``) it is a private temporary folder of this process.
     """
     import platformdirs
 
@@ -98,11 +98,11 @@ class Cache:
     Parameters
     ----------
     root
-        The folder; created at the first build, private to this user.
+        The folder. Created at the first build, private to this user.
     portable
-        Make folders and files readable for everybody, for a container image that another user will run.
+        Make folders and files readable for all users, for a container image.
     installed
-        The folder is part of this package, so its owner is trusted like the package's own.
+        The folder is part of this package and trusted like its code, whoever owns it.
     """
 
     def __init__(self, root: Path, *, portable: bool = False, installed: bool = False) -> None:
@@ -111,12 +111,12 @@ class Cache:
         self._folder_mode, self._file_mode = (0o755, 0o644) if portable else (0o700, 0o600)
 
     def entries(self, below: str = "*/*") -> Iterator[Entry]:
-        """Yield the entries whose record can be read and trusted, newest first; others are skipped with a warning.
+        """Yield the entries whose record is readable and private, newest first. Others are skipped with a warning.
 
         Raises
         ------
         CacheError
-            Where the cache could have been written by someone else, or cannot be read.
+            If another user could have written the cache, or it cannot be read.
         """
         found = []
         for parent in self._slots(below):
@@ -163,12 +163,12 @@ class Cache:
         Parameters
         ----------
         request
-            What is asked for; must equal what the entry was asked for.
+            The build request; must equal that of the entry.
         roots
             Folder of each root name; ``src`` (the package's own sources) is always needed, the header folders and
             ``/`` only with ``compilers``.
         compilers
-            Versions of the toolchain that could rebuild the entry; None where there is none.
+            Versions of the toolchain that could rebuild the entry; None without a toolchain.
         """
         for entry in self.entries(slot(request)):
             if entry.request != request:
@@ -192,7 +192,7 @@ class Cache:
     ) -> Entry:
         """Make a finished build visible: sync its files, then rename its folder into place.
 
-        Where another process published the same content first, that entry is kept if it is sound and replaced if not.
+        If another process published the same content first, its entry is kept if sound, else replaced.
         """
         library = digest(built / LIBRARY)
         listed = [[root, path, sha] for (root, path), sha in sorted(files.items())]
@@ -223,7 +223,7 @@ class Cache:
                     private.check(final)
                     if not damage(read_entry(final)):
                         return
-                with suppress(OSError):  # damaged: out of the way first; a process that has it mapped keeps its inode
+                with suppress(OSError):  # damaged: move it away; a process that has it mapped keeps its inode
                     final.rename(self.root / BUILDING / f"old-{secrets.token_hex(8)}")
             else:
                 return
@@ -231,7 +231,7 @@ class Cache:
 
     @contextmanager
     def building(self) -> Iterator[Path]:
-        """Give a private folder for one build and remove it afterwards; first remove what killed builds left."""
+        """Provide a private folder for one build, removed afterwards. First remove the folders of killed builds."""
         parent = self.root / BUILDING
         self.made(BUILDING)
         with private.explained(parent):
@@ -252,9 +252,9 @@ class Cache:
 
     @contextmanager
     def locked(self, names: list[str]) -> Iterator[None]:
-        """Hold the locks of several slots (always taken in the same order); waiting is said every ten seconds.
+        """Hold the locks of several slots, always taken in the same order. Log every ten seconds while waiting.
 
-        A file system without locks costs repeated work, not correctness, so it is only a warning.
+        A file system without locks gets a warning: work may be repeated, results stay correct.
         """
         folder = self.made(LOCKS)
         with ExitStack() as held:
@@ -279,13 +279,13 @@ class Cache:
                 _log.warning("%s cannot be locked (%s); another process may build the same kernel", path, error)
                 return
             else:
-                with suppress(CacheError, OSError):  # it only names this process to those that wait
+                with suppress(CacheError, OSError):  # only tells waiting processes who holds the lock
                     holder.unlink(missing_ok=True)
                     private.write_synced(holder, f"process {os.getpid()}".encode(), 0o600)
                 return
 
     def keep_log(self, name: str, text: str) -> Path:
-        """Store the log of a failed build and return where it is."""
+        """Store the log of a failed build and return its path."""
         path = self.made(LOGS) / f"{name.replace('/', '-')}.log"
         with private.explained(path):
             path.unlink(missing_ok=True)
@@ -293,7 +293,7 @@ class Cache:
         return path
 
     def add_proof(self, entry: Entry, proof: bytes) -> None:
-        """Put a proof into an entry, atomically."""
+        """Write a proof into an entry, atomically."""
         temporary = entry.folder / f".proof-{secrets.token_hex(8)}"
         try:
             private.write_synced(temporary, proof, self._file_mode)
@@ -302,11 +302,13 @@ class Cache:
             temporary.unlink(missing_ok=True)
 
     def made(self, name: str) -> Path:
-        """Return a folder of ours below the root, both made where they are missing, and the marker with them."""
+        """Return a folder below the root. Create it, the root and the marker if they are missing."""
         private.make_folder(self.root, self._folder_mode)
         marker = self.root / MARKER
         if not marker.exists():
-            with suppress(CacheError):  # another process was first, or there is no room: then nothing is ever removed
+            with suppress(
+                CacheError
+            ):  # another process was first, or the disk is full: without a marker nothing is removed
                 private.write_synced(marker, SIGNATURE, self._file_mode)
         folder = self.root / name
         private.make_folder(folder, self._folder_mode)
@@ -314,13 +316,13 @@ class Cache:
 
 
 def _unless_lockless(error: OSError | NotImplementedError) -> None:
-    """Raise an error again unless it says that the file system has no locks."""
+    """Re-raise an error unless it means that the file system has no locks."""
     if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
         raise error
 
 
 def sweep(parent: Path) -> int:
-    """Remove builds whose process is gone (their lock is free) and entries that were moved away; return the bytes."""
+    """Remove builds whose process has ended (their lock is free) and entries moved away. Return the bytes freed."""
     freed = 0
     for lock_file in parent.glob("build-*.lock"):
         lock = filelock.FileLock(lock_file, timeout=0)

@@ -23,9 +23,9 @@ SYSTEM = "/"
 class Entry:
     """One finished kernel in a cache.
 
-    ``request`` is what was asked for (names, flags, package version), ``files`` the SHA-256 of every file that was
+    ``request`` is what was requested (names, flags, package version), ``files`` the SHA-256 of every file that was
     read, by ``(root, path below it)``, ``compilers`` the versions that made it.
-    ``installed`` entries lie inside this package, whose code runs already, whoever owns it.
+    ``installed`` entries are part of this package. They are trusted like its code.
     """
 
     folder: Path
@@ -53,9 +53,9 @@ def slot(request: Mapping[str, Any]) -> str:
 
 
 def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] | None) -> str:
-    """Return why an entry no longer matches its inputs; empty where it does.
+    """Return why an entry does not match its inputs; empty if it does.
 
-    Without ``compilers`` nothing could be rebuilt, so only the package's own sources are compared.
+    Without ``compilers`` nothing can be rebuilt, so only the package's own sources are compared.
     """
     if compilers is not None and dict(entry.compilers) != dict(compilers):
         return f"compiled by {dict(entry.compilers)}, here is {dict(compilers)}"
@@ -75,7 +75,7 @@ def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] 
 
 
 def damage(entry: Entry) -> str:
-    """Return what is wrong with the library; empty where it is the one that was published, private and readable."""
+    """Return what is wrong with the library; empty if it is private, readable and has the published hash."""
     try:
         if not entry.installed:
             private.check(entry.folder)
@@ -86,12 +86,12 @@ def damage(entry: Entry) -> str:
 
 
 def open_library(entry: Entry) -> int:
-    """Open a library and return the descriptor, whose content is the one that was published.
+    """Open a library, compare its content with the published hash, and return the descriptor.
 
     Raises
     ------
     CacheError
-        Where the content is another, or someone else could have written it. OSError where it cannot be read.
+        If the content differs, or another user could have written it. OSError if it cannot be read.
     """
     descriptor = private.opened(entry.library, trusted=entry.installed)
     try:
@@ -104,7 +104,7 @@ def open_library(entry: Entry) -> int:
 
 
 def verify(entry: Entry) -> None:
-    """Raise CacheError where :func:`damage` finds any."""
+    """Raise CacheError if :func:`damage` finds a fault."""
     if fault := damage(entry):
         raise CacheError(f"{fault}\n  fix: build it again with `fp4dispatch build`")
 
