@@ -1,7 +1,7 @@
 """Every exception that fp4dispatch raises on purpose.
 
-A message says what failed, why (the value found and the value needed) and what to do next. Each class also derives from
-the built-in exception that a caller would expect, so ``except ValueError`` keeps working.
+A message says what failed, why (value found, value needed) and what to do. Each class also derives from the built-in
+exception that a caller expects, so ``except ValueError`` works.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fp4DispatchError(Exception):
 
 
 class SettingsError(Fp4DispatchError, ValueError):
-    """An environment variable or a setting has a value that cannot be understood."""
+    """An environment variable or a setting has an invalid value."""
 
 
 class UnknownBackendError(Fp4DispatchError, ValueError):
@@ -50,11 +50,11 @@ class UnknownBackendError(Fp4DispatchError, ValueError):
 
 
 class PluginError(Fp4DispatchError, RuntimeError):
-    """Two plug-ins, or a plug-in and a built-in backend, claim one name: the reason against the plug-in."""
+    """Two plug-ins, or a plug-in and a built-in backend, claim the same name; the plug-in is rejected."""
 
 
 class InputError(Fp4DispatchError, ValueError):
-    """A tensor or argument has the wrong dtype, shape, device or layout; raised before any launch."""
+    """A tensor or argument has the wrong dtype, shape, device or layout. Raised before any launch."""
 
 
 class FormatError(InputError):
@@ -62,7 +62,7 @@ class FormatError(InputError):
 
 
 class NoBackendError(Fp4DispatchError, RuntimeError):
-    """Nothing can run the problem; ``decision`` holds every candidate with every reason."""
+    """No backend can run the problem. ``decision`` holds every candidate with every reason."""
 
     def __init__(self, message: str, decision: Explanation | None = None) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ class NoBackendError(Fp4DispatchError, RuntimeError):
 
 
 class BackendUnsupportedError(Fp4DispatchError, RuntimeError):
-    """A backend that was asked for by name cannot run the problem; ``decision`` holds its reasons."""
+    """A backend requested by name cannot run the problem. ``decision`` holds its reasons."""
 
     def __init__(self, message: str, decision: Explanation | None = None) -> None:
         super().__init__(message)
@@ -82,15 +82,15 @@ class CaptureError(Fp4DispatchError, RuntimeError):
 
 
 class CheckpointError(Fp4DispatchError, ValueError):
-    """A checkpoint is missing, truncated, mis-shaped or hostile; the model was left untouched."""
+    """A checkpoint is missing, truncated, malformed or hostile. The model is unchanged."""
 
 
 class CheckpointUnsupportedError(CheckpointError):
-    """A checkpoint is sound, but in a format that this package does not read; the text names the format."""
+    """A valid checkpoint in a format that this package does not read. The text names the format."""
 
 
 class BackwardError(Fp4DispatchError, RuntimeError):
-    """A gradient was asked for through an inference-only layer."""
+    """A backward pass through an inference-only layer."""
 
 
 class ToolchainError(Fp4DispatchError, RuntimeError):
@@ -98,11 +98,11 @@ class ToolchainError(Fp4DispatchError, RuntimeError):
 
 
 class FlagsError(Fp4DispatchError, ValueError):
-    """A compile-target record or the kernel manifest is malformed or contradicts itself; nothing was compiled."""
+    """A compile-target record or the kernel manifest is malformed or contradictory. Nothing was compiled."""
 
 
 class CompileError(Fp4DispatchError, RuntimeError):
-    """A kernel did not compile; the message holds the first errors, the log path and the command to rerun."""
+    """A kernel did not compile. The message holds the first errors, the log path and the command to rerun."""
 
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(message)
@@ -110,7 +110,7 @@ class CompileError(Fp4DispatchError, RuntimeError):
 
 
 class ProofError(Fp4DispatchError, RuntimeError):
-    """A compiled kernel lacks an instruction that its flags promise (barrier, tensor-core MMA)."""
+    """A compiled kernel breaks what its flags promise, e.g. lacks a grid barrier or a tensor-core MMA."""
 
 
 class CacheError(Fp4DispatchError, RuntimeError):
@@ -118,8 +118,8 @@ class CacheError(Fp4DispatchError, RuntimeError):
 
 
 class RankError(Fp4DispatchError, RuntimeError):
-    """Another rank of this job failed or chose otherwise, and this one stops with it instead of waiting for ever."""
+    """Another rank of this job failed or chose differently. This rank stops instead of waiting forever."""
 
 
 class SelfCheckFailed(Fp4DispatchError, RuntimeError):
-    """A backend gave wrong numbers on this machine and has been quarantined."""
+    """A backend gave wrong results on this machine and is quarantined."""

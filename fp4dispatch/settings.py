@@ -1,7 +1,7 @@
 """The environment variables that fp4dispatch reads. No other file reads ``os.environ`` (a test enforces it).
 
-Values are read lazily, at each use, and parsed strictly: a value that cannot be understood raises
-:class:`~fp4dispatch.errors.SettingsError` and is never replaced by a default.
+Values are read lazily, at each use, and parsed strictly: an invalid value raises
+:class:`~fp4dispatch.errors.SettingsError`. It is never replaced by a default.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fp4dispatch.errors import SettingsError
 
 PREFIX = "FP4DISPATCH_"
 _OURS = (PREFIX, "FP4_GEMM_")
-"""How names begin that are meant for this package."""
+"""Prefixes of the variables of this package."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: its name, how it is parsed, its default as text and one sentence for the README."""
+    """One environment variable: name, parser, default as text, and one sentence for the README."""
 
     name: str
     parse: Callable[[str, str], Any]
@@ -170,9 +170,9 @@ class Settings:
         return setting.parse(setting.name, raw)
 
     def errors(self) -> dict[str, str]:
-        """Return what is wrong with each of our variables whose value cannot be understood, by the key of the setting.
+        """Return the error of each invalid setting, by its key.
 
-        Names of backends and GPU architectures are only text here: :mod:`fp4dispatch.dispatch.choose` knows them.
+        Backend names and GPU architectures are plain text here; :mod:`fp4dispatch.dispatch.choose` checks them.
         """
         found = {}
         for key in SETTINGS:
@@ -183,19 +183,19 @@ class Settings:
         return found
 
     def check(self) -> None:
-        """Refuse a value of an ``FP4DISPATCH_*`` variable that cannot be understood.
+        """Check every ``FP4DISPATCH_*`` variable that is set.
 
         Raises
         ------
         SettingsError
-            For the first.
+            For the first invalid one.
         """
         for key, setting in SETTINGS.items():
             if setting.name.startswith(PREFIX) and setting.name in os.environ:
                 getattr(self, key)
 
     def unknown(self) -> tuple[str, ...]:
-        """Return one sentence per variable that is set, looks like one of ours in any case, and is not known."""
+        """Return one sentence per set variable that has our prefix, in any case, but is not a setting."""
         names = [setting.name for setting in SETTINGS.values()]
         return tuple(
             f"{name} is set but is not a setting of fp4dispatch.{did_you_mean(name.upper(), names)}"
@@ -208,13 +208,13 @@ class Settings:
         return bool(os.environ.get(SETTINGS[key].name))
 
     def environment(self) -> dict[str, str]:
-        """Return a copy of the whole environment, for child processes; without what is ignored."""
+        """Return a copy of the environment for child processes, without the ignored settings."""
         ignored = {SETTINGS[key].name for key in _ignored}
         return {name: value for name, value in os.environ.items() if name not in ignored}
 
     @contextmanager
     def ignoring(self, keys: Iterable[str]) -> Iterator[None]:
-        """Take these settings for unset meanwhile: ``doctor`` goes on behind a value that it has reported."""
+        """Treat these settings as unset inside the block. ``doctor`` uses it after reporting an invalid one."""
         added = set(keys) - _ignored
         _ignored.update(added)
         try:

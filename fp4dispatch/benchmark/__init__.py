@@ -1,7 +1,7 @@
-"""Measure linear layers beside their peers: what is right first, then how fast it is.
+"""Benchmarks of linear layers and their peers: correctness first, then time.
 
-``shapes`` says which problems, ``methods`` (``ours``, ``peers``) what is compared, ``operands`` and ``check`` what the
-right answer is, ``roofline`` what the card can do at best, ``host`` what a call costs before anything runs; ``run``
-puts them together and ``report``, ``compare`` and ``plot`` say what came out. :mod:`fp4dispatch.tune.timing` says how
-time is taken. ``fp4dispatch bench`` is the command.
+``shapes`` lists the problems. ``methods`` (``ours``, ``peers``) are compared. ``operands`` and ``check`` define the
+correct result. ``roofline`` measures the limits of the GPU, ``host`` the host time of a call. ``run`` combines them;
+``report``, ``compare`` and ``plot`` present the results. :mod:`fp4dispatch.tune.timing` measures times. The command is
+``fp4dispatch bench``.
 """

@@ -1,4 +1,4 @@
-"""Correct before fast: one output against the exact product, 128x128 tile by tile."""
+"""Compares an output with the exact product, per 128x128 tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Worst", "relative_error", "worst_tile"]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Return ``|got - want| / |want|`` over everything."""
+    """Return ``|got - want| / |want|`` (Frobenius norms)."""
     off = torch.zeros((), dtype=torch.float64, device=want.device)
     size = torch.zeros_like(off)
     for start in range(0, got.shape[0], ROWS_AT_A_TIME):

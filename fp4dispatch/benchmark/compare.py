@@ -1,7 +1,7 @@
-"""Two runs beside each other: what became slower by more than the noise, and what is not right any more.
+"""Compares two runs: which rows are slower by more than the noise, or wrong.
 
-Times of two machines cannot be compared, and those of one card drift with its clocks and neighbours. So each time is
-divided by the baseline's of the same problem in the same run first, and only that ratio is compared.
+Times of different machines are not comparable, and those of one GPU drift with clocks and load. So each time is divided
+by the baseline's time of the same problem in the same run, and only these ratios are compared.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fp4dispatch.benchmark.report import Document, by_problem
 from fp4dispatch.errors import InputError
 
 THRESHOLD = 0.05
-"""Noise: what two runs of one commit may differ by, beside the spreads that they measured."""
+"""Noise: the share by which two runs of one commit may differ, in addition to their measured spreads."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row in both runs. ``ratio`` = time now / time then, both over the baseline; ``allowed`` its noise."""
+    """One row of both runs. ``ratio``: new time / old time, each relative to the baseline. ``allowed``: its noise."""
 
     n: int
     k: int
@@ -36,10 +36,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of the rows that both runs have; ``shared`` is how many.
+    """Changes of the ``shared`` rows of both runs.
 
-    ``worse`` fails the command; ``better`` and ``peers`` (theirs, either way) are told. ``gone``: rows of ours that the
-    old run had and this one did not measure.
+    ``worse`` fails the command. ``better`` and ``peers`` (changes of peers) are only reported. ``gone``: number of rows
+    of ours that only the old run has.
     """
 
     worse: tuple[Change, ...]
@@ -55,7 +55,7 @@ class Comparison:
         return not self.worse
 
     def text(self) -> str:
-        """Return the outcome for people."""
+        """Return the result as text."""
         lines = [
             f"compared {self.shared} rows, times over the baseline's of the same run; noise: {self.threshold:.0%} plus "
             "the spreads of the rows",
@@ -77,7 +77,7 @@ def compare(old: Document, new: Document, threshold: float = THRESHOLD) -> Compa
     old, new
         Documents.
     threshold
-        Share by which a time may grow without being called a regression, beside the spreads of the rows it depends on.
+        Share by which a time may grow, in addition to the spreads of its rows, before it counts as a regression.
 
     Raises
     ------
@@ -114,7 +114,7 @@ _Rows = Mapping[_Key, Mapping[str, Any]]
 
 
 def _change(key: _Key, before: _Rows, now: _Rows, threshold: float) -> tuple[Change, bool] | None:
-    """Return what changed in a row by more than the noise, and whether for the worse."""
+    """Return the change of a row beyond the noise, and whether it is a regression; None without one."""
     old, new = before[key], now[key]
     if old["status"] != new["status"]:
         detail = f" ({new['detail']})" if new["detail"] else ""

@@ -1,7 +1,7 @@
-"""What a call costs the host: layers beside ``nn.Linear``, and how much of it is this package's way to the backend.
+"""Host time of a call: our layers and ``nn.Linear``, and the share that this package adds to the backend.
 
-On a GPU calls are launched without waiting, so that the time is the host's alone. On a CPU it holds the multiplication,
-of 64x64 by one token; what this package adds is the difference to the same backend called directly.
+On a GPU calls are launched without waiting, so only host time is measured. On a CPU the time includes the product,
+64x64 by one token; the overhead of this package is the difference to a direct call of the backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.tune.timing import Call, Engine, Sample, WallEngine, take_turns
 
 CALLS = 200
-"""Calls in a row: fewer than the thousand or so launches after which a driver makes the host wait."""
+"""Calls per block. After about a thousand queued launches the driver would make the host wait."""
 SIDE = 64
 DIRECT = ", its backend alone"
 LOOKUP, RESOLVE = "look-up of a choice made before", "a choice from scratch"
@@ -30,7 +30,7 @@ LOOKUP, RESOLVE = "look-up of a choice made before", "a choice from scratch"
 
 @dataclass(frozen=True)
 class HostRow:
-    """One kind of call: microseconds of host time. ``adds``: what is not the backend's, where that was timed too."""
+    """One kind of call: host time in microseconds. ``adds``: the part outside the backend, if that was timed too."""
 
     what: str
     us: float
@@ -105,7 +105,7 @@ def _forward(layer: QuantizedLinear, x: Tensor) -> Call:
 
 
 def _direct(layer: QuantizedLinear, x: Tensor) -> Call:
-    """Return the layer's backend, called with its plan and operands ready."""
+    """Return a direct call of the layer's backend, with plan and operands ready."""
     bound = layer.bind(x.dtype)
     ready, prepared = bound.spec.launch(x.shape[0], x.dtype, False, bound.tensors)
     out = torch.empty(x.shape[0], layer.out_features, device=x.device, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""Which card is measured, and what a reader needs to judge the numbers."""
+"""The GPU under test, and the facts recorded with its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def card(device: str | None = None) -> Card:
     Raises
     ------
     InputError
-        For a device that is neither a CPU nor a GPU that is there.
+        If the device is neither the CPU nor a visible GPU.
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:

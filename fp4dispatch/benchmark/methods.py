@@ -1,4 +1,4 @@
-"""What is compared: the interface of a method, and which of many are asked for."""
+"""The interface of a benchmark method, and the selection of methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp4dispatch.settings import did_you_mean
 BASELINE = "torch/bf16"
 
 ROUNDING = 6e-3
-"""Largest error of a tile where what is multiplied is known exactly: bfloat16 output alone makes 1.7e-3."""
+"""Largest error of a tile if the multiplied values are known exactly. Rounding the output to bfloat16 gives 1.7e-3."""
 TOLERANCE: dict[tuple[Format, Entering], float] = {
     # A block scale that rounds the other way at a tie moves sixteen 4-bit codes.
     ("nvfp4", "nvfp4"): 2e-2,
@@ -28,7 +28,7 @@ TOLERANCE: dict[tuple[Format, Entering], float] = {
 
 @dataclass(frozen=True)
 class Card:
-    """Where it runs: the device and what is known of it. ``arch`` is None, the sizes 0 on a CPU."""
+    """The device and its properties. On a CPU ``arch`` is None and sizes are 0."""
 
     device: torch.device
     name: str
@@ -47,11 +47,11 @@ class Launch:
     call
         Runs it on copy ``i`` of its weights and returns the output, bfloat16 [M, N].
     entering
-        How the activation enters the multiplication.
+        Format in which the activation is multiplied.
     backend
-        What ran it, for the report.
+        The backend that runs it, for the report.
     out
-        The output where it is always the same tensor, so that it can be poisoned; None where each call makes its own.
+        The output tensor if all calls share one, so that it can be poisoned; else None.
     """
 
     call: Callable[[int], Tensor]
@@ -67,9 +67,9 @@ Prepared = Callable[[Tensor], Launch]
 class Method(abc.ABC):
     """One way to compute ``x @ W^T``.
 
-    ``takes`` says what ``x`` is when the clock starts: bfloat16, or e4m3 with its scales (then whoever calls has to
-    quantise, and that is not in the time). ``slow_start``: compiles something for minutes on first use. ``copied``: the
-    format of the copy that it multiplies, where that is not ``format`` itself: of as many bytes is its roofline.
+    ``takes``: format of ``x`` when the clock starts, bfloat16 or e4m3 with scales. With e4m3 the time excludes
+    quantisation. ``slow_start``: the first use compiles for minutes. ``copied``: format of the copy of the weight that
+    is multiplied, if it differs from ``format``; the roofline counts its bytes.
     """
 
     name: str
@@ -87,11 +87,11 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def lacks(self, card: Card) -> str:
-        """Return what this method needs and the card or the installation lacks; empty where it can run. Cheap."""
+        """Return what the GPU or the installation lacks for this method; empty if it can run. Cheap."""
 
     @abc.abstractmethod
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:
-        """Bring the weight into the method's layout, ``copies`` times."""
+        """Convert the weight to the method's layout, ``copies`` times."""
 
 
 def choose(available: Sequence[Method], patterns: Iterable[str]) -> tuple[Method, ...]:
@@ -114,10 +114,9 @@ def choose(available: Sequence[Method], patterns: Iterable[str]) -> tuple[Method
 
 
 def rivals(method: Method, available: Iterable[Method]) -> tuple[str, ...]:
-    """Return the peers that a method of ours is held against.
+    """Return the peers that a method of ours is compared with.
 
-    Those of its format that take the same activation; and, where that is bfloat16, cuBLAS in bfloat16, which is what a
-    user would run otherwise.
+    They have the same weight format and take the same activation. If that is bfloat16, cuBLAS in bfloat16 is one too.
     """
     return tuple(
         peer.name
@@ -129,8 +128,8 @@ def rivals(method: Method, available: Iterable[Method]) -> tuple[str, ...]:
 def tolerance(fmt: Format, entering: Entering, k: int) -> float:
     """Return the largest error of a tile that counts as right, for sums over K products.
 
-    FP8 tensor cores of Hopper keep about 14 bits of a running sum. Where nobody promotes it to f32 on the way, as under
-    NVFP4 weights, what is cut off adds up: see ``UNPROMOTED_GROWTH`` in ``tests/contract.py``.
+    FP8 tensor cores of Hopper keep about 14 bits of a running sum. NVFP4 kernels do not promote it to f32 at every
+    step, so the error grows with K: see ``UNPROMOTED_GROWTH`` in ``tests/contract.py``.
     """
     if fmt == "nvfp4" and entering == "row":
         return ROUNDING + 2.0**-13 * float(max(k / 128, 1.0) ** 0.75)

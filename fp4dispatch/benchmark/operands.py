@@ -17,10 +17,10 @@ from fp4dispatch.problem import Scaling
 Format = Literal["bf16", "nvfp4", "tensor", "row", "block128"]
 """A weight's format: the last three are e4m3 under that scaling."""
 Entering = Literal["bf16", "tensor", "row", "1x128", "nvfp4"]
-"""How an activation enters the multiplication: as it is, as e4m3 under a scaling, or as NVFP4."""
+"""Format in which an activation is multiplied: as given, e4m3 under a scaling, or NVFP4."""
 
 BLOCK = 1 << 26
-"""Weight elements that are dequantised at a time for an exact product."""
+"""Number of weight elements dequantised at a time for an exact product."""
 
 WEIGHT_BYTES: dict[Format, float] = {
     "bf16": 2.0,
@@ -33,7 +33,7 @@ WEIGHT_BYTES: dict[Format, float] = {
 
 
 class Operands:
-    """Gaussian weights and activations, every row under a scale of its own so that rows mixed up are seen.
+    """Gaussian weights and activations. Each row has its own scale, so that swapped rows show up.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class Operands:
         return formats.fp8_dequantize(w.weight[start:stop], scale, fmt)
 
     def product(self, x: Tensor, fmt: Format, *, folded: bool = False) -> Tensor:
-        """Return ``x @ W^T`` in f32, x being f32 [M, K]; no shortcut that an application switched on is taken."""
+        """Return ``x @ W^T`` in f32 for f32 x [M, K], in full IEEE precision (no TF32)."""
         out = torch.empty(x.shape[0], self.n, device=self.device, dtype=torch.float32)
         step = max(BLOCK // (self.k * formats.FP8_BLOCK), 1) * formats.FP8_BLOCK
         with _ieee():
@@ -110,16 +110,16 @@ class Operands:
 
 
 class Truth:
-    """The exact products of one activation, each computed once."""
+    """Exact products of one activation, each computed once."""
 
     def __init__(self, operands: Operands, m: int) -> None:
         self.operands, self.x = operands, operands.activation(m)
         self._products: dict[tuple[Format, Entering], Tensor] = {}
 
     def want(self, fmt: Format, entering: Entering) -> Tensor:
-        """Return f32 [M, N]: the exact product of what enters the multiplication, weight and activation.
+        """Return f32 [M, N]: the exact product of the weight and the activation as they are multiplied.
 
-        The weight enters as it is stored; an NVFP4 weight beside FP8 activations enters folded.
+        The weight is used as stored. With FP8 activations an NVFP4 weight is folded to e4m3.
         """
         key = (fmt, entering)
         if key not in self._products:
@@ -145,7 +145,7 @@ def _scaling(fmt: Format) -> Scaling:
 
 @contextmanager
 def _ieee() -> Iterator[None]:
-    """Multiply f32 as f32, whatever the application switched on."""
+    """Use IEEE f32 products, whatever the application has set."""
     groups = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [group.fp32_precision for group in groups]
     try:

@@ -1,4 +1,4 @@
-"""Ours: what ``FP4Linear`` and ``FP8Linear`` run, with the backends that the policy chooses, and the raw operators."""
+"""Our methods: ``FP4Linear`` and ``FP8Linear`` with the policy's backends, and the raw operators."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def methods() -> tuple[Method, ...]:
 class Layer(Method):
     """A layer as ``replace_linears`` makes it: the policy chooses by M, activation quantisation is included.
 
-    Each call goes through the operator behind the layer, on rotating copies of the layer's prepared tensors. ``pin``
-    names the activation that the policy may choose for; ``backend`` leaves no choice, at any M; ``copied`` is the
-    format of the weights that this backend writes out for itself.
+    Each call uses the operator behind the layer, on rotating copies of the layer's prepared tensors. ``pin`` fixes the
+    activation format. ``backend`` fixes the backend for any M. ``copied`` is the format of the copy of the weights that
+    this backend makes.
     """
 
     ours = True
@@ -50,7 +50,7 @@ class Layer(Method):
             self.what = f"{kind}, backend={backend!r} for any number of tokens"
 
     def lacks(self, card: Card) -> str:
-        """Return what a backend that is named lacks here; else nothing: the reference backend runs anywhere."""
+        """Return what the fixed backend lacks here. Without one: nothing, as the reference backend runs anywhere."""
         if self.backend is None:
             return ""
         if card.arch is None:
@@ -121,7 +121,7 @@ def chosen(bound: Bound, m: int) -> tuple[str, Activation]:
 
 
 def _raw_backend(w: LinearWeights, m: int, device: torch.device) -> str:
-    """Return what the policy has chosen for a raw GEMM; asked again, not guessed."""
+    """Return the policy's choice for a raw GEMM."""
     from fp4dispatch.dispatch import choose
 
     problem = Problem(w.op, m, w.n, w.k, "fp8", w.scaling)
@@ -130,7 +130,7 @@ def _raw_backend(w: LinearWeights, m: int, device: torch.device) -> str:
 
 
 def _entering(fmt: Format, activation: Activation) -> Entering:
-    """Return how an activation enters the multiplication in a layer without a static input scale."""
+    """Return the format in which a layer without a static input scale multiplies an activation."""
     if activation == "fp8":
         return "1x128" if fmt == "block128" else "row"
     return "nvfp4" if activation == "nvfp4" else "bf16"

@@ -1,10 +1,10 @@
-"""The others: cuBLAS in bfloat16, ``torch._scaled_mm``, FlashInfer's block-scale GEMM, Humming's NVFP4 kernel.
+"""Peers: cuBLAS in bfloat16, ``torch._scaled_mm``, FlashInfer's block-scale GEMM, Humming's NVFP4 kernel.
 
-FlashInfer (0.7) and Humming (0.1.19, PyPI ``humming-kernels``) are optional and imported only where they are measured.
-Facts about Humming, read in its wheel: ``HummingLayer`` takes ModelOpt's tensors under a ModelOpt schema, repacks them
-in ``transform()``, and compiles kernels at its first call, with the NVRTC and the CUDA headers of an installed toolkit
-of torch's CUDA version; nothing is downloaded. Left alone it compiles those of all ranges of M of a shape, 33 for each
-of six shapes that were looked at; a ``tuning_config`` for the range that holds M gives the same kernel and launch.
+FlashInfer (0.7) and Humming (0.1.19, PyPI ``humming-kernels``) are optional and imported only when they are measured.
+``HummingLayer`` takes ModelOpt's tensors, repacks them in ``transform()``, and compiles kernels at its first call. It
+needs the NVRTC and CUDA headers of an installed toolkit of torch's CUDA version. By default it compiles the kernels of
+all ranges of M of a shape, e.g. 33. A ``tuning_config`` for the range of M gives the same kernel and launch with one
+compilation.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Bf16(Method):
 class ScaledMm(Method):
     """``torch._scaled_mm`` with one scale a tensor or a row, with or without the activation's quantisation.
 
-    With it (``+q``), our own quantiser runs first, the fastest one at hand: one static scale for ``tensor``, one a
-    token for ``row``.
+    With it (``+q``) our own quantiser runs first: one static scale for ``tensor``, one per token for ``row``.
     """
 
     def __init__(self, fmt: Literal["tensor", "row"], quantise: bool) -> None:
@@ -96,7 +95,7 @@ class ScaledMm(Method):
             out = _output(x, operands.n)
             quantise = _quantiser(kernels, entering, x, a, scale) if kernels is not None else None
             if quantise is not None:
-                a.view(torch.uint8).fill_(_E4M3_NAN)  # what the quantiser does not write is seen
+                a.view(torch.uint8).fill_(_E4M3_NAN)  # elements that the quantiser does not write stay NaN
 
             def call(i: int) -> Tensor:
                 if quantise is not None:
@@ -188,7 +187,7 @@ class HummingNvfp4(Method):
 
 
 def _humming_choice(table: Sequence[tuple[int, int, dict[str, Any]]], m: int) -> dict[str, Any]:
-    """Return what Humming's own table takes for M tokens; a range ``low, high`` holds ``low < M <= high``."""
+    """Return the entry of Humming's table for M tokens; a range ``low, high`` means ``low < M <= high``."""
     for low, high, config in table:
         if low < m <= high:
             return config

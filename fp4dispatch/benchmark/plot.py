@@ -1,4 +1,4 @@
-"""The speed-up over bfloat16 by number of tokens, one panel a shape; needs matplotlib (extra ``bench``)."""
+"""Plots the speed-up over bfloat16 by number of tokens, one panel per shape. Needs matplotlib (extra ``bench``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp4dispatch.benchmark.report import Document, by_problem, shapes_of, tokens
 from fp4dispatch.errors import InputError
 
 PANELS = 12
-"""Shapes that are drawn: the first ones, which are the most important."""
+"""Largest number of shapes drawn; suites list the most important ones first."""
 
 
 def draw(doc: Document, path: Path) -> None:

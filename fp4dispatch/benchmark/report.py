@@ -1,4 +1,4 @@
-"""What a run found: plain data (the JSON document), and a table, CSV and Markdown made from that document alone."""
+"""The result of a run as plain data (the JSON document), and table, CSV and Markdown made from that document."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ KIND, SCHEMA = "bench", 1
 NOISY = 0.05
 """A row whose spread is larger is marked in the table."""
 LOSS = 0.02
-"""Losing less than this to a peer is a tie."""
+"""A loss to a peer below this share counts as a tie."""
 COLUMNS = 7
-"""Numbers of tokens side by side in the table."""
+"""Token counts per row of the table."""
 
 Document = dict[str, Any]
 _KEYS = ("kind", "schema", "suite", "facts", "peaks", "methods", "absent", "left", "stopped", "measured", "host")
@@ -38,7 +38,7 @@ def document(
     outcome: Outcome,
     host: Iterable[HostRow],
 ) -> Document:
-    """Return everything that a run found, as plain data."""
+    """Return the result of a run as plain data."""
     every = tuple(methods)
     return {
         "kind": KIND,
@@ -66,7 +66,7 @@ def document(
 
 
 def json_text(doc: Document) -> str:
-    """Return the document as JSON, one measured row a line."""
+    """Return the document as JSON, one line per measured row."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in doc["measured"])
     rest = json.dumps({**doc, "measured": []}, indent=1)
     return rest.replace('"measured": []', f'"measured": [\n{lines}\n ]' if lines else '"measured": []', 1) + "\n"
@@ -78,7 +78,7 @@ def read(path: Path) -> Document:
     Raises
     ------
     InputError
-        If there is no such file, or it is not the JSON of a benchmark of this schema.
+        If there is no such file, or it is not benchmark JSON of this schema.
     """
     try:
         data = json.loads(path.read_text())
@@ -115,9 +115,9 @@ def tokens_of(doc: Document) -> list[int]:
 
 
 def speedups(doc: Document, shapes: Sequence[tuple[int, int]] | None = None) -> dict[str, dict[int, tuple[float, int]]]:
-    """Return baseline time / method time by method and M: the geometric mean over shapes, and over how many.
+    """Return speed-ups by method and M: geometric mean of baseline time / method time, and the number of shapes.
 
-    A shape counts where both were measured and right.
+    A shape counts if both were measured and correct.
     """
     rows = by_problem(doc)
     found: dict[str, dict[int, tuple[float, int]]] = {}
@@ -134,9 +134,9 @@ def speedups(doc: Document, shapes: Sequence[tuple[int, int]] | None = None) -> 
 
 
 def versus(doc: Document) -> list[dict[str, Any]]:
-    """Return, for every shape and method of ours, where it stands worst against the best rival.
+    """Return, for every shape and method of ours, the M with the worst ratio to the best rival.
 
-    ``ratio`` is our time over the best rival's at that M, over 1 where we are slower; ``rival`` that peer.
+    ``ratio`` is our time / the best rival's at that M, above 1 if we are slower; ``rival`` is that peer.
     """
     rows = by_problem(doc)
     found = []
@@ -180,13 +180,13 @@ TARGET_SHAPES = catalogue().suite("targets").shapes
 
 
 def _targets(doc: Document) -> list[list[str]]:
-    """Return what was found beside the targets where a shape that they are stated over was measured on their card."""
+    """Return the table of targets; empty if no shape of the targets was measured, or the GPU is not sm_90."""
     over = [shape for shape in TARGET_SHAPES if shape in shapes_of(doc)]
     return targets.table(speedups(doc, over), len(TARGET_SHAPES)) if over and doc["facts"]["arch"] == "sm_90" else []
 
 
 def target_shapes(doc: Document) -> list[tuple[int, int]]:
-    """Return the shapes that the targets are stated over where all of them were measured, else all that were."""
+    """Return the shapes of the targets if all were measured, else all measured shapes."""
     measured = shapes_of(doc)
     return list(TARGET_SHAPES) if set(TARGET_SHAPES) <= set(measured) else measured
 
@@ -195,7 +195,7 @@ def target_shapes(doc: Document) -> list[tuple[int, int]]:
 
 
 def text(doc: Document) -> str:
-    """Return everything for people."""
+    """Return everything as plain text."""
     return "\n\n".join(part for part in _parts(doc, _plain) if part)
 
 
@@ -205,7 +205,7 @@ def markdown(doc: Document) -> str:
 
 
 def summary(doc: Document) -> str:
-    """Return what the documentation keeps of a run, as Markdown: means, where ours stands worst, errors."""
+    """Return the summary for the documentation, as Markdown: means, worst ratios to peers, errors."""
     over = target_shapes(doc)
     parts = [_head(doc), f"Times as fast as {BASELINE}, geometric mean over {len(over)} shapes:"]
     parts += [_github(_means(doc, over, some)) for some in _chunks(tokens_of(doc), 2 * COLUMNS)]
@@ -240,7 +240,7 @@ def _errors(doc: Document) -> list[list[str]]:
 
 
 def csv_text(doc: Document) -> str:
-    """Return the rows as CSV, one line a method and problem."""
+    """Return the rows as CSV, one line per method and problem."""
     if not doc["measured"]:
         return ""
     out = io.StringIO()

@@ -1,4 +1,4 @@
-"""What the card can do at best, measured: moving bytes, a product in bfloat16 and in FP8; and what a problem needs."""
+"""Measured limits of the GPU (memory bandwidth, bfloat16 and FP8 throughput), and the least time of a problem."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ _UNIT: dict[Entering, str] = {"bf16": "bf16", "tensor": "fp8", "row": "fp8", "1x
 class Peaks:
     """Measured ceilings; None where not measured.
 
-    ``copy``: bytes a second, read and written ones together, of the fastest of a copy, a kernel that reads and writes,
-    and one that reads. In a CUDA graph a copy alone reached 2.7 TB/s of the 4.3 of an H200, and rooflines of 150 %.
-    ``bf16``, ``fp8``: operations a second.
+    ``copy``: bytes per second, read plus written, of the fastest of a copy, a kernel that reads and writes, and one
+    that reads. A copy alone is too slow in a CUDA graph. ``bf16``, ``fp8``: operations per second.
     """
 
     copy: float | None = None
@@ -39,10 +38,10 @@ class Peaks:
 
 
 def least_us(peaks: Peaks, n: int, k: int, m: int, fmt: Format, entering: Entering) -> float | None:
-    """Return the microseconds under which no kernel can stay: the slower of moving the bytes and multiplying.
+    """Return the least microseconds of a problem: the larger of memory time and compute time.
 
-    Bytes: the weight in its format, a bfloat16 activation read, a bfloat16 output written, each once. None where the
-    card was not measured, or has a unit for the format that was not.
+    Bytes: the weight in its format, a bfloat16 activation read, a bfloat16 output written, each once. None if a limit
+    that the format needs was not measured.
     """
     operations = peaks.operations(entering)
     if peaks.copy is None or operations is None:
@@ -52,9 +51,9 @@ def least_us(peaks: Peaks, n: int, k: int, m: int, fmt: Format, entering: Enteri
 
 
 def measure(card: Card, engine: Engine, *, side: int = SIDE, copy_bytes: int = COPY_BYTES) -> Peaks:
-    """Measure the ceilings of a GPU, in a fifth of a second; nothing is measured on a CPU.
+    """Measure the limits of a GPU, in about 0.2 s. Measures nothing on a CPU.
 
-    ``side`` and ``copy_bytes`` are smaller where a test runs it.
+    ``side`` (of square matrices) and ``copy_bytes`` are parameters for tests.
     """
     if card.arch is None:
         return Peaks()
@@ -78,7 +77,7 @@ def measure(card: Card, engine: Engine, *, side: int = SIDE, copy_bytes: int = C
 
 
 def _moves(device: torch.device, size: int) -> dict[str, tuple[Callable[[int], object], int]]:
-    """Return ways to move bytes, each with how many it moves: whichever is fastest is the ceiling."""
+    """Return ways to move bytes, each with its number of bytes. The fastest one is the limit."""
     source = torch.zeros(size // 4, device=device, dtype=torch.float32)
     target, total = torch.empty_like(source), torch.empty((), device=device, dtype=torch.float32)
     return {

@@ -1,4 +1,4 @@
-"""Measure: for every (N, K) and M check each method, then let the methods that are right take turns."""
+"""Runs a benchmark: for every (N, K) and M check each method, then time the correct ones in turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp4dispatch.tune import timing
 from fp4dispatch.tune.timing import Engine, Recording, Sample
 
 LARGE = 64e6
-"""Bytes of an output from which the memory of a problem's graphs is given back before the next problem."""
+"""Bytes of an output above which the memory of a problem's graphs is released before the next problem."""
 
 Status = Literal["ok", "WRONG", "failed"]
 
@@ -27,10 +27,10 @@ Status = Literal["ok", "WRONG", "failed"]
 class Row:
     """One method on one problem. Only an ``ok`` row has a time.
 
-    ``us`` median, ``low`` least, ``spread`` quartile distance over median, of one call; ``off`` the worst tile's error
-    against what the method multiplies, ``tile`` that tile; ``error`` the whole output's against the exact product of
-    the stored weight and the activation as it was given; ``least_us`` what the measured ceilings allow; ``cold``
-    whether every weight came from memory. ``detail`` says why there is no time.
+    Of one call: ``us`` median, ``low`` minimum, ``spread`` interquartile range / median. ``off``: error of the worst
+    tile against the product of the values that the method multiplies; ``tile``: that tile. ``error``: error of the
+    whole output against the exact product of the stored weight and the given activation. ``least_us``: least time by
+    the measured limits. ``cold``: whether weights come from memory, not from a cache. ``detail``: why there is no time.
     """
 
     n: int
@@ -53,18 +53,18 @@ class Row:
 
     @property
     def roofline(self) -> float | None:
-        """Return the share of the measured roofline that is reached, 1 for all of it."""
+        """Return the share of the measured roofline, 0 to 1."""
         return self.least_us / self.us if self.us and self.least_us else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data; numbers with the digits that mean something."""
+        """Return plain data; floats with five significant digits."""
         data = asdict(self) | {"roofline": self.roofline, "tile": list(self.tile) if self.tile else None}
         return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in data.items()}
 
 
 @dataclass
 class Outcome:
-    """Everything that a run found. ``absent``: method -> what it lacks here; ``left``: (N, K, M) not measured."""
+    """The result of a run. ``absent``: method -> what it lacks here; ``left``: (N, K, M) not measured."""
 
     rows: list[Row] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
@@ -74,16 +74,16 @@ class Outcome:
 
 
 Say = Callable[[int, str], None]
-"""Told how many problems are done, and what is being done now."""
+"""Called with the number of finished problems and the current step."""
 Keep = Callable[[Outcome], None]
-"""Given what there is after every shape, so that a run that is killed has not been for nothing."""
+"""Called with the result so far after every shape, so that a killed run leaves its results."""
 TIMING = 0.5
-"""Of the time that a budget has left for a problem, the share that replays may take; the rest goes to checks."""
+"""Share of a problem's time budget for replays; the rest is for checks."""
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A method that is right, with its recording; what the recording reads lives as long as this does."""
+    """A correct method with its recording. Keeps alive what the recording reads."""
 
     method: Method
     launch: Launch
@@ -97,20 +97,20 @@ class Runner:
     Parameters
     ----------
     card, engine
-        Where, and what times it.
+        The device, and what times calls on it.
     methods
         What to compare, the baseline first.
     peaks
-        What the card can do at best.
+        Measured limits of the GPU.
     budget_s
-        Seconds after which no further problem is begun; None for all. Where they are short, there are fewer rounds (at
-        least five) of long problems first.
+        Seconds after which no new problem is started; None for no limit. A short budget first reduces the rounds of
+        long problems, to five at least.
     clock
         Seconds, for the budget.
     say
-        Told what is being measured.
+        Called with the progress.
     keep
-        Given the outcome so far after each shape.
+        Called with the result so far after each shape.
     rounds
         Rounds of each problem, unless they would take longer than the engine's limit or the budget allows.
     """
@@ -143,7 +143,7 @@ class Runner:
                 self.methods.append(method)
 
     def run(self, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> Outcome:
-        """Measure every (N, K) with every M, in this order, as far as the budget reaches."""
+        """Measure every (N, K) with every M, in this order, within the budget."""
         todo = [(n, k, m) for n, k in shapes for m in ms]
         self._todo, self.outcome.left = len(todo), todo
         for n, k in shapes:
@@ -160,7 +160,7 @@ class Runner:
         return self.ends is not None and self.clock() >= self.ends
 
     def limit_us(self) -> float:
-        """Return how long the rounds of the next problem may take: the engine's limit, or its share of the budget."""
+        """Return the time limit for the rounds of the next problem: the engine's limit, or its share of the budget."""
         if self.ends is None:
             return self.engine.limit_us
         share = (self.ends - self.clock()) / max(self._todo - self._done, 1)
@@ -190,7 +190,7 @@ class Runner:
         self._release()
 
     def _release(self) -> None:
-        """Give the memory of captured graphs back: each had a pool of its own."""
+        """Release the memory of captured graphs; each has its own pool."""
         if self.card.device.type == "cuda" and not self.outcome.stopped:
             torch.cuda.empty_cache()
 
@@ -234,7 +234,7 @@ class Runner:
         return _Recorded(method, launch, self.engine.record(launch.call, count, copies), count)
 
     def _time(self, recorded: Mapping[str, _Recorded], rows: dict[str, Row], truth: Truth) -> None:
-        """Let the methods take turns; then check what the replays left: a race shows in a chain, not in a lone call."""
+        """Time the methods in turns, then check the outputs of the replays: a race shows only in a chain."""
         for each in recorded.values():
             for output in each.recording.latest:
                 if isinstance(output, Tensor):
@@ -250,7 +250,7 @@ class Runner:
             rows[name] = _timed(row, times[name]) if right else replace(row, detail=f"{row.detail}, in replays")
 
     def _checked(self, method: Method, launch: Launch, truth: Truth, blank: Row) -> Row:
-        """Run once into poisoned memory and judge."""
+        """Run once into NaN-poisoned memory and check."""
         _poison(launch, blank.m, blank.n, self.card.device)
         got = launch.call(0)
         self.engine.finish()
@@ -266,7 +266,7 @@ class Runner:
         return self._judged(method, launch, truth, row, got)
 
     def _judged(self, method: Method, launch: Launch, truth: Truth, row: Row, got: Tensor) -> Row:
-        """Compare an output tile by tile with the exact product of what the method multiplies."""
+        """Compare an output tile by tile with the exact product of the values that the method multiplies."""
         worst = check.worst_tile(got, truth.want(method.format, launch.entering))
         limit = tolerance(method.format, launch.entering, row.k)
         right = worst.error <= limit
@@ -274,7 +274,7 @@ class Runner:
         return replace(row, status="ok" if right else "WRONG", off=worst.error, tile=worst.tile, detail=why)
 
     def _stop_if_dead(self, row: Row) -> bool:
-        """End the run where the device cannot go on after an error."""
+        """Stop the run if the device is unusable after an error."""
         try:
             self.engine.finish()
         except Exception as error:
@@ -284,7 +284,7 @@ class Runner:
 
 
 def _poison(launch: Launch, m: int, n: int, device: torch.device) -> None:
-    """Fill with NaN what the call will write; for outputs made anew, the memory that the allocator hands out next."""
+    """Fill the output with NaN; without a fixed output, the memory that the allocator returns next."""
     if launch.out is not None:
         launch.out.fill_(torch.nan)
     else:
@@ -297,6 +297,6 @@ def _timed(row: Row, sample: Sample) -> Row:
 
 
 def _words(error: Exception) -> str:
-    """Return an exception in one line."""
+    """Return an exception as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

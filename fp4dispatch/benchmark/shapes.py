@@ -1,4 +1,4 @@
-"""The problems that are measured, from ``shapes.toml``: layers of real models, and which of them a run measures."""
+"""The benchmark problems from ``shapes.toml``: layers of real models, and suites that select from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPLITS = ("n", "k", "none")
 
 @dataclass(frozen=True)
 class Layer:
-    """One linear layer of a model, whole: N output and K input features, and which one tensor parallelism cuts."""
+    """One unsharded linear layer: N output and K input features, and the one that tensor parallelism splits."""
 
     name: str
     n: int
@@ -45,7 +45,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Suite:
-    """What one run measures: ``shapes`` are (N, K), the most important first; ``m`` ascends."""
+    """The problems of one run: ``shapes`` (N, K), most important first; ``m`` ascending."""
 
     name: str
     why: str
@@ -61,7 +61,7 @@ class Catalogue:
     suites: Mapping[str, Suite]
 
     def suite(self, name: str) -> Suite:
-        """Return a suite by name; InputError with the nearest name where there is none."""
+        """Return a suite by name; InputError with the nearest name for an unknown one."""
         if name not in self.suites:
             known = ", ".join(self.suites)
             raise InputError(f"{name!r} is not a suite.{did_you_mean(name, self.suites)} Known: {known}")
@@ -90,8 +90,8 @@ def load(path: Path) -> Catalogue:
     Raises
     ------
     FlagsError
-        For a key that is missing, unknown or of the wrong type, a name that is there twice, a size that is not
-        positive, a layer that cannot be cut evenly, and a suite without shapes.
+        For a key that is missing, unknown or of the wrong type, a duplicate name, a size that is not positive, a layer
+        that cannot be split evenly, or a suite without shapes.
     """
     table = strict_toml.load(path)
     strict_toml.check(str(path), table, {"model": list, "suite": list})

@@ -1,6 +1,6 @@
-"""What the project set out to reach on an H200, beside what a run found: times as fast as cuBLAS in bfloat16.
+"""Speed targets of the project on an H200, as speed-ups over cuBLAS in bfloat16, and a table of targets and results.
 
-Each number is a geometric mean over the six shapes of the suite ``targets``, quantisation of the activation included.
+Each number is a geometric mean over the six shapes of the suite ``targets``, including quantisation of activations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Means = Mapping[str, Mapping[int, tuple[float, int]]]
 
 
 class Target(NamedTuple):
-    """``method`` is to be ``least`` times as fast as bfloat16 for ``first`` to ``last`` tokens; ``peer`` is shown."""
+    """``method`` must be ``least`` times as fast as bfloat16 for ``first`` to ``last`` tokens; ``peer`` is shown."""
 
     what: str
     method: str
@@ -38,9 +38,9 @@ HEAD = ["target for", "M", "at least", "found", "", "peer", "its"]
 
 
 def table(means: Means, shapes: int) -> list[list[str]]:
-    """Return the rows of a table, one a target and M that was measured; only the head where there is none.
+    """Return the rows of a table: a head, then one row per target and measured M.
 
-    ``shapes``: how many the means are to be over. A mean over fewer says so, and neither meets nor misses.
+    ``shapes``: number of shapes of a complete mean. A mean over fewer says so and gets no verdict.
     """
     lines = [HEAD]
     for target in TARGETS:
@@ -55,7 +55,7 @@ def table(means: Means, shapes: int) -> list[list[str]]:
 
 
 def mean_text(found: tuple[float, int] | None, shapes: int, none: str = "") -> str:
-    """Return a mean, with how many shapes it is over where these are fewer than ``shapes``; ``none`` for none."""
+    """Return a mean as text, with its number of shapes if that is below ``shapes``; ``none`` without a mean."""
     if found is None:
         return none
     mean, count = found

@@ -5,9 +5,9 @@ A subcommand is a module of this package, named like the command, with two funct
     def add_parser(subparsers) -> None:   # subparsers.add_parser("name", help=HELP["name"]) and its arguments
     def run(args: argparse.Namespace) -> int:   # the exit code: 0 ok, 1 failed check
 
-and one line in ``HELP``. Only the module of the command that was asked for is imported, so that ``doctor`` and ``env``
-work on a machine where torch does not. Wrong usage exits with 2 (argparse); an error of this package prints its text
-and exits with 1, and so does a standard output that cannot be written, whatever the command has done.
+and one line in ``HELP``. Only the module of the given command is imported, so ``doctor`` and ``env`` work even if torch
+is broken. Wrong usage exits with 2 (argparse). An error of this package prints its text and exits with 1. If standard
+output cannot be written, the exit code is 1 too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ HELP: dict[str, str] = {
     "bench": "check and time our layers beside their peers",
     "build": "compile kernels ahead of time, for any GPU",
     "cache": "list or clear the compiled kernels",
-    "demo": "quantise a real embedding model, say which backend runs each layer and why, compare",
+    "demo": "quantise a real embedding model, show the backend of each layer and why, compare the outputs",
     "doctor": "check this machine: every failing check says how to fix it",
     "env": "print versions, GPUs and settings, ready to paste into an issue",
     "explain": "show which backend would run a GEMM, on this machine or any other, and why",
     "quantize": "quantise a model directory to NVFP4 or FP8",
-    "tune": "measure the backends of a GEMM on this GPU, so that auto uses the fastest",
+    "tune": "time the backends of a GEMM on this GPU, so that auto uses the fastest",
     "verify": "prove the barriers of the compiled kernels again",
 }
 

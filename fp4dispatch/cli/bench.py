@@ -1,7 +1,7 @@
-"""``fp4dispatch bench``: check and time our layers beside their peers, on the GPU that is here.
+"""``fp4dispatch bench``: check and time our layers and their peers on this GPU.
 
-Every method is checked tile by tile before it is timed; a wrong one prints WRONG and no time. On a CPU the reference is
-run on small layers, the host's side of a call is measured, and what cannot be measured there is said.
+Every method is checked tile by tile before it is timed. A wrong one prints WRONG and no time. Without a GPU, the
+command runs the reference backend on small layers, measures the host time of a call, and lists what it cannot measure.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
 QUICK_S = 45.0
-"""Seconds after which --quick begins no further problem."""
+"""Seconds after which --quick starts no new problem."""
 CPU_SUITE = "cpu"
 SLOW = "compiles for minutes on first use: ask for it with --methods, e.g. --methods '*'"
 STDOUT = "-"
 CPU_NOTE = (
-    "no GPU: kernel times, speed-ups over cuBLAS and rooflines cannot be measured here; run this on one.\n"
-    "Below: the reference backend on this CPU, and what a call costs the host."
+    "no GPU: kernel times, speed-ups over cuBLAS and rooflines cannot be measured here.\n"
+    "Below: the reference backend on this CPU, and the host time of a call."
 )
 
 
@@ -37,7 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="check and time our layers beside their peers",
-        description="Exits with 1 if one of ours is wrong or, with --compare, slower than it was by more than noise.",
+        description="Exits with 1 if a method of ours is wrong, or, with --compare, slower by more than noise.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, in under a minute (the default)")
@@ -51,16 +51,18 @@ def add_parser(subparsers: Subparsers) -> None:
         "--rounds",
         type=int,
         default=15,
-        help="replays of each method that count (default: 15); fewer, at least 5, where they would take over 2 s",
+        help="timed replays of each method (default: 15); fewer, but at least 5, if they would take over 2 s",
     )
     parser.add_argument(
-        "--budget-s", type=float, metavar="S", help=f"begin nothing after S seconds (--quick: {QUICK_S:.0f})"
+        "--budget-s", type=float, metavar="S", help=f"start no new problem after S seconds (--quick: {QUICK_S:.0f})"
     )
     for name, of in (("json", "everything"), ("csv", "the rows"), ("md", "the tables")):
-        said = f"write {of} as {name.upper()} to FILE, or instead of the table where none is named"
+        said = f"write {of} as {name.upper()} to FILE; without FILE, print it instead of the table"
         parser.add_argument(f"--{name}", nargs="?", const=STDOUT, metavar="FILE", help=said)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-ups by tokens (png, svg, pdf)")
-    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="fail where ours is slower than in OLD.json")
+    parser.add_argument(
+        "--compare", type=Path, metavar="OLD.json", help="exit with 1 if ours is slower than in OLD.json"
+    )
     parser.add_argument(
         "--threshold", type=float, metavar="SHARE", help="noise of --compare beside the spreads (default: 0.05)"
     )
@@ -68,13 +70,13 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; 1 where one of ours is wrong, the device gave up, or --compare finds a regression."""
+    """Measure and report; 1 if a method of ours is wrong, the device failed, or --compare finds a regression."""
     from fp4dispatch.benchmark import compare, machine, report
 
     streams = [name for name in ("json", "csv", "md") if getattr(args, name) == STDOUT]
     if len(streams) > 1:
         raise InputError(f"--{' and --'.join(streams)} would both print: name a FILE for all but one")
-    old = report.read(args.compare) if args.compare else None  # a bad file must not cost a run
+    old = report.read(args.compare) if args.compare else None  # read first: a bad file must not waste a run
     card = machine.card(args.device)
     suite, methods, budget = plan(args, card)
     if args.list:
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace, card: Card) -> tuple[Suite, Sequence[Method], float | None]:
-    """Return what to measure, with what, in which time."""
+    """Return the problems, the methods and the time budget in seconds."""
     from dataclasses import replace
 
     from fp4dispatch.benchmark import methods, roster, shapes
@@ -133,7 +135,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 def measure(
     args: argparse.Namespace, card: Card, suite: Suite, methods: Sequence[Method], budget: float | None, quiet: bool
 ) -> dict[str, Any]:
-    """Run everything and return the document; write it to ``--json`` after each shape already."""
+    """Run everything and return the document; also write it to ``--json`` after each shape."""
     from dataclasses import replace
 
     from fp4dispatch.benchmark import host, machine, report, roofline
@@ -147,7 +149,7 @@ def measure(
             progress.update(done, note=text)
 
         def keep(outcome: runs.Outcome) -> None:
-            """Write what there is: a run that is killed has not been for nothing."""
+            """Write the rows so far, so that a killed run leaves its results."""
             if args.json not in (None, STDOUT):
                 done = len(suite.shapes) * len(suite.m) - len(outcome.left)
                 part = replace(outcome, stopped=outcome.stopped or f"after {done} problems this run had not ended yet")
@@ -191,7 +193,7 @@ def _write_file(name: str, target: str, text: str) -> None:
 
 
 def listing(methods: Sequence[Method], card: Card) -> str:
-    """Return the suites, and the methods with what each one lacks on this card."""
+    """Return the suites, and the methods with what each one lacks on this GPU."""
     from fp4dispatch.benchmark import shapes
 
     lines = [f"{s.name:<24}{len(s.shapes)} shapes, {len(s.m)} M: {s.why}" for s in shapes.catalogue().suites.values()]

@@ -1,7 +1,7 @@
-"""``fp4dispatch build``: compile and prove kernels ahead of time, for any GPU, on a machine that needs none.
+"""``fp4dispatch build``: compile and prove kernels ahead of time, for any GPU. No GPU is needed.
 
-Without ``--out`` the kernels go into the user's cache. A folder given by ``--out`` can be carried by a container image
-and used there as ``FP4DISPATCH_CACHE_DIR``; what is in it needs neither nvcc nor CUTLASS.
+Without ``--out`` the kernels go into the user's cache. A folder written by ``--out`` can be copied into a container
+image and used there as ``FP4DISPATCH_CACHE_DIR``. Its kernels need neither nvcc nor CUTLASS.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build and print one row a kernel; 0 where all are finished and proven, 1 otherwise."""
+    """Build and print one row per kernel; 0 if all are finished and proven, else 1."""
     catalog = installed()
     archs = args.arch or _default_archs()
     if not archs:

@@ -1,8 +1,8 @@
-"""``fp4dispatch cache``: where compiled kernels are kept, what is there, and removing it.
+"""``fp4dispatch cache``: list the compiled kernels, print their folder, or remove them.
 
-``clear`` removes all of them, ``prune`` those that were not used for long (``--max-age``), then the longest unused
-until the rest is small enough (``--max-size``). Both touch only what fp4dispatch made. ``prune`` leaves what a process
-has loaded, and what was made ahead of time.
+``clear`` removes all. ``prune`` removes those not used for a time (``--max-age``), then the least recently used until
+the rest fits (``--max-size``). Both remove only files of fp4dispatch. ``prune`` keeps kernels that a process has
+loaded, and kernels made ahead of time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.kernels import caches
 from fp4dispatch.jit.store import evict
-from fp4dispatch.jit.store.cache import Cache, Entry, damage, default_folder
+from fp4dispatch.jit.store.cache import Cache, default_folder
+from fp4dispatch.jit.store.entries import Entry, damage
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
@@ -33,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry the action out; 1 where ``list`` finds a damaged entry."""
+    """Run the action; 1 if ``list`` finds a damaged entry."""
     limits = (args.max_age, args.max_size)
     if (args.action == "prune") == (limits == (None, None)):
         args.wrong_usage("prune needs --max-age, --max-size or both; no other action takes them")

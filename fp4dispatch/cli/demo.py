@@ -1,4 +1,4 @@
-"""``fp4dispatch demo``: quantise a real embedding model, say which backend runs each layer and why, compare."""
+"""``fp4dispatch demo``: quantise a real embedding model, show each layer's backend and why, compare outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Bound:
-    """The quality promised: cosine of each embedding to the original's, rank correlation of similarities."""
+    """Required quality: cosine of each embedding to the original's, rank correlation of similarities."""
 
     cosine_mean: float
     cosine_min: float
@@ -47,7 +47,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Quality:
-    """What was found: cosines of the 2 x pairs embeddings to the original's, Spearman's rank correlation."""
+    """Measured quality: cosines of the 2 x pairs embeddings to the original's, Spearman's rank correlation."""
 
     cosines: tuple[float, ...]
     spearman: float
@@ -71,9 +71,9 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command and its arguments."""
     parser = subparsers.add_parser(
         "demo",
-        help="quantise a real embedding model, show every choice and its reason, compare the answers",
+        help="quantise a real embedding model, show every choice and its reason, compare the outputs",
         description="Replaces the linear layers of all-MiniLM-L6-v2 (real weights, offline) and compares embeddings. "
-        "Exits with 1 if the quality falls under the stated bound.",
+        "Exits with 1 if the quality is below the stated bound.",
     )
     parser.add_argument("--format", choices=sorted(BOUNDS), default="nvfp4", help="weight format (default: nvfp4)")
     parser.add_argument("--device", help="cuda or cpu; the GPU if torch sees one, by default")
@@ -81,7 +81,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 1 if the quality is under the bound."""
+    """Run the demo; 1 if the quality is below the bound."""
     from fp4dispatch.machine.system import current
     from fp4dispatch.models.replace import replace_linears
 
@@ -124,7 +124,7 @@ def _device(text: str | None) -> torch.device:
     Raises
     ------
     InputError
-        If it is none that this process has.
+        If this process has no such device.
     """
     import torch
 
@@ -224,7 +224,7 @@ def spearman(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def traces(model: torch.nn.Module) -> list[str]:
-    """Return the whole trace of each distinct decision, for the largest layer it was taken for."""
+    """Return the full trace of each distinct decision, for its largest layer."""
     from fp4dispatch.models.quantized_linear import QuantizedLinear
 
     layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
@@ -237,7 +237,7 @@ def traces(model: torch.nn.Module) -> list[str]:
 
 
 def table(report: ReplaceReport) -> str:
-    """Return the replaced layers, those of one shape and one choice in one row."""
+    """Return a table of the replaced layers, one row per shape and choice."""
     groups: dict[tuple[str, ...], list[LayerReport]] = {}
     for layer in report.layers:
         groups.setdefault((f"{layer.n} x {layer.k}", layer.format, layer.backend, layer.rule), []).append(layer)
@@ -251,7 +251,7 @@ def table(report: ReplaceReport) -> str:
 
 
 def render(result: dict[str, Any], report: ReplaceReport, pairs: list[tuple[str, str]], misses: list[str]) -> str:
-    """Return the report for people."""
+    """Return the report as text."""
     cosines = result["cosine"]["each"]
     rows = [f"machine: {result['machine']}, running on {result['device']}", "", table(report), ""]
     rows += ["every candidate, with every reason:", *result["decisions"], ""]

@@ -1,6 +1,6 @@
-"""``fp4dispatch doctor``: independent checks of this machine; each one that is not fine says how to fix it.
+"""``fp4dispatch doctor``: independent checks of this machine. Each failed check prints its fix.
 
-Works where torch is broken or absent: torch and the plug-ins are tried in a child process, which may even crash.
+Works if torch is broken or missing: torch and the plug-ins are imported in a child process, which may crash.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
+from fp4dispatch.cli.checks import CHECKS, Check, Child, Facts, Kept
 from fp4dispatch.jit.store.cache import default_folder
 from fp4dispatch.machine import system as machine
 from fp4dispatch.settings import SETTINGS, settings
@@ -23,7 +23,7 @@ from fp4dispatch.trust import quarantine
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
-# Runs in a child: prints one JSON line last. Plug-ins are loaded there too, because they may import anything.
+# Code of the child process. Its last line is JSON. Plug-ins are loaded there too, because they may import anything.
 _CHILD = """
 import importlib.metadata, json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -62,7 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every check and print the outcome; 1 if any failed."""
+    """Run every check and print the results; 1 if any failed."""
     checks = diagnose(gather())
     failed = any(check.status == "fail" for check in checks)
     if args.json:
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(facts: Facts) -> list[Check]:
-    """Run every check; one that breaks is reported as failed and stops no other."""
+    """Run every check. A check that raises is reported as failed; the others still run."""
     checks: list[Check] = []
     for check in CHECKS:
-        name = check.__name__.removeprefix("_check_")
+        name = check.__name__.removeprefix("check_")
         try:
             checks += check(facts)
         except Exception as error:
@@ -107,7 +107,7 @@ def gather() -> Facts:
 
 
 def ask_child(timeout: float = 180) -> Child:
-    """Import torch and load the plug-ins in a child process, so that a crash there is an answer and not our end."""
+    """Import torch and load the plug-ins in a child process, which may crash. ``timeout`` in seconds."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", _CHILD, json.dumps(sys.path)],
@@ -135,7 +135,7 @@ def ask_child(timeout: float = 180) -> Child:
 
 
 def _show(checks: Iterable[Check]) -> None:
-    """Print a table: rich on a terminal, plain text elsewhere, under NO_COLOR and where rich is missing."""
+    """Print a table: with rich on a terminal; plain text elsewhere, with NO_COLOR, or without rich."""
     if sys.stdout.isatty() and not settings.no_color:
         try:
             _show_rich(checks)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(system: System) -> dict[str, Any]:
-    """Gather the report as plain data. Of the environment only this package's own settings are shown."""
+    """Collect the report as plain data. It shows only settings of this package, not the whole environment."""
     environment = settings.environment()
     names = [setting.name for setting in SETTINGS.values()]
     return {
@@ -48,7 +48,7 @@ def collect(system: System) -> dict[str, Any]:
 
 
 def text(data: dict[str, Any]) -> str:
-    """Lay the report out as plain text, one fact a line."""
+    """Return the report as plain text, one fact per line."""
     system = data["system"]
     rows = [(key, data[key]) for key in ("fp4dispatch", "os", "libc", "python")]
     rows += [("driver", _driver(system)), ("torch CUDA", system["cuda"] or "none (CPU build, or no torch)")]

@@ -30,8 +30,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "explain",
         help="show which backend would run a GEMM, on this machine or any other, and why",
-        description="Which backend would run D[M,N] = A[M,K] @ B[N,K]^T, and why. Without facts of a machine it is "
-        "asked for this one; with at least one fact, what is not given is not there.",
+        description="Which backend would run D[M,N] = A[M,K] @ B[N,K]^T, and why. Without options for a machine it "
+        "means this one. With at least one such option, it means another machine that has only what is given.",
     )
     parser.add_argument("op", choices=OPS)
     for size in ("m", "n", "k"):
@@ -46,7 +46,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=_kernels,
         metavar="KERNELS",
         help="the built kernels are proven there: all for this op, none, or nvfp4_gemm (cutlass), w4_gemm (w4a16, "
-        "w4a8), w8_gemm (w8a16, w8a8); by default those that are built and proven here",
+        "w4a8), w8_gemm (w8a16, w8a8); default: those that are built and proven here",
     )
     parser.add_argument("--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed there")
     parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")
@@ -69,7 +69,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the decision; 1 where nothing can run the problem."""
+    """Print the decision; 1 if no backend can run the problem."""
     facts = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _FACTS}
     decision = explain(
         args.op,

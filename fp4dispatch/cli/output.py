@@ -1,4 +1,4 @@
-"""Standard output that cannot be written: closed (``>&-``), on a full disk, or a pipe that nobody reads any more."""
+"""Handles a standard output that cannot be written: closed (``>&-``), on a full disk, or a broken pipe."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, NoReturn
 
 
 class OutputLost(BaseException):
-    """What was printed did not arrive. Not an Exception: no handler of a command is meant to go on after it."""
+    """Output was lost. Not an Exception, so that no handler in a command catches it."""
 
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Have every failure to print raise :class:`OutputLost`, at the latest when the block ends.
+    """Raise :class:`OutputLost` if output cannot be written, at the latest when the block ends.
 
-    A standard error that cannot be written is ignored: there is nobody left to tell.
+    Errors of standard error are ignored: there is no other place to report them.
     """
-    _occupy()
+    _reserve_descriptors()
     stdout, stderr = sys.stdout, sys.stderr
     sys.stdout = _Stream(stdout if stdout is not None else _Closed(), _raise)
     sys.stderr = _Stream(stderr if stderr is not None else _Closed(), lambda error: _discard(stderr))
@@ -39,14 +39,14 @@ def checked() -> Iterator[None]:
 
 
 class _Closed(io.TextIOBase):
-    """Stands for a stream whose descriptor was closed when the process began."""
+    """Stands in for a stream that was closed when the process started."""
 
     def write(self, text: str) -> NoReturn:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
 class _Stream:
-    """A stream that does something of its own about an error; everything else is the real one's."""
+    """Wraps a stream: passes errors to a handler, everything else to the stream."""
 
     def __init__(self, stream: Any, failed: Callable[[Exception], object]) -> None:
         self._stream, self._failed = stream, failed
@@ -74,8 +74,8 @@ def _raise(error: Exception) -> NoReturn:
     raise OutputLost(str(error)) from error
 
 
-def _occupy() -> None:
-    """Let no file that is opened later become standard output by taking a number that is free."""
+def _reserve_descriptors() -> None:
+    """Open /dev/null for closed descriptors 0 to 2, so that no later file becomes standard output."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -85,7 +85,7 @@ def _occupy() -> None:
 
 
 def _discard(stream: Any) -> None:
-    """Throw away what is buffered, or the interpreter fails on it once more when it ends."""
+    """Discard buffered output; otherwise the interpreter fails again when it exits."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

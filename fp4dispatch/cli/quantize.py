@@ -1,4 +1,4 @@
-"""``fp4dispatch quantize``: turn a model directory into a quantised one, a layer at a time."""
+"""``fp4dispatch quantize``: write a quantised copy of a model directory, one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
 DEFAULT_EXCLUDE = ("lm_head", "*.lm_head", "*router*", "*.gate")
-"""Left alone by default, as ModelOpt does: the output head, and the routers of mixtures of experts."""
+"""Not quantised by default, as in ModelOpt: the output head, and the routers of mixtures of experts."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -66,7 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantise, and print what it did."""
+    """Quantise, and print the report."""
     with open_checkpoint(args.model_dir) as checkpoint:
         known = _survey(checkpoint, args.include)
     linears = known.linears
@@ -113,7 +113,7 @@ def _names(known: Survey, pattern: str, name: str) -> bool:
 
 
 def _survey(checkpoint: Checkpoint, include: list[str]) -> Survey:
-    """Return what is known of the model; with ``--include`` only those layers, and of any model."""
+    """Return the survey of the model. With ``--include``, restrict it to those layers; then any model works."""
     if not include:
         known = _survey_by_transformers(checkpoint)
         if not any(f"{name}.weight" in checkpoint for name in known.linears):
@@ -122,7 +122,7 @@ def _survey(checkpoint: Checkpoint, include: list[str]) -> Survey:
         return known
     try:
         known = _survey_by_transformers(checkpoint)
-    except CheckpointError:  # the patterns have to do: layers with a 2-D weight
+    except CheckpointError:  # unknown to transformers: match the patterns against all 2-D weights
         stored = [name.removesuffix(".weight") for name in checkpoint if name.endswith(".weight")]
         known = Survey(tuple(name for name in stored if len(checkpoint[f"{name}.weight"].shape) == 2))
     for pattern in include:
@@ -144,10 +144,10 @@ def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def _survey_by_transformers(checkpoint: Checkpoint) -> Survey:
-    """Return what the model's modules are, by their names in the checkpoint.
+    """Return the kinds of the model's modules, by their names in the checkpoint.
 
-    From the architecture and not from shapes: embeddings have 2-D weights too, and GPT-2's Conv1D stores its
-    transposed, so that a guess would quantise them along the wrong axis.
+    They come from the architecture, not from shapes: embeddings have 2-D weights too, and GPT-2's Conv1D stores its
+    weight transposed, so a guess would quantise it along the wrong axis.
     """
     advice = "name the linear layers yourself, e.g. --include '*.q_proj' --include '*.mlp.*'"
 

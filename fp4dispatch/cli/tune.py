@@ -1,8 +1,8 @@
-"""``fp4dispatch tune``: measure the backends that may run a GEMM on this GPU, and let ``auto`` use the fastest.
+"""``fp4dispatch tune``: time the backends that may run a GEMM on this GPU, and let ``auto`` use the fastest.
 
-Times are kept in the cache folder under the GPU model, the versions and the code they were taken with; a change of any
-makes them void. A backend replaces the rules' choice only where it is faster by more than the noise, and never one that
-is denied, quarantined or coarser. FP4DISPATCH_TUNED=off ignores them.
+Times are stored in the cache folder under the GPU model, the versions and the code. They are invalid after a change of
+any of these. A backend replaces the rules' choice only if it is faster by more than the noise, and never if it is
+denied, quarantined or uses a coarser activation format. FP4DISPATCH_TUNED=off ignores stored times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = (1, 16, 64, 256, 1024)
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser("tune", help=HELP["tune"], description=__doc__)
-    parser.add_argument("op", nargs="?", choices=OPS, help="what to tune; with --list and --clear none is needed")
+    parser.add_argument("op", nargs="?", choices=OPS, help="what to tune; not with --list or --clear")
     parser.add_argument(
         "--nk", action="append", type=_sizes, metavar="NxK", help="sizes of a weight, e.g. 4096x14336; may be repeated"
     )
@@ -39,16 +39,16 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--scaling", choices=SCALINGS)
     parser.add_argument("--activation", choices=ACTIVATIONS, default="any", help="as the layer's activation= pins it")
     parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16")
-    parser.add_argument("--bias", action="store_true", help="layers with a bias are tuned apart")
-    parser.add_argument("--force", action="store_true", help="measure again what has been measured")
-    parser.add_argument("--list", action="store_true", help="print the times that hold on this machine")
+    parser.add_argument("--bias", action="store_true", help="tune for layers with a bias")
+    parser.add_argument("--force", action="store_true", help="measure again, even if times are stored")
+    parser.add_argument("--list", action="store_true", help="print the stored times that are valid on this machine")
     parser.add_argument("--clear", action="store_true", help="remove all stored times")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(wrong_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 1 where there is no GPU, or a candidate gave wrong numbers."""
+    """Measure and print; 1 if there is no GPU, or a candidate gave wrong results."""
     if sum((args.list, args.clear, args.op is not None)) != 1:
         args.wrong_usage("say one of: an op and --nk, --list, --clear")
     if (args.op is None) != (not args.nk):

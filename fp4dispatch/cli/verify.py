@@ -1,11 +1,11 @@
-"""``fp4dispatch verify``: disassemble every finished kernel again and print what is in it.
+"""``fp4dispatch verify``: disassemble every finished kernel again and print its proof.
 
-The proof that was stored when a kernel was built is compared with what the disassembler sees now. A kernel that has no
-proof yet gets one. Then come the verdicts of the self-check that hold on this machine: on the small problems of each
-backend, and on each layer that was bound. Exit code 1 where anything is damaged, unproven or breaks a promise, where a
-backend failed its self-check, and where there is nothing to verify.
+The stored proof of a kernel is compared with what the disassembler sees. A kernel without a proof gets one. Then the
+self-check verdicts for this machine are printed: of the small problems of each backend, and of each bound layer. Exit
+code 1 if a kernel is damaged, unproven or breaks a promise, if a backend failed its self-check, or if there is nothing
+to verify.
 
-``--race`` instead shows the race that the barriers prevent, on a GPU (:mod:`fp4dispatch.cli.verify_race`).
+``--race`` instead runs the race that the barriers prevent, on a GPU (:mod:`fp4dispatch.cli.verify_race`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.compiler.toolchain import Disassembler, disassembler
 from fp4dispatch.jit.kernels import caches
 from fp4dispatch.jit.prove import KernelProof, Proof
-from fp4dispatch.jit.store.cache import Cache, Entry, damage
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.store.entries import Entry, damage
 from fp4dispatch.machine import system as machine
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """One cache entry with its proof and everything that is wrong with it."""
+    """One cache entry with its proof and all its faults."""
 
     entry: Entry
     proof: Proof | None
@@ -41,7 +42,7 @@ class Checked:
 
     @property
     def pdl_allowed(self) -> bool:
-        """Whether a launch of this binary may carry the PDL attribute."""
+        """Whether this binary may be launched with PDL."""
         return not self.faults and self.proof is not None and self.proof.pdl_allowed(self.entry.request)
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check and print every entry and verdict; 0 where all are sound and proven."""
+    """Check and print every entry and verdict; 0 if all are sound and proven."""
     if args.race:
         return verify_race.run(args)
     if args.rounds is not None or args.requests is not None:
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def selfchecks() -> tuple[tuple[CheckResult, ...], str]:
-    """Return the verdicts of the self-check that hold on this machine, or why they cannot be known without torch."""
+    """Return the self-check verdicts for this machine, or why they cannot be read without torch."""
     try:
         import fp4dispatch.dispatch.here  # noqa: F401  (tells system.current() what is proven; verdicts depend on it)
         from fp4dispatch.trust import selfcheck
@@ -108,13 +109,13 @@ def selfchecks() -> tuple[tuple[CheckResult, ...], str]:
 
 
 def verdict_text(verdict: CheckResult) -> str:
-    """Lay one verdict out for people: a line of its own, then every finding of a failed one."""
+    """Return one verdict as text: one line, then every finding of a failed one."""
     findings = [f"    FAULT {finding}" for finding in verdict.findings]
     return "\n".join([f"self-check: {verdict.text()}", *findings])
 
 
 def check(cache: Cache, entry: Entry, tools: Disassembler | None) -> Checked:
-    """Verify one entry: its hash, its stored proof, and the proof made now where there is a disassembler."""
+    """Verify one entry: its hash, its stored proof and, with a disassembler, a new proof."""
     try:
         if fault := damage(entry):
             return Checked(entry, None, (fault,))
@@ -133,7 +134,7 @@ def check(cache: Cache, entry: Entry, tools: Disassembler | None) -> Checked:
 
 
 def text(row: Checked) -> str:
-    """Lay one entry out for people: a line of its own, one line a kernel, one a fault."""
+    """Return one entry as text: one line, then one line per kernel and per fault."""
     state = "FAILED" if row.faults else "proven"
     lines = [f"{row.entry.name}  {state}{', PDL allowed' if row.pdl_allowed else ''}"]
     lines += [f"    {_line(kernel)}" for kernel in (row.proof.kernels if row.proof else ())]

@@ -1,8 +1,8 @@
-"""``fp4dispatch verify --race``: whether the barriers work, and whether this check would see it if they did not.
+"""``fp4dispatch verify --race``: tests that the barriers work, with a control that shows the test can fail.
 
-Runs the chain of :mod:`fp4dispatch.trust.race` with our builds, which must give no wrong launch, then with the same
-kernels compiled without their barriers, each of which must be caught. A check that cannot see the race proves nothing,
-so a control that is not caught fails it as well.
+Runs the chain of :mod:`fp4dispatch.trust.race` twice. With our builds no launch may be wrong. With the same kernels
+compiled without barriers (the control), every case must show wrong launches; otherwise the test cannot see the race
+and fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run both and print the counts; 0 where ours has no wrong launch and the control was caught in every case."""
+    """Run both and print the counts; 0 if ours has no wrong launch and the control shows the race in every case."""
     from fp4dispatch.trust.race import run_race
 
     rounds, requests = args.rounds or ROUNDS, args.requests or REQUESTS
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def found(ours: RaceReport, control: RaceReport) -> list[str]:
-    """Return what speaks against the barriers or against the check; empty where the race is there and prevented."""
+    """Return the faults of the barriers or of the test; empty if the control races and our builds do not."""
     faults = [f"{case.name}: not run, use more --requests" for case in ours.cases if not case.launches]
     faults += [
         f"{case.name}: {case.bad_launches} wrong launches although it has its barriers: do not use PDL on this machine "

@@ -1,7 +1,7 @@
-"""Just-in-time and ahead-of-time compiled kernels whose barriers are proved in the binary.
+"""Kernels compiled just in time or ahead of time, with grid barriers proved in the binary.
 
-``build(kernel, variant, target)`` returns a finished kernel with its proof, ``load(kernel, variant, arch)`` one to
-call, ``find(kernel, variant, target)`` one that needs no compiling, or None. Nothing here needs torch.
+``build(kernel, variant, target)`` returns a finished kernel with its proof; ``load(kernel, variant, arch)`` returns one
+that is ready to call; ``find(kernel, variant, target)`` never compiles and may return None. Nothing here needs torch.
 """
 
 from __future__ import annotations

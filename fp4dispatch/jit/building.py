@@ -1,6 +1,6 @@
-"""From sources to finished kernels: what is not in a cache is compiled, proved in its machine code, and published.
+"""Compiles missing kernels, proves their machine code and publishes them in a cache.
 
-What is asked for, and from which caches, is decided in :mod:`fp4dispatch.jit.kernels`.
+:mod:`fp4dispatch.jit.kernels` decides which kernels are needed and which caches are searched.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from fp4dispatch.jit.compiler.limits import limits
 from fp4dispatch.jit.compiler.toolchain import Toolchain, disassembler, locate
 from fp4dispatch.jit.prove import Proof
 from fp4dispatch.jit.store import guard, private
-from fp4dispatch.jit.store.cache import LOG, OWN, PROOF, SYSTEM, Cache, Entry
+from fp4dispatch.jit.store.cache import Cache
 from fp4dispatch.jit.store.digests import Identity, digest, identity, snapshot
+from fp4dispatch.jit.store.entries import LOG, OWN, PROOF, SYSTEM, Entry
 from fp4dispatch.machine import capture
 from fp4dispatch.settings import settings
 
@@ -34,10 +35,10 @@ _compiled: list[tuple[str, float]] = []
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What the sources and headers of a build were before it: ``before`` of those below folders that we name.
+    """State of sources and headers before a build, to detect a change during it.
 
-    Headers of CUDA and of the system lie in folders too large to look through. Of those the time of the last change
-    is compared with that of the start: it cannot be set back, unlike a date.
+    ``before`` covers the folders that we name. The folders of CUDA and the system are too large to scan; for their
+    files the inode's change time (ctime) is compared with the start of the build. It cannot be set back, unlike mtime.
     """
 
     started: float
@@ -49,13 +50,13 @@ class _Inputs:
         return cls(time.time(), snapshot({OWN: catalog.csrc, **named}))
 
     def digests(self, outcome: Outcome, roots: Mapping[str, Path], toolchain: Toolchain) -> dict[tuple[str, str], str]:
-        """Return the hash of every file that a compilation read; CompileError where one is not what it was."""
+        """Return the hash of every file that a compilation read; CompileError if one has changed since the start."""
         found: dict[tuple[str, str], str] = {}
         for root, path in files_read(outcome.folder, toolchain):
             file = roots[root] / path
             now = identity(file)
             before = self.before.get((root, path))
-            late = self.started < now[2] / 1e9 <= time.time()  # a clock that runs ahead is no change
+            late = self.started < now[2] / 1e9 <= time.time()  # a time in the future comes from another clock
             if late if before is None else before != now:
                 raise CompileError(f"{file} changed while {outcome.job.name} was being compiled from it; build again")
             found[root, path] = digest(file)
@@ -72,18 +73,18 @@ class Built:
 
     @property
     def proven(self) -> bool:
-        """Whether the disassembler has seen everything in this very binary that its flags promise."""
+        """Whether the proof of this binary shows everything that its flags promise."""
         return self.proof is not None and not self.proof.faults(self.entry.request)
 
     @property
     def pdl_allowed(self) -> bool:
-        """Whether this very binary may be launched with PDL."""
+        """Whether this binary may be launched with PDL."""
         return self.proof is not None and self.proof.pdl_allowed(self.entry.request)
 
 
 def request(job: Job) -> dict[str, Any]:
     """Return what identifies a build before any file is read: names, flags, promises and package version."""
-    # Left out where it says nothing, so that kernels without it keep their entries.
+    # Absent if empty, so that the keys of other kernels do not depend on it.
     before_wait = {"before_wait": job.kernel.before_wait.to_plain()} if job.kernel.before_wait else {}
     return {
         "package": _package_version(),
@@ -100,19 +101,19 @@ def request(job: Job) -> dict[str, Any]:
 
 
 def builds_done() -> int:
-    """Return how many kernels this process has published, so that what was read from the cache can be kept."""
+    """Return how many kernels this process has published. Callers use it to invalidate what they read from a cache."""
     return len(_compiled)
 
 
 def compiled() -> tuple[tuple[str, float], ...]:
-    """Return name and compile seconds of each kernel that this process has published, in that order."""
+    """Return name and compile time in seconds of each kernel that this process has published, in order."""
     return tuple(_compiled)
 
 
 def find_built(job: Job, catalog: Catalog, searched: Iterable[Cache], toolchain: Toolchain | None) -> Built | None:
-    """Return the first current entry for a job; ``toolchain``: whose headers and versions it must have, if any.
+    """Return the first current entry for a job, or None. With ``toolchain``, its headers and versions must match.
 
-    In a cache that cannot be used there is none, with one warning.
+    A cache that cannot be used is skipped with one warning.
     """
     roots = _roots(catalog, toolchain)
     wanted = request(job)
@@ -125,10 +126,10 @@ def find_built(job: Job, catalog: Catalog, searched: Iterable[Cache], toolchain:
 
 
 def proof_of(entry: Entry, cache: Cache, disassembler_needed: str) -> Proof | None:
-    """Return an entry's proof, made now and stored where there is none by this very prover.
+    """Return an entry's proof. If this version of the prover has made none yet, make and store it.
 
-    None where it cannot be made, for want of a disassembler or because the machine code cannot be read. A proof with
-    faults is stored too: it says once and for all that this library runs without PDL.
+    None if there is no disassembler, or it cannot read the machine code. A proof with faults is stored too: the library
+    then runs without PDL.
     """
     proof = prove.read(entry)
     if proof is not None:
@@ -161,12 +162,12 @@ def build_missing(
         )
     toolchains = [locate(job.record, job.common, needs_cutlass=job.kernel.cutlass) for job in missing]
     for needed in {job.common.minimum["disassembler"] for job in missing}:
-        disassembler(needed)  # without one nothing could be proven, so nothing is compiled
+        disassembler(needed)  # checked first: without it no kernel could be proved
     with cache.locked([job.name for job in missing]):
         todo: list[tuple[int, Job, Toolchain]] = []
         for job, toolchain in zip(missing, toolchains, strict=True):
             index = jobs.index(job)
-            results[index] = find_built(job, catalog, [cache], toolchain)  # another process may have built it meanwhile
+            results[index] = find_built(job, catalog, [cache], toolchain)  # another process may have built it by now
             if results[index] is None:
                 todo.append((index, job, toolchain))
         failures = _compile(todo, results, catalog, cache, pinned=pinned, quiet=quiet) if todo else []
@@ -183,7 +184,7 @@ def _compile(
     pinned: bool,
     quiet: bool,
 ) -> list[Exception]:
-    """Compile all at once, and prove and publish what can be; return what went wrong."""
+    """Compile all jobs, prove and publish each that succeeds; return the errors of the others."""
     inputs = _Inputs.now(catalog, [toolchain for _, _, toolchain in todo])
     failures: list[Exception] = []
     with cache.building() as folder, private.explained(cache.root):
@@ -192,7 +193,7 @@ def _compile(
         failed = [outcome for outcome in outcomes if outcome.errors]
         if failed:
             failures.append(_compile_error(failed, len(outcomes), time.time() - inputs.started, cache))
-        # Most of a proof is spent in the disassembler, a process of its own.
+        # Threads suffice: most of the time is spent in the disassembler, a separate process.
         with ThreadPoolExecutor(limits().cores) as pool:
             proofs = list(pool.map(_proof_or_error, outcomes))
         for (index, _, toolchain), outcome, proof in zip(todo, outcomes, proofs, strict=True):
@@ -235,7 +236,7 @@ def _publish(
 
 
 def _prove(outcome: Outcome, wanted: Mapping[str, Any]) -> Proof:
-    """Prove a fresh library: a broken promise is an error, and so is a machine on which nothing can be proven now."""
+    """Prove a fresh library; raise if it breaks a promise or cannot be disassembled."""
     library = outcome.folder / "kernel.so"
     tools = disassembler(outcome.job.common.minimum["disassembler"])
     proof = prove.prove(library, wanted, tools)

@@ -1,8 +1,8 @@
-"""Builds, finds and loads kernels: the face of :mod:`fp4dispatch.jit`.
+"""Builds, finds and loads kernels: the public functions of :mod:`fp4dispatch.jit`.
 
-A kernel is looked up in the user's cache, then in the folder of finished kernels that a wheel may carry, and compiled
-only where neither has it. What comes back carries its proof; ``pdl_allowed`` is the only thing that lets a caller
-launch with PDL. All of this is host work: never do it while a CUDA graph is being captured.
+A kernel is looked up in the user's cache, then in the folder of finished kernels that a wheel may carry. It is compiled
+only if neither has it. The result carries its proof; a caller may use PDL only if ``pdl_allowed`` is true. All of this
+is host work: never do it while a CUDA graph is being captured.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 CHAIN = ("race_chain", "any")
-"""The two neighbours of a kernel whose launch with PDL is tried."""
+"""Kernel and variant that PDL trials launch before and after the kernel under test."""
 
 _log = logging.getLogger("fp4dispatch")
 _loaded: dict[tuple[object, ...], LoadedKernel] = {}
@@ -63,7 +63,7 @@ class LoadedKernel:
 
 
 def find(kernel: str, variant: str, target: str, *, catalog: Catalog | None = None) -> Built | None:
-    """Return a finished kernel from the user's cache or the installed folder; None where it must be compiled.
+    """Return a finished kernel from the user's cache or the installed folder; None if it must be compiled.
 
     Needs neither nvcc nor ninja nor any header. Parameters as in :func:`build`.
     """
@@ -75,7 +75,7 @@ def find(kernel: str, variant: str, target: str, *, catalog: Catalog | None = No
 def build(
     kernel: str, variant: str, target: str, *, catalog: Catalog | None = None, cache: Cache | None = None
 ) -> Built:
-    """Return a kernel, compiled and proved if it is not finished yet.
+    """Return a kernel; compile and prove it first if it is not in a cache.
 
     Parameters
     ----------
@@ -89,22 +89,22 @@ def build(
     Raises
     ------
     FlagsError, ToolchainError, CompileError, ProofError, CacheError
-        Each with what to do.
+        Each says what to do.
     """
     catalog = catalog or installed()
     return build_all([job(catalog, kernel, variant, target)], catalog, cache=cache)[0]
 
 
 def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = None) -> LoadedKernel:
-    """Return a kernel that runs on ``arch``, ready to be called; compiled first where needed, loaded once a process.
+    """Return a kernel that runs on ``arch``, ready to call. Compiled if needed, loaded once per process.
 
-    Once loaded, asking again costs a dictionary look-up. A finished entry loads without any toolchain. The file that
-    was judged and hashed is the file that is loaded (:mod:`fp4dispatch.jit.store.loading`).
+    A second call costs a dictionary look-up. A finished entry loads without any toolchain. The loaded file is the one
+    that was checked and hashed (:mod:`fp4dispatch.jit.store.loading`).
 
     Raises
     ------
     FlagsError
-        Where the kernel has no target for this arch. Otherwise as :func:`build`.
+        If the kernel has no target for this arch. Other errors as in :func:`build`.
     """
     catalog = catalog or installed()
     known = catalog.kernel(kernel)
@@ -143,7 +143,7 @@ def build_all(
     pinned: bool = False,
     quiet: bool = False,
 ) -> list[Built]:
-    """Build several kernels at once; those that are finished are not touched.
+    """Build several kernels in parallel; finished ones are returned as they are.
 
     Parameters
     ----------
@@ -152,19 +152,19 @@ def build_all(
     catalog
         Where their sources are.
     cache
-        Where to look and publish; by default the user's cache, after which the installed folder is searched too. Where
-        the user's cache cannot be used, kernels are built in a folder of this process, with one warning.
+        Where to look and publish. Default: the user's cache, and the installed folder for look-ups. If the user's cache
+        cannot be used, kernels are built in a temporary folder of this process, with one warning.
     pinned
-        Mark the entries as made ahead of time: they stay current whatever toolchain they meet later.
+        Mark the entries as made ahead of time: they stay current with any toolchain.
     quiet
         Show no progress.
 
     Raises
     ------
     CompileError, ProofError
-        After everything that could be built was published.
+        After all other kernels were published.
     ToolchainError, CacheError
-        Before anything is compiled, or where the ``cache`` that was given cannot be written.
+        Before anything is compiled, or if the given ``cache`` cannot be written.
     """
     wanted = list(jobs)
     searched = [cache] if cache is not None else caches()
@@ -182,9 +182,9 @@ def build_all(
 
 
 def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Catalog | None = None) -> None:
-    """Compile at once what of these (kernel, variant) is not finished, so that no :func:`load` to come compiles alone.
+    """Compile the missing ones of these (kernel, variant) pairs in parallel, before :func:`load` needs them one by one.
 
-    What cannot be built is left to those loads, which say so. Asked again, nothing is looked at again.
+    Build errors are not raised here; :func:`load` raises them. Each pair is looked up once per process.
     """
     catalog = catalog or installed()
     folder = default_folder()
@@ -214,14 +214,14 @@ def _with_chain(names: Iterable[tuple[str, str]], catalog: Catalog) -> list[tupl
 
 
 def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built | None]:
-    """Return which jobs are finished in a cache, without compiling any."""
+    """Return the finished kernel of each job in a cache, or None. Compiles nothing."""
     return [find_built(job, catalog, [cache], _toolchain_or_none(job)) for job in jobs]
 
 
 def caches() -> list[Cache]:
-    """Return the user's cache, the folder of finished kernels that this installation carries, and this process's own.
+    """Return the caches to search: the user's, the kernels bundled with this installation, the temporary one.
 
-    The second and third only where they are there.
+    The last two only if they exist.
     """
     found = [Cache(default_folder())]
     spec = importlib.util.find_spec("fp4dispatch")
@@ -234,13 +234,13 @@ def caches() -> list[Cache]:
 
 
 def job(catalog: Catalog, kernel: str, variant: str, target: str) -> Job:
-    """Return the job for names from the catalog; FlagsError for a name that it does not hold."""
+    """Return the job for names from the catalog; FlagsError for an unknown name."""
     known = catalog.kernel(kernel)
     return Job(known, known.variant(variant), catalog.record(target), catalog.common)
 
 
 def _toolchain_or_none(job: Job) -> Toolchain | None:
-    """The toolchain that could rebuild a kernel. None where there is none, or where compiling is switched off."""
+    """The toolchain that could rebuild a kernel; None if there is none or compiling is switched off."""
     if settings.jit is False:
         return None
     try:
@@ -250,7 +250,7 @@ def _toolchain_or_none(job: Job) -> Toolchain | None:
 
 
 def _buildable(targets: list[str], catalog: Catalog) -> str:
-    """The first target that the nvcc found can build, else the first, whose error then says what is missing."""
+    """The first target that the installed nvcc can build; else the first one, whose error says what is missing."""
     nvcc, _ = libraries.nvcc()
     for target in targets:
         if nvcc is not None and Version(nvcc.version) >= Version(catalog.record(target).min_cuda):

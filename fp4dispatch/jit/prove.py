@@ -1,9 +1,9 @@
-"""Reads a compiled library's machine code and records what is really in it.
+"""Reads the machine code of a compiled library and records what is in it.
 
-Flags say what should be there; only the binary says what is. A proof lists, for every kernel of a library, the barriers
-(``ACQBULK`` waits for the previous grid, ``PREEXIT`` lets the next one start), what stands before the wait and may not
-(:mod:`fp4dispatch.jit.sass`), tensor-core instructions, registers, spills and shared memory. It is bound by hash to the
-library and to the prover: no proof of that very file by this very prover, no PDL launch.
+Flags say what should be there; only the binary shows what is. For every kernel of a library a proof lists the barriers
+(``ACQBULK`` waits for the previous grid, ``PREEXIT`` lets the next one start), forbidden instructions before the wait
+(:mod:`fp4dispatch.jit.sass`), tensor-core instructions, registers, spills and shared memory. A proof is bound by hash
+to the library and to the prover. Without a proof of this file by this prover there is no PDL launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from fp4dispatch.jit.catalog.early_loads import EarlyLoads
 from fp4dispatch.jit.compiler.toolchain import Disassembler
 from fp4dispatch.jit.sass import judge, listing, parameters
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.cache import PROOF, Entry, digest
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import PROOF, Entry
 from fp4dispatch.settings import settings
 
 SCHEMA = 2
@@ -41,9 +42,10 @@ _PROVER = ("jit/prove.py", "jit/catalog/early_loads.py", "strict_toml.py", "jit/
 class KernelProof:
     """One kernel of a library.
 
-    ``wait``, ``signal`` and ``spills`` count instructions; ``mma`` counts tensor-core opcodes; ``unguarded`` is what
-    can run before the wait and may not, with the reason; ``early`` are the declared loads of weights before it, with
-    where their addresses come from; ``registers`` are per thread; ``stack``, ``shared`` (static) and ``local`` bytes.
+    ``wait``, ``signal`` and ``spills`` count instructions; ``mma`` counts tensor-core opcodes. ``unguarded`` lists the
+    forbidden instructions that can run before the wait, with the reason. ``early`` lists the declared loads of weights
+    before it, with the source of their addresses. ``registers`` are per thread; ``stack``, ``shared`` (static) and
+    ``local`` are bytes.
     """
 
     name: str
@@ -60,7 +62,7 @@ class KernelProof:
 
     @property
     def short(self) -> str:
-        """The mangled name, cut for people; CUTLASS's run to thousands of characters."""
+        """The mangled name, at most 80 characters; CUTLASS's have thousands."""
         return self.name if len(self.name) <= 80 else f"{self.name[:77]}..."
 
 
@@ -78,7 +80,7 @@ class Proof:
     kernels: tuple[KernelProof, ...]
 
     def faults(self, request: Mapping[str, Any]) -> list[str]:
-        """Return every promise of a build request that the binary breaks; empty means that it is proven."""
+        """Return every promise of a build request that the binary breaks; empty if the binary is proven."""
         needed = f"sm_{request['target']}"
         found = [] if self.archs == (needed,) else [f"machine code is for {', '.join(self.archs)}, not for {needed}"]
         if not self.kernels:
@@ -92,7 +94,7 @@ class Proof:
         return found
 
     def pdl_allowed(self, request: Mapping[str, Any]) -> bool:
-        """Whether a launch may carry the PDL attribute: asked for, and nothing stands against it."""
+        """Whether a launch may use PDL: the request asks for it, and the binary has no fault."""
         return bool(request["pdl"]) and not self.faults(request)
 
     def to_json(self) -> bytes:
@@ -111,12 +113,12 @@ def _barrier_faults(kernel: KernelProof) -> list[str]:
 
 @functools.cache
 def prover_sha256() -> str:
-    """Return the hash of everything that decides what a proof says: code and allow-list of the prover.
+    """Return the hash of the prover: the code and data that decide what a proof says.
 
     Raises
     ------
     CacheError
-        If a part of the prover is not there.
+        If a part of the prover is missing.
     """
     root = Path(__file__).parents[1]
     state = hashlib.sha256()
@@ -129,12 +131,12 @@ def prover_sha256() -> str:
 
 
 def read(entry: Entry) -> Proof | None:
-    """Return an entry's proof; None where it is absent, malformed, of another library or by another prover.
+    """Return an entry's proof; None if it is absent, malformed, of another library or by another prover.
 
     Raises
     ------
     CacheError
-        Where someone else could have written it.
+        If another user could have written it.
     """
     path = entry.folder / PROOF
     try:
@@ -184,10 +186,9 @@ def prove(library: Path, request: Mapping[str, Any], tools: Disassembler) -> Pro
     Raises
     ------
     ToolchainError
-        Where the disassembler fails, or there is no room for what it writes.
+        If the disassembler fails, or there is no disk space for its output.
     ProofError
-        Where its output cannot be understood. Broken promises are not raised here but returned by
-        :meth:`Proof.faults`.
+        If its output cannot be parsed. Broken promises are not raised here; :meth:`Proof.faults` returns them.
     """
     library = library.resolve()
     resources = _run(tools, tools.cuobjdump, "--dump-resource-usage", str(library))
@@ -206,7 +207,7 @@ def prove(library: Path, request: Mapping[str, Any], tools: Disassembler) -> Pro
 
 
 def _disassembled(library: Path, tools: Disassembler) -> list[tuple[str, dict[str, parameters.Parameters]]]:
-    """Return the listing of each cubin in a library, and where its kernels' arguments lie."""
+    """Return the listing of each cubin in a library, and the argument layout of its kernels."""
     try:
         with tempfile.TemporaryDirectory(prefix="fp4dispatch-") as folder:
             _run(tools, tools.cuobjdump, "--extract-elf", "all", str(library), cwd=folder)
@@ -220,7 +221,7 @@ def _disassembled(library: Path, tools: Disassembler) -> list[tuple[str, dict[st
 
 
 def _holds_code(cubin: Path) -> bool:
-    """A cubin that cannot be read counts: the disassembler then says what is wrong with it."""
+    """Whether a cubin holds code; True if it cannot be read, so that the disassembler reports the fault."""
     try:
         return parameters.holds_code(cubin.read_bytes())
     except ValueError:
@@ -228,7 +229,7 @@ def _holds_code(cubin: Path) -> bool:
 
 
 def _parameters(cubin: Path) -> dict[str, parameters.Parameters]:
-    """Where they cannot be read no address can be traced, and what needs tracing is refused."""
+    """Argument layout by kernel; empty if it cannot be read, so that no address can be traced and early loads fail."""
     try:
         return parameters.parse(cubin.read_bytes())
     except ValueError:

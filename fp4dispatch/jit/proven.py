@@ -1,4 +1,4 @@
-"""Which ops on which archs have finished kernels whose barriers are proven: the fact that the policy asks for."""
+"""Which (op, arch) pairs have finished kernels with proven barriers. The policy asks for this."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.jit.compiler.compile import Job
 from fp4dispatch.jit.prove import Proof
 from fp4dispatch.jit.store import guard
-from fp4dispatch.jit.store.cache import Cache, Entry, stale, verify
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.store.entries import Entry, stale, verify
 
 
 def proven() -> frozenset[tuple[str, str]]:
     """Return ``(op, arch)`` pairs, e.g. ``("nvfp4_gemm", "sm_120")``, of the finished kernels of this installation.
 
-    A pair is there if at least one kernel for it is finished and every finished one is proven; where a target has no
-    grid barriers and hence no PDL (sm_80, sm_89), by the rest of its promises. Read once; a build in this process is
-    seen at the next call, one of another process after :func:`forget`.
+    A pair is listed if at least one of its kernels is finished and every finished one is proven. For a target without
+    grid barriers and PDL (sm_80, sm_89) the other promises must hold. The caches are read once: the next call sees a
+    build of this process; a build of another process is seen after :func:`forget`.
     """
     return _proven(kernels.builds_done())
 
 
 def forget() -> None:
-    """Read the caches anew at the next call."""
+    """Read the caches again at the next call."""
     _proven.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""CUDA graph capture: is one going on, and refuse host work while it is."""
+"""CUDA graph capture: detect it, and refuse host work during it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _query: Callable[[], bool] | None = None
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph; never initialises CUDA; False without torch.
+    """Whether the current CUDA stream is being captured into a graph. Never initialises CUDA; False without torch.
 
-    The guard on ``is_initialized`` keeps a forked or CPU-only process away from the driver: no capture can be going on
-    before CUDA is initialised.
+    The ``is_initialized`` check keeps a forked or CPU-only process away from the driver. Before CUDA is initialised
+    there is no capture.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -23,7 +23,7 @@ def is_capturing() -> bool:
 
 
 def stream_is_capturing() -> bool:
-    """Do what :func:`is_capturing` does in one call, for code that holds a CUDA tensor: CUDA is known to be up."""
+    """Faster :func:`is_capturing` for code that holds a CUDA tensor, where CUDA is known to be initialised."""
     global _query
     if _query is None:
         _query = sys.modules["torch"]._C._cuda_isCurrentStreamCapturing
@@ -31,17 +31,17 @@ def stream_is_capturing() -> bool:
 
 
 def may_log(record: object) -> bool:
-    """Let a log record pass outside a capture alone; a filter of :mod:`logging`. A handler may do anything."""
+    """Filter for :mod:`logging`: drop records during a capture, because a handler may do anything."""
     return not is_capturing()
 
 
 def forbid_in_capture(what: str, fix: str) -> None:
-    """Refuse host work (build, plan, tune, growing a workspace) during capture, where it would break the graph.
+    """Refuse host work (build, plan, tune, growing a workspace) during a capture, because it would break the graph.
 
     Parameters
     ----------
     what
-        What would have to be done now, e.g. ``no plan for M=48: building one``.
+        The work that is needed now, e.g. ``no plan for M=48: building one``.
     fix
         The call to make before capturing, e.g. ``fp4dispatch.warmup(model, tokens=[48])``.
 

@@ -1,4 +1,4 @@
-"""Commands that install what is missing, made of this package's own requirements: they work wherever it came from."""
+"""Pip commands for missing packages, made from this package's own requirements."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FIRST_NVCC_WHEEL = 13
 
 @functools.cache
 def of_extras(*extras: str) -> str:
-    """Return the pip command that installs what some extras of this package name.
+    """Return the pip command that installs the requirements of some extras.
 
-    The extras themselves are not named: pip finds ``fp4dispatch[...]`` only where this package is published.
+    The command lists the requirements, not ``fp4dispatch[...]``, which pip finds only if this package is published.
 
     Raises
     ------
     InputError
-        If an extra is none of this package.
+        If this package has no such extra.
     """
     try:
         found = importlib.metadata.metadata(DISTRIBUTION)
@@ -43,12 +43,12 @@ def of_extras(*extras: str) -> str:
 
 
 def nvcc(cuda: str) -> str:
-    """Return how to get a compiler of a CUDA release, or of a later one.
+    """Return how to install nvcc of a CUDA release or a later one.
 
     Parameters
     ----------
     cuda
-        The lowest release that will do, e.g. ``12.9``, or that of the torch that is there, where that is newer.
+        The lowest release that works, e.g. ``12.9``, or the installed torch's, if that is newer.
     """
     toolkit = f"install a CUDA toolkit {cuda} or later and point CUDA_HOME or FP4DISPATCH_NVCC at it"
     if int(cuda.split(".")[0]) < FIRST_NVCC_WHEEL:

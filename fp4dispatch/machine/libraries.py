@@ -1,8 +1,8 @@
-"""Which libraries are installed, and where, without importing or loading any of them.
+"""Which libraries are installed, and where. None of them is imported or loaded.
 
-Part of the one prober (see :mod:`fp4dispatch.machine.system`). Python packages are read from their metadata, torch's
-CUDA version from the text of ``torch/version.py`` (so it is known even where importing torch fails), and cuDNN from the
-process's memory map where it is loaded already, else from where torch would load it.
+Used by :mod:`fp4dispatch.machine.system`. Package versions come from metadata. torch's CUDA version comes from the text
+of ``torch/version.py``, so it is known even if importing torch fails. cuDNN is the one in the process's memory map,
+else the one that torch would load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SYSTEM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that was found: its version as text and where it was (or would be) loaded from."""
+    """A library: its version as text, and the path it is (or would be) loaded from."""
 
     version: str
     path: str = ""
@@ -38,7 +38,7 @@ class Library:
 def distribution(name: str, package: str) -> Library | None:
     """Return version and folder of an installed distribution, from metadata alone.
 
-    None too where the package's folder has no code to import, as where someone unpacked a wheel's headers only.
+    None if the package's folder has no ``__init__.py``, e.g. because only a wheel's headers were unpacked there.
     """
     try:
         version = importlib.metadata.version(name)
@@ -59,7 +59,7 @@ def package_folder(package: str) -> Path | None:
 
 
 def torch_version() -> tuple[Library | None, str | None]:
-    """Return torch and the CUDA version that it was built for (None for a CPU build), read as text."""
+    """Return torch and the CUDA version it was built for (None for a CPU build), without importing it."""
     folder = package_folder("torch")
     if folder is None:
         return None, None
@@ -69,7 +69,7 @@ def torch_version() -> tuple[Library | None, str | None]:
 
 
 def cudnn(cuda: str | None) -> tuple[Library | None, tuple[str, ...]]:
-    """Return the cuDNN that is loaded in this process, else the one that torch would load, and notes.
+    """Return the cuDNN loaded in this process, else the one that torch would load; and notes for the user.
 
     Parameters
     ----------
@@ -119,11 +119,11 @@ def cutlass() -> Library | None:
 
 
 def nvcc() -> tuple[Library | None, tuple[str, ...]]:
-    """Return the nvcc that builds would use, and notes.
+    """Return the nvcc that builds would use, and notes for the user.
 
-    Looked for in ``FP4DISPATCH_NVCC``, ``CUDA_HOME``, ``PATH`` and the pip wheels, in this order. A place that was
-    named by a variable but holds no nvcc is a note and no nvcc, never the next place. The version is the compiler's own
-    answer: an nvcc other than the one expected is how flashinfer#2577 came to build for no arch at all.
+    Search order: ``FP4DISPATCH_NVCC``, ``CUDA_HOME``, ``PATH``, pip wheels. If a variable names a place without nvcc,
+    the result is a note and no nvcc; the search does not go on. The version is the compiler's own answer, because a
+    wrong guess builds for the wrong arch (flashinfer#2577).
     """
     for name, path in (
         ("FP4DISPATCH_NVCC", settings.nvcc),

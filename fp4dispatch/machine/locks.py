@@ -1,9 +1,8 @@
-"""A lock that a forked child finds open.
+"""A lock that is released in a forked child.
 
-``fork`` copies a lock as it is, and not the thread that holds it: a child (a worker of a DataLoader, say) that is made
-while a decision is being made would wait for that thread for ever. What our locks guard are caches, which change by
-single assignments: a child goes on with what its parent had, and makes the rest anew. Every lock of this package is
-one of these.
+``fork`` copies a locked lock but not the thread that holds it, so a child (e.g. a DataLoader worker) would wait
+forever. Our locks guard caches that change by single assignments, so a child can safely continue with the parent's
+content. Every lock of this package is one of these.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ForkSafeLock:
         self._lock.release()
 
     def _renew(self) -> None:
-        """Make the lock anew in a child, held as often as the thread that forked held it."""
+        """Replace the lock in a child; the forking thread keeps its recursion depth."""
         self._lock = threading.RLock()
         if self._owner != threading.get_ident():
             self._owner = self._depth = 0

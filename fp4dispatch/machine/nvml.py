@@ -1,13 +1,14 @@
-"""Which GPUs this process will see, asked from NVML: no CUDA context, no process, no file.
+"""The GPUs that this process will see, from NVML. Creates no CUDA context, process or file.
 
-Part of the one prober (see :mod:`fp4dispatch.machine.system`). NVML numbers all GPUs of the machine in PCI bus order
-and knows nothing of ``CUDA_VISIBLE_DEVICES``; :func:`select` applies it to NVML's list as the driver would.
+Used by :mod:`fp4dispatch.machine.system`. NVML lists all GPUs of the machine in PCI bus order and ignores
+``CUDA_VISIBLE_DEVICES``; :func:`select` applies that variable as the driver does.
 
 Sources: the CUDA guide on environment variables
 (https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/environment-variables.html), the MIG guide on device
-enumeration (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/). What the guides leave open (duplicates,
-overflow, stray characters, wrong orders) is what driver 580.159.04 answered on an H200, kept in
-tests/unit/test_system_visible.py and asked again by tests/gpu/test_system_gpu.py. MIG was not run on hardware.
+enumeration (https://docs.nvidia.com/datacenter/tesla/mig-user-guide/). For cases that the guides leave open
+(duplicates, overflow, stray characters, wrong orders) the code does what driver 580.159.04 did on an H200:
+tests/unit/test_system_visible.py holds these answers, tests/gpu/test_system_gpu.py checks them again. MIG has not been
+tested on hardware.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Board:
 
 @dataclass(frozen=True)
 class Found:
-    """What NVML told: visible GPUs, driver version, newest CUDA version the driver runs, and notes for people."""
+    """NVML's answer: visible GPUs, driver version, newest CUDA version that the driver runs, notes for the user."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -69,7 +70,7 @@ class Found:
 
 
 def probe() -> Found:
-    """Ask NVML for the GPUs visible to this process. Never raises: what is missing is said in ``notes``."""
+    """Ask NVML for the GPUs visible to this process. Never raises; ``notes`` say what is missing."""
     try:
         import pynvml
     except ImportError as error:
@@ -110,7 +111,7 @@ def select(boards: Iterable[Board], visible: str | None, order: str) -> tuple[tu
     Returns
     -------
     gpus, notes
-        GPUs as CUDA will number them, and what a person should know about that list.
+        GPUs as CUDA will number them, and notes for the user.
     """
     ordered, notes = _in_cuda_order(tuple(boards), order)
     picks: list[_Pick] = [(board, None) for board in ordered]
@@ -133,7 +134,7 @@ _Pick = tuple[Board, "MigDevice | None"]
 
 
 def _in_cuda_order(boards: tuple[Board, ...], order: str) -> tuple[list[Board], list[str]]:
-    """Sort as CUDA would. FASTEST_FIRST is NVIDIA's private heuristic: only equal GPUs make its result certain."""
+    """Sort as CUDA does. FASTEST_FIRST is undocumented; its result is certain only if all GPUs are equal."""
     if order not in ("FASTEST_FIRST", "PCI_BUS_ID"):
         return [], [f"CUDA_DEVICE_ORDER={order!r} is neither FASTEST_FIRST nor PCI_BUS_ID, so CUDA shows no GPU at all"]
     if order == "PCI_BUS_ID" or len({(b.name, b.arch) for b in boards}) <= 1:
@@ -146,7 +147,7 @@ def _in_cuda_order(boards: tuple[Board, ...], order: str) -> tuple[list[Board], 
 
 
 def _listed(boards: list[Board], visible: str) -> tuple[list[_Pick], str]:
-    """Read the list: the first entry that names no device ends it, a device named twice empties it."""
+    """Parse the list. The first entry that names no device ends it; a device named twice makes it empty."""
     by_uuid = visible.startswith(("GPU-", "MIG-"))  # the first entry decides whether ordinals or UUIDs are understood
     picks: list[_Pick] = []
     for word in visible.split(","):
@@ -189,9 +190,9 @@ def _by_uuid(boards: list[Board], word: str) -> list[_Pick]:
 
 
 def _hex_digits(text: str) -> str:
-    """Hexadecimal digits of a UUID or of its beginning, without dashes; empty where it is none.
+    """Hexadecimal digits of a UUID or UUID prefix, without dashes; empty if it is not one.
 
-    The driver ignores case, dashes, and whatever follows a complete UUID, but no stray character in an incomplete one.
+    The driver ignores case, dashes and anything after a complete UUID. It rejects stray characters in a prefix.
     """
     digits = ""
     for character in text.lower():
@@ -223,7 +224,7 @@ def _expand_mig(picks: list[_Pick]) -> tuple[list[_Pick], list[str]]:
 
 
 def _boards(nvml: Any) -> tuple[list[Board], list[str]]:
-    """Read every GPU that NVML can open; one that is lost or not permitted is a note."""
+    """Read every GPU that NVML can open; a GPU that cannot be opened becomes a note."""
     boards, notes = [], []
     for i in range(_try(nvml.nvmlDeviceGetCount) or 0):
         try:
@@ -276,7 +277,7 @@ def _memory(nvml: Any, handle: Any) -> int:
 
 
 def _try(function: Any, *args: Any) -> Any:
-    """Call NVML; None where this driver or GPU does not answer."""
+    """Call NVML; None if this driver or GPU does not support the call."""
     try:
         return function(*args)
     except Exception:

@@ -24,7 +24,7 @@ class Progress:
     unit
         What is counted, as a word for the lines, e.g. ``files``; ``bytes`` are shown as sizes.
     announce
-        Whether the title is printed at once where there is no bar: for work that takes minutes.
+        Without a terminal, print the title at once. For work that takes minutes.
     quiet
         Show nothing, e.g. with ``--json``.
     """
@@ -57,16 +57,16 @@ class Progress:
             self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Say what is being done now."""
+        """Show the current step."""
         self.text = text
         self._show()
 
     def step(self, count: int = 1) -> None:
-        """Count what has been finished since the last call."""
+        """Add finished units."""
         self.update(self.done + count)
 
     def update(self, done: int, total: int | None = None, note: str | None = None) -> None:
-        """Say how much is finished in all; may be called as often as one likes."""
+        """Set the number of finished units. Cheap enough for every step."""
         self.done = done
         self.total = self.total if total is None else total
         self.text = self.text if note is None else note

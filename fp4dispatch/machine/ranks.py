@@ -1,11 +1,11 @@
-"""Values shared among the ranks of a job, so that one that is gone, stuck or of another version is named.
+"""Exchange of values among the ranks of a job. An error names the rank that is dead, stuck or of another version.
 
-A collective of gloo or NCCL that misses a rank waits for half an hour, raises a text that names nobody, or ends the
-process. So values go through the store of ``torch.distributed``, which every rank reads by itself. Each rank shows in
-it every few seconds that it lives. The ranks of one job trust each other, as they do in ``torch.distributed``.
+If a rank is missing, a gloo or NCCL collective waits for half an hour, raises an error that names no rank, or ends the
+process. So values go through the store of ``torch.distributed``, which every rank reads by itself. Each rank writes a
+heartbeat to it every few seconds. The ranks of one job trust each other, as in ``torch.distributed``.
 
-A conversation begins with the first value that is shared: the first rank of the group opens it under a number of its
-own, and all say which version they run. So ranks that once missed each other meet again in the next one.
+A session starts with the first shared value: rank 0 of the group opens it under a unique key, and all ranks compare
+their versions. Ranks that missed each other in one session can meet in the next.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import torch
 from fp4dispatch.errors import RankError
 
 PROTOCOL = 1
-"""Changes with what ranks tell each other."""
+"""Version of the messages between ranks."""
 
 DEAD_AFTER = 120.0
-"""Seconds without a sign of life after which a rank counts as dead."""
+"""Seconds without a heartbeat after which a rank counts as dead."""
 
 LATE_AFTER = 1800.0
-"""Seconds that a rank may come later than this one: it may still load its weights, or compile."""
+"""Seconds to wait for a rank that is alive: it may still load weights, or compile."""
 
 BEAT_EVERY = 5.0
-TELL_AFTER = 60.0
+WARN_AFTER = 60.0
 
 _log = logging.getLogger("fp4dispatch")
 _T = TypeVar("_T")
@@ -45,34 +45,34 @@ Group = Any
 
 
 class Ranks:
-    """The ranks that have to agree; without ``torch.distributed``, or with ``alone``, just this one."""
+    """The ranks that must agree; only this one without ``torch.distributed`` or with ``alone``."""
 
     def __init__(self, group: Group = None, *, alone: bool = False) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.group = group
         self.size = torch.distributed.get_world_size(group) if distributed and not alone else 1
         self.rank = torch.distributed.get_rank(group) if self.size > 1 else 0
-        self._conversation: _Conversation | None = None
+        self._session: _Session | None = None
 
     def gather(self, value: _T) -> list[_T]:
-        """Return what every rank has handed in, by rank. A collective call.
+        """Return the values of all ranks, in rank order. A collective call.
 
         Raises
         ------
         RankError
-            A rank is gone: it shows no sign of life any more for ``DEAD_AFTER`` seconds, or has left. It does not come
-            within ``LATE_AFTER`` seconds. Or it runs another version of this package.
+            If a rank has left, has sent no heartbeat for ``DEAD_AFTER`` seconds, does not take part within
+            ``LATE_AFTER`` seconds, or runs another version of this package.
         """
         if self.size == 1:
             return [value]
-        if self._conversation is None:
-            self._conversation = _Conversation(self.group, self.rank, self.size)
-            weakref.finalize(self, self._conversation.leave, "it has gone on without the others")
-            _shake_hands(self._conversation)
-        return [pickle.loads(raw) for raw in self._conversation.share(pickle.dumps(value))]
+        if self._session is None:
+            self._session = _Session(self.group, self.rank, self.size)
+            weakref.finalize(self, self._session.leave, "it has gone on without the others")
+            _check_versions(self._session)
+        return [pickle.loads(raw) for raw in self._session.share(pickle.dumps(value))]
 
     def attempt(self, what: str, work: Callable[[], _T]) -> _T:
-        """Do something on every rank and go on only where all have done it. A collective call.
+        """Run ``work`` on every rank; return only if it succeeded on all. A collective call.
 
         Raises
         ------
@@ -86,7 +86,7 @@ class Ranks:
         error: Exception | None = None
         try:
             result = work()
-        except Exception as raised:  # whatever it is, the others must not wait for this rank
+        except Exception as raised:  # any error: the other ranks must not wait for this one
             error = raised
         failed = [
             (rank, text)
@@ -101,24 +101,24 @@ class Ranks:
         return result
 
 
-class _Conversation:
-    """Values shared step by step, under keys of its own in the store."""
+class _Session:
+    """One series of exchanges, under its own keys in the store."""
 
-    _joined: set[str] = set()  # noqa: RUF012 - of the process: an old one is never entered again
+    _joined: set[str] = set()  # noqa: RUF012 - per process: never join an old session again
 
     def __init__(self, group: Group, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._step = 0
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._store = _store()
         members = ",".join(map(str, torch.distributed.get_process_group_ranks(group)))
-        self._room = f"fp4dispatch/{hashlib.sha256(members.encode()).hexdigest()[:16]}"
+        self._base = f"fp4dispatch/{hashlib.sha256(members.encode()).hexdigest()[:16]}"
         self._prefix = self._open() if rank == 0 else self._join()
         self._joined.add(self._prefix)
         threading.Thread(target=self._beat, name="fp4dispatch-beat", daemon=True).start()
 
     def share(self, mine: bytes) -> list[bytes]:
-        """Return the values of all ranks, when they are there."""
+        """Wait for the values of all ranks and return them."""
         self._step += 1
         try:
             self._set(f"{self._step}/{self.rank}", mine)
@@ -129,32 +129,32 @@ class _Conversation:
                 self._store.delete_key(f"{self._prefix}/{self._step - 1}/{self.rank}")
         except RuntimeError as error:  # torch's DistError and DistNetworkError among them
             if not isinstance(error, RankError):
-                self._lost(error)
+                self._store_lost(error)
             self.leave(f"it has stopped: {error}")
             raise
         return values
 
     def leave(self, why: str) -> None:
-        """Tell the others not to wait for this rank any more."""
-        if not self._over.is_set():
-            self._over.set()
+        """Tell the other ranks not to wait for this one."""
+        if not self._closed.is_set():
+            self._closed.set()
             try:
                 self._set(f"left/{self.rank}", why.encode())
             except Exception as error:  # at the end of a process the store may be gone already
                 _log.debug("leaving: %s", error)
 
     def _open(self) -> str:
-        prefix = f"{self._room}/{uuid.uuid4().hex}"
+        prefix = f"{self._base}/{uuid.uuid4().hex}"
         try:
-            self._store.set(f"{self._room}/current", prefix)
+            self._store.set(f"{self._base}/current", prefix)
         except RuntimeError as error:
-            self._lost(error)
+            self._store_lost(error)
         return prefix
 
     def _join(self) -> str:
-        """Enter the conversation that the first rank has opened last, and has not left."""
+        """Join the newest session of rank 0 that rank 0 has not left."""
         deadline = time.monotonic() + LATE_AFTER
-        current = f"{self._room}/current"
+        current = f"{self._base}/current"
         while time.monotonic() < deadline:
             try:
                 if self._store.check([current]):
@@ -162,35 +162,35 @@ class _Conversation:
                     if prefix not in self._joined and not self._store.check([f"{prefix}/left/0"]):
                         return prefix
             except RuntimeError as error:
-                self._lost(error)
+                self._store_lost(error)
             time.sleep(min(0.02, BEAT_EVERY))
         raise RankError(f"rank 0 has not begun within {LATE_AFTER:.0f} s: it hangs, or never called this")
 
     def _wait(self, keys: list[str]) -> None:
         start = time.monotonic()
-        missing = dict.fromkeys(range(self.size), (b"", start))  # the last sign of life, and when it came
-        told, pause = False, 0.001
+        missing = dict.fromkeys(range(self.size), (b"", start))  # last heartbeat, and when it came
+        warned, pause = False, 0.001
         while True:
             missing = {rank: seen for rank, seen in missing.items() if not self._store.check([keys[rank]])}
             if not missing:
                 return
             now = time.monotonic()
             for rank, (beat, since) in missing.items():
-                missing[rank] = self._look_at(rank, keys[rank], (beat, since), now)
+                missing[rank] = self._heartbeat_of(rank, keys[rank], (beat, since), now)
             listed = ", ".join(map(str, missing))
             if now - start > LATE_AFTER:
                 raise RankError(
                     f"rank {listed} has not come within {LATE_AFTER:.0f} s: it hangs elsewhere, has ended before it "
                     "began, or never calls this"
                 )
-            if now - start > TELL_AFTER and not told:
-                told = True
+            if now - start > WARN_AFTER and not warned:
+                warned = True
                 _log.warning("waiting for rank %s, which works on", listed)
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def _look_at(self, rank: int, key: str, seen: tuple[bytes, float], now: float) -> tuple[bytes, float]:
-        """Return a missing rank's last sign of life and when it came; raise if it is gone."""
+    def _heartbeat_of(self, rank: int, key: str, seen: tuple[bytes, float], now: float) -> tuple[bytes, float]:
+        """Return a missing rank's last heartbeat and when it came; raise if the rank is dead."""
         left, alive = f"{self._prefix}/left/{rank}", f"{self._prefix}/beat/{rank}"
         if self._store.check([left]) and not self._store.check([key]):  # it may have come and gone just now
             raise RankError(f"rank {rank} is gone: {bytes(self._store.get(left)).decode(errors='replace')}")
@@ -206,19 +206,19 @@ class _Conversation:
 
     def _beat(self) -> None:
         count = 0
-        while not self._over.is_set():
+        while not self._closed.is_set():
             try:
                 self._set(f"beat/{self.rank}", str(count).encode())
-            except Exception as error:  # the one that waits will say so
-                _log.debug("no sign of life could be given: %s", error)
+            except Exception as error:  # the waiting rank will report it
+                _log.debug("no heartbeat could be written: %s", error)
                 return
             count += 1
-            self._over.wait(BEAT_EVERY)
+            self._closed.wait(BEAT_EVERY)
 
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(f"{self._prefix}/{key}", value)
 
-    def _lost(self, error: Exception) -> NoReturn:
+    def _store_lost(self, error: Exception) -> NoReturn:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RankError(
             f"the store of the ranks cannot be reached: rank 0, whose process holds it, or the launcher has ended "
@@ -227,21 +227,21 @@ class _Conversation:
 
 
 def _store() -> Any:
-    """Return the store that the ranks met in."""
+    """Return the default store of ``torch.distributed``."""
     store = torch.distributed.distributed_c10d._get_default_store()
     if store is None:
         raise RankError("torch.distributed has no store here (MPI): pass agree=False, or start with another backend")
     return store
 
 
-def _shake_hands(conversation: _Conversation) -> None:
-    """Refuse to go on with a rank that runs another version: what it means by a value is not known."""
+def _check_versions(session: _Session) -> None:
+    """Raise RankError if a rank runs another version, whose values could mean something else."""
     from fp4dispatch import __version__
 
     mine = {"protocol": PROTOCOL, "version": __version__}
-    everyone = [raw.decode(errors="replace") for raw in conversation.share(json.dumps(mine).encode())]
+    everyone = [raw.decode(errors="replace") for raw in session.share(json.dumps(mine).encode())]
     if len(set(everyone)) > 1:
         listed = "\n".join(f"  rank {rank}: {text[:200]}" for rank, text in enumerate(everyone))
         text = f"the ranks run different versions of fp4dispatch, expected one: install the same everywhere\n{listed}"
-        conversation.leave(text)
+        session.leave(text)
         raise RankError(text)

@@ -1,8 +1,8 @@
-"""Facts about the machine, collected once and frozen. The only prober; everything else takes a :class:`System`.
+"""Facts about the machine, collected once and frozen in a :class:`System`, which all other code takes.
 
 GPUs come from NVML (:mod:`fp4dispatch.machine.nvml`), versions from metadata and text
-(:mod:`fp4dispatch.machine.libraries`). Nothing here imports torch, creates a CUDA context or writes a file; the one
-process ever started is ``nvcc --version``, by :func:`current`, never at import.
+(:mod:`fp4dispatch.machine.libraries`). Nothing here imports torch, creates a CUDA context or writes a file. The only
+process started is ``nvcc --version``, by :func:`current`, never at import.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _VERSION = re.compile(r"\d+(\.\d+)*([.+-]?[0-9A-Za-z]+)*")
 
 @dataclass(frozen=True)
 class System:
-    """Frozen facts that decisions are made from. A fact that is not known is None, never a guess.
+    """The facts that decisions use. An unknown fact is None, never a guess.
 
     ``cuda`` is the CUDA version of torch (None for a CPU build), ``driver_cuda`` the newest one that the driver runs.
-    ``proven`` holds ``(kernel op, arch)`` pairs such as ``("nvfp4_gemm", "sm_120")`` whose built kernels
-    have proven barriers. ``quarantined`` holds triples that :mod:`fp4dispatch.trust.selfcheck` found to give wrong
-    numbers. ``fp8_copy`` is what the user allows of the memory: a second copy of NVFP4 weights, in FP8.
+    ``proven`` holds ``(kernel op, arch)`` pairs such as ``("nvfp4_gemm", "sm_120")`` whose built kernels have proven
+    barriers. ``quarantined`` holds triples that :mod:`fp4dispatch.trust.selfcheck` found to give wrong results.
+    ``fp8_copy``: the user allows a second copy of NVFP4 weights, in FP8.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -101,7 +101,7 @@ class System:
         data["proven"] = sorted(map(list, self.proven))
         data["quarantined"] = sorted(map(list, self.quarantined))
         data["notes"] = list(self.notes)
-        del data["fp8_copy"]  # a setting, and no fact of the machine
+        del data["fp8_copy"]  # a setting, not a fact of the machine
         return data
 
     @classmethod
@@ -125,7 +125,7 @@ class System:
         notes: Iterable[str] = (),
         fp8_copy: bool = False,
     ) -> System:
-        """Make the facts of a machine that is not here: what is not named is not there.
+        """Make the facts of another machine. What is not given does not exist on it.
 
         Parameters
         ----------
@@ -134,7 +134,7 @@ class System:
         gpus
             How many GPUs of that arch (1 by default), or the arch of each one.
         driver, driver_cuda, cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc
-            Versions, e.g. ``"9.10.2"``; of a library also ``""``: there, in a version that is not stated.
+            Versions, e.g. ``"9.10.2"``; ``""`` for a library: installed, version unknown.
         cudnn_path
             Where cuDNN is loaded from.
         proven, quarantined, notes, fp8_copy
@@ -145,7 +145,7 @@ class System:
         InputError
             If a version is not a version or an arch is not an arch.
         TypeError
-            For a name that is no fact of a machine.
+            For an unknown keyword.
         """
 
         def library(name: str, version: str | None, path: str = "") -> Library | None:
@@ -203,7 +203,7 @@ _quarantined: Callable[[], Quarantined] = frozenset
 
 
 def detected() -> nvml.Found:
-    """Return what NVML said about this process, asked once (``import fp4dispatch`` does)."""
+    """Return NVML's answer for this process; asked once, by ``import fp4dispatch``."""
     global _detected
     if _detected is None:
         with _lock:
@@ -213,10 +213,10 @@ def detected() -> nvml.Found:
 
 
 def current() -> System:
-    """Return the facts of this machine; probed once, thread-safe, then cheap.
+    """Return the facts of this machine. Probed once, then cheap; thread-safe.
 
-    Probed once more after CUDA has been initialised: then the driver's own list of GPUs replaces the one derived from
-    NVML, and the cuDNN that is really loaded the one that was expected.
+    Probed a second time after CUDA is initialised: the driver's own list of GPUs then replaces the one derived from
+    NVML, and the cuDNN that is loaded replaces the one that was expected.
     """
     global _latest
     cuda_up = _cuda_initialised()
@@ -239,9 +239,9 @@ def current() -> System:
 def provide(
     *, proven: Callable[[], Proven] | None = None, quarantined: Callable[[], Quarantined] | None = None
 ) -> None:
-    """Register who knows which kernels are proven and which backends are in quarantine; asked at each :func:`current`.
+    """Register the functions that return proven kernels and quarantined backends; called at each :func:`current`.
 
-    A hook, because those facts live in the kernel cache and the self-check, which import this module.
+    A hook, because these facts come from the kernel cache and the self-check, which import this module.
     """
     global _proven, _quarantined
     _proven = proven or _proven
@@ -249,7 +249,7 @@ def provide(
 
 
 def refresh() -> None:
-    """Forget what was probed; the next :func:`current` looks again."""
+    """Forget all facts; the next :func:`current` probes again."""
     global _detected, _latest
     with _lock:
         _detected, _latest = None, None
@@ -282,7 +282,7 @@ def _probe(found: nvml.Found, cuda_up: bool) -> System:
 
 
 def _confirmed(expected: tuple[Gpu, ...]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """Return CUDA's own list of GPUs, and a note where NVML had led us to expect another."""
+    """Return CUDA's own list of GPUs, and a note if NVML's list differs."""
     cuda = sys.modules["torch"].cuda
     gpus = []
     for i in range(cuda.device_count()):

@@ -14,8 +14,8 @@ import pytest
 
 import fp4dispatch
 from fp4dispatch import cli
-from fp4dispatch.cli import doctor, doctor_checks
-from fp4dispatch.cli.doctor_checks import CHECKS, Check, Child, Facts, Kept
+from fp4dispatch.cli import doctor
+from fp4dispatch.cli.checks import CHECKS, Check, Child, Facts, Kept, gpus, state
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine.system import System
 from fp4dispatch.settings import SETTINGS
@@ -125,7 +125,7 @@ def test_one_fault_is_one_finding_with_a_fix(
 def test_every_check_is_exercised_by_a_fault() -> None:
     """Each check but the driver-independent listing has a case above or below that makes it complain."""
     names = {name.split()[0] for name, *_ in CASES} | {"flashinfer", "cache"}
-    checks = {check.__name__.removeprefix("_check_").split("_")[0] for check in CHECKS}
+    checks = {check.__name__.removeprefix("check_").split("_")[0] for check in CHECKS}
     assert {"plug-ins": "plugins", "nvidia-ml-py": "nvml"}.keys() <= names
     renamed = {
         {"plug-ins": "plugins", "nvidia-ml-py": "nvml", "self-check": "selfcheck"}.get(name, name) for name in names
@@ -290,7 +290,7 @@ class TestCache:
         assert self.check(examine, tmp_path / "cache").status == "fail"
 
     def test_read_only(self, examine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(doctor_checks.os, "access", lambda *args: False)
+        monkeypatch.setattr(state.os, "access", lambda *args: False)
         check = self.check(examine, tmp_path)
         assert check.status == "warn"
         assert "read-only" in check.text
@@ -317,14 +317,14 @@ class TestCache:
 def test_which_code_runs_where(built: str, gpu: str, runs: bool) -> None:
     arch = System.fake(arch=gpu).arch
     assert arch is not None
-    assert doctor_checks._runs_on(built, arch) is runs
+    assert gpus.runs_on(built, arch) is runs
 
 
 def test_a_check_that_breaks_stops_no_other(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def _check_broken(facts: Facts) -> list[Check]:
+    def check_broken(facts: Facts) -> list[Check]:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(doctor, "CHECKS", (_check_broken, *CHECKS))
+    monkeypatch.setattr(doctor, "CHECKS", (check_broken, *CHECKS))
     checks = examine()
     assert checks[0] == Check("broken", "fail", "the check itself failed: ZeroDivisionError: oops", checks[0].fix)
     assert len(checks) > len(CHECKS)

@@ -23,6 +23,7 @@ from fp4dispatch.jit.catalog.manifest import Catalog
 from fp4dispatch.jit.store import cache as cache_module
 from fp4dispatch.jit.store import evict, guard, loading, private
 from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.store.entries import damage
 from tests.jit_cases import BUILD_ONE, JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, start_build, tiny_sources
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make files of another user or mount a tmpfs")
@@ -464,7 +465,7 @@ def test_a_publication_that_is_killed_is_whole_or_absent(
     assert (found is not None) == (count == 6), "only the sync of the parent comes after the rename"
     after = build(catalog)
     assert after.cached == (found is not None)
-    assert cache_module.damage(after.entry) == ""
+    assert damage(after.entry) == ""
     build(catalog, variant="two")
     assert leftovers(cache) == []
 

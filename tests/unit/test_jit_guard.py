@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fp4dispatch
-from fp4dispatch.cli import doctor_checks
+from fp4dispatch.cli import checks
 from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.errors import CacheError, CompileError
 from fp4dispatch.jit import kernels, proven
@@ -182,9 +182,9 @@ def without_rights() -> None:
 ALONE = """
 import pwd, sys
 from pathlib import Path
-from fp4dispatch.cli import doctor_checks
-from fp4dispatch.jit.store import cache, guard
+from fp4dispatch.cli import checks
 from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.jit.store import cache, guard
 from tests.unit import test_jit_guard as cases
 def nobody(_):
     raise KeyError("no such user")
@@ -399,10 +399,10 @@ def test_nothing_is_said_twice_or_during_a_capture(
 # ---- doctor ----
 
 
-def cache_line(folder: Path) -> doctor_checks.Check:
+def cache_line(folder: Path) -> checks.Check:
     """Return what ``doctor`` says about a cache folder."""
-    facts = doctor_checks.Facts(System.fake(None), doctor_checks.Child(), (3, 11, 7), (), folder, frozenset())
-    (check,) = doctor_checks._check_cache(facts)
+    facts = checks.Facts(System.fake(None), checks.Child(), (3, 11, 7), (), folder, frozenset())
+    (check,) = checks.state.check_cache(facts)
     return check
 
 

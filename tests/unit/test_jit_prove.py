@@ -13,7 +13,7 @@ from fp4dispatch.errors import ProofError, ToolchainError
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.compiler.toolchain import Disassembler
 from fp4dispatch.jit.prove import KernelProof, Proof
-from fp4dispatch.jit.store.cache import Entry
+from fp4dispatch.jit.store.entries import Entry
 
 GOOD = KernelProof(
     name="_Z4gemm",

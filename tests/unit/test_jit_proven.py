@@ -10,7 +10,9 @@ from fp4dispatch.dispatch import choose
 from fp4dispatch.jit import building, kernels, proven
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.prove import KernelProof, Proof, prover_sha256
-from fp4dispatch.jit.store.cache import OWN, PROOF, Cache, digest
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import OWN, PROOF
 from fp4dispatch.machine import system
 
 SM120 = {("nvfp4_gemm", "sm_120"), ("nvfp4_gemm", "sm_121")}

@@ -18,7 +18,9 @@ from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import Catalog
 from fp4dispatch.jit.store import cache as cache_module
 from fp4dispatch.jit.store import digests, evict, loading, private
-from fp4dispatch.jit.store.cache import LIBRARY, MARKER, Cache, Entry, digest
+from fp4dispatch.jit.store.cache import MARKER, Cache
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import LIBRARY, Entry
 from tests.jit_cases import JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, tiny_sources
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make files of another user")
@@ -384,7 +386,8 @@ LOAD = """
 import sys
 from pathlib import Path
 from fp4dispatch.jit.store import loading
-from fp4dispatch.jit.store.cache import Entry, digest
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import Entry
 folder = Path(sys.argv[1])
 module = loading.module(Entry(folder, {}, {}, {}, digest(folder / "kernel.so"), pinned=False))
 print("loaded", flush=True)

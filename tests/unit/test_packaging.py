@@ -19,7 +19,9 @@ import pytest
 from fp4dispatch.jit import kernels, proven
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.prove import KernelProof, Proof, prover_sha256
-from fp4dispatch.jit.store.cache import OWN, PROOF, Cache, digest
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import OWN, PROOF
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository, whose files git lists")

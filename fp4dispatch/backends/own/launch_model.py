@@ -2,7 +2,7 @@
 
 The compiled kernel chooses its launch shape by that file. Which build to compile and load has to be known before, so
 the model stands here as well; ``tests/compile/test_kernels_w4_large.py`` holds one to the other. Clocks and shapes are
-an H200's, fitted to the sweep of bench/NOTES.md ("many tokens").
+an H200's, fitted to the sweep of bench/notes/many-tokens.md.
 """
 
 from __future__ import annotations

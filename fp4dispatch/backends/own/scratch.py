@@ -22,7 +22,7 @@ from fp4dispatch.machine import capture
 
 ARENA_BYTES = 4 << 20
 """512 tokens of 4096 elements in 16 bits. More keep a GPU busy for longer than the allocator takes: 7.6 us for two
-tensors on the host of an H200, where a whole call took 15 (bench/NOTES.md, "Host cost")."""
+tensors on the host of an H200, where a whole call took 15 (bench/notes/host-cost.md)."""
 _ALIGNMENT = 512  # as torch's allocator
 
 _arenas: dict[tuple[int, int, int], Tensor] = {}

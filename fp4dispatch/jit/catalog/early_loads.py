@@ -1,4 +1,4 @@
-"""What a kernel declares to load before it waits for the previous grid: ``before_wait`` of ``csrc/kernels.toml``."""
+"""Loads that a kernel may do before it waits for the previous grid: ``before_wait`` in ``csrc/kernels.toml``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fp4dispatch.errors import FlagsError
 
 MAP_BYTES, POINTER_BYTES = 128, 8
 ACCESSES = {"UBLKCP": POINTER_BYTES, "UTMALDG": MAP_BYTES}
-"""What may be declared, with the bytes of what says where: bulk copies from a pointer, TMA loads by a tensor map."""
+"""Opcodes that may be declared, with the size of their address operand in bytes: bulk copies read from a pointer, TMA
+loads by a tensor map."""
 Bytes = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class EarlyLoads:
-    """Loads of weights, which no kernel writes, from global to shared memory.
+    """Loads of weights from global to shared memory. No kernel writes weights.
 
-    ``access`` is the opcode. ``weights``: first byte and the one after the last of the pointer or tensor map in the
-    kernel's first argument; ``numbers``: of the sizes and strides there that may be added to the pointer.
+    ``access`` is the opcode. ``weights`` is the byte range ``[first, end)`` of the pointer or tensor map in the
+    kernel's first argument. ``numbers`` is the range of the sizes and strides there that may be added to the pointer.
     """
 
     access: str

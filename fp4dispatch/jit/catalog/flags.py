@@ -1,8 +1,8 @@
 """Compile targets as data: ``jit_flags/*.toml``, loaded strictly.
 
-The suffix of a target and the define that makes CUTLASS emit its barriers only work together, so they live in one
-record, and a record that contradicts itself cannot be loaded: a plain target that claims GDC, or the define of another
-family, would compile without a word and race on the GPU (flashinfer#2708, #2913).
+The suffix of a target and the define that makes CUTLASS emit its barriers only work together, so one record holds both.
+A contradictory record cannot be loaded: a plain target with GDC, or the define of another family, would compile without
+a message and race on the GPU (flashinfer#2708, #2913).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SASS_ROLES = ("wait", "signal", "mma")
 
 @dataclass(frozen=True)
 class CommonFlags:
-    """What every build shares (``common.toml``): command template, flags, minimum versions, memory of a job in GB."""
+    """Settings of every build (``common.toml``): command template, flags, minimum versions, memory per job in GB."""
 
     command: tuple[str, ...]
     nvcc: tuple[str, ...]
@@ -37,7 +37,7 @@ class CommonFlags:
     memory_gb: Mapping[str, float]
 
     def spell(self, word: str, value: str) -> list[str]:
-        """Return the arguments for the host compiler, one define, include folder, dependency file or output."""
+        """Return the arguments for one host compiler, define, include folder, dependency file or output."""
         return [part.replace("{}", value) for part in self.spelling[word]]
 
 
@@ -45,8 +45,8 @@ class CommonFlags:
 class FlagRecord:
     """One compile target, e.g. ``120f``.
 
-    ``archs`` are the GPUs that its machine code runs on, ``min_cuda`` the first nvcc that knows it, ``gdc`` whether its
-    kernels have griddepcontrol, ``expect_sass`` the regular expressions of SASS opcodes by role (``wait``, ``signal``,
+    ``archs``: the GPUs that its machine code runs on. ``min_cuda``: the first nvcc that supports it. ``gdc``: whether
+    its kernels have griddepcontrol. ``expect_sass``: regular expressions of SASS opcodes by role (``wait``, ``signal``,
     ``mma``).
     """
 
@@ -161,7 +161,7 @@ def _check_target(where: str, record: FlagRecord) -> None:
 
 
 def _check_gdc(where: str, record: FlagRecord, common: CommonFlags) -> None:
-    """The pair of suffix and define: wrong pairs compile silently without barriers."""
+    """Check the pair of suffix and define; a wrong pair compiles silently without barriers."""
     own = common.gdc_defines.get(record.archs[0].major)
     names = {define.split("=")[0] for define in record.defines}
     found = names & set(common.gdc_defines.values())
@@ -192,9 +192,9 @@ def _check_sass(where: str, record: FlagRecord) -> None:
 
 
 def defines(where: str, value: object) -> tuple[str, ...]:
-    """Return macro definitions (``NAME`` or ``NAME=value``); FlagsError where one is not of plain characters.
+    """Return macro definitions (``NAME`` or ``NAME=value``); FlagsError for one with special characters.
 
-    nvcc starts its own passes through a shell, so nothing that a shell would read may reach it.
+    nvcc starts its passes through a shell, so no shell syntax may reach it.
     """
     found = strict_toml.texts(f"{where} defines", value)
     for define in found:
@@ -204,7 +204,7 @@ def defines(where: str, value: object) -> tuple[str, ...]:
 
 
 def regex(where: str, pattern: str) -> re.Pattern[str]:
-    """Compile a regular expression that cannot match nothing; FlagsError for one that can or is broken."""
+    """Compile a regular expression; FlagsError for an invalid one or one that matches the empty text."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:

@@ -1,6 +1,6 @@
 """The kernels that can be compiled: ``csrc/kernels.toml``, loaded strictly, together with the compile targets.
 
-One (kernel, variant, target) is one shared library and one cache entry; nothing is compiled that was not asked for.
+Each (kernel, variant, target) is one shared library and one cache entry. Only requested ones are compiled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fp4dispatch.problem.arch import Arch
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 OPS = ("nvfp4_gemm", "fp8_gemm", "w4_gemm", "w8_gemm", "nvfp4_quantize", "fp8_quantize", "w4_activations", "w4_weights")
-"""What kernels are for. ``w4_gemm``: NVFP4 weights by 16-bit or FP8 activations. It is not ``nvfp4_gemm``, which is
-NVFP4 by NVFP4: a proof of the one says nothing about the other. Likewise ``w8_gemm``, FP8 weights by 16-bit or
-FP8 activations of few tokens, and ``fp8_gemm``."""
+"""Ops of kernels. ``w4_gemm``: NVFP4 weights, 16-bit or FP8 activations. ``nvfp4_gemm``: NVFP4 weights and activations.
+``w8_gemm``: FP8 weights, 16-bit or FP8 activations, our kernels. ``fp8_gemm``: FP8 by FP8, CUTLASS. A proof of one op
+says nothing about another."""
 CHECK_OPS = ("race_chain",)
 """Kernels that only check others."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One instance of a kernel's source: its id and the macros that make it."""
+    """One instance of a kernel's source: its id and its macros."""
 
     id: str
     defines: tuple[str, ...]
@@ -40,10 +40,9 @@ class Kernel:
     """One source file and what may be built from it.
 
     ``source`` is its path below the folder of ``kernels.toml``. ``targets`` are in order of preference. ``pdl``: every
-    kernel of the binary must wait for the previous grid before its first access of global memory. ``mma``: regular
-    expression of the tensor-core opcode that every kernel of the binary must hold; None for kernels that need none.
-    ``before_wait``: the only loads from global memory that may come before that wait, of what no kernel writes
-    (weights); None for none.
+    kernel of the binary must wait for the previous grid before its first access to global memory. ``mma``: regular
+    expression of the tensor-core opcode that every kernel of the binary must hold, or None. ``before_wait``: the only loads from global memory that may precede that wait; they read
+    weights, which no kernel writes.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Kernel:
     before_wait: EarlyLoads | None = None
 
     def variant(self, variant_id: str) -> Variant:
-        """Return a variant; FlagsError that lists the known ones where there is none of this id."""
+        """Return a variant; FlagsError with the known ids for an unknown one."""
         if variant_id not in self.variants:
             raise FlagsError(f"{self.name} has no variant {variant_id!r}; known: {', '.join(self.variants)}")
         return self.variants[variant_id]
@@ -74,25 +73,25 @@ class Catalog:
 
     @classmethod
     def load(cls, csrc: Path, jit_flags: Path) -> Catalog:
-        """Load and check both folders; FlagsError names the file and key of the first fault."""
+        """Load and check both folders; FlagsError names the file and key of the first error."""
         common = flags.load_common(jit_flags)
         records = flags.load_records(jit_flags, common)
         return cls(csrc, common, records, load_manifest(csrc / "kernels.toml", records))
 
     def kernel(self, name: str) -> Kernel:
-        """Return a kernel; FlagsError that lists the known ones where there is none of this name."""
+        """Return a kernel; FlagsError with the known names for an unknown one."""
         if name not in self.kernels:
             raise FlagsError(f"no kernel {name!r}; known: {', '.join(self.kernels)}")
         return self.kernels[name]
 
     def record(self, target: str) -> flags.FlagRecord:
-        """Return a compile target; FlagsError that lists the known ones where there is none of this name."""
+        """Return a compile target; FlagsError with the known names for an unknown one."""
         if target not in self.records:
             raise FlagsError(f"no compile target {target!r}; known: {', '.join(self.records)}")
         return self.records[target]
 
     def target_for(self, kernel: Kernel, arch: Arch) -> str | None:
-        """Return the first target of a kernel whose machine code runs on an arch; None where none does."""
+        """Return the first target of a kernel whose machine code runs on an arch, or None."""
         return next((target for target in kernel.targets if arch in self.records[target].archs), None)
 
     def jobs(self, archs: tuple[Arch, ...], ops: tuple[str, ...]) -> Iterator[tuple[Kernel, Variant, str]]:
@@ -188,7 +187,7 @@ def _variants(where: str, rows: list[object]) -> dict[str, Variant]:
 
 
 def _name(where: str, name: str) -> str:
-    """Names become parts of file names."""
+    """Check a name; it becomes part of file names."""
     if not _NAME.fullmatch(name):
         raise FlagsError(f"{where}: name {name!r} may hold lower-case letters, digits and _ only")
     return name

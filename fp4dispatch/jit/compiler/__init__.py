@@ -1,1 +1,1 @@
-"""From sources to a library: the toolchain, the build folder, how many compilers may run."""
+"""Compiles sources to a library: toolchain, build folder, number of parallel compilers."""

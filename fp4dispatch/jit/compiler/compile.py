@@ -1,8 +1,9 @@
 """Compiles sources in a build folder: the ninja file, the commands, the errors.
 
-A build folder holds links to the sources and header folders (``src``, ``inc/cutlass``, ...) and every path in a
-command is relative to it. So a home folder with blanks or ``$(...)`` in its name never reaches a command line (nvcc
-starts its own passes through a shell and quotes nothing), and dependency files name headers the same everywhere.
+A build folder holds links to the source and header folders (``src``, ``inc/cutlass``, ...), and every path in a command
+is relative to it. There are two reasons. nvcc starts its passes through a shell without quoting, so blanks or
+``$(...)`` in the name of a home folder must not reach a command line. And dependency files name headers the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from fp4dispatch.jit.catalog.flags import CommonFlags, FlagRecord
 from fp4dispatch.jit.catalog.manifest import Kernel, Variant
 from fp4dispatch.jit.compiler.limits import limits
 from fp4dispatch.jit.compiler.toolchain import CUDA, Toolchain
-from fp4dispatch.jit.store.cache import LIBRARY, LOG, OWN, SYSTEM
+from fp4dispatch.jit.store.entries import LIBRARY, LOG, OWN, SYSTEM
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.settings import settings
 
 _DEPFILE = "kernel.d"
-# All that a build sees of the environment: where programs are, and the libraries that these need to start. nvcc takes
-# options from many other names (INCLUDES, PTXAS_FLAGS, NVCC_APPEND_FLAGS, every name in its nvcc.profile), g++ from
-# more (CPATH, GCC_EXEC_PREFIX); they would change a build without being part of its cache key.
+# The only environment variables that a build sees. nvcc reads options from many others (INCLUDES, PTXAS_FLAGS,
+# NVCC_APPEND_FLAGS, every name in its nvcc.profile), and so does g++ (CPATH, GCC_EXEC_PREFIX). They would
+# change a build without being part of its cache key.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
-_END = 10.0  # seconds that killed compilers get to be gone
+_END = 10.0  # seconds that killed compilers get to end
 _ERROR_LINE = re.compile(r"error|fatal|killed|undefined reference|no space left", re.IGNORECASE)
 _FIRST_ERRORS = 5
 
@@ -50,11 +51,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """How people and folders call it."""
+        """``kernel/variant-target``, for messages and folders."""
         return f"{self.kernel.name}/{self.variant.id}-{self.record.target}"
 
     def recipe(self) -> tuple[str, ...]:
-        """Return the command without what depends on the machine: the part that belongs into a cache key."""
+        """Return the command without the parts that depend on the machine. It is part of the cache key."""
         values = {"flags": self.common.nvcc, "target": self.record.nvcc, "defines": self._defines()}
         return tuple(part for word in self.common.command for part in values.get(word[1:-1], (word,)))
 
@@ -80,7 +81,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one job: its folder, the first errors (empty where it succeeded), and how long it took."""
+    """Result of one job: its folder, the first errors (empty on success), and its seconds."""
 
     job: Job
     folder: Path
@@ -91,7 +92,7 @@ class Outcome:
 def compile_jobs(
     jobs: Sequence[Job], build: Path, csrc: Path, toolchains: Sequence[Toolchain], *, quiet: bool = False
 ) -> list[Outcome]:
-    """Compile all jobs, as many at once as cores and memory allow; one that fails does not stop the others.
+    """Compile all jobs, as many in parallel as cores and memory allow. A failure does not stop the others.
 
     Parameters
     ----------
@@ -102,14 +103,14 @@ def compile_jobs(
     csrc
         Folder of the sources.
     toolchains
-        That of each job: kernels with and without CUTLASS see different header folders.
+        One per job: kernels with and without CUTLASS see different header folders.
     quiet
         Show no progress.
 
     Raises
     ------
     CompileError
-        Where ninja itself cannot be run. Errors of the compiler are in the outcomes.
+        If ninja itself cannot be run. Compiler errors are in the outcomes.
     """
     size = max(job.common.memory_gb["cutlass" if job.kernel.cutlass else "plain"] for job in jobs)
     parallel = limits().jobs(size, len(jobs))
@@ -180,7 +181,7 @@ def _lay_out(jobs: Sequence[Job], build: Path, csrc: Path, toolchains: Sequence[
 
 
 def _log_head(job: Job, argv: Sequence[str], csrc: Path, toolchain: Toolchain) -> str:
-    """The command, and what the relative paths in it stand for: enough to repeat it by hand."""
+    """The command and the targets of the links in it: enough to repeat it by hand."""
     links: Mapping[str, Path] = {
         OWN: csrc,
         **{f"inc/{name}": path for name, path in toolchain.includes.items()},
@@ -191,7 +192,7 @@ def _log_head(job: Job, argv: Sequence[str], csrc: Path, toolchain: Toolchain) -
 
 
 def _ninja_file(count: int) -> str:
-    """The only text that a shell reads: the interpreter's path, quoted, and a number."""
+    """The ninja file. A shell reads only the interpreter's path, quoted, and a number."""
     interpreter = shlex.quote(sys.executable).replace("$", "$$")
     if "\n" in interpreter:
         raise CompileError(f"the path of the Python interpreter holds a line break: {sys.executable!r}")
@@ -205,7 +206,7 @@ def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
     environment = {key: value for key, value in settings.environment().items() if key in _ENVIRONMENT}
     environment |= {"TMPDIR": "tmp", "LC_ALL": "C"}
     number = len(json.loads((build / "commands.json").read_text())) - 1
-    # Every process of the build holds the writing end, so the reading end tells when the last one is gone.
+    # Every process of the build holds the write end, so the read end reports when the last one has ended.
     gone, alive = os.pipe()
     try:
         with (build / "ninja.log").open("wb") as log:
@@ -231,9 +232,9 @@ def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], gone: int, tick: Callable[[], None]) -> None:
-    """Wait for ninja. Whatever ends that wait early ends every compiler first, which may still write into the folder.
+    """Wait for ninja. If the wait is interrupted, end every compiler first: they still write into the folder.
 
-    With ninja killed, ``run_job.py`` kills the process group of each compiler.
+    When ninja is killed, ``run_job.py`` kills the process group of each compiler.
     """
     try:
         while process.poll() is None:

@@ -1,6 +1,6 @@
-"""How many compilers may run at once: bounded by ``MAX_JOBS``, cores and free memory.
+"""How many compilers may run in parallel: bounded by ``MAX_JOBS``, cores and free memory.
 
-A CUTLASS file takes about 6 GB in nvcc; as many jobs as cores is how a build machine dies.
+nvcc needs about 6 GB for a CUTLASS file, so one job per core could exhaust the memory.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Runs one command of a build folder; started by path, never imported, standard library only.
 
-ninja hands its commands to a shell. So that no compiler argument meets one, ninja's command is this script and a
-number, and the arguments stand in a JSON file. ``python run_job.py N [PARENT]`` runs command N of ``commands.json``;
-its output goes to the file named there. ``PARENT`` is the process that started it, for jobs the ninja of this folder.
+ninja passes its commands to a shell. To keep compiler arguments away from the shell, ninja's command is this script and
+a number, and the arguments are in a JSON file. ``python run_job.py N [PARENT]`` runs command N of ``commands.json``;
+its output goes to the log file named there. ``PARENT`` is the id of the process that started it.
 
-A build that is killed must not leave a compiler running for minutes, and nvcc starts others (``cicc``, ``ptxas``) that
-outlive it. So this process stays, as the head of the compiler's process group, and kills the whole group when it is
-told to end, when the compiler was killed, or when its own parent ends, which the kernel tells it
-(https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html). The command without a log is ninja, which puts
-every job into a group of its own; it takes this process's place, and is killed when its parent ends.
+A killed build must not leave a compiler running for minutes, and nvcc starts others (``cicc``, ``ptxas``) that outlive
+it. So this process leads the compiler's process group. It kills the whole group on a signal, if the compiler was
+killed, or if its own parent ends, which the kernel signals
+(https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html). The command without a log is ninja. It replaces
+this process, and is killed when its parent ends.
 """
 
 from __future__ import annotations

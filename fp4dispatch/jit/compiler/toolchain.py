@@ -1,8 +1,7 @@
-"""What compiles and disassembles kernels: nvcc, a host compiler, the headers and NVIDIA's disassembler.
+"""The toolchain: nvcc, a host compiler, headers and NVIDIA's disassembler.
 
-nvcc and the CUTLASS headers are the ones that :mod:`fp4dispatch.machine.libraries` reports, so that ``doctor``,
-``explain`` and the builder never talk about different ones. Everything that is missing or too old is collected, each
-with its fix.
+nvcc and the CUTLASS headers come from :mod:`fp4dispatch.machine.libraries`, so ``doctor``, ``explain`` and the builder
+all mean the same ones. An error lists everything that is missing or too old, each with its fix.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fp4dispatch.machine.libraries import Library
 from fp4dispatch.settings import settings
 
 _RELEASE = re.compile(r"release \d+\.\d+, V(\d+\.\d+\.\d+)")
-# nvcc starts its passes through a shell and quotes nothing, so its own path must not hold what a shell reads.
+# nvcc starts its passes through a shell without quoting, so its own path must not hold special characters.
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_./+@~=,:-]+")
 
 
@@ -34,7 +33,7 @@ CUDA = "cuda"
 
 
 class Missing(NamedTuple):
-    """One thing that stands against compiling: value found and value needed, and what to do."""
+    """One reason why compiling is not possible: value found, value needed, and the fix."""
 
     text: str
     fix: str
@@ -53,8 +52,7 @@ class Disassembler:
 class Toolchain:
     """A complete toolchain for one target.
 
-    ``includes`` maps the short names under which a build sees header folders (and under which a cache entry remembers
-    the headers it read) to the folders.
+    ``includes`` maps short names to header folders. Builds and cache entries use the short names.
     """
 
     nvcc: Path
@@ -66,11 +64,11 @@ class Toolchain:
     header_versions: dict[str, str]
 
     def roots(self) -> dict[str, Path]:
-        """Return the folder behind every root name under which a cache entry remembers a header."""
+        """Return the folder of every root name that a cache entry uses for headers."""
         return {**self.includes, CUDA: self.nvcc.resolve().parent.parent}
 
     def versions(self) -> dict[str, str]:
-        """Return what of the toolchain is part of a cache key, beside the headers themselves."""
+        """Return the versions that are part of a cache key. The headers themselves are hashed."""
         return {"nvcc": self.nvcc_version, "host": self.host_version}
 
 
@@ -82,21 +80,21 @@ def toolchain_reasons(
     cutlass: Library | None,
     needs_cutlass: bool = True,
 ) -> tuple[Missing, ...]:
-    """Return everything that keeps this nvcc and these headers from building a target. Pure.
+    """Return all reasons why this nvcc and these headers cannot build a target. Pure.
 
     Parameters
     ----------
     record, common
         The compile target and the shared flags.
     nvcc, cutlass
-        As :class:`fp4dispatch.machine.system.System` holds them; None where there is none.
+        As in :class:`fp4dispatch.machine.system.System`; None if not found.
     needs_cutlass
         Whether the kernel includes CUTLASS.
 
     Returns
     -------
     tuple of Missing
-        Plain (text, fix) pairs; empty means that nothing stands against the build.
+        (text, fix) pairs; empty if the target can be built.
     """
     install = (
         f"{installing.of_extras('jit', 'cu13')} for a driver of CUDA 13, or install a CUDA toolkit "
@@ -130,7 +128,7 @@ def locate(record: FlagRecord, common: CommonFlags, *, needs_cutlass: bool) -> T
     Raises
     ------
     ToolchainError
-        With every missing or outdated part and its fix, not only the first.
+        Lists every missing or outdated part with its fix, not only the first.
     """
     nvcc, notes = libraries.nvcc()
     cutlass = libraries.cutlass() if needs_cutlass else None
@@ -164,7 +162,7 @@ def disassembler(minimum: str) -> Disassembler:
     Raises
     ------
     ToolchainError
-        With the fix, where there is none or it is older than ``minimum``.
+        If there is none or it is older than ``minimum``; with the fix.
     """
     tools = {name: _utility(name) for name in ("cuobjdump", "nvdisasm")}
     fix = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
@@ -205,7 +203,7 @@ def _host_compiler() -> Library | Missing:
     says = _says(Path(path), "--version").partition("\n")[0] if path else ""
     if path is None or not says:
         return Missing("no host compiler (g++) on PATH; nvcc needs one", "apt install g++ (or your system's package)")
-    path = os.path.abspath(path)  # noqa: PTH100  (it may be a link that tells by its name what it is, such as ccache's)
+    path = os.path.abspath(path)  # noqa: PTH100  (do not resolve links: ccache's decide by their name)
     if not _SAFE_PATH.fullmatch(path):
         return Missing(
             f"the path of g++, {path!r}, holds characters that nvcc's own shell commands cannot carry",
@@ -238,7 +236,7 @@ def _tvm_ffi(minimum: str) -> Library | Missing:
 
 def _utility(name: str) -> Path | None:
     if settings.nvcc and (beside := Path(settings.nvcc).with_name(name)).is_file():
-        return beside  # of the toolkit that was asked for
+        return beside  # from the same toolkit
     try:
         from cuda.pathfinder import find_nvidia_binary_utility
     except ImportError:
@@ -255,7 +253,7 @@ def _utility(name: str) -> Path | None:
 
 @functools.lru_cache(maxsize=64)
 def _says(tool: Path, argument: str) -> str:
-    """Return what a tool prints, asked once a process; empty where it cannot be run."""
+    """Return the output of a tool, run once per process; empty if it cannot be run."""
     try:
         answer = subprocess.run(
             [str(tool), argument], capture_output=True, text=True, timeout=30, check=False, env=settings.environment()

@@ -1,7 +1,8 @@
-"""Judges what a kernel can do before it waits for the previous grid (``griddepcontrol.wait``, SASS ``ACQBULK``).
+"""Checks what a kernel can do before it waits for the previous grid (``griddepcontrol.wait``, SASS ``ACQBULK``).
 
-Every path from the entry is followed up to the barrier. On the way only the allow-list may run (``opcodes.toml``); a
-declared load of weights passes where its address comes from the declared argument alone; no thread may end.
+Every path from the entry to the barrier is followed. On it, only instructions of the allow-list (``opcodes.toml``) may
+run, no thread may end, and a declared load of weights passes only if its address comes from the declared argument
+alone.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from fp4dispatch.jit.sass.transfer import State
 from fp4dispatch.jit.sass.values import UNKNOWN, Value, either
 
 _READABLE_BANKS = frozenset((0, 2, 4))  # arguments, the compiler's literals, addresses: no grid writes them
-_MOST_VISITS = 200_000
+_MAX_VISITS = 200_000
 
 
 @dataclass
 class Judgement:
-    """What stands before the barrier: ``refused`` with the reason, ``accepted`` with where the address comes from."""
+    """Findings before the barrier: ``refused`` with the reason, ``accepted`` with the source of the address."""
 
     refused: list[str] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
 
 
 def judge(kernel: Kernel, parameters: Parameters | None, declared: EarlyLoads | None) -> Judgement:
-    """Judge one kernel.
+    """Check one kernel.
 
     Parameters
     ----------
     kernel
         Its code.
     parameters
-        Where its arguments lie; None where that is not known, so that no address can be traced.
+        Layout of its arguments; None if unknown, so that no address can be traced.
     declared
-        The loads that it may do early; None for none.
+        The loads that it may do before the barrier, or None.
 
     Raises
     ------
     ValueError
-        Where the kernel is too large to be followed, or ``declared`` names what cannot be declared.
+        If the kernel is too large to analyse, or ``declared`` names an opcode that cannot be declared.
     """
     if declared is not None and declared.access not in opcodes.installed().declared:
         raise ValueError(f"{declared.access} cannot be declared to come before the barrier")
@@ -66,10 +67,10 @@ class _Judge:
         visits = 0
         while work:
             visits += 1
-            if visits > _MOST_VISITS:
+            if visits > _MAX_VISITS:
                 raise ValueError(f"{self.kernel.name}: what comes before the barrier is too large to be followed")
             for place, state in self._block(heapq.heappop(work)).items():
-                if self._meet(place, state) and place not in work:
+                if self._merge(place, state) and place not in work:
                     heapq.heappush(work, place)
         for place in self.states:
             self._block(place, judging=True)
@@ -80,8 +81,8 @@ class _Judge:
                 (judgement.refused if refused else judgement.accepted).append(row)
         return judgement
 
-    def _meet(self, place: Place, state: State) -> bool:
-        """Add what holds on one more way to a place; return whether that is news."""
+    def _merge(self, place: Place, state: State) -> bool:
+        """Merge the state of one more path to a place; return whether the merged state changed."""
         known = self.states.get(place)
         if known is None:
             self.states[place] = state
@@ -94,7 +95,7 @@ class _Judge:
         return True
 
     def _block(self, place: Place, *, judging: bool = False) -> Mapping[Place, State]:
-        """Run from a place to the end of its block; return where control goes, with the state there."""
+        """Execute a block; return its successors with the state at each."""
         calls, index = place
         state = dict(self.states[place])
         while True:
@@ -151,11 +152,11 @@ class _Judge:
         self.found.setdefault(index, {})[reason] = not good
 
     def _first(self) -> int:
-        """Offset of the first argument from where arguments begin."""
+        """Offset of the first argument within the arguments."""
         return self.parameters.at[0][0] if self.parameters and 0 in self.parameters.at else 0
 
     def _address(self, instruction: Instruction, operand: int, state: State) -> tuple[Value, Value]:
-        """Return both words of the address that an operand holds in a pair of registers."""
+        """Return both words of the address that an operand takes from a pair of registers."""
         texts = operands.split(instruction.operands)
         text = texts[operand] if operand < len(texts) else ""
         registers = operands.registers_in(text)
@@ -165,7 +166,7 @@ class _Judge:
         return transfer.read(state, low, instruction.guard), transfer.read(state, high, instruction.guard)
 
     def _in_arguments(self, address: tuple[Value, Value]) -> int | None:
-        """Return which byte of the arguments an address is; None where it is none, or not known."""
+        """Return the byte offset of an address within the arguments; None if it is not in them or unknown."""
         low, high = address
         if self.parameters is None:
             return None

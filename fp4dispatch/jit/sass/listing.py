@@ -1,6 +1,6 @@
-"""Reads the text of ``nvdisasm -c``: the instructions and labels of every kernel of a cubin.
+"""Parses the output of ``nvdisasm -c``: instructions and labels of every kernel of a cubin.
 
-A line that looks like an instruction and cannot be read is an error, never skipped: what is not seen is not proven.
+A line that looks like an instruction but cannot be parsed is an error. It is never skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STEP = 16  # bytes of an instruction from sm_70 on
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. ``guard``: the predicate under which it runs, empty where it always runs."""
+    """One instruction. ``guard`` is its predicate, empty if it is unconditional."""
 
     address: int
     guard: str
@@ -32,7 +32,7 @@ class Instruction:
 
     @property
     def modifiers(self) -> tuple[str, ...]:
-        """What follows the dots of the opcode."""
+        """The parts of the opcode after its dots."""
         return tuple(self.opcode.split(".")[1:])
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Instruction:
 
 @dataclass
 class Kernel:
-    """The code of one ``.text`` section: a kernel and the functions that were not inlined into it.
+    """The code of one ``.text`` section: a kernel and its functions that were not inlined.
 
     ``instructions`` are in order of address; ``labels`` give the index of the instruction after each label.
     """
@@ -51,7 +51,7 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
 
     def at(self, address: int) -> int | None:
-        """Return the index of the instruction at an address; None where there is none."""
+        """Return the index of the instruction at an address, or None."""
         index, rest = divmod(address - self.instructions[0].address, _STEP)
         return index if rest == 0 and 0 <= index < len(self.instructions) else None
 
@@ -62,8 +62,8 @@ def parse(sass: str) -> list[Kernel]:
     Raises
     ------
     ValueError
-        Where a line of code cannot be read, or addresses have gaps. A listing without code has no kernels: whether some
-        are missing only the library knows, which names all that it holds.
+        If a line of code cannot be parsed, or addresses have gaps. A listing without code yields no kernels; the caller
+        compares the result with the kernels that the library names.
     """
     kernels: list[Kernel] = []
     current: Kernel | None = None

@@ -14,7 +14,7 @@ DATA = Path(__file__).with_name("opcodes.toml")
 
 @dataclass(frozen=True)
 class Access:
-    """Spellings of an access of memory, and the index of the operand that holds the address."""
+    """Full opcodes of a memory access, and the index of the operand that holds the address."""
 
     spellings: frozenset[str]
     address: int
@@ -22,7 +22,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Opcodes:
-    """The allow-list; the file says what each table is for. ``spelled`` holds whole spellings, the others names."""
+    """The allow-list; comments in the file explain each table. ``spelled`` holds full opcodes, others base names."""
 
     computes: frozenset[str]
     loads: frozenset[str]
@@ -37,7 +37,7 @@ class Opcodes:
 
 @functools.cache
 def installed() -> Opcodes:
-    """Return the allow-list of this installation, loaded once; FlagsError where the file is damaged."""
+    """Return the allow-list of this installation, loaded once; FlagsError if the file is damaged."""
     table = strict_toml.load(DATA)
     lists = ("computes", "loads", "multiplies", "acts", "spelled", "flow")
     strict_toml.check(str(DATA), table, dict.fromkeys((*lists, "declared", "of_arguments", "window"), dict))

@@ -1,4 +1,4 @@
-"""What an instruction writes and reads, from its text. Decoded once for each spelling, whatever its address."""
+"""Decodes which registers an instruction reads and writes, from its text. Results are cached by text."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _CONSTANTS = frozenset(("LDC", "LDCU", "ULDC"))
 _SUMS = frozenset(("IADD", "IADD3", "MOV", "R2UR", "UIADD3", "UMOV", "UVIADD", "VIADD"))  # of one, two or three
 _WORDS = {"64": 2, "128": 4, "256": 8}
 _LITERAL_BANK = 2  # what the compiler put there: constants and jump tables
-_MOST = 4  # registers that one load from shared memory or one MMA of a warp writes
-_MOST_OF_WARPGROUP = 128  # and one MMA of a warpgroup
+_MAX_WARP = 4  # registers that one load from shared memory or one MMA of a warp writes
+_MAX_WARPGROUP = 128  # and one MMA of a warpgroup
 
 
 class Kind(Enum):
-    """How a result follows from what is read: any function of it, a sum, a multiply-add, or not at all."""
+    """How a result depends on the operands: any function, a sum, a multiply-add, or unknown."""
 
     ANY, SUM, MULTIPLY_ADD, UNKNOWN = range(4)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One operand: registers, or a fixed value. ``exact``: it is the first register itself, not a part of it."""
+    """One operand: registers, or a fixed value. ``exact``: the whole first register, not a part of it."""
 
     registers: tuple[str, ...]
     second: str  # register after the first, for an operand of 64 bits that is read whole; else empty
@@ -56,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Decoded:
-    """``written``: the registers that hold the result. ``perhaps``: one that may hold a part of it."""
+    """``written``: registers that hold the result. ``perhaps``: a register that may hold a part of it."""
 
     kind: Kind
     written: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ def split(operands: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def banks(operands: str) -> frozenset[int]:
-    """Return the constant banks that are read; -1 stands for one that a register chooses."""
+    """Return the constant banks that are read; -1 for a bank that a register selects."""
     found = frozenset(int(bank, 16) for bank, _ in _BANK.findall(operands))
     return found | {-1} if "cx[" in operands else found
 
@@ -83,17 +83,17 @@ def registers_in(operand: str) -> list[str]:
 
 
 def beside(register: str, steps: int = 1) -> str:
-    """Return the register that is so many further."""
+    """Return the register ``steps`` after this one."""
     file = register.rstrip("0123456789")
     return f"{file}{int(register[len(file) :]) + steps}"
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def decode(opcode: str, operands: str) -> Decoded | None:
-    """Return what an instruction of the allow-list does to registers; None where it writes none.
+    """Return the effect of an allow-listed instruction on registers; None if it writes none.
 
-    Which of several operands matter, and how, is modelled for moves and sums alone. Everywhere else the result is taken
-    to come from all that is named: a register may seem to hold more than it does, never less.
+    Only moves and sums are modelled exactly. For all others the result is assumed to depend on every operand. This is
+    conservative: a register may seem to depend on more than it does, never on less.
     """
     known = opcodes.installed()
     base, *spelled = opcode.split(".")
@@ -132,10 +132,10 @@ def _kind(base: str, modifiers: frozenset[str]) -> Kind:
 
 
 def _loaded(base: str, modifiers: frozenset[str]) -> int:
-    """How many registers are written, at most."""
+    """The largest number of registers that are written."""
     if base in ("LDS", "LDL"):
         return max([1, *(_WORDS.get(name, 1) for name in modifiers)])
-    return _MOST_OF_WARPGROUP if base.endswith("GMMA") else _MOST
+    return _MAX_WARPGROUP if base.endswith("GMMA") else _MAX_WARP
 
 
 def _constant_load(first: str, modifiers: frozenset[str], texts: list[str]) -> Decoded:
@@ -148,7 +148,7 @@ def _constant_load(first: str, modifiers: frozenset[str], texts: list[str]) -> D
 
 
 def _word(bank: str, offset: str, index: int) -> Value:
-    """The value of a word of constant memory; of an offset that a register chooses nothing is known."""
+    """The value of a word of constant memory; UNKNOWN if a register selects the offset."""
     if int(bank, 16) == _LITERAL_BANK:
         return NUMBER
     if int(bank, 16) != 0 or not _HEX.fullmatch(offset.strip()):

@@ -1,7 +1,7 @@
 """Where a kernel's arguments lie in constant bank 0, read from the ``.nv.info`` sections of a cubin (an ELF file).
 
-The records are those that ``cuobjdump -elf`` prints as EIATTR_PARAM_CBANK and EIATTR_KPARAM_INFO; reading them here
-costs no process. Where they are not found nothing can be traced, so everything that needs tracing is refused.
+The records are those that ``cuobjdump -elf`` prints as EIATTR_PARAM_CBANK and EIATTR_KPARAM_INFO. Without them no
+address can be traced, and every load that needs tracing is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _INFO, _TEXT = ".nv.info.", ".text."
 
 @dataclass(frozen=True)
 class Parameters:
-    """``base``: where the arguments begin in constant bank 0. ``size``: of all. ``at``: offset and size of each."""
+    """``base``: start of the arguments in constant bank 0; ``size``: of all; ``at``: offset and size of each. Bytes."""
 
     base: int
     size: int

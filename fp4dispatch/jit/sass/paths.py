@@ -1,4 +1,4 @@
-"""Where control can go: branches, jump tables, calls and returns. What cannot be followed is said, never guessed."""
+"""Control flow: branches, jump tables, calls and returns. Flow that cannot be followed is an error, never a guess."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from fp4dispatch.jit.sass.operands import registers_in, split
 from fp4dispatch.jit.sass.transfer import State, read
 
 Place = tuple[tuple[int, ...], int]
-"""Return addresses of the calls under way (indices of instructions), and an instruction's index."""
+"""Return addresses of the active calls (instruction indices), and an instruction index."""
 
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _BRANCH_TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
 _ONLY_TARGET = re.compile(r"`\([^)]+\)")
-_DEEPEST = 8
+_MAX_DEPTH = 8
 
 
 class CannotFollow(Exception):
-    """Control goes where the listing does not say."""
+    """The listing does not say where control goes."""
 
 
 def barrier_is_certain(instruction: Instruction) -> bool:
-    """Whether every thread that comes here waits for the previous grid."""
+    """Whether every thread that reaches this waits for the previous grid."""
     return instruction.base == "ACQBULK" and not instruction.guard
 
 
 def is_trap(instruction: Instruction) -> bool:
-    """Whether the grid is given up here: nothing after it runs."""
+    """Whether this aborts the grid: nothing after it runs."""
     return instruction.base == "KILL" or instruction.opcode.startswith("BPT.TRAP")
 
 
 def successors(kernel: Kernel, place: Place, state: State) -> list[Place]:
-    """Return where control can be after an instruction that ends a block or runs on.
+    """Return every place that can follow an instruction.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def successors(kernel: Kernel, place: Place, state: State) -> list[Place]:
     elif base == "RET":
         found = [_return(kernel, place, instruction, state), *(following if instruction.guard else [])]
     elif base in ("BSSY", "WARPSYNC"):
-        found = following + [(calls, target) for target in _rejoin(kernel, instruction)]
+        found = following + [(calls, target) for target in _reconvergence(kernel, instruction)]
     else:
         found = following
     if any(target >= len(kernel.instructions) for _, target in found):
@@ -73,7 +73,7 @@ def _targets(kernel: Kernel, instruction: Instruction) -> list[int]:
 
 
 def _table(kernel: Kernel, instruction: Instruction) -> list[int]:
-    """The targets of a jump through a table, as the compiler recorded them and nvdisasm prints them."""
+    """The targets of a jump table, as the compiler recorded them and nvdisasm prints them."""
     named = _BRANCH_TARGETS.search(instruction.operands)
     if named is None:
         raise CannotFollow("an indirect branch without a list of its targets")
@@ -90,13 +90,13 @@ def _call(kernel: Kernel, place: Place, instruction: Instruction) -> Place:
     (target,) = _targets(kernel, instruction)
     if index + 1 in calls:
         raise CannotFollow("a recursive call")
-    if len(calls) == _DEEPEST:
-        raise CannotFollow(f"calls nested deeper than {_DEEPEST}")
+    if len(calls) == _MAX_DEPTH:
+        raise CannotFollow(f"calls nested deeper than {_MAX_DEPTH}")
     return (*calls, index + 1), target
 
 
 def _return(kernel: Kernel, place: Place, instruction: Instruction, state: State) -> Place:
-    """Back to the caller: the register that holds the address must be known to hold it."""
+    """The place after the call. The register with the return address must provably hold it."""
     calls, _ = place
     if not calls:
         raise CannotFollow("a return where nothing was called")
@@ -107,8 +107,8 @@ def _return(kernel: Kernel, place: Place, instruction: Instruction, state: State
     return calls[:-1], calls[-1]
 
 
-def _rejoin(kernel: Kernel, instruction: Instruction) -> list[int]:
-    """Where threads of a warp meet again. BSSY names the place after its BSYNC, to which BSYNC falls through."""
+def _reconvergence(kernel: Kernel, instruction: Instruction) -> list[int]:
+    """Where threads of a warp reconverge. BSSY names the place after its BSYNC, to which BSYNC falls through."""
     if "`" not in instruction.operands:
         return []
     targets = _targets(kernel, instruction)

@@ -1,4 +1,4 @@
-"""What an instruction does to registers: the values that its results may have, from those of its operands."""
+"""Transfer function of the analysis: the possible values of results, from those of the operands."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _PREDICATES = re.compile(r"(?<![A-Za-z0-9_])U?P(?:\d|R)")
 
 
 def read(state: State, register: str, guard: str) -> Value:
-    """Return the value of a register for an instruction under a guard; UNKNOWN where it was never written."""
+    """Return the value of a register for an instruction under a guard; UNKNOWN if it was never written."""
     value = state.get(f"{register}@{guard}") if guard else None
     return state.get(register, UNKNOWN) if value is None else value
 
 
 def apply(instruction: Instruction, state: State) -> None:
-    """Change ``state``, the value of every register that was written, to what holds after the instruction.
+    """Update ``state``, the value of every written register, to the state after the instruction.
 
-    Beside a register's value ``state`` holds, within a block, the one that it has for whoever runs under the guard
-    under which it was written last: ``R4@!P0``.
+    Within a block, ``state`` also holds the value that a register has for code under the guard of its last write, under
+    a key such as ``R4@!P0``.
     """
     guard = instruction.guard
     _forget_guards(instruction, state)
@@ -43,12 +43,12 @@ def apply(instruction: Instruction, state: State) -> None:
 
 
 def plain(state: State) -> State:
-    """Return what holds beyond a block: a guard's predicate may be another one there."""
+    """Return the state at the end of a block, without values under a guard: the predicate may change."""
     return {register: value for register, value in state.items() if "@" not in register}
 
 
 def _forget_guards(instruction: Instruction, state: State) -> None:
-    """Drop what was known under a predicate that an instruction names: it may write it."""
+    """Drop values under every predicate that an instruction names, because it may write the predicate."""
     if not any("@" in key for key in state):
         return
     named = set(_PREDICATES.findall(instruction.operands))

@@ -1,4 +1,4 @@
-"""What is known of a register: which words of constant memory flow into it, and its offset where that is exact."""
+"""Abstract value of a register: the words of constant memory it depends on, and its exact offset if known."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MASK = (1 << 32) - 1
 class Value:
     """A 32-bit value.
 
-    ``words`` are the byte offsets of the words of constant bank 0 that it was computed from. ``exact`` is set where it
-    is a constant (no word), or one word plus that constant. ``traced`` is false where anything else flowed in, such as
-    memory: then nothing is known.
+    ``words``: byte offsets of the words of constant bank 0 that it was computed from. ``exact``: set if the value is
+    this constant (no word), or one word plus this constant. ``traced``: false if it depends on anything else, such as
+    memory.
     """
 
     words: frozenset[int] = frozenset()
@@ -24,7 +24,7 @@ class Value:
 
 UNKNOWN = Value(traced=False)
 NUMBER = Value()
-"""Computed from literals and special registers such as the thread's index alone."""
+"""Computed only from literals and special registers such as the thread index."""
 ZERO = Value(exact=0)
 
 
@@ -39,7 +39,7 @@ def word(offset: int) -> Value:
 
 
 def combined(values: Iterable[Value]) -> Value:
-    """Return what is known of any function of these values."""
+    """Return the value of an arbitrary function of these values."""
     found = list(values)
     return Value(frozenset().union(*(value.words for value in found)), None, all(value.traced for value in found))
 
@@ -55,7 +55,7 @@ def added(values: Iterable[Value]) -> Value:
 
 
 def either(one: Value, other: Value) -> Value:
-    """Return what is known where it may be the one or the other."""
+    """Return the join of two values: what holds for both."""
     if one == other:
         return one
     exact = one.exact if one.exact == other.exact and one.words == other.words else None

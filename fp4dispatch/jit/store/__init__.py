@@ -1,1 +1,1 @@
-"""Finished kernels and records on disk: looked up by content, private, published whole, removed by age."""
+"""Finished kernels and records on disk: found by content, private to the user, published atomically, pruned by age."""

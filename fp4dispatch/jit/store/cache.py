@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: looked up by content, published whole or not at all.
+"""Compiled kernels on disk: found by content, published atomically.
 
 Layout below the cache folder::
 
@@ -7,19 +7,19 @@ Layout below the cache folder::
                                               proof.json   what the disassembler saw (fp4dispatch.jit.prove)
                                               build.log
     building/   unfinished builds, each locked by the process that makes it
-    locks/      one per kernel, variant and target; a lock saves work, correctness never depends on it
+    locks/      one per kernel, variant and target; they save work, correctness does not depend on them
     logs/       logs of failed builds
-    CACHEDIR.TAG    says that the folder is a cache of ours; nothing is ever removed from one without it
+    CACHEDIR.TAG    marks the folder as our cache; nothing is removed from a folder without it
 
-The key is the hash of all that went in: sources, every header that the compiler read, flags, compiler versions and
-package version. An entry is found without a toolchain: it lists its inputs, and is current when the package's own
-sources and flags match and, where a toolchain is there to rebuild with, its compilers and headers match too. A *pinned*
-entry (made ahead of time) is meant to travel, so it is held to the package's own sources and flags alone.
+The key is the hash of all inputs: sources, every header that the compiler read, flags, compiler versions and package
+version. An entry lists its inputs, so it is found without a toolchain. It is current if the package's own sources and
+flags match and, if a toolchain is installed, its compilers and headers match too. A *pinned* entry (made ahead of time)
+is meant for other machines: only the package's own sources and flags are compared.
 
-Publishing is one rename of a synced folder, so a build that is killed at any moment leaves nothing that can be loaded.
+Publishing is one rename of a synced folder. A build that is killed at any moment leaves nothing that can be loaded.
 
-Whatever is wrong with the folder is a CacheError; :mod:`fp4dispatch.jit.store.guard` decides what becomes of that. An
-entry that is damaged, or that someone else could have written, is skipped with a warning, and built again.
+Any fault of the folder is a CacheError; :mod:`fp4dispatch.jit.store.guard` decides how to go on. An entry that is
+damaged, or that another user could have written, is skipped with a warning and rebuilt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,63 +42,37 @@ import filelock
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit.store import guard, private
-from fp4dispatch.jit.store.digests import digest as digest  # the name that callers know
-from fp4dispatch.jit.store.digests import digest_of, digest_once
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.entries import (
+    LIBRARY,
+    MANIFEST,
+    PROOF,
+    SCHEMA,
+    Entry,
+    damage,
+    first_line,
+    read_entry,
+    slot,
+    stale,
+)
 from fp4dispatch.settings import settings
 
-SCHEMA = 1
-LIBRARY, MANIFEST, PROOF, LOG = "kernel.so", "entry.json", "proof.json", "build.log"
 KERNELS, BUILDING, LOCKS, LOGS = "kernels", "building", "locks", "logs"
 MARKER = "CACHEDIR.TAG"
 SIGNATURE = b"""Signature: 8a477f597d28d172789f06886806bc55
 # Compiled kernels and records of fp4dispatch, made again when they are missing.
 # Backups may leave this folder out: https://bford.info/cachedir/
 """
-OWN = "src"
-SYSTEM = "/"
 _NOTE_EVERY = 10.0
 _LEFT = re.compile(r"(build|old)-[0-9a-f]{16}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _log = logging.getLogger("fp4dispatch")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One finished kernel in a cache.
-
-    ``request`` is what was asked for (names, flags, package version), ``files`` the SHA-256 of every file that was
-    read, by ``(root, path below it)``, ``compilers`` the versions that made it.
-    ``installed`` entries lie inside this package, whose code runs already, whoever owns it.
-    """
-
-    folder: Path
-    request: Mapping[str, Any]
-    files: Mapping[tuple[str, str], str]
-    compilers: Mapping[str, str]
-    library_sha256: str
-    pinned: bool
-    installed: bool = False
-
-    @property
-    def library(self) -> Path:
-        """The shared library."""
-        return self.folder / LIBRARY
-
-    @property
-    def name(self) -> str:
-        """``kernel/variant-target``, as in the folder."""
-        return slot(self.request)
-
-
-def slot(request: Mapping[str, Any]) -> str:
-    """Return ``kernel/variant-target``: the folder of all entries for one request."""
-    return f"{request['kernel']}/{request['variant']}-{request['target']}"
-
-
 def default_folder() -> Path:
     """Return ``FP4DISPATCH_CACHE_DIR``, else the user cache folder. Never a shared temporary folder.
 
-    For a user without a home (no ``HOME``, no entry in ``passwd``) it is the private folder of this process.
+    For a user without a home (no ``HOME``, no entry in ``passwd``) it is a private temporary folder of this process.
     """
     import platformdirs
 
@@ -125,11 +98,11 @@ class Cache:
     Parameters
     ----------
     root
-        The folder; created at the first build, private to this user.
+        The folder. Created at the first build, private to this user.
     portable
-        Make folders and files readable for everybody, for a container image that another user will run.
+        Make folders and files readable for all users, for a container image.
     installed
-        The folder is part of this package, so its owner is trusted like the package's own.
+        The folder is part of this package and trusted like its code, whoever owns it.
     """
 
     def __init__(self, root: Path, *, portable: bool = False, installed: bool = False) -> None:
@@ -138,12 +111,12 @@ class Cache:
         self._folder_mode, self._file_mode = (0o755, 0o644) if portable else (0o700, 0o600)
 
     def entries(self, below: str = "*/*") -> Iterator[Entry]:
-        """Yield the entries whose record can be read and trusted, newest first; others are skipped with a warning.
+        """Yield the entries whose record is readable and private, newest first. Others are skipped with a warning.
 
         Raises
         ------
         CacheError
-            Where the cache could have been written by someone else, or cannot be read.
+            If another user could have written the cache, or it cannot be read.
         """
         found = []
         for parent in self._slots(below):
@@ -157,7 +130,7 @@ class Cache:
                 self._private(folder)
                 yield self._entry(folder)
             except guard.UNREADABLE as error:
-                guard.warn(f"damaged cache entry {folder} is ignored and will be rebuilt: {_first_line(error)}")
+                guard.warn(f"damaged cache entry {folder} is ignored and will be rebuilt: {first_line(error)}")
 
     def _slots(self, below: str) -> list[Path]:
         """Folders of the entries of one kernel, variant and target, or (``*/*``) of all."""
@@ -180,7 +153,7 @@ class Cache:
             private.check(folder)
 
     def _entry(self, folder: Path) -> Entry:
-        return _read_entry(folder, installed=self.installed)
+        return read_entry(folder, installed=self.installed)
 
     def find(
         self, request: Mapping[str, Any], roots: Mapping[str, Path], compilers: Mapping[str, str] | None
@@ -190,12 +163,12 @@ class Cache:
         Parameters
         ----------
         request
-            What is asked for; must equal what the entry was asked for.
+            The build request; must equal that of the entry.
         roots
             Folder of each root name; ``src`` (the package's own sources) is always needed, the header folders and
             ``/`` only with ``compilers``.
         compilers
-            Versions of the toolchain that could rebuild the entry; None where there is none.
+            Versions of the toolchain that could rebuild the entry; None without a toolchain.
         """
         for entry in self.entries(slot(request)):
             if entry.request != request:
@@ -219,7 +192,7 @@ class Cache:
     ) -> Entry:
         """Make a finished build visible: sync its files, then rename its folder into place.
 
-        Where another process published the same content first, that entry is kept if it is sound and replaced if not.
+        If another process published the same content first, its entry is kept if sound, else replaced.
         """
         library = digest(built / LIBRARY)
         listed = [[root, path, sha] for (root, path), sha in sorted(files.items())]
@@ -237,7 +210,7 @@ class Cache:
             private.sync(built)
             self._rename(built, final)
             private.sync(final.parent)
-        return _read_entry(final)
+        return read_entry(final)
 
     def _rename(self, built: Path, final: Path) -> None:
         for _ in range(3):
@@ -248,9 +221,9 @@ class Cache:
                     raise
                 with suppress(*guard.UNREADABLE):
                     private.check(final)
-                    if not damage(_read_entry(final)):
+                    if not damage(read_entry(final)):
                         return
-                with suppress(OSError):  # damaged: out of the way first; a process that has it mapped keeps its inode
+                with suppress(OSError):  # damaged: move it away; a process that has it mapped keeps its inode
                     final.rename(self.root / BUILDING / f"old-{secrets.token_hex(8)}")
             else:
                 return
@@ -258,7 +231,7 @@ class Cache:
 
     @contextmanager
     def building(self) -> Iterator[Path]:
-        """Give a private folder for one build and remove it afterwards; first remove what killed builds left."""
+        """Provide a private folder for one build, removed afterwards. First remove the folders of killed builds."""
         parent = self.root / BUILDING
         self.made(BUILDING)
         with private.explained(parent):
@@ -279,9 +252,9 @@ class Cache:
 
     @contextmanager
     def locked(self, names: list[str]) -> Iterator[None]:
-        """Hold the locks of several slots (always taken in the same order); waiting is said every ten seconds.
+        """Hold the locks of several slots, always taken in the same order. Log every ten seconds while waiting.
 
-        A file system without locks costs repeated work, not correctness, so it is only a warning.
+        A file system without locks gets a warning: work may be repeated, results stay correct.
         """
         folder = self.made(LOCKS)
         with ExitStack() as held:
@@ -306,13 +279,13 @@ class Cache:
                 _log.warning("%s cannot be locked (%s); another process may build the same kernel", path, error)
                 return
             else:
-                with suppress(CacheError, OSError):  # it only names this process to those that wait
+                with suppress(CacheError, OSError):  # only tells waiting processes who holds the lock
                     holder.unlink(missing_ok=True)
                     private.write_synced(holder, f"process {os.getpid()}".encode(), 0o600)
                 return
 
     def keep_log(self, name: str, text: str) -> Path:
-        """Store the log of a failed build and return where it is."""
+        """Store the log of a failed build and return its path."""
         path = self.made(LOGS) / f"{name.replace('/', '-')}.log"
         with private.explained(path):
             path.unlink(missing_ok=True)
@@ -320,7 +293,7 @@ class Cache:
         return path
 
     def add_proof(self, entry: Entry, proof: bytes) -> None:
-        """Put a proof into an entry, atomically."""
+        """Write a proof into an entry, atomically."""
         temporary = entry.folder / f".proof-{secrets.token_hex(8)}"
         try:
             private.write_synced(temporary, proof, self._file_mode)
@@ -329,98 +302,27 @@ class Cache:
             temporary.unlink(missing_ok=True)
 
     def made(self, name: str) -> Path:
-        """Return a folder of ours below the root, both made where they are missing, and the marker with them."""
+        """Return a folder below the root. Create it, the root and the marker if they are missing."""
         private.make_folder(self.root, self._folder_mode)
         marker = self.root / MARKER
         if not marker.exists():
-            with suppress(CacheError):  # another process was first, or there is no room: then nothing is ever removed
+            with suppress(
+                CacheError
+            ):  # another process was first, or the disk is full: without a marker nothing is removed
                 private.write_synced(marker, SIGNATURE, self._file_mode)
         folder = self.root / name
         private.make_folder(folder, self._folder_mode)
         return folder
 
 
-def stale(entry: Entry, roots: Mapping[str, Path], compilers: Mapping[str, str] | None) -> str:
-    """Return why an entry no longer matches its inputs; empty where it does.
-
-    Without ``compilers`` nothing could be rebuilt, so only the package's own sources are compared.
-    """
-    if compilers is not None and dict(entry.compilers) != dict(compilers):
-        return f"compiled by {dict(entry.compilers)}, here is {dict(compilers)}"
-    for (root, path), sha in entry.files.items():
-        if root != OWN and compilers is None:
-            continue
-        folder = roots.get(root)
-        if folder is None:
-            return f"the header folder {root} is gone"
-        try:
-            same = digest_once(folder / path) == sha
-        except OSError:
-            same = False
-        if not same:
-            return f"{folder / path} has changed"
-    return ""
-
-
-def damage(entry: Entry) -> str:
-    """Return what is wrong with the library; empty where it is the one that was published, private and readable."""
-    try:
-        if not entry.installed:
-            private.check(entry.folder)
-        os.close(open_library(entry))
-    except (CacheError, OSError) as error:
-        return f"damaged cache entry {entry.folder}: {_first_line(error)}"
-    return ""
-
-
-def open_library(entry: Entry) -> int:
-    """Open a library and return the descriptor, whose content is the one that was published.
-
-    Raises
-    ------
-    CacheError
-        Where the content is another, or someone else could have written it. OSError where it cannot be read.
-    """
-    descriptor = private.opened(entry.library, trusted=entry.installed)
-    try:
-        if digest_of(descriptor) != entry.library_sha256:
-            raise CacheError(f"the hash of {entry.library} is not the one published\n  fix: build it again")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def verify(entry: Entry) -> None:
-    """Raise CacheError where :func:`damage` finds any."""
-    if fault := damage(entry):
-        raise CacheError(f"{fault}\n  fix: build it again with `fp4dispatch build`")
-
-
-def _read_entry(folder: Path, *, installed: bool = False) -> Entry:
-    record = json.loads(private.read(folder / MANIFEST, trusted=installed))
-    if record["schema"] != SCHEMA:
-        raise ValueError(f"schema {record['schema']}, this version reads {SCHEMA}")
-    slot(record["request"])
-    return Entry(
-        folder=folder,
-        request=record["request"],
-        files={(str(root), str(path)): str(sha) for root, path, sha in record["files"]},
-        compilers=dict(record["compilers"]),
-        library_sha256=str(record["library_sha256"]),
-        pinned=record["pinned"] is True,
-        installed=installed,
-    )
-
-
 def _unless_lockless(error: OSError | NotImplementedError) -> None:
-    """Raise an error again unless it says that the file system has no locks."""
+    """Re-raise an error unless it means that the file system has no locks."""
     if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
         raise error
 
 
 def sweep(parent: Path) -> int:
-    """Remove builds whose process is gone (their lock is free) and entries that were moved away; return the bytes."""
+    """Remove builds whose process has ended (their lock is free) and entries moved away. Return the bytes freed."""
     freed = 0
     for lock_file in parent.glob("build-*.lock"):
         lock = filelock.FileLock(lock_file, timeout=0)
@@ -437,10 +339,6 @@ def _removed(folder: Path) -> int:
     size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
     shutil.rmtree(folder, ignore_errors=True)
     return size
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -1,8 +1,7 @@
-"""Hashes of files: what a build read is known by its content, never by its date.
+"""Hashes of files. The inputs of a build are identified by content, not by date.
 
-A date can be set to anything. The time of the last change of an inode (``st_ctime``) cannot be set, so it tells whether
-a file that was hashed must be hashed again: any write, and any file put in its place, has another device, inode, size
-or ``st_ctime``.
+``mtime`` can be set to any value; the change time of an inode (``st_ctime``) cannot. A write to a file, or a new file
+in its place, changes device, inode, size or ``st_ctime``. So a hash is reused as long as these four are the same.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 Identity = tuple[int, int, int, int]
-"""Device, inode, nanoseconds of the last change, size."""
+"""Device, inode, ``st_ctime`` in nanoseconds, size in bytes."""
 
 _BLOCK = 1 << 20
 _SETTLED = 2.0
-"""Seconds after a change within which a second one may bear the same time; file systems count in ticks, FAT in 2 s."""
+"""Seconds within which two changes may have the same time stamp: file systems have ticks, FAT of 2 s."""
 
 
 def digest(path: Path) -> str:
@@ -33,7 +32,7 @@ def digest(path: Path) -> str:
 
 
 def digest_of(descriptor: int) -> str:
-    """Return the SHA-256 of all that an open file holds, whatever its position."""
+    """Return the SHA-256 of an open file's whole content, whatever its position."""
     state, offset = hashlib.sha256(), 0
     while block := os.pread(descriptor, _BLOCK, offset):
         state.update(block)
@@ -55,7 +54,7 @@ def _digest(path: str, _identity: Identity) -> str:
 
 
 def identity(path: Path) -> Identity:
-    """Return what changes whenever the file at a path does."""
+    """Return values that change whenever the file at a path changes."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_ctime_ns, status.st_size
 
@@ -63,7 +62,7 @@ def identity(path: Path) -> Identity:
 def snapshot(roots: Mapping[str, Path]) -> dict[tuple[str, str], Identity]:
     """Return the identity of every file below some folders, by the root's name and the path below it.
 
-    A link to a folder is followed once. Of what cannot be listed there is nothing.
+    A link to a folder is followed once. Folders that cannot be listed are skipped.
     """
     found: dict[tuple[str, str], Identity] = {}
     for root, top in roots.items():

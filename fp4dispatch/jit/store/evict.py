@@ -1,11 +1,10 @@
-"""Removes what is in a cache: everything, or what is old or too much. Nothing that is not ours.
+"""Removes entries of a cache: all, or the old ones, or until it is small enough. Never files of the user.
 
-The folder may be one that a user named, with files of the user's in it. So nothing is removed without the marker that
-the cache writes (``CACHEDIR.TAG``), and then only files that are named as the cache names them.
+A user may have chosen the folder and keep other files in it. So nothing is removed without the marker that the cache
+writes (``CACHEDIR.TAG``), and only files with the names that the cache uses.
 
-A library that a process has loaded is locked (:mod:`fp4dispatch.jit.store.loading`) and is not pruned. Where locks do
-not work across machines it may be: the process that runs it keeps it, for an unlinked file lives until its last user
-ends.
+A loaded library is locked (:mod:`fp4dispatch.jit.store.loading`) and is not pruned. If locks do not work across
+machines it may be unlinked; the process that has loaded it keeps it.
 """
 
 from __future__ import annotations
@@ -23,20 +22,8 @@ from pathlib import Path
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.cache import (
-    BUILDING,
-    KERNELS,
-    LIBRARY,
-    LOCKS,
-    LOG,
-    LOGS,
-    MANIFEST,
-    MARKER,
-    PROOF,
-    SIGNATURE,
-    Cache,
-    sweep,
-)
+from fp4dispatch.jit.store.cache import BUILDING, KERNELS, LOCKS, LOGS, MARKER, SIGNATURE, Cache, sweep
+from fp4dispatch.jit.store.entries import LIBRARY, LOG, MANIFEST, PROOF
 
 _KERNEL = r"[a-z0-9][a-z0-9_]*"
 _SLOT = _KERNEL + r"-\d{2,3}[af]?"
@@ -48,7 +35,7 @@ _OURS = re.compile("|".join(map(re.escape, (LIBRARY, MANIFEST, PROOF, LOG))) + r
 
 @dataclass(frozen=True)
 class Kept:
-    """One entry on disk: its bytes, when it was last used (seconds since the epoch), and whether it was made ahead."""
+    """One entry on disk: size in bytes, last use (seconds since the epoch), and whether it was made ahead of time."""
 
     folder: Path
     size: int
@@ -62,7 +49,7 @@ def clear(cache: Cache) -> int:
     Raises
     ------
     CacheError
-        Where the folder holds no marker of ours, or something cannot be removed.
+        If the folder has no marker of ours, or a file cannot be removed.
     """
     if not _marked(cache):
         return 0
@@ -79,23 +66,23 @@ def clear(cache: Cache) -> int:
 
 
 def prune(cache: Cache, *, max_age: float | None = None, max_size: int | None = None) -> tuple[int, int]:
-    """Remove entries that were not used for long, then the longest unused until the rest is small enough.
+    """Remove entries that are older than ``max_age``, then the least recently used until the rest fits ``max_size``.
 
-    Entries that a process has loaded stay, and entries that were made ahead of time (``fp4dispatch build --out``).
+    Entries that a process has loaded stay, and so do entries made ahead of time (``fp4dispatch build --out``).
 
     Parameters
     ----------
     cache
-        Where.
+        The cache.
     max_age
         Seconds since the last use.
     max_size
-        Bytes that all entries may take together.
+        Total bytes of all entries.
 
     Returns
     -------
     tuple of int
-        How many entries were removed, and their bytes.
+        Number of removed entries, and their bytes.
 
     Raises
     ------
@@ -119,7 +106,7 @@ def prune(cache: Cache, *, max_age: float | None = None, max_size: int | None = 
 
 
 def _marked(cache: Cache) -> bool:
-    """Whether there is anything of ours; CacheError where the folder lacks the marker but looks as if."""
+    """Whether the folder holds a cache of ours; CacheError if it looks like one but has no marker."""
     marker = cache.root / MARKER
     with private.explained(cache.root):
         if not any((cache.root / name).exists() for name in (KERNELS, BUILDING, LOCKS, LOGS)):
@@ -155,7 +142,7 @@ def _listed(parent: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def _is_log(path: Path) -> bool:
-    """Whether the first line names the kernel that the file is named after."""
+    """Whether the first line names the same kernel as the file name."""
     try:
         first = private.read(path).partition(b"\n")[0].decode(errors="replace")
     except (CacheError, OSError):
@@ -180,10 +167,10 @@ def _pinned(folder: Path) -> bool:
 
 
 def _evict(cache: Cache, folder: Path) -> bool:
-    """Remove an entry unless a process has it loaded; at every moment it is whole or gone."""
+    """Remove an entry unless a process has it loaded. Atomic: the entry is complete or gone."""
     try:
         descriptor = os.open(folder / LIBRARY, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # without a library it is of no use to anybody
+    except OSError:  # an entry without a library is useless
         descriptor = None
     try:
         if descriptor is not None:
@@ -202,7 +189,7 @@ def _evict(cache: Cache, folder: Path) -> bool:
 
 
 def _drop(folder: Path) -> int:
-    """Remove the files of an entry that are named as ours are, and the folder if it is empty then."""
+    """Remove the files of an entry that have our names, and the folder if it is then empty."""
     freed = sum(_unlink(path) for path in folder.iterdir() if _OURS.fullmatch(path.name) and not path.is_dir())
     with suppress(OSError):
         folder.rmdir()

@@ -1,11 +1,11 @@
-"""Never worse than without a cache: what happens where the cache folder cannot be used.
+"""Keeps a model running if the cache folder cannot be used.
 
-Everything that is kept on disk (kernels, verdicts, tuned times, logs, locks) only saves work. So whatever is wrong with
-it, at whatever moment, a model goes on: the fault is one warning, reading finds nothing, and kernels are built in a
-folder of this process that is removed at its end. Commands that were asked about the cache (``fp4dispatch build``,
-``cache``, ``verify``) say the fault instead; so does a line of ``doctor``.
+All files on disk (kernels, verdicts, tuned times, logs, locks) only save work. So a fault of the cache never stops a
+model: it is logged as one warning, reading finds nothing, and kernels are built in a temporary folder that is removed
+when the process ends. The commands ``fp4dispatch build``, ``cache`` and ``verify`` report the fault as an error
+instead, and ``doctor`` as a failed check.
 
-This is the only place that decides so: stores raise CacheError, callers hold them in :func:`optional`.
+This policy is implemented only here: stores raise CacheError, callers wrap them in :func:`optional`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
 
 UNREADABLE = (CacheError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a file of a store can raise, whatever is in it: deep JSON is a RecursionError."""
+"""All that reading a damaged file of a store can raise; deeply nested JSON raises RecursionError."""
 
 _log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()
@@ -36,7 +36,7 @@ _temporary: Path | None = None
 
 @contextmanager
 def optional(what: str) -> Iterator[None]:
-    """Leave the body at a fault of a store, with one warning a process for each fault; ``what`` then is not there."""
+    """Suppress a fault of a store in the body, with one warning per process. ``what`` is then unavailable."""
     try:
         yield
     except (CacheError, OSError, RecursionError) as error:
@@ -44,7 +44,7 @@ def optional(what: str) -> Iterator[None]:
 
 
 def fault(what: str, error: BaseException) -> None:
-    """Warn of a fault once a process: what the file system refuses in one place, it refuses in all of a cache."""
+    """Warn of a fault once per process. OS errors of one kind count as one fault, whatever the file."""
     cause = error if isinstance(error, OSError) else error.__cause__
     number = cause.errno if isinstance(cause, OSError) else None
     key = str(error) if number is None else os.strerror(number)
@@ -52,7 +52,7 @@ def fault(what: str, error: BaseException) -> None:
 
 
 def warn(text: str, key: str | None = None) -> None:
-    """Warn of something once a process; during a capture nothing is said, so that it is said when it comes up again."""
+    """Log a warning once per process. During a capture it is neither logged nor marked as logged."""
     with _lock:
         if (key or text) in _said or capture.is_capturing():
             return
@@ -61,7 +61,7 @@ def warn(text: str, key: str | None = None) -> None:
 
 
 def reset() -> None:
-    """Forget what was said and made; the folder is still removed at the end."""
+    """Forget warnings and the temporary folder; the folder is still removed when the process ends."""
     global _temporary
     with _lock:
         _said.clear()
@@ -69,14 +69,14 @@ def reset() -> None:
 
 
 def temporary() -> Path:
-    """Return the folder that takes the place of the cache in this process; made at the first call, private.
+    """Return the temporary folder that replaces the cache in this process; private, created at the first call.
 
-    A child of a fork goes on with its parent's for as long as that is there.
+    A forked child uses its parent's folder while it exists.
 
     Raises
     ------
     CacheError
-        Where there is no place for temporary files either.
+        If no temporary folder can be made.
     """
     global _temporary
     with _lock:
@@ -96,7 +96,7 @@ def temporary() -> Path:
 
 
 def made() -> Path | None:
-    """Return the folder of :func:`temporary` if this process has one."""
+    """Return the folder of :func:`temporary`, or None if this process has none."""
     return _temporary
 
 

@@ -1,8 +1,8 @@
-"""Loads a finished library: the bytes that were judged and hashed are the bytes that run.
+"""Loads a finished library. The bytes that are checked and hashed are the bytes that run.
 
-A path can lead elsewhere a moment after it was checked. So a library is opened once, judged and hashed by its
-descriptor, and loaded through ``/proc/self/fd``. The descriptor stays open for as long as the process lives: dlopen
-knows what it has loaded by name, so a number that was used again would give the library before
+A path may point to another file a moment after it was checked. So a library is opened once, checked and hashed by its
+descriptor, and loaded through ``/proc/self/fd``. The descriptor stays open until the process ends: dlopen identifies
+libraries by name, so a reused descriptor number would return the previous library
 (https://man7.org/linux/man-pages/man3/dlopen.3.html). A shared lock on it tells ``fp4dispatch cache prune`` that the
 library is in use.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from fp4dispatch.errors import CacheError, CompileError
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.cache import Entry, open_library
+from fp4dispatch.jit.store.entries import Entry, open_library
 from fp4dispatch.machine.locks import ForkSafeLock
 
 _lock = ForkSafeLock()
@@ -24,15 +24,15 @@ _modules: dict[tuple[str, str], Any] = {}
 
 
 def module(entry: Entry) -> Any:
-    """Return the exported functions of an entry's library, which is loaded once a process. Never during capture.
+    """Return the exported functions of an entry's library, loaded once per process. Not safe during capture.
 
     Raises
     ------
     CacheError
-        Where the library is not the one published, could have been written by someone else, or lies on a file system
-        that runs no code. OSError where it cannot be read.
+        If the hash differs from the published one, another user could have written the library, or its file system is
+        mounted noexec. OSError if it cannot be read.
     CompileError
-        Where the dynamic loader refuses it.
+        If the dynamic loader refuses it.
     """
     key = (str(entry.library), entry.library_sha256)
     with _lock:
@@ -42,7 +42,7 @@ def module(entry: Entry) -> Any:
 
 
 def _load(entry: Entry) -> Any:
-    import tvm_ffi  # before the library is judged: importing runs code of others
+    import tvm_ffi  # before the check: importing runs other code
 
     if not entry.installed:
         private.check_above(entry.library)
@@ -54,9 +54,9 @@ def _load(entry: Entry) -> Any:
             )
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        with suppress(OSError):  # the date of the last use, for pruning; none on a read-only file system
+        with suppress(OSError):  # time of the last use, for pruning; fails on a read-only file system
             os.utime(descriptor)
-        # tvm_ffi.load_module() tells the format by the suffix of a path, and this path has none.
+        # tvm_ffi.load_module() takes the format from the suffix of the path, which this path lacks.
         try:
             loaded = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")(f"/proc/self/fd/{descriptor}", "so")
         except RuntimeError as error:

@@ -1,13 +1,12 @@
-"""Files and folders that only their owner can write: loading a library runs its code, so nobody else may place one.
+"""Files and folders that only their owner can write. Loading a library runs its code, so no other user may place one.
 
-The rules are those of ``StrictModes`` in sshd (https://man.openbsd.org/sshd_config#StrictModes): a file or folder of
-ours belongs to this user or to root (who can do anything anyway, and makes container images) and can be written by
-nobody else, and so does every folder above it, up to ``/``. Two things differ. A folder above may be writable where it
-is sticky (``/tmp``): nobody can rename what is not theirs there. A symbolic link above is followed, where it is ours or
-root's.
+The rules are those of ``StrictModes`` in sshd (https://man.openbsd.org/sshd_config#StrictModes). A file or folder must
+belong to this user or to root (who makes container images), and no other user may write it. The same holds for every
+folder above it, up to ``/``. There are two exceptions. A folder above may be writable if it is sticky (``/tmp``):
+there, nobody can rename files of others. A symbolic link above is followed if it belongs to this user or root.
 
-Files are opened once and judged by their descriptor, so what was judged is what is read. Everything is created with its
-final mode, never opened up later.
+Files are opened once and checked by their descriptor, so the checked file is the one that is read. Everything is
+created with its final mode.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ def check(path: Path) -> None:
     Raises
     ------
     CacheError
-        With the command that makes it private. FileNotFoundError where it does not exist.
+        With the command that makes it private. FileNotFoundError if it does not exist.
     """
     _judge(path, path.lstat(), (os.geteuid(), 0))
 
 
 def check_above(path: Path) -> None:
-    """Refuse a path that someone else could replace: every folder above it is judged, through symbolic links.
+    """Refuse a path that another user could replace. Checks every folder above it, through symbolic links.
 
-    Folders that are missing are not judged: who creates them does so below one that was.
+    Missing folders are not checked: they can only be created below a checked one.
 
     Raises
     ------
     CacheError
-        With the folder that is open and the command that closes it. OSError where a folder cannot be looked at.
+        With the folder that others can write and the command that fixes it. OSError if a folder cannot be read.
     """
     owners = _owners_above()
     done, todo, links = Path("/"), list(path.parent.parts[:0:-1]), 0
@@ -76,7 +75,7 @@ def check_above(path: Path) -> None:
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a folder of ours that someone else could write or replace. Raises as :func:`check`."""
+    """Refuse a folder of ours that another user could write or replace. Raises as :func:`check`."""
     check_above(folder)
     check(folder)
     if not stat.S_ISDIR(folder.lstat().st_mode):
@@ -84,24 +83,24 @@ def check_place(folder: Path) -> None:
 
 
 def opened(path: Path, *, trusted: bool = False) -> int:
-    """Open a file for reading and judge it by its descriptor: a regular file, ours, writable by nobody else.
+    """Open a file for reading and check it by its descriptor: regular, ours, not writable by other users.
 
     Parameters
     ----------
     path
-        The file. Who may replace it is a matter of :func:`check_above`.
+        The file. :func:`check_above` checks who may replace it.
     trusted
-        Whose it is does not matter: it is part of this installation.
+        Skip the check of the owner: the file is part of this installation.
 
     Returns
     -------
     int
-        A descriptor, which the caller closes. Opening never waits, not even for a FIFO.
+        A descriptor; the caller closes it. Opening never blocks, not even on a FIFO.
 
     Raises
     ------
     CacheError
-        As :func:`check`, and for what is no regular file. OSError where it cannot be opened.
+        As :func:`check`, and if it is not a regular file. OSError if it cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -168,10 +167,10 @@ def _owners_above() -> tuple[int, ...]:
 
 @functools.cache
 def _unmapped() -> tuple[int, ...]:
-    """The user whom a user namespace shows as owner of all that belongs to users outside, such as the host's root.
+    """The overflow user, which a user namespace shows as owner of files of users outside, such as the host's root.
 
-    Containers without privileges (Apptainer, rootless podman) see the host's ``/home`` as theirs. Only folders above
-    the cache may be, never what is in it (https://man7.org/linux/man-pages/man7/user_namespaces.7.html).
+    Unprivileged containers (Apptainer, rootless podman) see the host's ``/home`` that way. It may own folders above the
+    cache, never files in it (https://man7.org/linux/man-pages/man7/user_namespaces.7.html).
     """
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
@@ -182,12 +181,12 @@ def _unmapped() -> tuple[int, ...]:
 
 
 def make_folder(path: Path, mode: int) -> None:
-    """Create a folder and its missing parents with ``mode``, whatever the umask; judge it where it exists already.
+    """Create a folder and its missing parents with ``mode``, whatever the umask; check it if it exists.
 
     Raises
     ------
     CacheError
-        Where it cannot be made, or someone else could write or replace it.
+        If it cannot be made, or another user could write or replace it.
     """
     with explained(path):
         try:
@@ -208,7 +207,7 @@ def make_folder(path: Path, mode: int) -> None:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn every error of a file system into a CacheError with the fix."""
+    """Convert OSError into a CacheError with the fix."""
     try:
         yield
     except OSError as error:
@@ -225,7 +224,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def full(path: Path) -> CacheError:
-    """Return the error for a file system without room."""
+    """Return the error for a full file system."""
     return CacheError(
         f"no space is left for the kernel cache at {path}\n"
         f"  fix: free some space (`fp4dispatch cache prune --max-size 1GB`), {ELSEWHERE}"
@@ -233,7 +232,7 @@ def full(path: Path) -> CacheError:
 
 
 def write_synced(path: Path, data: bytes, mode: int) -> None:
-    """Write a new file and force it to disk."""
+    """Write a new file and fsync it."""
     with explained(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
@@ -244,7 +243,7 @@ def write_synced(path: Path, data: bytes, mode: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file or the listing of a folder to disk."""
+    """Fsync a file or folder."""
     with explained(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:

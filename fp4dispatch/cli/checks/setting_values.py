@@ -1,4 +1,4 @@
-"""What a setting may say beyond its form: names of backends, a GPU that exists, files that are there."""
+"""Checks the meaning of settings: known backend names, an existing arch, existing files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OP: dict[str, Op] = {"fp4_gemm_backend": "nvfp4_gemm", "fp8_backend": "fp8_gemm
 
 
 def wrong_values(values: Mapping[str, Any], plugins: Iterable[str]) -> Iterator[str]:
-    """Yield one sentence for each setting that nothing can be made of. Imports no backend, which may need torch.
+    """Yield one sentence per setting without meaning. Imports no backend, because backends may need torch.
 
     Parameters
     ----------
