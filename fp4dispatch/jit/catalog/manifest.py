@@ -41,8 +41,9 @@ class Kernel:
 
     ``source`` is its path below the folder of ``kernels.toml``. ``targets`` are in order of preference. ``pdl``: every
     kernel of the binary must wait for the previous grid before its first access to global memory. ``mma``: regular
-    expression of the tensor-core opcode that every kernel of the binary must hold, or None. ``before_wait``: the only loads from global memory that may precede that wait; they read
-    weights, which no kernel writes.
+    expression of the tensor-core opcode that every kernel of the binary must hold, or None.
+    ``before_wait``: the only loads from global memory that may precede that wait; they read weights, which no kernel
+    writes.
     """
 
     name: str
