@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.code_hash import code_hash
-from fp4dispatch.errors import CacheError, SelfCheckFailed
+from fp4dispatch.errors import SelfCheckFailed
 from fp4dispatch.jit.catalog import manifest
 from fp4dispatch.jit.store import cache, guard, records
 from fp4dispatch.machine import libraries

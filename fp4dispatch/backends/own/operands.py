@@ -19,6 +19,11 @@ def arch_of(device: torch.device) -> Arch:
     return Arch(*torch.cuda.get_device_capability(device))
 
 
+def gpu_of(device: torch.device) -> tuple[Arch, int]:
+    """Return the arch of a GPU and its number of SMs."""
+    return arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def aligned(x: Tensor, k: int) -> Tensor:
     """Return x [M, K] padded with zeros to ``k`` columns, rows contiguous, on 16 bytes, apart; ``x`` where it is so."""
     x = zero_pad(x, x.shape[0], k)

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.base import Ready
 from fp4dispatch.machine import capture
 
 ARENA_BYTES = 4 << 20
@@ -112,19 +111,6 @@ class Scratch:
 def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
     """Return what takes the same temporaries where the current stream is known not to be captured."""
     return scratch.eager if isinstance(scratch, Scratch) else scratch
-
-
-def ready_to_launch(state: Any, tensors: tuple[Tensor, ...]) -> Ready:
-    """Return ``Backend.ready``'s function of a plan whose ``launch(state, x, tensors, out, bias)`` is all of a call.
-
-    ``state``: a named tuple with ``launch`` and ``scratch``, which ``launch`` takes its temporaries from.
-    """
-    launch, eagerly = state.launch, state._replace(scratch=eager(state.scratch))
-
-    def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-        launch(eagerly, x, tensors, out, bias)
-
-    return ready
 
 
 class ScratchByM:

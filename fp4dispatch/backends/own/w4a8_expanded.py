@@ -25,6 +25,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_weights
 from fp4dispatch.backends.own import w8a8
+from fp4dispatch.backends.own.compiled import Layout
 from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.operands import await_writes, per_column
 from fp4dispatch.errors import InputError
@@ -155,7 +156,7 @@ def _held_by(backend: Backend, prepared: Prepared) -> Prepared:
     layout: tuple[Any, ...] = prepared.layout
     if isinstance(backend, w8a8.W8A8Backend):
         held = cublaslt_weights.Layout(*layout)
-        layout = tuple(w8a8.Layout(n=held.n, k=held.k, np=held.np, kp=held.kp, has_input_scale=False))
+        layout = tuple(Layout(n=held.n, k=held.k, np=held.np, kp=held.kp, has_input_scale=False))
     return Prepared(backend.name, prepared.tensors, layout)
 
 

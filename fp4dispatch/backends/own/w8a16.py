@@ -14,68 +14,36 @@ scales would need sums of their own for every 128 along K; they are not built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fp4dispatch import jit
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.backends.own import pdl
-from fp4dispatch.backends.own.operands import aligned, arch_of, await_writes, bias_row, direct, stored_rows
-from fp4dispatch.errors import InputError
+from fp4dispatch.backends.base import LinearWeights, Prepared
+from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
+from fp4dispatch.backends.own.operands import await_writes, stored_rows
 from fp4dispatch.formats import round_up, zero_pad
-from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import check
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.problem.decision import Reason
+from fp4dispatch.problem.arch import Arch
 
 KERNEL = "w8a16_small"
 BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
 """Build of :data:`KERNEL` by output dtype."""
 
-_N_MULTIPLE = 8  # the kernel stores 16 bytes of a row of the output at a time
-_K_MULTIPLE = 16  # and reads rows of the weight that start on 16 bytes
+_K_MULTIPLE = 16  # the kernel reads rows of the weight that start on 16 bytes
 _STEP_BYTES = 1 << 24
 """Weights that are looked through at a time."""
 
 
-class _Layout(NamedTuple):
-    """Sizes of prepared weights; ``np``, ``kp`` are padded with zeros: columns of the output, and K."""
-
-    n: int
-    k: int
-    np: int
-    kp: int
-
-
-class _State(NamedTuple):
-    """All that a plan knows; it serves every M.
-
-    ``pdl``: launch with PDL, as the binary's proof and the setting allow. ``fits``: nothing is padded, so that operands
-    may be launched on as they come.
-    """
-
-    layout: _Layout
-    fits: bool
-    gemm: Callable[..., None]
-    pdl: bool
-
-
-class W8A16Backend(Backend):
+class W8A16Backend(CompiledBackend):
     """FP8 weights (tensor, row) by bfloat16 or float16 activations, from ``csrc/`` through :mod:`fp4dispatch.jit`."""
 
     name = "w8a16"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"fp8_gemm": ("bf16",)}
     plans_by_m = False
 
-    def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
-        """Collect every reason why this backend cannot run the problem."""
-        return check(self.name, problem, system)
-
-    def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
-        """Name the kernel that a plan will load."""
+    def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
+        """Return the one build for the output's dtype."""
         build = BUILDS.get(problem.out_dtype)
         return () if build is None else ((KERNEL, build),)
 
@@ -86,72 +54,26 @@ class W8A16Backend(Backend):
         row that holds NaN gets NaN for a scale, as the kernel reads NaN as a number.
         """
         w = weights
-        layout = _Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE))
+        layout = Layout(w.n, w.k, round_up(w.n, N_MULTIPLE), round_up(w.k, _K_MULTIPLE))
         weight = stored_rows(w.weight, w.n, layout.kp)
         scale = w.scale.float().expand(w.n).masked_fill(_rows_with_nan(weight), float("nan"))
         tensors = (weight, zero_pad(scale.reshape(1, -1), 1, layout.np).reshape(-1).contiguous())
         await_writes(weight)
         return Prepared(self.name, tensors, tuple(layout))
 
-    def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Load the kernel, compiling and proving it first where it is not in the cache.
+    def _state(self, problem: Problem, layout: Layout, device: torch.device, loaded: tuple[Loaded, ...]) -> State:
+        """Return the launch of the loaded kernel, for every M."""
+        (kernel,) = loaded
+        return State(None, layout, _launch, kernel.module.w8a16_small, kernel.pdl)
 
-        Raises
-        ------
-        ToolchainError, CompileError, ProofError, CacheError
-            Each with what to do.
-        InputError
-            For a float32 output.
-        """
-        build = BUILDS.get(problem.out_dtype)
-        if build is None:
-            raise InputError(f"w8a16: output is {problem.out_dtype}, needs {' or '.join(BUILDS)}")
-        layout = _Layout(*prepared.layout)
-        device = prepared.tensors[0].device
-        kernel = jit.load(KERNEL, build, arch_of(device))
-        fits = (layout.np, layout.kp) == (layout.n, layout.k)
-        return Plan(self.name, problem, _State(layout, fits, kernel.module.w8a16_small, pdl.allowed(kernel, device)))
 
-    def run(
-        self,
-        plan: Plan,
-        prepared: Prepared,
-        x: Tensor | QuantizedActivation,
-        out: Tensor,
-        bias: Tensor | None = None,
-    ) -> None:
-        """Launch the kernel; the activation stays as it is."""
-        s: _State = plan.state
-        if not isinstance(x, Tensor):
-            raise InputError("w8a16 takes 16-bit activations, not quantised ones: use FP8Linear")
-        weight, scale = prepared.tensors
-        # As a layer calls it: straight to the launch. Each test and view that is left out is a microsecond.
-        if (
-            s.fits
-            and not (x.data_ptr() | out.data_ptr()) % 16
-            and x.is_contiguous()
-            and out.is_contiguous()
-            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
-        ):
-            s.gemm(x, weight, scale, bias, out, s.pdl)
-            return
-        n, _, np, kp = s.layout
-        d = out if direct(out, np) else out.new_empty(out.shape[0], np)
-        s.gemm(aligned(x, kp), weight, scale, bias_row(bias, d.dtype, np), d, s.pdl)
-        if d is not out:
-            out.copy_(d[:, :n])
+def _launch(s: State, weights: Weights = ()) -> Launch:
+    gemm, pdl = s.gemm, s.gemm_pdl
 
-    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
-        """Return the launch alone, where nothing is padded."""
-        s: _State = plan.state
-        if not s.fits:
-            return super().ready(plan, prepared)
-        gemm, pdl, (weight, scale) = s.gemm, s.pdl, prepared.tensors
+    def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
+        gemm(x, w[0], w[1], bias, out, pdl)
 
-        def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-            gemm(x, weight, scale, bias, out, pdl)
-
-        return ready
+    return launch
 
 
 def _rows_with_nan(weight: Tensor) -> Tensor:
