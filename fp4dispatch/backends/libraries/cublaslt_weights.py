@@ -13,7 +13,7 @@ from fp4dispatch.problem import Scaling
 
 
 class Layout(NamedTuple):
-    """Sizes of prepared weights; ``np``, ``kp`` are padded. ``per_row``: tensors[2] of nvfp4 is [np], not one value."""
+    """Sizes of prepared weights; ``np``, ``kp`` are padded. ``per_row``: the weight has one scale per row of [np]."""
 
     scaling: Scaling
     n: int

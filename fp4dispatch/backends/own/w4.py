@@ -1,11 +1,11 @@
-"""NVFP4 weights by 16-bit (w4a16) or FP8 (w4a8) activations: our own kernels, on one packed copy of the weights.
+"""NVFP4 weights with 16-bit (w4a16) or FP8 (w4a8) activations: our kernels, on one packed copy of the weights.
 
-What the kernels compute: w4a16 multiplies ``e2m1 * block_scale`` exactly and sums in f32; w4a8 multiplies what
-:mod:`~fp4dispatch.backends.own.folding` defines by activations that are scaled per token. Global scales (one per output
-column for fused shards), activation scales and the bias are applied to the f32 sums, which are rounded once.
+Numerics: w4a16 multiplies ``e2m1 * block_scale`` exactly and sums in f32. w4a8 rounds that product to e4m3 first
+(:mod:`~fp4dispatch.backends.own.folding`) and scales activations per token. Global scales (one per output column for
+fused shards), activation scales and the bias are applied to the f32 sums, which are rounded once.
 
-For many tokens w4a8 writes its e4m3 weights out, into scratch that lives for one launch, and lets cuBLASLt multiply:
-its FP8 GEMM gains more than the write costs (``w4_tiles.toml`` has from when on, ``bench/NOTES.md`` the times).
+For many tokens w4a8 writes its e4m3 weights to scratch memory and lets cuBLASLt multiply: its FP8 GEMM is faster by
+more than the write costs. ``w4_tiles.toml`` says from which M on.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
 
 UNFOLD = "w4_to_e4m3"
-"""The kernel that writes FP8 weights for cuBLASLt."""
+"""The kernel that writes e4m3 weights for cuBLASLt."""
 
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 
 
 class _W4Backend(CompiledBackend):
-    """What both have in common: the weights, and from the table ``w4_tiles.toml`` to kernels."""
+    """What w4a16 and w4a8 share: the weights, and the table ``w4_tiles.toml``."""
 
     layout = "w4p"
 
@@ -63,9 +63,9 @@ class _W4Backend(CompiledBackend):
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pack the weights, padded with zeros, into W4P (:mod:`~fp4dispatch.backends.own.w4_layout`). Synchronises.
 
-        Tensors: packed uint8 [ceil(N/64), ceil(K/64), 2304]; global scale f32 [1], or [np] where shards differ; where
-        N is a multiple of 16, the scales of the columns of w4a8's FP8 weights, f32 [1, N]. A static input scale belongs
-        to 4-bit activations and is not used.
+        Tensors: packed weight, uint8 [ceil(N/64), ceil(K/64), 2304]; global scale, f32 [1], or [np] if shards differ;
+        if N is a multiple of 16, column scales of the e4m3 weights of w4a8, f32 [1, N]. The static input scale is for
+        4-bit activations and is not used.
 
         Raises
         ------

@@ -1,15 +1,15 @@
-"""FP8 weights by 16-bit activations that are not quantised: our kernel for few tokens, on the checkpoint's own bytes.
+"""FP8 weights with 16-bit activations: our kernel for few tokens, on the checkpoint's own bytes.
 
-A decode step takes as long as the read of its weights. So the time of quantising activations is saved, and so is what
-that rounds: products of e4m3 and bfloat16 or float16 are exact and are summed in f32; scales and the bias are applied
-to the sums, which are rounded once. A static input scale belongs to 8-bit activations and is not used.
+Few tokens: the time is that of reading the weights, and quantising activations would only add a launch and an error.
+Products of e4m3 and bfloat16 or float16 are exact and are summed in f32. Scales and the bias are applied to the sums,
+which are rounded once. A static input scale is for 8-bit activations and is not used.
 
-The weight stays [N, K] as it is stored and as ``cublaslt`` and ``cutlass`` read it: a layer that goes to one of them
-for many tokens holds it once. Tensor cores do not ask for an order along K, only for the same one on both sides, which
-the kernel (``csrc/w8a16_small.cu``) makes use of.
+The weight stays as it is stored. ``cublaslt`` and ``cutlass`` read the same bytes, so a layer that switches to one of
+them for many tokens holds its weight once. ``csrc/w8a16_small.cu`` needs no reordering: the order along K does not
+matter to tensor cores as long as both operands have the same one.
 
-Every M runs, in tiles of up to 32 tokens that each read all weights: who pins this backend pins that too. 128x128 block
-scales would need sums of their own for every 128 along K; they are not built.
+Every M runs, in tiles of up to 32 tokens. Each tile reads all weights, so the kernel is slow for many tokens. 128x128
+block scales are not built: they need a sum of their own for every 128 k.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
 
 _K_MULTIPLE = 16  # the kernel reads rows of the weight that start on 16 bytes
 _STEP_BYTES = 1 << 24
-"""Weights that are looked through at a time."""
+"""Weights that are searched for NaN at a time."""
 
 
 class W8A16Backend(CompiledBackend):
@@ -48,10 +48,10 @@ class W8A16Backend(CompiledBackend):
         return () if build is None else ((KERNEL, build),)
 
     def prepare(self, weights: LinearWeights) -> Prepared:
-        """Take the weight as it is; pad with zeros where K is not a multiple of 16. Synchronises.
+        """Keep the weight as it is stored; pad it with zeros if K is not a multiple of 16. Synchronises.
 
-        Tensors: weight e4m3 [n, kp], the layer's own where nothing is padded; scale of each output column f32 [np]. A
-        row that holds NaN gets NaN for a scale, as the kernel reads NaN as a number.
+        Tensors: weight, e4m3 [n, kp], the layer's own if nothing is padded; scale of each output column, f32 [np]. The
+        kernel reads a NaN code as a number, so a row with NaN gets NaN as its scale.
         """
         w = weights
         layout = Layout(w.n, w.k, round_up(w.n, N_MULTIPLE), round_up(w.k, _K_MULTIPLE))
@@ -77,7 +77,7 @@ def _launch(s: State, weights: Weights = ()) -> Launch:
 
 
 def _rows_with_nan(weight: Tensor) -> Tensor:
-    """Return bool [N], which rows of e4m3 [N, K] hold NaN. No sync."""
+    """Return bool [N]: which rows of e4m3 [N, K] hold a NaN. No sync."""
     codes, step = weight.view(torch.uint8), max(1, _STEP_BYTES // weight.shape[1])
     starts = range(0, codes.shape[0], step)
     return torch.cat([((codes[start : start + step] & 0x7F) == 0x7F).any(1) for start in starts])

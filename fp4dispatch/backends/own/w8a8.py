@@ -1,18 +1,18 @@
-"""FP8 weights by FP8 activations: our kernels for few and for many tokens, on the checkpoint's own bytes.
+"""FP8 weights with FP8 activations: our kernels for few and for many tokens, on the checkpoint's own bytes.
 
-A GEMM of few tokens takes as long as the read of its weights. The kernel for up to 64 (``csrc/w8a8_small.cu``) streams
-them as ``w8a16`` does, and FP8 tensor cores multiply: 16-bit ones are what ``w8a16`` waits for from a dozen tokens on.
-Each of its tiles reads all weights, so from 65 tokens on another one multiplies (``csrc/w8_gemm_sm90.cu``): tiles of
-128 tokens by 128 rows, whose CTAs share what they copy. ``w8_tiles.toml`` has which serves which M; every M runs.
-Activations are quantised ahead of either, one scale a token or the layer's static one, into the order in which both
-load them: for the host and the GPU the same two launches as any FP8 GEMM of ours. Sums are f32 (FP8 tensor cores' own
-over 256 k, which are added in f32); scales and the bias are applied to them, and the result is rounded once.
+Few tokens: the time is that of reading the weights. ``csrc/w8a8_small.cu`` streams them once per 64 tokens. Many
+tokens: ``csrc/w8_gemm_sm90.cu``, tiles of 128 tokens by 128 rows. ``w8_tiles.toml`` says which serves which M; both run
+every M.
 
-Under 128x128 block scales each token has a scale for every 128 k, and what tensor cores sum over these is multiplied by
-both as it is added: builds of their own of both kernels.
+A first launch quantises the activation and stores it in the order in which the GEMM loads it; the scale is one per
+token or the layer's static one. Tensor cores sum over 256 k; these sums are added in f32. Scales and the bias are
+applied to the f32 sums, which are rounded once.
 
-The weight stays [N, K] as it is stored and as ``w8a16``, ``cutlass`` and ``cublaslt`` read it: a layer that goes from
-one to the other by the number of tokens holds it once. So do block scales, as they are stored.
+128x128 block scales have builds of their own: the activation has one scale per token and 128 k, and each partial sum
+over 128 k is multiplied by both scales as it is added.
+
+Weights and block scales stay as they are stored. ``w8a16``, ``cutlass`` and ``cublaslt`` read the same bytes, so a
+layer that switches between them by M holds its weight once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
 
 QUANTIZER = "w4_activations"
-"""The kernels that pack activations, for W4P weights and for these; its one build reads both types."""
+"""Kernels that quantise and pack activations, for W4P and for FP8 weights. One build reads bfloat16 and float16."""
 
 _ENTRY = {"w8a8_small": "w8a8_small", "w8_gemm_sm90": "w8_gemm"}  # a kernel's function
 
@@ -51,12 +51,12 @@ class W8A8Backend(CompiledBackend):
         return () if tile is None else ((tile.kernel, tile.builds[problem.out_dtype]), (QUANTIZER, "any"))
 
     def prepare(self, weights: LinearWeights) -> Prepared:
-        """Take the weight as it is; pad with zeros where K is not a multiple of 16. Synchronises.
+        """Keep the weight as it is stored; pad it with zeros if K is not a multiple of 16. Synchronises.
 
-        Tensors: weight e4m3 [n, kp], the layer's own where nothing is padded; its scale f32 [1] (``tensor``), [np]
-        (``row``) or [ceil(N/128), ceil(K/128)] (``block128``, which np and kp do not change); the static input scale
-        f32 [1], where the layer has one: not under ``block128``, whose activations are scaled from their own values.
-        NaN among the weights needs no care: FP8 tensor cores multiply it as what it is.
+        Tensors: weight, e4m3 [n, kp], the layer's own if nothing is padded; its scale, f32 [1] (``tensor``), [np]
+        (``row``) or [ceil(N/128), ceil(K/128)] (``block128``); the static input scale, f32 [1], if the layer has one.
+        ``block128`` never has one here: its activations are scaled from their own values. NaN in the weight stays NaN:
+        FP8 tensor cores multiply it as NaN.
         """
         w = weights
         static = None if w.scaling == "block128" else w.input_scale
