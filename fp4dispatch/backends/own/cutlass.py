@@ -21,16 +21,16 @@ from fp4dispatch.problem.arch import Arch
 
 _K_MULTIPLE = {"nvfp4_gemm": 32, "fp8_gemm": 16}  # TMA rows of A and B are multiples of 16 bytes
 _AT_ONCE = ("fp8_gemm_sm90",)
-"""Kernels whose module has ``fp8_quantize_gemm``, which calls the quantiser too: a call through Python less."""
+"""Kernels whose module has ``fp8_quantize_gemm``, which calls the quantiser too: one call from Python, not two."""
 
 _QUANTIZER: dict[Op, str] = {"nvfp4_gemm": "nvfp4_quantize", "fp8_gemm": "fp8_quantize"}
 
 
 @dataclass(slots=True, eq=False)
 class _State(State):
-    """``at_once``: calls ``quantize`` and multiplies, without a workspace; None where two calls do.
+    """Also: ``at_once``, one function that quantises and multiplies without a workspace; None if it takes two calls.
 
-    Last of ``scratch`` is the GEMM's workspace.
+    The last tensor of ``scratch`` is the GEMM's workspace.
     """
 
     at_once: Callable[..., None] | None = None
