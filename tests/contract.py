@@ -8,6 +8,8 @@ it accepts dozens of empty tiles.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 from dataclasses import dataclass
 
@@ -266,6 +268,10 @@ def _tensors(value, depth=0):
         yield value
     elif depth < 6:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        if dataclasses.is_dataclass(value):  # it may have slots, and no __dict__
+            inner = [getattr(value, member.name) for member in dataclasses.fields(value)]
+        elif inspect.isfunction(value):
+            inner = [*(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or ())]
         for item in [*inner, *getattr(value, "__dict__", {}).values()]:
             yield from _tensors(item, depth + 1)
 

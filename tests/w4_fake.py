@@ -12,7 +12,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import scratch, w4
+from fp4dispatch.backends.own import compiled, scratch
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
 from fp4dispatch.problem.arch import Arch
@@ -247,9 +247,9 @@ def weights(n, k, shards=(), layout="linear", seed=0, static=None):
 def install(monkeypatch, capability="9.0", sms=132, **options):
     """Let both backends plan as on a GPU and launch these; returns the record."""
     kernels = Kernels(**options)
-    monkeypatch.setattr(w4.jit, "load", kernels.load)
+    monkeypatch.setattr(compiled.jit, "load", kernels.load)
     monkeypatch.setattr(torch, "_scaled_mm", kernels.scaled_mm)
-    monkeypatch.setattr(w4, "_gpu", lambda device: (Arch.parse(capability), sms))
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch.parse(capability), sms))
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)

@@ -15,7 +15,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
-from fp4dispatch.backends.own import scratch, w8a8, w8a16
+from fp4dispatch.backends.own import compiled, scratch
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
@@ -191,9 +191,8 @@ class Kernels:
 def install(monkeypatch, capability="9.0", **options):
     """Let both backends plan as on a GPU and launch these; returns the record."""
     kernels = Kernels(**options)
-    for module in (w8a16, w8a8):
-        monkeypatch.setattr(module.jit, "load", kernels.load)
-        monkeypatch.setattr(module, "arch_of", lambda device: Arch.parse(capability))
+    monkeypatch.setattr(compiled.jit, "load", kernels.load)
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch.parse(capability), 132))
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)

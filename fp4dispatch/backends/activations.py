@@ -1,4 +1,4 @@
-"""Bringing an activation into the format that it enters the multiplication in. Shared by the backends."""
+"""Quantising an activation with torch's operations. Shared by the backends."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class Backend(abc.ABC):
     def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Name the (kernel, variant) of ours that :meth:`plan` will load on a GPU, so that they can compile at once.
 
-        Only speed hangs on it: what is not named compiles when it is loaded.
+        Only speed depends on it: a kernel that is not named compiles when it is loaded.
         """
         return ()
 
@@ -181,7 +181,7 @@ class Backend(abc.ABC):
         """Do all host work for a problem (``problem.activation`` is resolved, not ``any``). Refused during capture."""
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
-        """Return what a plan is kept by: one that was made for a problem serves every problem of the same key."""
+        """Return the key of a plan: a plan made for one problem serves every problem of the same key."""
         return problem if self.plans_by_m else replace(problem, m=1)
 
     @abc.abstractmethod
@@ -198,10 +198,10 @@ class Backend(abc.ABC):
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return :meth:`run` of a plan and weights as the eager fast path of a layer calls it, ``ready(x, out, bias)``.
 
-        The same launches and results; what is known now is looked up now, and what the layer has seen to is not tested
-        again: M is the plan's; ``x`` [M, K] has the dtype that was planned for, is contiguous on 16 bytes and on the
-        device of the weights, which is the current one; ``out`` [M, N] is fresh from the allocator; ``bias`` has the
-        dtype of ``out`` and is contiguous; the current stream is not being captured.
+        Same launches and results, for less host time: look up here what a call would look up. The layer guarantees for
+        each call: M is the plan's; ``x`` [M, K] has the planned dtype, is contiguous, on 16 bytes and on the device of
+        the weights, which is the current device; ``out`` [M, N] is fresh from the allocator; ``bias`` has the dtype of
+        ``out`` and is contiguous; the current stream is not being captured.
         """
         return functools.partial(self.run, plan, prepared)
 
@@ -217,7 +217,7 @@ class Backend(abc.ABC):
 
 
 def builds_of(backend: Backend, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
-    """Ask a backend which kernels to compile ahead; nothing where it cannot say: only speed hangs on the answer."""
+    """Ask a backend which kernels to compile ahead. Empty if its ``builds`` fails: only speed depends on the answer."""
     try:
         return tuple((str(kernel), str(variant)) for kernel, variant in backend.builds(problem, device))
     except Exception as error:  # a plug-in's mistake shows where it plans, as its own

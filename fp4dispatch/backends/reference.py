@@ -1,8 +1,7 @@
 """The reference backend: dequantise, multiply, round once. The oracle of every other backend, and the last resort.
 
-Runs on any device. What torch offers for f32 products is only used where it is f32: TensorFloat-32 and bfloat16
-shortcuts that an application may have switched on (``torch.set_float32_matmul_precision``) are stepped around, because
-an oracle must not get worse with a global switch.
+Runs on any device. f32 products are true f32: if an application has allowed TensorFloat-32 or bfloat16 for them
+(``torch.set_float32_matmul_precision``), they are computed in f64 instead. An oracle must not depend on such a switch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which backends there are: built-ins, then plug-ins from the entry-point group ``fp4dispatch.backends``.
 
-A backend that fails to import or breaks the contract stays in the list, as a candidate that is rejected with its
-exception as the reason: it is never left out in silence, and never stops the others. A plug-in that takes a name which
-is taken is such a candidate too, under a name that says whose it is.
+A backend that fails to import or breaks the contract stays in the list as a rejected candidate, with its exception as
+the reason. It never stops the others. A plug-in whose name is taken is listed so too, under a name that says whose it
+is.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ BUILTINS: dict[str, str] = {
     "flashinfer_deepgemm": "fp4dispatch.backends.libraries.flashinfer_deepgemm:FlashInferDeepGemmBackend",
     "reference": "fp4dispatch.backends.reference:ReferenceBackend",
 }
-"""Name to ``module:Class``, imported on first use. Names that the capabilities declare and that are not here are known
-to the policy, and unavailable."""
+"""Name to ``module:Class``, imported on first use. A name in ``policy/capabilities.toml`` that is not here is known to
+the policy and unavailable."""
 
 
 class BrokenBackend:

@@ -6,12 +6,14 @@ accepted. Every number is tested with emulated kernels in tests/unit/test_backen
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import scratch, w4
+from fp4dispatch.backends.own import compiled, scratch, w4
 from fp4dispatch.machine import capture, libraries
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import Arch
@@ -26,7 +28,7 @@ NO_GPU = r"is not on a CUDA device"
 
 @pytest.fixture(autouse=True)
 def seems_to_be_hopper(monkeypatch):
-    monkeypatch.setattr(w4, "_gpu", lambda device: (Arch(9, 0), 132))
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(9, 0), 132))
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
@@ -54,9 +56,9 @@ def test_compiled_kernels_accept_what_the_backend_passes(backend, m, dtype, n, s
     problem = Problem("nvfp4_gemm", m, n, k, activation, out_dtype=str(dtype).removeprefix("torch."), bias=True)
     plan = backend.plan(problem, prepared)
     x, out = torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype)
-    quantizes = plan.state.quantize is not w4._nothing
+    quantizes = plan.state.quantize is not compiled.no_quantizer
     assert quantizes == (backend.name == "w4a8")
     for quantize in (plan.state.quantize, lambda *operands: None):  # the quantiser's checks, then the GEMM's
-        plan.state = plan.state._replace(quantize=quantize)
+        plan.state = replace(plan.state, quantize=quantize)
         with pytest.raises(ValueError, match=NO_GPU):
             backend.run(plan, prepared, x, out, torch.ones(n))

@@ -7,13 +7,14 @@ accepted. Every number is tested with emulated kernels in tests/unit/test_backen
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import scratch, w8a8
+from fp4dispatch.backends.own import compiled, scratch, w8a8
 from fp4dispatch.machine import capture, libraries
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 )
 @pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100), (264, 400)])
 def test_the_compiled_kernels_accept_what_the_backend_passes(monkeypatch, n, k, scaling, static, dtype):
-    monkeypatch.setattr(w8a8, "arch_of", lambda device: SM90)
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (SM90, 132))
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)
@@ -46,7 +47,7 @@ def test_the_compiled_kernels_accept_what_the_backend_passes(monkeypatch, n, k, 
     for m in (1, 19, 64, 65, 300):
         problem = Problem("fp8_gemm", m, n, k, "fp8", scaling, str(dtype).removeprefix("torch."), bias=True)
         plan = backend.plan(problem, prepared)
-        quantised = plan.state._replace(quantize=lambda *_: None)
+        quantised = replace(plan.state, quantize=lambda *_: None)
         for state in (plan.state, quantised):  # the second comes to the GEMM
             plan.state = state
             for bias in (None, torch.ones(n), torch.ones(n, dtype=dtype)):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends.own import tiles as cutlass_tiles
+from fp4dispatch.backends.own import tiles
 from fp4dispatch.backends.own.launch_model import clocks
 from tests import many_tokens
 from tests.compile import built_kernels
@@ -198,7 +198,7 @@ def test_plan_is_near_the_fastest_shape_that_was_measured(variant: str) -> None:
     )
 
 
-TIMED = [tile.builds["bfloat16"] for tile in cutlass_tiles.tiles("w4") if tile.speed]
+TIMED = [tile.builds["bfloat16"] for tile in tiles.tiles("w4") if tile.speed]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ TIMED = [tile.builds["bfloat16"] for tile in cutlass_tiles.tiles("w4") if tile.s
 )
 def test_the_model_in_python_expects_the_clocks_of_the_compiled_plan(variant: str) -> None:
     """By the first, a tile is chosen before its build is loaded."""
-    (speed,) = {tile.speed for tile in cutlass_tiles.tiles("w4") if variant in tile.builds.values()}
+    (speed,) = {tile.speed for tile in tiles.tiles("w4") if variant in tile.builds.values()}
     assert speed is not None
     built = module(variant)
     assert built.w4_gemm_tokens() == speed.tokens

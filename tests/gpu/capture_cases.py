@@ -11,6 +11,7 @@ no weights), the fault that the property rules out is planted instead.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -416,7 +417,7 @@ def scratch_in_a_graph_is_the_graphs():
 
 def in_two_calls(state, gemm):
     """The state of a plan of cutlass that quantises and multiplies in a call each, the second of them ``gemm``."""
-    return state._replace(gemm=gemm, at_once=None, launch=cutlass._launch_fp8)
+    return dataclasses.replace(state, gemm=gemm, at_once=None, make_launch=cutlass._launch_fp8)
 
 
 def launching(layer, plan, state):
@@ -605,15 +606,18 @@ def quantised_by_address():
     """Keep the quantised activation of an address."""
     kept = {}
 
-    def launch(s, x, tensors, d, bias):
-        q, scale, workspace = s.scratch()
-        if x.data_ptr() not in kept:
-            s.quantize(x, q, scale, s.quantize_pdl)
-            kept[x.data_ptr()] = (q.clone(), scale.clone())
-        q, scale = kept[x.data_ptr()]
-        s.gemm(q, tensors[0], scale, tensors[1], bias, d, workspace, s.gemm_pdl)
+    def make_launch(s, weights=()):
+        def launch(x, out, bias, w=weights):
+            q, scale, workspace = s.scratch()
+            if x.data_ptr() not in kept:
+                s.quantize(x, q, scale, s.quantize_pdl)
+                kept[x.data_ptr()] = (q.clone(), scale.clone())
+            q, scale = kept[x.data_ptr()]
+            s.gemm(q, w[0], scale, w[1], bias, out, workspace, s.gemm_pdl)
 
-    cutlass._AT_ONCE, cutlass._launch_fp8 = (), launch
+        return launch
+
+    cutlass._AT_ONCE, cutlass._launch_fp8 = (), make_launch
 
 
 @case(quantised_by_address, "an input that is gone")

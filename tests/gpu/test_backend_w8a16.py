@@ -85,7 +85,7 @@ def test_a_chain_under_pdl_gives_the_bits_of_one_without(m, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("auto takes another backend here")
     pinned = functools.partial(layer, activation="bf16")
-    layers.a_chain_under_pdl_gives_the_bits_of_one_without(monkeypatch, pinned, m, lambda plan: plan.state.pdl)
+    layers.a_chain_under_pdl_gives_the_bits_of_one_without(monkeypatch, pinned, m, lambda plan: plan.state.gemm_pdl)
 
 
 def test_a_layer_runs_right_after_its_weights_came():
@@ -116,4 +116,4 @@ def test_finished_kernels_are_proven_and_used_with_pdl():
     forget()
     assert ("w8_gemm", "sm_90") in system.current().proven
     backend = W8A16Backend()
-    assert backend.plan(Problem("fp8_gemm", 1, N, K, "bf16", "row"), backend.prepare(lin.weights())).state.pdl
+    assert backend.plan(Problem("fp8_gemm", 1, N, K, "bf16", "row"), backend.prepare(lin.weights())).state.gemm_pdl

@@ -212,7 +212,7 @@ def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkey
     assert [name for name, *_ in kernels.launched] == ["w4_to_e4m3", "fp8_quantize_row", "scaled_mm"]
     assert kernels.column_scales == [prepared.tensors[2].data_ptr()]  # nothing is made of them at a launch
     tile = next(t for t in tiles.tiles("w4") if t.builds["bfloat16"] == "a8_bf16_128")
-    monkeypatch.setattr(w4, "_tile_for", lambda *_: tile)
+    monkeypatch.setattr(w4, "tile_for", lambda *_: tile)
     backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, want, b)
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
 

@@ -12,7 +12,7 @@ from torch import nn
 from fp4dispatch import cli, formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.backends.libraries import cublaslt
-from fp4dispatch.backends.own import w4, w4a8_expanded, w8a8
+from fp4dispatch.backends.own import compiled, w4, w4a8_expanded
 from fp4dispatch.backends.own.folding import fold_e4m3
 from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
@@ -314,7 +314,7 @@ def test_operands_that_fit_go_straight_to_w8a8s_two_launches(m, ours, monkeypatc
     ready = BACKEND.ready(plan, prepared)
     with monkeypatch.context() as patch:
         for slow in ("aligned", "bias_row", "direct"):
-            patch.setattr(w8a8, slow, lambda *args: pytest.fail("the long way"))
+            patch.setattr(compiled, slow, lambda *args: pytest.fail("the long way"))
         BACKEND.run(plan, prepared, x, out)
         patch.setattr(W8A8Backend, "run", lambda *args: pytest.fail("not ready"))
         patch.setattr(W4A8ExpandedBackend, "run", lambda *args: pytest.fail("not ready"))

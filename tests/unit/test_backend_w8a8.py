@@ -10,8 +10,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import cutlass, scratch, w8a8, w8a16
-from fp4dispatch.backends.own import tiles as cutlass_tiles
+from fp4dispatch.backends.own import compiled, cutlass, scratch, tiles, w8a8, w8a16
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
@@ -168,18 +167,18 @@ def test_the_contract_has_static_scales_biases_and_all_scalings():
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
-    tiles = cutlass_tiles.tiles("w8")
+    table = tiles.tiles("w8")
     plain, blocks = ("tensor", "row"), ("block128",)
-    assert [(tile.kernel, tile.m_max, tile.weights_max, tile.scalings) for tile in tiles] == [
+    assert [(tile.kernel, tile.m_max, tile.weights_max, tile.scalings) for tile in table] == [
         *((FEW, 64, None, plain), (MANY, None, None, plain)),
         *((FEW, 64, None, blocks), (FEW, 128, 4096 * 4096, blocks), (MANY, None, None, blocks)),
     ]
     assert {*plain, *blocks} == set(RECORD.scalings)
     for kernel in (FEW, MANY):
-        whole = [tile.builds for tile in tiles if tile.kernel == kernel and tile.weights_max is None]
+        whole = [tile.builds for tile in table if tile.kernel == kernel and tile.weights_max is None]
         w8_fake.check_built_as_claimed(kernel, RECORD, *whole)
-        assert all(tile.builds in whole for tile in tiles if tile.kernel == kernel)
-    assert all(set(tile.activations) == set(RECORD.activations) for tile in tiles)
+        assert all(tile.builds in whole for tile in table if tile.kernel == kernel)
+    assert all(set(tile.activations) == set(RECORD.activations) for tile in table)
     catalog = installed()
     quantizer = catalog.kernel(w8a8.QUANTIZER)
     assert all(catalog.target_for(quantizer, ARCH[arch]) is not None for arch in RECORD.archs)
@@ -207,7 +206,7 @@ def test_only_what_an_m_needs_is_loaded_and_named(monkeypatch, out_dtype, build,
     gemm = (FEW, build) if m <= most_few(scaling) else (MANY, f"{build}_128")
     assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu")) == (gemm, ("w4_activations", "any"))
     assert BACKEND.builds(problem(m, scaling=scaling, out_dtype="float32"), torch.device("cpu")) == ()
-    monkeypatch.setattr(w8a8, "arch_of", lambda device: ARCH["sm_120"])
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (ARCH["sm_120"], 132))
     assert BACKEND.builds(asked, torch.device("cpu")) == ()
 
 
@@ -432,7 +431,7 @@ def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, scaling, m, prove
         kernels.pdl_allowed = kernel == proven
         return real(kernel, build, arch)
 
-    monkeypatch.setattr(w8a8.jit, "load", load)
+    monkeypatch.setattr(compiled.jit, "load", load)
     run(weights(64, 64, scaling), torch.randn(m, 64).bfloat16())
     gemm = FEW if m <= most_few(scaling) else MANY
     assert [launch[-1] for launch in kernels.launched] == [proven == w8a8.QUANTIZER, proven == gemm]
@@ -496,7 +495,7 @@ def test_the_self_check_sees_wrong_block_scales(monkeypatch, which, spoil):
         at = 1 if which == "x_scale" else 3
         return [spoil(arg) if i == at else arg for i, arg in enumerate(args)]
 
-    monkeypatch.setattr(w8a8.jit, "load", load)
+    monkeypatch.setattr(compiled.jit, "load", load)
     assert checked("block128").status == "failed"
 
 

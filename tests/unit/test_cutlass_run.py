@@ -12,7 +12,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, Plan, QuantizedActivation
-from fp4dispatch.backends.own import cutlass, scratch
+from fp4dispatch.backends.own import compiled, cutlass, scratch
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.machine import capture
@@ -99,7 +99,7 @@ def gemm(monkeypatch):
     def load(kernel, variant, arch):
         return SimpleNamespace(module=modules.get(kernel, made), pdl_allowed=kernel in modules)
 
-    monkeypatch.setattr(cutlass.jit, "load", load)
+    monkeypatch.setattr(compiled.jit, "load", load)
     pdl_fake.passes(monkeypatch)
     tile = SimpleNamespace(kernel="gemm", builds=dict.fromkeys(("bfloat16", "float16"), "any"))
     monkeypatch.setattr(cutlass, "tile_for", lambda *args: tile)

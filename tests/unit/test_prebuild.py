@@ -13,8 +13,8 @@ from torch import nn
 
 from fp4dispatch import jit
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.base import Backend
-from fp4dispatch.backends.own import cutlass, w4, w8a8
+from fp4dispatch.backends.base import Backend, Prepared
+from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.tiles import tiles
 from fp4dispatch.dispatch import choose
 from fp4dispatch.jit.catalog.manifest import installed
@@ -41,9 +41,7 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_system, "current", lambda: H200)
     monkeypatch.setattr(choose, "_must_check", lambda decision, gpu: decision.backend != "reference")
-    for module in (w4, cutlass):
-        monkeypatch.setattr(module, "_gpu", lambda device: (SM90, 132))
-    monkeypatch.setattr(w8a8, "arch_of", lambda device: SM90)
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (SM90, 132))
     quarantine.reset()
     monkeypatch.setattr(prebuild, "_seen", {})
     calls = []
@@ -131,8 +129,8 @@ def test_the_names_are_those_that_a_plan_loads(asked, monkeypatch):
         for m, n in itertools.product((1, 33, 64, 65, 129, 600, 767, 768, 4096), (512, 520, 8192, 28672)):
             problem = Problem("nvfp4_gemm", m, n, 256, activation, "nvfp4")
             kernels.loaded.clear()
-            layout = w4._Layout(n, 256, n)
-            w4._state(problem, layout, torch.device("cpu"), w4._tile_for(problem, SM90, 132), SM90)
+            layout = compiled.Layout(n, 256, n, 256)
+            backend.plan(problem, Prepared(name, (torch.empty(0),), tuple(layout)))
             assert set(kernels.loaded) == set(backend.builds(problem, torch.device("cpu")))
     assert {tile.kernel for tile in tiles("w4")} == {"w4a16_small", "w4a8_small", "w4_gemm_sm90", "w4_to_e4m3"}
 
@@ -140,7 +138,8 @@ def test_the_names_are_those_that_a_plan_loads(asked, monkeypatch):
 def test_every_backend_that_loads_kernels_of_ours_names_them():
     every = {name: type(b) for name, b in registry.backends().items() if isinstance(b, Backend)}
     loads = re.compile(r"jit\.load\(|quantizers")
-    own = {name: cls for name, cls in every.items() if loads.search(inspect.getsource(inspect.getmodule(cls)))}
+    source = {c: inspect.getsource(inspect.getmodule(c)) for cls in every.values() for c in cls.__mro__[:-2]}
+    own = {name: cls for name, cls in every.items() if any(loads.search(source[c]) for c in cls.__mro__[:-2])}
     assert {"cutlass", "w4a16", "w4a8", "w8a16", "w8a8", "cublaslt", "cudnn", "flashinfer_deepgemm"} <= set(own)
     assert [name for name, cls in own.items() if cls.builds is Backend.builds] == []
 

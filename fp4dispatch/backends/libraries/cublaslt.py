@@ -1,21 +1,20 @@
 """cuBLASLt through torch's scaled matmul (``torch._scaled_mm`` and ``_scaled_mm_v2``).
 
-FP8 layers on Hopper that are scaled by rows or by tensors go to cuBLASLt without torch's operator in between
-(:mod:`~fp4dispatch.backends.libraries.cublaslt_direct`): the same GEMM for less of the host.
+On Hopper, FP8 layers with ``row`` or ``tensor`` scaling call cuBLASLt without torch's operator
+(:mod:`~fp4dispatch.backends.libraries.cublaslt_direct`): the same GEMM for less host time.
 
-What torch asks of the operands, read in aten/src/ATen/native/cuda/ScaledBlas.cpp
-(https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledBlas.cpp):
+What torch requires of the operands (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledBlas.cpp):
 
-* A row-major, B^T column-major (that is, B [N, K] row-major); K and N multiples of 16. Anything else is padded with
-  zeros in ``prepare`` and sliced after; a row-major B is silent garbage elsewhere (bmm_fp8), here it cannot be passed.
-* ``row`` scaling runs on cuBLASLt on sm_90 from 12.9 on, and elsewhere on torch's own CUTLASS kernels, bfloat16 output
-  only.
-* ``block128`` is for sm_90 and cuBLASLt 12.9: scales of A [M, K/128] with M the fastest dimension, scales of B
+* A row-major, B [N, K] row-major; K and N multiples of 16. ``prepare`` pads other sizes with zeros; the output is
+  sliced.
+* ``row`` scaling runs on cuBLASLt on sm_90 from CUDA 12.9 on. Elsewhere torch's own CUTLASS kernels run, which write
+  bfloat16 only.
+* ``block128`` needs sm_90 and cuBLASLt 12.9: scales of A [M, K/128] with M the fastest dimension, scales of B
   [K/128 rounded up to 4, N/128] with K the fastest.
 * NVFP4: e2m1 pairs, e4m3 scales in the 128x4 layout, and two f32 global scales whose product is alpha, on the device.
 
-``use_fast_accum`` stays off: Hopper's FP8 tensor cores keep about 14 bits of a running sum, and without it cuBLASLt
-promotes partial sums to f32.
+``use_fast_accum`` stays off: Hopper's FP8 tensor cores keep about 14 bits of a running sum; with it off, cuBLASLt adds
+partial sums in f32.
 """
 
 from __future__ import annotations
@@ -59,20 +58,20 @@ _TENSORWISE, _BLOCK_1X16, _BLOCK_1X128, _BLOCK_128X128 = 0, 2, 4, 5
 _NO_SWIZZLE, _SWIZZLE_32_4_4 = 0, 1
 
 _ROWS_FROM = Version("12.9")
-"""The CUDA whose cuBLASLt scales rows, on sm_90."""
+"""First CUDA whose cuBLASLt supports row scaling, on sm_90."""
 
 
 _Launch = Callable[["_State", int, Tensor, tuple[Tensor, ...], Tensor, "Tensor | None"], None]
 
 
 class _State(NamedTuple):
-    """All that a plan knows; it serves every M.
+    """State of a plan; it serves every M.
 
-    ``epilogue``: the GEMM writes f32, and scales per row and the bias are applied after, so that the output is rounded
-    once. ``rows_need_bf16``: scaling per row is only there with bfloat16 output; otherwise it goes to the epilogue.
-    ``quantizers``, ``nvfp4``: our kernels, those that the layer's activations need, where they could be compiled.
-    ``launch``: quantises and multiplies operands that fit as they are, into ``scratch``; None where none do. ``ones``:
-    f32 [32768, 1].
+    ``epilogue``: the GEMM writes f32, and the row scales and the bias are applied after it, so that the output is
+    rounded once. ``rows_need_bf16``: row scaling exists for bfloat16 output only; for others it goes to the epilogue.
+    ``m_multiple``: M is padded to it. ``quantizers``, ``nvfp4``: our quantisers, if they could be compiled. ``launch``:
+    quantises into ``scratch`` and multiplies operands that fit as they are; None if the layer's never do. ``ones``: f32
+    [32768, 1].
     """
 
     layout: Layout
@@ -155,10 +154,10 @@ class CublasLtBackend(Backend):
         out: Tensor,
         bias: Tensor | None = None,
     ) -> None:
-        """Quantise the activation where that is still to do, and launch the GEMM."""
+        """Quantise the activation if it is not quantised yet, and launch the GEMM."""
         s: _State = plan.state
         m = out.shape[0]
-        # As a layer calls it: straight to the launches. Each test and view that is left out is a microsecond.
+        # Operands of a layer mostly fit as they are. Each view that is not made saves a microsecond.
         if (
             s.launch is not None
             and isinstance(x, Tensor)
@@ -197,7 +196,7 @@ class CublasLtBackend(Backend):
         out.copy_(result)
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
-        """Return the launches alone, where nothing is padded."""
+        """Return the launch alone if nothing is padded."""
         s: _State = plan.state
         if s.launch is None or s.m_multiple != 1:
             return super().ready(plan, prepared)
@@ -210,7 +209,7 @@ class CublasLtBackend(Backend):
 
 
 def _kernels(layout: Layout, device: torch.device) -> tuple[Quantizers | None, Nvfp4Quantizer | None, str]:
-    """Return the kernels that a layer's activations need, and why it goes without them."""
+    """Return the quantisers that a layer needs, and if there is none, why."""
     if layout.scaling == "nvfp4":
         nvfp4, note = quantizers.load_nvfp4(device)
         return None, nvfp4, note
@@ -219,7 +218,7 @@ def _kernels(layout: Layout, device: torch.device) -> tuple[Quantizers | None, N
 
 
 def _rows_need_bf16(tensor: Tensor) -> bool:
-    """Whether scales per row go to torch's own kernels, which write bfloat16 only."""
+    """Whether row scaling runs on torch's own kernels, which write bfloat16 only."""
     cuda = parse_version(_system.current().cuda or "")
     return _arch_of(tensor) != SM90 or (cuda is not None and cuda < _ROWS_FROM)
 
@@ -237,7 +236,7 @@ def _arch_of(tensor: Tensor) -> Any:
 def _direct(
     layout: Layout, problem: Problem, device: torch.device, found: Quantizers | None, weight: Tensor
 ) -> tuple[_Launch | None, str]:
-    """Return the launch that needs no operator of torch's; or None, and why where one could be expected."""
+    """Return the launch without torch's operator; or None, and why if one could be expected."""
     if found is None or found.library is None or layout.scaling not in ("row", "tensor") or _arch_of(weight) != SM90:
         return None, ""
     gemms, why = direct_gemms(found, device, functools.partial(_parts, layout), layout, problem)
@@ -259,7 +258,7 @@ def _launch_of(layout: Layout) -> _Launch:
 
 
 def _parts(layout: Layout, m: int) -> list[Part]:
-    """Return what a launch for M tokens needs: the quantised activation, and its scales unless they are static."""
+    """Return the scratch of a launch for M tokens: the quantised activation, and its scales unless static."""
     if layout.scaling == "nvfp4":
         return nvfp4_parts(m, layout.kp)
     parts = [Part((m, layout.kp), torch.float8_e4m3fn)]
@@ -320,7 +319,7 @@ def _input_scale(layout: Layout, prepared: Prepared) -> Tensor | None:
 
 
 def _by_row(layout: Layout, x: Tensor | QuantizedActivation) -> bool:
-    """Whether the GEMM scales rows; one scale for all of an activation by one for all of the weight does not."""
+    """Whether the GEMM scales rows: not if the activation has one scale and the weight has one."""
     if layout.scaling not in ("tensor", "row") or not layout.per_row:
         return False
     return layout.scaling == "row" or isinstance(x, Tensor) or x.scale.ndim > 0
@@ -334,7 +333,7 @@ def _run_fp8(
     bias: Tensor | None,
     row_scales: bool,
 ) -> tuple[Tensor, ...]:
-    """Launch a tensor- or row-wise GEMM; return the factors that are left to apply."""
+    """Launch a GEMM with tensor or row scaling; return the factors that are still to be applied."""
     layout, (w, w_scale) = s.layout, prepared.tensors[:2]
     by_row = _by_row(layout, x)
     if isinstance(x, Tensor):
@@ -392,7 +391,7 @@ def _run_nvfp4(
     d: Tensor,
     bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Launch an NVFP4 GEMM; with one alpha per shard, return them to be applied to the f32 sums."""
+    """Launch an NVFP4 GEMM; for fused shards return their alphas, to be applied to the f32 sums."""
     layout, (w, w_sf, alpha) = s.layout, prepared.tensors[:3]
     m, kp = d.shape[0], layout.kp
     sf_layout: SfLayout = problem.sf_layout or "linear"

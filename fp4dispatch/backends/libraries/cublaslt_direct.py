@@ -1,9 +1,9 @@
 """cuBLASLt's FP8 GEMM from our own host code (``csrc/cublaslt/cublaslt_gemm.h``), on Hopper.
 
-``torch._scaled_mm`` makes descriptors and asks for an algorithm at every call: 15 us of the host, of which the launch
-is 5 (docs/measurements.md, host cost). Here both are done once for each M, and one call quantises and multiplies.
-cuBLASLt is asked for what torch asks it for, so the algorithm and the bits are torch's. Where cuBLASLt cannot be called
-like this, torch's operator runs.
+``torch._scaled_mm`` makes descriptors and asks for an algorithm in every call, which costs the host more than the
+launch (docs/measurements.md, host cost). Here both are done once for each M, and one call quantises and multiplies. The
+request to cuBLASLt is torch's, so the algorithm and the bits are, too. If cuBLASLt cannot be called like this, torch's
+operator runs.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
 
 OLDEST = 120900
-"""The cuBLASLt whose heuristics know scales of rows, on sm_90."""
+"""First cuBLASLt whose heuristics support row scaling, on sm_90."""
 
 _MOST = 512
-"""So many M are remembered; a prefill may bring any."""
+"""Most M that are remembered; a prefill may bring any."""
 
 Gemm = Callable[..., None]
 """``gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace)``, as ``csrc/quantise/fp8_quantize.cu`` says."""
 
 
 class DirectGemms:
-    """Quantises and multiplies, for one N, K and output dtype, whatever M.
+    """Quantises and multiplies, for one N, K and output dtype, and every M.
 
     ``row``, ``static`` and ``static_row`` are launches as the ``cublaslt`` backend has them: of x [M, K] in bfloat16 or
     float16 by prepared weights into d [M, N], both contiguous on 16 bytes. Safe to capture, also for a new M: like
@@ -67,7 +67,7 @@ class DirectGemms:
         gemm(x, w[2], q, w[2], w[0], w[1], bias, d, workspace)
 
     def static_row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
-        """Launch with one static scale for all tokens, which the weight's scales of rows hold already."""
+        """Launch with one static scale for all tokens, already multiplied into the row scales of the weight."""
         gemm, (q,), workspace = self.of(m)
         gemm(x, w[3], q, ones_for(self._ones, m), w[0], w[2], bias, d, workspace)
 

@@ -13,7 +13,7 @@ from fp4dispatch.problem import Scaling
 
 
 class Layout(NamedTuple):
-    """Sizes of prepared weights; ``np``, ``kp`` are padded. ``per_row``: tensors[2] of nvfp4 is [np], not one value."""
+    """Sizes of prepared weights; ``np``, ``kp`` are padded. ``per_row``: the weight has one scale per row of [np]."""
 
     scaling: Scaling
     n: int
@@ -25,7 +25,7 @@ class Layout(NamedTuple):
 
 
 def prepare(weights: LinearWeights) -> tuple[list[Tensor], Layout]:
-    """Return the tensors of a layer, its input scale last where it has one, and their sizes; what fits is not copied.
+    """Return the tensors of a layer and their sizes; the input scale is last, if any. What fits is not copied.
 
     Weight [np, kp] (nvfp4: uint8 [np, kp/2]), then its scales: ``tensor`` f32 []; ``row``, and ``tensor`` under scales
     per token, f32 [1, np], and with an input scale once more times that; ``block128`` [np/128, kp/128 rounded up to 4];
@@ -39,9 +39,9 @@ def prepare(weights: LinearWeights) -> tuple[list[Tensor], Layout]:
 
 
 def _prepare_fp8(w: LinearWeights) -> tuple[list[Tensor], Layout]:
-    """Make weight [np, kp]; scale f32 [], or [1, np] where each row has its own or each token's multiplies it.
+    """Make weight [np, kp] and scale f32 []; [1, np] for row scaling and for activations scaled per token.
 
-    With a static input scale beside scales per row, a second [1, np] is their product: tokens then have the scale 1.
+    With row scaling and a static input scale, a second [1, np] is their product: tokens then have the scale 1.
     """
     np, kp = round_up(w.n, 16), round_up(w.k, 16)
     per_row = w.scaling == "row" or w.input_scale is None  # per-token activations need per-row weights beside them

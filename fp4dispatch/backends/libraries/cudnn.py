@@ -1,23 +1,20 @@
 """cuDNN, through the graphs of :mod:`fp4dispatch.backends.libraries.cudnn_graphs`.
 
-How M is handled: a graph is built for a bucket of M (:func:`m_bucket`, at most 12.5 % above M from 128 on), the
-activation is padded to it with zeros and the result sliced. cuDNN 9.21 can execute one graph with other shapes
-("override shape"), but its plans are chosen for one M and its use for many has given sparse NaN (flashinfer#3140);
-buckets need no version and no such path. Graphs are kept for the life of the process: a CUDA graph that was captured
-with one launches its kernels, and dropping it is a segfault at replay (flashinfer#1349).
+M: a graph is built for a bucket of M (:func:`m_bucket`, at most 12.5 % above M from 128 on); the activation is padded
+to it with zeros and the result is sliced. cuDNN 9.21 can run one graph with other shapes ("override shape"), but that
+has given sparse NaN (flashinfer#3140). Graphs are kept for the life of the process: a CUDA graph launches their
+kernels, and dropping one is a segfault at replay (flashinfer#1349).
 
-Handles: one a device, made in ``plan``, its stream set to the current one and its launches made under a lock. A stream
-that only exists during a capture thus needs no handle of its own, which could not be made then.
+Handles: one per device, made in ``plan``. A launch sets its stream to the current one, under a lock. So a stream that
+exists only during a capture needs no handle of its own, which could not be made then.
 
 Activations are quantised by our kernels (:mod:`fp4dispatch.backends.own.quantizers`), into the rows of the bucket.
 
 Workspaces come from torch's caching allocator on the current stream, sized by the plan, and are zeroed before each
-launch: split-K semaphores expect zeros (vllm#55571, flashinfer#4553). Most plans need none; a split-K plan for M=1,
-N=K=4096 on an H200 takes 257 KiB.
+launch: split-K semaphores expect zeros (vllm#55571, flashinfer#4553). Most plans need none.
 
-What has run: FP8 on an H200 with cuDNN 9.19. NVFP4 has not run on hardware: its graphs are compiled for each arch by
-cuDNN itself, without the GPU, and interpreted against the reference (tests/unit/test_backend_cudnn.py). The kernels
-that cuDNN 9.28 compiled for them hold OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X on sm_120 and UTCOMMA.2CTA.4X on sm_100.
+Tested: FP8 on an H200 with cuDNN 9.19. NVFP4 has not run on hardware: cuDNN compiles its graphs for each arch without
+the GPU, and an interpreter compares them with the reference (tests/unit/test_backend_cudnn.py).
 """
 
 from __future__ import annotations
@@ -66,14 +63,14 @@ class _Layout(NamedTuple):
 
 
 class _State(NamedTuple):
-    """All that a plan knows: the graph of its bucket, and what quantises activations for it."""
+    """The graph of a plan's bucket of M, and its quantiser."""
 
     executable: Executable
     quantize: ToScratch
 
 
 class _Device:
-    """What one GPU has: its handle, the lock to use it under, and every graph ever built for it."""
+    """State of one GPU: the handle, its lock, and every graph built for it."""
 
     def __init__(self, cudnn: Any) -> None:
         self.handle = cudnn.create_handle()
@@ -165,7 +162,7 @@ class CudnnBackend(Backend):
         out: Tensor,
         bias: Tensor | None = None,
     ) -> None:
-        """Quantise the activation where that is still to do, and launch the graph on the current stream.
+        """Quantise the activation if it is not quantised yet, and launch the graph on the current stream.
 
         A bias of another dtype than ``out`` is rounded to that of ``out`` first.
         """
@@ -204,7 +201,7 @@ def _sf_128x4(w: LinearWeights, np: int, kp: int) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return x contiguous and at an address that 16-byte loads can read, as cuDNN takes for granted."""
+    """Return x contiguous and on 16 bytes, as cuDNN assumes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -213,7 +210,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _key(problem: Problem, layout: _Layout) -> GraphKey:
-    """Return the graph of a problem; plain data, so that layers of one shape share it whatever their scales are."""
+    """Return the key of a problem's graph: plain data without scales, so that layers of one shape share it."""
     one_scale = problem.op == "nvfp4_gemm" or layout.has_input_scale
     return GraphKey(
         problem.op,
@@ -228,7 +225,7 @@ def _key(problem: Problem, layout: _Layout) -> GraphKey:
 
 
 def _first_that_runs(cudnn: Any, key: GraphKey, state: _Device, prepared: Prepared) -> Executable:
-    """Launch the candidates once each, on zeros, until one runs: the first launch loads kernels and must be eager."""
+    """Launch each candidate once, on zeros, until one runs. The first launch loads kernels, so it must be eager."""
     tensors = _scratch(key, prepared)
     failed: list[str] = []
     try:
@@ -247,7 +244,7 @@ def _first_that_runs(cudnn: Any, key: GraphKey, state: _Device, prepared: Prepar
 
 
 def _scratch(key: GraphKey, prepared: Prepared) -> dict[int, Tensor]:
-    """Return zeros for every tensor of a graph; the layer's own where it has them."""
+    """Return every tensor of a graph: the layer's weights and scales, and zeros for the others."""
     w = prepared.tensors
     dtypes = {graphs.A: w[0].dtype, graphs.BIAS: _TORCH[key.out_dtype], graphs.D: _TORCH[key.out_dtype]}
     own = {graphs.B: w[0], graphs.B_SCALE: w[1]}
@@ -297,7 +294,7 @@ def _state(plan: Plan) -> _State:
 def _fp8_operands(
     plan: Plan, layout: _Layout, prepared: Prepared, x: Tensor | QuantizedActivation
 ) -> dict[int, Tensor]:
-    """Return A [key.m, kp] and its scale: f32 [1], or [key.m]; those of padding rows scale nothing else."""
+    """Return A [key.m, kp] and its scale, f32 [1] or [key.m]; scales of padding rows do not matter."""
     if isinstance(x, Tensor):
         x = _state(plan).quantize(x, prepared.tensors[-1] if layout.has_input_scale else None)
         return {graphs.A: _aligned(x.data), graphs.A_SCALE: _aligned(x.scale.reshape(-1))}

@@ -1,7 +1,7 @@
 """cuDNN graphs of one GEMM, built with the Python API of nvidia-cudnn-frontend, which is imported on first use.
 
-A graph is a function of a :class:`GraphKey` alone: sizes, dtypes and which scales there are. Scales and alpha enter as
-device tensors, so that no value and no address is part of any key (flashinfer#2450, flashinfer#1887).
+A graph depends on its :class:`GraphKey` alone: sizes, dtypes and the kinds of scales. Scales and alpha are device
+tensors, so no value and no address is part of a key (flashinfer#2450, flashinfer#1887).
 
 ::
 
@@ -152,11 +152,10 @@ def build_graph(cudnn: Any, key: GraphKey, **where: Any) -> Any:
 
 
 def build_plans(cudnn: Any, key: GraphKey, **where: Any) -> Iterator[Executable]:
-    """Yield what can run a key, cuDNN's first choice first, each compiled. Deterministic kernels of cuDNN itself only.
+    """Yield compiled plans for a key, cuDNN's first choice first. Deterministic kernels of cuDNN itself only.
 
-    Passed over: the frontend's own engines (CuTe DSL), which compile through other packages at times of their choosing,
-    and the engine that forwards to cuBLASLt, which is a backend of its own here and takes 32 MiB + 256 bytes of
-    workspace a launch (measured on an H200 with cuDNN 9.19; flashinfer#4666 is what that size did in a shared one).
+    Skipped: the frontend's own engines (CuTe DSL), which may compile in a launch, and the engine that calls cuBLASLt,
+    which is a backend of its own here and takes a workspace of 32 MiB in each launch (flashinfer#4666).
 
     Raises
     ------
@@ -193,9 +192,9 @@ def _short(error: Exception) -> str:
 
 
 class Executable:
-    """One compiled plan of one graph. It is executed for that graph and by its index in that graph, and no other way.
+    """One compiled plan of one graph, executed by its index in that graph only.
 
-    (A plan tuned for one M and applied to the graph of another gave sparse NaN: flashinfer#3140, flashinfer#3260.)
+    A plan tuned for one M and applied to the graph of another gave sparse NaN (flashinfer#3140, flashinfer#3260).
     """
 
     def __init__(self, key: GraphKey, graph: Any, index: int, workspace_bytes: int) -> None:

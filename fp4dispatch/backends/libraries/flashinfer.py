@@ -1,25 +1,24 @@
 """FlashInfer's runners, each under the name that SGLang and vLLM give it: never replaced by one of ours.
 
-They differ by data, a :class:`Runner` each. NVFP4 goes through ``flashinfer.mm_fp4``, FP8 scaled per tensor through
-``bmm_fp8`` with a batch of one, FP8 scaled 128x128 through ``gemm_fp8_nt_groupwise``; always with the runner named and
-``out=`` given. Activations are quantised by our kernels (:mod:`fp4dispatch.backends.own.quantizers`), not by
-FlashInfer's, which round otherwise (:mod:`fp4dispatch.formats`) and are one more module to compile. FlashInfer launches
-its CUTLASS GEMMs with PDL, right behind our quantiser; their epilogues may read scales before they wait: those are
-written earlier.
+Each backend is data, a :class:`Runner`. NVFP4 calls ``flashinfer.mm_fp4``, FP8 with ``tensor`` scaling ``bmm_fp8`` with
+a batch of one, FP8 with ``block128`` scaling ``gemm_fp8_nt_groupwise``; the runner is always named and ``out=`` given.
+Our kernels quantise activations (:mod:`fp4dispatch.backends.own.quantizers`): FlashInfer's round differently.
+FlashInfer launches its CUTLASS GEMMs with PDL, right behind our quantiser. Their epilogues may read scales before they
+wait, so scales are written before the quantiser runs.
 
-What FlashInfer cannot fuse is done beside it:
+What FlashInfer cannot fuse:
 
-* ``mm_fp4`` takes one alpha. A layer of fused shards runs one GEMM a shard, exactly, and never under a maximum.
-* ``bmm_fp8`` takes one scale for the whole activation. Where the activation is scaled per token its scales, in float32,
-  multiply the result, which is bfloat16 then (in float16 the sums before scaling would overflow) and rounded twice. One
-  token has one scale, which cuDNN multiplies before it rounds; CUTLASS, launched with PDL, could read it too early.
-* No function takes a bias: it is added to the rounded result. Each of the two rounds once more than a fused epilogue.
+* ``mm_fp4`` takes one alpha. A layer of fused shards runs one GEMM per shard, which is exact.
+* ``bmm_fp8`` takes one scale for the whole activation. Scales per token multiply the result, in float32. The result is
+  bfloat16 then, as float16 could overflow before scaling, and is rounded twice. A single token has one scale: cuDNN
+  fuses it; CUTLASS, launched with PDL, could read it too early.
+* No function takes a bias. It is added to the rounded result: one rounding more than with a fused epilogue.
 
-``mm_fp4`` and ``bmm_fp8`` keep one scratch buffer a device for all streams (flashinfer#2710): layers on these runners
-are for one stream of a device at a time. Nothing here can give them another.
+``mm_fp4`` and ``bmm_fp8`` share one scratch buffer per device between all streams (flashinfer#2710): use layers on
+these runners on one stream of a device at a time.
 
-What has run: on an H200, cuDNN's FP8. The NVFP4 runners need Blackwell and have not run on hardware: their operands go
-through FlashInfer's own Python and its requirement checks on the CPU (tests/unit/test_backend_flashinfer.py).
+Tested: cuDNN's FP8 on an H200. The NVFP4 runners need Blackwell and have not run on hardware; their operands pass
+FlashInfer's own Python and requirement checks on the CPU (tests/unit/test_backend_flashinfer.py).
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
 from fp4dispatch.problem.decision import Reason
 
 _ALIGN = 32
-"""Bytes; what FlashInfer's CuTe DSL kernels assume of A and B. torch aligns every tensor of its own by more."""
+"""Bytes: alignment of A and B that FlashInfer's CuTe DSL kernels assume. torch's allocator aligns to more."""
 
 _EPILOGUE_TILE = 128
 """Rows of the tile that ``nvfp4_quantize(do_shuffle=True)`` shuffles weights for."""
 
 _M_MULTIPLE = 4
-"""What ``gemm_fp8_nt_groupwise`` asks of M."""
+"""``gemm_fp8_nt_groupwise`` requires M to be a multiple of this."""
 
 
 class Runner(NamedTuple):
     """How FlashInfer runs a backend's problems.
 
-    ``fp4``: what it is called in ``mm_fp4(backend=)``. ``n_multiple``, ``k_multiple``: what NVFP4 weights are padded
-    to. ``shuffled``: weights in the row order of trtllm-gen. ``tensor``, ``groupwise``: the same for ``bmm_fp8`` and
-    ``gemm_fp8_nt_groupwise``, empty where it has none; ``fp8_multiple``: what FP8 weights are padded to. ``fuses_one``:
-    ``bmm_fp8`` may be handed a scale that the kernel just ahead of it writes (cuDNN's kernels of 9.19 for sm_90 wait
-    for what is ahead of them in their first instructions, before any load).
+    ``fp4``: its name in ``mm_fp4(backend=)``. ``n_multiple``, ``k_multiple``: NVFP4 weights are padded to these.
+    ``shuffled``: weights in the row order of trtllm-gen. ``tensor``, ``groupwise``: its names in ``bmm_fp8`` and
+    ``gemm_fp8_nt_groupwise``; empty if it has none. ``fp8_multiple``: FP8 weights are padded to it. ``fuses_one``:
+    ``bmm_fp8`` may take a scale that the previous kernel writes (cuDNN 9.19's kernels for sm_90 wait for the previous
+    kernel before any load).
     """
 
     fp4: str
@@ -84,7 +83,7 @@ class _Layout(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What quantises a plan's activations. ``trial``: the first call of a shape, with all of FlashInfer's checks."""
+    """The quantiser of a plan. ``trial``: the first call of a shape, with all of FlashInfer's checks."""
 
     quantize: ToScratch
     trial: bool
@@ -161,7 +160,7 @@ class FlashInferBackend(Backend):
         out: Tensor,
         bias: Tensor | None = None,
     ) -> None:
-        """Quantise the activation where that is still to do, launch, and do what FlashInfer does not.
+        """Quantise the activation if it is not quantised yet, launch, and do what FlashInfer cannot fuse.
 
         Raises
         ------
@@ -292,7 +291,7 @@ class FlashInferBackend(Backend):
 
 
 def _into(name: str, plan: Plan, launch: Callable[[Tensor], None], out: Tensor, np: int, mp: int | None = None) -> None:
-    """Launch into ``out`` [M, N] itself where it is [mp, np], contiguous and aligned, else into scratch and copy."""
+    """Launch into ``out`` [M, N] if it is [mp, np], contiguous and aligned; else into scratch, and copy."""
     m, n = out.shape
     mp = m if mp is None else mp
     direct = (mp, np) == (m, n) and out.is_contiguous() and out.data_ptr() % _ALIGN == 0
@@ -317,7 +316,7 @@ def _state(plan: Plan) -> _State:
 
 
 def _rows(scaling: Scaling) -> Callable[[int], int]:
-    """Return what gives the rows of a quantised activation of M tokens."""
+    """Return the function from M to the rows of the quantised activation."""
     return (lambda m: round_up(m, _M_MULTIPLE)) if scaling == "block128" else (lambda m: m)
 
 

@@ -1,18 +1,16 @@
 """FlashInfer's FP8 block-scale GEMM for Hopper: TensorRT-LLM's copy of DeepGEMM, with swapped operands below M = 32.
 
-The name is SGLang's (``--fp8-gemm-backend flashinfer_deepgemm``). What ``flashinfer.gemm.fp8_blockscale_gemm_sm90``
-does in each call is done here once a shape or once a process, with the module that it loads:
+The name is SGLang's (``--fp8-gemm-backend flashinfer_deepgemm``). This backend uses the module that
+``flashinfer.gemm.fp8_blockscale_gemm_sm90`` loads, and differs from that function:
 
-* Its scratch is sized for weights to be quantised as well, N*K bytes that no kernel of ours touches, and bfloat16
-  activations are laid out in it by the largest M that any caller has asked about: a call on another thread between
-  asking and launching moves them past its end. FP8 activations need none of it.
-* So activations are quantised before, by our kernel (``csrc/quantise/fp8_quantize.cu``). FlashInfer's multiplies by
-  448 / amax, ours divides by amax / 448 as :mod:`fp4dispatch.formats` does; they differ at ties, which bfloat16 inputs
-  do have.
-* A GEMM kernel is compiled by nvcc inside the first call of its (N, K, tile), where tile and stages follow from M.
-  Plans are therefore made for one M, and :meth:`FlashInferDeepGemmBackend.plan` launches.
-* ``out`` may be float16 there, and is written as bfloat16 all the same: only bfloat16 is claimed here. Weight scales
-  [N, K/128] are taken there, and read as [N/128, K/128]: only the latter are passed here.
+* Activations are quantised by our kernel (``csrc/quantise/fp8_quantize.cu``), so FlashInfer's scratch is not used. That scratch
+  is N*K bytes too large, and not thread-safe: bfloat16 activations are placed in it by the largest M that any thread
+  has asked about. FlashInfer multiplies by 448 / amax, we divide by amax / 448 as :mod:`fp4dispatch.formats` does;
+  results differ at ties, which bfloat16 inputs have.
+* nvcc compiles a GEMM kernel in the first call of its (N, K, tile), and the tile follows from M. So plans are made for
+  one M, and :meth:`FlashInferDeepGemmBackend.plan` launches once.
+* FlashInfer accepts a float16 ``out`` but writes bfloat16: only bfloat16 is supported here. It accepts weight scales
+  [N, K/128] but reads them as [N/128, K/128]: only the latter are passed.
 
 Read in flashinfer-python 0.7.2.post1: ``data/csrc/fp8_blockscale_gemm_sm90_binding.cu`` and
 ``data/csrc/nv_internal/tensorrt_llm``; the binding's functions are those of its first version (flashinfer#2131).
@@ -123,7 +121,7 @@ class FlashInferDeepGemmBackend(Backend):
         out: Tensor,
         bias: Tensor | None = None,
     ) -> None:
-        """Quantise the activation where that is still to do, and launch the GEMM; a bias is added to its result."""
+        """Quantise the activation if it is not quantised yet, and launch the GEMM; the bias is added to the result."""
         layout, functions = _Layout(*prepared.layout), plan.state
         m = out.shape[0]
         direct = layout.np == layout.n and out.is_contiguous() and out.data_ptr() % _ALIGN == 0

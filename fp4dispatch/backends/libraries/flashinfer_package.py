@@ -1,19 +1,19 @@
-"""FlashInfer, imported on first use: what the ``flashinfer_*`` backends call, and what keeps a call safe.
+"""FlashInfer, imported on first use: what the ``flashinfer_*`` backends call, and how a call is kept safe.
 
-Importing flashinfer takes seconds, initialises CUDA, writes to its cache folder and gives its loggers handlers, so it
-happens in ``prepare`` and ``plan`` and nowhere else. The version that decisions are made from is read from metadata
+Importing flashinfer takes seconds, initialises CUDA, writes to its cache folder and adds log handlers, so only
+``prepare`` and ``plan`` import it. Decisions use its version from the package metadata
 (:mod:`fp4dispatch.machine.libraries`).
 
-What is guarded, and where it was read (flashinfer-python 0.7.2.post1, ``flashinfer/gemm/gemm_base.py``):
+Hazards, read in flashinfer-python 0.7.2.post1, ``flashinfer/gemm/gemm_base.py``:
 
-* Modules are compiled, cubins fetched, cuDNN plans built and workspaces of fixed size made in the first call of a
-  shape. :func:`try_out` makes that call, eagerly, so that a launch in a capture finds everything there. A workspace
-  first made in a capture would stay in FlashInfer's cache and point into that graph's own memory.
-* ``skip_check=True`` leaves the requirement checks out of later calls. It is safe because a backend is always named:
-  with the default one, the list of the call before would be used.
-* One cuDNN handle a device, one runner object, one map of loaded kernels, none of them locked: calls are made under
+* The first call of a shape compiles modules, fetches cubins, builds cuDNN plans and makes workspaces. :func:`try_out`
+  makes that call eagerly, before any capture. A workspace made in a capture would stay in FlashInfer's cache and point
+  into the memory of that graph.
+* Later calls pass ``skip_check=True``, which skips the requirement checks. That is safe only because the runner is
+  always named: otherwise FlashInfer would use the candidates of the previous call.
+* The cuDNN handle of a device, the runner object and the map of loaded kernels have no lock: calls are made under
   :data:`LOCK`.
-* In an ``autotune()`` context a call profiles; :func:`refuse_tuning_in_capture` keeps that out of captures.
+* In an ``autotune()`` context a call profiles kernels; :func:`refuse_tuning_in_capture` refuses that in a capture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOCK = ForkSafeLock()
 """Held around every call into FlashInfer that may share state with another."""
 
 _UNTOUCHED = -1232.0
-"""What an output holds before a trial: exact in 16 bits, and no result of a GEMM of zeros."""
+"""Value of an output before a trial: exact in 16 bits, and not the result of a GEMM of zeros."""
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def refuse_tuning_in_capture(name: str) -> None:
 def try_out(name: str, problem: Problem, launch: Callable[[Tensor], None], out: Tensor) -> None:
     """Make the first call of a shape: compile, load and launch, and see that the launch wrote its output.
 
-    (``gemm_fp8_nt_groupwise`` on sm_120 drops the status of its launch: what cannot run there just does nothing.)
+    ``gemm_fp8_nt_groupwise`` on sm_120 ignores the status of its launch: a kernel that cannot run does nothing.
 
     Parameters
     ----------

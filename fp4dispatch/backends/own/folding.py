@@ -1,8 +1,8 @@
 """How NVFP4 weights enter a multiplication by FP8 activations (w4a8): the block scale is folded into an e4m3 value.
 
 FP8 tensor cores multiply e4m3 by e4m3 and know no scale per 16 values, so ``e2m1 * block_scale``, which has up to six
-significant bits, is rounded to the four of e4m3. This *defines* ``activation="fp8"`` under NVFP4 weights: every backend
-is held to these very values, and what the rounding costs is measured apart (docs/measurements.md).
+significant bits, is rounded to the four of e4m3. This *defines* ``activation="fp8"`` for NVFP4 weights: every backend
+must use these values. docs/measurements.md has the accuracy cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fp4dispatch import formats
 from fp4dispatch.problem import SfLayout
 
 FOLD = 8.0
-"""What a folded value is to be multiplied by. The largest one is then 6 * 448 / 8 = 336: nothing saturates."""
+"""Factor between a folded value and the weight. The largest folded value is 6 * 448 / 8 = 336: nothing saturates."""
 
 
 def fold_e4m3(data: torch.Tensor, scale: torch.Tensor, *, sf_layout: SfLayout = "linear") -> torch.Tensor:

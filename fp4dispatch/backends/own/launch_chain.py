@@ -1,10 +1,10 @@
 """Producer -> kernel -> consumer, each launched with PDL: shows whether a kernel waits for the one before it.
 
-A lone kernel cannot show the race that a missing ``griddepcontrol.wait`` makes. Here a producer releases its dependents
-at once, spins, and only then writes everything that the kernel reads, but for declared weights. The consumer waits,
-copies what the kernel wrote, and overwrites what it read. Two things must hold: the outputs have the bits that the same
-launch gives in stream order, and the consumer's writes are the last. If the kernel could end before the producer, the
-producer's writes would come after them.
+A lone kernel cannot show the race that a missing ``griddepcontrol.wait`` causes. Here a producer releases its
+dependents at once, spins, and only then writes everything that the kernel reads, except declared weights. The consumer
+waits, copies what the kernel wrote, and overwrites what it read. Two things must hold: the outputs have the same bits
+as in stream order, and the inputs hold what the consumer wrote. If the kernel could end before the producer, the
+producer would write after the consumer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long the kernels for many tokens take, to choose between tiles: csrc/many_tokens/plan.h once more. No torch.
+"""Predicted clocks of the kernels for many tokens, to choose between tiles: csrc/many_tokens/plan.h again. No torch.
 
-The compiled kernel chooses its launch shape by that file. Which build to compile and load has to be known before, so
-the model stands here as well; ``tests/compile/test_kernels_w4_large.py`` holds one to the other. Clocks and shapes are
-an H200's, fitted to the sweep of bench/notes/many-tokens.md.
+The compiled kernel chooses its launch shape by that file. The build to compile and load must be known earlier, so the
+model is here too; ``tests/compile/test_kernels_w4_large.py`` compares the two. The constants are an H200's, fitted to
+the sweep in bench/NOTES.md ("many tokens").
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ TILE_CLOCKS, SPLIT_CLOCKS, SPLIT_BYTES = 7800.0, 3100.0, 32.0
 RASTER, FEWEST_STAGES, LARGEST_CLUSTER = 8, 4, 8
 SPLITS = (1, 2, 3, 4, 8)
 USABLE, USABLE_OF = (132, 132, 117, 120, 110, 102, 105, 120), 132
-"""CTAs of clusters of 1 to 8 that run at once, of so many SMs."""
+"""CTAs that can run at once in clusters of 1 to 8, on a GPU with ``USABLE_OF`` SMs."""
 
 
 @dataclass(frozen=True)
 class TileSpeed:
-    """Of a build: its tile (``tokens`` x ``rows`` of the weight), a stage along K, and what a stage takes.
+    """Tile of a build, and its speed.
 
-    ``weight_bytes``: of a stage. ``ctas``: of an SM. ``most_split``: parts of K. ``alone``: the least clocks of a
-    stage; ``stage``: of an SM that is full; ``pair``: the same where two CTAs share activations.
+    ``tokens`` x ``rows`` of the weight: the tile. ``stage_k``, ``weight_bytes``: k and weight bytes of a pipeline
+    stage. ``ctas``: CTAs per SM. ``most_split``: most parts of K. Clocks of a stage: ``alone``, at least; ``stage``, on
+    a full SM; ``pair``, on a full SM if two CTAs share activations.
     """
 
     tokens: int
@@ -39,7 +40,7 @@ class TileSpeed:
 
 @functools.lru_cache(maxsize=4096)
 def clocks(tile: TileSpeed, m: int, n: int, k: int, sms: int) -> int:
-    """Return the clocks of the best launch shape, as ``w4_gemm_plan`` has them."""
+    """Return the clocks of the best launch shape, as ``w4_gemm_plan`` computes them."""
     best = 0.0
     for multicast in (1, 2) if n > tile.rows else (1,):
         for split in SPLITS:
@@ -50,7 +51,7 @@ def clocks(tile: TileSpeed, m: int, n: int, k: int, sms: int) -> int:
 
 
 def _clocks_of(tile: TileSpeed, multicast: int, split: int, mnk: tuple[int, int, int], sms: int) -> float | None:
-    """Of one launch shape; None where it is not considered."""
+    """Return the clocks of one launch shape; None if the kernel does not consider it."""
     m, n, k = mnk
     stages, cluster = _divide_up(k, tile.stage_k), multicast * split
     if split > tile.most_split or cluster > LARGEST_CLUSTER or (split > 1 and stages < split * FEWEST_STAGES):

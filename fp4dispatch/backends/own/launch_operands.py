@@ -1,8 +1,8 @@
-"""What our kernels are launched on when a launch itself is tested: a role for every argument, and random operands.
+"""Operands for tests of a launch: the role of every argument of our kernels, and random data for it.
 
-A test of PDL has to know, for each exported function, which tensors the kernel reads, which it writes, and which it may
-read before the previous kernel has finished (weights). :data:`ENTRIES` says so for every kernel of
-``csrc/kernels.toml``; a kernel that is not listed cannot be tested and so is never launched with PDL
+A test of PDL must know, for each exported function, which tensors the kernel reads, which it writes, and which it may
+read before the previous kernel has finished (weights). :data:`ENTRIES` lists that for every kernel of
+``csrc/kernels.toml``. A kernel that is not listed cannot be tested, so it is never launched with PDL
 (:mod:`fp4dispatch.backends.own.pdl`).
 """
 
@@ -144,7 +144,7 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     "nvfp4_gemm_sm120": _NVFP4_GEMM,
 }
 
-# What a build's macros change: the argument that takes another's place.
+# By a build's macro and kernel: arguments that replace those of ENTRIES.
 _BY_DEFINE: dict[str, dict[str, dict[str, str]]] = {
     "FP4D_SCALING=1": {
         "fp8_gemm_sm90": {"token_scale": "a8_blocks", "alpha": "alpha_blocks"},

@@ -19,8 +19,13 @@ def arch_of(device: torch.device) -> Arch:
     return Arch(*torch.cuda.get_device_capability(device))
 
 
+def gpu_of(device: torch.device) -> tuple[Arch, int]:
+    """Return the arch of a GPU and its number of SMs."""
+    return arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def aligned(x: Tensor, k: int) -> Tensor:
-    """Return x [M, K] padded with zeros to ``k`` columns, rows contiguous, on 16 bytes, apart; ``x`` where it is so."""
+    """Return x [M, K] padded with zeros to ``k`` columns, rows contiguous and on 16 bytes; ``x`` itself if it fits."""
     x = zero_pad(x, x.shape[0], k)
     rows = x.stride(0) * x.element_size() % 16 == 0 and (x.shape[0] < 2 or x.stride(0) >= k)
     ok = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and rows
@@ -28,30 +33,30 @@ def aligned(x: Tensor, k: int) -> Tensor:
 
 
 def packed_part(m: int, k: int) -> Part:
-    """Return the memory of an e4m3 activation, 8 tokens by 128 k a block (``csrc/quantise/packed_activations.cu``)."""
+    """Return the memory for an activation packed by ``csrc/quantise/packed_activations.cu``: e4m3, blocks of 8 tokens by 128 k."""
     return Part((-(-k // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
 
 
 def block_scales_part(m: int, k: int) -> Part:
-    """Return the memory of its scales where each token has one for 128 k, as ``w8_quantize_block`` writes them."""
+    """Return the memory for scales per token and 128 k, as ``w8_quantize_block`` writes them."""
     tokens = formats.round_up(m, _PACKED_TOKENS)
     return Part((-(-k // formats.FP8_BLOCK), tokens), torch.float32)
 
 
 def stored_rows(weight: Tensor, n: int, kp: int) -> Tensor:
-    """Return a weight [n, kp] padded with zeros and on 16 bytes; ``weight`` itself where it is so."""
+    """Return a weight padded with zeros to [n, kp] and on 16 bytes; ``weight`` itself if it fits."""
     weight = zero_pad(weight, n, kp)
     return weight.clone() if weight.data_ptr() % 16 else weight
 
 
 def await_writes(weight: Tensor) -> None:
-    """Wait until a prepared weight is written: under PDL a kernel reads weights before the one ahead has finished."""
+    """Wait until a prepared weight is written: with PDL a GEMM reads weights before the kernel ahead has finished."""
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
 
 
 def per_column(w: LinearWeights, np: int) -> Tensor:
-    """Return the global scale of each output column: f32 [np], padded with zeros, where shards differ; else f32 [1]."""
+    """Return the global scale of each output column: f32 [np], zero-padded, for fused shards; else f32 [1]."""
     assert w.global_scale is not None
     if len(w.shard_rows) <= 1:
         return w.global_scale.reshape(1)

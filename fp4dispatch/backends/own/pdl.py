@@ -1,13 +1,13 @@
 """Whether a build of a kernel may be launched with PDL on this machine.
 
-Two witnesses of different kinds must agree. The proof (:mod:`fp4dispatch.jit.prove`) reads the machine code. The trial
-here runs it: each launching function of the build stands once between a producer that writes late and a consumer that
-overwrites (:mod:`fp4dispatch.backends.own.launch_chain`), for a few sizes and delays. Other bits than in stream order
-mean no PDL for that build on that GPU model; the layer still runs, launched in stream order.
+Two independent checks must pass. The proof (:mod:`fp4dispatch.jit.prove`) reads the machine code. The trial here runs
+it: each launching function of the build runs between a producer that writes late and a consumer that overwrites
+(:mod:`fp4dispatch.backends.own.launch_chain`), for a few sizes and delays. If any bit differs from stream order, that
+build is launched without PDL on that GPU model; the layer still runs.
 
-:data:`store` keeps the verdict in ``pdl/`` of the cache folder, under the library's hash, the GPU model, the driver,
-CUDA and the code of the trial. ``FP4DISPATCH_SELFCHECK=off`` leaves the proof as the only witness,
-``force`` makes a new trial in each process.
+The verdict is kept in ``pdl/`` of the cache folder (:mod:`fp4dispatch.jit.store.records`), under the library's hash,
+the GPU model, the driver and the code of the trial. ``FP4DISPATCH_SELFCHECK=off`` skips the trial, ``force`` repeats it
+in each process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fp4dispatch.settings import settings
 
 SCHEMA = 1
 _SIZES = ((1, 520, 2080), (12, 4096, 1056), (24, 2056, 4128), (200, 1544, 2080))
-"""M, N, K: one token, ragged and full tiles, short and long K. Every kernel takes multiples of 32 and 8."""
+"""M, N, K: one token, ragged and full tiles, short and long K. N % 8 == 0 and K % 32 == 0 suit every kernel."""
 _DELAYS = (0, 20_000, 200_000)
 """Cycles that the producer spins; 200,000 are about 0.1 ms, longer than any of these launches takes."""
 
@@ -140,7 +140,7 @@ def reset() -> None:
 
 
 def _made(kernel: LoadedKernel, device: torch.device, gpu: str) -> PdlVerdict:
-    """Make a trial; keep its verdict where it is one on the kernel."""
+    """Run the trial; store its verdict unless something other than the kernel prevented it."""
     try:
         chain = jit.load(*CHAIN, arch_of(device))
     except (CacheError, CompileError, FlagsError, ProofError, ToolchainError) as error:
@@ -183,7 +183,9 @@ def trial(kernel: LoadedKernel, chain: Any, device: torch.device) -> PdlVerdict:
     functions = launch_operands.entries(known, variant)
     blank = PdlVerdict(entry.name, entry.library_sha256, gpu, False)
     if not functions:
-        return replace(blank, evidence=f"{known.name} is not in the table of launches (backends/launch_operands.py)")
+        return replace(
+            blank, evidence=f"{known.name} is not in the table of launches (backends/own/launch_operands.py)"
+        )
     started = time.perf_counter()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.inference_mode(mode=False), torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(stream):
@@ -222,6 +224,6 @@ def _facts() -> dict[str, str]:
 
 @functools.cache
 def _own_code() -> str:
-    """Hash what a trial is made of."""
+    """Hash the sources of the trial."""
     modules = [Path(str(module.__file__)) for module in (launch_chain, launch_operands)]
     return code_hash([*modules, Path(__file__), manifest.installed().csrc / "checks" / "race_chain.cu"])

@@ -1,8 +1,7 @@
-"""Activations by our kernels (``csrc/*_quantize.cu``), for backends whose GEMM is another library's.
+"""Our kernels that quantise activations (``csrc/*_quantize.cu``), for backends whose GEMM is another library's.
 
-The same bits as :func:`fp4dispatch.formats.fp8_quantize` and :func:`~fp4dispatch.formats.nvfp4_quantize` in one kernel,
-where those take ten and more, and f32 copies of the activation. They are compiled on first use; where that cannot be, a
-plan quantises with torch's operations and says so.
+Same bits as :func:`fp4dispatch.formats.fp8_quantize` and :func:`~fp4dispatch.formats.nvfp4_quantize`, in one kernel
+instead of ten or more. Compiled on first use. If that fails, a plan quantises with torch's operations and says so.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _said: set[str] = set()
 class Quantizers(NamedTuple):
     """The FP8 kernels of one GPU: ``row(x, q, scale, pdl)``, ``tensor`` and ``block`` (1x128) likewise.
 
-    ``pdl``: whether they may be launched with PDL, by their proof and the setting. They wait for what is ahead of them
-    before they read or write anything, and a GEMM that is launched without PDL waits for all of them. ``library``: the
-    module that they are from, which can call cuBLASLt too (:mod:`~fp4dispatch.backends.libraries.cublaslt_direct`).
+    ``pdl``: whether to launch them with PDL, as their proof and the setting allow. They wait for earlier kernels before
+    they read or write, and a GEMM launched without PDL waits for them. ``library``: their module, which can call
+    cuBLASLt too (:mod:`~fp4dispatch.backends.libraries.cublaslt_direct`).
     """
 
     row: Callable[..., None]
@@ -55,7 +54,7 @@ class Nvfp4Quantizer(NamedTuple):
 
 
 def load(device: torch.device) -> tuple[Quantizers | None, str]:
-    """Return the FP8 kernels for a device, compiled first where needed; or None, and why a plan goes without them.
+    """Return the FP8 kernels for a device, compiled if needed; or None, and why there are none.
 
     None without a reason on a CPU. A reason is logged as a warning, once.
 
@@ -80,7 +79,7 @@ def load_nvfp4(device: torch.device) -> tuple[Nvfp4Quantizer | None, str]:
 
 
 def builds(problem: Problem) -> tuple[tuple[str, str], ...]:
-    """Return (kernel, variant) of what quantises a problem's activations."""
+    """Return (kernel, variant) of the quantiser for a problem."""
     return (("nvfp4_quantize" if problem.op == "nvfp4_gemm" else "fp8_quantize", "any"),)
 
 
@@ -106,7 +105,7 @@ def quantized(
     input_scale: Tensor | None = None,
     memory: Memory | None = None,
 ) -> QuantizedActivation:
-    """Return what :func:`~fp4dispatch.backends.activations.quantize_activation` does of ``x`` [M, K], padded.
+    """Return :func:`~fp4dispatch.backends.activations.quantize_activation` of ``x`` [M, K], padded.
 
     Parameters
     ----------
@@ -201,9 +200,9 @@ def quantized_nvfp4(
 class ToScratch:
     """Quantises the activations of a plan, of any M, into its scratch memory.
 
-    The kernels are launched without PDL, for GEMMs of libraries that may be launched with it (FlashInfer's CUTLASS
-    GEMMs are): such a GEMM starts while its quantiser runs, but then nothing older than the quantiser is unfinished, so
-    that a scale that the library reads too early is there if it was written before.
+    The kernels are launched without PDL, since the library may launch its GEMM with it (FlashInfer does for CUTLASS).
+    Such a GEMM may start while the quantiser runs, but all kernels before the quantiser have finished: a scale that
+    the GEMM reads too early is there if it was written before the quantiser.
 
     Parameters
     ----------
@@ -292,11 +291,11 @@ def tokens_fastest(x: Tensor, mp: int, blocks: int) -> Tensor:
 
 @functools.cache
 def ones(device: torch.device) -> Tensor:
-    """Return f32 [32768, 1] of ones, made once a device: scales of tokens whose scale the weight's hold already."""
+    """Return f32 [32768, 1] of ones, made once per device: token scales that are already in the weight's scales."""
     with torch.inference_mode(mode=False):  # it outlives the call
         return torch.ones(1 << 15, 1, dtype=torch.float32, device=device)
 
 
 def ones_for(known: Tensor, m: int) -> Tensor:
-    """Return f32 [M, 1] of ones, contiguous: of those of :func:`ones`, as far as they go."""
+    """Return f32 [M, 1] of ones, contiguous; a slice of ``known`` if it is long enough."""
     return known[:m] if m <= known.shape[0] else known.new_ones(m, 1)

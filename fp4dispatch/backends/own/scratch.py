@@ -1,28 +1,28 @@
-"""Scratch memory for launches: taking it from the allocator costs a small layer more than the launch itself.
+"""Scratch memory for launches. Allocating it in each call would cost a small layer more host time than the launch.
 
-An eager launch uses one arena per thread and CUDA stream, of a fixed size at a fixed address. What one thread launches
-on one stream runs in order, so all its launches may share it; another thread may launch in between on the same stream,
-and so has its own. A launch that is being captured never sees the arena: its scratch comes from the allocator, which
-inside a capture is the graph's own pool, because a replay may run beside eager work of any stream. A plan that needs
-more than the arena holds takes its scratch from the allocator each time: the arena never grows, so that no address that
-a launch in flight uses is ever given back (flashinfer#4666 is what a shared workspace that grows does to graphs).
+Eager launches use an arena: one per thread and CUDA stream, of fixed size at a fixed address. Launches of one thread on
+one stream run in order, so they can share it. Two threads could interleave on one stream, so each has its own.
+
+A captured launch never uses the arena: a replay may run beside eager work on any stream. Its scratch comes from torch's
+allocator, which inside a capture is the graph's own pool.
+
+The arena never grows, so no address that a launch in flight uses is ever freed (flashinfer#4666 shows what a shared
+workspace that grows does to graphs). A plan that needs more than the arena allocates in each call.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.base import Ready
 from fp4dispatch.machine import capture
 
 ARENA_BYTES = 4 << 20
-"""512 tokens of 4096 elements in 16 bits. More keep a GPU busy for longer than the allocator takes: 7.6 us for two
-tensors on the host of an H200, where a whole call took 15 (bench/notes/host-cost.md)."""
+"""512 tokens of 4096 elements in 16 bits. With more, the GPU is busy for longer than an allocation takes."""
 _ALIGNMENT = 512  # as torch's allocator
 
 _arenas: dict[tuple[int, int, int], Tensor] = {}
@@ -76,14 +76,14 @@ class Scratch:
         return self._allocated() if capture.stream_is_capturing() else self.eager()
 
     def eager(self) -> tuple[Tensor, ...]:
-        """Do what a call does, for who knows that the current stream is not being captured."""
+        """Return the temporaries; the caller knows that the current stream is not being captured."""
         key = (threading.get_ident(), _stream(self._index))
         return self._found.get(key) or self._first(key)
 
     def _first(self, key: tuple[int, int]) -> tuple[Tensor, ...]:
         if not self._fits:
             return self._allocated()
-        with torch.inference_mode(mode=False):  # what outlives this call must serve outside inference mode too
+        with torch.inference_mode(mode=False):  # these tensors outlive the call: they must work outside it too
             found = self._found[key] = self._cut(key)
         return found
 
@@ -110,21 +110,8 @@ class Scratch:
 
 
 def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
-    """Return what takes the same temporaries where the current stream is known not to be captured."""
+    """Return ``scratch`` without its test for a capture, if it has one."""
     return scratch.eager if isinstance(scratch, Scratch) else scratch
-
-
-def ready_to_launch(state: Any, tensors: tuple[Tensor, ...]) -> Ready:
-    """Return ``Backend.ready``'s function of a plan whose ``launch(state, x, tensors, out, bias)`` is all of a call.
-
-    ``state``: a named tuple with ``launch`` and ``scratch``, which ``launch`` takes its temporaries from.
-    """
-    launch, eagerly = state.launch, state._replace(scratch=eager(state.scratch))
-
-    def ready(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-        launch(eagerly, x, tensors, out, bias)
-
-    return ready
 
 
 class ScratchByM:

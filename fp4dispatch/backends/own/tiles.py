@@ -23,11 +23,11 @@ _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_
 
 @dataclass(frozen=True)
 class Tile:
-    """One row: a kernel's builds by output dtype, and the problems that they are for.
+    """One row: the builds of a kernel by output dtype, and the problems that they serve.
 
-    ``activations``: formats that the kernel multiplies; empty for the one that its op has. ``weights_max``: most N K.
-    ``fill`` is (tile_m, tile_n, SMs a tile, share of all SMs that must get work); None where any number of tiles does.
-    ``speed``: of rows that have one, the fastest for the problem is meant, where the first that fits is one of them.
+    ``activations``: formats that the kernel multiplies; empty if its op has only one. ``weights_max``: largest N * K.
+    ``fill``: (tile_m, tile_n, SMs per tile, share of all SMs that must get work); None if any number of tiles will do.
+    ``speed``: constants of the launch model, for rows that are chosen by predicted time (:func:`tile_for`).
     """
 
     kernel: str
@@ -119,9 +119,9 @@ def tile_for(
     table: str = "cutlass",
     takes: Callable[[Tile], bool] = lambda _: True,
 ) -> Tile | None:
-    """Return the first row of a table that serves a problem, of those that ``takes`` says can; None where none does.
+    """Return the first row of a table that serves a problem and that ``takes`` accepts; None if there is none.
 
-    Where that row has a ``speed``, the fastest of all that have one.
+    If that row has a ``speed``, return the fastest of all fitting rows that have one.
     """
     fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
     if not fitting or fitting[0].speed is None:

@@ -1,16 +1,14 @@
-"""NVFP4 weights by FP8 activations, on an FP8 copy of the weights that is written out once.
+"""NVFP4 weights with FP8 activations, on an FP8 copy of the weights that is made once, in ``prepare``.
 
-The copy holds the very values that w4a8 multiplies (:mod:`~fp4dispatch.backends.own.folding`): ``e4m3(e2m1 *
-block_scale / 8)``, and the global scales times 8 as scales of output columns, one per fused shard where shards differ.
-From then on it is an FP8 layer scaled by token and by column, and other backends run it:
-:mod:`~fp4dispatch.backends.own.w8a8` or :mod:`~fp4dispatch.backends.libraries.cublaslt`, both on the same tensors.
-Which one, for how many tokens, is what the policy says of an FP8 layer of this shape on this machine, where a compiler
-is needed for the first and either may have failed its self-check. ``FP4DISPATCH_FP8_BACKEND`` and
-``FP4DISPATCH_DISABLE`` speak of the backends of layers, not of these two.
+The copy holds the values that w4a8 multiplies (:mod:`~fp4dispatch.backends.own.folding`): ``e4m3(e2m1 * block_scale /
+8)``. The global scales times 8 become the scales of its output columns. The copy is then an FP8 layer with row scales,
+and another backend runs it: :mod:`~fp4dispatch.backends.own.w8a8` or
+:mod:`~fp4dispatch.backends.libraries.cublaslt`, on the same tensors. The policy chooses between the two for each M, as
+for any FP8 layer of this shape. ``FP4DISPATCH_FP8_BACKEND`` and ``FP4DISPATCH_DISABLE`` do not apply to this choice.
 
-w4a8 unpacks its weights at each call, in registers or into scratch; here that is saved, for memory: 8 bits a weight
-beside the checkpoint's 4.5 and the 4.5 of w4a16 and w4a8, which few tokens go to. So ``auto`` takes it only where
-``FP4DISPATCH_FP8_COPY`` allows that (rule ``nvfp4-fp8-copy-not-allowed``), and whoever names it.
+w4a8 unpacks its weights in every call. The copy saves that time and costs memory: 8 bits per weight, beside 4.5 of the
+checkpoint and 4.5 of w4a16 and w4a8, which serve few tokens. So ``auto`` takes this backend only if
+``FP4DISPATCH_FP8_COPY`` allows it (rule ``nvfp4-fp8-copy-not-allowed``).
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_weights
 from fp4dispatch.backends.own import w8a8
+from fp4dispatch.backends.own.compiled import Layout
 from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.operands import await_writes, per_column
 from fp4dispatch.errors import InputError
@@ -37,14 +36,14 @@ from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.decision import Decision, Reason
 
 _STEP_ELEMENTS = 1 << 24
-"""Weights that are folded at a time: in between they are f32."""
+"""Weights that are folded at a time. More would need more memory: folding makes f32 copies."""
 
 _FP8: dict[str, Backend] = {each.name: each for each in (w8a8.W8A8Backend(), cublaslt.CublasLtBackend())}
-"""Who multiplies the copy."""
+"""The backends that can multiply the copy."""
 
 
 class _State(NamedTuple):
-    """All that a plan knows: who multiplies, and its own plan."""
+    """The backend that multiplies the copy, and its plan."""
 
     backend: Backend
     plan: Plan
@@ -57,7 +56,7 @@ class W4A8ExpandedBackend(Backend):
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("fp8",)}
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
-        """Collect every reason why this backend cannot run the problem: its own, or all of those that run the copy."""
+        """Collect every reason against the problem: its own, or if there is none, those of the FP8 backends."""
         reasons = check(self.name, problem, system)
         if reasons:
             return reasons
@@ -69,9 +68,9 @@ class W4A8ExpandedBackend(Backend):
         return _backend_for(problem, device).builds(_by_row(problem), device)
 
     def prepare(self, weights: LinearWeights) -> Prepared:
-        """Write the weights out, N padded with zeros to a multiple of 16. K is one, as NVFP4 blocks are. Synchronises.
+        """Make the FP8 copy, N padded with zeros to a multiple of 16. NVFP4's K is one already. Synchronises.
 
-        Tensors: weight e4m3 [np, K]; scale of each output column f32 [1, np]. A static input scale belongs to 4-bit
+        Tensors: weight, e4m3 [np, K]; scale of each output column, f32 [1, np]. The static input scale is for 4-bit
         activations and is not used.
 
         Raises
@@ -86,12 +85,12 @@ class W4A8ExpandedBackend(Backend):
         return Prepared(self.name, tuple(tensors), tuple(layout))
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
-        """Return what a plan is kept by: many M share one where who multiplies needs but one."""
+        """Return the key of a plan: the FP8 backend for this M, and its own key."""
         backend = _backend_for(problem, device)
         return backend.name, backend.plan_key(_by_row(problem), device)
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Choose who multiplies for this M, and make its plan.
+        """Choose the FP8 backend for this M and make its plan.
 
         Raises
         ------
@@ -122,19 +121,19 @@ class W4A8ExpandedBackend(Backend):
         s.backend.run(s.plan, prepared, x, out, bias)
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
-        """Return what who multiplies has for a warm layer."""
+        """Return the fast path of the FP8 backend."""
         s: _State = plan.state
         return s.backend.ready(s.plan, prepared)
 
 
 def _by_row(problem: Problem) -> Problem:
-    """Return the problem that the copy is."""
+    """Return the FP8 problem that the copy poses."""
     p = problem
     return Problem("fp8_gemm", p.m, p.n, p.k, "fp8", "row", p.out_dtype, p.bias)
 
 
 def _decide(problem: Problem, system: System) -> Decision:
-    """Ask the policy who multiplies the copy."""
+    """Let the policy choose the FP8 backend."""
     return resolve.resolve(_by_row(problem), system, _FP8)
 
 
@@ -146,21 +145,21 @@ def _backend_for(problem: Problem, device: torch.device) -> Backend:
 
 
 def _facts(device: torch.device) -> System:
-    """Return what is known of the machine, its first GPU being ``device``."""
+    """Return the facts of the machine as seen from ``device``."""
     return _system.current().seen_from((device.index or 0) if device.type == "cuda" else None)
 
 
 def _held_by(backend: Backend, prepared: Prepared) -> Prepared:
-    """Return the same tensors as another backend describes them: w8a8 pads N as it is padded here."""
+    """Return the same tensors with the layout that the other backend expects."""
     layout: tuple[Any, ...] = prepared.layout
     if isinstance(backend, w8a8.W8A8Backend):
         held = cublaslt_weights.Layout(*layout)
-        layout = tuple(w8a8.Layout(n=held.n, k=held.k, np=held.np, kp=held.kp, has_input_scale=False))
+        layout = tuple(Layout(n=held.n, k=held.k, np=held.np, kp=held.kp, has_input_scale=False))
     return Prepared(backend.name, prepared.tensors, layout)
 
 
 def _folded(w: LinearWeights) -> Tensor:
-    """Return the weights as w4a8 multiplies them, e4m3 [N, K], a few rows at a time."""
+    """Return the weights as w4a8 multiplies them, e4m3 [N, K]; computed a few rows at a time to save memory."""
     scale = formats.from_128x4(w.scale, w.n, w.k // formats.NVFP4_BLOCK) if w.sf_layout == "128x4" else w.scale
     step = max(1, _STEP_ELEMENTS // w.k)
     if w.n <= step:

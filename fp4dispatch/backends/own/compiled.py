@@ -1,0 +1,190 @@
+"""What the backends on kernels of ``csrc/`` share: loading the kernels of a plan, and launching on any operands.
+
+A backend of this kind says which kernels serve a problem (``_kernels``), lays out the weights (``prepare``) and makes
+the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp4dispatch import jit
+from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
+from fp4dispatch.backends.own import pdl
+from fp4dispatch.backends.own.operands import aligned, bias_row, direct, gpu_of
+from fp4dispatch.backends.own.scratch import eager
+from fp4dispatch.errors import InputError
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.capability import check
+from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import Arch
+from fp4dispatch.problem.decision import Reason
+
+N_MULTIPLE = 8
+"""Columns of the output that a kernel stores at a time: 16 bytes."""
+
+Build = tuple[str, str]
+"""Names of a kernel and of one of its builds."""
+
+Weights = tuple[Tensor, ...]
+"""``Prepared.tensors``."""
+
+Launch = Callable[..., None]
+"""``launch(x, out, bias, weights)``, on operands that fit as they are: contiguous, on 16 bytes, the bias like ``out``.
+
+A closure, so that a call looks nothing up. Layers of one shape share a plan and its launch; each passes its weights.
+"""
+
+MakeLaunch = Callable[..., Launch]
+"""``make_launch(state, weights=())`` returns a launch; with weights, one that needs no last argument."""
+
+
+class Layout(NamedTuple):
+    """Sizes of prepared weights [n, k]; ``np`` and ``kp`` are those of the kernel's output and of K, padded."""
+
+    n: int
+    k: int
+    np: int
+    kp: int
+    has_input_scale: bool = False
+
+
+class Loaded(NamedTuple):
+    """A loaded kernel. ``pdl``: launch it with PDL, as its binary's proof and the setting allow."""
+
+    kernel: str
+    module: Any
+    pdl: bool
+
+
+def no_quantizer(*_: object) -> None:
+    """Stand where a plan has no quantiser."""
+    raise AssertionError("16-bit activations are not quantised")
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """All that a plan knows.
+
+    Parameters
+    ----------
+    m
+        The M that the plan is for; None where it serves every M.
+    layout
+        Of the weights.
+    make_launch
+        Its launch quantises where that is needed and multiplies, with ``quantize`` and ``gemm``.
+    gemm, gemm_pdl, quantize, quantize_pdl
+        Functions of the loaded kernels, and whether to launch each with PDL.
+    scratch
+        Returns the temporaries of one launch, such as the quantised activation and its scales.
+    """
+
+    m: int | None
+    layout: Layout
+    make_launch: MakeLaunch
+    gemm: Callable[..., None]
+    gemm_pdl: bool
+    quantize: Callable[..., None] = no_quantizer
+    quantize_pdl: bool = False
+    scratch: Callable[[], tuple[Tensor, ...]] = tuple
+    launch: Launch = field(init=False)
+    fits: bool = field(init=False)
+    """Whether nothing is padded."""
+
+    def __post_init__(self) -> None:
+        self.launch = self.make_launch(self)
+        self.fits = (self.layout.np, self.layout.kp) == (self.layout.n, self.layout.k)
+
+
+class CompiledBackend(Backend):
+    """A backend on kernels of ``csrc/``, compiled, proved and loaded through :mod:`fp4dispatch.jit`."""
+
+    @abc.abstractmethod
+    def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
+        """Return the builds that serve a problem: the GEMM, then its quantiser, if any. Empty where none serves it."""
+
+    @abc.abstractmethod
+    def _state(self, problem: Problem, layout: Layout, device: torch.device, loaded: tuple[Loaded, ...]) -> State:
+        """Return the state of a plan; ``loaded`` in the order of ``_kernels``."""
+
+    def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
+        """Collect every reason why this backend cannot run the problem."""
+        return check(self.name, problem, system)
+
+    def builds(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
+        """Name the kernels that a plan will load."""
+        return self._kernels(problem, *gpu_of(device))
+
+    def plan(self, problem: Problem, prepared: Prepared) -> Plan:
+        """Load the kernels, compiling and proving them first where they are not in the cache.
+
+        Raises
+        ------
+        ToolchainError, CompileError, ProofError, CacheError
+            Each with what to do.
+        InputError
+            If no kernel serves the problem.
+        """
+        device = prepared.tensors[0].device
+        arch, sms = gpu_of(device)
+        builds = self._kernels(problem, arch, sms)
+        if not builds:
+            raise InputError(
+                f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
+            )
+        kernels = [(name, jit.load(name, build, arch)) for name, build in builds]
+        loaded = tuple(Loaded(name, kernel.module, pdl.allowed(kernel, device)) for name, kernel in kernels)
+        return Plan(self.name, problem, self._state(problem, Layout(*prepared.layout), device, loaded))
+
+    def run(
+        self,
+        plan: Plan,
+        prepared: Prepared,
+        x: Tensor | QuantizedActivation,
+        out: Tensor,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Quantise the activation where the GEMM needs that, and launch it."""
+        s: State = plan.state
+        # Operands of a layer mostly fit as they are. Each view that is not made saves a microsecond.
+        if (
+            s.fits
+            and isinstance(x, Tensor)
+            and (s.m is None or out.shape[0] == s.m)
+            and not (x.data_ptr() | out.data_ptr()) % 16
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+        ):
+            s.launch(x, out, bias, prepared.tensors)
+            return
+        m, layout = out.shape[0], s.layout
+        if s.m not in (None, m):
+            raise InputError(f"{self.name}: out has {m} rows, the plan is for M={s.m}: make one for this M")
+        d = out if direct(out, layout.np) else out.new_empty(m, layout.np)
+        bias = bias_row(bias, out.dtype, layout.np)
+        if isinstance(x, Tensor):
+            s.launch(aligned(x, layout.kp), d, bias, prepared.tensors)
+        else:
+            self._run_quantized(plan, prepared.tensors, x, d, bias)
+        if d is not out:
+            out.copy_(d[:, : layout.n])
+
+    def _run_quantized(self, plan: Plan, w: Weights, x: QuantizedActivation, d: Tensor, bias: Tensor | None) -> None:
+        """Launch on an activation that the caller has quantised; ``d`` and ``bias`` fit."""
+        layer = "FP4Linear" if plan.problem.op == "nvfp4_gemm" else "FP8Linear"
+        raise InputError(f"{self.name} takes 16-bit activations, not quantised ones: use {layer}")
+
+    def ready(self, plan: Plan, prepared: Prepared) -> Ready:
+        """Return the launches alone, where nothing is padded."""
+        s: State = plan.state
+        if not s.fits:
+            return super().ready(plan, prepared)
+        return s.make_launch(replace(s, scratch=eager(s.scratch)), prepared.tensors)
