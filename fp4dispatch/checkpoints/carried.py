@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the model: kept with the model that it was loaded into, and saved again."""
+"""Checkpoint data without a place in the model. It is attached to the loaded model, and saved with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ATTRIBUTE = "_fp4dispatch_carried"
 
 @dataclass
 class Carried:
-    """Facts of a checkpoint that no module of the model has a place for.
+    """Data of a checkpoint that no module of the model holds.
 
     Parameters
     ----------
@@ -25,9 +25,9 @@ class Carried:
     tensors
         Scales of the KV cache by their full names; on the CPU.
     activations
-        What the checkpoint says about activations, by layer: a later load may replace it, unlike a user's pin.
+        The checkpoint's activation format by layer. A later load may replace it. A user's pin stays.
     inverse_scales
-        Whether FP8 scales per tensor were called ``weight_scale_inv``, as transformers has them.
+        Whether per-tensor FP8 scales had the name ``weight_scale_inv``, as transformers writes them.
     """
 
     kv_cache: KvCache | None = None
@@ -37,17 +37,17 @@ class Carried:
 
 
 def carry(model: nn.Module, carried: Carried) -> None:
-    """Attach to the model that was loaded, in place of what an earlier checkpoint left."""
+    """Attach the data to a loaded model. Replaces the data of an earlier checkpoint."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 
 def carried_by(model: nn.Module) -> Carried | None:
-    """Return what the checkpoint left that was loaded into this very module."""
+    """Return the data attached to this module, or None. Does not look at children."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def all_carried(model: nn.Module) -> Iterator[tuple[str, Carried]]:
-    """Yield what checkpoints left in a model and in parts of it, with the prefix of their names."""
+    """Yield the data attached to a model and to its children, each with its name prefix."""
     for name, module in model.named_modules():
         carried = carried_by(module)
         if carried is not None:

@@ -1,7 +1,8 @@
-"""Names of a checkpoint's tensors and those of the model: what transformers renames and converts when it loads.
+"""Map tensor names of a checkpoint to those of the model, with the rules of transformers.
 
-transformers 5 keeps per model which names of files it renames (``language_model.model.`` to ``model.language_model.``)
-and which tensors it converts (the weights of each expert into one tensor). Its own rules are used here, not copies.
+For each model, transformers 5 defines which stored names it renames (``language_model.model.`` to
+``model.language_model.``) and which tensors it converts (the weights of all experts into one tensor). This module calls
+these rules; it has no copies of them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ QUANTISED_SUFFIXES = (
     *("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv"),
     *("input_scale", "input_global_scale", "activation_scale"),
 )
-"""Tensors that lie beside a quantised weight, or instead of it: the model knows them by the name of the weight."""
+"""Suffixes of the tensors of a quantised weight. Renaming rules know only ``weight``."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Stored tensors that transformers turns into parameters of another shape, in the order it takes them."""
+    """Stored tensors that transformers converts into parameters of another shape, in its order."""
 
     name: str
     """The (first) parameter."""
@@ -60,7 +61,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Names:
-    """How the tensors of a checkpoint are called in a model.
+    """Names in the model of the tensors of a checkpoint.
 
     Parameters
     ----------
@@ -81,7 +82,7 @@ class Names:
                 self.stored[target] = name
 
     def module_in_file(self, name: str) -> str:
-        """Return what a module of the model is called in the checkpoint; its own name where nothing is stored of it."""
+        """Return the checkpoint's name of a module; its own name if the checkpoint has no tensor of it."""
         for suffix in ("weight", *QUANTISED_SUFFIXES, "bias"):
             stored = self.stored.get(f"{name}.{suffix}")
             if stored is not None and stored.endswith(f".{suffix}"):
@@ -90,7 +91,7 @@ class Names:
 
 
 def names_in(model: nn.Module, stored: Iterable[str]) -> Names:
-    """Match the names of stored tensors with a model, as transformers would; unchanged for models of anybody else."""
+    """Map stored names to a model, as transformers does. For other models names stay unchanged."""
     names = list(stored)
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -110,7 +111,7 @@ def names_in(model: nn.Module, stored: Iterable[str]) -> Names:
         elif asked is name:
             groups.setdefault(target, []).append((name, pattern))
         else:
-            plain[name] = name  # of a quantised tensor that transformers would convert: no place in the model
+            plain[name] = name  # a quantised tensor that transformers would convert has no place
     converters = _converters(model)
     conversions = tuple(
         Conversion(target, tuple(n for n, _ in group), tuple(p for _, p in group), converters[group[0][1]], model)
@@ -120,7 +121,7 @@ def names_in(model: nn.Module, stored: Iterable[str]) -> Names:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort experts by number, as transformers does: their order is that of the rows."""
+    """Sort experts by number, as transformers does: this is their order in the fused tensor."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 

@@ -1,6 +1,6 @@
-"""What a checkpoint says about its KV cache: kept when it is loaded, written when it is saved, used by nothing here.
+"""The KV cache quantisation of a checkpoint: read on load, written on save, not used by this package.
 
-The scales belong to attention; engines read them. ModelOpt writes ``k_proj.k_scale``, llm-compressor
+Engines use the scales in attention. ModelOpt writes ``k_proj.k_scale``, llm-compressor
 ``self_attn.k_scale``.
 """
 
@@ -30,7 +30,7 @@ class KvCache:
     algo
         ModelOpt's name where the scheme has one (``FP8``), otherwise empty.
     text
-        The scheme as the checkpoint has it, JSON; only for schemes without such a name.
+        The scheme of the checkpoint as JSON, if it has no such name.
     """
 
     algo: str
@@ -45,7 +45,7 @@ class KvCache:
         Raises
         ------
         CheckpointError
-            A scheme that compressed-tensors does not have.
+            A scheme that compressed-tensors cannot express.
         """
         if self.algo == "FP8":
             return dict(_FP8)

@@ -31,7 +31,7 @@ _log = logging.getLogger("fp4dispatch")
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """A layer that was replaced: its name in the model, its scheme, the stored layers it came from, bytes it holds."""
+    """A replaced layer: its name in the model, its scheme, the stored layers of its shards, and its bytes."""
 
     name: str
     scheme: str
@@ -56,11 +56,11 @@ class LoadReport:
         :func:`save_quantized`), input scales of layers whose activations the configuration says are not scaled with
         them and, with ``strict=False``, any for which the model has no place.
     missing
-        Parameters and buffers that the checkpoint did not fill: they have their old values, which in a model that was
-        just built are random (``strict=False`` only). A WARNING names them too.
+        Parameters and buffers that the checkpoint did not fill (``strict=False`` only). They keep their old values,
+        which are random in a new model. A WARNING lists them too.
     dequantized
-        (name, reason) of each layer that is stored quantised and could not become a quantised layer, e.g. as other code
-        of the model reads its weight: it keeps its class and has the dequantised weight.
+        (name, reason) of each layer that is stored quantised but cannot be a quantised layer, e.g. because other code
+        of the model reads its weight. It keeps its class and gets the dequantised weight.
     model_bytes
         Bytes of all parameters and buffers of the model now.
     """
@@ -99,19 +99,17 @@ def load_quantized(
     """Replace a model's ``nn.Linear`` modules by the quantised layers of a checkpoint, and fill everything else.
 
     Reads ModelOpt (NVFP4, FP8), compressed-tensors (nvfp4-pack-quantized, float-quantized) and Hugging Face / DeepSeek
-    FP8 checkpoints. A fused layer of the model (``qkv_proj``, ``gate_up_proj``) is put together from its shards, each
-    with its own global scale. Names and experts of transformers' models are converted as transformers does it. A layer
+    FP8 checkpoints. A fused layer of the model (``qkv_proj``, ``gate_up_proj``) is built from its shards. Each shard
+    keeps its own global scale. Names and experts of transformers' models are converted as transformers does it. A layer
     that cannot become a quantised one (see :func:`fp4dispatch.models.replaceable.why_left`) gets its weight
     dequantised. Forward hooks and attributes of the layers stay.
 
-    All headers, shapes and dtypes are checked before anything is read; then the new layers are built beside the model,
-    one at a time; only when all are complete do they take their places, by assignments that cannot fail half-way. So
-    an error leaves the model as it was. Beyond the old and the new model, memory for about one layer is needed; build
-    the model under ``torch.device("meta")`` and there is no old one.
+    All headers, shapes and dtypes are checked first. Then the new layers are built one at a time. Only when all are
+    complete do they replace the old ones. So an error leaves the model unchanged. This needs memory for the old model,
+    the new one and about one layer. A model built under ``torch.device("meta")`` needs no memory for the old one.
 
-    What the checkpoint says about activations is honoured: layers of a weight-only one get ``activation="bf16"``, and
-    no backend quantises their activations. Layers that were made for quantised activations leave the choice to the
-    policy. A format that was pinned on a layer that is replaced stays.
+    Layers of a weight-only checkpoint get ``activation="bf16"``: no backend quantises their activations. For layers
+    made for quantised activations the policy chooses. A format that the user pinned on a replaced layer stays.
 
     Parameters
     ----------
@@ -170,7 +168,7 @@ Swap = tuple[dict[str, Any], str, Any]
 
 
 def _carried(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | None) -> Carried:
-    """Collect what is kept for saving the model again."""
+    """Collect the checkpoint data that saving the model needs later."""
     return Carried(
         config.kv_cache if config else None,
         {name: checkpoint.tensor(name).clone() for name in plan.kv_cache},
@@ -182,7 +180,7 @@ def _carried(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | None) -> 
 def _stage(
     model: nn.Module, plan: Plan, checkpoint: Checkpoint, device: torch.device, activation: Activation | None
 ) -> tuple[list[Swap], list[LoadedLayer]]:
-    """Build everything beside the model, one layer at a time."""
+    """Build all new layers and tensors, one layer at a time. Does not change the model."""
     swaps: list[Swap] = []
     layers: list[LoadedLayer] = []
     before = carried_by(model)
@@ -213,7 +211,7 @@ def _stage(
 
 
 def _commit(swaps: list[Swap]) -> None:
-    """Put everything in its place; an interrupt in between puts the old things back."""
+    """Put all new objects in place. On an error or interrupt, restore the old ones."""
     done: list[Swap] = []
     try:
         for place, key, new in swaps:
@@ -226,7 +224,7 @@ def _commit(swaps: list[Swap]) -> None:
 
 
 _Stored = list[tuple[TensorInfo, torch.Tensor, bool]]
-"""What was read of a layer, and whether it is its weight."""
+"""Tensors read for a layer, each with whether it is the weight."""
 
 
 def _read(layer: LayerPlan, checkpoint: Checkpoint) -> tuple[LinearWeights, _Stored]:
@@ -242,7 +240,7 @@ def _read(layer: LayerPlan, checkpoint: Checkpoint) -> tuple[LinearWeights, _Sto
 
 
 def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight that a stored layer stands for."""
+    """Return the dequantised weight of a stored layer."""
     weights, stored = _read(layer, checkpoint)
     for info, tensor, is_weight in stored:
         _check_e4m3(info, tensor, layer.scheme, is_weight)
@@ -272,7 +270,7 @@ def _build(
     make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
         module = make.from_weights(weights, bias, name=layer.names[0], **options)
-    except FormatError as error:  # the layer reads all its elements; which tensor is bad is looked for only now
+    except FormatError as error:  # find the bad tensor only now: the check reads all elements
         for info, tensor, is_weight in stored:
             _check_e4m3(info, tensor, layer.scheme, is_weight)
         raise CheckpointError(f"{checkpoint.path}: layer {layer.names[0]!r}: {error}") from error
@@ -282,9 +280,9 @@ def _build(
 
 
 def _options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:
-    """What the new layer takes over: from the old one, from the checkpoint, or from the caller.
+    """Return the options of the new layer, from the old layer, the checkpoint, or the caller.
 
-    ``stated`` is what an earlier checkpoint said about the layer: no pin of the user's.
+    ``stated`` is the activation format of an earlier checkpoint. It is not a pin of the user.
     """
     old, activation = layer.module, asked or layer.activation
     if isinstance(old, QuantizedLinear):

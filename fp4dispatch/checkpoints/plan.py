@@ -30,8 +30,8 @@ class Shard:
 class LayerPlan:
     """A linear layer that is stored quantised.
 
-    ``bias`` holds one tensor a shard, or nothing; ``activation`` is what the checkpoint says about activations.
-    ``keep`` says why the model's layer cannot become a quantised one; its weight is dequantised then.
+    ``bias`` holds one tensor per shard, or none. ``activation`` is the activation format of the checkpoint. ``keep``
+    tells why the model's layer cannot be quantised; then its weight is dequantised.
     """
 
     names: tuple[str, ...]
@@ -67,7 +67,7 @@ class Plan:
 
     layers: list[LayerPlan] = field(default_factory=list)
     kept: dict[str, SlotPlan] = field(default_factory=dict)
-    """Where the weights of the layers with ``keep`` go, by the layer's first name."""
+    """Places of the weights of layers with ``keep``, by the layer's first name."""
     slots: list[SlotPlan] = field(default_factory=list)
     conversions: list[ConversionPlan] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)

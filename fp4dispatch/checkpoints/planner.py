@@ -48,7 +48,7 @@ class _Planner:
         self.strict = strict
         self.out = Plan()
         self.used: set[str] = set()
-        """Names in the checkpoint; everything else here goes by names in the model."""
+        """Used tensors, by their names in the checkpoint. All other names here are names in the model."""
         self.names = names_in(model, checkpoint)
         self.stored = {name: checkpoint[source] for name, source in self.names.stored.items()}
         self.below: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
@@ -97,7 +97,7 @@ class _Planner:
         return self.out
 
     def _quantised(self, names: tuple[str, ...], module: nn.Linear | QuantizedLinear) -> bool:
-        """Plan a layer if the checkpoint holds it quantised; False if it is to stay as it is."""
+        """Plan a layer that the checkpoint stores quantised. Return False for other layers."""
         stored = self._stored_names(names)
         for name in stored:
             unsupported = unsupported_layer(name, self._kinds(name), str(self.checkpoint.path))
@@ -130,9 +130,9 @@ class _Planner:
         return {key: (info.dtype, info.shape) for key, info in (self.below[name] | inner).items()}
 
     def _groups(self, module_name: str, stored: tuple[str, ...], module: nn.Module) -> dict[str, Group | None]:
-        """What the configuration says about each stored layer; None where it is not to be quantised.
+        """Return the configuration group of each stored layer; None if it is not quantised.
 
-        Tools write the names of the file, or those of the modules that they had in memory.
+        Tools write the names of the file or the names of the modules in memory. Try both.
         """
         if self.config is None:
             return dict.fromkeys(stored)
@@ -231,7 +231,7 @@ class _Planner:
             full = f"{name}.{suffix}"
             info = self.below[name].get(suffix)
             static = group.static if group and suffix == scheme.input_scale else None
-            if info is not None and static is False:  # a leftover of calibration: what the configuration says counts
+            if info is not None and static is False:  # left from calibration: the configuration decides
                 self.used.add(info.name)
                 self.out.ignored.append(info.name)
             elif info is not None:
@@ -269,7 +269,7 @@ class _Planner:
         return info
 
     def _convert(self) -> None:
-        """See what transformers makes of the tensors that the model does not have as they are stored."""
+        """Plan the tensors that transformers converts: find names and shapes of the resulting parameters."""
         for conversion in self.names.conversions:
             infos = [self.checkpoint[name] for name in conversion.sources]
             odd = next((i for i in infos if i.dtype not in FLOATS), None)
@@ -340,7 +340,7 @@ class _Planner:
             )
 
     def _leftovers(self) -> None:
-        # What transformers knows to leave, e.g. the layers that DeepSeek-V3 predicts further tokens with.
+        # Tensors that transformers ignores, e.g. the multi-token prediction layers of DeepSeek-V3.
         known = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         for name in self.checkpoint:
             if name not in self.used:
@@ -363,14 +363,14 @@ class _Planner:
 
 
 def _activation(scheme: Scheme, shard: Shard, group: Group | None) -> Activation:
-    """What a stored layer was made for. Without a configuration, NVFP4 without an input scale is weight-only."""
+    """Return a layer's activation format. Without a configuration, NVFP4 without input scale is weight-only."""
     if group is not None:
         return group.activation
     return "bf16" if scheme.op == "nvfp4_gemm" and scheme.input_scale not in shard.tensors else "any"
 
 
 def _finest(activations: Iterable[Activation]) -> Activation:
-    """Shards of one layer get the same activations: those of the shard that was made for the finest."""
+    """Return the finest activation format of the shards; a fused layer has one format."""
     order: tuple[Activation, ...] = ("bf16", "fp8", "nvfp4", "any")
     return min(activations, key=order.index)
 

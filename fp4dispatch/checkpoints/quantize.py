@@ -35,7 +35,7 @@ FORMATS: dict[QuantizeFormat, tuple[str, Scaling]] = {
     "fp8-channel": ("compressed-tensors", "row"),
     "fp8-block": ("fp8", "block128"),
 }
-"""What to quantise to -> the tool whose configuration is written, and the scaling."""
+"""Format -> the tool whose configuration is written, and the scaling."""
 
 assert tuple(FORMATS) == get_args(QuantizeFormat)
 
@@ -58,7 +58,7 @@ class QuantizedLayer:
 class QuantizeReport:
     """What :func:`quantize_checkpoint` did.
 
-    ``skipped`` gives the reason for everything of at least two dimensions that was left as it was, by the module's name
+    ``skipped`` has the reason for each weight with two or more dimensions that was not quantised, by the module's name
     in the checkpoint: linear layers, experts (all of a block under one name), embeddings, convolutions.
     ``bytes_before`` and ``bytes_after`` are those of the whole checkpoint, ``bytes_left`` those of what is in
     ``skipped``.
@@ -87,10 +87,10 @@ def quantize_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> QuantizeReport:
-    """Quantise the weights of named linear layers; everything else is copied as it is.
+    """Quantise the weights of named linear layers. Copy all other tensors unchanged.
 
-    All that is not quantised is named in the report, and excluded in the configuration under the names that its readers
-    look for. Weights only: without calibration data there are no static activation scales, so the configuration says
+    The report lists what is not quantised. The configuration excludes it, under the names that readers look for. Only
+    weights are quantised: without calibration data there are no static activation scales. So the configuration states
     that activations are scaled at run time (FP8) or not quantised (``W4A16_NVFP4``, ``NVFP4A16``).
 
     Parameters
@@ -98,13 +98,13 @@ def quantize_checkpoint(
     source
         Directory of an unquantised safetensors checkpoint.
     out
-        Directory to create; it appears when all is written.
+        Directory to create. It appears when all files are written.
     format
         See ``FORMATS``.
     linears
         Names of all ``nn.Linear`` modules, as in the checkpoint (``<name>.weight`` [N, K] in a 16- or 32-bit float).
     excluded
-        Those of them to leave as they are.
+        Names in ``linears`` that are not quantised.
     survey
         What is known of the model (:func:`fp4dispatch.checkpoints.survey.survey`): which layers must stay and why, and
         what the modules are called in memory. Without it every other weight is excluded by its name in the checkpoint.
@@ -195,13 +195,13 @@ def _choose(
 
 
 def _is_weight(info: TensorInfo, layers: Collection[str]) -> bool:
-    """Whether a tensor is one that quantising could have made smaller, and did not."""
+    """Whether a tensor is a floating-point weight that was not quantised."""
     floating = info.dtype in ("F32", "BF16", "F16")
     return floating and len(info.shape) >= 2 and 0 not in info.shape and info.name.removesuffix(".weight") not in layers
 
 
 def _others(checkpoint: Checkpoint, layers: Collection[str], skipped: Collection[str], known: Survey) -> dict[str, str]:
-    """Return why the weights that no linear layer holds stay as they are, those of all experts of a block together."""
+    """Return why weights outside linear layers are not quantised. All experts of a block have one entry."""
     sizes: dict[str, list[int]] = {}
     for name in checkpoint:
         if _is_weight(checkpoint[name], layers) and name.removesuffix(".weight") not in skipped:
@@ -216,7 +216,7 @@ def _others(checkpoint: Checkpoint, layers: Collection[str], skipped: Collection
 
 
 def _ignore(method: str, layers: Collection[str], left: Collection[str], known: Survey) -> list[str]:
-    """Return what the configuration excludes.
+    """Return the exclude patterns of the configuration.
 
     ModelOpt and Hugging Face fp8 are looked up by the names of the checkpoint (transformers renames them);
     compressed-tensors by those of the modules in memory, in vLLM by its own, which it derives from either. Blocks of
@@ -232,7 +232,8 @@ def _ignore(method: str, layers: Collection[str], left: Collection[str], known: 
                 patterns.append(f"re:.*{re.escape(tail)}\\..*" if tail == name else f"re:.*\\.{re.escape(tail)}\\..*")
         elif method == "modelopt" and name.endswith(".experts"):
             patterns.append(f"{name}*")
-    # Some readers take a name for everything below it, or that ends with it: better too few names than a wrong one.
+    # Some readers match a name with all modules below it, or with all names that end with it. Drop names that would
+    # exclude a quantised layer.
     quantised = [*layers, *(known.in_memory[layer] for layer in layers if layer in known.in_memory)]
     return [p for p in sorted(set(patterns)) if not any(_catches(p, layer, method) for layer in quantised)]
 
@@ -274,7 +275,7 @@ class _SharedScales:
         self._scales: dict[tuple[str, ...], torch.Tensor | None] = {}
 
     def of(self, name: str) -> torch.Tensor | None:
-        """Return the scale that a layer shares, None for a scale of its own."""
+        """Return the shared scale of a layer; None if it has its own scale."""
         group = self._groups.get(name)
         if group is None:
             return None

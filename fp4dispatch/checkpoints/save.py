@@ -86,7 +86,7 @@ def save_quantized(
 ) -> tuple[Path, ...]:
     """Save a model whose linear layers are :class:`FP4Linear` or :class:`FP8Linear`; returns the safetensors files.
 
-    The directory appears when everything is written and flushed; on an error there is nothing. Fused NVFP4 layers are
+    The directory appears when all files are written and flushed. On an error nothing is created. Fused NVFP4 layers are
     written as their shards, each with its own global scale. Tied parameters are written once. Scales of a KV cache that
     :func:`load_quantized` found are written again.
 
@@ -157,7 +157,7 @@ def producer_version() -> str:
 
 
 class _Layer:
-    """A layer, or a shard of a fused one, as it is going to be stored."""
+    """A layer, or a shard of a fused layer, to store."""
 
     def __init__(
         self, name: str, scheme: Scheme, weights: LinearWeights, bias: torch.Tensor | None, activation: Activation
@@ -169,7 +169,7 @@ class _Layer:
         self.activation = activation
 
     def stated(self) -> Stated:
-        """What is said about the activations."""
+        """Return the activation statement for the configuration."""
         if self.weights.input_scale is not None:
             return "static"
         if self.scheme.name == "nvfp4-pack-quantized" and self.activation == "fp8":
@@ -224,7 +224,7 @@ def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
 
 
 def _other_tensors(model: nn.Module, inside: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Persistent tensors outside the quantised layers, each once: a tie is restored by the model, not by the file."""
+    """Return persistent tensors outside quantised layers. Tied tensors appear once: the model restores the tie."""
     others: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -236,12 +236,12 @@ def _other_tensors(model: nn.Module, inside: tuple[str, ...]) -> dict[str, torch
 
 
 def _kv_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Scales of the KV cache that checkpoints left with the model."""
+    """Return the KV cache scales attached to the model."""
     return {prefix + name: t for prefix, carried in all_carried(model) for name, t in carried.tensors.items()}
 
 
 def _warn_of_separate_scales(layers: list[_Layer]) -> None:
-    """Say which layers an engine will multiply by wrong weights: they were quantised apart and cannot be rescaled."""
+    """Warn of layers that engines fuse but that have different global scales: an engine would use wrong weights."""
     scales = {layer.name: layer.weights.global_scale for layer in layers if layer.weights.global_scale is not None}
     groups = fusion_groups({layer.name: layer.weights.k for layer in layers if layer.name in scales})
     apart = [group for group in groups if len({float(scales[name]) for name in group}) > 1]

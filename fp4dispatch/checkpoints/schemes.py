@@ -120,7 +120,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def detect(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Scheme, ...]:
-    """Return the schemes that a layer's tensors can belong to, likeliest first; empty where it is not quantised.
+    """Return the schemes that fit a layer's tensors, most likely first; empty if it is not quantised.
 
     Parameters
     ----------
@@ -230,8 +230,8 @@ def fuse_shards(shards: list[LinearWeights]) -> LinearWeights:
     """Concatenate shards along N into one layer, exactly.
 
     NVFP4 keeps one global scale per shard. FP8 shards with different per-tensor scales become one scale per row, with
-    dynamic activation scales. Static activation scales of the shards describe the same input: the largest is kept,
-    so that nothing saturates that did not before.
+    dynamic activation scales. Static activation scales of the shards describe the same input. The largest is kept,
+    so no more values saturate than before.
 
     Raises
     ------

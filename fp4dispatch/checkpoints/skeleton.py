@@ -1,9 +1,9 @@
-"""The structure of a checkpoint's model, as transformers builds it, in a process of its own that can do no harm.
+"""Build the model of a checkpoint with transformers, in a restricted child process.
 
-A ``config.json`` comes from a stranger, and transformers does what it says: it fetches a ``backbone`` or the kernels of
-an ``attn_implementation`` from somebody's repository, and runs them; it builds as many layers as are asked for. So the
-model is built in a forked child without network, subprocesses, unpickling and writing, with limits on its memory and
-time, on the meta device; only plain data comes back. Nothing changes in the process of the caller.
+A ``config.json`` is untrusted, and transformers follows it: it downloads and runs a ``backbone`` or the kernels of an
+``attn_implementation``, and builds any number of layers. So a forked child builds the model on the meta device. It
+has no network, no subprocesses, no unpickling and no writing, and limits on memory and time. It returns plain data. The
+process of the caller does not change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.errors import CheckpointError
 
 SECONDS = 120.0
-"""How long a skeleton may take; the largest models take a few seconds."""
+"""Time limit. The largest models take a few seconds."""
 
 BYTES = 4 << 30
-"""Memory that a skeleton may take beyond what the process has."""
+"""Memory limit, beyond the memory of the parent process."""
 
 MAX_RESULT = 256 << 20
 
@@ -41,23 +41,23 @@ _LEFT_OUT = {
     "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
     "_experts_implementation_internal", "_name_or_path", "name_or_path", "_commit_hash",
 }  # fmt: skip
-"""Keys that change no structure, and name code or repositories to fetch."""
+"""Keys that do not change the structure, but name code or repositories to download."""
 
 _COUNT = re.compile(r"(?:^|_)(?:layers?|blocks?|experts?|depths?|stages)$")
-"""Keys that say how often something is built."""
+"""Keys that are counts of modules."""
 
 _FORBIDDEN = (
     "socket.", "subprocess.", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system",
     "pickle.find_class", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate",
     "ftplib.", "smtplib.", "urllib.Request", "webbrowser.open",
 )  # fmt: skip
-"""Audit events (https://docs.python.org/3/library/audit_events.html) that end a skeleton."""
+"""Audit events (https://docs.python.org/3/library/audit_events.html) that raise in the child."""
 
 _T = TypeVar("_T")
 
 
 def examine(checkpoint: Checkpoint, work: Callable[[nn.Module], _T], *, advice: str) -> _T:
-    """Build a checkpoint's model on the meta device in a child process, and return what ``work`` says about it.
+    """Build a checkpoint's model on the meta device in a child process. Return the result of ``work``.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def _answer(descriptor: int, work: Callable[[], Any]) -> None:
 
 
 def _shut_in() -> None:
-    """Take from this process what building a model does not need. There is no way back."""
+    """Restrict this process to what building a model needs. This cannot be undone."""
     silent = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(silent, stream)

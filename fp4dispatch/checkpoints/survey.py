@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors are to its model: linear layers to quantise, and all that has to stay, with why."""
+"""Match a checkpoint with its model: which linear layers can be quantised, and why other weights cannot."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Survey:
     linears
         All ``nn.Linear`` modules; also those that the checkpoint does not store.
     left
-        Why some of them must stay as they are.
+        Why some of them cannot be quantised.
     outside
         Those outside the language model of a multi-modal model: left by default, as engines and ModelOpt do.
     others
-        Why weights that belong to no ``nn.Linear`` stay as they are: embeddings, experts, convolutions, routers.
+        Why weights outside ``nn.Linear`` are not quantised: embeddings, experts, convolutions, routers.
     in_memory
         Names of the modules in transformers, where these differ.
     harmless
-        Those of ``others`` that no reader takes for a linear layer.
+        Entries of ``others`` that no reader treats as a linear layer.
     """
 
     linears: tuple[str, ...]

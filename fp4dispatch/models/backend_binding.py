@@ -22,7 +22,7 @@ class BackendBinding(StateLoading):
     """The part of a quantised layer that binds it to backends."""
 
     op: ClassVar[Op]
-    """What the layer asks of the policy."""
+    """The op of the layer's problems."""
 
     quantized: ClassVar[tuple[str, ...]]
     """Names of the buffers whose dtype is part of the format."""
@@ -32,24 +32,24 @@ class BackendBinding(StateLoading):
     input_scale: Tensor | None
     bias: nn.Parameter | None
     capture: CaptureMode = "none"
-    """How backends were chosen: for calls outside of CUDA graphs, or to be captured; :meth:`choose_for` sets it."""
+    """Capture mode for which backends are chosen. :meth:`choose_for` sets it."""
     m_min: int = 1
-    """The smallest M that is promised in a capture. A layer returns before any launch for M == 0."""
+    """Smallest M that the caller guarantees in a capture. For M == 0 a layer returns before any launch."""
     _prepared: dict[str, Prepared]
-    """By layout."""
+    """Prepared weights by layout name."""
     _bound: dict[torch.dtype, routes.Bound]
     _captured: list[routes.Bound]
-    """Replaced, but a CUDA graph may hold the addresses of their tensors."""
+    """Bindings that were replaced. CUDA graphs may hold the addresses of their tensors, so they are kept."""
 
     def bind(self, dtype: torch.dtype | None = None) -> routes.Bound:
-        """Choose backends for every number of tokens and prepare the weights for them. Host work; idempotent.
+        """Choose a backend for each range of M and prepare the weights. Host work; idempotent.
 
-        Weights that were written since are prepared anew.
+        Weights that were written since the last call are prepared again.
 
         Raises
         ------
         BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, InputError, CaptureError
-            As :meth:`forward`, and while a CUDA graph is being captured.
+            As ``forward``. During CUDA graph capture always CaptureError.
         """
         dtype = self.dtype if dtype is None else dtype
         self._settle()
@@ -67,10 +67,9 @@ class BackendBinding(StateLoading):
         return self._take(self._choose(dtype))
 
     def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
-        """Do what :meth:`bind` does, but choose anew: what choices are made from has changed.
+        """Choose backends again, e.g. after tuning or a new verdict, and bind.
 
-        Layouts that nothing uses any more are dropped, unless a CUDA graph may hold their addresses. Raises as
-        :meth:`bind`.
+        Drops unused layouts, unless a CUDA graph may hold their addresses. Raises as :meth:`bind`.
         """
         dtype = self.dtype if dtype is None else dtype
         self._settle()
@@ -91,9 +90,9 @@ class BackendBinding(StateLoading):
         return fresh
 
     def choose_for(self, capture: CaptureMode, m_min: int = 1) -> None:
-        """Choose backends for calls in this capture mode from now on; what is bound already is bound anew.
+        """Set the capture mode and choose backends for it. Binds again where the choice changes. Host work.
 
-        Backends that were chosen for ``full`` or ``piecewise`` serve calls outside of CUDA graphs, too. Host work.
+        Backends chosen for ``full`` or ``piecewise`` also serve calls outside of CUDA graphs.
 
         Parameters
         ----------
@@ -103,7 +102,7 @@ class BackendBinding(StateLoading):
         Raises
         ------
         BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, CaptureError
-            As :meth:`bind`; the layer then stays as it was.
+            As :meth:`bind`. The layer then keeps its mode and backends.
         """
         old = (self.capture, self.m_min)
         if old == (capture, m_min):
@@ -119,11 +118,11 @@ class BackendBinding(StateLoading):
             self._put(bound)
 
     def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
-        """Whether the policy would choose what is bound; this needs no weights, which may be dropped."""
+        """Whether the policy still chooses the bound backends. Needs no weights: they may be dropped."""
         return binding.still_chosen(bound, self.problem(1, dtype), self.backend, self.name)
 
     def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
-        """Return what this layer asks of the policy for M tokens."""
+        """Return the problem of this layer for M tokens."""
         op, scaling = self._kind()
         out_dtype = routes.OUT_DTYPE[self.dtype if dtype is None else dtype]
         n, k = self.out_features, self.in_features
@@ -165,7 +164,7 @@ class BackendBinding(StateLoading):
         }
 
     def decisions(self) -> tuple[tuple[int, Decision], ...]:
-        """Return the Decision for each range of M, with the largest M of the range, for ``self.dtype``."""
+        """Return (largest M, Decision) for each range of M, for ``self.dtype``."""
         return self.bind().decisions
 
     def _buffer_of(self, tensor: Tensor) -> str:
@@ -187,9 +186,9 @@ class BackendBinding(StateLoading):
         self._seen, self._unchanged = {}, never
 
     def _refresh(self) -> None:
-        """Bind anew where the layer is where it will run: on a GPU, or on a machine that has none.
+        """Bind again if the layer is on its final device: on a GPU, or on the CPU of a machine without GPU.
 
-        A refusal is kept for the first call, so that moving and loading a model leave it whole.
+        Errors are dropped here, and the first call raises them. So moving or loading a model always completes.
         """
         self._forget()
         if self.device.type == "cuda" or (self.device.type == "cpu" and not _system.current().gpus):
@@ -199,7 +198,7 @@ class BackendBinding(StateLoading):
                 self._forget()
 
     def weights(self) -> LinearWeights:
-        """Return the canonical tensors as backends take them; nothing is copied but what :func:`compact` dropped."""
+        """Return the canonical tensors as :class:`LinearWeights`. Copies only weights that :func:`compact` dropped."""
         raise NotImplementedError
 
     def _kind(self) -> tuple[Op, Scaling]:

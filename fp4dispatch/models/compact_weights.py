@@ -1,11 +1,11 @@
-"""Holding NVFP4 weights once: dropping the canonical copy where a backend's layout holds every bit of it.
+"""Store NVFP4 weights once: drop the canonical tensors if a backend layout holds all their bits.
 
-A layer on ``w4a16`` or ``w4a8`` has 4.5 bits a weight in its buffers, as the checkpoint stored them, and 4.5 in the
-order that the kernels read. :func:`compact` drops the former; what needs them (``state_dict``, saving, copies, moves,
-another backend) gets them back from the latter. Nothing is dropped that was not unpacked and compared first.
+A layer on ``w4a16`` or ``w4a8`` stores each weight twice: 4.5 bits in the canonical tensors, and 4.5 bits in the layout
+of the kernels. :func:`compact` drops the canonical tensors. ``state_dict``, saving, copies, moves and other backends
+unpack them from the layout again. Before a drop, the layout is unpacked and compared with the canonical tensors.
 
-Somebody may hold a weight that is dropped, of ``state_dict()`` for instance, and write to it. So the layer keeps what
-is held (``_lent``), looks at it before each call, and lets go of it when everybody else did.
+Other code may hold a dropped tensor, for instance from ``state_dict()``, and write to it. So the layer keeps such
+tensors (``_lent``) and checks them before each call. It releases them when no other code holds them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fp4dispatch.models.stored_weights import Seen, StoredWeights, held_elsewher
 _log = logging.getLogger("fp4dispatch")
 
 CANONICAL = ("weight", "weight_scale")
-"""Buffers that a layout may hold; global scales and input scales are a few bytes, and stay."""
+"""Buffers that can be dropped. Global scales and input scales are a few bytes and stay."""
 
 
 class CompactWeights(StoredWeights):
-    """The part of a quantised layer that can be without its canonical weights.
+    """The part of a quantised layer that can drop its canonical weights.
 
-    They are gone while ``_dropped`` names the layout that holds them. Reading or setting ``weight`` or ``weight_scale``
-    brings them back for good; :meth:`_whole` does for a moment.
+    While they are dropped, ``_dropped`` names the layout that holds them. Reading or setting ``weight`` or
+    ``weight_scale`` restores them permanently. :meth:`_whole` restores them for one block.
     """
 
     _dropped: str
@@ -41,19 +41,19 @@ class CompactWeights(StoredWeights):
     _prepared: dict[str, Prepared]
 
     def compact(self) -> int:
-        """Drop the canonical weights if a layout of this layer holds them exactly and no backend reads them themselves.
+        """Drop the canonical weights if a layout holds them exactly and no bound backend reads them directly.
 
         Returns
         -------
         int
-            Bytes that were freed; 0 where nothing can be dropped, or nothing is bound yet. Synchronises.
+            Bytes that were freed. 0 if nothing can be dropped, or the layer is not bound. Synchronises.
 
         Raises
         ------
         CaptureError
             During CUDA graph capture.
         InputError, FormatError
-            If what was stored since breaks its format.
+            If the stored tensors do not fit the format.
         """
         capture.forbid_in_capture("dropping canonical weights", "compact(model), then capture")
         self._settle()
@@ -76,13 +76,13 @@ class CompactWeights(StoredWeights):
 
     @property
     def device(self) -> torch.device:
-        """Where the layer is. Reading it restores nothing, as reading ``weight.device`` would."""
+        """Device of the layer. Reading ``weight.device`` would restore dropped weights; this does not."""
         held = self._buffers.get("weight")
         found: torch.device = (self._prepared[self._dropped].tensors[0] if held is None else held).device
         return found
 
     def _drop(self, layout: str, *, lend: bool) -> None:
-        """Drop the canonical weights. ``lend``: look after those that somebody else holds, who may write to them."""
+        """Drop the canonical weights. ``lend``: keep those that other code holds, which may write to them."""
         with lock:
             self._order = tuple(self._buffers)
             self._dropped = layout
@@ -94,7 +94,7 @@ class CompactWeights(StoredWeights):
                 self._see(self._seen)
 
     def _restore(self) -> None:
-        """Bring dropped weights back, to stay.
+        """Restore dropped weights permanently.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class CompactWeights(StoredWeights):
             held = self._lent or self._unpacked()
             whole = self._buffers | {name: seen.tensor for name, seen in held.items()}
             order = dict.fromkeys(name for name in (*self._order, *whole) if name in whole)
-            self._buffers = {name: whole[name] for name in order}  # at once, for other threads
+            self._buffers = {name: whole[name] for name in order}  # one assignment, for other threads
             self._dropped, self._lent = "", {}
             seen = self._seen | held
             self._see({name: seen[name] for name in order if name in seen})
@@ -129,9 +129,9 @@ class CompactWeights(StoredWeights):
 
     @contextmanager
     def _whole(self, *, lend: bool = False) -> Iterator[None]:
-        """Have the canonical weights for a moment; tensors that were read meanwhile stay with who read them.
+        """Restore the canonical weights for one ``with`` block. Tensors that were read inside stay valid.
 
-        ``lend``: who read them may write to them, as to those of a layer that dropped nothing.
+        ``lend``: code that read them may write to them later, and the layer must detect that.
         """
         layout, lend = self._dropped, lend or bool(self._lent)
         held = self._prepared.get(layout)
@@ -158,16 +158,16 @@ class CompactWeights(StoredWeights):
 
 
 def compact(model: nn.Module) -> int:
-    """Drop the canonical weights of all layers whose backend's layout holds them exactly (``w4a16``, ``w4a8``).
+    """Drop the canonical weights of each layer whose backend layout holds them exactly (``w4a16``, ``w4a8``).
 
     Call it after :func:`~fp4dispatch.warmup` and before capturing. ``state_dict()``, ``save_quantized``, copies,
-    pickles, ``.to(...)`` and other backends work as before, and unpack what they need; a moved or copied layer is whole
-    again until the next call. Code that reads ``layer.weight`` brings the weights of that layer back for good.
+    pickles, ``.to(...)`` and other backends work as before: they unpack what they need. A moved or copied layer has
+    its canonical weights until the next call of this function. Reading ``layer.weight`` restores them permanently.
 
     Parameters
     ----------
     model
-        A module with ``FP4Linear`` in it, bound already: on its GPU, or warmed up.
+        A module with bound ``FP4Linear`` layers: on its GPU, or warmed up.
 
     Returns
     -------

@@ -1,12 +1,12 @@
-"""Layers that engines fuse into one GEMM share one weight scale: which they are, and what the scale is.
+"""Find layers that engines fuse into one GEMM, and compute the one weight scale that they must share.
 
-vLLM and SGLang load ``q_proj``, ``k_proj`` and ``v_proj`` into one layer with one global scale. Where the shards were
-quantised with different ones, vLLM takes the largest and does not rescale the codes (``quantization/modelopt.py``), so
-the other shards come out too large. ModelOpt therefore unifies the scales before it quantises
+vLLM and SGLang load ``q_proj``, ``k_proj`` and ``v_proj`` into one layer with one global scale. If the shards have
+different global scales, vLLM takes the largest and does not rescale the codes (``quantization/modelopt.py``). The other
+shards then become too large. ModelOpt therefore computes one scale before it quantises
 (``torch/export/quant_utils.py``, ``preprocess_linear_fusion``), and so does this package. For FP8 per tensor vLLM
-quantises the shards a second time, with the largest scale; that rounds twice unless they have one scale already.
+quantises the shards again with the largest scale. That rounds twice, unless they have one scale already.
 
-A scale for each row, or for each block in float32, needs nothing of the kind: it travels with its rows.
+Scales per row or per block need no sharing: a fused layer keeps each of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FUSED_BY_ENGINES: tuple[tuple[str, ...], ...] = (
     ("fc1", "fc3"),
     ("c_fc_0", "c_fc_1"),
 )
-"""Last components of the names of layers that are fused where they have one parent.
+"""Last name components of layers that engines fuse if they have the same parent module.
 
 From ``packed_modules_mapping`` and ``stacked_params_mapping`` of vLLM 0.32 (``model_executor/models``)."""
 
@@ -44,7 +44,7 @@ def fusion_groups(layers: Mapping[str, Hashable]) -> list[tuple[str, ...]]:
     Parameters
     ----------
     layers
-        The layers that are going to be quantised, by name, with what must be equal within a group: at least K, since
+        Names of the layers to quantise, each with a key. Layers of a group have equal keys. The key must contain K:
         layers of different K never share a GEMM.
     """
     groups: dict[Hashable, list[str]] = {}
@@ -56,7 +56,7 @@ def fusion_groups(layers: Mapping[str, Hashable]) -> list[tuple[str, ...]]:
 
 
 def shared_scale(weights: Iterable[torch.Tensor], scaling: Scaling) -> torch.Tensor | None:
-    """Return the one scale with which all weights of a group are to be quantised.
+    """Return the one scale to quantise all weights of a group with.
 
     It is the scale of their largest element: the global scale of NVFP4 (amax / 2688), or the scale of FP8 per tensor
     (amax / 448). Nothing saturates. Weights are taken one at a time; synchronises.
@@ -66,13 +66,13 @@ def shared_scale(weights: Iterable[torch.Tensor], scaling: Scaling) -> torch.Ten
     weights
         Floating-point [N, K] each.
     scaling
-        How they are going to be scaled.
+        Scaling of the quantised weights.
 
     Returns
     -------
     torch.Tensor or None
-        f32 [], on the CPU. None where nothing is to be shared: each row or block has a scale of its own (``row``,
-        ``block128``), or a weight holds NaN or Inf (quantising that weight says so).
+        f32 [], on the CPU. None if no scale is shared: each row or block has its own (``row``, ``block128``), or a
+        weight holds NaN or Inf (quantising that weight raises).
     """
     if scaling not in ("nvfp4", "tensor"):
         return None

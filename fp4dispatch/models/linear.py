@@ -1,4 +1,4 @@
-"""``FP4Linear`` and ``FP8Linear``: drop-in ``nn.Linear`` for inference, in NVFP4 and FP8."""
+"""``FP4Linear`` and ``FP8Linear``: replacements of ``nn.Linear`` for inference, in NVFP4 and FP8."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class FP4Linear(QuantizedLinear):
     def from_weights(
         cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
     ) -> FP4Linear:
-        """Make a layer of canonical weights, which are taken over, not copied.
+        """Make a layer from canonical weights. It takes the tensors over without a copy.
 
         Raises
         ------
         InputError, FormatError
-            If they break the format.
+            If the weights do not fit the format.
         """
         _check_weights(weights)
         if weights.op != "nvfp4_gemm":
@@ -109,13 +109,13 @@ class FP4Linear(QuantizedLinear):
         Parameters
         ----------
         global_scale
-            f32 with one element, at least amax / 2688 or the largest weights saturate: for layers that are to share
-            one, see :func:`fp4dispatch.models.fusion.shared_scale`. None takes the weight's own.
+            f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
+            :func:`fp4dispatch.models.fusion.shared_scale`. None: computed from this weight.
 
         Raises
         ------
         InputError
-            If it is no ``nn.Linear`` with a floating-point weight, or in_features is not a multiple of 16.
+            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, or K is not a multiple of 16.
         FormatError
             If the weight holds NaN or Inf.
         """
@@ -123,13 +123,13 @@ class FP4Linear(QuantizedLinear):
         n, k = weight.shape
         kwargs.setdefault("dtype", _dtype_of(weight))
         if k % formats.NVFP4_BLOCK or weight.is_meta:
-            return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # refuses K; meta stays meta
+            return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # raises for this K
         q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
         canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
         return cls.from_weights(canonical, linear.bias, **kwargs)
 
     def weights(self) -> LinearWeights:
-        """Return the canonical tensors as backends take them; nothing is copied."""
+        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
         n, k = self.out_features, self.in_features
         rows = self.shard_rows if len(self.shard_rows) > 1 else (n,)
         global_scale = self.weight_scale_2.reshape(-1)
@@ -216,12 +216,12 @@ class FP8Linear(QuantizedLinear):
     def from_weights(
         cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
     ) -> FP8Linear:
-        """Make a layer of canonical weights, which are taken over, not copied.
+        """Make a layer from canonical weights. It takes the tensors over without a copy.
 
         Raises
         ------
         InputError, FormatError
-            If they break the format.
+            If the weights do not fit the format.
         """
         _check_weights(weights)
         if weights.op != "fp8_gemm":
@@ -245,13 +245,13 @@ class FP8Linear(QuantizedLinear):
         Parameters
         ----------
         scale
-            f32 in the shape that ``scaling`` asks for, at least amax / 448 or the largest weights saturate. None takes
-            the weight's own.
+            f32 in the shape that ``scaling`` needs. Below amax / 448 the largest weights saturate. None: computed from
+            this weight.
 
         Raises
         ------
         InputError
-            If it is no ``nn.Linear`` with a floating-point weight, or for another scaling.
+            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, or for another scaling.
         FormatError
             If the weight holds NaN or Inf.
         """
@@ -264,7 +264,7 @@ class FP8Linear(QuantizedLinear):
         return cls.from_weights(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale), linear.bias, **kwargs)
 
     def weights(self) -> LinearWeights:
-        """Return the canonical tensors as backends take them; nothing is copied."""
+        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
         return LinearWeights(
             "fp8_gemm",
             self.scaling,
@@ -302,7 +302,7 @@ def _dtype_of(weight: Tensor) -> torch.dtype:
 
 
 def _weight_of(cls: type[QuantizedLinear], linear: nn.Module) -> Tensor:
-    """Return the weight that is to be quantised; refuse what is no ``nn.Linear``."""
+    """Return the weight to quantise. Raise InputError if ``linear`` is not an ``nn.Linear``."""
     what = f"{cls.__name__}.from_linear"
     if isinstance(linear, QuantizedLinear):
         raise InputError(

@@ -1,13 +1,14 @@
-"""Match module names with the patterns that configurations and users write, in time linear in the name.
+"""Match module names with patterns of configurations and users, in time linear in the length of the name.
 
-``re:`` takes a regular expression that has to match from the start, as in compressed-tensors (``utils/match.py``).
-Anything else is a glob in which ``*`` also crosses dots, as in ModelOpt; without a wildcard it is the exact name.
+A pattern with the prefix ``re:`` is a regular expression. It must match from the start of the name, as in
+compressed-tensors (``utils/match.py``). Other patterns are globs in which ``*`` also matches dots, as in ModelOpt. A
+pattern without a wildcard is the exact name.
 
-A configuration comes from a stranger, and Python's ``re`` backtracks without a limit: ``(.?){50}!`` takes for ever on
-one name. So expressions are matched by RE2 (https://github.com/google/re2/wiki/Syntax), which has no backreferences, no
-lookbehind and no lookahead. Lookaheads at the very start, as in ``re:^(?!.*experts).*``, occur in checkpoints; they are
-matched one by one, which is linear too. Anything else that RE2 lacks is refused. Classes of characters, such as digits
-and letters of words, are ASCII.
+Configurations are untrusted, and Python's ``re`` can take exponential time: ``(.?){50}!`` never ends on one name. So
+RE2 matches the expressions (https://github.com/google/re2/wiki/Syntax). It has no backreferences, no lookbehind and no
+lookahead. Checkpoints do use lookaheads at the very start, as in ``re:^(?!.*experts).*``. These are matched one by one,
+in linear time too. Everything else that RE2 lacks is refused. The classes for digits, word
+characters and spaces are ASCII.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from typing import Any
 from fp4dispatch.errors import InputError
 
 MAX_PATTERN = 4096
-"""Characters of an expression or glob."""
+"""Maximum length of an expression or glob, in characters."""
 
 MAX_PATTERNS = 4096
-"""Expressions and globs in one list. Exact names are not counted: they are looked up, not tried."""
+"""Maximum number of expressions and globs in one list. Exact names do not count: they need one lookup."""
 
 Match = Callable[[str], bool]
 
 _LIMITS = "no backreferences, no lookbehind, lookahead only at the very start, no repeats above 1000"
 _OPEN_REPEAT = re.compile(r"\{,\d*\}")
-"""Python reads ``{,3}`` as ``{0,3}``, RE2 as these four characters."""
+"""Python reads ``{,3}`` as ``{0,3}``, RE2 as literal characters."""
 
 
 class NamePatterns:
@@ -45,7 +46,7 @@ class NamePatterns:
     Raises
     ------
     InputError
-        A pattern that is no regular expression or needs what RE2 lacks, or too many of them.
+        For an invalid regular expression, one that RE2 does not support, or too many patterns.
     """
 
     def __init__(self, patterns: str | Iterable[str]) -> None:
@@ -62,19 +63,19 @@ class NamePatterns:
 
 
 def is_name(pattern: str) -> bool:
-    """Whether a pattern can match its own text only."""
+    """Whether a pattern is an exact name."""
     return not pattern.startswith("re:") and not any(letter in pattern for letter in "*?[")
 
 
 @lru_cache(maxsize=1024)
 def compile_pattern(pattern: str) -> Match:
-    """Return the function from a name to whether one pattern matches it; raises as :class:`NamePatterns`."""
+    """Return a function that tells whether a pattern matches a name. Raises as :class:`NamePatterns`."""
     if is_name(pattern):
         return pattern.__eq__
     if len(pattern) > MAX_PATTERN:
         raise InputError(f"pattern {pattern[:80]!r}... has {len(pattern)} characters: at most {MAX_PATTERN}")
     if not pattern.startswith("re:"):
-        glob = re.compile(translate(pattern))  # each * takes the first place that fits and never comes back
+        glob = re.compile(translate(pattern))  # translate() makes each * non-backtracking
         return lambda name: glob.match(name) is not None
     text = pattern.removeprefix("re:")
     _check_syntax(pattern, text)
@@ -96,10 +97,10 @@ def _found(expression: Any, name: str) -> bool:
 
 
 def _check_syntax(pattern: str, text: str) -> None:
-    """Require an expression that Python takes as well, because that is what tools wrote it for."""
+    """Require that Python accepts the expression too: the tools that wrote it use Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of what a later Python reads in another way
+            warnings.simplefilter("error")  # FutureWarning: a later Python reads it differently
             re.compile(text)
     except (re.error, RecursionError, OverflowError, Warning) as error:
         raise InputError(f"pattern {pattern[:120]!r} is not a regular expression: {error}") from None
@@ -126,7 +127,7 @@ def _re2(pattern: str, text: str) -> Any:
 
 
 def _split(pattern: str, text: str) -> tuple[list[tuple[str, bool]], str]:
-    """Return the lookaheads at the start, each with whether it has to match, and what follows them."""
+    """Split the lookaheads at the start, each with whether it must match, from the rest."""
     lookaheads: list[tuple[str, bool]] = []
     rest = text
     while (body := rest.removeprefix("^")).startswith(("(?!", "(?=")):
@@ -161,7 +162,7 @@ def _scan(text: str) -> tuple[int, bool]:
 
 
 def _class_end(text: str, start: int) -> int:
-    """Return where a character class ends; a ``]`` that comes first is one of its characters."""
+    """Return where a character class ends. A first ``]`` is a member of the class."""
     position = start + 1
     position += text[position : position + 1] == "^"
     position += text[position : position + 1] == "]"

@@ -1,9 +1,9 @@
-"""The base of ``FP4Linear`` and ``FP8Linear``: binding to backends, moving, loading, pickling.
+"""The base of ``FP4Linear`` and ``FP8Linear``: forward, moving, pickling.
 
-The canonical checkpoint tensors are buffers and make up the ``state_dict``, under ModelOpt's names, so that it moves
-between backends and machines. What a backend makes of them are non-persistent buffers ``layout0``, ``layout1``, ...;
-tensors that the backend uses as they are get no second buffer. They are rebuilt after a move and after a load. Where a
-layout holds the canonical tensors exactly, :mod:`fp4dispatch.models.compact_weights` can do without these.
+The canonical checkpoint tensors are buffers with ModelOpt's names. They are the ``state_dict``, which therefore works
+with any backend and machine. Backends prepare non-persistent buffers ``layout0``, ``layout1``, ... from them. A tensor
+that a backend uses unchanged gets no second buffer. Layouts are rebuilt after a move and a load. If a layout holds all
+bits of the canonical tensors, :mod:`fp4dispatch.models.compact_weights` can drop these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REBUILT = frozenset(
 
 
 class QuantizedLinear(BackendBinding):
-    """What ``FP4Linear`` and ``FP8Linear`` share; not for use on its own.
+    """Base class of ``FP4Linear`` and ``FP8Linear``. Do not use it directly.
 
     Parameters
     ----------
@@ -40,17 +40,17 @@ class QuantizedLinear(BackendBinding):
     bias
         Whether there is a bias (a parameter of ``dtype`` without gradient).
     activation
-        Pins the activation format (``nvfp4`` = w4a4, ``fp8``, ``bf16`` = weight-only); ``any`` leaves it to the policy.
+        Pins the activation format (``nvfp4`` = w4a4, ``fp8``, ``bf16`` = weight-only). ``any``: the policy chooses.
     backend
-        Pins the backend; None leaves it to the environment and the policy.
+        Pins the backend. None: the environment or the policy chooses.
     dtype
-        Dtype of the bias, and the output dtype that backends are chosen for ahead of the first call. Calls with
-        another floating-point dtype work too. Follows ``.half()``, ``.to(torch.bfloat16)``; quantised tensors and
-        scales do not.
+        Dtype of the bias, and the input and output dtype for which backends are chosen before the first call. Calls
+        with another supported dtype work too. ``.half()`` and ``.to(torch.bfloat16)`` change it; they do not convert
+        quantised tensors and scales.
     device
-        Where; ``meta`` allocates nothing.
+        Device of the tensors; ``meta`` allocates nothing.
     name
-        For messages.
+        Name of the layer in messages.
     """
 
     def __init__(
@@ -90,26 +90,28 @@ class QuantizedLinear(BackendBinding):
         Parameters
         ----------
         x
-            float32, bfloat16 or float16 [..., K] on the layer's device, any strides. Under autocast it is cast first.
+            float32, bfloat16 or float16 [..., K] on the layer's device, any strides and alignment. Under autocast it is
+            cast first.
 
         Returns
         -------
         Tensor
-            [..., N] in the dtype of ``x``. Where ``x`` is empty so is the result, and nothing is launched.
+            [..., N], contiguous, in the dtype of ``x``. For an empty ``x`` it is empty, and nothing is launched.
 
         Raises
         ------
         InputError
             For a wrong dtype, shape or device, before any launch.
         CaptureError
-            During CUDA graph capture, if this number of tokens was never planned: see :func:`warmup`.
+            During CUDA graph capture, if there is no plan for this number of tokens: call :func:`warmup` before.
+            Otherwise the call is safe to capture.
         BackendUnsupportedError, NoBackendError
-            If no backend, or not the one that is asked for, can run this layer.
+            If no backend, or not the named one, can run this layer.
         """
         if _dynamo():
             return self._traced(x)
-        # The eager fast path, which decides half of what a small layer costs: what is common and has run before goes
-        # straight to its kernels. Whatever differs from it takes the long way, which also says what is wrong.
+        # The eager fast path: a plain input with an M that ran before goes directly to its kernel. Host time decides
+        # the speed of small layers. All other inputs go to _call, which also raises for wrong ones.
         try:
             bound = self._bound.get(x.dtype)
             if (
@@ -140,12 +142,12 @@ class QuantizedLinear(BackendBinding):
                     ready[0](x.view(m, self.in_features), out, bias)
                     return out.view(*shape[:-1], self.out_features)
         except (AttributeError, RuntimeError):
-            check_tensor(f"{self._label()}: the input", x)  # of None, of a sparse tensor
+            check_tensor(f"{self._label()}: the input", x)  # None and sparse tensors get our error
             raise
         return self._call(x)
 
     def _call(self, x: Tensor) -> Tensor:
-        """Run eagerly, whatever it takes."""
+        """Run eagerly, with all checks; bind and plan if needed."""
         check_tensor(f"{self._label()}: the input", x)
         if torch.compiler.is_compiling():  # a tracer other than Dynamo
             return self._traced(x)
@@ -158,8 +160,8 @@ class QuantizedLinear(BackendBinding):
     def _traced(self, x: Tensor) -> Tensor:
         """Run under ``torch.compile`` and ``torch.export``: all tensors are inputs of the graph.
 
-        The operator of a compiled call is given the stored tensors too, and so can tell if they were written. In an
-        exported program, which may run without this layer, weights are constants.
+        The operator of a compiled call also gets the stored tensors, so it can detect writes to them. An exported
+        program may run without this layer: there, weights are constants.
         """
         x = _autocast(x)
         self._ensure(x.dtype)
@@ -172,7 +174,7 @@ class QuantizedLinear(BackendBinding):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _ensure(self, dtype: torch.dtype) -> bool:
-        """Bind while ``torch.compile`` traces, outside the trace; what is read after this is guarded as usual."""
+        """Bind outside the trace of ``torch.compile``. Attributes that are read after this call get guards as usual."""
         return bool(self.bind(dtype))
 
     # --------------------------------------------------------------------------------------------------------- weights
@@ -188,13 +190,13 @@ class QuantizedLinear(BackendBinding):
         raise NotImplementedError
 
     def nbytes(self) -> int:
-        """Bytes of all tensors of the layer, backend layouts included; what is shared counts once."""
+        """Return the bytes of all tensors of the layer, with backend layouts. Shared memory counts once."""
         tensors = [*self._parameters.values(), *self._buffers.values()]
         unique = {t.data_ptr() or id(t): t.numel() * t.element_size() for t in tensors[::-1] if t is not None}
         return sum(unique.values())
 
     def _fill(self: _Self, tensors: Mapping[str, Tensor | None], bias: Tensor | None) -> _Self:
-        """Take over tensors, validate them and bind."""
+        """Set the canonical tensors and the bias, validate them and bind."""
         device = tensors["weight"].device if tensors["weight"] is not None else None
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
@@ -230,7 +232,7 @@ class QuantizedLinear(BackendBinding):
     # ------------------------------------------------------------------------------------------------ nn.Module's hooks
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
-        """Move, but never convert what is quantised: only the bias follows, to a dtype that a layer can have."""
+        """Move all tensors. Convert only the bias, and only to a supported dtype: quantised tensors keep theirs."""
         self._forget()
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device))
         if probe.dtype in routes.OUT_DTYPE:
@@ -241,7 +243,7 @@ class QuantizedLinear(BackendBinding):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the canonical tensors only, e4m3 as bytes: pickle cannot load float8 storages (torch 2.13)."""
+        """Return the state with canonical tensors only; e4m3 as uint8, as pickle cannot load float8 (torch 2.13)."""
         with self._whole():
             buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
@@ -280,7 +282,7 @@ class QuantizedLinear(BackendBinding):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _exporting() -> bool:
-    """Whether ``torch.export`` traces; before torch 2.12 Dynamo puts True for the call itself (pytorch#176347)."""
+    """Whether ``torch.export`` traces. Before torch 2.12 Dynamo replaces the direct call by True (pytorch#176347)."""
     return bool(torch.compiler.is_exporting())
 
 
@@ -289,7 +291,7 @@ _dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Cast as ``torch.autocast`` asks for: floating point but float64, as for ``nn.Linear``."""
+    """Cast to the dtype of ``torch.autocast``. As for ``nn.Linear``, float64 and non-float tensors are not cast."""
     eligible = x.is_floating_point() and x.dtype != torch.float64 and x.device.type in ("cuda", "cpu")
     if eligible and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
@@ -301,7 +303,7 @@ def _wants_grad(x: Tensor) -> bool:
 
 
 def _move(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Apply ``fn`` to a tensor unless it converts: then go where it goes, and keep the dtype."""
+    """Apply ``fn``. If it would convert the dtype, only move the tensor to its target device."""
     target = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     if target.dtype == tensor.dtype:
         return fn(tensor)

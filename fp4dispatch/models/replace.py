@@ -34,7 +34,7 @@ FORMATS: dict[str, Callable[..., QuantizedLinear]] = {
     "fp8_block": lambda linear, **kwargs: FP8Linear.from_linear(linear, scaling="block128", **kwargs),
 }
 EXCLUDE = ("lm_head", "*.lm_head")
-"""What is left alone by default: logits are sensitive, and the head is often tied to the embedding."""
+"""Not quantised by default: logits are sensitive, and the head is often tied to the embedding."""
 
 _log = logging.getLogger("fp4dispatch")
 
@@ -44,7 +44,7 @@ _matcher = NamePatterns
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One replaced layer. ``backend`` names the choice for every range of M, ``rule`` and ``reason`` why."""
+    """One replaced layer. ``backend`` has the choice for each range of M; ``rule`` and ``reason`` tell why."""
 
     name: str
     format: str
@@ -59,7 +59,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class LeftParameter:
-    """A parameter of at least two dimensions that belongs to no linear layer and stays as it is."""
+    """A parameter with two or more dimensions that is not in a linear layer. It is not changed."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,11 +78,11 @@ class ReplaceReport:
     skipped
         (name, reason) of each linear layer that was left alone.
     others
-        What else was left alone: experts in one tensor, convolutions, embeddings, ``Conv1D`` of GPT-2.
+        Other weights that were not quantised: experts in one tensor, convolutions, embeddings, ``Conv1D`` of GPT-2.
     model_bytes_before, model_bytes_after
         Bytes of all parameters and buffers of the model.
     notes
-        What the caller should know, e.g. an exclude pattern that names nothing.
+        Notes for the caller, e.g. an exclude pattern that matches nothing.
     """
 
     layers: tuple[LayerReport, ...]
@@ -104,7 +104,7 @@ class ReplaceReport:
 
     @property
     def saved_percent(self) -> float:
-        """How much smaller the whole model became, in percent; negative where backend layouts made it larger."""
+        """Reduction of the whole model's bytes in percent. Negative if backend layouts made it larger."""
         return 100 * (1 - self.model_bytes_after / self.model_bytes_before) if self.model_bytes_before else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,23 +169,23 @@ def replace_linears(
 ) -> ReplaceReport:
     """Replace the ``nn.Linear`` modules of a model by quantised ones, in place, all or nothing.
 
-    Every replacement is made before the first is put in, so the quantised weights are held beside the originals for a
-    moment, and an error leaves the model untouched. Forward hooks and attributes move to the new module; a module that
-    is used at several places stays shared. What is left alone is in the report, with the reason.
+    All new layers are made before the first one replaces an old one. So memory must hold the quantised weights beside
+    the originals, and an error leaves the model unchanged. Forward hooks and attributes move to the new module. A
+    module that is used at several places stays shared. The report lists the layers that were not replaced, and why.
 
     Parameters
     ----------
     model
-        Any module that contains ``nn.Linear``. Left alone are subclasses of ``nn.Linear``, which may do more than it,
-        layers whose weight other code of the model reads (``wo`` of T5, ``dt_proj`` of Mamba), and whatever else
-        :func:`fp4dispatch.models.replaceable.why_left` names.
+        Any module that contains ``nn.Linear``. Not replaced: subclasses of ``nn.Linear``, layers whose weight other
+        code of the model reads (``wo`` of T5, ``dt_proj`` of Mamba), and the other cases of
+        :func:`fp4dispatch.models.replaceable.why_left`.
     config
-        ``nvfp4``, ``fp8`` (one scale a tensor), ``fp8_row`` or ``fp8_block``; or a mapping from patterns to these, the
-        first match counts, None leaves a layer alone. Each pattern has to name a linear layer.
+        ``nvfp4``, ``fp8`` (one scale a tensor), ``fp8_row`` or ``fp8_block``; or a mapping from patterns to these.
+        The first match counts. None: do not quantise. Each pattern must match a linear layer.
     include, exclude
         Patterns of module names: globs, or regular expressions behind ``re:`` that match from the start, as in
-        compressed-tensors. ``lm_head`` is excluded by default. Each ``include`` pattern has to name a linear layer; an
-        ``exclude`` pattern that names nothing in the model is told in the report's ``notes``.
+        compressed-tensors. ``lm_head`` is excluded by default. Each ``include`` pattern must match a linear layer.
+        The report's ``notes`` list each ``exclude`` pattern that matches nothing.
     activation, backend
         Pinned for every layer, see :class:`~fp4dispatch.models.linear.FP4Linear`.
     progress
@@ -204,10 +204,10 @@ def replace_linears(
     FormatError
         If a weight holds NaN or Inf; the message names the layer.
     UnknownBackendError, SettingsError
-        If the name of the backend, from the argument or from the environment, or the value of a variable, is none.
+        If the backend name (argument or environment) or the value of a variable is unknown.
     BackendUnsupportedError, NoBackendError
-        If the backend never runs such layers, or if a layer on a GPU cannot run there. On a CPU that is only reported:
-        the layer may be on its way to a GPU.
+        If the backend never runs such layers, or if a layer on a GPU cannot run there. For a layer on a CPU this is
+        only reported: it may move to a GPU later.
     """
     _check_types(model, config, include, exclude)
     pick = _picker(config, include, exclude)
@@ -275,7 +275,7 @@ def _check_types(model: object, config: object, include: object, exclude: object
 def _check_patterns(
     model: nn.Module, config: str | Mapping[str, str | None], include: _PATTERNS, exclude: _PATTERNS
 ) -> tuple[str, ...]:
-    """Refuse patterns that are to choose layers and choose none; return what is to be said about the others."""
+    """Refuse include and config patterns that match no layer. Return notes on exclude patterns that match nothing."""
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, QuantizedLinear))]
     others = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
@@ -301,7 +301,7 @@ def _check_patterns(
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return up to three names that are most like a pattern, for a message."""
+    """Return the three names nearest to a pattern, for a message."""
     word = re.sub(r"[*?\\^$]|\.\*", "", pattern.removeprefix("re:")).strip(".")
     ends = {name.rpartition(".")[2]: name for name in reversed(names)}
     near = [ends[end] for end in difflib.get_close_matches(word.rpartition(".")[2], list(ends), n=3, cutoff=0.5)]
@@ -315,7 +315,7 @@ def _listed(patterns: _PATTERNS) -> Sequence[str]:
 def _picker(
     config: str | Mapping[str, str | None], include: _PATTERNS, exclude: _PATTERNS
 ) -> Callable[[str], str | None]:
-    """Return the function from a module's name to its format, None where it is to be left alone."""
+    """Return a function from a module's name to its format. None: do not quantise."""
     rules = {"*": config} if isinstance(config, str) else dict(config)
     for fmt in rules.values():
         if fmt is not None and (not isinstance(fmt, str) or fmt not in FORMATS):
@@ -350,7 +350,7 @@ _PROBLEM: dict[str, tuple[Op, Scaling]] = {
 
 
 def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: str | None) -> list[Ask]:
-    """Return what the new layers will need compiled."""
+    """Return the prebuild requests of the new layers."""
     asks = []
     for linear, fmt in plan:
         op, scaling = _PROBLEM[fmt]
@@ -362,7 +362,7 @@ def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: st
 
 
 def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Tensor]]:
-    """Return the scales that layers share which engines fuse: the model may be saved for one of them."""
+    """Return the shared scales of layers that engines fuse: the model may be saved for such an engine."""
     linears = {name: (linear, fmt) for name, linear, fmt in plan if not linear.weight.is_meta}
     shared: dict[str, dict[str, Tensor]] = {}
     for names in fusion_groups({name: (fmt, linear.in_features) for name, (linear, fmt) in linears.items()}):

@@ -1,6 +1,6 @@
-"""Which linear layers of a model may become quantised ones, and what moves along when they do.
+"""Decide which linear layers of a model can be quantised, and move hooks and attributes to the new layers.
 
-``replace_linears``, ``load_quantized`` and ``fp4dispatch quantize`` all ask here, so that they agree.
+``replace_linears``, ``load_quantized`` and ``fp4dispatch quantize`` use this module, so they agree.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from torch import nn
 from fp4dispatch.models.weight_reads import weight_reads
 
 _READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Parents whose fused paths read ``linear.weight`` themselves instead of calling the layer."""
+"""Parent modules whose fused code paths read ``linear.weight`` directly and do not call the layer."""
 
 _PLAIN = frozenset({"transformers.models.falcon.modeling_falcon.FalconLinear"})
-"""Subclasses of ``nn.Linear`` that compute nothing else: this one writes out ``x @ W.T + b``."""
+"""Subclasses of ``nn.Linear`` that compute exactly ``x @ W.T + b``."""
 
 _HOOKS = (
     "_forward_hooks",
@@ -32,16 +32,16 @@ _OTHER_HOOKS = {
     "_load_state_dict_post_hooks": "load_state_dict hooks, which expect its weight",
 }
 _OWN = frozenset(vars(nn.Linear(1, 1, device="meta", dtype=torch.float32)))
-"""What every ``nn.Linear`` has; anything else on one was put there by its user."""
+"""Attributes of every ``nn.Linear``. Others were set by the user."""
 
 
 def why_left(model: nn.Module) -> dict[int, str]:
-    """Return why linear layers of a model must stay what they are, by ``id`` of the layer.
+    """Return why linear layers of a model cannot be quantised, by ``id`` of the layer.
 
-    Left are: subclasses of ``nn.Linear``; layers with parameters, buffers or children besides weight and bias
+    Not quantised: subclasses of ``nn.Linear``; layers with parameters, buffers or children besides weight and bias
     (weight_norm, adapters); layers with a ``forward`` of their own (accelerate); layers with hooks that cannot work on
     a quantised one; and layers whose weight is read by other code of the model
-    (:mod:`fp4dispatch.models.weight_reads`). Works on the meta device. Ties are another question, see :func:`ties`.
+    (:mod:`fp4dispatch.models.weight_reads`). Works on the meta device. For ties see :func:`ties`.
     """
     reads = weight_reads(model)
     found: dict[int, str] = {}
@@ -72,7 +72,7 @@ def _own_reason(linear: nn.Linear) -> str:
 
 
 def ties(model: nn.Module) -> dict[int, str]:
-    """Return with which other module a linear layer shares its weight, by ``id`` of the layer."""
+    """Return the name of the module that shares its weight with a linear layer, by ``id`` of the layer."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -88,9 +88,9 @@ def ties(model: nn.Module) -> dict[int, str]:
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:
-    """Give a quantised layer the mode, the forward hooks and the attributes that were set on the one it replaces.
+    """Copy training mode, forward hooks and user attributes from the old layer to the quantised one.
 
-    Hook handles keep working. Attributes that the quantised layer has itself stay its own.
+    Hook handles keep working. Attributes that the quantised layer already has are not changed.
     """
     new.train(old.training)
     for name in _HOOKS:
@@ -102,7 +102,7 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
 
 
 def why_no_linear(name: str, owner: nn.Module, tensor: torch.Tensor) -> str:
-    """Return why a parameter of at least two dimensions, which belongs to no linear layer, stays as it is."""
+    """Return why a parameter outside linear layers, with two or more dimensions, is not quantised."""
     kind = type(owner).__name__
     if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in kind:
         return f"{kind}: an embedding, not a linear layer"
@@ -131,7 +131,7 @@ def leftover(model: nn.Module) -> list[tuple[str, nn.Module, nn.Parameter]]:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers, what is shared once."""
+    """Return the bytes of all parameters and buffers. Shared memory counts once."""
     tensors = [t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     return sum(
         {(id(t) if t.is_meta else t.data_ptr() or id(t)): t.numel() * t.element_size() for t in tensors}.values()

@@ -1,4 +1,4 @@
-"""What the source of a module's functions does with other modules: followed through names, loops and helpers."""
+"""Find, in the source of a module's functions, how they use other modules. Follows names, loops and helpers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _READS = frozenset({"weight", "_parameters", "parameters", "named_parameters", "
 _HARMLESS_OF_WEIGHT = frozenset({"device", "is_cuda", "is_cpu", "is_meta"})
 _HARMLESS_CALLS = frozenset({"hasattr", "callable", "id", "len", "print", "repr", "str", "bool", "checkpoint"})
 _SAME = frozenset({"enumerate", "zip", "reversed", "list", "tuple", "iter", "values", "items", "children"})
-"""Calls whose result holds the modules of their arguments (or of the object whose method they are)."""
+"""Calls whose result contains the modules of their arguments, or of their object for a method."""
 _MAX_PATH = 8
 _MAX_DEPTH = 4
 
 
 @dataclass(frozen=True)
 class Read:
-    """An outside use of the module at ``path``, seen from the module whose code it is."""
+    """A use of the module at ``path``, other than a call. ``path`` starts at the module whose code it is."""
 
     path: Path
     what: str
@@ -39,14 +39,14 @@ class Read:
 
 @dataclass(frozen=True)
 class Guard:
-    """The condition of an ``if`` around a read, and what it has to be; ``me`` is the function's name for ``self``."""
+    """The condition of an ``if`` around a read, and its needed value. ``me`` is the function's name for ``self``."""
 
     test: ast.expr
     wanted: bool
     me: str
 
     def may_hold(self, module: nn.Module) -> bool:
-        """Return whether the branch can be taken with the module's settings; True where that is not known."""
+        """Return whether the module's settings allow this branch. True if not known."""
         value = _value(self.test, module, self.me)
         return value is _UNKNOWN or bool(value) == self.wanted
 
@@ -72,7 +72,7 @@ def _value(node: ast.expr, module: nn.Module, me: str) -> Any:
         owner = module if isinstance(node.value, ast.Name) and node.value.id == me else _value(node.value, module, me)
         value = getattr(owner, "__dict__", {}).get(node.attr, _UNKNOWN)
         plain = value is None or isinstance(value, (bool, int, float, str)) or node.attr == "config"
-        return value if plain and node.attr != "training" else _UNKNOWN  # eval() and train() come and go
+        return value if plain and node.attr != "training" else _UNKNOWN  # train() and eval() change it
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = _value(node.operand, module, me)
         return _UNKNOWN if value is _UNKNOWN else not value
@@ -94,7 +94,7 @@ def _value(node: ast.expr, module: nn.Module, me: str) -> Any:
 
 
 def functions_of(member: Any) -> Iterator[FunctionType]:
-    """Yield the Python functions behind a method or property, those under decorators included."""
+    """Yield the Python functions of a method or property, also those inside decorators."""
     if isinstance(member, property):
         member = member.fget
     if isinstance(member, (staticmethod, classmethod, MethodType)):
@@ -102,7 +102,7 @@ def functions_of(member: Any) -> Iterator[FunctionType]:
     member = inspect.unwrap(member) if callable(member) else member
     if isinstance(member, FunctionType):
         yield member
-        for cell in member.__closure__ or ():  # a decorator that does not say what it wraps
+        for cell in member.__closure__ or ():  # a decorator without __wrapped__
             inner = getattr(cell, "cell_contents", None) if _filled(cell) else None
             if isinstance(inner, FunctionType) and inner is not member:
                 yield inspect.unwrap(inner)
@@ -125,7 +125,7 @@ def mentioned(code: CodeType) -> set[str]:
 
 
 def reads_of(cls: type, functions: Iterable[FunctionType]) -> tuple[Read, ...]:
-    """Return what the functions of a class do with modules besides calling them."""
+    """Return how the functions of a class use modules, other than by calling them."""
     scan = _Scan(cls)
     for function in functions:
         scan.run(function, {}, 0)
@@ -166,14 +166,14 @@ class _Scan:
             self._blind(function, parameters)
             return frozenset()
         body = _Body(self, function, parameters, depth)
-        for _ in range(2):  # again, for names that a loop sets after their first use
+        for _ in range(2):  # twice: a loop can set a name after its first use
             for statement in node.body:
                 body.visit(statement)
         self.results[key] = frozenset(body.returned)
         return self.results[key]
 
     def _blind(self, function: FunctionType, bound: Mapping[str, frozenset[Path]]) -> None:
-        """Without source: whoever is named beside ``weight`` is taken as read."""
+        """No source: assume a read of each module that the code names, if it also names ``weight``."""
         names = mentioned(function.__code__)
         if names & _READS:
             why = "names weight in code without source"
@@ -348,7 +348,7 @@ class _Body(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _enter(self, call: ast.Call, *, record: bool) -> frozenset[Path]:
-        """Follow a call of a method of ours, or of a function that is given modules."""
+        """Follow a call of a method of this class, or of a function that gets modules as arguments."""
         arguments = [(str(i), self.modules(a)) for i, a in enumerate(call.args)]
         arguments += [(k.arg or "", self.modules(k.value)) for k in call.keywords]
         target = call.func

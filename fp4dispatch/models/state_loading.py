@@ -1,10 +1,10 @@
-"""Loading a ``state_dict`` into a quantised layer: all of it, or nothing.
+"""Load a ``state_dict`` into a quantised layer: all of it, or nothing.
 
-Codes mean nothing without their scales, so a load that is refused in part would leave garbage. The load is therefore
-tried first, with stand-ins for the layer's tensors. Only what passed every check is taken over.
+Codes and scales belong together. A partly refused load would leave wrong weights. So the load first goes into
+placeholder tensors. The layer takes the values over only if all checks pass.
 
-Torch does not tell the modules of a model whether a load is strict. So a layer inside a model takes its weights where
-only its bias is missing, or a key is one too many; torch then raises if the load was strict.
+Torch does not tell the modules of a model whether a load is strict. So a layer inside a model takes its weights if only
+its bias is missing or a key is unexpected. Torch then raises if the load was strict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StateLoading(CompactWeights):
 
     _refresh: Callable[[], None]
     _strict: bool | None = None
-    """Whether the load of this very layer that is going on is strict; None: not known."""
+    """Whether the current ``load_state_dict`` of this layer is strict. None: not known."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load all of a state, or leave the layer as it was; arguments and result as of ``nn.Module``.
@@ -39,7 +39,7 @@ class StateLoading(CompactWeights):
         RuntimeError
             For wrong shapes, dtypes or keys.
         InputError, FormatError
-            For values that break the format.
+            For values that do not fit the format.
         CaptureError
             During CUDA graph capture.
         """
@@ -59,10 +59,10 @@ class StateLoading(CompactWeights):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the canonical tensors, or leave the layer as it was and say why.
+        """Load the canonical tensors, or leave the layer unchanged and report why.
 
-        Refuses other dtypes (``copy_`` would convert them to garbage in silence), and weights without their scales,
-        also with ``strict=False``.
+        Refuses other dtypes, which ``copy_`` would convert without an error. Refuses weights without their scales, also
+        with ``strict=False``.
         """
         assign = bool(local_metadata.get(_ASSIGN, False))
         faults = (missing_keys, unexpected_keys, error_msgs)
@@ -95,7 +95,7 @@ class StateLoading(CompactWeights):
         self._take_over(new, assign)
 
     def _stand_ins(self, input_scale: bool) -> _Tensors:
-        """Return an empty tensor on the meta device for each that a state has."""
+        """Return a placeholder on the meta device for each tensor that a state can have."""
         found: _Tensors = {}
         for name, parameter in self._parameters.items():
             if parameter is not None:
@@ -108,7 +108,7 @@ class StateLoading(CompactWeights):
         return found
 
     def _misfits(self, new: _Tensors, stand_ins: _Tensors, prefix: str, assign: bool) -> list[str]:
-        """Return what is wrong with tensors whose shapes are right."""
+        """Return error texts for dtypes and missing tensors. Torch has checked the shapes."""
         wrong = [
             f"{prefix}{name} is {new[name].dtype}, needs {stand_ins[name].dtype}: quantise it first"
             for name in self.quantized
@@ -119,7 +119,7 @@ class StateLoading(CompactWeights):
             wrong.append(f"{prefix}bias is {bias.dtype}; need torch.bfloat16, torch.float16 or torch.float32")
         belong = [name for name in self.quantized if name in stand_ins and name != "input_scale"]
         missing = [name for name in belong if name not in new]
-        if missing and len(missing) < len(belong) and not self._strict:  # else they are in the list of what is missing
+        if missing and len(missing) < len(belong) and not self._strict:  # a strict load reports them as missing
             wrong.append(
                 f"{', '.join(prefix + name for name in missing)} missing: codes and scales belong together, load all "
                 f"of {', '.join(belong)} or none"
@@ -127,13 +127,13 @@ class StateLoading(CompactWeights):
         return wrong
 
     def _check_values(self, new: _Tensors, assign: bool) -> None:
-        """Check values as :meth:`check` does, before anything is taken over."""
+        """Check the new values with :meth:`check`, before the layer takes them over."""
         kept = self._buffers
         trial = {name: new.get(name, buffer) for name, buffer in kept.items()}
         weight = trial["weight"]
         if weight is None or weight.is_meta:
             return
-        if not assign:  # a state may be on any device, and is copied to the layer's
+        if not assign:  # copy a state from any device to the layer's
             trial = {name: None if t is None else t.to(weight.device) for name, t in trial.items()}
         try:
             self._buffers = trial
@@ -142,7 +142,7 @@ class StateLoading(CompactWeights):
             self._buffers = kept
 
     def _take_over(self, new: _Tensors, assign: bool) -> None:
-        """Make these the layer's own, and what is multiplied too. A refusal to bind is kept for the first call."""
+        """Set the new tensors and update the layouts. If binding fails, the first call raises the error."""
         self._restore()
         for name, tensor in new.items():
             current = self._parameters.get(name, self._buffers.get(name))
@@ -151,7 +151,7 @@ class StateLoading(CompactWeights):
             elif current is None:
                 setattr(self, name, tensor.detach().to(self.device, copy=True))
             else:
-                with torch.inference_mode():  # where inference tensors can be written too
+                with torch.inference_mode():  # here, inference tensors can be written too
                     current.copy_(tensor)
         if not self._bound:
             self._refresh()

@@ -1,17 +1,17 @@
-"""What a layer multiplies is what it stores: how a write to stored tensors is noticed, and what is done about it.
+"""Detect writes to the stored tensors of a layer, and prepare its layouts again.
 
-Backends multiply layouts that were made of the stored tensors (the ``state_dict``). Before each eager call the layer
-looks whether its stored tensors are the same objects, at the same address, with the same ``Tensor._version`` as then.
-A compiled call does so inside its operator. So ``layer.weight.copy_(...)``, ``layer.weight = ...``,
-``layer.weight.data = ...``, ``swap_tensors`` and ``functional_call`` are noticed, and the layouts are made anew:
+Kernels read layouts, which backends prepare from the stored tensors (the ``state_dict``). Before each eager call the
+layer compares its stored tensors with those that the layouts were prepared from: same object, same address, same
+``Tensor._version``. A compiled call does this inside its operator. So the layer detects ``layer.weight.copy_(...)``,
+``layer.weight = ...``, ``layer.weight.data = ...``, ``swap_tensors`` and ``functional_call``. Then:
 
-* After a write in place the new layout is copied into the old one. CUDA graphs that read it see the new weights.
-* Where a tensor was replaced the layer gets new layouts. Graphs that were captured before keep the old ones.
+* After an in-place write, the new layout is copied into the old one. CUDA graphs that read it use the new weights.
+* After a tensor was replaced, the layer gets new layouts. Graphs captured before keep the old ones.
 
-What torch itself cannot tell is not noticed: writes through ``layer.weight.data``, ``numpy()`` or DLPack, in inference
-mode through a view of another dtype, by collectives (``torch.distributed.broadcast`` counts no version), by other
-processes, and in replays of CUDA graphs, which run no host code. After those, and after any write that a replay is to
-see, call :func:`refresh`.
+The layer cannot detect writes that torch does not count: through ``layer.weight.data``, ``numpy()`` or DLPack; in
+inference mode through a view of another dtype; by collectives (``torch.distributed.broadcast``); by other processes;
+and in replays of CUDA graphs, which run no host code. After these writes, and after any write before a replay, call
+:func:`refresh`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fp4dispatch.run import owners
 from fp4dispatch.run.routes import Bound
 
 lock = ForkSafeLock()
-"""Held where layouts or stored tensors of a layer are exchanged."""
+"""Hold it to replace layouts or stored tensors of a layer."""
 
 
 class Seen(NamedTuple):
-    """A stored tensor as layouts were made of it."""
+    """A stored tensor with its ``_version`` and address when layouts were prepared from it."""
 
     tensor: Tensor
     version: int
@@ -47,19 +47,19 @@ Buffers = Mapping[str, "Tensor | None"]
 
 
 class StoredWeights(nn.Module):
-    """The part of a quantised layer that keeps layouts and stored tensors together."""
+    """The part of a quantised layer that keeps its layouts up to date with its stored tensors."""
 
     quantized: ClassVar[tuple[str, ...]]
     _bound: dict[torch.dtype, Bound]
     _captured: list[Bound]
     _names: dict[torch.dtype, tuple[list[str], list[str], str]]
-    """By dtype, for compiled calls: the buffers that are multiplied, those that are stored, and the spec."""
+    """By dtype, for compiled calls: names of prepared buffers, names of stored buffers, and the spec text."""
     _seen: dict[str, Seen | None]
-    """By name: the stored tensors that the layouts were made of. What is dropped is not in it."""
+    """Stored tensors that the layouts were prepared from, by name. Without tensors that :meth:`compact` dropped."""
     _lent: dict[str, Seen]
-    """Weights that :meth:`compact` dropped while somebody else held them: who holds them may write."""
+    """Weights that :meth:`compact` dropped while other code held references. That code may write to them."""
     _unchanged: Callable[[Buffers], bool]
-    """Whether stored tensors are what the layouts were made of."""
+    """Whether the stored tensors are unchanged since the layouts were prepared."""
     _keys: list[owners.Key]
 
     # What the layer provides.
@@ -71,28 +71,28 @@ class StoredWeights(nn.Module):
     _label: Callable[[], str]
 
     def refresh(self) -> None:
-        """Make the layouts anew of what is stored now, in place, whatever was noticed. See :func:`refresh`.
+        """Prepare the layouts again, in place, also if no write was detected. See :func:`refresh`.
 
         Raises
         ------
         InputError, FormatError
-            If what is stored breaks its format.
+            If the stored tensors do not fit the format.
         CaptureError
             During CUDA graph capture.
         """
         self._settle(force=True)
 
     def _settle(self, *, force: bool = False, check: bool = True) -> None:
-        """Bring what is multiplied up to date with what is stored. Synchronises where there was something to do.
+        """Prepare the layouts again if the stored tensors changed, or if ``force``. Synchronises in that case.
 
-        Waiting for the stream ends the writes before the next launch, which may read weights ahead of its wait (PDL).
+        The writes must end before the next launch: with PDL, a kernel reads weights before it waits.
         """
         if self._lent:
             self._take_back()
         if not self._bound or (not force and self._matches(self._buffers)):
             return
         if torch.compiler.is_compiling() and not all(map(_plain, self._stored())):
-            return  # a tracer has put its own tensors into the buffers
+            return  # the buffers hold tensors of a tracer
         capture.forbid_in_capture(
             f"the weights of {self._label()} were written or replaced, and preparing them anew",
             "fp4dispatch.refresh(model), or call the layer once",
@@ -107,7 +107,7 @@ class StoredWeights(nn.Module):
                 self._replace()
 
     def _rewrite(self) -> bool:
-        """Copy new layouts into the old ones; False, and nothing is changed, where they do not fit."""
+        """Copy new layouts into the old ones. Return False, and change nothing, if they do not fit."""
         seen = {name: _look(tensor) for name, tensor in self._stored_by_name()}
         weights = self.weights()
         fresh: dict[str, Prepared] = {}
@@ -126,7 +126,7 @@ class StoredWeights(nn.Module):
                 ):
                     return False
                 pairs |= {id(a): (a, b) for a, b in zip(old, new.tensors, strict=True)}
-        with torch.inference_mode():  # layouts may be inference tensors, which nothing else may write
+        with torch.inference_mode():  # layouts may be inference tensors, which can be written here only
             for a, b in pairs.values():
                 if a is not b and a.data_ptr() != b.data_ptr():
                     a.copy_(b)
@@ -138,7 +138,7 @@ class StoredWeights(nn.Module):
         return True
 
     def _replace(self) -> None:
-        """Make layouts of their own for what is stored now; those that a CUDA graph may read stay as they are."""
+        """Prepare new layouts. Keep the old ones that a CUDA graph may read."""
         captured = [*self._captured, *(bound for bound in self._bound.values() if bound.captured)]
         dtypes = list(self._bound)
         self._forget()
@@ -155,7 +155,7 @@ class StoredWeights(nn.Module):
         return [tensor for _, tensor in self._stored_by_name() if tensor is not None]
 
     def _watch(self) -> None:
-        """Remember the stored tensors as they are: layouts are about to be made of them."""
+        """Record the stored tensors before layouts are prepared from them."""
         self._refuse_what_is_not_plain()
         for name, tensor in self._stored_by_name():
             if tensor is not None and tensor.is_inference():
@@ -163,7 +163,7 @@ class StoredWeights(nn.Module):
         self._see({name: _look(tensor) for name, tensor in self._stored_by_name()})
 
     def _see(self, seen: dict[str, Seen | None]) -> None:
-        """Take over what layouts were made of, and tell the operators of compiled calls."""
+        """Set the record of stored tensors, and register them for compiled calls."""
         self._seen = seen
         self._unchanged = never if self._lent else _matcher(seen)
         stored = [name for name, found in seen.items() if found is not None]
@@ -177,7 +177,7 @@ class StoredWeights(nn.Module):
         return _matcher(self._seen)(buffers)
 
     def _written_in_place(self) -> bool:
-        """Whether the stored tensors are the same ones, where they were: only what they hold may differ."""
+        """Whether all stored tensors are the same objects at the same addresses; their values may differ."""
         for name, seen in self._seen.items():
             tensor = self._buffers.get(name)
             if (seen is None) != (tensor is None) or (seen is not None and not _same_place(seen, tensor)):
@@ -185,7 +185,7 @@ class StoredWeights(nn.Module):
         return True
 
     def _take_back(self) -> None:
-        """Look at weights that were dropped while somebody held them: written, they are the layer's again."""
+        """Check dropped weights that other code still holds. If they were written, restore them into the layer."""
         with lock:
             if any(seen.tensor._version != seen.version for seen in self._lent.values()):
                 self._restore()
@@ -204,21 +204,21 @@ class StoredWeights(nn.Module):
     # ---------------------------------------------------------------------------------------------------------- owners
 
     def bound_to(self, dtype: torch.dtype) -> Bound:
-        """Return what runs for a dtype, made of what is stored now. Host work where something has to be made."""
+        """Return the bound layer for a dtype, up to date with the stored tensors. Host work only if they changed."""
         bound = self._bound.get(dtype)
         return bound if bound is not None and self._unchanged(self._buffers) else self.bind(dtype)
 
     def stores(self, addresses: Sequence[int]) -> bool:
-        """Whether these are addresses of stored tensors; not all, where a graph was given those of a time before."""
+        """Whether all these addresses are addresses of stored tensors."""
         return {tensor.data_ptr() for tensor in self._stored() if _plain(tensor)}.issuperset(addresses)
 
     def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
-        """Whether this is bound for a dtype with this spec, or with its first packed tensor at this address."""
+        """Whether the layer is bound for a dtype with this spec, or with its first packed tensor at this address."""
         bound = self._bound.get(dtype)
         return bound is not None and (bound.spec.text == spec or bound.tensors[0].data_ptr() == address)
 
     def same_content(self, stored: Sequence[Tensor]) -> bool:
-        """Whether these tensors hold the bytes that are stored. Synchronises."""
+        """Whether these tensors have the same bytes as the stored ones. Synchronises."""
         mine = self._stored()
         return len(mine) == len(stored) and all(map(same_bytes, mine, stored))
 
@@ -229,12 +229,12 @@ class StoredWeights(nn.Module):
 
 
 def refresh(model: nn.Module) -> int:
-    """Make what backends multiply anew of what the layers store, whatever wrote it.
+    """Prepare the backend layouts of all layers again from their stored tensors.
 
-    Layers notice most writes by themselves (:mod:`fp4dispatch.models.stored_weights`). Call this after those that torch
-    does not count: through ``.data``, by ``torch.distributed`` collectives, by another process. Call it after any write
-    before the next replay of a CUDA graph (also ``torch.compile(mode="reduce-overhead")``): replays run no host code.
-    Layouts are written in place, so that graphs see the new weights.
+    Layers detect most writes (:mod:`fp4dispatch.models.stored_weights`). Call this after writes that torch does not
+    count: through ``.data``, by ``torch.distributed`` collectives, by another process. Also call it after any write
+    before the next replay of a CUDA graph (``torch.compile(mode="reduce-overhead")`` too): replays run no host code.
+    Layouts are written in place, so graphs use the new weights.
 
     Parameters
     ----------
@@ -244,12 +244,12 @@ def refresh(model: nn.Module) -> int:
     Returns
     -------
     int
-        How many layers were prepared anew. Layers that are not bound yet have nothing to prepare. Synchronises.
+        Number of layers that were prepared again. Layers that are not bound have no layouts. Synchronises.
 
     Raises
     ------
     InputError, FormatError
-        If what a layer stores breaks its format.
+        If the stored tensors of a layer do not fit the format.
     CaptureError
         During CUDA graph capture.
     """
@@ -267,7 +267,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def held_elsewhere(seen: Seen) -> bool:
-    """Whether anybody but ``seen`` holds its tensor, or another tensor on the memory (but the base of a view)."""
+    """Whether other code references this tensor or its storage. The base of a view does not count."""
     users = int(torch._C._storage_Use_Count(seen.tensor.untyped_storage()._cdata))
     return sys.getrefcount(seen.tensor) > _REFERENCES or users > 2 + seen.tensor._is_view()
 
@@ -289,26 +289,26 @@ def _fit(old: Tensor, new: Tensor) -> bool:
 
 
 def _counting(tensor: Tensor) -> Tensor:
-    """Return an inference tensor, which counts no versions, as one that does, on the same memory."""
+    """Return a normal tensor, which counts versions, on the memory of an inference tensor, which does not."""
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 _REFERENCES = (lambda seen: sys.getrefcount(seen.tensor))(Seen(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0))
-"""To a tensor that only one :class:`Seen` holds, as this Python counts."""
+"""Reference count of a tensor that only one :class:`Seen` holds, in this Python version."""
 
 
 def never(_: Buffers) -> bool:
-    """Stand where nothing was seen yet."""
+    """Return False: no tensor is recorded yet."""
     return False
 
 
 def _matcher(seen: Mapping[str, Seen | None]) -> Callable[[Buffers], bool]:
-    """Return the function that tells whether buffers are what was seen: part of the eager fast path of a layer.
+    """Return a function that tells whether buffers are the recorded ones. It is on the eager fast path.
 
-    Written out for the layers that there are: a loop takes a tenth of a microsecond more. Versions only grow, so that
-    their sum is the same only where each is.
+    Layers with two or three stored tensors get unrolled code, which is faster than a loop. Versions only grow, so
+    equal sums mean that each version is equal.
     """
     absent = tuple(name for name, found in seen.items() if found is None)
     held = tuple((name, *found) for name, found in seen.items() if found is not None)

@@ -1,4 +1,4 @@
-"""``warmup``: everything that may not happen while a CUDA graph is captured, done before, on all ranks alike."""
+"""``warmup``: do all work that CUDA graph capture does not allow, before capture, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def warmup(
 ) -> int:
     """Build every plan, workspace and tuning that the layers need for these numbers of tokens, before capture.
 
-    Where ``torch.distributed`` is initialised this is a collective call: the ranks agree on what failed its self-check
-    and on every choice before any plan is built, and an error of one is an error of all.
+    If ``torch.distributed`` is initialised, this is a collective call. The ranks agree on failed self-checks and on
+    every choice before any plan is built. An error on one rank raises on all ranks.
 
     Parameters
     ----------
     model
         A module with ``FP4Linear`` or ``FP8Linear`` in it, on the device that it will run on.
     tokens
-        Numbers of rows that the layers will see, e.g. the batch sizes that are going to be captured; or one number.
+        Numbers of rows (M) to prepare, e.g. the batch sizes to capture; or one number.
     dtype
         Dtype of the activations; each layer's own ``dtype`` by default.
     capture
-        How the layers are going to be captured in CUDA graphs: ``full`` (one graph around everything), ``piecewise``
-        (graphs between eager parts) or ``none``. The rules of the policy that are about capture hold for the choice,
-        and the layers keep the mode. By default a layer keeps the mode that it has, and gets ``full`` if it has none:
-        what may be captured may also run without a graph.
+        How CUDA graphs will capture the layers: ``full`` (one graph around everything), ``piecewise``
+        (graphs between eager parts) or ``none``. The policy applies its capture rules, and the layers keep
+        the mode. By default a layer keeps its mode, or gets ``full`` if it has none: backends that may be captured may
+        also run without a graph.
     m_min
-        Smallest number of tokens that is promised in a capture. 1 by default: a layer returns before any launch where
-        there are none. An engine that captures pieces with a live number of tokens around kernels of its own promises
-        0, and then no backend is chosen that builds TMA descriptors from it.
+        Smallest number of tokens that the caller guarantees in a capture. 1 by default: for 0 tokens a layer returns
+        before any launch. An engine whose captured pieces read M at replay passes 0. Then no backend is chosen that
+        builds TMA descriptors from M.
     tune
-        Measure the backends that may run each shape first (:mod:`fp4dispatch.tune.tuning`), unless that has been done
-        on such a machine, and use the fastest where it is faster than the rules' choice by more than the noise. Layers
-        whose backend is named are left alone. On a CPU nothing is measured.
+        Measure the allowed backends for each shape first (:mod:`fp4dispatch.tune.tuning`), unless stored times of this
+        GPU model exist. Use the fastest if it beats the rules' choice by more than the noise. Layers with a named
+        backend are not tuned. On a CPU nothing is measured.
     group
         The ranks that run this model together, e.g. a tensor-parallel group; all ranks by default.
     agree
@@ -67,7 +67,7 @@ def warmup(
     Returns
     -------
     int
-        How many (shape, tokens) pairs were run, once each, on zeros. Layers of one shape share their plans.
+        Number of (shape, tokens) pairs that were run, once each, on zeros. Layers of one shape share plans.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def warmup(
     BackendUnsupportedError, NoBackendError
         If a layer cannot run.
     UnknownBackendError, SettingsError
-        If a backend's name, or the value of a variable, is none.
+        If a backend name or the value of a variable is unknown.
     RankError
         If any of this happened on another rank.
     """
@@ -114,7 +114,7 @@ def _subjects(model: nn.Module, tokens: Iterable[int] | int, dtype: torch.dtype 
 
 
 def _modes(subjects: _Subjects, capture: CaptureMode | None, m_min: int | None) -> list[tuple[CaptureMode, int]]:
-    """Return the capture mode and smallest M of each layer, after checking what all of them ask for."""
+    """Check the requests of all layers. Return the capture mode and smallest M of each."""
     if capture is not None and capture not in CAPTURE_MODES:
         raise InputError(f"capture={capture!r} is not known; use one of {', '.join(map(repr, CAPTURE_MODES))}")
     if m_min is not None and (type(m_min) is not int or m_min < 0):
@@ -133,7 +133,7 @@ def _choose(subjects: _Subjects, modes: list[tuple[CaptureMode, int]]) -> None:
 
 
 def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, int]]) -> list[Ask]:
-    """Return what the layers will need compiled: what binding them needs, and these numbers of tokens."""
+    """Return the prebuild requests: for binding, and for these numbers of tokens."""
     tokens = tuple(sorted({*rows, *prebuild.SAMPLES}))
     return [
         Ask(
@@ -161,7 +161,7 @@ def _run(subjects: _Subjects, rows: list[int]) -> int:
 
 
 def _decisions(subjects: _Subjects) -> Mapping[str, Decisions]:
-    """Bind every layer anew; return what was chosen, by the name of the problem."""
+    """Bind every layer again. Return the decisions by problem name."""
     found: dict[str, Decisions] = {}
     for layer, dtype in subjects:
         decisions = layer.rebind(dtype).decisions

@@ -1,9 +1,9 @@
-"""Find which layers a model uses otherwise than by calling them, from the source of its modules.
+"""Find layers that a model uses in other ways than calling them, from the source of its modules.
 
-T5 casts to ``self.wo.weight.dtype``; Mamba multiplies ``self.dt_proj.weight``. Such code breaks, or computes something
-else, once the layer holds packed weights. No test run is needed: what the modules' ``forward`` may reach is read as a
-syntax tree, and expressions like ``self.layers[i].wo`` are followed through local names, loops and helper functions.
-Where Python code has no source, the names in its byte code decide, and they decide for caution.
+T5 casts to ``self.wo.weight.dtype``. Mamba multiplies ``self.dt_proj.weight``. Such code fails or computes wrong values
+if the layer holds packed weights. No test run is needed: this module parses the code that ``forward`` can reach. It
+follows expressions like ``self.layers[i].wo`` through local names, loops and helper functions. For code without source
+it uses the names in the byte code, and assumes a read when in doubt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp4dispatch.models.source_scan import Path, Read, functions_of, mentioned, 
 _ENTRY = re.compile(r"forward|__call__|(get_\w+_features|generate|prepare_inputs|encode|decode|predict|sample)\w*")
 _NEVER = frozenset({"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr", "__repr__"})
 _FOREIGN = ("torch.nn.", "transformers.modeling_utils", "transformers.generation.")
-"""Where classes are defined that name no child of a model; torch's few readers are known (replaceable.py)."""
+"""Modules whose classes are not scanned: they name no child of a model. ``replaceable.py`` lists the exceptions."""
 
 
 def weight_reads(model: nn.Module) -> dict[int, str]:
@@ -29,7 +29,7 @@ def weight_reads(model: nn.Module) -> dict[int, str]:
         classes.setdefault(type(module), [])
     names: set[str] = set()
     seen: set[FunctionType] = set()
-    while True:  # what may run: what an entry mentions, what that mentions, ...
+    while True:  # collect the functions that entries can reach
         fresh = {function: cls for cls in classes for function in _methods(cls, names) if function not in classes[cls]}
         for function, cls in fresh.items():
             classes[cls].append(function)
@@ -62,7 +62,7 @@ def _resolve(module: nn.Module, path: Path) -> Iterator[nn.Module]:
 
 
 def _methods(cls: type, names: set[str]) -> Iterator[FunctionType]:
-    """Yield what a class and its bases define under these names, or as an entry; properties too."""
+    """Yield the methods and properties of a class and its bases with these names, and its entry points."""
     for base in cls.__mro__:
         if f"{base.__module__}.".startswith(_FOREIGN) or base is object:
             continue

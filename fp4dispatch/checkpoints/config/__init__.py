@@ -1,1 +1,1 @@
-"""What a checkpoint's configuration says about quantisation, read and written."""
+"""Read and write the quantisation configuration of a checkpoint."""

@@ -1,8 +1,7 @@
-"""Formats of others that this package does not read: recognised, so that an error says what a checkpoint is.
+"""Recognise formats that this package cannot read, so that the error names the format.
 
-A tensor that does not fit is one of three things, and the errors keep them apart: the checkpoint has an *unsupported*
-format (sound, but not for us), is of *another model* (its layers agree among themselves, not with the model), or is
-*damaged*.
+A tensor that does not fit has one of three causes, and the errors tell which: the checkpoint has an *unsupported*
+format, is of *another model* (its layers are consistent, but do not fit the model), or is *damaged*.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ METHODS: dict[str, str] = {
     "quanto": "a quanto format",
     "bitnet": "BitNet, ternary weights",
 }
-"""``quant_method`` of config.json -> what it stands for."""
+"""``quant_method`` of config.json -> description of the format."""
 
 
 def unsupported_method(method: object, source: str) -> CheckpointUnsupportedError:
-    """Return the error for a ``quant_method`` of somebody else."""
+    """Return the error for an unsupported ``quant_method``."""
     what = METHODS.get(method.lower()) if isinstance(method, str) else None
     return CheckpointUnsupportedError(
         f"{source}: quant_method {repr(method)[:80]} is not supported{f' ({what})' if what else ''}: expected "
@@ -50,9 +49,9 @@ def unsupported_method(method: object, source: str) -> CheckpointUnsupportedErro
 
 
 def foreign_format(tensors: Stored) -> str | None:
-    """Return what format a layer's tensors are in, where it is one that is not supported; None for all others.
+    """Return the unsupported format of a layer's tensors; None if no such format is recognised.
 
-    Only tensors that no supported scheme has, and dtypes that none has, count: a wrong shape alone can be damage.
+    Only tensor names and dtypes count that no supported scheme has. A wrong shape alone can be damage.
     """
     if "qweight" in tensors:
         kind = "GPTQ" if "g_idx" in tensors else "AWQ or GPTQ"
@@ -83,7 +82,7 @@ def foreign_format(tensors: Stored) -> str | None:
 
 
 def _foreign_bytes(tensors: Stored, shape: tuple[int, ...], scale: str, scale_shape: tuple[int, ...]) -> str | None:
-    """Tell NVFP4 from what else stores its weight as bytes."""
+    """Recognise formats other than NVFP4 that store weights as bytes."""
     if len(shape) != 2 or len(scale_shape) != 2 or not scale_shape[1]:
         return None
     group, rest = divmod(2 * shape[1], scale_shape[1])
@@ -99,7 +98,7 @@ def _foreign_bytes(tensors: Stored, shape: tuple[int, ...], scale: str, scale_sh
 
 
 def unsupported_layer(name: str, tensors: Stored, where: str) -> CheckpointUnsupportedError | None:
-    """Return the error for a layer in a format of others; None where it is in none that is known here."""
+    """Return the error for a layer in an unsupported format; None if no such format is recognised."""
     what = foreign_format(tensors)
     if what is None:
         return None
@@ -121,7 +120,7 @@ def unsupported_slot(info: TensorInfo, dtype: torch.dtype) -> CheckpointUnsuppor
 
 
 def misfit(info: TensorInfo, spec: Spec, scheme: Scheme, stored: Stored, expected: tuple[int, int]) -> CheckpointError:
-    """Return the error for a tensor that does not fit its layer: of another model where the layer is whole in itself.
+    """Return the error for a tensor that does not fit its layer. A layer that is consistent is of another model.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which modules a configuration's patterns name: globs, ``re:`` expressions, and names of fused layers."""
+"""Match the patterns of a configuration with module names: globs, ``re:`` expressions, names of fused layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 """Last component of a fused layer's name -> those of its shards, in row order, as vLLM and SGLang have them."""
 
 MAX_TRIED = 1 << 16
-"""Patterns of one list that are tried on every name."""
+"""Maximum number of patterns in one list, without exact names."""
 _REGEX_CHARACTERS = re.compile(r"[^\w.\-]")
 
 
@@ -25,8 +25,8 @@ def matches(pattern: str, name: str, method: str) -> bool:
     """Return whether a configuration's pattern names a module, see :mod:`fp4dispatch.models.name_patterns`.
 
     ``re:`` takes a regular expression. Anything else is the exact name in compressed-tensors (``utils/match.py``), and
-    elsewhere a glob (ModelOpt). In a Hugging Face fp8 configuration it stands for everything below it, too, and may
-    leave leading components out.
+    elsewhere a glob (ModelOpt). In a Hugging Face fp8 configuration it also matches all modules below it,
+    and may omit leading name components.
 
     Raises
     ------
@@ -73,9 +73,9 @@ def _is_regex(pattern: str) -> bool:
 
 
 def any_matches(patterns: Iterable[str], method: str) -> Callable[[str], bool]:
-    """Return the function from a module's name to whether one of the patterns names it; raises as :func:`matches`.
+    """Return a function that tells whether any pattern matches a module's name. Raises as :func:`matches`.
 
-    Exact names, which may be tens of thousands, are looked up first and not tried one by one.
+    Exact names, which can be tens of thousands, need one lookup.
     """
     patterns = tuple(patterns)
     exact = frozenset(pattern for pattern in patterns if pattern and is_name(pattern))

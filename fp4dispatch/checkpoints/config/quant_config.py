@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about quantisation: read from the files of each tool.
+"""The quantisation configuration of a checkpoint, read from the files of each tool.
 
 ``config.json`` holds ``quantization_config`` (ModelOpt, compressed-tensors, Hugging Face fp8); ModelOpt also writes
 ``hf_quant_config.json``. Where both are there they must agree.
@@ -33,7 +33,7 @@ LINEAR = ("Linear", "Module")
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Which module has which scheme, and which activations it was made for.
+    """The scheme and the activation format of each module.
 
     Parameters
     ----------
@@ -57,10 +57,10 @@ class QuantConfig:
 
     @property
     def names_all(self) -> bool:
-        """Whether a layer that is not excluded has to be quantised.
+        """Whether each layer that is not excluded must be quantised.
 
-        Not in a Hugging Face fp8 configuration: DeepSeek-V3's own has no list of exceptions and a 16-bit ``lm_head``.
-        There the tensors of a layer tell.
+        False for Hugging Face fp8: the configuration of DeepSeek-V3 excludes nothing and has a 16-bit ``lm_head``.
+        There the tensors of a layer decide.
         """
         return self.method != "fp8"
 
@@ -75,7 +75,7 @@ class QuantConfig:
         return any_matches(self.ignore, self.method)
 
     def group_for(self, name: str, classes: Sequence[str] = LINEAR) -> Group | None:
-        """Return what the configuration says about the module of this name; None where it is not to be quantised.
+        """Return the group of the module with this name; None if the configuration does not quantise it.
 
         Parameters
         ----------
@@ -94,7 +94,7 @@ class QuantConfig:
         return None
 
     def schemes_for(self, name: str) -> tuple[str, ...]:
-        """Return the schemes that the module of this name may have; empty where it is not to be quantised."""
+        """Return the possible schemes of the module with this name; empty if the configuration does not quantise it."""
         group = self.group_for(name)
         return group.schemes if group else ()
 
@@ -111,7 +111,7 @@ class QuantConfig:
 
 
 def read_quant_config(checkpoint: Checkpoint) -> QuantConfig | None:
-    """Read the quantisation configuration that lies beside the tensors; None where there is none.
+    """Read the quantisation configuration from the checkpoint's directory; None if there is none.
 
     Raises
     ------

@@ -1,12 +1,12 @@
-"""The quantisation configurations of ModelOpt, compressed-tensors and Hugging Face, read into one form.
+"""Read the quantisation configurations of ModelOpt, compressed-tensors and Hugging Face into one form.
 
-What a configuration says about activations becomes the ``activation`` of the layers:
+The configured activation format becomes the ``activation`` of the layers:
 
 | the checkpoint says | activation |
 |---|---|
 | weight-only (``W4A16_NVFP4``, ``input_activations: null``) | ``bf16``: never quantised, unless the user asks for it |
 | FP8 activations with NVFP4 weights | ``fp8`` |
-| activations as the weights, static or dynamic | ``any``: nothing that the policy may choose is coarser |
+| activations in the format of the weights, static or dynamic | ``any``: the policy has no coarser choice |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CT_PRESETS: dict[str, dict[str, Any]] = {
         "input_activations": _CT_FP8 | {"strategy": "group", "group_size": FP8_BLOCK, "dynamic": True},
     },
 }
-"""Schemes that a group may name in place of describing (quantization/quant_scheme.py, ``PRESET_SCHEMES``)."""
+"""Preset names that a group may use instead of a scheme (quantization/quant_scheme.py, ``PRESET_SCHEMES``)."""
 
 _CT_COMPRESSED = (None, "compressed")
 _CT_FORMATS = (None, "nvfp4-pack-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -57,7 +57,7 @@ _CT_FORMATS = (None, "nvfp4-pack-quantized", "float-quantized", "naive-quantized
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are stored in one way.
+    """Modules that are stored in the same way.
 
     Parameters
     ----------
@@ -66,9 +66,9 @@ class Group:
     schemes
         The schemes that they may have; empty where their weights are not quantised.
     activation
-        What activations they were made for: the coarsest format that may be chosen for them is this one.
+        The coarsest activation format that may be chosen for them.
     static
-        Whether each layer has a static input scale; None where the configuration does not say.
+        Whether each layer has a static input scale; None if the configuration does not say.
     """
 
     targets: tuple[str, ...]
@@ -78,7 +78,7 @@ class Group:
 
 
 Read = tuple[tuple[Group, ...], tuple[str, ...]]
-"""Groups, and patterns of what is left out."""
+"""Groups, and patterns of excluded modules."""
 
 
 # ModelOpt.

@@ -1,4 +1,4 @@
-"""Reading JSON that a stranger wrote: bounded, strict, and with errors that name the file."""
+"""Read untrusted JSON: limited in size, strict, with errors that name the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantisation configuration that a saved checkpoint carries, as the tool whose format it is would write it."""
+"""Write the quantisation configuration of a saved checkpoint, in the form of the tool whose format it uses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from fp4dispatch.checkpoints.kv_cache import KvCache
 from fp4dispatch.errors import CheckpointError
 
 Stated = Literal["static", "dynamic", "dynamic-fp8", "weight-only"]
-"""What is said about a layer's activations: scaled with a stored scale, from their own values, to FP8 in spite of NVFP4
-weights, or not quantised."""
+"""Activation statement of a layer: static scale, dynamic scale, dynamic FP8 with NVFP4 weights, or not quantised."""
 
 _Kinds = dict[tuple[str, Stated], list[str]]
 
@@ -49,7 +48,7 @@ def write_quant_config(
     Raises
     ------
     CheckpointError
-        Something that the tool's configuration cannot say.
+        A statement that the tool's configuration cannot express.
     """
     kinds: _Kinds = {}
     for name, kind in layers.items():

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: opened, checked, written and published whole."""
+"""The files of a checkpoint: open, check, write, and publish atomically."""

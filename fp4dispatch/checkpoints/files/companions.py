@@ -16,11 +16,11 @@ MODULES_FILE = "modules.json"
 
 
 def copy_companions(source: Path, out: Path) -> list[str]:
-    """Copy what a checkpoint needs besides its weights; returns the names.
+    """Copy the files that a checkpoint needs besides its weights; return their names.
 
-    These are the files of the top directory that hold no weights (nor configuration, which is rewritten), and the
-    folders that ``modules.json`` of sentence-transformers names. Hidden files, other folders and links that leave the
-    directory stay behind or are refused.
+    Copied: files of the top directory without weights and configuration (which is rewritten), and the folders that
+    ``modules.json`` of sentence-transformers names. Hidden files and other folders are not copied. Links that leave the
+    directory are refused.
     """
     copied = []
     for file in sorted(source.iterdir()):

@@ -1,4 +1,4 @@
-"""Tensors that are carried over as they are hold numbers."""
+"""Check that tensors which are copied unchanged hold finite values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from fp4dispatch.errors import CheckpointError
 
 _CHUNK = 1 << 22
-"""Elements looked at together, so that a large embedding takes no second one's memory."""
+"""Elements per step. Limits the temporary memory for a large embedding."""
 
 
 def check_finite(where: str, name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor with NaN or Inf in it. Reads all of it.
 
-    Masks are stored with ``-Inf`` where nothing is to be seen, so tensors whose name ends in neither ``weight`` nor
-    ``bias`` may hold that.
+    Attention masks contain ``-Inf``. So ``-Inf`` is allowed in tensors whose name does not end in ``weight`` or
+    ``bias``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint, and that none of them lies somewhere else."""
+"""Find the files of a checkpoint, and refuse files outside of its directory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def checked_file(directory: Path, name: str) -> Path:
     Raises
     ------
     CheckpointError
-        A name with a path in it, a link that leaves the directory, something missing or not a regular file.
+        A name that contains a path, a link that leaves the directory, a missing file, or not a regular file.
     """
     file = directory / name
     if name in ("", ".", "..") or "\0" in name or "\\" in name or file.name != name:

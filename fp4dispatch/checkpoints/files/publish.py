@@ -1,4 +1,4 @@
-"""Write a directory so that it appears whole or not at all, and nothing that others wrote is lost."""
+"""Write a directory atomically: it appears complete or not at all. No data of other processes is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp4dispatch.checkpoints.files.rename import exchange, rename_new
 from fp4dispatch.errors import CheckpointError
 
 _ATTEMPTS = 8
-"""How often a target may come and go under us before we give up."""
+"""Number of tries if other processes create and remove the target."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def _replaceable(out: Path) -> bool:
 
 
 def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
-    """Give the finished directory its name. What is there is judged again: it may have come since."""
+    """Rename the finished directory to ``out``. Check ``out`` again: it may have appeared meanwhile."""
     for _ in range(_ATTEMPTS):
         _check_target(out, overwrite)
         try:
@@ -97,7 +97,7 @@ def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
 
 
 def _give_back(other: Path, out: Path, temporary: Path) -> None:
-    """Put back what came to ``out`` between the check and the exchange, and is not ours to remove."""
+    """Put back a directory that appeared at ``out`` between check and exchange, and must not be removed."""
     try:
         ours = exchange(other, out)
         if ours != temporary:

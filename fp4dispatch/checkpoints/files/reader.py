@@ -1,4 +1,4 @@
-"""Open a safetensors checkpoint: every header is checked before any tensor is touched, tensors are mapped lazily.
+"""Open a safetensors checkpoint. All headers are checked before any tensor is read. Tensors are mapped lazily.
 
 The format (https://github.com/safetensors/safetensors#format): 8 bytes little-endian header length, a JSON header, then
 the data, which the tensors' offsets must cover without holes or overlaps. The safetensors library maps the tensors;
@@ -45,7 +45,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """Name, dtype, shape and position of one stored tensor.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ def _check_cover(file: Path, infos: list[TensorInfo], data_bytes: int) -> None:
 
 
 def _claim(info: TensorInfo, tensors: dict[str, TensorInfo], weight_map: dict[str, str] | None) -> None:
-    """Enter a tensor, refusing a name that is listed elsewhere: which of two copies is right cannot be known."""
+    """Add a tensor. Refuse a name that another file also has: either copy could be the right one."""
     owner = info.file.name if weight_map is None else weight_map.get(info.name)
     if info.name in tensors or (owner is not None and owner != info.file.name):
         other = tensors[info.name].file.name if info.name in tensors else owner

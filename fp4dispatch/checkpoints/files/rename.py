@@ -1,4 +1,4 @@
-"""Rename a directory without ever removing what lies at the other name.
+"""Rename a directory without removing anything at the target name.
 
 ``rename(2)`` replaces an empty directory in silence, and two renames in a row leave nothing at the name in between.
 Linux has both done right in one system call (https://man7.org/linux/man-pages/man2/renameat2.2.html). Not every file

@@ -1,8 +1,7 @@
 """Write sharded safetensors one tensor at a time.
 
-``safetensors.torch.save_file`` wants all tensors of a file in memory at once. Here the header is laid out first, from
-names, dtypes and shapes, and each tensor is written to its place when it is handed in, so that a model is quantised
-with one layer in memory.
+``safetensors.torch.save_file`` needs all tensors of a file in memory. Here the header is written first, from names,
+dtypes and shapes. Then each tensor is written to its place. So quantising a model needs memory for one layer only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SAFETENSORS_DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TOR
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to come: name, safetensors dtype name, shape."""
+    """A tensor to write: name, safetensors dtype name, shape."""
 
     name: str
     dtype: str
@@ -55,7 +54,7 @@ def write_tensors(
     Raises
     ------
     CheckpointError
-        A value that is not what its entry says, or that never comes.
+        A tensor that does not match its entry, or an entry without a tensor.
     OSError
         The disk is full, or a limit was reached.
     """
