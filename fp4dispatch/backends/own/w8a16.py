@@ -5,8 +5,8 @@ Products of e4m3 and bfloat16 or float16 are exact and are summed in f32. Scales
 which are rounded once. A static input scale is for 8-bit activations and is not used.
 
 The weight stays as it is stored. ``cublaslt`` and ``cutlass`` read the same bytes, so a layer that switches to one of
-them for many tokens holds its weight once. ``csrc/few_tokens/w8/w8a16_small.cu`` needs no reordering: the order along K does not
-matter to tensor cores as long as both operands have the same one.
+them for many tokens holds its weight once. ``csrc/few_tokens/w8/w8a16_small.cu`` needs no reordering: the order along K
+does not matter to tensor cores as long as both operands have the same one.
 
 Every M runs, in tiles of up to 32 tokens. Each tile reads all weights, so the kernel is slow for many tokens. 128x128
 block scales are not built: they need a sum of their own for every 128 k.
