@@ -48,7 +48,7 @@ def name(record: Mapping[str, Any]) -> str:
 def faults(record: Mapping[str, Any]) -> list[str]:
     """Return what keeps a document from being a record."""
     kind, facts = record.get("kind"), record.get("facts")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         return [f"kind is {kind!r}, needs one of: {', '.join(KINDS)}"]
     if not isinstance(facts, Mapping):
         return ["has no facts"]

@@ -319,3 +319,31 @@ def test_memory_made_under_inference_mode_serves_outside_too(gemm):
         launch(*subject)
     launch(*subject)
     assert not any(t.is_inference() for t in scratch._arenas.values())
+
+
+def test_the_arena_is_of_no_graphs_pool(gemm, monkeypatch):
+    """Inside torch.compile's warm-up of a CUDA graph, what the calling thread allocates belongs to the graph."""
+    allocate, threads = torch.empty, []
+
+    def watched(*size, **options):
+        threads.append((size, threading.get_ident()))
+        return allocate(*size, **options)
+
+    subject = planned(weights("row", 64, 128), 4)
+    monkeypatch.setattr(scratch.torch, "empty", watched)
+    launch(*subject)
+    by = [thread for size, thread in threads if size == (scratch.ARENA_BYTES,)]
+    assert len(by) == 1
+    assert by[0] != threading.get_ident()
+
+
+def test_an_arena_that_cannot_be_had_is_the_allocators_error(gemm, monkeypatch):
+    def full(*size, **options):
+        raise torch.OutOfMemoryError("none left")
+
+    subject = planned(weights("row", 64, 128), 4)
+    made = subject[2].state.scratch
+    monkeypatch.setattr(scratch.torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        made()
+    assert not scratch._arenas

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -105,8 +106,19 @@ class Scratch:
         arena = _arenas.get(name)
         if arena is None:
             capture.forbid_in_capture("making scratch memory for eager launches", "run one such layer eagerly")
-            arena = _arenas[name] = torch.empty(ARENA_BYTES, dtype=torch.uint8, device=self._device)
+            arena = _arenas[name] = _lasting(self._device)
         return arena
+
+
+def _lasting(device: torch.device) -> Tensor:
+    """Allocate an arena in a thread of its own, so that it belongs to no CUDA graph.
+
+    ``torch.compile(mode="reduce-overhead")`` warms a graph up before it captures it. What the calling thread allocates
+    meanwhile comes from the graph's pool, and torch refuses whatever outlives the warm-up there
+    (torch/_inductor/cudagraph_trees.py, ``_use_cuda_memory_pool_manager``).
+    """
+    with ThreadPoolExecutor(1) as own:
+        return own.submit(torch.empty, ARENA_BYTES, dtype=torch.uint8, device=device).result()
 
 
 def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
