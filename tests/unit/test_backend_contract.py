@@ -1,5 +1,8 @@
 """Every backend that runs without a GPU keeps the contract, and backends that are broken on purpose do not pass."""
 
+import copy
+import functools
+
 import pytest
 import torch
 
@@ -197,9 +200,16 @@ class PlanHoldsWeights(ReferenceBackend):
         return Plan(self.name, problem, {"weights": [prepared.tensors[0]]})
 
 
-class PlanRemembersTheLayer(ReferenceBackend):
+class PlanRemembersTheLayerInAClosure(ReferenceBackend):
     def plan(self, problem, prepared):
         return Plan(self.name, problem, lambda: prepared)
+
+
+class PlanRemembersTheLayer(ReferenceBackend):
+    """Where no search of the plan finds it: the numbers of another layer show it."""
+
+    def plan(self, problem, prepared):
+        return Plan(self.name, problem, functools.partial(copy.copy, prepared))
 
     def run(self, plan, prepared, x, out, bias=None):
         super().run(plan, plan.state(), x, out, bias)
@@ -226,6 +236,7 @@ class LayoutDiffersPerLayer(ReferenceBackend):
         (DropsTheKTail, "error"),
         (ForgetsTheBias, "error"),
         (PlanHoldsWeights, "the plan holds 1 of"),
+        (PlanRemembersTheLayerInAClosure, "the plan holds"),
         (PlanRemembersTheLayer, "error"),
         (LayoutDiffersPerLayer, "layouts of two layers"),
     ],
