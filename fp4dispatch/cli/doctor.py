@@ -43,7 +43,7 @@ for name, backend in registry.plugins(importlib.metadata.entry_points(group=regi
     broken = isinstance(backend, registry.BrokenBackend)
     out["plugins"][name] = backend.reason.text if broken else None
 try:
-    import fp4dispatch.dispatch.here  # tells system.current() what is proven, on which verdicts depend
+    import fp4dispatch.dispatch.choose  # tells system.current() what is proven, on which verdicts depend
     from fp4dispatch import selfcheck, system
     out["verdicts"] = [{"text": v.text(), "findings": v.findings, "status": v.status, "backend": v.backend}
                        for v in selfcheck.results(system.current())]
