@@ -32,8 +32,8 @@ OURS = """
 from pathlib import Path
 import sys
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.cache import Cache
-from fp4dispatch.jit.manifest import installed
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.catalog.manifest import installed
 catalog, cache = installed(), Cache(Path(sys.argv[1]) / "cache")
 needed = (("nvfp4_gemm_sm120", "bf16_128x128"), ("nvfp4_quantize", "any"))
 for built in kernels.build_all([kernels.job(catalog, *name, "120f") for name in needed], catalog, cache=cache):

@@ -95,8 +95,8 @@ BUILD_ONE = """
 import logging, sys
 from pathlib import Path
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.cache import Cache
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.catalog.manifest import Catalog
 logging.basicConfig(level=logging.WARNING)
 logging.getLogger("filelock").setLevel(logging.ERROR)
 csrc, flags, cache = map(Path, sys.argv[1:4])

@@ -38,13 +38,14 @@ if torch.version.cuda:
         out["gpus"] = ["%d.%d" % torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     except Exception as error:
         out["cuda_error"] = str(error).strip().splitlines()[0]
-from fp4dispatch import registry
+from fp4dispatch.backends import registry
 for name, backend in registry.plugins(importlib.metadata.entry_points(group=registry.GROUP)).items():
     broken = isinstance(backend, registry.BrokenBackend)
     out["plugins"][name] = backend.reason.text if broken else None
 try:
     import fp4dispatch.dispatch.choose  # tells system.current() what is proven, on which verdicts depend
-    from fp4dispatch import selfcheck, system
+    from fp4dispatch.machine import system
+    from fp4dispatch.trust import selfcheck
     out["verdicts"] = [{"text": v.text(), "findings": v.findings, "status": v.status, "backend": v.backend}
                        for v in selfcheck.results(system.current())]
 except Exception as error:

@@ -68,10 +68,10 @@ def test_a_finished_kernel_loads_and_runs_without_any_toolchain(catalog: Catalog
     program = """
 import json, sys
 from pathlib import Path
-from fp4dispatch.arch import Arch
+from fp4dispatch.problem.arch import Arch
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.manifest import Catalog
-from fp4dispatch import libraries
+from fp4dispatch.jit.catalog.manifest import Catalog
+from fp4dispatch.machine import libraries
 assert libraries.nvcc()[0] is None and libraries.cutlass() is None
 catalog = Catalog.load(Path(sys.argv[1]), Path(sys.argv[2]))
 loaded = kernels.load("tiny", "one", Arch.parse(sys.argv[3]), catalog=catalog)
@@ -290,8 +290,8 @@ def test_nvcc_from_pip_wheels(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from fp4dispatch.jit import kernels
-from fp4dispatch.jit.cache import Cache
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.jit.catalog.manifest import Catalog
 catalog = Catalog.load(Path(sys.argv[1]), Path(sys.argv[2]))
 built = kernels.build("tiny", "one", "120f", catalog=catalog, cache=Cache(Path(sys.argv[3])))
 print(built.pdl_allowed, (built.entry.folder / "build.log").read_text())

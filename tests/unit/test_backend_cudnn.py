@@ -326,7 +326,7 @@ def test_a_frontend_that_cannot_load_cudnn_is_refused(monkeypatch):
 
 def test_the_frontend_is_not_imported_before_it_is_needed():
     code = (
-        "import sys, fp4dispatch; from fp4dispatch import registry; b = registry.instance('cudnn'); "
+        "import sys, fp4dispatch; from fp4dispatch.backends import registry; b = registry.instance('cudnn'); "
         "from fp4dispatch.machine.system import System; from fp4dispatch.problem import Problem; "
         "b.supports(Problem('nvfp4_gemm', 1, 128, 128), System.fake('12.0')); sys.exit('cudnn' in sys.modules)"
     )

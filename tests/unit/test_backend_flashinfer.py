@@ -426,7 +426,7 @@ def test_flashinfer_that_cannot_be_imported_is_a_refusal(monkeypatch):
 
 def test_flashinfer_is_not_imported_before_it_is_needed():
     code = (
-        "import sys, fp4dispatch; from fp4dispatch import registry; from fp4dispatch.problem import Problem\n"
+        "import sys, fp4dispatch; from fp4dispatch.backends import registry; from fp4dispatch.problem import Problem\n"
         "from fp4dispatch.machine.system import System\n"
         "for name, backend in registry.backends().items():\n"
         "    backend.supports(Problem('nvfp4_gemm', 1, 128, 128), System.fake('12.0', flashinfer='0.7.2'))\n"

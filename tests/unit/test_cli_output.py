@@ -121,7 +121,7 @@ def test_no_file_becomes_standard_output(tmp_path):
     """A file opened while descriptor 1 is free gets it, and what is printed below Python would land in the file."""
     source = write(tmp_path / "in", {"a.weight": torch.ones(N, K)})
     code = (
-        "import os, sys\nfrom fp4dispatch import cli\nfrom fp4dispatch.checkpoints import writer\n"
+        "import os, sys\nfrom fp4dispatch import cli\nfrom fp4dispatch.checkpoints.files import writer\n"
         "real = writer._write\ndef write(*args):\n    os.write(1, b'printed below Python'); real(*args)\n"
         "writer._write = write; sys.exit(cli.main(sys.argv[1:]))"
     )

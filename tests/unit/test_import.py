@@ -128,7 +128,7 @@ if not fp4dispatch.gpus:  # where NVML is present it maps libcuda itself, withou
     assert "libcuda.so" not in open("/proc/self/maps").read()
 pid = os.fork()
 if pid == 0:
-    from fp4dispatch import system
+    from fp4dispatch.machine import system
     good = system.current().gpus == fp4dispatch.gpus and (torch.ones(4) * 2).sum().item() == 8
     os._exit(0 if good else 3)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -431,7 +431,7 @@ def test_a_build_that_is_killed_leaves_nothing(moment: str, fake: Fake, catalog:
 
 KILL_AT = """
 import os, signal, sys
-from fp4dispatch.jit import cache, private
+from fp4dispatch.jit.store import cache, private
 name, count = sys.argv[4], int(sys.argv[5])
 def deadly(real):
     def call(*args, **kwargs):
@@ -494,7 +494,7 @@ def test_an_interrupt_ends_the_compiler(fake: Fake, catalog: Catalog, tmp_path: 
 
 FAIL_LATE = """
 import time
-from fp4dispatch.progress import Progress
+from fp4dispatch.machine.progress import Progress
 started = time.monotonic()
 def update(self, done):
     if time.monotonic() > started + 3:

@@ -183,8 +183,8 @@ ALONE = """
 import pwd, sys
 from pathlib import Path
 from fp4dispatch.cli import doctor_checks
-from fp4dispatch.jit import cache, guard
-from fp4dispatch.jit.manifest import Catalog
+from fp4dispatch.jit.store import cache, guard
+from fp4dispatch.jit.catalog.manifest import Catalog
 from tests.unit import test_jit_guard as cases
 def nobody(_):
     raise KeyError("no such user")

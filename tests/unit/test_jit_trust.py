@@ -383,8 +383,8 @@ def test_prune_by_size_takes_the_longest_unused(fake: Fake, catalog: Catalog) ->
 LOAD = """
 import sys
 from pathlib import Path
-from fp4dispatch.jit import loading
-from fp4dispatch.jit.cache import Entry, digest
+from fp4dispatch.jit.store import loading
+from fp4dispatch.jit.store.cache import Entry, digest
 folder = Path(sys.argv[1])
 module = loading.module(Entry(folder, {}, {}, {}, digest(folder / "kernel.so"), pinned=False))
 print("loaded", flush=True)

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the 
 
 PROGRAM = """
 import fp4dispatch, json
-from fp4dispatch.jit import kernels, manifest
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.catalog import manifest
 catalog = manifest.installed()
 print(json.dumps({
     "file": fp4dispatch.__file__,

@@ -197,22 +197,23 @@ def test_kernels_flags_and_backends_are_in_the_code_hash(tmp_path):
     seen = {code()}
     assert seen == {code()}
     checks = ("canary", "trial", "tilecheck", "layercheck", "layer_operands")
-    for path in (
-        next((tmp_path / "csrc").glob("*.cu")),
+    files = (
+        next((tmp_path / "csrc").rglob("*.cu")),
         next((tmp_path / "jit_flags").glob("*.toml")),
         copy / "strict_toml.py",
         copy / "backends" / "base.py",
         copy / "backends" / "own" / "w4.py",
-        copy / "formats" / "__init__.py",
+        *(copy / "formats").glob("*.py"),
         *(copy / "trust" / f"{name}.py" for name in checks),
-    ):
+    )
+    for path in files:
         path.write_text(path.read_text("utf-8") + "\n", "utf-8")
         seen.add(code())
-    assert len(seen) == 7 + len(checks)
+    assert len(seen) == 1 + len(files)
 
     # A file that moves is another content, and counts where it has gone.
     for folder, name in ((tmp_path / "csrc", "*.cu"), (copy / "backends" / "own", "w4.py"), (copy / "jit", "prove.py")):
-        path = next(folder.glob(name))
+        path = next(folder.rglob(name))
         below = folder / "below" / "further"
         below.mkdir(parents=True)
         moved = path.rename(below / path.name)

@@ -198,7 +198,7 @@ def _package_data(name: str) -> Path:
     spec = importlib.util.find_spec(f"fp4dispatch.{name}")
     for location in (spec.submodule_search_locations or ()) if spec else ():
         return Path(location)
-    checkout = Path(__file__).resolve().parents[2] / name
+    checkout = Path(__file__).resolve().parents[3] / name
     if (checkout / "__init__.py").is_file():
         return checkout
     raise FlagsError(f"the package data {name}/ is missing from this installation; reinstall fp4dispatch")
