@@ -24,7 +24,7 @@ FACTS = ("cuda", "torch", "cudnn", "cudnn_frontend", "flashinfer", "cutlass", "n
 """Facts of a :class:`~fp4dispatch.machine.system.System` that the data files may ask a version of."""
 
 PROPERTIES = ("tma_from_live_m",)
-"""What a rule may name instead of backends: those that have it, for op, scaling and arch."""
+"""Properties that a deny rule may name instead of backends."""
 
 SM = tuple(arch.sm for arch in KNOWN_ARCHS)
 

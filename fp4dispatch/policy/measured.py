@@ -83,7 +83,7 @@ def _speedup(where: str, row: dict[str, Any]) -> Speedup:
     )
 
 
-def _numbers(where: str, row: dict[str, Any], key: str, kind: type) -> tuple[Any, ...]:
+def _numbers(where: str, row: dict[str, Any], key: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
     values: list[Any] = row[key]
     if not values or any(type(v) is not kind or not v > 0 for v in values):
         raise SettingsError(f"{where}: {key} {values!r} is not a list of positive {kind.__name__}s")

@@ -51,9 +51,9 @@ def resolve(
     3. The first with no reason against it (capability) and no ``deny`` rule that holds (safety) is chosen.
     4. Where there is none, ``reference`` is, if it can run the problem, with a warning that says what to install.
     5. Where that cannot either, ``backend`` is None.
-    6. A measurement replaces the third step's choice by a faster candidate that could have been chosen as well
-       (:meth:`~fp4dispatch.problem.measurement.Measurement.faster`). The rule is then called ``tuned``. It can make
-       nothing acceptable: what has a reason or a deny rule against it stays out however fast it is.
+    6. Measured times may replace the choice of step 3 by a faster candidate that was acceptable as well
+       (:meth:`~fp4dispatch.problem.measurement.Measurement.faster`). The rule is then called ``tuned``. A candidate
+       with a reason or a deny rule against it stays out, however fast it is.
 
     Every candidate gets a verdict with all reasons and all deny rules, also those behind the chosen one. A backend that
     a matching rule names and that is not in ``backends`` is ``UNAVAILABLE``, and never chosen.
@@ -69,7 +69,7 @@ def resolve(
     disabled
         Names that are never used, not even by name.
     elsewhere
-        Backends that other ranks cannot use, and why: out of the question for ``auto``.
+        Backends that other ranks cannot use, and why. ``auto`` does not choose them.
     measured
         Times of the candidates on this machine, if there are any.
     rules
@@ -118,7 +118,7 @@ def resolve(
 
 
 def denials(name: str, problem: Problem, system: System) -> tuple[RuleHit, ...]:
-    """Return the deny rules that hold against a backend: what :func:`resolve` asks of the rules, for one backend."""
+    """Return the deny rules that hold against one backend, as :func:`resolve` finds them."""
     return tuple(
         rule.hit(name)
         for rule in _rules.rules()
@@ -189,7 +189,7 @@ def _timed(verdict: Verdict, measured: Measurement | None) -> Verdict:
 def _tuned(
     measured: Measurement, default: Verdict, rule: RuleHit | None, offered: Sequence[Verdict]
 ) -> tuple[Verdict, RuleHit | None]:
-    """Return what a measurement makes of the choice of the rules, and the rule to cite."""
+    """Return the choice after measured times have been looked at, and the rule to cite for it."""
     accepted = {(v.backend, v.activation): v for v in offered if v.accepted}
     found = measured.faster((default.backend, default.activation), accepted)
     if found is None:
@@ -220,7 +220,7 @@ def _fallback(
     chosen: Verdict | None,
     backends: Mapping[str, SupportsProblem],
 ) -> str:
-    """Say what stood in the way of what comes before the rules' choice; nothing a user can do = nothing to say."""
+    """Say why no backend that the rules prefer runs; empty where the user can do nothing about it."""
     if default is None or chosen is None:
         return ""
     before = verdicts[: verdicts.index(default)]
@@ -246,7 +246,7 @@ def _last_resort(problem: Problem, system: System, verdicts: Sequence[Verdict]) 
 
 
 def _what(problem: Problem) -> str:
-    """Name a problem without its M, so that a warning is the same for every bucket."""
+    """Name a problem without its M: one warning then serves every M."""
     return f"{problem.op} N={problem.n} K={problem.k} ({problem.scaling})"
 
 
@@ -255,7 +255,7 @@ def _missing(verdict: Verdict) -> bool:
 
 
 def _not_asked(verdict: Verdict, problem: Problem, backends: Mapping[str, SupportsProblem]) -> bool:
-    """Whether the caller pinned an activation format that this backend does not have: then nothing was fallen back."""
+    """Whether the caller pinned an activation format that this backend does not have. That is no fallback."""
     if problem.activation == "any" or not any(r.code == "DTYPE" for r in verdict.reasons):
         return False
     return backends[verdict.backend].activation_for(problem) is None

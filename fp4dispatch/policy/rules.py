@@ -113,7 +113,7 @@ class Rule:
     measured: tuple[Speedup, ...] = ()
 
     def hit(self, backend: str) -> RuleHit:
-        """Return the part of the rule that goes into a decision about a backend."""
+        """Return what a decision about a backend says of this rule."""
         because = dict(self.others).get(backend, self.because)
         measured = tuple(map(str, self.measured))
         return RuleHit(self.id, self.verb, because, self.source, self.checked, self.code, self.fix, measured)
@@ -129,8 +129,8 @@ class Rule:
 def in_range(version: str | None, bounds: str) -> bool:
     """Whether a version lies in a range such as ``>=0.5.3,<0.6.7``.
 
-    Absent is outside every range. A text that is no version lies inside every range: a build that nobody can place is
-    not assumed to carry the fix. Bounds are plain comparisons, so ``0.6.7rc1`` is below ``0.6.7``.
+    None (not installed) is in no range. A text that is no version is in every range: nobody knows whether such a build
+    has the fix. Bounds are plain comparisons, so ``0.6.7rc1`` is below ``0.6.7``.
     """
     if version is None:
         return False
@@ -159,7 +159,7 @@ def parse_range(bounds: str) -> tuple[tuple[Callable[[Version, Version], bool], 
 
 @functools.cache
 def bounds(op: Op, arch: Arch | None) -> tuple[int, ...]:
-    """Return every M at which a packaged rule ends that may hold for this op and arch."""
+    """Return each ``m_max`` of the packaged rules that may hold for this op and arch."""
     sm = arch.sm if arch else ""
     found = (
         when.m_max
@@ -170,7 +170,7 @@ def bounds(op: Op, arch: Arch | None) -> tuple[int, ...]:
 
 
 def m_bucket(m: int, op: Op, arch: Arch | None) -> int:
-    """Return the largest M that is decided like ``m``: a power of two, or the end of a rule where that comes first."""
+    """Return the largest M with the same decision as ``m``: the next power of two, or the next ``m_max`` of a rule."""
     return min([power_of_two(m), *(bound for bound in bounds(op, arch) if bound >= m)])
 
 
@@ -242,7 +242,7 @@ def _rule(row: dict[str, Any]) -> Rule:
 
 
 def _whom(where: str, row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the backends of a rule, after checking that it says why for each one that it prefers."""
+    """Return the backends of a rule. A prefer rule must give a reason for each of them."""
     if ("backends" in row) == ("having" in row):
         raise SettingsError(f"{where}: needs either backends or having")
     if "having" in row:

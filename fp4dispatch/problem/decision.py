@@ -98,9 +98,9 @@ class Verdict:
 class Decision:
     """One resolved choice with its whole trace.
 
-    ``backend`` is None where nothing can run the problem. ``verdicts`` are in order of preference: the
-    candidates before the chosen one were rejected, those after it were not needed but were judged all the same.
-    ``notes`` say what the question was taken to be, where that is not plain.
+    ``backend`` is None where nothing can run the problem. ``verdicts`` are in order of preference: candidates before
+    the chosen one were rejected; those after it were judged too, but were not needed. ``notes`` say how the question
+    was understood, where that is not plain.
     """
 
     problem: Problem
@@ -129,7 +129,7 @@ class Decision:
         return data
 
     def line(self, tokens: str = "") -> str:
-        """Return the one-line form used in logs; ``tokens`` are the words for M, where it holds for more than one."""
+        """Return the line for logs; ``tokens`` are the words for M where the decision holds for several."""
         rule = f" [{self.rule.id}: {self.rule.because}; {self.rule.source}]" if self.rule else ""
         act = "" if self.activation == "any" else f" ({self.activation} activations)"
         problem = self.problem.text(tokens) if tokens else str(self.problem)

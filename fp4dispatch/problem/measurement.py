@@ -17,17 +17,17 @@ from typing import Any
 from fp4dispatch.problem import Activation, Problem
 
 FLOOR = 0.02
-"""Least gain that counts, as a share of the time of the choice that is to be replaced."""
+"""Least gain that counts, as a share of the time of the present choice."""
 
 EXACTNESS: dict[Activation, int] = {"nvfp4": 0, "fp8": 1, "bf16": 2}
-"""Speed never moves a layer to a coarser activation format than the rules chose; to a finer one it may."""
+"""Rank of each activation format. Speed may move a layer to a finer format than the rules chose, never to a coarser."""
 
 SCHEMA = 1
 _ROUNDED = 3
 
 
 def name_of(problem: Problem, facts: Mapping[str, str]) -> str:
-    """Return the name of a measurement. How a kernel is launched later does not count: it takes the same time."""
+    """Return the name of a measurement. Capture mode and promised M do not count: they do not change the time."""
     subject = [SCHEMA, list(astuple(replace(problem, capture="none", m_min=1))), sorted(facts.items())]
     return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:40]
 
@@ -78,7 +78,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """The hash of what it is about: its problem and its facts."""
+        """The hash of its problem and its facts."""
         return name_of(self.problem, self.facts)
 
     def of(self, backend: str, activation: Activation) -> Timing | None:
@@ -112,7 +112,7 @@ class Measurement:
         return new, old
 
     def text(self) -> str:
-        """Lay it out for people: the problem, then a line a candidate."""
+        """Return it as text: the problem, then one line for each candidate."""
         width = max((len(t.backend) for t in self.timings), default=0)
         rows = [f"{self.problem}, measured {self.date}" + (f" on {self.ranks} ranks" if self.ranks > 1 else "")]
         rows += [f"  {t.backend:<{width}} ({t.activation})  {t}" for t in self.timings]
