@@ -235,10 +235,10 @@ def _ignore(method: str, layers: Collection[str], left: Collection[str], known: 
     # Some readers match a name with all modules below it, or with all names that end with it. Drop names that would
     # exclude a quantised layer.
     quantised = [*layers, *(known.in_memory[layer] for layer in layers if layer in known.in_memory)]
-    return [p for p in sorted(set(patterns)) if not any(_catches(p, layer, method) for layer in quantised)]
+    return [p for p in sorted(set(patterns)) if not any(_would_exclude(p, layer, method) for layer in quantised)]
 
 
-def _catches(pattern: str, layer: str, method: str) -> bool:
+def _would_exclude(pattern: str, layer: str, method: str) -> bool:
     if matches(pattern, layer, method) or layer.startswith(f"{pattern}."):
         return True
     return method == "fp8" and layer.endswith(pattern)

@@ -161,10 +161,10 @@ def to_linear(scheme: Scheme, tensors: Mapping[str, torch.Tensor]) -> LinearWeig
     scale = (stored if scheme.op == "nvfp4_gemm" else stored.float()).reshape(shapes[scheme.scaling])
     global_scale = None
     if scheme.global_scale:
-        global_scale = _flip(tensors[scheme.global_scale].float().reshape(1), scheme.divides)
+        global_scale = _convert_scale(tensors[scheme.global_scale].float().reshape(1), scheme.divides)
     input_scale = None
     if scheme.input_scale and scheme.input_scale in tensors:
-        input_scale = _flip(tensors[scheme.input_scale].float().reshape(()), scheme.divides)
+        input_scale = _convert_scale(tensors[scheme.input_scale].float().reshape(()), scheme.divides)
     rows = (n,) if scheme.op == "nvfp4_gemm" else ()
     return LinearWeights(scheme.op, scheme.scaling, n, k, weight, scale, global_scale, rows, input_scale)
 
@@ -191,9 +191,9 @@ def from_linear(scheme: Scheme, weights: LinearWeights) -> dict[str, torch.Tenso
     if scheme.global_scale:
         if weights.global_scale is None or weights.global_scale.numel() != 1:
             raise CheckpointError(f"{scheme.name} stores one global scale a layer; found {weights.global_scale}")
-        tensors[scheme.global_scale] = _flip(weights.global_scale, scheme.divides)
+        tensors[scheme.global_scale] = _convert_scale(weights.global_scale, scheme.divides)
     if scheme.input_scale and weights.input_scale is not None:
-        tensors[scheme.input_scale] = _flip(weights.input_scale, scheme.divides)
+        tensors[scheme.input_scale] = _convert_scale(weights.input_scale, scheme.divides)
     return {name: t.reshape(written_shape(scheme, name, weights.n, weights.k)) for name, t in tensors.items()}
 
 
@@ -280,6 +280,6 @@ def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _flip(scale: torch.Tensor, divides: bool) -> torch.Tensor:
+def _convert_scale(scale: torch.Tensor, divides: bool) -> torch.Tensor:
     """Convert between a multiplying scale and its stored reciprocal; exact to half an f32 ulp, or for powers of two."""
     return scale.reciprocal() if divides else scale

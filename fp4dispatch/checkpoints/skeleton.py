@@ -81,7 +81,7 @@ def examine(checkpoint: Checkpoint, work: Callable[[nn.Module], _T], *, advice: 
         raise CheckpointError(f"{source}: no architecture named in it: {advice}")
     model_class = _model_class(source, architectures[0], advice)
     try:
-        config = _without(config)
+        config = _without_code_keys(config)
         _check_counts(source, config, len(checkpoint), advice)
     except RecursionError:
         raise CheckpointError(f"{source}: nested too deeply: {advice}") from None
@@ -118,13 +118,13 @@ def _model_class(source: str, name: str, advice: str) -> Any:
     return found
 
 
-def _without(config: Any) -> Any:
+def _without_code_keys(config: Any) -> Any:
     """Copy a configuration without the keys that only name code, and with the floats that JSON cannot hold."""
     if isinstance(config, dict):
         if config.keys() == {"__float__"} and str(config["__float__"]).removeprefix("-") in ("Infinity", "NaN"):
             return float(config["__float__"])  # as transformers writes them
-        return {key: _without(value) for key, value in config.items() if key not in _LEFT_OUT}
-    return [_without(value) for value in config] if isinstance(config, list) else config
+        return {key: _without_code_keys(value) for key, value in config.items() if key not in _LEFT_OUT}
+    return [_without_code_keys(value) for value in config] if isinstance(config, list) else config
 
 
 def _check_counts(source: str, config: dict[str, Any], tensors: int, advice: str) -> None:
@@ -212,7 +212,7 @@ def _answer(descriptor: int, work: Callable[[], Any]) -> None:
     """Work in the child and never return from it."""
     text = '{"error": "out of memory"}'
     try:
-        _shut_in()
+        _restrict_process()
         try:
             text = json.dumps({"found": work()})
         except MemoryError:
@@ -226,7 +226,7 @@ def _answer(descriptor: int, work: Callable[[], Any]) -> None:
         os._exit(0)
 
 
-def _shut_in() -> None:
+def _restrict_process() -> None:
     """Restrict this process to what building a model needs. This cannot be undone."""
     silent = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

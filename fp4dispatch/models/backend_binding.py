@@ -52,7 +52,7 @@ class BackendBinding(StateLoading):
             As ``forward``. During CUDA graph capture always CaptureError.
         """
         dtype = self.dtype if dtype is None else dtype
-        self._settle()
+        self._update_layouts()
         if dtype in self._bound:
             return self._bound[dtype]
         if dtype not in routes.OUT_DTYPE:
@@ -63,8 +63,8 @@ class BackendBinding(StateLoading):
         if self.device.type == "meta":
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
         if not self._bound:
-            self._watch()
-        return self._take(self._choose(dtype))
+            self._record_stored()
+        return self._set_bound(self._choose(dtype))
 
     def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
         """Choose backends again, e.g. after tuning or a new verdict, and bind.
@@ -72,20 +72,20 @@ class BackendBinding(StateLoading):
         Drops unused layouts, unless a CUDA graph may hold their addresses. Raises as :meth:`bind`.
         """
         dtype = self.dtype if dtype is None else dtype
-        self._settle()
+        self._update_layouts()
         old = self._bound.get(dtype)
         if old is None:
             return self.bind(dtype)
-        return self._put(self._choose(dtype))
+        return self._replace_bound(self._choose(dtype))
 
-    def _put(self, fresh: routes.Bound) -> routes.Bound:
+    def _replace_bound(self, fresh: routes.Bound) -> routes.Bound:
         old = self._bound[fresh.dtype]
         if fresh.spec is old.spec:
             old.decisions = fresh.decisions
             return old
         if old.captured:
             self._captured.append(old)
-        self._take(fresh)
+        self._set_bound(fresh)
         self._drop_unused()
         return fresh
 
@@ -115,7 +115,7 @@ class BackendBinding(StateLoading):
             self.capture, self.m_min = old
             raise
         for bound in fresh:
-            self._put(bound)
+            self._replace_bound(bound)
 
     def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
         """Whether the policy still chooses the bound backends. Needs no weights: they may be dropped."""
@@ -143,10 +143,10 @@ class BackendBinding(StateLoading):
             m_min=self.m_min,
         )
 
-    def _take(self, bound: routes.Bound) -> routes.Bound:
+    def _set_bound(self, bound: routes.Bound) -> routes.Bound:
         self._names[bound.dtype] = ([self._buffer_of(t) for t in bound.tensors], [], bound.spec.text)
         self._bound[bound.dtype] = bound
-        self._see(self._seen)
+        self._record(self._seen)
         return bound
 
     def _drop_unused(self) -> None:

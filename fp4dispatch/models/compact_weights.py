@@ -33,7 +33,7 @@ class CompactWeights(StoredWeights):
     """The part of a quantised layer that can drop its canonical weights.
 
     While they are dropped, ``_dropped`` names the layout that holds them. Reading or setting ``weight`` or
-    ``weight_scale`` restores them permanently. :meth:`_whole` restores them for one block.
+    ``weight_scale`` restores them permanently. :meth:`_restored` restores them for one block.
     """
 
     _dropped: str
@@ -56,7 +56,7 @@ class CompactWeights(StoredWeights):
             If the stored tensors do not fit the format.
         """
         capture.forbid_in_capture("dropping canonical weights", "compact(model), then capture")
-        self._settle()
+        self._update_layouts()
         held = {name: tensor for name in CANONICAL if (tensor := self._buffers.get(name)) is not None}
         bounds = [*self._bound.values(), *self._captured]
         read = {tensor.untyped_storage().data_ptr() for bound in bounds for tensor in bound.tensors}
@@ -88,10 +88,10 @@ class CompactWeights(StoredWeights):
             self._dropped = layout
             seen = {name: found for name in CANONICAL if (found := self._seen[name]) is not None}
             self._buffers = {name: tensor for name, tensor in self._buffers.items() if name not in CANONICAL}
-            self._see({name: found for name, found in self._seen.items() if name not in CANONICAL})
+            self._record({name: found for name, found in self._seen.items() if name not in CANONICAL})
             if lend and any(map(held_elsewhere, seen.values())):
                 self._lent = seen
-                self._see(self._seen)
+                self._record(self._seen)
 
     def _restore(self) -> None:
         """Restore dropped weights permanently.
@@ -115,7 +115,7 @@ class CompactWeights(StoredWeights):
             self._buffers = {name: whole[name] for name in order}  # one assignment, for other threads
             self._dropped, self._lent = "", {}
             seen = self._seen | held
-            self._see({name: seen[name] for name in order if name in seen})
+            self._record({name: seen[name] for name in order if name in seen})
 
     def _unpacked(self) -> dict[str, Seen]:
         """Return the weights that the layout holds, as new tensors."""
@@ -128,7 +128,7 @@ class CompactWeights(StoredWeights):
         }
 
     @contextmanager
-    def _whole(self, *, lend: bool = False) -> Iterator[None]:
+    def _restored(self, *, lend: bool = False) -> Iterator[None]:
         """Restore the canonical weights for one ``with`` block. Tensors that were read inside stay valid.
 
         ``lend``: code that read them may write to them later, and the layer must detect that.
@@ -153,7 +153,7 @@ class CompactWeights(StoredWeights):
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        with self._whole(lend=True):
+        with self._restored(lend=True):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
 

@@ -133,7 +133,7 @@ class FP4Linear(QuantizedLinear):
         n, k = self.out_features, self.in_features
         rows = self.shard_rows if len(self.shard_rows) > 1 else (n,)
         global_scale = self.weight_scale_2.reshape(-1)
-        with self._whole():
+        with self._restored():
             return LinearWeights(
                 "nvfp4_gemm", "nvfp4", n, k, self.weight, self.weight_scale, global_scale, rows, self.input_scale
             )
@@ -143,7 +143,7 @@ class FP4Linear(QuantizedLinear):
 
     def check(self) -> None:
         """Validate the canonical tensors; synchronises."""
-        with self._whole():
+        with self._restored():
             self._check()
 
     def _check(self) -> None:

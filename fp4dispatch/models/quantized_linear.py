@@ -244,7 +244,7 @@ class QuantizedLinear(BackendBinding):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with canonical tensors only; e4m3 as uint8, as pickle cannot load float8 (torch 2.13)."""
-        with self._whole():
+        with self._restored():
             buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
         buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]

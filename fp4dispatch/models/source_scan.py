@@ -163,7 +163,7 @@ class _Scan:
         if code.co_argcount and not bound:
             parameters = {code.co_varnames[0]: frozenset({()})}
         if node is None:
-            self._blind(function, parameters)
+            self._scan_without_source(function, parameters)
             return frozenset()
         body = _Body(self, function, parameters, depth)
         for _ in range(2):  # twice: a loop can set a name after its first use
@@ -172,7 +172,7 @@ class _Scan:
         self.results[key] = frozenset(body.returned)
         return self.results[key]
 
-    def _blind(self, function: FunctionType, bound: Mapping[str, frozenset[Path]]) -> None:
+    def _scan_without_source(self, function: FunctionType, bound: Mapping[str, frozenset[Path]]) -> None:
         """No source: assume a read of each module that the code names, if it also names ``weight``."""
         names = mentioned(function.__code__)
         if names & _READS:
@@ -303,13 +303,13 @@ class _Body(ast.NodeVisitor):
             for one, other in zip(target.elts, value.elts, strict=False):
                 self._bind(one, other)
             return
-        self._know(target, self.modules(value))
+        self._add_names(target, self.modules(value))
 
     def _bind_each(self, target: ast.expr, holder: ast.expr) -> None:
         literal = isinstance(holder, (ast.Tuple, ast.List))
-        self._know(target, frozenset(p if literal else (*p, "*") for p in self.modules(holder)))
+        self._add_names(target, frozenset(p if literal else (*p, "*") for p in self.modules(holder)))
 
-    def _know(self, target: ast.expr, paths: frozenset[Path]) -> None:
+    def _add_names(self, target: ast.expr, paths: frozenset[Path]) -> None:
         if paths:
             for name in ast.walk(target):
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):

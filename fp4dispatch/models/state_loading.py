@@ -72,13 +72,13 @@ class StateLoading(CompactWeights):
             return
         capture.forbid_in_capture("loading weights", "load_state_dict")
         before = sum(map(len, fatal))
-        with self._whole():
-            stand_ins = self._stand_ins(prefix + "input_scale" in state_dict)
-            _reshape(state_dict, prefix, stand_ins)
+        with self._restored():
+            placeholders = self._placeholders(prefix + "input_scale" in state_dict)
+            _reshape(state_dict, prefix, placeholders)
             kept = self._parameters, self._buffers
             try:
-                self._parameters = {name: stand_ins.get(name) for name in kept[0]}  # type: ignore[misc]
-                self._buffers = {name: tensor for name, tensor in stand_ins.items() if name not in kept[0]}
+                self._parameters = {name: placeholders.get(name) for name in kept[0]}  # type: ignore[misc]
+                self._buffers = {name: tensor for name, tensor in placeholders.items() if name not in kept[0]}
                 super()._load_from_state_dict(state_dict, prefix, local_metadata | {_ASSIGN: True}, strict, *faults)
                 tried = {**self._parameters, **self._buffers}
             finally:
@@ -86,15 +86,15 @@ class StateLoading(CompactWeights):
             new: _Tensors = {
                 name: tensor
                 for name, tensor in tried.items()
-                if tensor is not None and (tensor is not stand_ins[name] or not tensor.is_meta)
+                if tensor is not None and (tensor is not placeholders[name] or not tensor.is_meta)
             }
-            error_msgs += self._misfits(new, stand_ins, prefix, assign)
+            error_msgs += self._load_errors(new, placeholders, prefix, assign)
             if sum(map(len, fatal)) > before:
                 return
             self._check_values(new, assign)
-        self._take_over(new, assign)
+        self._set_tensors(new, assign)
 
-    def _stand_ins(self, input_scale: bool) -> _Tensors:
+    def _placeholders(self, input_scale: bool) -> _Tensors:
         """Return a placeholder on the meta device for each tensor that a state can have."""
         found: _Tensors = {}
         for name, parameter in self._parameters.items():
@@ -107,17 +107,17 @@ class StateLoading(CompactWeights):
             found.setdefault("input_scale", torch.empty((), dtype=torch.float32, device="meta"))
         return found
 
-    def _misfits(self, new: _Tensors, stand_ins: _Tensors, prefix: str, assign: bool) -> list[str]:
+    def _load_errors(self, new: _Tensors, placeholders: _Tensors, prefix: str, assign: bool) -> list[str]:
         """Return error texts for dtypes and missing tensors. Torch has checked the shapes."""
         wrong = [
-            f"{prefix}{name} is {new[name].dtype}, needs {stand_ins[name].dtype}: quantise it first"
+            f"{prefix}{name} is {new[name].dtype}, needs {placeholders[name].dtype}: quantise it first"
             for name in self.quantized
-            if name in new and new[name].dtype != stand_ins[name].dtype
+            if name in new and new[name].dtype != placeholders[name].dtype
         ]
         bias = new.get("bias")
         if bias is not None and not (bias.dtype in routes.OUT_DTYPE if assign else bias.is_floating_point()):
             wrong.append(f"{prefix}bias is {bias.dtype}; need torch.bfloat16, torch.float16 or torch.float32")
-        belong = [name for name in self.quantized if name in stand_ins and name != "input_scale"]
+        belong = [name for name in self.quantized if name in placeholders and name != "input_scale"]
         missing = [name for name in belong if name not in new]
         if missing and len(missing) < len(belong) and not self._strict:  # a strict load reports them as missing
             wrong.append(
@@ -141,7 +141,7 @@ class StateLoading(CompactWeights):
         finally:
             self._buffers = kept
 
-    def _take_over(self, new: _Tensors, assign: bool) -> None:
+    def _set_tensors(self, new: _Tensors, assign: bool) -> None:
         """Set the new tensors and update the layouts. If binding fails, the first call raises the error."""
         self._restore()
         for name, tensor in new.items():
@@ -157,14 +157,14 @@ class StateLoading(CompactWeights):
             self._refresh()
             return
         try:
-            self._settle(check=False)
+            self._update_layouts(check=False)
         except Fp4DispatchError:
             self._forget()
 
 
-def _reshape(state_dict: dict[str, Any], prefix: str, stand_ins: _Tensors) -> None:
+def _reshape(state_dict: dict[str, Any], prefix: str, placeholders: _Tensors) -> None:
     """Give scales the layer's shape: [1] for [], [N, 1] for [N]."""
-    for name, wanted in stand_ins.items():
+    for name, wanted in placeholders.items():
         tensor = state_dict.get(prefix + name)
         if name != "bias" and isinstance(tensor, Tensor) and wanted.ndim < 2 and tensor.numel() == wanted.numel():
             state_dict[prefix + name] = tensor.reshape(wanted.shape)

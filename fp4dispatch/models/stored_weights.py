@@ -80,15 +80,15 @@ class StoredWeights(nn.Module):
         CaptureError
             During CUDA graph capture.
         """
-        self._settle(force=True)
+        self._update_layouts(force=True)
 
-    def _settle(self, *, force: bool = False, check: bool = True) -> None:
+    def _update_layouts(self, *, force: bool = False, check: bool = True) -> None:
         """Prepare the layouts again if the stored tensors changed, or if ``force``. Synchronises in that case.
 
         The writes must end before the next launch: with PDL, a kernel reads weights before it waits.
         """
         if self._lent:
-            self._take_back()
+            self._check_lent()
         if not self._bound or (not force and self._matches(self._buffers)):
             return
         if torch.compiler.is_compiling() and not all(map(_plain, self._stored())):
@@ -100,7 +100,7 @@ class StoredWeights(nn.Module):
         with lock:
             if not force and self._matches(self._buffers):  # another thread was faster
                 return
-            self._refuse_what_is_not_plain()
+            self._require_plain_tensors()
             if check:
                 self.check()
             if not (self._written_in_place() and self._rewrite()):
@@ -134,7 +134,7 @@ class StoredWeights(nn.Module):
             if a.is_cuda:
                 torch.cuda.current_stream(a.device).synchronize()
                 break
-        self._see(seen)
+        self._record(seen)
         return True
 
     def _replace(self) -> None:
@@ -154,15 +154,15 @@ class StoredWeights(nn.Module):
     def _stored(self) -> list[Tensor]:
         return [tensor for _, tensor in self._stored_by_name() if tensor is not None]
 
-    def _watch(self) -> None:
+    def _record_stored(self) -> None:
         """Record the stored tensors before layouts are prepared from them."""
-        self._refuse_what_is_not_plain()
+        self._require_plain_tensors()
         for name, tensor in self._stored_by_name():
             if tensor is not None and tensor.is_inference():
-                self._buffers[name] = _counting(tensor)
-        self._see({name: _look(tensor) for name, tensor in self._stored_by_name()})
+                self._buffers[name] = _with_version(tensor)
+        self._record({name: _look(tensor) for name, tensor in self._stored_by_name()})
 
-    def _see(self, seen: dict[str, Seen | None]) -> None:
+    def _record(self, seen: dict[str, Seen | None]) -> None:
         """Set the record of stored tensors, and register them for compiled calls."""
         self._seen = seen
         self._unchanged = never if self._lent else _matcher(seen)
@@ -184,16 +184,16 @@ class StoredWeights(nn.Module):
                 return False
         return True
 
-    def _take_back(self) -> None:
+    def _check_lent(self) -> None:
         """Check dropped weights that other code still holds. If they were written, restore them into the layer."""
         with lock:
             if any(seen.tensor._version != seen.version for seen in self._lent.values()):
                 self._restore()
             elif not any(map(held_elsewhere, self._lent.values())):
                 self._lent = {}
-                self._see(self._seen)
+                self._record(self._seen)
 
-    def _refuse_what_is_not_plain(self) -> None:
+    def _require_plain_tensors(self) -> None:
         for name, tensor in self._stored_by_name():
             if tensor is not None and not _plain(tensor):
                 raise InputError(
@@ -288,7 +288,7 @@ def _fit(old: Tensor, new: Tensor) -> bool:
     return (old.shape, old.dtype, old.device, old.stride()) == (new.shape, new.dtype, new.device, new.stride())
 
 
-def _counting(tensor: Tensor) -> Tensor:
+def _with_version(tensor: Tensor) -> Tensor:
     """Return a normal tensor, which counts versions, on the memory of an inference tensor, which does not."""
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

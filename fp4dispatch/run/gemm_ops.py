@@ -12,7 +12,7 @@ from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem import Op, Problem, Scaling, SfLayout
 from fp4dispatch.run import binding, routes
-from fp4dispatch.run.operands import check_types
+from fp4dispatch.run.operands import check_bias, check_types
 from fp4dispatch.run.register import define
 from fp4dispatch.run.routes import OUT_DTYPE
 
@@ -200,11 +200,7 @@ def _gemm_check(what: Op, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: 
     if out_dtype not in OUT_DTYPE:
         raise InputError(f"{what}: out_dtype={out_dtype}; need torch.bfloat16, torch.float16 or torch.float32")
     n = b.shape[0]
-    if bias is not None and (tuple(bias.shape) != (n,) or bias.device != a.device or bias.dtype not in OUT_DTYPE):
-        raise InputError(
-            f"{what}: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; "
-            f"need a floating-point [{n}] on {a.device}"
-        )
+    check_bias(what, bias, n, a.device)
     return a.new_empty(a.shape[0], n, dtype=out_dtype)
 
 

@@ -13,7 +13,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
 from fp4dispatch.run import owners, routes
-from fp4dispatch.run.operands import check_types
+from fp4dispatch.run.operands import check_bias, check_types
 from fp4dispatch.run.register import define
 from fp4dispatch.run.routes import OUT_DTYPE, Bound, LayerSpec
 
@@ -119,11 +119,7 @@ def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spe
     if not tensors or x.device != tensors[0].device:
         where = tensors[0].device if tensors else "no device"
         raise InputError(f"linear: x is on {x.device}, the weights on {where}: move one with .to(device)")
-    if bias is not None and (tuple(bias.shape) != (spec.n,) or bias.device != x.device or bias.dtype not in OUT_DTYPE):
-        raise InputError(
-            f"linear: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; "
-            f"need a floating-point [{spec.n}] on {x.device}"
-        )
+    check_bias("linear", bias, spec.n, x.device)
 
 
 _awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
+from fp4dispatch.run.routes import OUT_DTYPE
 
 
 def check_types(
@@ -23,3 +25,11 @@ def check_types(
         check_tensor(f"{what}: bias", bias)
     if not isinstance(out_dtype, torch.dtype):
         raise InputError(f"{what}: out_dtype={out_dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
+
+
+def check_bias(what: str, bias: Tensor | None, n: int, device: torch.device) -> None:
+    """Require None, or a float32, bfloat16 or float16 tensor [N] on ``device``. Reads no values."""
+    if bias is not None and (tuple(bias.shape) != (n,) or bias.device != device or bias.dtype not in OUT_DTYPE):
+        raise InputError(
+            f"{what}: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; need a floating-point [{n}] on {device}"
+        )

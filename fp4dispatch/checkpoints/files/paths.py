@@ -45,7 +45,7 @@ def weight_files(path: Path) -> tuple[Path, tuple[Path, ...], dict[str, str] | N
         aside = f"; {old[0]} is what an interrupted overwrite moved aside: rename it back" if old else ""
         raise CheckpointError(f"{path}: no such directory or .safetensors file{aside}")
     directory = path.resolve()
-    has_index, has_single = (_there(directory / name) for name in (INDEX_FILE, SINGLE_FILE))
+    has_index, has_single = (_exists(directory / name) for name in (INDEX_FILE, SINGLE_FILE))
     if has_index and has_single:
         raise CheckpointError(
             f"{directory}: found both {SINGLE_FILE} and {INDEX_FILE}, expected one of them: remove the stale one"
@@ -92,7 +92,7 @@ def _roots(directory: Path) -> list[Path]:
     return [directory]
 
 
-def _there(file: Path) -> bool:
+def _exists(file: Path) -> bool:
     return file.exists() or file.is_symlink()
 
 

@@ -92,11 +92,11 @@ def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
         if _replaceable(old):
             shutil.rmtree(old, ignore_errors=True)
             return
-        _give_back(old, out, temporary)
+        _put_back(old, out, temporary)
     raise CheckpointError(f"{out}: appears and disappears while it is to be written: nothing was changed there")
 
 
-def _give_back(other: Path, out: Path, temporary: Path) -> None:
+def _put_back(other: Path, out: Path, temporary: Path) -> None:
     """Put back a directory that appeared at ``out`` between check and exchange, and must not be removed."""
     try:
         ours = exchange(other, out)

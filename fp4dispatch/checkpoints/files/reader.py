@@ -182,7 +182,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         infos, file_metadata = read_header(file)
         metadata = file_metadata if number == 0 else metadata
         for info in infos:
-            _claim(info, tensors, weight_map)
+            _add_tensor(info, tensors, weight_map)
     missing = [name for name in weight_map or () if name not in tensors]
     if weight_map and missing:
         raise CheckpointError(
@@ -272,7 +272,7 @@ def _check_cover(file: Path, infos: list[TensorInfo], data_bytes: int) -> None:
         )
 
 
-def _claim(info: TensorInfo, tensors: dict[str, TensorInfo], weight_map: dict[str, str] | None) -> None:
+def _add_tensor(info: TensorInfo, tensors: dict[str, TensorInfo], weight_map: dict[str, str] | None) -> None:
     """Add a tensor. Refuse a name that another file also has: either copy could be the right one."""
     owner = info.file.name if weight_map is None else weight_map.get(info.name)
     if info.name in tensors or (owner is not None and owner != info.file.name):
