@@ -267,6 +267,6 @@ def render(result: dict[str, Any], report: ReplaceReport, pairs: list[tuple[str,
         f"lowest cosine     {result['cosine']['min']:.4f}  (bound {bound['cosine_min']})",
         f"rank correlation  {result['spearman']:.4f}  (bound {bound['spearman']}; Spearman, {len(pairs)} pairs)",
         "",
-        "ok: the answers are those of the original model" if not misses else "FAILED: " + "; ".join(misses),
+        "ok: all values are within their bounds" if not misses else "FAILED: " + "; ".join(misses),
     ]
     return "\n".join(rows)
