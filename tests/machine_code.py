@@ -38,7 +38,7 @@ from fp4dispatch.jit.compiler.toolchain import Disassembler, disassembler
 _SUFFIXES = (".so", ".cubin")
 _SECTION = re.compile(r"^\s*\.section\s+([^,\s]+)")
 _LABEL = re.compile(r"^(\.L_[\w$]+):\s*$")
-_MODULE = re.compile(r"(_INTERNAL)_[0-9a-f]{8}(_\d+_\w+?_cu)_[0-9a-f]{8}")
+_MODULE = re.compile(r"(_INTERNAL|_GLOBAL__N_)_[0-9a-f]{8}(_\d+_\w+?_cu)_[0-9a-f]{8}")
 _LABEL_USE = re.compile(r"\.L_[\w$]+")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^.\s].*?)\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
 _REST = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
