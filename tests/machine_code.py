@@ -10,8 +10,9 @@ Two kernels are equal where these are:
 * the constants that they load (``.nv.constant1`` and up, ``.nv.global.init``);
 * registers, stack, shared and local memory and the size of their arguments (``cuobjdump --dump-resource-usage``).
 
-Three things are normalised in the text, and nothing else: where a kernel lies in its file, the numbers of labels, which
-count through the whole file, and the kernel's own symbol. ``--renamed`` also pairs kernels of a build whose symbols
+Four things are normalised in the text, and nothing else: where a kernel lies in its file, the numbers of labels, which
+count through the whole file, the kernel's own symbol, and the hashes of a build in names of internal linkage
+(``_INTERNAL_<hash>_16_fp8_gemm_sm90_cu_<hash>``). ``--renamed`` also pairs kernels of a build whose symbols
 differ, such as after a change of namespaces or template arguments: those with the same machine code are equal.
 
 Exit code 0: all equal. 1: something differs, or is on one side only. 2: nothing was compared.
@@ -37,6 +38,7 @@ from fp4dispatch.jit.compiler.toolchain import Disassembler, disassembler
 _SUFFIXES = (".so", ".cubin")
 _SECTION = re.compile(r"^\s*\.section\s+([^,\s]+)")
 _LABEL = re.compile(r"^(\.L_[\w$]+):\s*$")
+_MODULE = re.compile(r"(_INTERNAL|_GLOBAL__N_)_[0-9a-f]{8}(_\d+_\w+?_cu)_[0-9a-f]{8}")
 _LABEL_USE = re.compile(r"\.L_[\w$]+")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^.\s].*?)\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
 _REST = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
@@ -82,7 +84,7 @@ def parse(listing: str, resources: Mapping[str, str] | None = None) -> dict[str,
     Incomparable
         Where a line of code cannot be read: what is not read is not compared.
     """
-    text, data = _split(listing)
+    text, data = _split(_MODULE.sub(r"\1\2", listing))
     resources = resources or {}
     shared = [row for (_, kernel), rows in data.items() if kernel is None for row in rows]
     return {

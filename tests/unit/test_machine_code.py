@@ -78,6 +78,16 @@ def test_constants_differ_by_their_bytes() -> None:
     assert row.note == "constants: .byte\t0x01 -> .byte\t0x02"
 
 
+def test_hashes_of_a_build_in_internal_names_are_no_difference() -> None:
+    name = "\t.dword\t_ZN47_INTERNAL_{}_16_fp8_gemm_sm90_cu_{}4cuda3std5begin{}"
+    one, other, begins = (
+        code(*BODY, constants=name.format(*words))
+        for words in (("e81ea842", "813b143f", "E"), ("b35f0c34", "9fbcb143", "E"), ("e81ea842", "813b143f", "_E"))
+    )
+    assert verdicts(mc.compare("b", one, other)) == [mc.EQUAL]
+    assert verdicts(mc.compare("b", one, begins)) == [mc.DIFFERENT]
+
+
 def test_a_renamed_kernel_is_missing_unless_asked_for() -> None:
     before, after = code(*BODY, name="old"), code(*BODY, name="new")
     rows = mc.compare("b", before, after)
