@@ -18,12 +18,14 @@ def copy_to(tree: Path) -> Path:
     """Copy the sources to a new folder."""
     tree.mkdir()
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy2(path, tree)
     for folder in INSIDE:
-        (tree / "fp4dispatch" / folder).symlink_to(tree / folder, target_is_directory=True)
+        link = tree / "fp4dispatch" / folder
+        link.unlink(missing_ok=True)  # in a copy of a copy
+        link.symlink_to(tree / folder, target_is_directory=True)
     return tree
 
 
