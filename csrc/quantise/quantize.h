@@ -1,5 +1,5 @@
 // What the quantisers share: the grid barrier, 16-byte loads, launches, checks. The arithmetic follows
-// fp4dispatch/formats/quantization.py operation by operation (IEEE division, round half to even), so the bits are equal.
+// fp4dispatch/formats/nvfp4.py and fp8.py operation by operation (IEEE division, round half to even), so the bits are equal.
 #pragma once
 
 #include "common/gdc_guard.h"
