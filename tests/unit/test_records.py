@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,19 @@ def test_one_is_one(tmp_path):
     assert list(records.kept(tmp_path, "race")) == [RACE, other]
     with pytest.raises(ValueError, match="kind is 'races'"):
         list(records.kept(tmp_path, "races"))
+
+
+def cited() -> list[tuple[str, str]]:
+    """Every record that a text of the repository names: the text's path, and the record's file name."""
+    root = RESULTS.parents[1]
+    folders = (root / "bench" / "notes", root / "docs", root / "fp4dispatch", root / "csrc")
+    texts = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".toml", ".py", ".h")]
+    texts += [*root.glob("*.md"), root / "bench" / "NOTES.md"]
+    named = re.compile(r"results/([a-z0-9_-]+\.json)")
+    return [(str(path.relative_to(root)), name) for path in texts for name in named.findall(path.read_text("utf-8"))]
+
+
+def test_records_that_are_cited_are_there():
+    found = cited()
+    assert len(found) > 10
+    assert [(path, name) for path, name in found if not (RESULTS / name).is_file()] == []

@@ -118,7 +118,7 @@ def _lasting(device: torch.device) -> Tensor:
     (torch/_inductor/cudagraph_trees.py, ``_use_cuda_memory_pool_manager``).
     """
     with ThreadPoolExecutor(1) as own:
-        return own.submit(torch.empty, ARENA_BYTES, dtype=torch.uint8, device=device).result()
+        return own.submit(lambda: torch.empty(ARENA_BYTES, dtype=torch.uint8, device=device)).result()
 
 
 def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
