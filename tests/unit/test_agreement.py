@@ -122,7 +122,7 @@ def test_tuned_times_are_the_median_and_everyone_stores_the_same(found):
     assert "third (fp8)" in same(pair, "backend")
     assert same(pair, "planned") == ["third"]
     (stored,) = same(pair, "stored")
-    data = json.loads(stored)
+    data = json.loads(stored)["record"]
     assert data["ranks"] == 2
     assert [(t["backend"], t["us"]) for t in data["timings"]] == [("third", 4.5), ("second", 5.95), ("first", 10.0)]
 

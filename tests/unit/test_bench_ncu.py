@@ -239,7 +239,7 @@ def test_it_says_what_it_needs():
 
 
 def test_the_kernels_that_ncu_looks_for_are_there():
-    sources = "".join(path.read_text() for path in (ncu.ROOT / "csrc").iterdir() if path.suffix in (".h", ".cu"))
+    sources = "".join(path.read_text() for path in (ncu.ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cu"))
     cutlass = "device_kernel"  # cutlass/device_kernel.h
     for name in set(ncu.KERNELS.split("|")) - {cutlass}:
         assert re.search(rf"__global__ void[^;{{]*\b{name}\(", sources), name
