@@ -1,6 +1,7 @@
 """Which tests the README's command leaves to ``-m thorough``: the longest, by a measured run. ``tests/thorough.txt``.
 
-Make the list anew from a run of everything but the slow tests:
+A file of compile tests is listed whole: the first of its tests pays for kernels that the others share. Make the list
+anew from a run of everything but the slow tests:
 
     python -m pytest -m "thorough or not thorough" --junitxml=times.xml
     python -m tests.tiers times.xml --seconds 240
@@ -35,14 +36,22 @@ def times(report: Path) -> Counter[str]:
 
 
 def longest(found: Counter[str], seconds: float) -> list[str]:
-    """Return the fewest functions without which the others take at most ``seconds``."""
-    rest, chosen = sum(found.values()), []
-    for node, taken in found.most_common():
+    """Return the functions of the longest units, without which the others take at most ``seconds``."""
+    units: Counter[str] = Counter()
+    for node, taken in found.items():
+        units[unit(node)] += taken
+    rest, chosen = sum(units.values()), set()
+    for name, taken in units.most_common():
         if rest <= seconds:
             break
         rest -= taken
-        chosen.append(node)
-    return sorted(chosen)
+        chosen.add(name)
+    return sorted(node for node in found if unit(node) in chosen)
+
+
+def unit(node: str) -> str:
+    """Return what is listed as one: a function, or a file of tests that share compiled kernels."""
+    return node.partition("::")[0] if node.startswith("tests/compile/") else node
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.unit.test_a" name="test_long[x-2]" time="5.0"/>
 <testcase classname="tests.unit.test_a.TestIt" name="test_short" time="1.0"/>
 <testcase classname="tests.compile.test_b" name="test_middle" time="3.0"/>
+<testcase classname="tests.compile.test_b" name="test_that_shares_its_kernel" time="0.5"/>
 </testsuite></testsuites>"""
 LONG, SHORT = "tests/unit/test_a.py::test_long", "tests/unit/test_a.py::TestIt::test_short"
 TESTPATHS, ARGS = pytest.Config.ArgsSource.TESTPATHS, pytest.Config.ArgsSource.ARGS
@@ -34,10 +35,11 @@ def test_the_longest_functions_are_listed(tmp_path):
     path = tmp_path / "times.xml"
     path.write_text(REPORT)
     found = tiers.times(path)
-    assert found == {LONG: 9.0, "tests/compile/test_b.py::test_middle": 3.0, SHORT: 1.0}
-    assert tiers.longest(found, 4.0) == [LONG]
-    assert tiers.longest(found, 3.9) == ["tests/compile/test_b.py::test_middle", LONG]
-    assert tiers.longest(found, 13.0) == []
+    compiled = [f"tests/compile/test_b.py::{name}" for name in ("test_middle", "test_that_shares_its_kernel")]
+    assert found == {LONG: 9.0, compiled[0]: 3.0, compiled[1]: 0.5, SHORT: 1.0}
+    assert tiers.longest(found, 4.5) == [LONG]
+    assert tiers.longest(found, 4.4) == [*compiled, LONG]
+    assert tiers.longest(found, 13.5) == []
 
 
 def test_listed_tests_are_skipped_where_everything_runs_and_are_not_asked_for(monkeypatch):
