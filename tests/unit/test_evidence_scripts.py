@@ -277,7 +277,7 @@ def test_takes_long(): time.sleep({seconds})
 """
 
 
-@pytest.mark.parametrize(("seconds", "limit_s", "codes"), [(0, 60, {1}), (60, 15, {evidence.INTERRUPTED})])
+@pytest.mark.parametrize(("seconds", "limit_s", "codes"), [(0, 60, {1}), (60, 30, {evidence.INTERRUPTED})])
 def test_outcomes_are_kept_and_a_limit_keeps_those_of_what_has_run(tmp_path, seconds, limit_s, codes):
     path = tmp_path / "test_some.py"
     path.write_text(TESTS.format(seconds=seconds))
