@@ -37,7 +37,12 @@ def run_tests(arguments: list[str], limit_s: float | None = None) -> tuple[list[
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=10"]
-        process = subprocess.Popen([*command, f"--junitxml={report}", *arguments], cwd=ROOT)
+        # A shell's background job ignores SIGINT, and so do its children, unless they are told otherwise.
+        process = subprocess.Popen(
+            [*command, f"--junitxml={report}", *arguments],
+            cwd=ROOT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -112,9 +117,9 @@ def main() -> int:
     result["skipped"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "skipped"]
     result["ran"] = ran(rows, facts["device"])
     result["ended_by_limit"] = INTERRUPTED in (code, other_code)
-    records.write(arguments.out / records.name({"kind": "gpu tests", "facts": facts}), "gpu tests", facts, result)
+    records.write(arguments.out, "gpu tests", facts, result)
     if demos:
-        records.write(arguments.out / records.name({"kind": "demo", "facts": facts}), "demo", facts, {"demo": demos})
+        records.write(arguments.out, "demo", facts, {"demo": demos})
     for file, counts in result["tests"].items():
         print(f"{file:<28} {counts}")
     for demo in demos:

@@ -111,6 +111,8 @@ def one(folder: Path, kind: str, subject: str | None = None) -> dict[str, Any]:
 def write(path: Path, kind: str, facts: Mapping[str, Any], body: Mapping[str, Any], subject: str = "") -> None:
     """Write a record. ``facts`` are those of :func:`fp4dispatch.benchmark.machine.facts`.
 
+    If ``path`` is a folder, the file in it is named by :func:`name`.
+
     Raises
     ------
     ValueError
@@ -119,6 +121,8 @@ def write(path: Path, kind: str, facts: Mapping[str, Any], body: Mapping[str, An
     record = {"kind": kind, **({"subject": subject} if subject else {}), "facts": dict(facts), **body}
     if wrong := faults(record):
         raise ValueError(f"not a record: {'; '.join(wrong)}")
+    if path.is_dir():
+        path = path / name(record)
     path.write_text(text(record), "utf-8")
 
 

@@ -9,7 +9,6 @@ to the library and to the prover. Without a proof of this file by this prover th
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import stat
@@ -21,12 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.errors import CacheError, FlagsError, ProofError, ToolchainError
+from fp4dispatch.errors import FlagsError, ProofError, ToolchainError
 from fp4dispatch.jit.catalog.early_loads import EarlyLoads
 from fp4dispatch.jit.compiler.toolchain import Disassembler
 from fp4dispatch.jit.sass import judge, listing, parameters
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.jit.store.digests import digest, sources_sha256
 from fp4dispatch.jit.store.entries import PROOF, Entry
 from fp4dispatch.settings import settings
 
@@ -34,8 +33,8 @@ SCHEMA = 2
 _ELF_ARCH = re.compile(r"^arch = (sm_\w+)$", re.MULTILINE)
 _RESOURCES = re.compile(r"^ Function (\S+):\n\s+(.+)$", re.MULTILINE)
 _SPILLS = ("STL", "LDL")  # stores to and loads from local memory
-_PROVER = ("jit/prove.py", "jit/catalog/early_loads.py", "strict_toml.py", "jit/sass/*.py", "jit/sass/*.toml")
-"""The files of the prover, below the package."""
+_PROVER = ("jit/prove.py", "jit/catalog/early_loads.py", "strict_toml.py", "jit/sass")
+"""The files and the folder of the prover, below the package."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +119,8 @@ def prover_sha256() -> str:
     CacheError
         If a part of the prover is missing.
     """
-    root = Path(__file__).parents[1]
-    state = hashlib.sha256()
-    found = {pattern: sorted(root.glob(pattern)) for pattern in _PROVER}
-    if absent := [pattern for pattern, paths in found.items() if not paths]:
-        raise CacheError(f"{root}: the prover lacks {', '.join(absent)}\n  fix: install the package anew")
-    for path in sorted(path for paths in found.values() for path in paths):
-        state.update(f"{path.relative_to(root)} {digest(path)}\n".encode())
-    return state.hexdigest()
+    package = Path(__file__).parents[1]
+    return sources_sha256(package / name for name in _PROVER)
 
 
 def read(entry: Entry) -> Proof | None:

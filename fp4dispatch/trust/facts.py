@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.backends.code_hash import code_hash
 from fp4dispatch.jit.catalog import manifest
+from fp4dispatch.jit.store.digests import sources_sha256
 from fp4dispatch.machine import libraries
 from fp4dispatch.machine.system import System
 from fp4dispatch.settings import settings
@@ -85,7 +85,7 @@ def hash_of_sources(package: Path, csrc: Path) -> str:
     CacheError
         If one of them is missing. A hash without it would keep verdicts valid for other code.
     """
-    return code_hash([csrc, csrc.parent / "jit_flags", *(package / name for name in _OWN_CODE)])
+    return sources_sha256([csrc, csrc.parent / "jit_flags", *(package / name for name in _OWN_CODE)])[:32]
 
 
 @functools.cache
@@ -101,8 +101,8 @@ def code_of(kind: type[Backend]) -> str:
     if path is None or not path.is_file():
         content = f"process {_THIS_PROCESS}"
     elif getattr(module, "__package__", None) and kind.__module__.partition(".")[0] != "fp4dispatch":
-        content = code_hash([path.parent])[:16]
+        content = sources_sha256([path.parent])[:16]
     else:
-        content = code_hash([path])[:16]
+        content = sources_sha256([path])[:16]
     version = getattr(sys.modules.get(kind.__module__.partition(".")[0]), "__version__", "")
     return f"{kind.__module__}:{kind.__qualname__} {version} {content}".replace("  ", " ")

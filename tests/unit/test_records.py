@@ -78,6 +78,11 @@ def test_what_lacks_something_is_no_record(change, words, tmp_path):
     assert not (tmp_path / "new.json").exists()
 
 
+def test_a_record_written_to_a_folder_names_its_file(tmp_path):
+    records.write(tmp_path, "race", RACE["facts"], {key: RACE[key] for key in records.KINDS["race"]})
+    assert [path.name for path in tmp_path.iterdir()] == ["race-h100.json"]
+
+
 def test_a_record_under_another_name_is_refused(tmp_path):
     (tmp_path / "race-h200.json").write_text(records.text(RACE))
     with pytest.raises(ValueError, match=r"make it race-h100\.json"):

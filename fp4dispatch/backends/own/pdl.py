@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends.code_hash import code_hash
 from fp4dispatch.backends.own import launch_chain, launch_operands
 from fp4dispatch.backends.own.launch_chain import LaunchChain
 from fp4dispatch.backends.own.launch_operands import Sizes
@@ -32,6 +31,7 @@ from fp4dispatch.jit import LoadedKernel
 from fp4dispatch.jit.catalog import manifest
 from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.jit.store import records
+from fp4dispatch.jit.store.digests import sources_sha256
 from fp4dispatch.machine import capture
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine.locks import ForkSafeLock
@@ -226,4 +226,4 @@ def _facts() -> dict[str, str]:
 def _own_code() -> str:
     """Hash the sources of the trial."""
     modules = [Path(str(module.__file__)) for module in (launch_chain, launch_operands)]
-    return code_hash([*modules, Path(__file__), manifest.installed().csrc / "checks" / "race_chain.cu"])
+    return sources_sha256([*modules, Path(__file__), manifest.installed().csrc / "checks" / "race_chain.cu"])[:32]

@@ -1,4 +1,4 @@
-"""Hashes of files. The inputs of a build are identified by content, not by date.
+"""Hashes of files. The inputs of a build, and the code that a stored result depends on, are identified by content.
 
 ``mtime`` can be set to any value; the change time of an inode (``st_ctime``) cannot. A write to a file, or a new file
 in its place, changes device, inode, size or ``st_ctime``. So a hash is reused as long as these four are the same.
@@ -10,9 +10,11 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from fp4dispatch.errors import CacheError
 
 Identity = tuple[int, int, int, int]
 """Device, inode, ``st_ctime`` in nanoseconds, size in bytes."""
@@ -38,6 +40,38 @@ def digest_of(descriptor: int) -> str:
         state.update(block)
         offset += len(block)
     return state.hexdigest()
+
+
+def sources_sha256(roots: Iterable[Path]) -> str:
+    """Return the SHA-256 over files, and over folders with all that is in them: names relative to the root, and bytes.
+
+    ``__pycache__`` does not count. What is stored under such a hash holds only for the code that it was made with.
+
+    Raises
+    ------
+    CacheError
+        If a root is missing, holds no file, or cannot be read: a hash without it would stand for other code.
+    """
+    state = hashlib.sha256()
+    for root in roots:
+        try:
+            files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if _is_source(path, root))
+            if not files:
+                raise FileNotFoundError("it is missing, or an empty folder")
+            for path in files:
+                name = f"{root.name}/{path.relative_to(root).as_posix()}"
+                state.update(f"{len(name)} {name}".encode() + hashlib.sha256(path.read_bytes()).digest())
+        except OSError as error:
+            raise CacheError(
+                f"proofs of kernels and verdicts on them are stored under a hash of {root}, which cannot be read: "
+                f"{error}. Install the package again"
+            ) from error
+    return state.hexdigest()
+
+
+def _is_source(path: Path, root: Path) -> bool:
+    """Whether a path is a source file, not a cache file of Python."""
+    return path.is_file() and "__pycache__" not in path.relative_to(root).parts
 
 
 def digest_once(path: Path) -> str:
