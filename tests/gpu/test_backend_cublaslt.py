@@ -72,6 +72,8 @@ def test_our_kernels_are_used_where_they_can_be_compiled(scaling):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @kinds
 def test_the_bits_are_those_of_the_path_without_our_kernels(scaling, static, dtype, n, k, bias, monkeypatch):
+    if scaling == "nvfp4":
+        k = k // 16 * 16  # whole blocks
     backend = registry.instance("cublaslt")
     case = case_of(scaling, 1, dtype=dtype, n=n, k=k, bias=bias, static=static)
     weights = contract.make_weights(case, "cuda", 1)

@@ -168,8 +168,8 @@ class Around(Backend):
         self.calls += 1
         if self.spoil_x and isinstance(x, torch.Tensor):
             x = self.spoil_x(x.clone())
-        if self.spoil_bias and out.shape[0] == 1:
-            bias = None
+        if self.spoil_bias and bias is not None and out.shape[0] == 1:
+            bias = torch.zeros_like(bias)  # not None, which a backend that was planned with a bias may refuse
         before = out.clone()
         self.inner.run(plan, prepared, x, out, bias)
         if self.spoil_out:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -78,6 +79,14 @@ def test_a_layer_holds_its_packed_copy_alone_and_computes_the_same():
     assert answers(made, x, wants)
     assert made.compact() == 0
     assert is_dropped(made)
+
+
+def test_what_nobody_else_holds_is_freed_at_once():
+    made = layer()
+    made(torch.randn(1, K).bfloat16())
+    held = [weakref.ref(made.weight), weakref.ref(made.weight_scale)]
+    assert made.compact() == FREED
+    assert [found() for found in held] == [None, None]
 
 
 @pytest.mark.parametrize("options", [{}, {"shards": (40, 32, 24)}, {"static": True}])
