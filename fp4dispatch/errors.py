@@ -81,6 +81,14 @@ class CaptureError(Fp4DispatchError, RuntimeError):
     """Host work (build, plan, tune, workspace growth) was needed while a CUDA graph was being captured."""
 
 
+class CaptureDeniedError(CaptureError):
+    """A backend requested by name must not run in a CUDA graph, by a rule. ``decision`` holds the rule."""
+
+    def __init__(self, message: str, decision: Explanation | None = None) -> None:
+        super().__init__(message)
+        self.decision = decision
+
+
 class CheckpointError(Fp4DispatchError, ValueError):
     """A checkpoint is missing, truncated, malformed or hostile. The model is unchanged."""
 

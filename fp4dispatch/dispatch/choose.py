@@ -10,16 +10,17 @@ from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.registry import instance
 from fp4dispatch.dispatch import here, tuned
-from fp4dispatch.dispatch.report import refusal, report
+from fp4dispatch.dispatch.report import capture_refusal, refusal, report
 from fp4dispatch.dispatch.report import reset as forget_reports
 from fp4dispatch.dispatch.request import Request, requested
+from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy import resolve
 from fp4dispatch.policy.rules import m_bucket
 from fp4dispatch.problem import Op, Problem, Scaling
-from fp4dispatch.problem.decision import Decision, Reason
+from fp4dispatch.problem.decision import Decision, Reason, RuleHit
 from fp4dispatch.settings import settings
 from fp4dispatch.trust.verdict import CheckResult
 
@@ -67,6 +68,8 @@ def select(
         If the name, from the argument or from the environment, is not a backend.
     CaptureError
         If a backend would have to be self-checked while a CUDA graph is being captured.
+    CaptureDeniedError
+        Inside :func:`fp4dispatch.machine.capture.mode`, if a rule about capture forbids the named backend.
 
     Notes
     -----
@@ -88,6 +91,8 @@ def select(
     decision = replace(cached[1], problem=problem)
     if decision.backend is None:
         raise refusal(decision, layer, here.seen_from(cached[0], gpu), request[2])
+    if _capture.declared() is not None and (hits := denied_in_graph(decision, here.seen_from(cached[0], gpu))):
+        raise capture_refusal(decision, hits, layer)
     if say:
         report(decision)
     return decision
@@ -159,6 +164,17 @@ def not_for_capture(decision: Decision, gpu: int | None) -> str:
         for hit in hits
         if hit.id not in known
     )
+
+
+def denied_in_graph(decision: Decision, system: System) -> tuple[RuleHit, ...]:
+    """Return the rules against a named backend that hold in the graph of this decision, and not outside of graphs."""
+    problem = decision.problem
+    if problem.capture == "none" or decision.backend is None or decision.requested == registry.AUTO:
+        return ()
+    bucket = m_bucket(problem.m, problem.op, system.arch)
+    eager = replace(problem, m=bucket, capture="none", m_min=1)
+    known = {hit.id for hit in resolve.denials(decision.backend, eager, system)}
+    return tuple(hit for hit in decision.verdict(decision.backend).denied if hit.id not in known)
 
 
 def decide_anew() -> None:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch.whatif import reproduce
-from fp4dispatch.errors import BackendUnsupportedError, NoBackendError
+from fp4dispatch.errors import BackendUnsupportedError, CaptureDeniedError, NoBackendError
 from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.machine.system import System
-from fp4dispatch.problem.decision import Decision
+from fp4dispatch.problem.decision import Decision, RuleHit
 from fp4dispatch.settings import settings
 
 logger = logging.getLogger("fp4dispatch")
@@ -105,6 +105,21 @@ def refusal(decision: Decision, layer: str, system: System, disabled: Iterable[s
         return BackendUnsupportedError(text, decision)
     head = f"nothing can run {decision.problem} on {decision.machine}" + (f', layer "{layer}"' if layer else "")
     return NoBackendError("\n".join([head, *decision.text().splitlines()[1:], command]), decision)
+
+
+def capture_refusal(decision: Decision, hits: Iterable[RuleHit], layer: str) -> CaptureDeniedError:
+    """Return the error for a named backend that must not run in a CUDA graph, with the rules that say so."""
+    who = "" if decision.requested_by == ARGUMENT else f" by {decision.requested_by}"
+    where = f' for layer "{layer}"' if layer else ""
+    why = "; ".join(
+        f"{hit.code} {hit.because} [{hit.id}; {hit.source}]" + (f" (fix: {hit.fix})" if hit.fix else "") for hit in hits
+    )
+    others = ", ".join(v.backend for v in decision.verdicts if v.accepted) or "nothing"
+    return CaptureDeniedError(
+        f'backend="{decision.backend}" was requested{who}{where} and must not run {decision.problem} in a CUDA graph: '
+        f"{why}.\n  Run it without graphs, or name another backend for them. Could run it there: {others}",
+        decision,
+    )
 
 
 def once(key: object, level: int, text: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.errors import Fp4DispatchError, InputError
+from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine import system as _system
 from fp4dispatch.models.state_loading import StateLoading
 from fp4dispatch.models.stored_weights import never
@@ -32,19 +33,23 @@ class BackendBinding(StateLoading):
     input_scale: Tensor | None
     bias: nn.Parameter | None
     capture: CaptureMode = "none"
-    """Capture mode for which backends are chosen. :meth:`choose_for` sets it."""
+    """Capture mode for which backends are chosen outside of :func:`fp4dispatch.machine.capture.mode`.
+    :meth:`choose_for` sets it."""
     m_min: int = 1
     """Smallest M that the caller guarantees in a capture. For M == 0 a layer returns before any launch."""
     _prepared: dict[str, Prepared]
     """Prepared weights by layout name."""
     _bound: dict[torch.dtype, routes.Bound]
+    _graph_bound: dict[_capture.Declared, dict[torch.dtype, routes.Bound]]
+    """Bindings that were made inside :func:`fp4dispatch.machine.capture.mode`. Each dtype is in ``_bound`` too."""
     _captured: list[routes.Bound]
     """Bindings that were replaced. CUDA graphs may hold the addresses of their tensors, so they are kept."""
 
     def bind(self, dtype: torch.dtype | None = None) -> routes.Bound:
         """Choose a backend for each range of M and prepare the weights. Host work; idempotent.
 
-        Weights that were written since the last call are prepared again.
+        Weights that were written since the last call are prepared again. Inside
+        :func:`fp4dispatch.machine.capture.mode` this binds for that mode, beside what other calls use.
 
         Raises
         ------
@@ -53,8 +58,14 @@ class BackendBinding(StateLoading):
         """
         dtype = self.dtype if dtype is None else dtype
         self._update_layouts()
-        if dtype in self._bound:
-            return self._bound[dtype]
+        declared = _capture.declared()
+        found = self._bounds(declared).get(dtype)
+        if found is not None:
+            return found
+        own = self._bound.get(dtype) or self._bind_own(dtype)
+        return own if declared is None else self._bind_declared(declared, own)
+
+    def _bind_own(self, dtype: torch.dtype) -> routes.Bound:
         if dtype not in routes.OUT_DTYPE:
             raise InputError(
                 f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32: convert it, "
@@ -64,7 +75,18 @@ class BackendBinding(StateLoading):
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
         if not self._bound:
             self._record_stored()
-        return self._set_bound(self._choose(dtype))
+        with _capture.mode("none"):
+            return self._set_bound(self._choose(dtype, (self.capture, self.m_min)), self._bound)
+
+    def _bind_declared(self, declared: _capture.Declared, own: routes.Bound) -> routes.Bound:
+        """Bind for a declared capture mode. The same choice shares spec, plans and tensors with ``own``."""
+        problem = self.problem(1, own.dtype)
+        fresh = binding.like(own, problem, self.backend, self.name) or self._choose(own.dtype, declared)
+        return self._set_bound(fresh, self._graph_bound.setdefault(declared, {}))
+
+    def _bounds(self, declared: _capture.Declared | None) -> dict[torch.dtype, routes.Bound]:
+        """Return what is bound for a declared capture mode, or for the layer's own mode."""
+        return self._bound if declared is None else self._graph_bound.get(declared, {})
 
     def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
         """Choose backends again, e.g. after tuning or a new verdict, and bind.
@@ -73,26 +95,28 @@ class BackendBinding(StateLoading):
         """
         dtype = self.dtype if dtype is None else dtype
         self._update_layouts()
-        old = self._bound.get(dtype)
-        if old is None:
+        declared = _capture.declared()
+        bounds = self._bounds(declared)
+        if dtype not in bounds:
             return self.bind(dtype)
-        return self._replace_bound(self._choose(dtype))
+        return self._replace_bound(self._choose(dtype, declared or (self.capture, self.m_min)), bounds)
 
-    def _replace_bound(self, fresh: routes.Bound) -> routes.Bound:
-        old = self._bound[fresh.dtype]
+    def _replace_bound(self, fresh: routes.Bound, bounds: dict[torch.dtype, routes.Bound]) -> routes.Bound:
+        old = bounds[fresh.dtype]
         if fresh.spec is old.spec:
             old.decisions = fresh.decisions
             return old
         if old.captured:
             self._captured.append(old)
-        self._set_bound(fresh)
+        self._set_bound(fresh, bounds)
         self._drop_unused()
         return fresh
 
     def choose_for(self, capture: CaptureMode, m_min: int = 1) -> None:
         """Set the capture mode and choose backends for it. Binds again where the choice changes. Host work.
 
-        Backends chosen for ``full`` or ``piecewise`` also serve calls outside of CUDA graphs.
+        Backends chosen for ``full`` or ``piecewise`` also serve calls outside of CUDA graphs. To choose for graphs
+        alone, see :func:`fp4dispatch.machine.capture.mode`.
 
         Parameters
         ----------
@@ -109,28 +133,28 @@ class BackendBinding(StateLoading):
             return
         self.capture, self.m_min = capture, m_min
         try:
-            changed = [d for d, bound in self._bound.items() if not self._still_chosen(d, bound)]
-            fresh = [self._choose(dtype) for dtype in changed]
+            with _capture.mode("none"):
+                changed = [d for d, bound in self._bound.items() if not self._still_chosen(d, bound)]
+                fresh = [self._choose(dtype, (capture, m_min)) for dtype in changed]
         except Fp4DispatchError:
             self.capture, self.m_min = old
             raise
         for bound in fresh:
-            self._replace_bound(bound)
+            self._replace_bound(bound, self._bound)
 
     def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
         """Whether the policy still chooses the bound backends. Needs no weights: they may be dropped."""
         return binding.still_chosen(bound, self.problem(1, dtype), self.backend, self.name)
 
     def problem(self, m: int, dtype: torch.dtype | None = None) -> Problem:
-        """Return the problem of this layer for M tokens."""
+        """Return the problem of this layer for M tokens, with the capture mode that is declared, or its own."""
         op, scaling = self._kind()
+        capture, m_min = _capture.declared() or (self.capture, self.m_min)
         out_dtype = routes.OUT_DTYPE[self.dtype if dtype is None else dtype]
         n, k = self.out_features, self.in_features
-        return Problem(
-            op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None, self.capture, self.m_min
-        )
+        return Problem(op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None, capture, m_min)
 
-    def _choose(self, dtype: torch.dtype) -> routes.Bound:
+    def _choose(self, dtype: torch.dtype, mode: tuple[CaptureMode, int]) -> routes.Bound:
         return binding.bind(
             self.weights(),
             dtype=dtype,
@@ -139,19 +163,21 @@ class BackendBinding(StateLoading):
             backend=self.backend,
             layer=self.name,
             prepared=self._prepared,
-            capture_mode=self.capture,
-            m_min=self.m_min,
+            capture_mode=mode[0],
+            m_min=mode[1],
         )
 
-    def _set_bound(self, bound: routes.Bound) -> routes.Bound:
-        self._names[bound.dtype] = ([self._buffer_of(t) for t in bound.tensors], [], bound.spec.text)
-        self._bound[bound.dtype] = bound
+    def _set_bound(self, bound: routes.Bound, bounds: dict[torch.dtype, routes.Bound]) -> routes.Bound:
+        names = [self._buffer_of(t) for t in bound.tensors]
+        if bounds is self._bound:  # compiled calls pass these, and their operator finds what is bound for a mode
+            self._names[bound.dtype] = (names, [], bound.spec.text)
+        bounds[bound.dtype] = bound
         self._record(self._seen)
         return bound
 
     def _drop_unused(self) -> None:
         """Drop layouts and buffers that no bound dtype uses."""
-        used = {id(tensor) for bound in self._bound.values() for tensor in bound.tensors}
+        used = {id(tensor) for bound in self._every_bound() for tensor in bound.tensors}
         if self._dropped and any(id(tensor) not in used for tensor in self._prepared[self._dropped].tensors):
             self._restore()
         for name in [name for name in self._buffers if name.startswith("layout")]:
@@ -164,7 +190,7 @@ class BackendBinding(StateLoading):
         }
 
     def decisions(self) -> tuple[tuple[int, Decision], ...]:
-        """Return (largest M, Decision) for each range of M, for ``self.dtype``."""
+        """Return (largest M, Decision) for each range of M, for ``self.dtype``, in the mode that is declared."""
         return self.bind().decisions
 
     def _buffer_of(self, tensor: Tensor) -> str:
@@ -181,7 +207,7 @@ class BackendBinding(StateLoading):
         for name in [name for name in self._buffers if name.startswith("layout")]:
             delattr(self, name)
         owners.forget(self, self.__dict__.get("_keys", ()))
-        self._prepared, self._bound, self._names, self._captured = {}, {}, {}, []
+        self._prepared, self._bound, self._graph_bound, self._names, self._captured = {}, {}, {}, {}, []
         self._dropped, self._lent, self._keys = "", {}, []
         self._seen, self._unchanged = {}, never
 
@@ -193,7 +219,8 @@ class BackendBinding(StateLoading):
         self._forget()
         if self.device.type == "cuda" or (self.device.type == "cpu" and not _system.current().gpus):
             try:
-                self.bind()
+                with _capture.mode("none"):
+                    self.bind()
             except Fp4DispatchError:
                 self._forget()
 

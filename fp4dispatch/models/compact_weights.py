@@ -58,7 +58,7 @@ class CompactWeights(StoredWeights):
         capture.forbid_in_capture("dropping canonical weights", "compact(model), then capture")
         self._update_layouts()
         held = {name: self._buffers[name] for name in CANONICAL if self._buffers.get(name) is not None}
-        bounds = [*self._bound.values(), *self._captured]
+        bounds = [*self._every_bound(), *self._captured]
         read = {tensor.untyped_storage().data_ptr() for bound in bounds for tensor in bound.tensors}
         if self._dropped or len(held) < 2 or any(t.untyped_storage().data_ptr() in read for t in held.values()):
             return 0

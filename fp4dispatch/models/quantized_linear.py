@@ -25,7 +25,7 @@ from fp4dispatch.run import ops, routes
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
 _REBUILT = frozenset(
-    ("_prepared", "_bound", "_names", "_captured", "_dropped", "_seen", "_lent", "_keys", "_unchanged")
+    ("_prepared", "_bound", "_graph_bound", "_names", "_captured", "_dropped", "_seen", "_lent", "_keys", "_unchanged")
 )
 """Attributes that :meth:`QuantizedLinear._forget` sets. A pickle does not hold them."""
 
@@ -105,6 +105,8 @@ class QuantizedLinear(BackendBinding):
         CaptureError
             During CUDA graph capture, if there is no plan for this number of tokens: call :func:`warmup` before.
             Otherwise the call is safe to capture.
+        CaptureDeniedError
+            Inside :func:`fp4dispatch.machine.capture.mode`, if a rule about capture forbids the named backend.
         BackendUnsupportedError, NoBackendError
             If no backend, or not the named one, can run this layer.
         """
@@ -133,7 +135,7 @@ class QuantizedLinear(BackendBinding):
                     and not x.data_ptr() % 16
                     and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
                     and self._unchanged(self._buffers)
-                    and not (bound.cuda and capture.stream_is_capturing())
+                    and not (capture.modes_open or (bound.cuda and capture.stream_is_capturing()))
                 ):
                     out = x.new_empty(m, self.out_features)
                     if len(shape) == 2:
@@ -174,8 +176,12 @@ class QuantizedLinear(BackendBinding):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _ensure(self, dtype: torch.dtype) -> bool:
-        """Bind outside the trace of ``torch.compile``. Attributes that are read after this call get guards as usual."""
-        return bool(self.bind(dtype))
+        """Bind outside the trace of ``torch.compile``. Attributes that are read after this call get guards as usual.
+
+        A compiled call passes the tensors of the layer's own mode. Its operator asks which mode is declared.
+        """
+        with capture.mode("none"):
+            return bool(self.bind(dtype))
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -271,13 +277,25 @@ class QuantizedLinear(BackendBinding):
         return (f"activation={self.activation}",)
 
     def backend_text(self) -> str:
-        """Return the chosen backends as text, e.g. ``w4a16 (bf16) up to M=64, then cutlass (nvfp4)``."""
+        """Return the chosen backends as text, e.g. ``w4a16 (bf16) up to M=64, then cutlass (nvfp4)``.
+
+        Other choices for graphs follow in brackets.
+        """
         bound = self._bound.get(self.dtype) or next(iter(self._bound.values()), None)
         if bound is None:
             return "not chosen yet"
-        parts = [f"{route.backend} ({route.activation})" for route in bound.spec.routes]
-        limits = [f" up to M={route.m_max}" for route in bound.spec.routes[:-1]]
-        return ", then ".join(part + limit for part, limit in zip(parts, [*limits, ""], strict=True))
+        text = _routes_text(bound)
+        for declared, bounds in self._graph_bound.items():
+            other = bounds.get(bound.dtype)
+            if other is not None and (shown := _routes_text(other)) != text:
+                text += f" [{declared.capture} graphs from M={declared.smallest_m}: {shown}]"
+        return text
+
+
+def _routes_text(bound: routes.Bound) -> str:
+    parts = [f"{route.backend} ({route.activation})" for route in bound.spec.routes]
+    limits = [f" up to M={route.m_max}" for route in bound.spec.routes[:-1]]
+    return ", then ".join(part + limit for part, limit in zip(parts, [*limits, ""], strict=True))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -51,6 +51,7 @@ class StoredWeights(nn.Module):
 
     quantized: ClassVar[tuple[str, ...]]
     _bound: dict[torch.dtype, Bound]
+    _graph_bound: dict[capture.Declared, dict[torch.dtype, Bound]]
     _captured: list[Bound]
     _names: dict[torch.dtype, tuple[list[str], list[str], str]]
     """By dtype, for compiled calls: names of prepared buffers, names of stored buffers, and the spec text."""
@@ -112,7 +113,7 @@ class StoredWeights(nn.Module):
         weights = self.weights()
         fresh: dict[str, Prepared] = {}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        for bound in (*self._bound.values(), *self._captured):
+        for bound in (*self._every_bound(), *self._captured):
             for route in bound.spec.routes:
                 backend = choose.instance(route.backend)
                 if backend.layout_name not in fresh:
@@ -139,12 +140,18 @@ class StoredWeights(nn.Module):
 
     def _replace(self) -> None:
         """Prepare new layouts. Keep the old ones that a CUDA graph may read."""
-        captured = [*self._captured, *(bound for bound in self._bound.values() if bound.captured)]
+        captured = [*self._captured, *(bound for bound in self._every_bound() if bound.captured)]
         dtypes = list(self._bound)
         self._forget()
         self._captured = captured
-        for dtype in dtypes:
-            self.bind(dtype)
+        with capture.mode("none"):  # for other modes, the next call inside binds
+            for dtype in dtypes:
+                self.bind(dtype)
+
+    def _every_bound(self) -> list[Bound]:
+        """Return what is bound, for the layer's own mode and for declared ones; not what was replaced."""
+        declared = (bound for bounds in list(self._graph_bound.values()) for bound in list(bounds.values()))
+        return [*self._bound.values(), *declared]
 
     # --------------------------------------------------------------------------------------------------------- looking
 
@@ -170,7 +177,8 @@ class StoredWeights(nn.Module):
         addresses = [found.address for found in seen.values() if found is not None]
         owners.forget(self, self._keys)
         self._names = {dtype: (names, stored, spec) for dtype, (names, _, spec) in self._names.items()}
-        self._keys = [(bound.tensors[0].data_ptr(), *addresses) for bound in self._bound.values()]
+        first = dict.fromkeys(bound.tensors[0].data_ptr() for bound in self._every_bound())
+        self._keys = [(address, *addresses) for address in first]
         owners.register(self, self._keys)
 
     def _matches(self, buffers: Buffers) -> bool:
@@ -205,7 +213,9 @@ class StoredWeights(nn.Module):
 
     def bound_to(self, dtype: torch.dtype) -> Bound:
         """Return the bound layer for a dtype, up to date with the stored tensors. Host work only if they changed."""
-        bound = self._bound.get(dtype)
+        declared = capture.declared()
+        bounds = self._bound if declared is None else self._graph_bound.get(declared, {})
+        bound = bounds.get(dtype)
         return bound if bound is not None and self._unchanged(self._buffers) else self.bind(dtype)
 
     def stores(self, addresses: Sequence[int]) -> bool:
@@ -214,8 +224,8 @@ class StoredWeights(nn.Module):
 
     def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
         """Whether the layer is bound for a dtype with this spec, or with its first packed tensor at this address."""
-        bound = self._bound.get(dtype)
-        return bound is not None and (bound.spec.text == spec or bound.tensors[0].data_ptr() == address)
+        mine = [bound for bound in self._every_bound() if bound.dtype == dtype]
+        return any(bound.spec.text == spec or bound.tensors[0].data_ptr() == address for bound in mine)
 
     def same_content(self, stored: Sequence[Tensor]) -> bool:
         """Whether these tensors have the same bytes as the stored ones. Synchronises."""

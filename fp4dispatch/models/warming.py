@@ -50,7 +50,8 @@ def warmup(
         How CUDA graphs will capture the layers: ``full`` (one graph around everything), ``piecewise``
         (graphs between eager parts) or ``none``. The policy applies its capture rules, and the layers keep
         the mode. By default a layer keeps its mode, or gets ``full`` if it has none: backends that may be captured may
-        also run without a graph.
+        also run without a graph. Inside :func:`fp4dispatch.machine.capture.mode` the declared mode is used, for
+        graphs alone: what the layers use outside stays as it is, and ``capture`` and ``m_min`` may only repeat it.
     m_min
         Smallest number of tokens that the caller guarantees in a capture. 1 by default: for 0 tokens a layer returns
         before any launch. An engine whose captured pieces read M at replay passes 0. Then no backend is chosen that
@@ -72,8 +73,8 @@ def warmup(
     Raises
     ------
     InputError
-        If the model has no quantised layer, a number of tokens is not positive, the capture mode is none, or ranks
-        tune different shapes.
+        If the model has no quantised layer, a number of tokens is not positive, the capture mode is unknown or not
+        the declared one, or ranks tune different shapes.
     CaptureError
         If a CUDA graph is being captured already.
     BackendUnsupportedError, NoBackendError
@@ -119,17 +120,29 @@ def _modes(subjects: _Subjects, capture: CaptureMode | None, m_min: int | None) 
         raise InputError(f"capture={capture!r} is not known; use one of {', '.join(map(repr, CAPTURE_MODES))}")
     if m_min is not None and (type(m_min) is not int or m_min < 0):
         raise InputError(f"m_min={m_min!r} is not a number of tokens: need an integer of at least 0")
+    declared = _capture.declared()
+    if declared is not None and (capture not in (None, declared.capture) or m_min not in (None, declared.smallest_m)):
+        raise InputError(
+            f"capture={capture!r}, m_min={m_min!r} inside capture.mode({declared.capture!r}, "
+            f"smallest_m={declared.smallest_m}): leave them out, or warm up outside of the block"
+        )
     found: list[tuple[CaptureMode, int]] = []
     for layer, _ in subjects:
         check_request(layer.op, layer.backend)
+        if declared is not None:
+            found.append(declared)
+            continue
         mode = capture or ("full" if layer.capture == "none" else layer.capture)
         found.append((mode, layer.m_min if m_min is None else m_min))
     return found
 
 
 def _choose(subjects: _Subjects, modes: list[tuple[CaptureMode, int]]) -> None:
-    for (layer, _), mode in zip(subjects, modes, strict=True):
-        layer.choose_for(*mode)
+    for (layer, dtype), mode in zip(subjects, modes, strict=True):
+        if _capture.declared() is None:
+            layer.choose_for(*mode)
+        else:
+            layer.bind(dtype)
 
 
 def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, int]]) -> list[Ask]:

@@ -68,8 +68,10 @@ def bind(
         As :func:`fp4dispatch.dispatch.choose.select` does.
     SelfCheckFailed
         If a backend that was named gives wrong numbers for this layer. ``prepared`` is then unchanged.
+    CaptureDeniedError
+        Inside :func:`fp4dispatch.machine.capture.mode`, if a rule about capture forbids a backend that was named.
     """
-    capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", "fp4dispatch.warmup(model, tokens=[...])")
+    capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", capture.warmup_call("..."))
     prepared = {} if prepared is None else prepared
     device = weights.weight.device
     gpu = routes.gpu_of(device)
@@ -128,15 +130,32 @@ def still_chosen(bound: Bound, any_m: Problem, backend: str | None, layer: str) 
 
     Raises as :func:`bind`.
     """
+    decisions = _same_choice(bound, any_m, backend, layer)
+    bound.decisions = decisions or bound.decisions
+    return decisions is not None
+
+
+def like(bound: Bound, any_m: Problem, backend: str | None, layer: str) -> Bound | None:
+    """Return a binding for another capture mode with the spec and tensors of this one; None if the choice differs.
+
+    Raises as :func:`bind`.
+    """
+    decisions = _same_choice(bound, any_m, backend, layer)
+    return None if decisions is None else Bound(bound.spec, bound.tensors, decisions, bound.dtype, bound.bias)
+
+
+def _same_choice(
+    bound: Bound, any_m: Problem, backend: str | None, layer: str
+) -> tuple[tuple[int, Decision], ...] | None:
+    """Return the decisions for a problem if they are the bound backends, else None."""
     decisions, refusals = _decide(any_m, backend, layer, routes.gpu_of(bound.tensors[0].device))
     found = [
         (m, str(decision.backend), decision.activation, refused)
         for (m, decision), refused in zip(decisions, refusals, strict=True)
     ]
     if found != [(route.m_max, route.backend, route.activation, route.refused) for route in bound.spec.routes]:
-        return False
-    bound.decisions = tuple(decisions)
-    return True
+        return None
+    return tuple(decisions)
 
 
 def _decide(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.dispatch import choose
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine import capture
 from fp4dispatch.problem import Op, Problem, Scaling, SfLayout
 from fp4dispatch.run import binding, routes
 from fp4dispatch.run.operands import check_bias, check_types
@@ -229,8 +232,11 @@ def _gemm(
         sf_layout=sf_layout,
         raw=True,
     )
+    asked = problem
+    if (declared := capture.declared()) is not None:
+        asked = replace(problem, capture=declared.capture, m_min=declared.smallest_m)
     gpu = routes.gpu_of(out.device)
-    decision = choose.select(problem, backend=name, gpu=gpu)
+    decision = choose.select(asked, backend=name, gpu=gpu)
     binding.check_capture(decision, gpu)
     backend = choose.instance(str(decision.backend))
     prepared = backend.prepare(weights)

@@ -122,7 +122,7 @@ class LayerSpec:
             planned = ", ".join(map(str, self.planned())) or "none"
             raise CaptureError(
                 f"no plan for M={m} while a CUDA graph is being captured; building one now would break the capture.\n"
-                f"  Before capturing: fp4dispatch.warmup(model, tokens=[{m}])   Planned for this layer: M = {planned}"
+                f"  Before capturing: {capture.warmup_call(str(m))}   Planned for this layer: M = {planned}"
             )
         backend = choose.instance(route.backend)
         if not backend.plans_by_m:
