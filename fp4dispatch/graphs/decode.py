@@ -1,0 +1,179 @@
+"""Decode steps as one CUDA graph: attention and cache update included, for a static cache.
+
+A graph holds the addresses of one cache, so there is one graph for each cache and batch size. It is captured at the
+first step of a batch size that ``enable(decode=...)`` names, and dropped when its cache is.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fp4dispatch.graphs.capturing import CudaTape, Segment, Tape
+from fp4dispatch.graphs.hf_attention import CACHE
+
+_CAPTURABLE = {"StaticLayer"}
+"""Cache layers whose ``update`` decides nothing on the host."""
+
+
+def why_not(cache: object) -> str:
+    """Return why a step with this cache cannot be one graph; empty if it can."""
+    layers = getattr(cache, "layers", None)
+    if not layers:
+        return f"the cache is a {type(cache).__name__}; one graph for a step needs a StaticCache"
+    for layer in layers:
+        if type(layer).__name__ not in _CAPTURABLE:
+            return f"the cache has a {type(layer).__name__}, which decides on the host; need a StaticLayer everywhere"
+        if not layer.is_initialized:
+            return "the cache holds no prompt yet"
+    return ""
+
+
+def addresses(cache: Any) -> tuple[int, ...]:
+    """Return the addresses of what a static cache holds."""
+    return tuple(t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values, layer.cumulative_length))
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """One argument of a layer: its tree, and for each leaf the static tensor that stands for it, or its value."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+
+class DecodeStep:
+    """One captured step for one cache.
+
+    Parameters
+    ----------
+    forwards
+        Of the decoder layers.
+    hidden
+        [sequences, 1, hidden], of the step to capture.
+    arguments
+        What each layer gets by name.
+    tape
+        Makes the graph; CUDA's by default.
+
+    Raises
+    ------
+    Exception
+        Whatever stops the capture. The cache is as before then.
+    """
+
+    def __init__(
+        self,
+        forwards: Sequence[Any],
+        hidden: Tensor,
+        arguments: Sequence[Mapping[str, Any]],
+        tape: Tape | None = None,
+    ) -> None:
+        began = time.perf_counter()
+        cache = arguments[0][CACHE]
+        self.cache, self.addresses = weakref.ref(cache), addresses(cache)
+        self._hidden = hidden.clone()
+        sources: list[tuple[Tensor, Tensor]] = []
+        self._arguments = [{name: _static(value, cache, sources) for name, value in a.items()} for a in arguments]
+        given = [
+            {name: pytree.tree_unflatten(list(a.leaves), a.tree) for name, a in layer.items()}
+            for layer in self._arguments
+        ]
+        lengths = [layer.cumulative_length.clone() for layer in cache.layers]
+        tape = CudaTape(hidden.device) if tape is None else tape
+        try:
+            with torch.no_grad(), tape.session():
+                for _ in range(2):  # each writes the keys and values of this step where the replay writes them again
+                    _chain(forwards, self._hidden, given)
+                    _rewind(cache, lengths)
+                try:
+                    tape.begin()
+                    self._output = _chain(forwards, self._hidden, given)
+                    self._segment: Segment = tape.end()
+                except BaseException:
+                    tape.abandon()
+                    raise
+        finally:
+            _rewind(cache, lengths)
+        self.seconds = time.perf_counter() - began
+
+    def serves(self, cache: object) -> bool:
+        """Whether the graph is of this cache, with its tensors where they were."""
+        return cache is self.cache() and addresses(cache) == self.addresses
+
+    def fits(self, index: int, arguments: Mapping[str, Any]) -> str:
+        """Return why a layer's arguments are not what was captured; empty if they are."""
+        known = self._arguments[index]
+        if arguments.keys() != known.keys():
+            return f"other arguments: {', '.join(sorted(arguments.keys() ^ known.keys()))}"
+        for name, value in arguments.items():
+            leaves, tree = _flat(value)
+            if tree != known[name].tree or not all(map(_alike, leaves, known[name].leaves)):
+                return f"{name} is not what was captured"
+        return ""
+
+    def load(self, index: int, arguments: Mapping[str, Any], loaded: dict[int, Tensor]) -> None:
+        """Load a layer's arguments. ``loaded``: what this step has loaded already, by address of the copy."""
+        for name, value in arguments.items():
+            for leaf, static in zip(_flat(value)[0], self._arguments[index][name].leaves, strict=True):
+                if isinstance(leaf, Tensor) and loaded.get(static.data_ptr()) is not leaf:
+                    loaded[static.data_ptr()] = leaf
+                    static.copy_(leaf)
+
+    def replay(self, hidden: Tensor) -> Tensor:
+        """Run the step on the loaded arguments; return [sequences, 1, hidden], a copy."""
+        self._hidden.copy_(hidden)
+        self._segment.replay()
+        return self._output.clone()
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self._segment.reset()
+
+
+def _static(value: Any, cache: object, sources: list[tuple[Tensor, Tensor]]) -> _Argument:
+    """Replace the tensors of an argument by copies at fixed addresses. One tensor has one copy in all layers."""
+    if value is cache:
+        return _Argument(_LEAF, (cache,))
+    leaves, tree = _flat(value)
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            copy = next((static for source, static in sources if source is leaf), None)
+            if copy is None:
+                copy = leaf.clone()
+                sources.append((leaf, copy))
+            leaf = copy
+        found.append(leaf)
+    return _Argument(tree, tuple(found))
+
+
+def _flat(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten(value) if isinstance(value, (tuple, list, dict)) else ([value], _LEAF)
+
+
+_LEAF = pytree.tree_structure(0)
+
+
+def _alike(value: object, known: object) -> bool:
+    if isinstance(value, Tensor) and isinstance(known, Tensor):
+        return value.shape == known.shape and value.dtype == known.dtype
+    return value is known or (type(value) is type(known) and not isinstance(value, Tensor) and bool(value == known))
+
+
+def _chain(forwards: Sequence[Any], hidden: Tensor, given: Sequence[Mapping[str, Any]]) -> Tensor:
+    for forward, arguments in zip(forwards, given, strict=True):
+        hidden = forward(hidden, **arguments)
+    return hidden
+
+
+def _rewind(cache: Any, lengths: Sequence[Tensor]) -> None:
+    for layer, length in zip(cache.layers, lengths, strict=True):
+        layer.cumulative_length.copy_(length)

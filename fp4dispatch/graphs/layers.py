@@ -1,0 +1,346 @@
+"""The decoder layers of a model, captured for one number of tokens after the other.
+
+Only the layers are captured. Embedding, masks, rotary angles, final norm and head are the model's own eager code around
+them, so that a segment depends on the number of tokens alone. The tokens of all sequences form one row of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fp4dispatch.errors import CaptureError
+from fp4dispatch.graphs import hf_attention, program
+from fp4dispatch.graphs.bridges import Bridges
+from fp4dispatch.graphs.capturing import CudaTape, Tape
+from fp4dispatch.graphs.program import Batch, Break, Later, Program, Recorder, Results
+
+_WITHHELD = {hf_attention.CACHE: None, "use_cache": False}
+"""What captured code gets for these arguments. Breaks get the real ones."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to capture.
+
+    Attributes
+    ----------
+    inner
+        The module whose ``forward`` runs the layers.
+    layers
+        Its decoder layers. It calls each once, in this order, with hidden states [sequences, length, hidden] and
+        otherwise arguments by name; a layer returns hidden states.
+    attention
+        Attention modules of Hugging Face models: see :mod:`fp4dispatch.graphs.hf_attention`.
+    breaks
+        Further modules to run eagerly. Each maps hidden states to hidden states.
+    per_token
+        Arguments of the layers that captured code reads. All their tensors are [sequences or 1, length, ...].
+    example
+        Runs ``inner`` eagerly on one sequence of so many tokens, without a cache.
+    """
+
+    inner: nn.Module
+    layers: tuple[nn.Module, ...]
+    attention: tuple[nn.Module, ...]
+    breaks: tuple[nn.Module, ...]
+    per_token: tuple[str, ...]
+    example: Callable[[int], object]
+
+
+@dataclass
+class Bucket:
+    """One captured number of tokens.
+
+    ``hidden``: bridge [rows, hidden]. ``per_token``: layer -> name -> bridges. ``given``: what captured code gets, by
+    layer. ``loaded``: per-token arguments of the current call, by address of their bridge.
+    """
+
+    rows: int
+    program: Program
+    hidden: Tensor
+    per_token: list[dict[str, list[Tensor]]]
+    given: list[dict[str, Any]]
+    seconds: float = 0.0
+    nbytes: int = 0
+    loaded: dict[int, Tensor] = field(default_factory=dict)
+
+
+class CapturedLayers:
+    """Segments of all buckets, and the bridges between them.
+
+    Parameters
+    ----------
+    spec
+        What to capture.
+    rows
+        The buckets: numbers of tokens.
+    tape
+        Makes the graphs; CUDA's by default.
+    """
+
+    def __init__(self, spec: Spec, rows: Sequence[int], tape: Tape | None = None) -> None:
+        self.spec, self.rows = spec, tuple(sorted(set(rows)))
+        self.device = next(spec.inner.parameters()).device
+        self.bridges = Bridges(self.device, self.rows[-1])
+        self.forwards = [layer.forward for layer in spec.layers]
+        self.buckets: dict[int, Bucket] = {}
+        self._tape = CudaTape(self.device) if tape is None else tape
+
+    # --------------------------------------------------------------------------------------------------------- capture
+
+    def capture(self) -> None:
+        """Capture every bucket, the largest first: the smaller ones then fit into its memory.
+
+        Raises
+        ------
+        Exception
+            Whatever stops it. Nothing is captured then, and the memory is returned.
+        """
+        try:
+            for rows in reversed(self.rows):
+                began, before = time.perf_counter(), self._reserved()
+                bucket = self.buckets[rows] = self._capture(rows)
+                bucket.seconds, bucket.nbytes = time.perf_counter() - began, self._reserved() - before
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Free all segments and bridges."""
+        for bucket in self.buckets.values():
+            bucket.program.reset()
+        self.buckets = {}
+        self.bridges = Bridges(self.device, self.rows[-1])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+    def _capture(self, rows: int) -> Bucket:
+        with torch.no_grad():
+            named, width, dtype = self._watched(rows)  # the first warm-up: as the model runs, metadata included
+            hidden = self.bridges.take("hidden", rows, (width,), dtype)
+            per_token, given = self._given(named, rows)
+            with self._tape.session():
+                self.run(self.recorder(rows), hidden, given)  # the second, on the stream of the capture
+                recorder = self.recorder(rows, self._tape)
+                try:
+                    recorder.begin()
+                    output = self.run(recorder, hidden, given)
+                    captured = recorder.finish(output)
+                except BaseException:
+                    self._tape.abandon()
+                    recorder.program.reset()
+                    raise
+        return Bucket(rows, captured, hidden, per_token, given)
+
+    def recorder(self, rows: int, tape: Tape | None = None, results: Results | None = None) -> Recorder:
+        """Return a recorder for a bucket."""
+        return Recorder(self.bridges, rows, len(self.forwards), tape, results)
+
+    def _watched(self, rows: int) -> tuple[list[dict[str, Any]], int, torch.dtype]:
+        """Run the inner module eagerly. Return what each layer got by name; width and dtype of hidden states."""
+        found: dict[int, dict[str, Any]] = {}
+        states: list[Tensor] = []
+
+        def watching(index: int) -> Callable[..., Any]:
+            def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if args or index != len(found):
+                    raise CaptureError(
+                        f"layer {index} is called with {len(args)} arguments without a name, as number {len(found)}; "
+                        "need hidden states, the others by name, and each layer once in order"
+                    )
+                if hidden.ndim != 3 or tuple(hidden.shape[:2]) != (1, rows):
+                    raise CaptureError(f"layer {index} gets {list(hidden.shape)}; need [1, {rows}, hidden]")
+                found[index] = kwargs
+                states[:] = [hidden]
+                return self.forwards[index](hidden, **kwargs)
+
+            return forward
+
+        with ExitStack() as undo:
+            for i, layer in enumerate(self.spec.layers):
+                undo.enter_context(replaced_forward(layer, watching(i)))
+            self.spec.example(rows)
+        if len(found) != len(self.forwards):
+            raise CaptureError(f"the inner module called {len(found)} of {len(self.forwards)} layers; need all of them")
+        return [found[i] for i in range(len(found))], states[0].shape[2], states[0].dtype
+
+    def _given(
+        self, named: Sequence[Mapping[str, Any]], rows: int
+    ) -> tuple[list[dict[str, list[Tensor]]], list[dict[str, Any]]]:
+        """Return the bridges of per-token arguments, and what captured code gets, for each layer.
+
+        A tensor that several layers get has one bridge.
+        """
+        sources: list[Tensor] = []
+        bridges: list[dict[str, list[Tensor]]] = []
+        given: list[dict[str, Any]] = []
+        for arguments in named:
+            mine: dict[str, list[Tensor]] = {}
+            gets: dict[str, Any] = {}
+            for name, value in arguments.items():
+                if name in self.spec.per_token:
+                    leaves, tree = pytree.tree_flatten(value)
+                    mine[name] = [self._per_token(sources, leaf, rows, name) for leaf in leaves]
+                    gets[name] = pytree.tree_unflatten([bridge.unsqueeze(0) for bridge in mine[name]], tree)
+                else:
+                    gets[name] = _WITHHELD[name] if name in _WITHHELD else Later(name)
+            bridges.append(mine)
+            given.append(gets)
+        return bridges, given
+
+    def _per_token(self, sources: list[Tensor], leaf: Any, rows: int, name: str) -> Tensor:
+        if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[:2] != (1, rows):
+            shape = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise CaptureError(f"{name} is {shape}; an argument with one row for each token needs [1, {rows}, ...]")
+        index = next((i for i, other in enumerate(sources) if other is leaf), len(sources))
+        if index == len(sources):
+            sources.append(leaf)
+        bridge = self.bridges.take(f"argument {index}", rows, tuple(leaf.shape[2:]), leaf.dtype)
+        bridge.copy_(leaf[0])
+        return bridge
+
+    def run(self, recorder: Recorder, hidden: Tensor, given: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Run all layers on [rows, hidden] under a recorder; return the same shape."""
+        states = hidden.unsqueeze(0)
+        with self._breaking(recorder):
+            for index, arguments in enumerate(given):
+                states = self._layer(recorder, index, states, arguments)
+        return states[0]
+
+    def run_layer(self, recorder: Recorder, index: int, states: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Run one layer on [1, rows, hidden] under a recorder."""
+        with self._breaking(recorder):
+            return self._layer(recorder, index, states, given)
+
+    @contextmanager
+    def _breaking(self, recorder: Recorder) -> Iterator[None]:
+        with program.recording(recorder), ExitStack() as undo:
+            undo.enter_context(hf_attention.breaking(self.spec.attention))
+            for i, module in enumerate(self.spec.breaks):
+                undo.enter_context(replaced_forward(module, _breaking(f"break {i}", module.forward)))
+            yield
+
+    def _layer(self, recorder: Recorder, index: int, states: Tensor, given: Mapping[str, Any]) -> Tensor:
+        recorder.enter(index)
+        found = self.forwards[index](states, **given)
+        if not isinstance(found, Tensor) or found.shape != states.shape:
+            raise CaptureError(f"layer {index} returns {_text(found)}; need hidden states {list(states.shape)}")
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------- replay
+
+    def bucket_of(self, tokens: int) -> Bucket | None:
+        """Return the smallest captured bucket that holds so many tokens."""
+        fits = [rows for rows in self.buckets if rows >= tokens]
+        return self.buckets[min(fits)] if fits else None
+
+    def start(self, bucket: Bucket, hidden: Tensor) -> None:
+        """Load hidden states [sequences, length, hidden]."""
+        bucket.loaded.clear()
+        self.bridges.fill(bucket.hidden, hidden.reshape(-1, hidden.shape[-1]))
+
+    def load(self, bucket: Bucket, index: int, batch: Batch, arguments: Mapping[str, Any]) -> None:
+        """Load the per-token arguments of one layer."""
+        for name, bridges in bucket.per_token[index].items():
+            for bridge, leaf in zip(bridges, pytree.tree_leaves(arguments[name]), strict=True):
+                self._load(bucket, bridge, leaf, batch)
+
+    def replay(self, bucket: Bucket, index: int, batch: Batch, arguments: Mapping[str, Any]) -> None:
+        """Run the steps of one layer."""
+        self.load(bucket, index, batch, arguments)
+        for step in bucket.program.steps[index]:
+            if isinstance(step, Break):
+                self.bridges.fill(step.output, step.run(batch, step.inputs, arguments))
+            else:
+                step.replay()
+
+    def _load(self, bucket: Bucket, bridge: Tensor, leaf: Tensor, batch: Batch) -> None:
+        """Load a per-token argument, once a call unless a layer gets another tensor than those before."""
+        if bucket.loaded.get(bridge.data_ptr()) is leaf:
+            return
+        bucket.loaded[bridge.data_ptr()] = leaf
+        rows = bridge[: batch.tokens].view(batch.sequences, batch.length, *bridge.shape[1:])
+        rows.copy_(leaf)  # one row of angles may serve all sequences
+
+    def result(self, bucket: Bucket, batch: Batch) -> Tensor:
+        """Return a copy of what the layers computed, [sequences, length, hidden]: the next replay overwrites it."""
+        output = bucket.program.output
+        assert output is not None
+        return output[: batch.tokens].clone().view(batch.sequences, batch.length, output.shape[-1])
+
+    def fits(self, bucket: Bucket, index: int, batch: Batch, arguments: Mapping[str, Any]) -> str:
+        """Return why a layer's arguments are not what was captured; empty if they are."""
+        for name, bridges in bucket.per_token[index].items():
+            leaves = pytree.tree_leaves(arguments.get(name))
+            if len(leaves) != len(bridges):
+                return f"{name} has {len(leaves)} tensors, {len(bridges)} were captured"
+            for leaf, bridge in zip(leaves, bridges, strict=True):
+                need = (batch.sequences, batch.length, *bridge.shape[1:])
+                one = (1, *need[1:])
+                if not isinstance(leaf, Tensor) or tuple(leaf.shape) not in (need, one) or leaf.dtype != bridge.dtype:
+                    return f"{name} is {_text(leaf)}, needs {list(need)} of {bridge.dtype}"
+        return ""
+
+
+def _text(value: object) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _breaking(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that breaks: it runs eagerly on the tokens of the batch, [sequences, length, hidden]."""
+
+    def run(batch: Batch, inputs: Sequence[Tensor], _: Mapping[str, Any]) -> Tensor:
+        x = inputs[0][: batch.tokens]
+        out = forward(x.view(batch.sequences, batch.length, x.shape[-1]))
+        if not isinstance(out, Tensor) or out.shape[:2] != (batch.sequences, batch.length):
+            raise CaptureError(f"{name} returns {_text(out)}; need hidden states alone")
+        return out.reshape(batch.tokens, out.shape[-1])
+
+    def at_break(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        recorder = program.current()
+        if recorder is None:  # another thread runs the model meanwhile
+            return forward(hidden, *args, **kwargs)
+        if args or kwargs or hidden.ndim != 3 or hidden.shape[0] != 1:
+            raise CaptureError(
+                f"{name} gets {_text(hidden)} and {len(args) + len(kwargs)} more; need hidden states alone"
+            )
+        out = recorder.at_break(name, name.split()[0], run, [hidden[0]], (hidden.shape[2],), hidden.dtype)
+        return out.unsqueeze(0).clone()  # the layer may keep it past the next break of this role
+
+    return at_break
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the ``forward`` of one module for the ``with`` block."""
+    undo = replace_forward(module, forward)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the ``forward`` of one module. Return what undoes it."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+
+    def undo() -> None:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = own
+
+    return undo

@@ -1,0 +1,55 @@
+"""Notice weights that moved, were replaced or written after a capture: segments read fixed addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+
+_Held = tuple[dict[str, Tensor | None], str, Tensor, int]
+
+
+class Watch:
+    """The tensors of captured modules, with their addresses.
+
+    Values written in place to plain weights need nothing: segments read them where they are. Values written to
+    quantised weights are packed again, into the same memory.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._quantized: list[QuantizedLinear] = []
+        self._held: list[_Held] = []
+        done: set[int] = set()
+        for module in modules:
+            for child in module.modules():
+                if id(child) in done:
+                    continue
+                done.add(id(child))
+                if isinstance(child, QuantizedLinear):
+                    self._quantized.append(child)
+                    self._hold(child, lambda name: name == "bias" or name.startswith("layout"))
+                else:
+                    self._hold(child)
+
+    def _hold(self, module: nn.Module, wanted: object = None) -> None:
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None and (not callable(wanted) or wanted(name)):
+                    self._held.append((owner, name, tensor, tensor.data_ptr()))
+
+    def moved(self) -> str:
+        """Return the name of a tensor that is not where it was; empty if all are. Packs written weights again.
+
+        Raises
+        ------
+        InputError, FormatError
+            If the written weights do not fit the format.
+        """
+        for layer in self._quantized:
+            layer._update_layouts()
+        for owner, name, tensor, address in self._held:
+            if owner.get(name) is not tensor or tensor.data_ptr() != address:
+                return name
+        return ""
