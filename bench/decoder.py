@@ -94,13 +94,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(sizes: dict[str, Any], device: torch.device, seed: int = 0) -> nn.Module:
+def build(sizes: dict[str, Any], device: torch.device, seed: int = 0, family: str = "Llama") -> nn.Module:
     """Return the bfloat16 model, made on the device; the same weights for the same seed."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    config = LlamaConfig(**sizes, attn_implementation="sdpa", tie_word_embeddings=False)
+    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="sdpa", tie_word_embeddings=False)
     with torch.device(device), default_dtype(torch.bfloat16):
-        model = LlamaForCausalLM(config).eval().requires_grad_(False)
+        model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     generator = torch.Generator(device)
     generator.manual_seed(seed)
     into_residual = INIT_STD / math.sqrt(2 * sizes["num_hidden_layers"])

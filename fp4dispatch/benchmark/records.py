@@ -16,6 +16,7 @@ FACTS = ("commit", "date", "device", "driver", "torch", "cuda")
 KINDS: Mapping[str, tuple[str, ...]] = {
     "activations": ("method", "problems"),
     "bench": ("schema", "suite", "peaks", "methods", "measured"),
+    "breakable graphs": ("models",),
     "candidates": ("candidates", "tuned", "planted"),
     "cold jit": ("cold_jit", "cores", "jobs"),
     "cold model": ("cold_model", "cores", "shapes", "tokens"),

@@ -231,6 +231,8 @@ class Graphs:
         assert self.layers is not None
         known = bucket.given[0].keys()
         for name in kwargs.keys() - known - _NEUTRAL:
+            if kwargs[name] is None or kwargs[name] is False:
+                continue
             return f"the layers get {name}, which was not captured"
         for name in known - kwargs.keys() - _NEUTRAL:
             return f"the layers do not get {name}, which was captured"

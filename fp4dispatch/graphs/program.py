@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.graphs.bridges import Bridges
@@ -32,14 +33,21 @@ class Later:
         object.__setattr__(self, "_name", name)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        name = object.__getattribute__(self, "_name")
-        raise CaptureError(
-            f"the captured part of a layer reads {name}, which changes from call to call.\n"
-            f"  fix: pass it in per_token if it has one row for each token, or break at the module that reads it"
-        )
+        raise _refusal(self)
 
     __getattr__ = __bool__ = __len__ = __iter__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
-    __torch_function__ = classmethod(_refuse)
+
+    @classmethod
+    def __torch_function__(cls, _: object, __: object, args: Sequence[object] = (), ___: object = None) -> NoReturn:
+        found = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, cls)]
+        raise AssertionError if not found else _refusal(found[0])
+
+
+def _refusal(value: Later) -> CaptureError:
+    return CaptureError(
+        f"the captured part of a layer reads {name_of(value)}, which changes from call to call.\n"
+        f"  fix: pass it in per_token if it has one row for each token, or break at the module that reads it"
+    )
 
 
 def name_of(value: object) -> str | None:

@@ -1,0 +1,220 @@
+"""Breakable CUDA graphs around whole decoders: eager against graphs, capture time, memory, and torch.compile beside it.
+
+    python bench/breakable.py --json bench/results --commit HASH
+
+Models have the layer sizes of Llama-3.1-8B and Qwen3-8B and random weights. A prefill is a batch of requests of one
+length, without a cache; its logits are compared with those of the model without graphs before any time counts. Decode
+steps use a static cache, and the state of a step does not depend on the previous token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import decoder
+import torch
+from torch import Tensor, nn
+
+from fp4dispatch.benchmark import machine, records
+from fp4dispatch.benchmark.check import relative_error
+from fp4dispatch.graphs.model import Graphs
+from tests import breakable
+
+QWEN = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+"""https://huggingface.co/Qwen/Qwen3-8B/blob/main/config.json"""
+MODELS = {"Llama-3.1-8B": ("Llama", decoder.SIZES), "Qwen3-8B": ("Qwen3", QWEN)}
+REQUESTS = (1, 4, 32)
+TOKENS = (32, 256, 1024, 4096)
+DECODE = (1, 16, 64)
+REPEATS = 7
+
+
+def milliseconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Return the median time of a call, host and device, after one that does not count."""
+    work()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def prefills(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (requests, tokens of each)."""
+    return [(r, n // r) for r in REQUESTS for n in tokens if n // r > 1]
+
+
+def eagerly(graphs: Graphs, work: Callable[[], Any]) -> Any:
+    """Run work as if there were no graphs."""
+    graphs.disabled, before = "measured", graphs.disabled
+    try:
+        return work()
+    finally:
+        graphs.disabled = before
+
+
+def measure(model: nn.Module, graphs: Graphs, vocabulary: int, tokens: tuple[int, ...]) -> dict[str, Any]:
+    """Compare and time every prefill and every decode step."""
+    rows = []
+    for requests, length in prefills(tokens):
+        ids = torch.randint(vocabulary, (requests, length), device="cuda")
+
+        def call(ids: Tensor = ids) -> Tensor:
+            return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+        want = eagerly(graphs, call).clone()
+        error = relative_error(call(), want)
+        rows.append(
+            {
+                "requests": requests,
+                "tokens": requests * length,
+                "error": error,
+                "eager_ms": eagerly(graphs, lambda call=call: milliseconds(call)),
+                "graph_ms": milliseconds(call),
+            }
+        )
+    steps = []
+    for batch in DECODE:
+        prompts = torch.randint(vocabulary, (batch, 128), device="cuda")
+        held = decoder.Decoder(model, prompts, 256)
+
+        def run(held: decoder.Decoder = held) -> list[tuple[Tensor, Tensor]]:
+            return decoder.run_steps(held, held.step, 4)
+
+        want = eagerly(graphs, run)
+        error = decoder.difference(run(), want)
+        steps.append(
+            {
+                "batch": batch,
+                "error": error,
+                "eager_ms": eagerly(graphs, lambda held=held: milliseconds(held.step)),
+                "graph_ms": milliseconds(held.step),
+            }
+        )
+    return {"prefill": rows, "decode": steps}
+
+
+def compiled(model: nn.Module, vocabulary: int, tokens: int) -> list[dict[str, Any]]:
+    """Time torch.compile of the same model: seconds of the first calls, and a call afterwards."""
+    found = []
+    ids = torch.randint(vocabulary, (1, tokens), device="cuda")
+    for mode in ("reduce-overhead", "default"):
+        torch._dynamo.reset()
+        fn = torch.compile(model.model, mode=mode)
+
+        def call(fn: Any = fn) -> Tensor:
+            torch.compiler.cudagraph_mark_step_begin()
+            return fn(input_ids=ids, use_cache=False).last_hidden_state
+
+        start = time.perf_counter()
+        for _ in range(3):  # warm-up and recording of its graphs
+            call()
+        torch.cuda.synchronize()
+        row = {"mode": mode, "tokens": tokens, "compile_s": time.perf_counter() - start}
+        if mode == "default":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            row |= {"mode": "default, one graph", "ms": milliseconds(graph.replay)}
+        else:
+            row["ms"] = milliseconds(call)
+        found.append(row)
+    torch._dynamo.reset()
+    return found
+
+
+def run(name: str, fmt: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Build, quantise, capture and measure one model in one format."""
+    family, sizes = MODELS[name]
+    sizes = dict(sizes) | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
+    began = time.perf_counter()
+    model = decoder.build(sizes, torch.device("cuda"), family=family)
+    backends = decoder.quantise(model, fmt)
+    gc.collect()
+    torch.cuda.empty_cache()
+    built = time.perf_counter() - began
+    held = torch.cuda.memory_reserved()
+    graphs = Graphs(breakable.spec(model), arguments.tokens, decode_batches=DECODE)
+    start = time.perf_counter()
+    graphs.capture()
+    took = time.perf_counter() - start
+    if graphs.layers is None:
+        raise SystemExit(f"{name} {fmt}: {graphs.disabled}")
+    buckets = [
+        {"tokens": rows, "capture_s": bucket.seconds, "bytes": bucket.nbytes}
+        for rows, bucket in sorted(graphs.layers.buckets.items())
+    ]
+    extra = torch.cuda.memory_reserved() - held
+    result = {"model": name, "format": fmt, "backends": backends, "build_s": built, "capture_s": took}
+    result |= {"buckets": buckets, "extra_bytes": extra, "bridge_bytes": graphs.layers.bridges.nbytes()}
+    result |= measure(model, graphs, sizes["vocab_size"], tuple(arguments.tokens))
+    result["counts"] = {" ".join(key): count for key, count in graphs.counts.items()}
+    graphs.release()
+    if fmt in arguments.compile:
+        result["compile"] = compiled(model, sizes["vocab_size"], 256)
+    return result
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return what was measured, one line for each model, format and batch."""
+    lines = []
+    for each in results:
+        capture = ", ".join(f"{b['tokens']}: {b['capture_s']:.2f} s {b['bytes'] / 2**20:.0f} MB" for b in each["buckets"])
+        lines.append(f"{each['model']} {each['format']}: capture {each['capture_s']:.1f} s ({capture}), extra "
+                     f"{each['extra_bytes'] / 2**20:.0f} MB, bridges {each['bridge_bytes'] / 2**20:.0f} MB; {each['counts']}")  # fmt: skip
+        for row in each["prefill"]:
+            lines.append(f"  prefill {row['requests']:>2} requests {row['tokens']:>5} tokens: {row['eager_ms']:8.2f} -> "
+                         f"{row['graph_ms']:8.2f} ms, {row['eager_ms'] / row['graph_ms']:.2f}x, error {row['error']:.1e}")  # fmt: skip
+        for row in each["decode"]:
+            lines.append(f"  decode {row['batch']:>3}: {row['eager_ms']:8.2f} -> {row['graph_ms']:8.2f} ms, "
+                         f"{row['eager_ms'] / row['graph_ms']:.2f}x, error {row['error']:.1e}")  # fmt: skip
+        for row in each.get("compile", ()):
+            lines.append(f"  torch.compile {row['mode']} {row['tokens']} tokens: {row['compile_s']:.1f} s, {row['ms']:.2f} ms")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure every model and format."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="folder of the record")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "nvfp4"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--layers", type=int, help="fewer layers, to try the script")
+    parser.add_argument("--compile", nargs="*", default=[], help="formats for which torch.compile is measured too")
+    arguments = parser.parse_args()
+    facts = machine.facts(machine.card("cuda"), arguments.commit)
+    results = []
+    with torch.inference_mode(), decoder.repeatable_attention():
+        for name in arguments.models:
+            for fmt in arguments.formats:
+                results.append(run(name, fmt, arguments))
+                print(table(results[-1:]), flush=True)
+                gc.collect()
+                torch.cuda.empty_cache()
+                if arguments.json:
+                    records.write(arguments.json, "breakable graphs", facts, {"models": results})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,195 @@
+"""Breakable graphs of real decoders of transformers, on the CPU with recorded segments: what is replayed, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp4dispatch
+from fp4dispatch.errors import CaptureError
+from fp4dispatch.graphs import program
+from tests import breakable
+from tests.graph_fake import FakeTape
+
+BUCKETS = [4, 8, 16, 32]
+
+
+@pytest.fixture(autouse=True)
+def without_grad():
+    with torch.no_grad():
+        yield
+
+
+def captured(model, tokens=BUCKETS, **options):
+    return breakable.captured(model, tokens, tapes=FakeTape, **options)
+
+
+def ids(*shape, seed=1):
+    return torch.randint(1, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, x, **options):
+    return model(x, use_cache=False, **options).logits
+
+
+@pytest.mark.parametrize("family", breakable.FAMILIES)
+def test_every_family_replays_any_batch_that_fits(family):
+    model = breakable.model(family)
+    calls = [ids(1, 32), ids(1, 19), ids(4, 8), ids(3, 7), ids(8, 2), ids(1, 3)]
+    wants = [logits(model, x) for x in calls]
+    graphs = captured(model)
+    for x, want in zip(calls, wants, strict=True):
+        torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
+    assert graphs.counts["replays", "32"] == 4
+    assert graphs.counts["replays", "16"] == 1
+    assert graphs.counts["replays", "4"] == 1
+    assert not any(kind == "rejects" for kind, _ in graphs.counts)
+    segments = list(graphs.layers.buckets[32].program.segments())
+    breaks = len(graphs.spec.attention) + len(graphs.spec.breaks)
+    assert len(segments) == breaks + 1
+    assert all(segment.replays == 4 for segment in segments)
+    graphs.release()
+    assert torch.equal(logits(model, calls[0]), wants[0])
+
+
+def test_left_padded_requests_and_caches_are_those_of_eager():
+    model = breakable.model()
+    prompts, mask = ids(3, 8), torch.ones(3, 8, dtype=torch.long)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 7, "do_sample": False}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    wants = [model.generate(prompts, **options), model.generate(prompts, **options, **static)]
+    graphs = captured(model, decode_batches=[3])
+    for _ in range(2):
+        assert torch.equal(model.generate(prompts, **options), wants[0])
+        assert torch.equal(model.generate(prompts, **options, **static), wants[1])
+    assert graphs.counts["decode captures", "3"] >= 1
+    assert graphs.counts["decode replays", "3"] >= 5
+    assert not any(kind == "rejects" for kind, _ in graphs.counts)
+
+
+def test_a_call_that_does_not_fit_runs_eagerly_and_is_counted():
+    model = breakable.model()
+    graphs = captured(model)
+    for x, options, reason in (
+        (ids(1, 33), {}, "too_many_tokens"),
+        (ids(1, 1), {}, "padding"),
+        (ids(1, 8), {"output_hidden_states": True}, "outputs"),
+    ):
+        before = graphs.counts["rejects", reason]
+        graphs.disabled, kept = "off", graphs.disabled
+        want = logits(model, x, **options)
+        graphs.disabled = kept
+        assert torch.equal(logits(model, x, **options), want)
+        assert graphs.counts["rejects", reason] == before + 1
+    with torch.enable_grad():
+        logits(model, ids(1, 8))
+    assert graphs.counts["rejects", "grad"] == 1
+    model.train()
+    logits(model, ids(1, 8))
+    assert graphs.counts["rejects", "training"] == 1
+
+
+@pytest.mark.parametrize("fail_at", [0, 2, 5])
+def test_a_capture_that_fails_half_way_leaves_an_eager_model(fail_at, caplog):
+    model = breakable.model()
+    x = ids(2, 8)
+    want = logits(model, x)
+    tapes = []
+
+    def tape():
+        tapes.append(FakeTape(fail_at))
+        return tapes[-1]
+
+    graphs = breakable.Graphs(breakable.spec(model), BUCKETS, tapes=tape)
+    graphs.capture()
+    assert "planted" in graphs.disabled
+    assert tapes[0].abandoned == 1
+    assert all(segment.was_reset for segment in tapes[0].segments[:-1])
+    assert [r.levelname for r in caplog.records if "planted" in r.message] == ["WARNING"]
+    assert "forward" not in model.model.__dict__
+    assert torch.equal(logits(model, x), want)
+
+
+def test_an_error_in_a_break_reaches_the_caller_and_the_next_call_is_right(monkeypatch):
+    model = breakable.model()
+    x = ids(2, 8)
+    want = logits(model, x)
+    graphs = captured(model)
+    function = torch.nn.functional.scaled_dot_product_attention
+    calls = []
+
+    def fails(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == 2:
+            raise ValueError("planted")
+        return function(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", fails)
+        with pytest.raises(ValueError, match="planted"):
+            logits(model, x)
+    torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
+    assert graphs.counts["replays", "16"] == 2
+
+
+def test_what_changes_from_call_to_call_cannot_be_captured():
+    later = program.Later("attention_mask")
+    for use in (bool, len, lambda x: x.shape, lambda x: x[0], lambda x: torch.relu(x), lambda x: x + 1):
+        with pytest.raises(CaptureError, match="reads attention_mask"):
+            use(later)
+
+
+def test_a_shorter_batch_leaves_nothing_of_a_longer_one():
+    model = breakable.model()
+    graphs = captured(model, [32])
+    logits(model, ids(1, 32))
+    logits(model, ids(1, 17))
+    for buffer in graphs.layers.bridges._buffers.values():
+        if buffer is graphs.layers.bridges.take("hidden", 32, (256,), torch.float32)._base:
+            assert not buffer[17:].any()
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_row"])
+def test_quantised_layers_are_replayed_and_written_weights_are_seen(fmt):
+    model, other = breakable.model(), breakable.model(seed=7)
+    for each in (model, other):
+        fp4dispatch.replace_linears(each.model.layers, fmt)
+    x = ids(2, 8)
+    want, changed = logits(model, x), logits(other, x)
+    graphs = captured(model)
+    torch.testing.assert_close(logits(model, x), want, rtol=1e-3, atol=1e-4)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(logits(model, x), changed, rtol=1e-3, atol=1e-4)
+    assert graphs.disabled or graphs.counts["replays", "16"] == 2
+
+
+def test_a_moved_weight_ends_the_graphs(caplog):
+    model = breakable.model()
+    x = ids(2, 8)
+    graphs = captured(model)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone() * 2
+    want = breakable.model()
+    want.model.layers[1].mlp.up_proj.weight.mul_(2)
+    assert torch.equal(logits(model, x), logits(want, x))
+    assert "moved" in graphs.disabled
+    assert graphs.counts["rejects", "weights_moved"] == 1
+
+
+def test_verified_replays_return_eager_and_a_planted_fault_is_found(caplog):
+    model = breakable.model()
+    x = ids(2, 8)
+    want = logits(model, x)
+    graphs = captured(model, verify_replays=2)
+    for _ in range(3):
+        torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
+    assert not graphs.disabled
+    graphs.release()
+    graphs = captured(model, verify_replays=2)
+    steps = graphs.layers.buckets[16].program.steps
+    steps[1][0] = steps[0][0]  # a segment of another layer
+    torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
+    assert "replays of 16 tokens differ from eager" in graphs.disabled
+    assert "attention of layer 1" in graphs.disabled
+    torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
