@@ -40,16 +40,22 @@ class Tape(Protocol):
         """End a segment that failed. Never raises."""
 
 
-class CudaTape:
-    """Captures on a stream of its own, into a memory pool of its own.
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
+
+class CudaTape:
+    """Captures into a memory pool of its own, on a stream that all captures on the device share.
+
+    What layers keep for each stream, such as scratch memory, is then there once.
     ``capture_error_mode="thread_local"``: other threads may allocate and launch during a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        self._stream = _streams[device]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @contextmanager

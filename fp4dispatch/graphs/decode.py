@@ -86,6 +86,10 @@ class DecodeStep:
             {name: pytree.tree_unflatten(list(a.leaves), a.tree) for name, a in layer.items()}
             for layer in self._arguments
         ]
+        self._as_before = [
+            {name: i > 0 and _same(a, self._arguments[i - 1].get(name)) for name, a in layer.items()}
+            for i, layer in enumerate(self._arguments)
+        ]
         lengths = [layer.cumulative_length.clone() for layer in cache.layers]
         tape = CudaTape(hidden.device) if tape is None else tape
         try:
@@ -119,12 +123,14 @@ class DecodeStep:
                 return f"{name} is not what was captured"
         return ""
 
-    def load(self, index: int, arguments: Mapping[str, Any], loaded: dict[int, Tensor]) -> None:
-        """Load a layer's arguments. ``loaded``: what this step has loaded already, by address of the copy."""
+    def load(self, index: int, arguments: Mapping[str, Any], loaded: dict[str, Any]) -> None:
+        """Load a layer's arguments. ``loaded``: those of the layers before, by name; most get the same objects."""
         for name, value in arguments.items():
+            if name in loaded and loaded[name] is value and self._as_before[index][name]:
+                continue
+            loaded[name] = value
             for leaf, static in zip(_flat(value)[0], self._arguments[index][name].leaves, strict=True):
-                if isinstance(leaf, Tensor) and loaded.get(static.data_ptr()) is not leaf:
-                    loaded[static.data_ptr()] = leaf
+                if isinstance(leaf, Tensor):
                     static.copy_(leaf)
 
     def replay(self, hidden: Tensor) -> Tensor:
@@ -153,6 +159,11 @@ def _static(value: Any, cache: object, sources: list[tuple[Tensor, Tensor]]) -> 
             leaf = copy
         found.append(leaf)
     return _Argument(tree, tuple(found))
+
+
+def _same(argument: _Argument, other: _Argument | None) -> bool:
+    """Whether two layers read an argument at the same addresses."""
+    return other is not None and all(a is b for a, b in zip(argument.leaves, other.leaves, strict=False))
 
 
 def _flat(value: Any) -> tuple[list[Any], pytree.TreeSpec]:

@@ -86,14 +86,15 @@ class _Attention:
     def __call__(self, batch: Batch, inputs: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
         module = self._module
         query, key, value = (
-            x[: batch.tokens].view(batch.sequences, batch.length, *x.shape[1:]).transpose(1, 2) for x in inputs
+            x[: batch.tokens].unflatten(0, (batch.sequences, batch.length)).transpose(1, 2) for x in inputs
         )
         cache = arguments.get(CACHE)
         if cache is not None:
-            kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())}
-            if not kinds <= _COPYING or not kinds:
+            layers = getattr(cache, "layers", ())
+            index = module.layer_idx
+            if len(layers) <= index or type(layers[index]).__name__ not in _COPYING:
                 key, value = key.clone(), value.clone()
-            key, value = cache.update(key, value, module.layer_idx)
+            key, value = cache.update(key, value, index)
         mask = arguments.get(self._mask_name) if self._mask_name else self._mask
         later = {name: arguments.get(source) for name, source in self._later.items()}
         extra = {name: arguments[name] for name in VARLEN if name in arguments}

@@ -6,6 +6,7 @@ them, so that a segment depends on the number of tokens alone. The tokens of all
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,7 +61,7 @@ class Bucket:
     """One captured number of tokens.
 
     ``hidden``: bridge [rows, hidden]. ``per_token``: layer -> name -> bridges. ``given``: what captured code gets, by
-    layer. ``loaded``: per-token arguments of the current call, by address of their bridge.
+    layer. ``loaded``: per-token arguments of the current call, as the last layer that loaded them got them.
     """
 
     rows: int
@@ -70,7 +71,7 @@ class Bucket:
     given: list[dict[str, Any]]
     seconds: float = 0.0
     nbytes: int = 0
-    loaded: dict[int, Tensor] = field(default_factory=dict)
+    loaded: dict[str, Any] = field(default_factory=dict)
 
 
 class CapturedLayers:
@@ -183,7 +184,7 @@ class CapturedLayers:
 
         A tensor that several layers get has one bridge.
         """
-        sources: list[Tensor] = []
+        sources: list[tuple[Tensor, Tensor]] = []
         bridges: list[dict[str, list[Tensor]]] = []
         given: list[dict[str, Any]] = []
         for arguments in named:
@@ -200,15 +201,16 @@ class CapturedLayers:
             given.append(gets)
         return bridges, given
 
-    def _per_token(self, sources: list[Tensor], leaf: Any, rows: int, name: str) -> Tensor:
+    def _per_token(self, sources: list[tuple[Tensor, Tensor]], leaf: Any, rows: int, name: str) -> Tensor:
         if not isinstance(leaf, Tensor) or leaf.ndim < 2 or leaf.shape[:2] != (1, rows):
             shape = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise CaptureError(f"{name} is {shape}; an argument with one row for each token needs [1, {rows}, ...]")
-        index = next((i for i, other in enumerate(sources) if other is leaf), len(sources))
-        if index == len(sources):
-            sources.append(leaf)
-        bridge = self.bridges.take(f"argument {index}", rows, tuple(leaf.shape[2:]), leaf.dtype)
+        for other, bridge in sources:
+            if other is leaf:
+                return bridge
+        bridge = self.bridges.take(f"argument {len(sources)}", rows, tuple(leaf.shape[2:]), leaf.dtype)
         bridge.copy_(leaf[0])
+        sources.append((leaf, bridge))
         return bridge
 
     def run(self, recorder: Recorder, hidden: Tensor, given: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -252,10 +254,14 @@ class CapturedLayers:
         self.bridges.fill(bucket.hidden, hidden.reshape(-1, hidden.shape[-1]))
 
     def load(self, bucket: Bucket, index: int, batch: Batch, arguments: Mapping[str, Any]) -> None:
-        """Load the per-token arguments of one layer."""
+        """Load the per-token arguments of one layer, unless the layer before has the same ones."""
         for name, bridges in bucket.per_token[index].items():
-            for bridge, leaf in zip(bridges, pytree.tree_leaves(arguments[name]), strict=True):
-                self._load(bucket, bridge, leaf, batch)
+            value = arguments[name]
+            if bucket.loaded.get(name) is value and all(map(operator.is_, bridges, bucket.per_token[index - 1][name])):
+                continue
+            bucket.loaded[name] = value
+            for bridge, leaf in zip(bridges, pytree.tree_leaves(value), strict=True):
+                self._load(bridge, leaf, batch)
 
     def replay(self, bucket: Bucket, index: int, batch: Batch, arguments: Mapping[str, Any]) -> None:
         """Run the steps of one layer."""
@@ -266,11 +272,7 @@ class CapturedLayers:
             else:
                 step.replay()
 
-    def _load(self, bucket: Bucket, bridge: Tensor, leaf: Tensor, batch: Batch) -> None:
-        """Load a per-token argument, once a call unless a layer gets another tensor than those before."""
-        if bucket.loaded.get(bridge.data_ptr()) is leaf:
-            return
-        bucket.loaded[bridge.data_ptr()] = leaf
+    def _load(self, bridge: Tensor, leaf: Tensor, batch: Batch) -> None:
         rows = bridge[: batch.tokens].view(batch.sequences, batch.length, *bridge.shape[1:])
         rows.copy_(leaf)  # one row of angles may serve all sequences
 

@@ -47,7 +47,7 @@ class _Call:
     step: DecodeStep | None = None
     hidden: Tensor | None = None
     arguments: list[Mapping[str, Any]] = field(default_factory=list)
-    loaded: dict[int, Tensor] = field(default_factory=dict)
+    loaded: dict[str, Any] = field(default_factory=dict)
 
 
 class Graphs:

@@ -48,7 +48,8 @@ class Watch:
             If the written weights do not fit the format.
         """
         for layer in self._quantized:
-            layer._update_layouts()
+            if not layer._unchanged(layer._buffers):
+                layer._update_layouts()
         for owner, name, tensor, address in self._held:
             if owner.get(name) is not tensor or tensor.data_ptr() != address:
                 return name
