@@ -48,6 +48,8 @@ def run_tests(arguments: list[str], limit_s: float | None = None) -> tuple[list[
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)  # pytest still reports what has run
             code = process.wait(60)
+        if not report.exists():  # the limit came before pytest had started
+            return [], INTERRUPTED
         # One that was interrupted has no name.
         cases = [case for case in ElementTree.parse(report).getroot().iter("testcase") if case.get("name")]
     rows = []

@@ -40,7 +40,6 @@ from fp4dispatch.dispatch import choose, report
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
-from fp4dispatch.jit.store import guard
 from fp4dispatch.jit.store.cache import Cache
 from fp4dispatch.machine import capture
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
@@ -349,7 +348,7 @@ def a_warning_in_capture():
     seen = listen()
 
     def work():
-        guard.warn("the folder cannot be written")
+        LOG.warning("the folder cannot be written")
         return layer(x)
 
     captured(work)
