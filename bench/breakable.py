@@ -21,10 +21,10 @@ import decoder
 import torch
 from torch import Tensor, nn
 
+from fp4dispatch import graphs as breakable_graphs
 from fp4dispatch.benchmark import machine, records
 from fp4dispatch.benchmark.check import relative_error
 from fp4dispatch.graphs.model import Graphs
-from tests import breakable
 
 QWEN = {
     "vocab_size": 151936,
@@ -66,11 +66,8 @@ def prefills(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def eagerly(graphs: Graphs, work: Callable[[], Any]) -> Any:
     """Run work as if there were no graphs."""
-    graphs.disabled, before = "measured", graphs.disabled
-    try:
+    with graphs.declare({"decode_verify": True}):
         return work()
-    finally:
-        graphs.disabled = before
 
 
 def measure(model: nn.Module, graphs: Graphs, vocabulary: int, tokens: tuple[int, ...]) -> dict[str, Any]:
@@ -159,9 +156,8 @@ def run(name: str, fmt: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     built = time.perf_counter() - began
     held = torch.cuda.memory_reserved()
-    graphs = Graphs(breakable.spec(model), arguments.tokens, decode_batches=DECODE)
     start = time.perf_counter()
-    graphs.capture()
+    graphs = breakable_graphs.enable(model, arguments.tokens, decode=DECODE)
     took = time.perf_counter() - start
     if graphs.layers is None:
         raise SystemExit(f"{name} {fmt}: {graphs.disabled}")
@@ -173,8 +169,8 @@ def run(name: str, fmt: str, arguments: argparse.Namespace) -> dict[str, Any]:
     result = {"model": name, "format": fmt, "backends": backends, "build_s": built, "capture_s": took}
     result |= {"buckets": buckets, "extra_bytes": extra, "bridge_bytes": graphs.layers.bridges.nbytes()}
     result |= measure(model, graphs, sizes["vocab_size"], tuple(arguments.tokens))
-    result["counts"] = {" ".join(key): count for key, count in graphs.counts.items()}
-    graphs.release()
+    result["segments"], result["steps"] = graphs.stats.as_dict(), graphs.decode_stats.as_dict()
+    breakable_graphs.disable(model)
     if fmt in arguments.compile:
         result["compile"] = compiled(model, sizes["vocab_size"], 256)
     return result
@@ -184,18 +180,24 @@ def table(results: list[dict[str, Any]]) -> str:
     """Return what was measured, one line for each model, format and batch."""
     lines = []
     for each in results:
-        capture = ", ".join(f"{b['tokens']}: {b['capture_s']:.2f} s {b['bytes'] / 2**20:.0f} MB" for b in each["buckets"])
-        lines.append(f"{each['model']} {each['format']}: capture {each['capture_s']:.1f} s ({capture}), extra "
-                     f"{each['extra_bytes'] / 2**20:.0f} MB, bridges {each['bridge_bytes'] / 2**20:.0f} MB; {each['counts']}")  # fmt: skip
+        ran, mb = each["segments"], 1 / 2**20
+        lines.append(
+            f"{each['model']} {each['format']}: capture {each['capture_s']:.1f} s, extra "
+            f"{each['extra_bytes'] * mb:.0f} MB, of it bridges {each['bridge_bytes'] * mb:.0f} MB; "
+            f"{ran['replays']} replays, {ran['rejects']} rejects {ran['reasons']}"
+        )
+        lines += [f"  bucket {b['tokens']}: {b['capture_s']:.2f} s, {b['bytes'] * mb:.0f} MB" for b in each["buckets"]]
         for row in each["prefill"]:
-            lines.append(f"  prefill {row['requests']:>2} requests {row['tokens']:>5} tokens: {row['eager_ms']:8.2f} -> "
-                         f"{row['graph_ms']:8.2f} ms, {row['eager_ms'] / row['graph_ms']:.2f}x, error {row['error']:.1e}")  # fmt: skip
-        for row in each["decode"]:
-            lines.append(f"  decode {row['batch']:>3}: {row['eager_ms']:8.2f} -> {row['graph_ms']:8.2f} ms, "
-                         f"{row['eager_ms'] / row['graph_ms']:.2f}x, error {row['error']:.1e}")  # fmt: skip
+            lines.append(f"  prefill {row['requests']:>2} requests {row['tokens']:>5} tokens: {_speed(row)}")
+        lines += [f"  decode {row['batch']:>3}: {_speed(row)}" for row in each["decode"]]
         for row in each.get("compile", ()):
-            lines.append(f"  torch.compile {row['mode']} {row['tokens']} tokens: {row['compile_s']:.1f} s, {row['ms']:.2f} ms")
+            lines.append(f"  torch.compile {row['mode']} {row['tokens']}: {row['compile_s']:.1f} s, {row['ms']:.2f} ms")
     return "\n".join(lines)
+
+
+def _speed(row: dict[str, Any]) -> str:
+    ratio = row["eager_ms"] / row["graph_ms"]
+    return f"{row['eager_ms']:8.2f} -> {row['graph_ms']:8.2f} ms, {ratio:.2f}x, error {row['error']:.1e}"
 
 
 def main() -> int:

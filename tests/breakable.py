@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fp4dispatch.graphs.layers import Spec
+from fp4dispatch.graphs.enabling import spec_of
+from fp4dispatch.graphs.finder import find_inner
 from fp4dispatch.graphs.model import Graphs
 
 SIZES = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -29,16 +30,7 @@ def model(family="Llama", device="cpu", dtype=torch.float32, seed=0, **options):
 
 
 def spec(causal):
-    inner = causal.model
-    layers = tuple(inner.layers)
-    weight = inner.embed_tokens.weight
-
-    def example(tokens):
-        embeds = torch.zeros(1, tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        inner(inputs_embeds=embeds, use_cache=False)
-
-    moe = tuple(layer.mlp for layer in layers if hasattr(layer.mlp, "experts"))
-    return Spec(inner, layers, tuple(layer.self_attn for layer in layers), moe, ("position_embeddings",), example)
+    return spec_of(find_inner(causal))
 
 
 def captured(causal, tokens, **options):
@@ -46,3 +38,17 @@ def captured(causal, tokens, **options):
     graphs.capture()
     assert not graphs.disabled, graphs.disabled
     return graphs
+
+
+def replays(graphs):
+    return {rows: row["replays"] for rows, row in graphs.stats.as_dict()["buckets"].items() if row["replays"]}
+
+
+def rejects(graphs):
+    return graphs.stats.as_dict()["reasons"]
+
+
+def steps(graphs):
+    """Captures and replays of decode steps."""
+    found = graphs.decode_stats.as_dict()
+    return found["captures"], found["replays"]

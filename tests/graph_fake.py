@@ -25,9 +25,8 @@ class Recorded:
         for op, args, kwargs, outs in self.calls:
             found = pytree.tree_leaves(op(*args, **kwargs))
             for out, new in zip(outs, found, strict=True):
-                if isinstance(out, torch.Tensor) and new is not out:
-                    if new.data_ptr() != out.data_ptr():
-                        out.copy_(new)
+                if isinstance(out, torch.Tensor) and new.data_ptr() != out.data_ptr():
+                    out.copy_(new)
 
     def reset(self):
         self.was_reset = True
@@ -48,9 +47,9 @@ class _Recording(TorchDispatchMode):
 class FakeTape:
     """``fail_at``: the number of the segment whose capture raises."""
 
-    def __init__(self, fail_at=None, error=RuntimeError("planted")):
+    def __init__(self, fail_at=None, error=None):
         self.segments, self.sessions, self.abandoned = [], 0, 0
-        self.fail_at, self.error = fail_at, error
+        self.fail_at, self.error = fail_at, error or RuntimeError("planted")
         self._mode = None
 
     @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -27,8 +27,8 @@ class Segment(Protocol):
 class Tape(Protocol):
     """Captures one segment after the other."""
 
-    def session(self) -> Iterator[None]:
-        """Prepare for the segments of one bucket (a context manager)."""
+    def session(self) -> AbstractContextManager[None]:
+        """Prepare for the segments of one bucket."""
 
     def begin(self) -> None:
         """Start a segment."""
@@ -43,6 +43,11 @@ class Tape(Protocol):
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
+def reserved(device: torch.device) -> int:
+    """Return the bytes that torch's allocator holds on a device; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 class CudaTape:
     """Captures into a memory pool of its own, on a stream that all captures on the device share.
 
@@ -54,7 +59,7 @@ class CudaTape:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream = _streams[device]
         self._graph: torch.cuda.CUDAGraph | None = None
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4dispatch.graphs.capturing import CudaTape, Segment, Tape
+from fp4dispatch.graphs.capturing import CudaTape, Segment, Tape, reserved
 from fp4dispatch.graphs.hf_attention import CACHE
 
 _CAPTURABLE = {"StaticLayer"}
@@ -76,7 +76,7 @@ class DecodeStep:
         arguments: Sequence[Mapping[str, Any]],
         tape: Tape | None = None,
     ) -> None:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), reserved(hidden.device)
         cache = arguments[0][CACHE]
         self.cache, self.addresses = weakref.ref(cache), addresses(cache)
         self._hidden = hidden.clone()
@@ -91,22 +91,22 @@ class DecodeStep:
             for i, layer in enumerate(self._arguments)
         ]
         lengths = [layer.cumulative_length.clone() for layer in cache.layers]
-        tape = CudaTape(hidden.device) if tape is None else tape
+        maker: Tape = CudaTape(hidden.device) if tape is None else tape
         try:
-            with torch.no_grad(), tape.session():
+            with torch.no_grad(), maker.session():
                 for _ in range(2):  # each writes the keys and values of this step where the replay writes them again
                     _chain(forwards, self._hidden, given)
                     _rewind(cache, lengths)
                 try:
-                    tape.begin()
+                    maker.begin()
                     self._output = _chain(forwards, self._hidden, given)
-                    self._segment: Segment = tape.end()
+                    self._segment: Segment = maker.end()
                 except BaseException:
-                    tape.abandon()
+                    maker.abandon()
                     raise
         finally:
             _rewind(cache, lengths)
-        self.seconds = time.perf_counter() - began
+        self.seconds, self.nbytes = time.perf_counter() - began, max(reserved(hidden.device) - before, 0)
 
     def serves(self, cache: object) -> bool:
         """Whether the graph is of this cache, with its tensors where they were."""

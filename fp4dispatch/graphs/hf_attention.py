@@ -36,7 +36,7 @@ def breaking(modules: Iterable[nn.Module]) -> Iterator[None]:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _at_break)
-    configs = {id(module.config): module.config for module in modules}
+    configs: dict[int, Any] = {id(module.config): module.config for module in modules}
     with ExitStack() as undo:
         for key, config in configs.items():
             before = config._attn_implementation_internal
@@ -78,7 +78,7 @@ def _at_break(
 class _Attention:
     """The eager work of a break: cache update and attention on the sequences of the batch."""
 
-    def __init__(self, module: nn.Module, mask_name: str | None, mask: Any, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, module: Any, mask_name: str | None, mask: Any, kwargs: Mapping[str, Any]) -> None:
         self._module, self._mask_name, self._mask = module, mask_name, None if mask_name else mask
         self._fixed = {name: value for name, value in kwargs.items() if name_of(value) is None}
         self._later = {name: found for name, value in kwargs.items() if (found := name_of(value)) is not None}
@@ -86,12 +86,11 @@ class _Attention:
     def __call__(self, batch: Batch, inputs: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
         module = self._module
         query, key, value = (
-            x[: batch.tokens].unflatten(0, (batch.sequences, batch.length)).transpose(1, 2) for x in inputs
+            x[: batch.tokens].view(batch.sequences, batch.length, *x.shape[1:]).transpose(1, 2) for x in inputs
         )
         cache = arguments.get(CACHE)
         if cache is not None:
-            layers = getattr(cache, "layers", ())
-            index = module.layer_idx
+            layers, index = getattr(cache, "layers", ()), module.layer_idx
             if len(layers) <= index or type(layers[index]).__name__ not in _COPYING:
                 key, value = key.clone(), value.clone()
             key, value = cache.update(key, value, index)
@@ -111,7 +110,7 @@ VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 def _function(module: nn.Module, name: str) -> Attention:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     found: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return found
 

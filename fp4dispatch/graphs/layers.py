@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.graphs import hf_attention, program
+from fp4dispatch.graphs import hf_attention, module_break, program
 from fp4dispatch.graphs.bridges import Bridges
-from fp4dispatch.graphs.capturing import CudaTape, Tape
+from fp4dispatch.graphs.capturing import CudaTape, Tape, reserved
+from fp4dispatch.graphs.forwards import replaced_forward
+from fp4dispatch.graphs.module_break import Form
 from fp4dispatch.graphs.program import Batch, Break, Later, Program, Recorder, Results
 
 _WITHHELD = {hf_attention.CACHE: None, "use_cache": False}
@@ -41,7 +43,7 @@ class Spec:
     attention
         Attention modules of Hugging Face models: see :mod:`fp4dispatch.graphs.hf_attention`.
     breaks
-        Further modules to run eagerly. Each maps hidden states to hidden states.
+        Further modules to run eagerly: see :mod:`fp4dispatch.graphs.module_break`.
     per_token
         Arguments of the layers that captured code reads. All their tensors are [sequences or 1, length, ...].
     example
@@ -93,7 +95,8 @@ class CapturedLayers:
         self.bridges = Bridges(self.device, self.rows[-1])
         self.forwards = [layer.forward for layer in spec.layers]
         self.buckets: dict[int, Bucket] = {}
-        self._tape = CudaTape(self.device) if tape is None else tape
+        self._forms: dict[nn.Module, Form] = {}
+        self._tape: Tape = CudaTape(self.device) if tape is None else tape
 
     # --------------------------------------------------------------------------------------------------------- capture
 
@@ -107,9 +110,9 @@ class CapturedLayers:
         """
         try:
             for rows in reversed(self.rows):
-                began, before = time.perf_counter(), self._reserved()
+                began, before = time.perf_counter(), reserved(self.device)
                 bucket = self.buckets[rows] = self._capture(rows)
-                bucket.seconds, bucket.nbytes = time.perf_counter() - began, self._reserved() - before
+                bucket.seconds, bucket.nbytes = time.perf_counter() - began, reserved(self.device) - before
         except BaseException:
             self.release()
             raise
@@ -123,9 +126,6 @@ class CapturedLayers:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-
-    def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def _capture(self, rows: int) -> Bucket:
         with torch.no_grad():
@@ -170,6 +170,8 @@ class CapturedLayers:
             return forward
 
         with ExitStack() as undo:
+            for module in self.spec.breaks:
+                undo.enter_context(replaced_forward(module, module_break.watching(module, self._forms, rows)))
             for i, layer in enumerate(self.spec.layers):
                 undo.enter_context(replaced_forward(layer, watching(i)))
             self.spec.example(rows)
@@ -230,8 +232,8 @@ class CapturedLayers:
     def _breaking(self, recorder: Recorder) -> Iterator[None]:
         with program.recording(recorder), ExitStack() as undo:
             undo.enter_context(hf_attention.breaking(self.spec.attention))
-            for i, module in enumerate(self.spec.breaks):
-                undo.enter_context(replaced_forward(module, _breaking(f"break {i}", module.forward)))
+            for module, form in self._forms.items():
+                undo.enter_context(replaced_forward(module, module_break.breaking(module, module.forward, form)))
             yield
 
     def _layer(self, recorder: Recorder, index: int, states: Tensor, given: Mapping[str, Any]) -> Tensor:
@@ -298,51 +300,3 @@ class CapturedLayers:
 
 def _text(value: object) -> str:
     return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _breaking(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that breaks: it runs eagerly on the tokens of the batch, [sequences, length, hidden]."""
-
-    def run(batch: Batch, inputs: Sequence[Tensor], _: Mapping[str, Any]) -> Tensor:
-        x = inputs[0][: batch.tokens]
-        out = forward(x.view(batch.sequences, batch.length, x.shape[-1]))
-        if not isinstance(out, Tensor) or out.shape[:2] != (batch.sequences, batch.length):
-            raise CaptureError(f"{name} returns {_text(out)}; need hidden states alone")
-        return out.reshape(batch.tokens, out.shape[-1])
-
-    def at_break(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        recorder = program.current()
-        if recorder is None:  # another thread runs the model meanwhile
-            return forward(hidden, *args, **kwargs)
-        if args or kwargs or hidden.ndim != 3 or hidden.shape[0] != 1:
-            raise CaptureError(
-                f"{name} gets {_text(hidden)} and {len(args) + len(kwargs)} more; need hidden states alone"
-            )
-        out = recorder.at_break(name, name.split()[0], run, [hidden[0]], (hidden.shape[2],), hidden.dtype)
-        return out.unsqueeze(0).clone()  # the layer may keep it past the next break of this role
-
-    return at_break
-
-
-@contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the ``forward`` of one module for the ``with`` block."""
-    undo = replace_forward(module, forward)
-    try:
-        yield
-    finally:
-        undo()
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the ``forward`` of one module. Return what undoes it."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = own
-
-    return undo

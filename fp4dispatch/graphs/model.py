@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp4dispatch.errors import InputError
+from fp4dispatch.errors import CaptureDeniedError, InputError
+from fp4dispatch.graphs import batch as _batch
 from fp4dispatch.graphs import decode
+from fp4dispatch.graphs.conditions import GraphReason, Said, reasons
 from fp4dispatch.graphs.decode import DecodeStep
+from fp4dispatch.graphs.forwards import replace_forward
 from fp4dispatch.graphs.hf_attention import CACHE, VARLEN
-from fp4dispatch.graphs.layers import Bucket, CapturedLayers, Spec, replace_forward
+from fp4dispatch.graphs.layers import Bucket, CapturedLayers, Spec
 from fp4dispatch.graphs.program import Batch
+from fp4dispatch.graphs.stats import Stats
 from fp4dispatch.graphs.verify import Verification
 from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
@@ -27,8 +32,9 @@ from fp4dispatch.tune.agreement import Group, Ranks
 
 _log = logging.getLogger("fp4dispatch")
 
-MOST_PADDING = 2
-"""A bucket may be at most so many times as large as the batch. Larger ones cost more than they save."""
+_INTERMEDIATES = ("output_hidden_states", "output_attentions", "output_router_logits")
+_EXTRA = ("pixel_values", "pixel_values_videos", "input_features", "encoder_hidden_states", "encoder_attention_mask")
+_FACTS = frozenset(field.name for field in fields(_batch.Batch))
 _NEUTRAL = {"attention_mask", "position_ids", "cache_position", "use_cache", CACHE, *VARLEN}
 """Arguments of layers that may differ from call to call: only breaks use them."""
 
@@ -38,9 +44,10 @@ class _Call:
     """One call of the inner module, as the forwards of its layers find it."""
 
     thread: int
-    inputs: Mapping[str, Any]
-    reason: str = ""
-    """Name of the condition why it runs eagerly."""
+    facts: dict[str, Any]
+    """What is known about it without its number of tokens: fields of :class:`fp4dispatch.graphs.batch.Batch`."""
+    eager: tuple[GraphReason, ...] = ()
+    """Why it runs eagerly."""
     batch: Batch | None = None
     bucket: Bucket | None = None
     checks: Verification | None = None
@@ -72,14 +79,19 @@ class Graphs:
         self.decode_batches = frozenset(decode_batches)
         self.steps: dict[int, DecodeStep] = {}
         self.layers: CapturedLayers | None = None
-        self.counts: Counter[tuple[str, str]] = Counter()
+        name = type(spec.inner).__name__
+        self.stats, self.decode_stats = Stats(name), Stats(f"{name} decode")
         self.disabled = ""
         """Why every call runs eagerly; empty while graphs are in use."""
+        self.vetoes: tuple[str, ...] = ()
+        self.declared: dict[str, Any] = {}
         self._verify, self._checked = verify_replays, Counter[int]()
         self._group, self._agree, self._tapes = group, agree, tapes
         self._lock = threading.Lock()
         self._call: _Call | None = None
-        self._said: set[str] = set()
+        self._said = Said(name)
+        self._lora: list[Any] = [m for m in spec.inner.modules() if hasattr(m, "active_adapters")]
+        self._adapters: tuple[str, ...] = ()
         self._undo: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -92,12 +104,16 @@ class Graphs:
         """
         ranks = Ranks(self._group, alone=not self._agree)
         layers = CapturedLayers(self.spec, self.rows, self._tapes and self._tapes())
-        fault = ""
+        fault = self._unfit()
         try:
+            if fault:
+                raise InputError(fault)
             with capture.mode("piecewise", smallest_m=self.rows[0]):
                 if any(isinstance(m, QuantizedLinear) for layer in self.spec.layers for m in layer.modules()):
                     warmup(self.spec.inner, self.rows, agree=False)
                 layers.capture()
+        except CaptureDeniedError as error:
+            fault, self.vetoes = str(error), (str(error),)
         except Exception as error:  # whatever it is, the model itself still runs
             fault = f"{type(error).__name__}: {error}"
         faults = {rank: found for rank, found in enumerate(ranks.gather(fault)) if found}
@@ -107,12 +123,51 @@ class Graphs:
             self.disabled = f"the capture failed{where}: {next(iter(faults.values()))}"
             _log.warning("%s runs without CUDA graphs: %s", type(self.spec.inner).__name__, self.disabled)
             return
-        for rows in layers.buckets:
-            self.counts["captures", str(rows)] += 1
+        for rows, bucket in layers.buckets.items():
+            self.stats.captured(rows, bucket.seconds, bucket.nbytes)
+        self._adapters = self._active_adapters()
         self.layers, self._watch = layers, Watch(self.spec.layers)
-        self._undo.append(replace_forward(self.spec.inner, self._inner(self.spec.inner.forward)))
         for index, layer in enumerate(self.spec.layers):
             self._undo.append(replace_forward(layer, self._layer(index, layers.forwards[index])))
+        self._undo.append(replace_forward(self.spec.inner, self._inner(self.spec.inner.forward)))  # may be a layer too
+
+    def _unfit(self) -> str:
+        """Return why the layers cannot be captured at all; empty if they can."""
+        facts = _batch.Batch(self.rows[0], tuple(self.rows), offloaded=self._offloaded(), compiled=self._compiled())
+        if found := reasons(facts):
+            return "; ".join(map(str, found))
+        hooked = [
+            name
+            for layer in self.spec.layers
+            for name, module in layer.named_modules()
+            if module is not layer and (module._forward_hooks or module._forward_pre_hooks)
+        ]
+        if hooked:
+            return f"hooks of {', '.join(sorted(set(hooked))[:4])} would not run at replay: remove them, or break there"
+        return ""
+
+    def _offloaded(self) -> tuple[str, ...]:
+        found = []
+        for layer in self.spec.layers:
+            device = next(self.spec.inner.parameters()).device
+            found += [name for name, tensor in layer.named_parameters() if tensor.device != device]
+            found += [name or "a layer" for name, module in layer.named_modules() if hasattr(module, "_hf_hook")]
+        return tuple(dict.fromkeys(found))
+
+    def _compiled(self) -> bool:
+        return any(
+            getattr(module, "_compiled_call_impl", None) is not None
+            for root in (self.spec.inner, *self.spec.layers)
+            for module in root.modules()
+        )
+
+    def _active_adapters(self) -> tuple[str, ...]:
+        """Return the active LoRA adapters, as peft's layers name them."""
+        found: dict[str, None] = {}
+        for module in self._lora:
+            if not module.disable_adapters:
+                found |= dict.fromkeys(module.active_adapters)
+        return tuple(found)
 
     def release(self) -> None:
         """Restore the model, and free all graphs."""
@@ -137,16 +192,14 @@ class Graphs:
 
         def inner(*args: Any, **kwargs: Any) -> Any:
             if not self._lock.acquire(blocking=False):
-                self._reject("busy")
+                self._reject(None, reasons(_batch.Batch(1, (), busy=True)))
                 return self._without(forward, args, kwargs)
             try:
-                call = self._call = _Call(threading.get_ident(), kwargs, self._reason_before(kwargs))
+                call = self._call = _Call(threading.get_ident(), self._facts(kwargs))
                 try:
                     found = forward(*args, **kwargs)
                 finally:
                     self._call = None
-                if call.reason:
-                    self._reject(call.reason)
                 self._after(call)
                 return found
             finally:
@@ -171,13 +224,13 @@ class Graphs:
 
         def layer(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             call = self._call
-            if call is None or call.thread != threading.get_ident() or call.reason:
+            if call is None or call.thread != threading.get_ident() or call.eager:
                 return forward(hidden, *args, **kwargs)
             if index == 0:
                 self._begin(call, hidden, args, kwargs)
-                if call.reason:
+                if call.eager:
                     return forward(hidden, *args, **kwargs)
-            if call.step is not None:
+            if call.step is not None and call.hidden is not None:
                 call.step.load(index, kwargs, call.loaded)
                 return call.step.replay(call.hidden) if index == last else hidden
             if call.bucket is None or call.batch is None or self.layers is None:  # a step to capture afterwards
@@ -194,40 +247,36 @@ class Graphs:
 
     def _begin(self, call: _Call, hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Decide how this call runs. Nothing has run in the layers yet, so everything can still run eagerly."""
-        assert self.layers is not None
-        if args or hidden.ndim != 3:
-            call.reason = "arguments"
-            return
-        batch = call.batch = Batch(hidden.shape[0], hidden.shape[1])
-        if batch.tokens == 0:
-            call.reason = "empty"
-            return
-        if batch.length == 1 and batch.sequences in self.decode_batches and not decode.why_not(kwargs.get(CACHE)):
-            step = self.steps.get(batch.sequences)
-            if step is not None and step.serves(kwargs[CACHE]) and not step.fits(0, kwargs):
-                call.step, call.hidden = step, hidden
-                self.counts["decode replays", str(batch.sequences)] += 1
+        batch = call.batch = Batch(*hidden.shape[:2]) if hidden.ndim == 3 else Batch(0, 0)
+        step = batch.length == 1 and batch.sequences in self.decode_batches and not decode.why_not(kwargs.get(CACHE))
+        if step and not reasons(_batch.Batch(batch.tokens, (batch.tokens,), **call.facts)):
+            known = self.steps.get(batch.sequences)
+            if known is None or not known.serves(kwargs[CACHE]):
+                call.hidden = hidden.clone()  # runs eagerly, and is captured afterwards
                 return
-            if step is None or not step.serves(kwargs[CACHE]):
-                call.hidden = hidden.clone()  # run eagerly; captured afterwards
+            if not known.fits(0, kwargs):
+                call.step, call.hidden = known, hidden
+                self.decode_stats.replayed(batch.sequences)
                 return
-        bucket = self.layers.bucket_of(batch.tokens)
-        if bucket is None:
-            call.reason = "too_many_tokens"
-        elif bucket.rows > MOST_PADDING * batch.tokens:
-            call.reason = "padding"
-        elif wrong := self._other_arguments(bucket, batch, kwargs):
-            call.reason = "arguments"
-            _log.debug("not replayed: %s", wrong)
+        buckets = () if self.layers is None else tuple(sorted(self.layers.buckets))
+        facts = _batch.Batch(batch.tokens, buckets, **call.facts)
+        bucket = None if self.layers is None or facts.bucket is None else self.layers.buckets[facts.bucket]
+        if args or batch.tokens == 0:
+            facts = replace(facts, misfit="no tokens" if batch.tokens == 0 else "arguments without a name")
+        elif bucket is not None:
+            facts = replace(facts, misfit=self._misfit(bucket, batch, kwargs))
+        call.eager = reasons(facts)
+        if call.eager or bucket is None or self.layers is None:
+            self._reject(facts.bucket, call.eager)
+            return
+        call.bucket = bucket
+        self.stats.replayed(bucket.rows)
+        if self._checked[bucket.rows] < self._verify:
+            call.checks = Verification(self.layers, bucket, batch, hidden)
         else:
-            call.bucket = bucket
-            self.counts["replays", str(bucket.rows)] += 1
-            if self._checked[bucket.rows] < self._verify:
-                call.checks = Verification(self.layers, bucket, batch, hidden)
-            else:
-                self.layers.start(bucket, hidden)
+            self.layers.start(bucket, hidden)
 
-    def _other_arguments(self, bucket: Bucket, batch: Batch, kwargs: Mapping[str, Any]) -> str:
+    def _misfit(self, bucket: Bucket, batch: Batch, kwargs: Mapping[str, Any]) -> str:
         assert self.layers is not None
         known = bucket.given[0].keys()
         for name in kwargs.keys() - known - _NEUTRAL:
@@ -238,26 +287,43 @@ class Graphs:
             return f"the layers do not get {name}, which was captured"
         return self.layers.fits(bucket, 0, batch, kwargs)
 
-    def _reason_before(self, kwargs: Mapping[str, Any]) -> str:
-        """Return why a call must run eagerly, as far as the inner module's arguments tell."""
-        if self.disabled:
-            return "disabled"
-        if torch.is_grad_enabled():
-            return "grad"
-        if self.spec.inner.training:
-            return "training"
-        if any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions", "output_router_logits")):
-            return "outputs"
-        if torch.is_autocast_enabled("cuda"):
-            return "autocast"
-        if capture.is_capturing():
-            return "captured_by_caller"
-        assert self._watch is not None
-        if name := self._watch.moved():
+    def _facts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the inner module's arguments and the process tell about a call."""
+        if not self.disabled and self._watch is not None and (name := self._watch.moved()):
             self._drop(f"{name} moved or was replaced after the capture")
             _log.warning("%s runs without CUDA graphs: %s", type(self.spec.inner).__name__, self.disabled)
-            return "weights_moved"
-        return ""
+        return {
+            "training": self.spec.inner.training,
+            "grad_enabled": torch.is_grad_enabled(),
+            "extra_inputs": tuple(name for name in _EXTRA if kwargs.get(name) is not None),
+            "intermediates": tuple(name for name in _INTERMEDIATES if kwargs.get(name)),
+            "autocast": torch.is_autocast_enabled("cuda"),
+            "capturing": capture.is_capturing(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "adapters": self._active_adapters() if self._lora else (),
+            "captured_adapters": self._adapters,
+            "disabled": self.disabled,
+            "vetoes": self.vetoes,
+            **self.declared,
+        }
+
+    def why_not(self, num_tokens: int, facts: Mapping[str, Any]) -> tuple[GraphReason, ...]:
+        """Return the reasons why a call of so many tokens would run eagerly now."""
+        check_facts(facts)
+        buckets = () if self.layers is None else tuple(sorted(self.layers.buckets))
+        now = {name: value for name, value in self._facts({}).items() if name not in ("training", "grad_enabled")}
+        return reasons(_batch.Batch(num_tokens, buckets, **(now | dict(facts))))
+
+    @contextmanager
+    def declare(self, facts: Mapping[str, Any]) -> Iterator[None]:
+        """Add facts to all calls of the ``with`` block."""
+        check_facts(facts)
+        before = self.declared
+        self.declared = before | dict(facts)
+        try:
+            yield
+        finally:
+            self.declared = before
 
     def _after(self, call: _Call) -> None:
         """Do what must wait until the call is over: compare, or capture a decode step."""
@@ -284,16 +350,27 @@ class Graphs:
                 self.steps[batch.sequences] = DecodeStep(
                     self.layers.forwards, hidden, call.arguments, self._tapes and self._tapes()
                 )
-            self.counts["decode captures", str(batch.sequences)] += 1
+            made = self.steps[batch.sequences]
+            self.decode_stats.captured(batch.sequences, made.seconds, made.nbytes)
         except Exception as error:  # the call itself is done; later ones run in segments or eagerly
             self.decode_batches -= {batch.sequences}
             _log.warning("decode steps of %d sequences run without one graph: %s", batch.sequences, error)
 
-    def _reject(self, reason: str) -> None:
-        self.counts["rejects", reason] += 1
-        if reason not in self._said:
-            self._said.add(reason)
-            _log.info("%s runs eagerly: %s", type(self.spec.inner).__name__, reason)
+    def _reject(self, bucket: int | None, found: tuple[GraphReason, ...]) -> None:
+        self.stats.rejected(bucket, [reason.condition for reason in found])
+        self._said.say(found)
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Refuse a fact that is not of a batch.
+
+    Raises
+    ------
+    InputError
+        With the names that are known.
+    """
+    if unknown := sorted(facts.keys() - _FACTS):
+        raise InputError(f"{unknown[0]!r} is no fact of a batch; known: {', '.join(sorted(_FACTS))}")
 
 
 def check_tokens(name: str, values: Iterable[int]) -> list[int]:
@@ -308,5 +385,3 @@ def check_tokens(name: str, values: Iterable[int]) -> list[int]:
     if not found or any(type(m) is not int or m < 1 for m in found):
         raise InputError(f"{name}={values!r:.80}: need whole numbers of at least 1")
     return sorted(set(found))
-
-

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 
-_Held = tuple[dict[str, Tensor | None], str, Tensor, int]
+_Held = tuple[Mapping[str, Tensor | None], str, Tensor, int]
 
 
 class Watch:
-    """The tensors of captured modules, with their addresses.
+    """The submodules and tensors of captured modules, with the addresses of tensors.
 
     Values written in place to plain weights need nothing: segments read them where they are. Values written to
     quantised weights are packed again, into the same memory.
@@ -21,12 +21,14 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._quantized: list[QuantizedLinear] = []
         self._held: list[_Held] = []
+        self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         done: set[int] = set()
         for module in modules:
             for child in module.modules():
                 if id(child) in done:
                     continue
                 done.add(id(child))
+                self._children += [(child._modules, name, each) for name, each in child._modules.items() if each]
                 if isinstance(child, QuantizedLinear):
                     self._quantized.append(child)
                     self._hold(child, lambda name: name == "bias" or name.startswith("layout"))
@@ -34,13 +36,16 @@ class Watch:
                     self._hold(child)
 
     def _hold(self, module: nn.Module, wanted: object = None) -> None:
-        for owner in (module._parameters, module._buffers):
+        owners: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
+        for owner in owners:
             for name, tensor in owner.items():
                 if tensor is not None and (not callable(wanted) or wanted(name)):
                     self._held.append((owner, name, tensor, tensor.data_ptr()))
 
     def moved(self) -> str:
-        """Return the name of a tensor that is not where it was; empty if all are. Packs written weights again.
+        """Return the name of a tensor or module that is not where it was; empty if all are.
+
+        Packs written weights again.
 
         Raises
         ------
@@ -50,6 +55,9 @@ class Watch:
         for layer in self._quantized:
             if not layer._unchanged(layer._buffers):
                 layer._update_layouts()
+        for modules, name, child in self._children:
+            if modules.get(name) is not child:
+                return name
         for owner, name, tensor, address in self._held:
             if owner.get(name) is not tensor or tensor.data_ptr() != address:
                 return name

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp4dispatch.backends.base import Prepared
 from fp4dispatch.dispatch import choose
@@ -57,7 +57,7 @@ class CompactWeights(StoredWeights):
         """
         capture.forbid_in_capture("dropping canonical weights", "compact(model), then capture")
         self._update_layouts()
-        held = {name: self._buffers[name] for name in CANONICAL if self._buffers.get(name) is not None}
+        held = self._canonical()
         bounds = [*self._every_bound(), *self._captured]
         read = {tensor.untyped_storage().data_ptr() for bound in bounds for tensor in bound.tensors}
         if self._dropped or len(held) < 2 or any(t.untyped_storage().data_ptr() in read for t in held.values()):
@@ -73,6 +73,11 @@ class CompactWeights(StoredWeights):
                 return freed
             _log.warning("the weights of %s are not what their layout %s holds; both are kept", self, layout)
         return 0
+
+    def _canonical(self) -> dict[str, Tensor]:
+        """Return the canonical weights that are held. No frame keeps a reference to one beside the result."""
+        found = {name: self._buffers.get(name) for name in CANONICAL}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def device(self) -> torch.device:

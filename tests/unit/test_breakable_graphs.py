@@ -40,10 +40,8 @@ def test_every_family_replays_any_batch_that_fits(family):
     graphs = captured(model)
     for x, want in zip(calls, wants, strict=True):
         torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
-    assert graphs.counts["replays", "32"] == 4
-    assert graphs.counts["replays", "16"] == 1
-    assert graphs.counts["replays", "4"] == 1
-    assert not any(kind == "rejects" for kind, _ in graphs.counts)
+    assert breakable.replays(graphs) == {"32": 4, "16": 1, "4": 1}
+    assert not breakable.rejects(graphs)
     segments = list(graphs.layers.buckets[32].program.segments())
     breaks = len(graphs.spec.attention) + len(graphs.spec.breaks)
     assert len(segments) == breaks + 1
@@ -63,31 +61,39 @@ def test_left_padded_requests_and_caches_are_those_of_eager():
     for _ in range(2):
         assert torch.equal(model.generate(prompts, **options), wants[0])
         assert torch.equal(model.generate(prompts, **options, **static), wants[1])
-    assert graphs.counts["decode captures", "3"] >= 1
-    assert graphs.counts["decode replays", "3"] >= 5
-    assert not any(kind == "rejects" for kind, _ in graphs.counts)
+    captures, replays = breakable.steps(graphs)
+    assert captures >= 1
+    assert replays >= 5
+    assert not breakable.rejects(graphs)
 
 
 def test_a_call_that_does_not_fit_runs_eagerly_and_is_counted():
     model = breakable.model()
     graphs = captured(model)
     for x, options, reason in (
-        (ids(1, 33), {}, "too_many_tokens"),
+        (ids(1, 33), {}, "too-many-tokens"),
         (ids(1, 1), {}, "padding"),
-        (ids(1, 8), {"output_hidden_states": True}, "outputs"),
+        (ids(1, 8), {"output_hidden_states": True}, "intermediates"),
     ):
-        before = graphs.counts["rejects", reason]
-        graphs.disabled, kept = "off", graphs.disabled
-        want = logits(model, x, **options)
-        graphs.disabled = kept
+        with graphs.declare({"decode_verify": True}):
+            want = logits(model, x, **options)
         assert torch.equal(logits(model, x, **options), want)
-        assert graphs.counts["rejects", reason] == before + 1
+        assert breakable.rejects(graphs)[reason] == 2 if reason != "padding" else 1
+    assert breakable.rejects(graphs)["decode-verify"] == 3
     with torch.enable_grad():
         logits(model, ids(1, 8))
-    assert graphs.counts["rejects", "grad"] == 1
+    assert breakable.rejects(graphs)["training"] == 1
     model.train()
     logits(model, ids(1, 8))
-    assert graphs.counts["rejects", "training"] == 1
+    assert breakable.rejects(graphs)["training"] == 2
+    model.eval()
+    torch.use_deterministic_algorithms(True)
+    try:
+        logits(model, ids(1, 8))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert breakable.rejects(graphs)["deterministic"] == 1
+    assert not breakable.replays(graphs)
 
 
 @pytest.mark.parametrize("fail_at", [0, 2, 5])
@@ -130,7 +136,7 @@ def test_an_error_in_a_break_reaches_the_caller_and_the_next_call_is_right(monke
         with pytest.raises(ValueError, match="planted"):
             logits(model, x)
     torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
-    assert graphs.counts["replays", "16"] == 2
+    assert breakable.replays(graphs) == {"16": 2}
 
 
 def test_what_changes_from_call_to_call_cannot_be_captured():
@@ -161,7 +167,7 @@ def test_quantised_layers_are_replayed_and_written_weights_are_seen(fmt):
     torch.testing.assert_close(logits(model, x), want, rtol=1e-3, atol=1e-4)
     model.load_state_dict(other.state_dict())
     torch.testing.assert_close(logits(model, x), changed, rtol=1e-3, atol=1e-4)
-    assert graphs.disabled or graphs.counts["replays", "16"] == 2
+    assert graphs.disabled or breakable.replays(graphs) == {"16": 2}
 
 
 def test_a_moved_weight_ends_the_graphs(caplog):
@@ -174,7 +180,7 @@ def test_a_moved_weight_ends_the_graphs(caplog):
     want.model.layers[1].mlp.up_proj.weight.mul_(2)
     assert torch.equal(logits(model, x), logits(want, x))
     assert "moved" in graphs.disabled
-    assert graphs.counts["rejects", "weights_moved"] == 1
+    assert breakable.rejects(graphs) == {"disabled": 1}
 
 
 def test_verified_replays_return_eager_and_a_planted_fault_is_found(caplog):
