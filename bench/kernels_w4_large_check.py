@@ -40,14 +40,15 @@ ONE_SIGN_ERROR = 5e-3
 
 
 class FewTokens:
-    """w4a8_small, called as w4_gemm_sm90."""
+    """w4a8_small, called as many_tokens.Gemm calls w4_gemm_sm90."""
 
     def __init__(self, module: Any) -> None:
-        self.w4_gemm, self.w4_gemm_shaped = module.w4a8_small, module.w4a8_small_shaped
+        self.planned, self.shaped = module.w4a8_small, module.w4a8_small_shaped
         self._plan = module.w4a8_small_plan
 
-    def w4_gemm_plan(self, m: int, n: int, k: int, sms: int) -> list[int]:
+    def plan(self, m: int, n: int, k: int) -> list[int]:
         """Return the 7 numbers of its launch shape."""
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
         return list(self._plan(m, n, k, sms, *H200[1:]))
 
 
@@ -179,9 +180,9 @@ def check_one(
         operand.pack(pdl)
         arguments = (operand.given, operand.scale, weight.packed, alpha, bias, out)
         if shape is None:
-            module.w4_gemm(*arguments, pdl)
+            module.planned(*arguments, pdl)
         else:
-            module.w4_gemm_shaped(*arguments, list(shape), pdl)
+            module.shaped(*arguments, list(shape), pdl)
         results.append(out.clone())
     if not all(torch.equal(result.view(torch.int16), results[0].view(torch.int16)) for result in results):
         return "bits differ between runs", math.inf
@@ -219,7 +220,7 @@ def check_chain(module: Any, activations: Any, variant: str, m: int) -> str:
             operand = operands[i % 2]
             operand.pack(pdl)
             packed = weights[i % 3].packed
-            module.w4_gemm(operand.given, operand.scale, packed, alpha, None, buffers[(i + 1) % 2], pdl)
+            module.planned(operand.given, operand.scale, packed, alpha, None, buffers[(i + 1) % 2], pdl)
 
     buffers[0].copy_(start)
     layers(False)
@@ -263,7 +264,8 @@ def whole_tiles_first(variant: str) -> Iterator[tuple[Any, Any, int, list[Any]]]
         return
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for shape, rounds, parts in WHOLE_FIRST:
-        m, n = many_tokens.whole_tiles_first(variant, shape, sms, rounds, parts)
+        tile = many_tokens.tile_of("w4_gemm_sm90", variant)
+        m, n = many_tokens.whole_tiles_first(tile, shape, sms, rounds, parts)
         weight = Weight(n, 528)
         yield weight, folded(weight) if variant.startswith("a8") else weight.dense64, m, [shape]
 
@@ -314,7 +316,7 @@ def sum_errors(module: Any, activations: Any, tile: Any) -> list[dict[str, Any]]
             exact = operand.x.double() @ weight.dense(torch.float64).t()
             alpha = (1 / defined.abs().mean()).float().view(1)
             out = torch.empty(256, 256, device="cuda", dtype=torch.float16)
-            module.w4_gemm_shaped(operand.given, operand.scale, weight.packed, alpha, None, out, shape, False)
+            module.shaped(operand.given, operand.scale, weight.packed, alpha, None, out, shape, False)
             got = out.double() / alpha.double()
             row = {
                 "tile": tile,

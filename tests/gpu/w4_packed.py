@@ -248,7 +248,7 @@ def check_argument_refused(
     message: str,
     shape: Sequence[int] = (16, 1, 2, 1, 1, 2, 2),
 ) -> None:
-    """By the call that plans its launch and by the one that is given a shape."""
+    """By the call whose launch is planned and by the one that is given a shape."""
     given = problem.operands() | {name: change(problem)}
     for launch, more in ((call, ()), (shaped, (list(shape),))):
         with pytest.raises((ValueError, TypeError), match=message):

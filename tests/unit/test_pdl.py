@@ -20,7 +20,7 @@ from fp4dispatch.errors import CaptureError, ToolchainError
 from fp4dispatch.jit.catalog.manifest import installed
 
 CUDA = torch.device("cuda", 0)
-NOT_LAUNCHES = re.compile(r".*(_plan|_tokens|_version|workspace_size|shared_memory_bytes|scale_offsets)|cublaslt_.*")
+NOT_LAUNCHES = re.compile(r".*(_plan|_tile|_version|workspace_size|shared_memory_bytes|scale_offsets)|cublaslt_.*")
 COMPOSED = {"fp8_quantize_gemm"}
 """Launches two kernels that are tried one by one."""
 
@@ -169,10 +169,11 @@ def test_every_function_that_launches_has_its_place_in_the_table() -> None:
         assert launching == {entry.function for entry in ENTRIES[name]}, name
         for variant in known.variants.values():
             for entry in launch_operands.entries(known, variant):
-                assert set(entry.arguments) <= {*ROLES, "none", "workspace"}
+                assert set(entry.arguments) <= {*ROLES, "none", "workspace", "shape"}
                 assert set(entry.early) <= set(entry.arguments)
                 assert any(ROLES[role].fill is None for role in entry.arguments if role in ROLES)
                 assert bool(entry.early) == bool(known.before_wait)
+                assert ("shape" in entry.arguments) == (entry.tile is not None)
     assert set(ENTRIES) == {name for name, known in catalog.kernels.items() if known.pdl and known.op != "race_chain"}
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.own import pdl
-from fp4dispatch.backends.own.operands import aligned, bias_row, direct, gpu_of
+from fp4dispatch.backends.own.operands import aligned, bias_row, direct, gpu_of, launch_shape
 from fp4dispatch.backends.own.scratch import eager
+from fp4dispatch.backends.own.tiles import speed_of
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import check
@@ -56,11 +57,16 @@ class Layout(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A loaded kernel. ``pdl``: launch it with PDL, as its binary's proof and the setting allow."""
+    """A loaded kernel.
+
+    ``pdl``: launch it with PDL, as its binary's proof and the setting allow. ``shape``: the launch shape for the plan's
+    problem, as the kernel takes it; None for kernels that choose it themselves.
+    """
 
     kernel: str
     module: Any
     pdl: bool
+    shape: Any = None
 
 
 def no_quantizer(*_: object) -> None:
@@ -84,6 +90,8 @@ class State:
         Functions of the loaded kernels, and whether to launch each with PDL.
     scratch
         Returns the temporaries of one launch, such as the quantised activation and its scales.
+    shape
+        The launch shape that ``gemm`` takes; None if it takes none.
     """
 
     m: int | None
@@ -94,6 +102,7 @@ class State:
     quantize: Callable[..., None] = no_quantizer
     quantize_pdl: bool = False
     scratch: Callable[[], tuple[Tensor, ...]] = tuple
+    shape: Any = None
     launch: Launch = field(init=False)
     fits: bool = field(init=False)
     """Whether nothing is padded."""
@@ -139,9 +148,12 @@ class CompiledBackend(Backend):
             raise InputError(
                 f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
             )
-        kernels = [(name, jit.load(name, build, arch)) for name, build in builds]
-        loaded = tuple(Loaded(name, kernel.module, pdl.allowed(kernel, device)) for name, kernel in kernels)
-        return Plan(self.name, problem, self._state(problem, Layout(*prepared.layout), device, loaded))
+        layout, loaded = Layout(*prepared.layout), []
+        for name, build in builds:
+            kernel = jit.load(name, build, arch)
+            shape = launch_shape(speed_of(name, build), problem.m, layout.np, layout.kp, sms)
+            loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), shape))
+        return Plan(self.name, problem, self._state(problem, layout, device, tuple(loaded)))
 
     def run(
         self,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.own import launch_model
 from fp4dispatch.backends.own.scratch import Part
 from fp4dispatch.formats import zero_pad
 from fp4dispatch.problem.arch import Arch
@@ -73,3 +76,15 @@ def bias_row(bias: Tensor | None, dtype: torch.dtype, np: int) -> Tensor | None:
 def direct(out: Tensor, np: int) -> bool:
     """Whether a kernel that stores ``np`` columns, 16 bytes at a time, may write into ``out`` [M, N] itself."""
     return out.shape[1] == np and out.is_contiguous() and out.data_ptr() % 16 == 0
+
+
+def launch_shape(tile: launch_model.TileSpeed | None, m: int, n: int, k: int, sms: int) -> Any:
+    """Return the launch shape as a kernel for many tokens takes it; None for a kernel without a ``tile``.
+
+    An array of tvm_ffi: passing a tuple would convert it in each call.
+    """
+    if tile is None:
+        return None
+    import tvm_ffi  # whoever launches has loaded a kernel, which needs it
+
+    return tvm_ffi.Array(launch_model.best(tile, m, n, k, launch_model.gpu_with(sms)).shape)

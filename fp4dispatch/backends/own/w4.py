@@ -92,7 +92,7 @@ class _W4Backend(CompiledBackend):
         launch, entry = _LAUNCH[gemm.kernel, problem.activation]
         function = getattr(gemm.module, entry)
         if problem.activation != "fp8":
-            return State(m, layout, launch, function, gemm.pdl)
+            return State(m, layout, launch, function, gemm.pdl, shape=gemm.shape)
         quantizer, scale = loaded[1], Part((m,), torch.float32)
         if gemm.kernel == UNFOLD:
             quantize = quantizer.module.fp8_quantize_row
@@ -100,7 +100,8 @@ class _W4Backend(CompiledBackend):
             parts = [q, scale, w]
         else:
             quantize, parts = quantizer.module.w4_quantize_row, [packed_part(m, layout.k), scale]
-        return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, Scratch(device, parts))
+        scratch = Scratch(device, parts)
+        return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape)
 
 
 class W4A16Backend(_W4Backend):
@@ -127,22 +128,25 @@ def _launch_small(s: State, weights: Weights = ()) -> Launch:
 
 
 def _launch_16(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl = s.gemm, s.gemm_pdl
+    gemm, pdl, shape = s.gemm, s.gemm_pdl, s.shape
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
-        gemm(x, None, w[0], w[1], bias, out, pdl)
+        gemm(x, None, w[0], w[1], bias, out, shape, pdl)
 
     return launch
 
 
 def _launch_fp8(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl = s.gemm, s.gemm_pdl
+    gemm, pdl, shape = s.gemm, s.gemm_pdl, s.shape
     quantize, quantize_pdl, scratch = s.quantize, s.quantize_pdl, s.scratch
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
         q, x_scale = scratch()
         quantize(x, q, x_scale, quantize_pdl)
-        gemm(q, x_scale, w[0], w[1], bias, out, pdl)
+        if shape is None:
+            gemm(q, x_scale, w[0], w[1], bias, out, pdl)
+        else:
+            gemm(q, x_scale, w[0], w[1], bias, out, shape, pdl)
 
     return launch
 

@@ -85,17 +85,21 @@ class W8A8Backend(CompiledBackend):
             quantize = quantizer.module.w8_quantize_row
             parts.append(Part((m,), torch.float32))
         function = getattr(gemm.module, _ENTRY[gemm.kernel])
-        return State(m, layout, _launch, function, gemm.pdl, quantize, quantizer.pdl, Scratch(device, parts))
+        scratch = Scratch(device, parts)
+        return State(m, layout, _launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape)
 
 
 def _launch(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl, static = s.gemm, s.gemm_pdl, s.layout.has_input_scale
+    gemm, pdl, shape, static = s.gemm, s.gemm_pdl, s.shape, s.layout.has_input_scale
     quantize, quantize_pdl, scratch = s.quantize, s.quantize_pdl, s.scratch
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
         parts = scratch()
         packed, x_scale = parts[0], w[2] if static else parts[1]
         quantize(x, packed, x_scale, quantize_pdl)
-        gemm(packed, x_scale, w[0], w[1], bias, out, pdl)
+        if shape is None:
+            gemm(packed, x_scale, w[0], w[1], bias, out, pdl)
+        else:
+            gemm(packed, x_scale, w[0], w[1], bias, out, shape, pdl)
 
     return launch
