@@ -34,8 +34,8 @@ from kernels_w4_large_check import ONE_SIGN_ERROR, FewTokens, Operand, check_eve
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own import launch_model
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.benchmark import machine, records
 from fp4dispatch.benchmark.check import worst_tile
 from fp4dispatch.jit import kernels

@@ -13,8 +13,8 @@ from kernels_w4 import DTYPES, Weight
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.benchmark.check import relative_error
 from tests import many_tokens
 from tests.w4_model import pack_activations

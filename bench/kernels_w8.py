@@ -19,8 +19,8 @@ from kernels_w4 import Kernel, Peer, Shape, Timed, run, small_tokens
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.backends.own.operands import gpu_of, launch_shape
-from fp4dispatch.backends.own.tiles import speed_of
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem.arch import Arch

@@ -195,7 +195,7 @@ def w4_small() -> str:
 
 def sm90() -> str:
     """Return the times of our SM90 kernels, as the backend would choose them, beside torch's."""
-    from fp4dispatch.backends.own.tiles import tile_for
+    from fp4dispatch.backends.own.tiling.tiles import tile_for
     from fp4dispatch.problem import Problem
     from fp4dispatch.problem.arch import SM90
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.backends.own import launch_model
-from fp4dispatch.backends.own.launch_model import LaunchShape, Prediction, TileSpeed
-from fp4dispatch.backends.own.tiles import speed_of
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, Prediction, TileSpeed
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark import records
 
 SWEEPS = {"a8": "many tokens a8", "a16": "many tokens a16"}

@@ -22,8 +22,7 @@
 
 namespace fp4d {
 
-// How a problem is shared out over the GPU. fp4dispatch/backends/own/launch_model.py chooses it; a caller gives the numbers
-// in this order.
+// How a problem is shared out over the GPU, as launch_model.py chooses it. A caller gives the numbers in this order.
 struct LaunchShape {
   int64_t multicast;  // CTAs of a cluster that share activations
   int64_t split;      // parts of K

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends.own import launch_model
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.benchmark import records
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.catalog.manifest import installed

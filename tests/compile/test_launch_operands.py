@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch.backends.own import launch_model, launch_operands
-from fp4dispatch.backends.own.launch_model import TileSpeed
-from fp4dispatch.backends.own.launch_operands import ROLES, Sizes
-from fp4dispatch.backends.own.pdl import _SIZES
+from fp4dispatch.backends.own.pdl_trial import launch_operands
+from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Sizes
+from fp4dispatch.backends.own.pdl_trial.pdl import _SIZES
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
 from fp4dispatch.jit.catalog.manifest import installed
 from tests.compile.test_host_calls import launches, pytestmark, runtime
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from tests.gpu.sm90 import SM90
 from tests.gpu.tiles import bits, check_replays, wrong_tiles
 

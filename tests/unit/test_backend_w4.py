@@ -10,8 +10,9 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.own import launch_model, scratch, tiles, w4
-from fp4dispatch.backends.own.w4_layout import unpack_w4p
+from fp4dispatch.backends.own import scratch, w4
+from fp4dispatch.backends.own.tensors.w4_layout import unpack_w4p
+from fp4dispatch.backends.own.tiling import launch_model, tiles
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.models.linear import FP4Linear

@@ -13,7 +13,7 @@ from fp4dispatch import cli, formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.backends.libraries import cublaslt
 from fp4dispatch.backends.own import compiled, w4, w4a8_expanded
-from fp4dispatch.backends.own.folding import fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import fold_e4m3
 from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
 from fp4dispatch.dispatch import choose

@@ -10,7 +10,8 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, cutlass, launch_model, scratch, tiles, w8a8, w8a16
+from fp4dispatch.backends.own import compiled, cutlass, scratch, w8a8, w8a16
+from fp4dispatch.backends.own.tiling import launch_model, tiles
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.benchmark import operands as module
 from fp4dispatch.benchmark.check import relative_error, worst_tile
 from fp4dispatch.benchmark.methods import tolerance

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.backends.libraries import cublaslt
-from fp4dispatch.backends.own import quantizers, scratch
+from fp4dispatch.backends.own import scratch
+from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem

@@ -10,8 +10,16 @@ from dataclasses import asdict, dataclass, replace
 
 import pytest
 
-from fp4dispatch.backends.own import launch_model, tiles
-from fp4dispatch.backends.own.launch_model import H200, LaunchShape, Prediction, TileSpeed, best, candidates, gpu_with
+from fp4dispatch.backends.own.tiling import launch_model, tiles
+from fp4dispatch.backends.own.tiling.launch_model import (
+    H200,
+    LaunchShape,
+    Prediction,
+    TileSpeed,
+    best,
+    candidates,
+    gpu_with,
+)
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem import Problem

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch.backends.own import launch_operands, pdl
-from fp4dispatch.backends.own.launch_operands import ENTRIES, ROLES, Sizes
-from fp4dispatch.backends.own.pdl import PdlVerdict
+from fp4dispatch.backends.own.pdl_trial import launch_operands, pdl
+from fp4dispatch.backends.own.pdl_trial.launch_operands import ENTRIES, ROLES, Sizes
+from fp4dispatch.backends.own.pdl_trial.pdl import PdlVerdict
 from fp4dispatch.errors import CaptureError, ToolchainError
 from fp4dispatch.jit.catalog.manifest import installed
 
@@ -191,7 +191,7 @@ def test_operands_are_finite_and_of_the_stated_shape() -> None:
 
 
 def test_a_chain_on_a_kernel_that_writes_nothing_is_an_error() -> None:
-    from fp4dispatch.backends.own.launch_chain import LaunchChain
+    from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
 
     silent = SimpleNamespace(fp8_quantize_row=lambda *arguments: None)
     entry = ENTRIES["fp8_quantize"][0]
@@ -233,7 +233,7 @@ def late_reader(early: bool) -> Any:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_chain_counts_what_a_kernel_read_too_early(early: bool) -> None:
-    from fp4dispatch.backends.own.launch_chain import LaunchChain
+    from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
 
     module, neighbours = late_reader(early)
     link = LaunchChain(module, neighbours, ENTRIES["fp8_quantize"][0], Sizes(3, 8, 32), torch.Generator())
@@ -244,7 +244,7 @@ def test_a_chain_counts_what_a_kernel_read_too_early(early: bool) -> None:
 
 
 def test_a_chain_counts_writes_that_come_after_the_consumer() -> None:
-    from fp4dispatch.backends.own.launch_chain import LaunchChain
+    from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
 
     module, neighbours = late_reader(False)
     neighbours.consume = lambda outputs, copy, source, target, enable_pdl: copy.copy_(

@@ -31,8 +31,9 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.libraries.cublaslt_direct import direct_gemms
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout, prepare
-from fp4dispatch.backends.own import quantizers
-from fp4dispatch.backends.own.quantizers import (
+from fp4dispatch.backends.own.scratch import Part, ScratchByM
+from fp4dispatch.backends.own.tensors import quantizers
+from fp4dispatch.backends.own.tensors.quantizers import (
     Nvfp4Quantizer,
     Quantizers,
     nvfp4_parts,
@@ -42,7 +43,6 @@ from fp4dispatch.backends.own.quantizers import (
     quantized_nvfp4,
     tokens_fastest,
 )
-from fp4dispatch.backends.own.scratch import Part, ScratchByM
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.machine import capture
 from fp4dispatch.machine import system as _system

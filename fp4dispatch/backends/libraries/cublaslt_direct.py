@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout
-from fp4dispatch.backends.own.quantizers import Quantizers, ones, ones_for
 from fp4dispatch.backends.own.scratch import ARENA_BYTES, Part, Scratch
+from fp4dispatch.backends.own.tensors.quantizers import Quantizers, ones, ones_for
 from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
 

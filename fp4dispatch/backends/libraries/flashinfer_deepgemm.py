@@ -28,7 +28,8 @@ from fp4dispatch import jit
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.libraries import flashinfer_package as package
-from fp4dispatch.backends.own import pdl, quantizers
+from fp4dispatch.backends.own.pdl_trial import pdl
+from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.formats import FP8_BLOCK, round_up, zero_pad
 from fp4dispatch.machine import capture

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.backends.own import pdl
-from fp4dispatch.backends.own.operands import aligned, bias_row, direct, gpu_of, launch_shape
+from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import eager
-from fp4dispatch.backends.own.tiles import speed_of
+from fp4dispatch.backends.own.tensors.operands import aligned, bias_row, direct, gpu_of, launch_shape
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import check

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
-from fp4dispatch.backends.own.operands import await_writes, stored_rows
+from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import launch_model
 from fp4dispatch.backends.own.scratch import Part
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.formats import zero_pad
 from fp4dispatch.problem.arch import Arch
 

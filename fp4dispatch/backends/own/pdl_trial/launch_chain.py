@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.own.launch_operands import ROLES, Entry, Sizes
-from fp4dispatch.backends.own.operands import gpu_of, launch_shape
+from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Entry, Sizes
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
 
 _ALIGNMENT = 256
 POISON, OVERWRITTEN = 0xFF, 0x00

@@ -3,7 +3,7 @@
 A test of PDL must know, for each exported function, which tensors the kernel reads, which it writes, and which it may
 read before the previous kernel has finished (weights). :data:`ENTRIES` lists that for every kernel of
 ``csrc/kernels.toml``. A kernel that is not listed cannot be tested, so it is never launched with PDL
-(:mod:`fp4dispatch.backends.own.pdl`).
+(:mod:`fp4dispatch.backends.own.pdl_trial.pdl`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.own.launch_model import TileSpeed
-from fp4dispatch.backends.own.tiles import speed_of
-from fp4dispatch.backends.own.w4_layout import CHUNK_BYTES, CODE_BYTES, COLUMNS, ROWS
+from fp4dispatch.backends.own.tensors.w4_layout import CHUNK_BYTES, CODE_BYTES, COLUMNS, ROWS
+from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, round_up
 from fp4dispatch.jit.catalog.manifest import Kernel, Variant
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4dispatch import strict_toml
-from fp4dispatch.backends.own import launch_model
-from fp4dispatch.backends.own.launch_model import TileSpeed
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem

@@ -17,9 +17,9 @@ from torch import Tensor
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.own import pdl
-from fp4dispatch.backends.own.operands import aligned, arch_of
+from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import Part, ScratchByM
+from fp4dispatch.backends.own.tensors.operands import aligned, arch_of
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.jit.kernels import LoadedKernel
