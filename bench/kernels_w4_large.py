@@ -36,8 +36,9 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.tiling import launch_model
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import worst_tile
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
 from tests import many_tokens

@@ -9,7 +9,7 @@ from typing import Any
 from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, Prediction, TileSpeed
 from fp4dispatch.backends.own.tiling.tiles import speed_of
-from fp4dispatch.benchmark import records
+from fp4dispatch.benchmark.reports import records
 
 SWEEPS = {"a8": "many tokens a8", "a16": "many tokens a16"}
 """By the activations of a build of w4_gemm_sm90; w8_gemm_sm90 is with a8, where older builds of a16 are too."""

@@ -15,7 +15,7 @@ import torch
 
 from fp4dispatch import jit
 from fp4dispatch.backends.own.tiling import launch_model
-from fp4dispatch.benchmark import records
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.compiler.toolchain import disassembler

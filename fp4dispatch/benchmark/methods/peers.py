@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.benchmark.methods import BASELINE, Card, Launch, Method, Prepared
-from fp4dispatch.benchmark.operands import Format, Operands
+from fp4dispatch.benchmark.methods.base import BASELINE, Card, Launch, Method, Prepared
+from fp4dispatch.benchmark.problems.operands import Format, Operands
 from fp4dispatch.problem.arch import SM90, Arch
 
 _E4M3_NAN = 0x7F

@@ -10,8 +10,8 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared
-from fp4dispatch.benchmark.operands import Entering, Format, Operands
+from fp4dispatch.benchmark.methods.base import Card, Launch, Method, Prepared
+from fp4dispatch.benchmark.problems.operands import Entering, Format, Operands
 from fp4dispatch.machine import system
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
