@@ -90,7 +90,7 @@ class _State(NamedTuple):
 
 
 class FlashInferBackend(Backend):
-    """What the runners share."""
+    """Base of the backends on FlashInfer's runners."""
 
     runner: ClassVar[Runner]
 

@@ -70,22 +70,22 @@ class Loaded(NamedTuple):
 
 
 def no_quantizer(*_: object) -> None:
-    """Stand where a plan has no quantiser."""
+    """The quantiser of a plan that has none."""
     raise AssertionError("16-bit activations are not quantised")
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """All that a plan knows.
+    """State of a plan.
 
     Parameters
     ----------
     m
         The M that the plan is for; None where it serves every M.
     layout
-        Of the weights.
+        Layout of the weights.
     make_launch
-        Its launch quantises where that is needed and multiplies, with ``quantize`` and ``gemm``.
+        Makes the launch. It quantises if the GEMM needs that, then multiplies, with ``quantize`` and ``gemm``.
     gemm, gemm_pdl, quantize, quantize_pdl
         Functions of the loaded kernels, and whether to launch each with PDL.
     scratch
@@ -132,12 +132,12 @@ class CompiledBackend(Backend):
         return self._kernels(problem, *gpu_of(device))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Load the kernels, compiling and proving them first where they are not in the cache.
+        """Load the kernels; compile and prove them first if they are not in the cache.
 
         Raises
         ------
         ToolchainError, CompileError, ProofError, CacheError
-            Each with what to do.
+            If a kernel cannot be compiled, proved or loaded.
         InputError
             If no kernel serves the problem.
         """

@@ -1,6 +1,6 @@
 """FP8 weights with 16-bit activations: our kernel for few tokens, on the checkpoint's own bytes.
 
-Few tokens: the time is that of reading the weights, and quantising activations would only add a launch and an error.
+With few tokens the time is that of reading the weights. Quantising activations would only add a launch and an error.
 Products of e4m3 and bfloat16 or float16 are exact and are summed in f32. Scales and the bias are applied to the sums,
 which are rounded once. A static input scale is for 8-bit activations and is not used.
 

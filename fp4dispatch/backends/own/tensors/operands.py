@@ -85,6 +85,6 @@ def launch_shape(tile: launch_model.TileSpeed | None, m: int, n: int, k: int, sm
     """
     if tile is None:
         return None
-    import tvm_ffi  # whoever launches has loaded a kernel, which needs it
+    import tvm_ffi  # there wherever a kernel has been loaded
 
     return tvm_ffi.Array(launch_model.best(tile, m, n, k, launch_model.gpu_with(sms)).shape)
