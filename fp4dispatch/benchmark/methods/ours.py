@@ -50,7 +50,7 @@ class Layer(Method):
             self.what = f"{kind}, backend={backend!r} for any number of tokens"
 
     def lacks(self, card: Card) -> str:
-        """Return what the fixed backend lacks here. Without one: nothing, as the reference backend runs anywhere."""
+        """Return what the fixed backend lacks here; empty without one, as the reference backend runs anywhere."""
         if self.backend is None:
             return ""
         if card.arch is None:
@@ -95,7 +95,7 @@ class RawFp8(Method):
         self.what = f"fp4dispatch.fp8_gemm, one scale a {fmt}, the policy's choice"
 
     def lacks(self, card: Card) -> str:
-        """Return nothing: the reference backend runs anywhere."""
+        """Return an empty text: the reference backend runs anywhere."""
         return ""
 
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:

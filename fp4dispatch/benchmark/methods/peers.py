@@ -46,7 +46,7 @@ class Bf16(Method):
     what = "torch.mm in bfloat16: cuBLAS on a GPU"
 
     def lacks(self, card: Card) -> str:
-        """Return nothing: it runs anywhere."""
+        """Return an empty text: it runs anywhere."""
         return ""
 
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:
