@@ -97,8 +97,8 @@ class CutlassBackend(CompiledBackend):
             quantize,
             quantizer.pdl,
             Scratch(device, [*parts, Part((workspace_bytes,), torch.uint8)], view),
-            at_once,
-            workspace_bytes,
+            at_once=at_once,
+            workspace_bytes=workspace_bytes,
         )
 
     def _run_quantized(self, plan: Plan, w: Weights, x: QuantizedActivation, d: Tensor, bias: Tensor | None) -> None:
