@@ -33,6 +33,7 @@ from fp4dispatch.backends.libraries.cublaslt_direct import direct_gemms
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout, prepare
 from fp4dispatch.backends.own.scratch import Part, ScratchByM
 from fp4dispatch.backends.own.tensors import quantizers
+from fp4dispatch.backends.own.tensors.operands import taken_as_is
 from fp4dispatch.backends.own.tensors.quantizers import (
     Nvfp4Quantizer,
     Quantizers,
@@ -157,17 +158,13 @@ class CublasLtBackend(Backend):
         """Quantise the activation if it is not quantised yet, and launch the GEMM."""
         s: _State = plan.state
         m = out.shape[0]
-        # Operands of a layer mostly fit as they are. Each view that is not made saves a microsecond.
         if (
             s.launch is not None
             and isinstance(x, Tensor)
             and x.dtype == out.dtype
             and not m % s.m_multiple
-            and not (x.data_ptr() | out.data_ptr()) % 16
-            and x.is_contiguous()
-            and out.is_contiguous()
-            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
             and (bias is not None) == plan.problem.bias
+            and taken_as_is(x, out, bias)
         ):
             s.launch(s, m, x, prepared.tensors, out, bias)
             return

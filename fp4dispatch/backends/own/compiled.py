@@ -18,7 +18,7 @@ from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import eager
-from fp4dispatch.backends.own.tensors.operands import aligned, bias_row, direct, gpu_of, launch_shape
+from fp4dispatch.backends.own.tensors.operands import aligned, bias_row, direct, gpu_of, launch_shape, taken_as_is
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.system import System
@@ -165,16 +165,7 @@ class CompiledBackend(Backend):
     ) -> None:
         """Quantise the activation where the GEMM needs that, and launch it."""
         s: State = plan.state
-        # Operands of a layer mostly fit as they are. Each view that is not made saves a microsecond.
-        if (
-            s.fits
-            and isinstance(x, Tensor)
-            and (s.m is None or out.shape[0] == s.m)
-            and not (x.data_ptr() | out.data_ptr()) % 16
-            and x.is_contiguous()
-            and out.is_contiguous()
-            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
-        ):
+        if s.fits and isinstance(x, Tensor) and (s.m is None or out.shape[0] == s.m) and taken_as_is(x, out, bias):
             s.launch(x, out, bias, prepared.tensors)
             return
         m, layout = out.shape[0], s.layout
