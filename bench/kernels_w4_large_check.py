@@ -31,7 +31,6 @@ LAUNCHES = (
 """multicast, split, raster"""
 WHOLE_FIRST = (((1, 2, 8), 2, "many"), ((1, 3, 1), 1, "few"), ((1, 4, 8), 3, "few"), ((2, 2, 2), 1, "many"))
 """Launch shapes that split what whole tiles leave, rounds of those, and what is left."""
-MOST_SPLIT = {32: 4}  # of a tile that is no larger; 8 of the others
 TILE_ERROR, FP8_TILE_ERROR = 2.5e-3, 4e-3
 """Of a 128x128 tile: rounding to bf16 gives 1.7e-3, and FP8 sums are truncated. For the few elements that an edge
 leaves of a tile, see tile_limits."""
@@ -241,10 +240,10 @@ def check_chain(module: Any, activations: Any, variant: str, m: int) -> str:
 
 def launches_of(variant: str, k: int) -> list[tuple[int, ...]]:
     """Every launch shape to check of a build for this K; parts of K without a stage are w4a8_small's alone."""
-    tile = tile_of(variant)
-    if tile == "small":
+    if tile_of(variant) == "small":
         return list(launch_shapes())
-    most = min(MOST_SPLIT.get(tile, 8), -(-k // (128 if variant.startswith("a8") else 64)))
+    tile = many_tokens.tile_of("w4_gemm_sm90", variant)
+    most = min(tile.most_split, -(-k // tile.stage_k))
     return [shape for shape in LAUNCHES if shape[1] <= most]
 
 

@@ -70,8 +70,9 @@ def sms():
 
 
 def most_split(variant, k):
-    """Parts of K: each has a stage, and adds up 8 tokens at least."""
-    return min(4 if variant.endswith("_32") else 8, -(-k // (128 if is_fp8(variant) else 64)))
+    """Parts of K: each has a stage."""
+    tile = many_tokens.tile_of("w4_gemm_sm90", variant)
+    return min(tile.most_split, -(-k // tile.stage_k))
 
 
 @pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
