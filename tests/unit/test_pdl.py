@@ -255,3 +255,21 @@ def test_a_chain_counts_writes_that_come_after_the_consumer() -> None:
     output, inputs = link.wrong().tolist()
     assert output == 0
     assert inputs > 0
+
+
+def test_a_chain_gives_a_kernel_for_many_tokens_its_launch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4dispatch.backends.own.pdl_trial import launch_chain
+    from fp4dispatch.backends.own.tiling.launch_model import H200, best
+
+    given: list[Any] = []
+
+    def w8_gemm(*arguments: Any) -> None:
+        given.append(arguments)
+        arguments[5].fill_(1)
+
+    monkeypatch.setattr(launch_chain, "gpu_of", lambda device: (None, 132))
+    known = installed().kernel("w8_gemm_sm90")
+    (entry,) = launch_operands.entries(known, known.variant("bf16_128"))
+    launch_chain.LaunchChain(SimpleNamespace(w8_gemm=w8_gemm), None, entry, Sizes(200, 1544, 2080), torch.Generator())
+    assert entry.tile is not None
+    assert tuple(given[0][6]) == best(entry.tile, 200, 1544, 2080, H200).shape
