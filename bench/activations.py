@@ -29,7 +29,8 @@ from kernels_w4 import COPY_BYTES_PER_US, METHOD
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem.arch import Arch
 from tests.w4_model import place

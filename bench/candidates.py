@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))  # tests.planted
 
 from fp4dispatch.backends import registry  # noqa: E402
 from fp4dispatch.backends.base import Backend  # noqa: E402
-from fp4dispatch.benchmark import machine, records  # noqa: E402
+from fp4dispatch.benchmark import machine  # noqa: E402
+from fp4dispatch.benchmark.reports import records  # noqa: E402
 from fp4dispatch.dispatch import choose, tuned  # noqa: E402
 from fp4dispatch.dispatch.explain import explain  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402

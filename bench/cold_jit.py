@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -272,7 +272,8 @@ def main() -> int:
         return 0
     if not arguments.commit or not arguments.json:
         parser.error("--commit and --json are needed")
-    from fp4dispatch.benchmark import machine, records
+    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark.reports import records
 
     card = machine.card()
     facts = machine.facts(card, arguments.commit)

@@ -27,7 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from fp4dispatch.benchmark import machine, records  # noqa: E402
+from fp4dispatch.benchmark import machine  # noqa: E402
+from fp4dispatch.benchmark.reports import records  # noqa: E402
 from fp4dispatch.jit import Built, kernels  # noqa: E402
 from fp4dispatch.jit.catalog.manifest import installed  # noqa: E402
 from fp4dispatch.jit.store.cache import Cache  # noqa: E402

@@ -33,9 +33,10 @@ import torch
 from torch import Tensor, nn
 
 import fp4dispatch
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import relative_error
-from fp4dispatch.benchmark.methods import Card
+from fp4dispatch.benchmark.methods.base import Card
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.tune.timing import Sample, summarise
 

@@ -101,7 +101,8 @@ def main() -> int:
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
     parser.add_argument("pytest", nargs="*", default=[*files, "tests/unit/test_formats_cuda.py"])
     arguments = parser.parse_args()
-    from fp4dispatch.benchmark import machine, records
+    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark.reports import records
 
     facts = machine.facts(machine.card("cuda"), arguments.commit)
     result: dict[str, Any] = {}

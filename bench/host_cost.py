@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from fp4dispatch import formats
-from fp4dispatch.benchmark import machine, records
-from fp4dispatch.benchmark.methods import Card
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.methods.base import Card
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear

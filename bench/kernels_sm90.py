@@ -20,7 +20,8 @@ from graphs import capture, microseconds
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.trust.tilecheck import worst_tile

@@ -27,8 +27,9 @@ from graphs import capture, microseconds, watched
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own.w4_layout import pack_w4p
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem.arch import Arch

@@ -30,17 +30,18 @@ import torch
 import tvm_ffi
 from graphs import capture, microseconds, watched
 from kernels_w4 import COLD_BYTES, METHOD, NK, Weight
-from kernels_w4_large_check import MOST_SPLIT, ONE_SIGN_ERROR, FewTokens, Operand, check_everything
+from kernels_w4_large_check import ONE_SIGN_ERROR, FewTokens, Operand, check_everything
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.launch_model import USABLE, USABLE_OF
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import worst_tile
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
-from tests.many_tokens import tile_of
+from tests import many_tokens
 from tests.w4a8_small import H200, INSTANCES, launch_shapes, shared_bytes
 
 M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -112,7 +113,7 @@ def methods(modules: dict[str, Any], timed: Timed, x: Tensor, out: Tensor) -> It
             module = modules[f"{act}_bf16_{tile}"]
 
             def gemm(i: int, module: Any = module, operand: Operand = operand) -> None:
-                module.w4_gemm(operand.given, operand.scale, timed.packed[i], alpha, None, out, True)
+                module.planned(operand.given, operand.scale, timed.packed[i], alpha, None, out, True)
 
             def both(i: int, gemm: Any = gemm, operand: Operand = operand) -> None:
                 operand.pack(True)
@@ -199,25 +200,22 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def shapes_to_tune(module: Any, act: str, tile: Any, mnk: tuple[int, int, int]) -> tuple[Any, set[Any]]:
+def shapes_to_tune(module: Any, tile: Any, mnk: tuple[int, int, int]) -> tuple[Any, set[Any]]:
     """Return what the build itself chooses, and every launch shape that is worth a try beside it."""
-    (m, n, k), sms = mnk, torch.cuda.get_device_properties(0).multi_processor_count
+    m, n, k = mnk
     if tile == "small":
-        auto = tuple(module.w4_gemm_plan(m, n, k, sms))
-        return auto, {auto, *few_tokens_shapes(m, n, k, sms)}
-    auto = tuple(module.w4_gemm_plan(m, n, k, sms))[:3]
-    tokens, rows, ctas = tile_of(f"{act}_bf16_{tile}")
+        auto = tuple(module.plan(m, n, k))
+        return auto, {auto, *few_tokens_shapes(m, n, k, torch.cuda.get_device_properties(0).multi_processor_count)}
+    auto = module.plan(m, n, k).shape[:3]
     shapes = {auto}
-    for multicast, split in itertools.product((1, 2), (1, 2, 3, 4, 8)):
-        cluster, tiles = multicast * split, -(-n // (rows * multicast)) * -(-m // tokens)
-        if split > MOST_SPLIT.get(tile, 8) or cluster > 8 or k // 128 < 2 * split:
+    for multicast, split in itertools.product((1, 2), launch_model.SPLITS):
+        if split > module.tile.most_split or multicast * split > launch_model.LARGEST_CLUSTER or k // 128 < 2 * split:
             continue
         # Split tiles in two waves at most, or whole ones first and what they leave in one.
-        slots = sms * USABLE[cluster - 1] // USABLE_OF * ctas // cluster
-        rounds, left = divmod(tiles, slots * split)
-        if split == 1 or tiles <= 2 * slots or (rounds > 0 and left <= slots):
+        shape = launch_model.laid_out(module.tile, m, n, module.gpu, multicast=multicast, split=split)
+        if split == 1 or shape.rounds > 0 or shape.clusters <= 2 * launch_model.slots(module.tile, shape, module.gpu):
             shapes.add((multicast, split, auto[2]))
-    return auto, shapes | {(auto[0], auto[1], raster) for raster in (4, 16) if m // tokens > 4}
+    return auto, shapes | {(auto[0], auto[1], raster) for raster in (4, 16) if m // module.tile.tokens > 4}
 
 
 def few_tokens_shapes(m: int, n: int, k: int, sms: int) -> Iterator[tuple[int, ...]]:
@@ -249,13 +247,11 @@ def tune(modules: dict[str, Any], timed: Timed, m: int, acts: tuple[str, ...]) -
         alive = []
         for tile in tiles_of(modules, act, m):
             module = modules[f"{act}_bf16_{tile}"]
-            auto, shapes = shapes_to_tune(module, act, tile, (m, n, k))
+            auto, shapes = shapes_to_tune(module, tile, (m, n, k))
             for shape in sorted(shapes):
 
                 def gemm(i: int, module: Any = module, shape: Any = shape, operand: Operand = operand) -> None:
-                    module.w4_gemm_shaped(
-                        operand.given, operand.scale, timed.packed[i], alpha, None, out, list(shape), True
-                    )
+                    module.shaped(operand.given, operand.scale, timed.packed[i], alpha, None, out, list(shape), True)
 
                 with watched(f"tune M={m} N={n} K={k} {act} {tile} {shape}"):
                     copies = len(timed.packed)
@@ -282,6 +278,7 @@ def build_all() -> dict[str, Any]:
     catalog = installed()
     names = [("w4_activations", "any"), ("w4a16_small", "bf16")]
     names += [(name, v) for name in ("w4a8_small", "w4_gemm_sm90") for v in catalog.kernel(name).variants]
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
     built = kernels.build_all([kernels.job(catalog, kernel, variant, "90a") for kernel, variant in names], catalog)
     modules = {}
     for (kernel, variant), result in zip(names, built, strict=True):
@@ -290,8 +287,10 @@ def build_all() -> dict[str, Any]:
         module = tvm_ffi.load_module(str(result.entry.library))
         if kernel == "w4a8_small":
             modules[f"a8_{variant}_small"] = FewTokens(module)
+        elif kernel == "w4_gemm_sm90":
+            modules[variant] = many_tokens.Gemm(module, kernel, variant, sms)
         else:
-            modules[{"w4_activations": "activations", "w4a16_small": "w4a16"}.get(kernel, variant)] = module
+            modules[{"w4_activations": "activations", "w4a16_small": "w4a16"}[kernel]] = module
     print(f"builds: {time.perf_counter() - start:.1f} s", flush=True)
     return modules
 

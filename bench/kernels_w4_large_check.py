@@ -13,8 +13,8 @@ from kernels_w4 import DTYPES, Weight
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.benchmark.check import relative_error
 from tests import many_tokens
 from tests.w4_model import pack_activations
@@ -31,7 +31,6 @@ LAUNCHES = (
 """multicast, split, raster"""
 WHOLE_FIRST = (((1, 2, 8), 2, "many"), ((1, 3, 1), 1, "few"), ((1, 4, 8), 3, "few"), ((2, 2, 2), 1, "many"))
 """Launch shapes that split what whole tiles leave, rounds of those, and what is left."""
-MOST_SPLIT = {32: 4}  # of a tile that is no larger; 8 of the others
 TILE_ERROR, FP8_TILE_ERROR = 2.5e-3, 4e-3
 """Of a 128x128 tile: rounding to bf16 gives 1.7e-3, and FP8 sums are truncated. For the few elements that an edge
 leaves of a tile, see tile_limits."""
@@ -40,14 +39,15 @@ ONE_SIGN_ERROR = 5e-3
 
 
 class FewTokens:
-    """w4a8_small, called as w4_gemm_sm90."""
+    """w4a8_small, called as many_tokens.Gemm calls w4_gemm_sm90."""
 
     def __init__(self, module: Any) -> None:
-        self.w4_gemm, self.w4_gemm_shaped = module.w4a8_small, module.w4a8_small_shaped
+        self.planned, self.shaped = module.w4a8_small, module.w4a8_small_shaped
         self._plan = module.w4a8_small_plan
 
-    def w4_gemm_plan(self, m: int, n: int, k: int, sms: int) -> list[int]:
+    def plan(self, m: int, n: int, k: int) -> list[int]:
         """Return the 7 numbers of its launch shape."""
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
         return list(self._plan(m, n, k, sms, *H200[1:]))
 
 
@@ -179,9 +179,9 @@ def check_one(
         operand.pack(pdl)
         arguments = (operand.given, operand.scale, weight.packed, alpha, bias, out)
         if shape is None:
-            module.w4_gemm(*arguments, pdl)
+            module.planned(*arguments, pdl)
         else:
-            module.w4_gemm_shaped(*arguments, list(shape), pdl)
+            module.shaped(*arguments, list(shape), pdl)
         results.append(out.clone())
     if not all(torch.equal(result.view(torch.int16), results[0].view(torch.int16)) for result in results):
         return "bits differ between runs", math.inf
@@ -219,7 +219,7 @@ def check_chain(module: Any, activations: Any, variant: str, m: int) -> str:
             operand = operands[i % 2]
             operand.pack(pdl)
             packed = weights[i % 3].packed
-            module.w4_gemm(operand.given, operand.scale, packed, alpha, None, buffers[(i + 1) % 2], pdl)
+            module.planned(operand.given, operand.scale, packed, alpha, None, buffers[(i + 1) % 2], pdl)
 
     buffers[0].copy_(start)
     layers(False)
@@ -240,10 +240,10 @@ def check_chain(module: Any, activations: Any, variant: str, m: int) -> str:
 
 def launches_of(variant: str, k: int) -> list[tuple[int, ...]]:
     """Every launch shape to check of a build for this K; parts of K without a stage are w4a8_small's alone."""
-    tile = tile_of(variant)
-    if tile == "small":
+    if tile_of(variant) == "small":
         return list(launch_shapes())
-    most = min(MOST_SPLIT.get(tile, 8), -(-k // (128 if variant.startswith("a8") else 64)))
+    tile = many_tokens.tile_of("w4_gemm_sm90", variant)
+    most = min(tile.most_split, -(-k // tile.stage_k))
     return [shape for shape in LAUNCHES if shape[1] <= most]
 
 
@@ -263,7 +263,8 @@ def whole_tiles_first(variant: str) -> Iterator[tuple[Any, Any, int, list[Any]]]
         return
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for shape, rounds, parts in WHOLE_FIRST:
-        m, n = many_tokens.whole_tiles_first(variant, shape, sms, rounds, parts)
+        tile = many_tokens.tile_of("w4_gemm_sm90", variant)
+        m, n = many_tokens.whole_tiles_first(tile, shape, sms, rounds, parts)
         weight = Weight(n, 528)
         yield weight, folded(weight) if variant.startswith("a8") else weight.dense64, m, [shape]
 
@@ -314,7 +315,7 @@ def sum_errors(module: Any, activations: Any, tile: Any) -> list[dict[str, Any]]
             exact = operand.x.double() @ weight.dense(torch.float64).t()
             alpha = (1 / defined.abs().mean()).float().view(1)
             out = torch.empty(256, 256, device="cuda", dtype=torch.float16)
-            module.w4_gemm_shaped(operand.given, operand.scale, weight.packed, alpha, None, out, shape, False)
+            module.shaped(operand.given, operand.scale, weight.packed, alpha, None, out, shape, False)
             got = out.double() / alpha.double()
             row = {
                 "tile": tile,

@@ -19,6 +19,8 @@ from kernels_w4 import Kernel, Peer, Shape, Timed, run, small_tokens
 from torch import Tensor
 
 from fp4dispatch import formats, jit
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem.arch import Arch
@@ -137,7 +139,13 @@ def peers(timed: Timed, x: Tensor) -> dict[str, Peer]:
     if m <= 64:
         multiply = jit.load("w8a8_small", "bf16", SM90).module.w8a8_small
     else:
-        multiply = jit.load("w8_gemm_sm90", "bf16_128", SM90).module.w8_gemm
+        many = ("w8_gemm_sm90", "bf16_128")
+        gemm, sms = jit.load(*many, SM90).module.w8_gemm, gpu_of(x.device)[1]
+        shape = launch_shape(speed_of(*many), m, n, timed.weight.k, sms)
+
+        def multiply(*given: Any) -> None:
+            gemm(*given[:-1], shape, given[-1])
+
     packed = torch.empty(-(-timed.weight.k // 128), -(-m // 8), 1024, device="cuda", dtype=torch.uint8)
     packed_scale = torch.empty_like(q_scale)
     packer(x, packed, packed_scale, False)
@@ -153,12 +161,12 @@ def peers(timed: Timed, x: Tensor) -> dict[str, Peer]:
     found["w8a8 + quant"] = (w8a8_with_quantiser, copies, QUANTISED)
     if m <= 64:
         tile = next(tile for tile in (16, 32, 64) if m <= tile)
-        gemm = jit.load("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}", SM90).module
-        workspace = torch.empty(gemm.workspace_size(m, n, timed.weight.k), device="cuda", dtype=torch.uint8)
+        swapped = jit.load("fp8_gemm_sm90", f"row_bf16_swap_64x{tile}", SM90).module
+        workspace = torch.empty(swapped.workspace_size(m, n, timed.weight.k), device="cuda", dtype=torch.uint8)
 
         def cutlass(i: int, out: Tensor) -> None:
             quantize(x, q, q_scale, True)
-            gemm.fp8_gemm(q, timed.packed[i], q_scale, columns, None, out, workspace, True)
+            swapped.fp8_gemm(q, timed.packed[i], q_scale, columns, None, out, workspace, True)
 
         found["cutlass + quant"] = (cutlass, copies, QUANTISED)
     return found

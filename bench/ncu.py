@@ -93,8 +93,10 @@ def launch(case: Case, card: Any) -> dict[str, Any]:
     """
     import torch
 
-    from fp4dispatch.benchmark import check, methods, ours
-    from fp4dispatch.benchmark.operands import Operands, Truth
+    from fp4dispatch.benchmark import check
+    from fp4dispatch.benchmark.methods import base as methods
+    from fp4dispatch.benchmark.methods import ours
+    from fp4dispatch.benchmark.problems.operands import Operands, Truth
 
     operands = Operands(case.n, case.k, card.device)
     truth = Truth(operands, case.m)
@@ -288,7 +290,8 @@ def main() -> int:
         parser.error("--out is needed")
     if shutil.which("ncu") is None:
         parser.error("ncu is not on the PATH; it comes with the CUDA toolkit")
-    from fp4dispatch.benchmark import machine, records
+    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark.reports import records
 
     rows, failed = run(arguments.cases, arguments.limit_s)
     record = {"failed": failed, "profiles": rows}

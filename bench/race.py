@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends.own import pdl
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.backends.own.pdl_trial import pdl
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.problem.arch import Arch

@@ -90,7 +90,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    from fp4dispatch.benchmark import machine, records
+    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark.reports import records
 
     controls = {tool: sees_a_fault(tool) for tool in SUMMARY if getattr(arguments, tool)}
     rows = [check(tool, tests.split(), arguments.limit_s) for tool in SUMMARY for tests in getattr(arguments, tool)]

@@ -31,7 +31,8 @@ from torch import Tensor, nn  # noqa: E402
 from fp4dispatch import formats  # noqa: E402
 from fp4dispatch.backends.base import LinearWeights  # noqa: E402
 from fp4dispatch.backends.reference import ReferenceBackend  # noqa: E402
-from fp4dispatch.benchmark import machine, records  # noqa: E402
+from fp4dispatch.benchmark import machine  # noqa: E402
+from fp4dispatch.benchmark.reports import records  # noqa: E402
 from fp4dispatch.cli import demo  # noqa: E402
 from fp4dispatch.models.replace import replace_linears  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402

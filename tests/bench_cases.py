@@ -6,8 +6,11 @@ import copy
 
 import torch
 
-from fp4dispatch.benchmark import report, roster, run, shapes
-from fp4dispatch.benchmark.methods import BASELINE, Card, Launch, Method
+from fp4dispatch.benchmark import run
+from fp4dispatch.benchmark.methods import roster
+from fp4dispatch.benchmark.methods.base import BASELINE, Card, Launch, Method
+from fp4dispatch.benchmark.problems import shapes
+from fp4dispatch.benchmark.reports import report
 from fp4dispatch.benchmark.roofline import Peaks
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.tune.timing import Engine, Recording

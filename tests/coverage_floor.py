@@ -10,7 +10,7 @@ CORE = (
     "settings",
     *("problem/arch", "problem/problem", "problem/decision"),
     *("policy/resolve", "policy/rules", "policy/capability", "policy/catalogue"),
-    *("backends/registry", "backends/own/tiles", "dispatch/whatif"),
+    *("backends/registry", "backends/own/tiling/tiles", "dispatch/whatif"),
 )
 TESTS = ("policy", "policy_anchors", "policy_capability", "policy_rules", "policy_values", "registry", "settings")
 MORE_TESTS = ("explain", "arch", "dispatch", "backend_cutlass")

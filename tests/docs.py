@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4dispatch.benchmark import records
+from fp4dispatch.benchmark.reports import records
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -195,7 +195,7 @@ def w4_small() -> str:
 
 def sm90() -> str:
     """Return the times of our SM90 kernels, as the backend would choose them, beside torch's."""
-    from fp4dispatch.backends.own.tiles import tile_for
+    from fp4dispatch.backends.own.tiling.tiles import tile_for
     from fp4dispatch.problem import Problem
     from fp4dispatch.problem.arch import SM90
 
@@ -242,7 +242,7 @@ def demo() -> str:
 
 def bench() -> str:
     """Return the summary of every run of the benchmark suite that is kept."""
-    from fp4dispatch.benchmark import report
+    from fp4dispatch.benchmark.reports import report
 
     return "\n\n".join(report.summary(result) for result in kept("bench")) or "No run is kept yet."
 
@@ -268,7 +268,7 @@ layer still runs what it ran then."""
 
 def speed() -> str:
     """Return what layers and their peers are over bf16 cuBLAS, from the runs of SPEED."""
-    from fp4dispatch.benchmark import report, targets
+    from fp4dispatch.benchmark.reports import report, targets
 
     lines: list[str] = []
     for name, methods in SPEED:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from fp4dispatch.benchmark import records
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.policy.measured import Speedup
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp4dispatch.backends.own import pdl
+from fp4dispatch.backends.own.pdl_trial import pdl
 
 
 def passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own import quantizers, scratch
+from fp4dispatch.backends.own import scratch
+from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.machine import capture
 from tests.flashinfer_interpreter import leaf
 

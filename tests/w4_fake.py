@@ -16,7 +16,7 @@ from fp4dispatch.backends.own import compiled, scratch
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
 from fp4dispatch.problem.arch import Arch
-from tests import pdl_fake
+from tests import many_tokens, pdl_fake
 
 
 def chunk_index():
@@ -116,12 +116,12 @@ def finish(sums, alpha, bias, out):
 class Kernels:
     """The modules that ``jit.load`` would return, and a record of what was loaded and launched.
 
-    ``rows``: where the 16-bit activations were that were multiplied.
+    ``rows``: where the 16-bit activations were that were multiplied. ``shapes``: launch shapes that were given.
     """
 
     def __init__(self, pdl_allowed=True):
         self.pdl_allowed = pdl_allowed
-        self.loaded, self.launched, self.column_scales, self.rows = [], [], [], []
+        self.loaded, self.launched, self.column_scales, self.rows, self.shapes = [], [], [], [], []
 
     def load(self, kernel, build, arch):
         self.loaded.append((kernel, build))
@@ -191,13 +191,17 @@ class Kernels:
     def large(self, build):
         defines = dict(d.split("=") for d in installed().kernel("w4_gemm_sm90").variant(build).defines)
         dtype = {"0": torch.bfloat16, "1": torch.float16}[defines["FP4D_OUT"]]
-        if defines["FP4D_ACT"] == "8":
-            return SimpleNamespace(w4_gemm=self.multiplier(f"w4_gemm {build}", dtype))
-        of_rows = self.multiplier_of_rows(f"w4_gemm {build}", dtype)
+        packed, of_rows = (make(f"w4_gemm {build}", dtype) for make in (self.multiplier, self.multiplier_of_rows))
+        tile = many_tokens.tile_of("w4_gemm_sm90", build)
 
-        def w4_gemm(x, x_scale, *operands):
-            assert x_scale is None
-            of_rows(x, *operands)
+        def w4_gemm(x, x_scale, w, alpha, bias, out, shape, enable_pdl):
+            many_tokens.check_covers(tile, shape, *out.shape)
+            self.shapes.append(tuple(shape))
+            if defines["FP4D_ACT"] == "8":
+                packed(x, x_scale, w, alpha, bias, out, enable_pdl)
+            else:
+                assert x_scale is None
+                of_rows(x, w, alpha, bias, out, enable_pdl)
 
         return SimpleNamespace(w4_gemm=w4_gemm)
 

@@ -21,7 +21,7 @@ from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS, Arch
-from tests import pdl_fake
+from tests import many_tokens, pdl_fake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 E4M3 = torch.float8_e4m3fn
@@ -86,11 +86,12 @@ class Kernels:
     """The modules that ``jit.load`` would return, and a record of what was loaded and launched.
 
     ``beside``: other backends' kernels on the same machine; it is asked for what is not here, and packs for them.
+    ``shapes``: launch shapes that were given.
     """
 
     def __init__(self, pdl_allowed=True, beside=None):
         self.pdl_allowed, self.beside = pdl_allowed, beside
-        self.loaded, self.launched = [], []
+        self.loaded, self.launched, self.shapes = [], [], []
 
     def load(self, kernel, build, arch):
         if self.beside is not None and not kernel.startswith("w8"):
@@ -104,7 +105,7 @@ class Kernels:
         made = {
             "w8a16_small": self.unquantised,
             "w8a8_small": functools.partial(self.quantised, "w8a8_small"),
-            "w8_gemm_sm90": functools.partial(self.quantised, "w8_gemm"),
+            "w8_gemm_sm90": self.shaped,
             "w4_activations": self.quantizers,
         }
         return SimpleNamespace(module=made[kernel](build), pdl_allowed=self.pdl_allowed)
@@ -151,6 +152,17 @@ class Kernels:
             self.launched.append((name, m, n, k, enable_pdl))
 
         return SimpleNamespace(**{name: multiply})
+
+    def shaped(self, build):
+        multiply = self.quantised("w8_gemm", build).w8_gemm
+        tile = many_tokens.tile_of("w8_gemm_sm90", build)
+
+        def w8_gemm(x, x_scale, w, alpha, bias, out, shape, enable_pdl):
+            many_tokens.check_covers(tile, shape, *out.shape)
+            self.shapes.append(tuple(shape))
+            multiply(x, x_scale, w, alpha, bias, out, enable_pdl)
+
+        return SimpleNamespace(w8_gemm=w8_gemm)
 
     def quantizers(self, build):
         assert build == "any"

@@ -1,7 +1,7 @@
 // What w4_gemm_sm90.cu and w8_gemm_sm90.cu export: argument checks, launch shape and launch of many_tokens/kernel.h.
 // A .cu file says with a struct `Large`:
 //   Used                the tile that it builds
-//   sizes()             the tile as the plan sees it
+//   kStageK             k of a stage
 //   stages_of(w)        stages along K
 //   source_of(w, n)     w as the kernel takes it, checked
 //   ready(source, w)    adds what only a launch needs
@@ -16,13 +16,25 @@
 
 #include "common/gemm_operands.h"
 #include "many_tokens/kernel.h"
-#include "many_tokens/plan.h"
 #include "common/per_device.h"
 #include "quantise/quantize.h"
 #include "common/tma_rows.h"
 
 namespace fp4d {
 
+// How a problem is shared out over the GPU, as launch_model.py chooses it. A caller gives the numbers in this order.
+struct LaunchShape {
+  int64_t multicast;  // CTAs of a cluster that share activations
+  int64_t split;      // parts of K
+  int64_t raster;     // token tiles that are done before the next rows
+  int64_t sharing;    // CTAs of a cluster that share rows
+  int64_t rounds;     // whole tiles of each CTA before its cluster splits K of one
+  int64_t clusters;   // of the grid
+};
+
+constexpr int64_t kShapeNumbers = 6;
+constexpr int64_t kSplits[] = {1, 2, 3, 4, 8};
+constexpr int64_t kLargestCluster = 8;  // what every GPU with clusters has
 constexpr int64_t kMaxRaster = 1 << 20;
 
 inline int log2_of(int64_t value) {
@@ -37,15 +49,13 @@ struct Launch {
   using Weights = typename Used::Weights;
   using Params = fp4d::Params<Weights>;
 
-  // Makes the kernel ready on the current device and returns its multiprocessors.
-  static int64_t multiprocessors(int device) {
-    static PerDevice<int> counts;
-    return counts.of(device, [&] {
-      int count = 0;
+  // Makes the kernel ready on the current device.
+  static void make_ready(int device) {
+    static PerDevice<bool> ready;
+    ready.of(device, [] {
       TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(
           many_tokens_kernel<Used>, cudaFuncAttributeMaxDynamicSharedMemorySize, Used::kShared));
-      TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-      return count;
+      return true;
     });
   }
 
@@ -101,18 +111,23 @@ struct Launch {
     return p;
   }
 
-  // The launch shape in `p`, with the tiles and the grid that follow from it.
-  static void set_shape(Params& p, LaunchPlan const& plan, int64_t multiprocessors) {
-    auto const [multicast, sharing, split, raster, clocks] = plan;
+  // The launch shape in `p`, with the tiles that follow from it; refused unless it covers each of them once.
+  static void set_shape(Params& p, LaunchShape const& shape) {
+    auto const [multicast, split, raster, sharing, rounds, clusters] = shape;
     p.multicast_log2 = log2_of(multicast), p.sharing_log2 = log2_of(sharing), p.split = int(split);
     int64_t const row_tiles = divide_up(p.row_blocks, Used::kConsumers * multicast);
-    int64_t const token_tiles = divide_up(p.m, Used::kTokens * sharing);
-    check_at_most("tiles", row_tiles * token_tiles, kMaxRows / kLargestCluster, "32-bit problem sizes");
+    int64_t const token_tiles = divide_up(p.m, Used::kTokens * sharing), tiles = row_tiles * token_tiles;
+    check_at_most("tiles", tiles, kMaxRows / kLargestCluster, "32-bit problem sizes");
+    check_at_most("shape: clusters", clusters, tiles, "tiles");
+    check_at_most("shape: rounds", rounds, split == 1 ? 0 : tiles, "tiles; 0 where K is not split");
+    int64_t const whole = rounds * clusters * split, left = tiles - whole;
+    if (split > 1 && (left < 0 || left > clusters))
+      TVM_FFI_THROW(ValueError) << "shape: " << rounds << " rounds of " << clusters << " clusters do "
+                                << whole << " whole tiles and split up to " << clusters << ", but there are "
+                                << tiles << " tiles";
     p.row_tiles = int(row_tiles), p.token_tiles = int(token_tiles);
     p.raster = int(std::min(raster, token_tiles));
-    int64_t const tiles = row_tiles * token_tiles;
-    Rounds const rounds = rounds_of(plan, tiles, slots_of(Large::sizes(), plan, multiprocessors));
-    p.rounds = int(rounds.whole), p.clusters = int(rounds.clusters);
+    p.rounds = int(rounds), p.clusters = int(clusters);
   }
 
   static void launch(Params const& p, int device, bool enable_pdl) {
@@ -147,72 +162,48 @@ struct Launch {
                                   {"out", out}});
   }
 
-  static void run_as(Params& p, TensorView x, TensorView w, LaunchPlan const& plan, int64_t multiprocessors,
-                     int device, bool enable_pdl) {
-    set_shape(p, plan, multiprocessors);
+  static LaunchShape shape_of(tvm::ffi::Array<int64_t> const& shape, int64_t stages) {
+    if (int64_t(shape.size()) != kShapeNumbers)
+      TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed " << kShapeNumbers;
+    LaunchShape const s{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+    if (s.multicast != 1 && s.multicast != 2 && s.multicast != 4)
+      TVM_FFI_THROW(ValueError) << "shape: multicast is " << s.multicast << ", needed 1, 2 or 4";
+    if (std::find(std::begin(kSplits), std::end(kSplits), s.split) == std::end(kSplits))
+      TVM_FFI_THROW(ValueError) << "shape: split is " << s.split << ", needed 1, 2, 3, 4 or 8";
+    if (s.sharing != 1 && !(s.sharing == 2 && Weights::kShares))
+      TVM_FFI_THROW(ValueError) << "shape: sharing is " << s.sharing << ", needed "
+                                << (Weights::kShares ? "1 or 2" : "1: this kernel cannot share rows");
+    check_at_most("shape: split", s.split, Used::kMostSplit, "parts of K for a tile of so few tokens");
+    check_at_most("shape: multicast * split * sharing", s.multicast * s.split * s.sharing, kLargestCluster,
+                  "CTAs of a cluster");
+    check_at_most("shape: split", s.split, stages, "parts of K with at least one stage");
+    check_at_least("shape: raster", s.raster, 1, "token tiles");
+    check_at_most("shape: raster", s.raster, kMaxRaster, "token tiles");
+    check_at_least("shape: rounds", s.rounds, 0, "tiles");
+    check_at_least("shape: clusters", s.clusters, 1, "tiles");
+    return s;
+  }
+
+  static void run(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
+                  Optional<TensorView> bias, TensorView out, tvm::ffi::Array<int64_t> shape,
+                  bool enable_pdl) {
+    Params p = check(x, x_scale, w, alpha, bias, out);
+    LaunchShape const chosen = shape_of(shape, p.stages);
+    if (p.m > 0) set_shape(p, chosen);
+    int const device = device_of(x, x_scale, w, alpha, bias, out);
+    if (p.m == 0) return;
+    tvm::ffi::CUDADeviceGuard guard(device);
+    make_ready(device);
     set_tokens(p.x, x, Used::kTokens >> p.multicast_log2);
     Large::ready(p.w, w);
     launch(p, device, enable_pdl);
   }
 
-  static void run(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
-                  Optional<TensorView> bias, TensorView out, bool enable_pdl) {
-    Params p = check(x, x_scale, w, alpha, bias, out);
-    int const device = device_of(x, x_scale, w, alpha, bias, out);
-    if (p.m == 0) return;
-    tvm::ffi::CUDADeviceGuard guard(device);
-    int64_t const sms = multiprocessors(device);
-    run_as(p, x, w, plan_launch(Large::sizes(), p.m, p.n, p.stages * Large::sizes().stage_k, sms), sms,
-           device, enable_pdl);
+  // What launch_model.py must know of the tile.
+  static tvm::ffi::Array<int64_t> tile() {
+    return {Used::kTokens, Used::kRows,      Large::kStageK,           Used::kWeightBytes,
+            Used::kCtas,   Used::kMostSplit, int64_t(Weights::kShares)};
   }
-
-  // A launch shape from a caller: multicast, split, raster and, where rows can be shared, sharing.
-  static constexpr size_t kShapeNumbers = Weights::kShares ? 4 : 3;
-
-  static LaunchPlan shape_of(tvm::ffi::Array<int64_t> const& shape, int64_t stages) {
-    if (shape.size() != kShapeNumbers)
-      TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed " << kShapeNumbers;
-    int64_t const multicast = shape[0], split = shape[1], raster = shape[2];
-    int64_t const sharing = Weights::kShares ? shape[3] : 1;
-    if (multicast != 1 && multicast != 2 && multicast != 4)
-      TVM_FFI_THROW(ValueError) << "shape: multicast is " << multicast << ", needed 1, 2 or 4";
-    if (std::find(std::begin(kSplits), std::end(kSplits), split) == std::end(kSplits))
-      TVM_FFI_THROW(ValueError) << "shape: split is " << split << ", needed 1, 2, 3, 4 or 8";
-    if (sharing != 1 && sharing != 2)
-      TVM_FFI_THROW(ValueError) << "shape: sharing is " << sharing << ", needed 1 or 2";
-    check_at_most("shape: split", split, Used::kMostSplit, "parts of K for a tile of so few tokens");
-    check_at_most(Weights::kShares ? "shape: multicast * split * sharing" : "shape: multicast * split",
-                  multicast * split * sharing, kLargestCluster, "CTAs of a cluster");
-    check_at_most("shape: split", split, stages, "parts of K with at least one stage");
-    check_at_least("shape: raster", raster, 1, "token tiles");
-    check_at_most("shape: raster", raster, kMaxRaster, "token tiles");
-    return {multicast, sharing, split, raster};
-  }
-
-  static void run_shaped(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
-                         Optional<TensorView> bias, TensorView out, tvm::ffi::Array<int64_t> shape,
-                         bool enable_pdl) {
-    Params p = check(x, x_scale, w, alpha, bias, out);
-    LaunchPlan const plan = shape_of(shape, p.stages);
-    int const device = device_of(x, x_scale, w, alpha, bias, out);
-    if (p.m == 0) return;
-    tvm::ffi::CUDADeviceGuard guard(device);
-    run_as(p, x, w, plan, multiprocessors(device), device, enable_pdl);
-  }
-
-  static tvm::ffi::Array<int64_t> plan_numbers(int64_t m, int64_t n, int64_t k, int64_t multiprocessors) {
-    for (auto const& [name, value] :
-         {std::pair{"m", m}, {"n", n}, {"k", k}, {"multiprocessors", multiprocessors}}) {
-      check_at_least(name, value, 1, "plan");
-      check_at_most(name, value, kMaxRows, "32-bit problem sizes");
-    }
-    LaunchPlan const plan = plan_launch(Large::sizes(), m, n, k, multiprocessors);
-    if (Weights::kShares)
-      return {plan.multicast, plan.split, plan.raster, plan.sharing, int64_t(plan.clocks)};
-    return {plan.multicast, plan.split, plan.raster, int64_t(plan.clocks)};
-  }
-
-  static int64_t tokens() { return Used::kTokens; }
 };
 
 }  // namespace fp4d

@@ -1,4 +1,4 @@
-// NVFP4 weights in W4P order (fp4dispatch/backends/own/w4_layout.py has the bytes) to what tensor cores read.
+// NVFP4 weights in W4P order (fp4dispatch/backends/own/tensors/w4_layout.py has the bytes) to what tensor cores read.
 //
 // A chunk is 64 rows by 64 k. Lane l = 4r + c of a warp holds, of each 16-row unit u, four words A, B, C, D:
 // rows 16u+r, 16u+r+8, k 16c .. 16c+7 and 16c+8 .. 16c+15. So it holds one whole scale block of each row. A word

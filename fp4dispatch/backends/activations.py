@@ -1,4 +1,4 @@
-"""Quantising an activation with torch's operations. Shared by the backends."""
+"""Quantises activations with torch's operations. Shared by the backends."""
 
 from __future__ import annotations
 

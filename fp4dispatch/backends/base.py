@@ -94,7 +94,7 @@ class QuantizedActivation(NamedTuple):
 class Prepared:
     """A layer's weights in one backend's own layout.
 
-    ``backend`` is who runs it. ``tensors`` are everything on the device, in an order that the backend defines;
+    ``backend``: name of the backend that made it. ``tensors``: all its tensors, in an order that the backend defines;
     ``layout`` is plain hashable data (sizes, padding, layout names) and equal for layers of one shape, so that it can
     key plans.
     """
@@ -112,7 +112,7 @@ class Prepared:
 class Plan:
     """What host work produced for one problem: kernels, handles, tuning. Holds no weights.
 
-    ``note``: what runs in another way than it should, and why; empty where nothing does.
+    ``note``: a fallback that the plan uses, and why; empty if it uses none.
     """
 
     backend: str
@@ -122,7 +122,7 @@ class Plan:
 
 
 Ready = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor | None"], None]
-"""``ready(x, out, bias)``: a plan and weights that belong together, as :meth:`Backend.ready` returns them."""
+"""``ready(x, out, bias)`` launches one plan on one layer's weights: what :meth:`Backend.ready` returns."""
 
 
 class Backend(abc.ABC):
@@ -151,7 +151,7 @@ class Backend(abc.ABC):
 
     @property
     def layout_name(self) -> str:
-        """Name of the weights' layout; that of the backend where it is no other's."""
+        """Name of the weights' layout; the backend's own name if it shares none."""
         return self.layout or self.name
 
     @abc.abstractmethod
@@ -198,7 +198,7 @@ class Backend(abc.ABC):
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return :meth:`run` of a plan and weights as the eager fast path of a layer calls it, ``ready(x, out, bias)``.
 
-        Same launches and results, for less host time: look up here what a call would look up. The layer guarantees for
+        Same launches and results, for less host time: do the look-ups here, not in each call. The layer guarantees for
         each call: M is the plan's; ``x`` [M, K] has the planned dtype, is contiguous, on 16 bytes and on the device of
         the weights, which is the current device; ``out`` [M, N] is fresh from the allocator; ``bias`` has the dtype of
         ``out`` and is contiguous; the current stream is not being captured.
@@ -220,6 +220,6 @@ def builds_of(backend: Backend, problem: Problem, device: torch.device) -> tuple
     """Ask a backend which kernels to compile ahead. Empty if its ``builds`` fails: only speed depends on the answer."""
     try:
         return tuple((str(kernel), str(variant)) for kernel, variant in backend.builds(problem, device))
-    except Exception as error:  # a plug-in's mistake shows where it plans, as its own
+    except Exception as error:  # an error of a plug-in is reported when it plans
         _log.debug("%s cannot name what it builds for %s: %s: %s", backend.name, problem, type(error).__name__, error)
         return ()

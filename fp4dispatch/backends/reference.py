@@ -15,7 +15,7 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import check
 from fp4dispatch.problem import Activation, Op, Problem
@@ -28,10 +28,10 @@ BLOCK_ELEMENTS = 1 << 25
 class ReferenceBackend(Backend):
     """Weights in exact f32 (16-bit where that is exact too), products summed in f32, one rounding to the output.
 
-    NVFP4 weights under FP8 activations are folded to e4m3 first (:mod:`~fp4dispatch.backends.own.folding`): that is
-    what w4a8 means. Block-scaled codes (at most 6 significant bits) and e4m3 codes are exact in bfloat16 and float16,
-    so on CUDA the tensor cores multiply them exactly and hand over the f32 sums; global, row and activation scales
-    multiply the sums. ``prepare`` keeps the canonical tensors as they are.
+    NVFP4 weights under FP8 activations are folded to e4m3 first (:mod:`~fp4dispatch.backends.own.tensors.folding`):
+    that is what w4a8 means. Block-scaled codes (at most 6 significant bits) and e4m3 codes are exact in bfloat16 and
+    float16, so on CUDA the tensor cores multiply them exactly and hand over the f32 sums; global, row and activation
+    scales multiply the sums. ``prepare`` keeps the canonical tensors as they are.
     """
 
     name = "reference"

@@ -89,10 +89,10 @@ def builtins() -> dict[str, AnyBackend]:
 
 
 def plugins(points: Iterable[EntryPoint]) -> dict[str, AnyBackend]:
-    """Return the backends of other packages. A mistake of one costs that one alone.
+    """Return the backends of other packages. An error in one does not affect the others.
 
     One that claims a name of this package is rejected under ``NAME of DISTRIBUTION``. Of several that claim one name
-    all are rejected, under that name: none is known to be the one that is meant.
+    all are rejected, under that name: nothing says which one is meant.
     """
     ours = {*BUILTINS, *catalogue().backends, *catalogue().aliases, AUTO}
     by_name: dict[str, list[tuple[EntryPoint, str]]] = {}
@@ -117,7 +117,7 @@ def plugins(points: Iterable[EntryPoint]) -> dict[str, AnyBackend]:
 
 
 def _owner(point: EntryPoint) -> str:
-    """Return the distribution of an entry point, with its version; its target where the metadata do not say."""
+    """Return the distribution of an entry point, with its version; its import path if the metadata do not say."""
     try:
         return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
     except Exception:  # damaged metadata of somebody else's package

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch.benchmark.methods import Card
+from fp4dispatch.benchmark.methods.base import Card
 from fp4dispatch.dispatch import choose
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.models.linear import FP4Linear, FP8Linear

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fp4dispatch import __version__
-from fp4dispatch.benchmark.methods import Card
+from fp4dispatch.benchmark.methods.base import Card
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import system as _system
 from fp4dispatch.problem.arch import Arch

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from fp4dispatch.benchmark.methods import Card
-from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Entering, Format
+from fp4dispatch.benchmark.methods.base import Card
+from fp4dispatch.benchmark.problems.operands import WEIGHT_BYTES, Entering, Format
 from fp4dispatch.tune.timing import Engine, take_turns
 
 COPY_BYTES = 1 << 30

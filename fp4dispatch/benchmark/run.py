@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.benchmark import check, roofline
-from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared, tolerance
-from fp4dispatch.benchmark.operands import WEIGHT_BYTES, Operands, Truth
+from fp4dispatch.benchmark.methods.base import Card, Launch, Method, Prepared, tolerance
+from fp4dispatch.benchmark.problems.operands import WEIGHT_BYTES, Operands, Truth
 from fp4dispatch.benchmark.roofline import Peaks
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.timing import Engine, Recording, Sample

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with output.checked():
             return _run(words)
     except output.OutputLost as lost:
-        if not isinstance(lost.__cause__, BrokenPipeError):  # `fp4dispatch env | head`: that is what head is for
+        if not isinstance(lost.__cause__, BrokenPipeError):  # `fp4dispatch env | head` is no error
             with output.checked():
                 print(f"fp4dispatch: standard output cannot be written: {lost}", file=sys.stderr)
         return FAILED

@@ -17,8 +17,8 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.machine.progress import Progress
 
 if TYPE_CHECKING:
-    from fp4dispatch.benchmark.methods import Card, Method
-    from fp4dispatch.benchmark.shapes import Suite
+    from fp4dispatch.benchmark.methods.base import Card, Method
+    from fp4dispatch.benchmark.problems.shapes import Suite
     from fp4dispatch.cli import Subparsers
 
 QUICK_S = 45.0
@@ -41,7 +41,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, in under a minute (the default)")
-    what.add_argument("--suite", help="quick, targets, full or cpu: which problems (fp4dispatch/benchmark/shapes.toml)")
+    what.add_argument(
+        "--suite", help="quick, targets, full or cpu: which problems (fp4dispatch/benchmark/problems/shapes.toml)"
+    )
     parser.add_argument("--shape", action="append", metavar="NxK", help="this shape instead; may be repeated")
     parser.add_argument("-m", action="append", type=int, metavar="M", help="these tokens instead; may be repeated")
     parser.add_argument("--methods", action="append", metavar="GLOB", help="these methods beside torch/bf16")
@@ -71,7 +73,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 1 if a method of ours is wrong, the device failed, or --compare finds a regression."""
-    from fp4dispatch.benchmark import compare, machine, report
+    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark.reports import compare, report
 
     streams = [name for name in ("json", "csv", "md") if getattr(args, name) == STDOUT]
     if len(streams) > 1:
@@ -100,7 +103,9 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Suite, Sequence[Method],
     """Return the problems, the methods and the time budget in seconds."""
     from dataclasses import replace
 
-    from fp4dispatch.benchmark import methods, roster, shapes
+    from fp4dispatch.benchmark.methods import base as methods
+    from fp4dispatch.benchmark.methods import roster
+    from fp4dispatch.benchmark.problems import shapes
 
     named = args.suite or ("quick" if card.arch else CPU_SUITE)
     suite = shapes.catalogue().suite(named)
@@ -138,9 +143,10 @@ def measure(
     """Run everything and return the document; also write it to ``--json`` after each shape."""
     from dataclasses import replace
 
-    from fp4dispatch.benchmark import host, machine, report, roofline
+    from fp4dispatch.benchmark import host, machine, roofline
     from fp4dispatch.benchmark import run as runs
-    from fp4dispatch.benchmark.roster import everything
+    from fp4dispatch.benchmark.methods.roster import everything
+    from fp4dispatch.benchmark.reports import report
 
     engine = machine.engine_for(card)
     with Progress("measuring", len(suite.shapes) * len(suite.m), unit="problems", quiet=quiet) as progress:
@@ -170,7 +176,7 @@ def measure(
 
 
 def _write(args: argparse.Namespace, doc: dict[str, Any], streams: Sequence[str]) -> None:
-    from fp4dispatch.benchmark import plot, report
+    from fp4dispatch.benchmark.reports import plot, report
 
     make = {"json": report.json_text, "csv": report.csv_text, "md": report.markdown}
     for name, render in make.items():
@@ -194,7 +200,7 @@ def _write_file(name: str, target: str, text: str) -> None:
 
 def listing(methods: Sequence[Method], card: Card) -> str:
     """Return the suites, and the methods with what each one lacks on this GPU."""
-    from fp4dispatch.benchmark import shapes
+    from fp4dispatch.benchmark.problems import shapes
 
     lines = [f"{s.name:<24}{len(s.shapes)} shapes, {len(s.m)} M: {s.why}" for s in shapes.catalogue().suites.values()]
     for method in methods:

@@ -48,7 +48,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="the built kernels are proven there: all for this op, none, or nvfp4_gemm (cutlass), w4_gemm (w4a16, "
         "w4a8), w8_gemm (w8a16, w8a8); default: those that are built and proven here",
     )
-    parser.add_argument("--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed there")
+    parser.add_argument(
+        "--quarantined", type=_names, default=(), metavar="NAMES", help="backends that failed the self-check there"
+    )
     parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")
     parser.add_argument("--backend", metavar="NAME", help="ask for one backend by name")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="any")

@@ -37,7 +37,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "-m", type=_tokens, default=TOKENS, metavar="M,...", help=f"tokens (default: {','.join(map(str, TOKENS))})"
     )
     parser.add_argument("--scaling", choices=SCALINGS)
-    parser.add_argument("--activation", choices=ACTIVATIONS, default="any", help="as the layer's activation= pins it")
+    parser.add_argument(
+        "--activation",
+        choices=ACTIVATIONS,
+        default="any",
+        help="as pinned by the layer's activation=",
+    )
     parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16")
     parser.add_argument("--bias", action="store_true", help="tune for layers with a bias")
     parser.add_argument("--force", action="store_true", help="measure again, even if times are stored")

@@ -104,46 +104,56 @@ def explain(
     this = system is None and not stated
     asked = requested(op, None)[0]  # refuses what the environment misspells, for any machine
     notes: list[str] = []
+    measurable = False
     if system is None:
-        pretend = settings.arch if arch is None else None
-        if pretend:
-            arch = Arch.real(pretend).capability
-            notes.append(f"{SETTINGS['arch'].name}={pretend}: as if the GPU were {Arch.real(pretend)}")
-        if not this:
-            proven, said = _proofs(op, arch, proven)
-            notes += said
-            system = what_if(op, arch, versions, proven, quarantined)
-        else:
-            system = here.allowed(here.machine())
-            if pretend:
-                system = replace(system, gpus=System.fake(arch).gpus)
-                notes.append("everything else is as on this machine")
-            if proven is not None:
-                system = replace(system, proven=frozenset())
-        measurable = this and not pretend
-    else:
-        measurable = False
+        system, measurable, notes = _facts(op, arch, versions, proven, quarantined, this)
     if fp8_copy is not None:
         system = replace(system, fp8_copy=fp8_copy)
+    backends = registry.backends()
     request = requested(op, backend) if this or backend else (registry.AUTO, registry.AUTO, ())
     if not this:
         notes += _not_applied(op, asked if not backend else registry.AUTO, disabled, fp8_copy)
-    off = tuple(canonical_all(disabled)) if disabled is not None else request[2] if this else ()
     measured = None
     if measurable and request[0] == registry.AUTO:
         bucket = replace(problem, m=m_bucket(problem.m, op, system.arch))
-        measured = tuned.find(bucket, system, registry.backends())
+        measured = tuned.find(bucket, system, backends)
     decision = resolve.resolve(
         problem,
         system,
-        registry.backends(),
+        backends,
         requested=request[0],
         requested_by=request[1],
-        disabled=off,
+        disabled=tuple(canonical_all(disabled)) if disabled is not None else request[2] if this else (),
         elsewhere=left_out(op, problem.scaling) if this else None,
         measured=measured,
     )
     return replace(decision, notes=tuple(notes))
+
+
+def _facts(
+    op: Op,
+    arch: str | None,
+    versions: dict[str, str | None],
+    proven: bool | tuple[str, ...] | None,
+    quarantined: tuple[str, ...],
+    this: bool,
+) -> tuple[System, bool, list[str]]:
+    """Return the facts of the machine that the question is about, whether all are this machine's own, and notes."""
+    notes = []
+    pretend = settings.arch if arch is None else None
+    if pretend:
+        arch = Arch.real(pretend).capability
+        notes.append(f"{SETTINGS['arch'].name}={pretend}: as if the GPU were {Arch.real(pretend)}")
+    if not this:
+        proven, said = _proofs(op, arch, proven)
+        return what_if(op, arch, versions, proven, quarantined), False, notes + said
+    system = here.allowed(here.machine())
+    if pretend:
+        system = replace(system, gpus=System.fake(arch).gpus)
+        notes.append("everything else is as on this machine")
+    if proven is not None:
+        system = replace(system, proven=frozenset())
+    return system, not pretend, notes
 
 
 def _proofs(

@@ -13,7 +13,7 @@ from fp4dispatch.trust import quarantine
 
 
 def machine() -> System:
-    """Return the facts of this machine. Failed verdicts on disk are in force from here on."""
+    """Return the facts of this machine. From now on, failed verdicts on disk apply."""
     quarantine.recall(_system.current(), registry.backends())
     return _system.current()
 

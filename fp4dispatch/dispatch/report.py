@@ -1,4 +1,4 @@
-"""Log lines, warnings and errors of a choice, each at most once a process. No torch."""
+"""Log lines, warnings and errors of a choice, each at most once per process. No torch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def capture_refusal(decision: Decision, hits: Iterable[RuleHit], layer: str) -> 
 
 
 def once(key: object, level: int, text: str) -> None:
-    """Log a text once a process. During a capture it is not logged; the next call after the capture logs it."""
+    """Log a text once per process. During a capture it is not logged; the next call after the capture logs it."""
     with _lock:
         if key in _said or _capture.is_capturing():
             return

@@ -263,7 +263,7 @@ def _compile_error(failed: list[Outcome], total: int, seconds: float, cache: Cac
     rows = [f"{job.name} failed after {seconds:.0f} s ({len(failed)} of {total} files)"]
     rows += [f"  {line[:300]}" for line in first.errors or ("the compiler ended without a message",)]
     if any("illed" in line for line in first.errors):
-        rows.append("  it was killed, most likely for want of memory: try MAX_JOBS=1")
+        rows.append("  it was killed, most likely because memory ran out: try MAX_JOBS=1")
     rows += [f"  full log: {log}"] if log else []
     rows.append(f"  rerun: fp4dispatch build --arch {job.record.archs[0].capability} --ops {job.kernel.op} --verbose")
     return CompileError("\n".join(rows), log)

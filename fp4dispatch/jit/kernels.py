@@ -207,7 +207,7 @@ def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Cat
 
 
 def _with_chain(names: Iterable[tuple[str, str]], catalog: Catalog) -> list[tuple[str, str]]:
-    """Add the kernel of PDL trials (:mod:`fp4dispatch.backends.own.pdl`) where one may be launched with PDL."""
+    """Add the kernel of PDL trials (``backends/own/pdl_trial``) where one may be launched with PDL."""
     wanted = list(names)
     tried = settings.pdl != "off" and settings.selfcheck != "off" and CHAIN[0] in catalog.kernels
     return [*wanted, CHAIN] if tried and any(catalog.kernel(name).pdl for name, _ in wanted) else wanted

@@ -39,7 +39,7 @@ _FIX = {
 _TOOLCHAIN = ("nvcc", "cutlass")
 
 REFERENCE = "reference"
-"""The last resort: ``auto`` comes to it only where it may choose nothing else."""
+"""The last resort: ``auto`` chooses it only if it may choose no other backend."""
 
 
 def offered(name: str, backend: object) -> bool:
@@ -55,7 +55,7 @@ def offered(name: str, backend: object) -> bool:
 
 
 def reasons_of(backend: Any, problem: Problem, system: System) -> tuple[Reason, ...]:
-    """Ask a backend what it supports, and hold the answer to the contract: a plug-in may return anything.
+    """Ask a backend what it supports, and check the answer: a plug-in may return anything.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def reasons_of(backend: Any, problem: Problem, system: System) -> tuple[Reason, 
 
 
 def activation_of(backend: Any, problem: Problem) -> Activation | None:
-    """Ask a backend for its activation format, and hold the answer to the contract.
+    """Ask a backend for its activation format, and check the answer.
 
     Raises
     ------

@@ -169,10 +169,10 @@ def _judge(
         activation = activation_of(backend, problem) or problem.activation
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a plug-in may do anything (SystemExit too); it costs the plug-in alone
+    except BaseException as error:  # a plug-in may raise anything, also SystemExit: only the plug-in is rejected
         text = f"it failed when asked what it supports: {type(error).__name__}: {error}"
         return Verdict(name, problem.activation, (Reason("UNAVAILABLE", text, f"repair {name}"),), denied)
-    if not any(reason.code == "QUARANTINED" for reason in reasons):  # a plug-in need not look
+    if not any(reason.code == "QUARANTINED" for reason in reasons):  # a plug-in need not ask for verdicts itself
         reasons = (*quarantined(name, problem, system), *reasons)
     if name in disabled:
         reasons = (Reason("DENIED", "disabled", f"take {name} out of FP4DISPATCH_DISABLE"), *reasons)

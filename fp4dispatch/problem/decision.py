@@ -71,7 +71,7 @@ class RuleHit:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the policy thinks of one candidate backend.
+    """The policy's verdict on one candidate backend.
 
     ``reasons`` (capability) and ``denied`` (safety) are kept apart: a denied backend that has no reasons may still be
     named explicitly, a backend with reasons may not. ``measured`` is its time here, where ``tune`` took it.
@@ -99,8 +99,8 @@ class Decision:
     """One resolved choice with its whole trace.
 
     ``backend`` is None where nothing can run the problem. ``verdicts`` are in order of preference: candidates before
-    the chosen one were rejected; those after it were judged too, but were not needed. ``notes`` say how the question
-    was understood, where that is not plain.
+    the chosen one were rejected; those after it were judged too, but were not needed. ``notes`` say how the
+    question was understood, if that is not obvious.
     """
 
     problem: Problem

@@ -2,8 +2,8 @@
 
 Statistics: the time of a candidate is the median of its interleaved repeats, its noise the distance of the quartiles.
 A candidate replaces the choice of the rules only where its median is lower by more than the noise of either, and by
-more than ``FLOOR`` of the time it is to beat: clocks and addresses differ from one process to the next by more than
-repeats within one show.
+more than ``FLOOR`` of that choice's time. Clocks and addresses make two processes differ by more than the repeats
+within one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Measurement:
         default
             Backend and activation format that the rules chose.
         accepted
-            Everything that may be chosen: nothing here can make a candidate acceptable.
+            All candidates that may be chosen. Times never add one.
         """
         old = self.of(*default)
         if old is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling, SfLayout
 
 DTYPE: dict[OutDtype, torch.dtype] = {

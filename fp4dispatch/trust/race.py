@@ -1,8 +1,8 @@
 """The race test: every kernel family of ours in a PDL chain, many times, on several streams.
 
-Each request is one :class:`~fp4dispatch.backends.own.launch_chain.LaunchChain`: a producer that writes late, the
-kernel, and a consumer that overwrites, all launched with PDL. Requests of different kernels, shapes and delays run at
-once. Every output must have the same bits as in stream order.
+Each request is one :class:`~fp4dispatch.backends.own.pdl_trial.launch_chain.LaunchChain`: a producer that writes late,
+the kernel, and a consumer that overwrites, all launched with PDL. Requests of different kernels, shapes and delays run
+at once. Every output must have the same bits as in stream order.
 
 The negative control is the same kernel, compiled without its barriers and launched with PDL. A test that does not catch
 it proves nothing.
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends.own import launch_operands
-from fp4dispatch.backends.own.launch_chain import LaunchChain
-from fp4dispatch.backends.own.launch_operands import Entry, Sizes
+from fp4dispatch.backends.own.pdl_trial import launch_operands
+from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
+from fp4dispatch.backends.own.pdl_trial.launch_operands import Entry, Sizes
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import Catalog, installed

@@ -1,7 +1,7 @@
 """Run a backend on problems with known answers before ``auto`` uses it on a machine for the first time.
 
-A kernel can be supported, compiled, and still wrong: a race loses tiles, padding is read, a scale is another row's.
-:mod:`fp4dispatch.trust.trial` runs and judges the canaries. This module makes a verdict of it, and
+A kernel can be supported, compiled, and still wrong: a race loses tiles, padding is read, a row gets the scale of
+another. :mod:`fp4dispatch.trust.trial` runs and judges the canaries. This module makes a verdict of it, and
 :mod:`fp4dispatch.trust.quarantine` keeps the verdict. A backend that failed is rejected with the reason
 ``QUARANTINED``.
 """

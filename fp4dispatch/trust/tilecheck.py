@@ -198,7 +198,7 @@ def _gains(
     """Fit got = gain x product along each row and column of each tile; return masks of wrong gains, and the gains.
 
     Elements are scaled to one magnitude first, so that a few large ones do not decide. Elements that rounding may
-    erase (a small product plus a large bias) are left out: they vanish together, so they are no noise. A gain is wrong
+    erase (a small product plus a large bias) are left out: their errors are not independent. A gain is wrong
     if it is off by more than the tolerance plus eight standard errors of the fit, over at least twelve elements.
     """
     usable = finite & (allowed <= 0.5 * size)

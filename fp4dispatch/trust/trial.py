@@ -67,7 +67,7 @@ class Outcome:
         except BaseException as error:  # a plug-in may do anything, sys.exit() too
             self.findings.append(Finding(str(canary), "raised", f"raised {type(error).__name__}: {error}"))
             self.dead |= "CUDA error" in str(error)
-            self.lasting, self.stopped = self.dead, True  # a dead device: a later process must know
+            self.lasting, self.stopped = self.dead, True  # if the device is dead, later processes must know
 
     @contextmanager
     def building(self) -> Iterator[None]:

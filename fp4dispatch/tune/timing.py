@@ -1,4 +1,4 @@
-"""The timing harness: cold weights, one CUDA graph a method, methods in turn, median and spread.
+"""The timing harness: cold weights, one CUDA graph per method, methods in turn, median and spread.
 
 Tuning, ``fp4dispatch bench`` and the kernel scripts in ``bench/`` use it. A *recording* is a series of calls on
 rotating copies of the weights; ``replay`` runs them once and returns the microseconds. On a GPU it is a CUDA graph, on

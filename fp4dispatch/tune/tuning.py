@@ -196,7 +196,7 @@ def _time(
                 entry = session.enter(*name)
             except CaptureError:
                 raise
-            except Exception as error:  # a candidate may raise anything; the others go on
+            except Exception as error:  # a candidate may raise anything; the others are still measured
                 left_out.append((name[0], f"{type(error).__name__}: {error}"))
             else:
                 if isinstance(entry, _Entry):

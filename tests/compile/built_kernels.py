@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.benchmark import records
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.compiler.toolchain import disassembler
 from fp4dispatch.machine import libraries
+from tests import many_tokens
 from tests.w4a8_small import H200
 
 NEEDS_NVCC = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
@@ -188,6 +190,46 @@ def check_plans_near_the_best(
     assert {m: len(found) for m, found in of_tokens.items()} == {1: 8, 8: 8, 16: 8, 32: 8}
     for m, found in of_tokens.items():
         assert statistics.geometric_mean(found) >= least_mean(m), f"M={m}: {found}"
+
+
+TAKEN, NEEDED = "x: is not on a CUDA device", "whole tiles and split up to"
+UNCOVERED = (
+    ([1, 1, 1, 1, 0, 42], TAKEN),
+    ([1, 1, 1, 1, 0, 5], TAKEN),  # a CTA goes on until no tile is left
+    ([1, 1, 1, 1, 0, 0], r"shape: clusters is 0, needed at least 1 \(tiles\)"),
+    ([1, 1, 1, 1, 0, 43], r"shape: clusters is 43, needed at most 42 \(tiles\)"),
+    ([1, 1, 1, 1, 1, 42], r"shape: rounds is 1, needed at most 0 \(tiles; 0 where K is not split\)"),
+    ([1, 2, 1, 1, 0, 42], TAKEN),
+    ([2, 2, 1, 1, 0, 21], TAKEN),
+    ([1, 2, 1, 1, 0, 41], f"0 rounds of 41 clusters do 0 {NEEDED} 41, but there are 42 tiles"),
+    ([2, 2, 1, 1, 0, 22], r"shape: clusters is 22, needed at most 21 \(tiles\)"),
+    ([1, 2, 1, 1, 1, 14], TAKEN),  # 28 whole tiles, and 14 in halves
+    ([1, 2, 1, 1, 1, 21], TAKEN),  # and none
+    ([1, 2, 1, 1, 1, 13], f"1 rounds of 13 clusters do 26 {NEEDED} 13, but there are 42 tiles"),
+    ([1, 2, 1, 1, 1, 22], f"1 rounds of 22 clusters do 44 {NEEDED} 22, but there are 42 tiles"),
+    ([1, 3, 1, 1, 4, 3], f"4 rounds of 3 clusters do 36 {NEEDED} 3, but there are 42 tiles"),
+    ([1, 3, 1, 1, -1, 3], "shape: rounds is -1, needed at least 0"),
+    ([1, 3, 1, 1, 2**62, 3], "shape: rounds is 4611686018427387904, needed at most 42"),
+)
+"""Launch shapes for 42 tiles of a kernel for many tokens, and what it says: the first ones it takes."""
+
+
+def check_tile(numbers: Sequence[int], kernel: str, variant: str) -> None:
+    """The tile that a kernel for many tokens says that it has is the one that the launch model knows."""
+    tile = many_tokens.tile_of(kernel, variant)
+    *sizes, shares = numbers
+    assert sizes == [tile.tokens, tile.rows, tile.stage_k, tile.weight_bytes, tile.ctas, tile.most_split]
+    assert bool(shares) == (tile.share > 0)
+
+
+def check_takes_shapes(
+    call: Callable[..., None], given: Mapping[str, Any], kernel: str, variant: str, mnk: tuple[int, int, int]
+) -> None:
+    """The kernel refuses none that the model considers: it goes on to ask for a GPU."""
+    tile = many_tokens.tile_of(kernel, variant)
+    for shape in launch_model.candidates(tile, *mnk, launch_model.H200):
+        with pytest.raises(ValueError, match=TAKEN):
+            call(*given.values(), list(shape), False)
 
 
 def packed_operands(m: int, n: int, k: int) -> dict[str, Any]:

@@ -3,12 +3,12 @@
     python host_calls.py RUNTIME LIBRARY FUNCTION < arguments.json
 
 ``RUNTIME`` stands in for the CUDA runtime (cuda_calls.c), which ``LIBRARY`` is not linked with. Arguments are tensors
-``[dlpack code, bits, shape, strides]``, None, plain values, or functions of other libraries, ``{"library": path,
-"function": name}``. Steps are ``[device of the tensors, call that fails, arguments that replace others, by index, run
-in a thread of its own]``, and launch once each. A tensor's address hangs on its index, unless it stands behind the
-strides. Prints JSON: for each step the calls by name, the device that is current after it, the error, and the TMA
-descriptors of the launch, ``[address, sizes, sizes, whether CUTLASS changed it]``, zeros after the last. torch stays
-out: one with CUDA would bring the true runtime.
+``[dlpack code, bits, shape, strides]``, None, plain values, ``{"numbers": [...]}``, or functions of other libraries,
+``{"library": path, "function": name}``. Steps are ``[device of the tensors, call that fails, arguments that replace
+others, by index, run in a thread of its own]``, and launch once each. A tensor's address hangs on its index, unless it
+stands behind the strides. Prints JSON: for each step the calls by name, the device that is current after it, the error,
+and the TMA descriptors of the launch, ``[address, sizes, sizes, whether CUTLASS changed it]``, zeros after the last.
+torch stays out: one with CUDA would bring the true runtime.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def main(runtime: str, library: str, function: str) -> None:
                 address = [ADDRESS + (i << 32)][len(argument) - 4 :]
                 keep.append(OnGpu(*argument[:4], device, *argument[4:], *address))
                 argument = tvm_ffi.from_dlpack(keep[-1])
+            elif isinstance(argument, dict) and "numbers" in argument:
+                argument = tvm_ffi.Array(argument["numbers"])
             elif isinstance(argument, dict):
                 argument = getattr(tvm_ffi.load_module(argument["library"]), argument["function"])
             arguments.append(argument)

@@ -44,9 +44,9 @@ BY_ROW = [rows(F32, M), rows(F32, N)]
 BY_BLOCK = [[*F32, [M, K // 128], [1, 8]], rows(F32, N // 128, K // 128)]
 GEMM, FEW, MANY, MANY_W4 = "fp8_gemm_sm90", "w8a8_small", "w8_gemm_sm90", "w4_gemm_sm90"
 PACKED = [[*U8, [2, 1, 1024], [1024, 1024, 1]], rows(F32, M), rows(E4M3, N, K), rows(F32, N)]
-PACKED += [None, rows(BF16, M, N), True]
+OUT, SHAPE = [None, rows(BF16, M, N)], {"numbers": [1, 1, 8, 1, 0, 4]}
 W4P = [*U8, [N // 64, K // 64, 2304], [K // 64 * 2304, 2304, 1]]
-AS_THEY_ARE = [rows(BF16, M, K), None, W4P, rows(F32, N), None, rows(BF16, M, N), True]
+AS_THEY_ARE = [rows(BF16, M, K), None, W4P, rows(F32, N), *OUT, SHAPE, True]
 
 # kernel, variant, function, arguments, TMA descriptors of a launch
 CASES = [
@@ -55,8 +55,8 @@ CASES = [
     (GEMM, "row_bf16_128x128", "fp8_gemm", gemm(BY_ROW), 3),
     (GEMM, "block_bf16_swap_128x16", "fp8_gemm", gemm(BY_BLOCK), 3),
     (GEMM, "block_bf16_128x128", "fp8_gemm", gemm(BY_BLOCK), 4),
-    (FEW, "bf16", "w8a8_small", PACKED, 1),
-    (MANY, "bf16_128", "w8_gemm", PACKED, 1),
+    (FEW, "bf16", "w8a8_small", [*PACKED, *OUT, True], 1),
+    (MANY, "bf16_128", "w8_gemm", [*PACKED, *OUT, SHAPE, True], 1),
     (MANY_W4, "a16_bf16_128x128", "w4_gemm", AS_THEY_ARE, 1),
 ]
 QUICK = ("any", "row_bf16_swap_64x16", "bf16", "bf16_128", "a16_bf16_128x128")
@@ -65,8 +65,8 @@ ONCE: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "fp8_quantize": ({}, {}),
     GEMM: (SIZED, FOUND | {"cudaDriverGetVersion": 1}),
     FEW: ({"cudaFuncGetAttributes": 1, "cudaFuncSetAttribute": 3, "cudaDeviceGetAttribute": 6}, FOUND),
-    MANY: (SIZED, FOUND),
-    MANY_W4: (SIZED, FOUND),
+    MANY: ({"cudaFuncSetAttribute": 1}, FOUND),
+    MANY_W4: ({"cudaFuncSetAttribute": 1}, FOUND),
 }
 """What a kernel library asks once a device, and once a process."""
 

@@ -1,19 +1,13 @@
-"""The kernel for FP8 weights and many tokens without a GPU: proofs, registers, the launch plan, and what it refuses."""
+"""The kernel for FP8 weights and many tokens without a GPU: proofs, registers, tiles, and what it refuses."""
 
 from __future__ import annotations
 
-import collections
-import itertools
-import math
-import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from fp4dispatch import jit
-from tests import many_tokens
 from tests.compile import built_kernels
 from tests.compile.built_kernels import packed_operands
 
@@ -24,7 +18,6 @@ pytestmark = built_kernels.NEEDS_NVCC
 KERNEL = "w8_gemm_sm90"
 CI, BLOCK = "bf16_128", "block_bf16_128"
 CI_AND_BLOCK = [CI, pytest.param(BLOCK, marks=pytest.mark.slow)]
-TILE = 128  # tokens, and rows
 E4M3, BF16, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
 
 
@@ -59,72 +52,20 @@ def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> N
     built_kernels.check_early_accesses(KERNEL, "UTMALDG.2D", variant)
 
 
-# ---------------------------------------------------------------------------------------------------------------- plan
-
-
-CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
-"""That run at once on an H200, by their CTAs (cudaOccupancyMaxActiveClusters)."""
-
-
-def tiles_of(shape: Sequence[int], m: int, n: int) -> int:
-    """Tiles of CTAs with the same tokens or rows."""
-    multicast, _, _, sharing = shape
-    return math.ceil(math.ceil(n / TILE) / multicast) * math.ceil(math.ceil(m / TILE) / sharing)
-
-
-def check_limits(plan: Sequence[int], m: int, n: int, k: int) -> str:
-    """Return how K is shared out: "whole", "one wave" of split tiles, or "whole first" and split ones after them."""
-    *shape, clocks = plan
-    multicast, split, raster, sharing = shape
-    assert (multicast in (1, 2), sharing in (1, 2), split in (1, 2, 3, 4, 8)) == (True, True, True)
-    assert (raster, clocks > 0, multicast * sharing <= 2) == (8, True, True)
-    assert sharing == 1 or m > TILE
-    assert multicast == 1 or n > TILE
-    if split == 1:
-        return "whole"
-    assert split * 4 <= math.ceil(k / 128)  # a part of K has four stages at least
-    tiles, clusters = tiles_of(shape, m, n), CLUSTERS[multicast * sharing * split]
-    if tiles <= clusters:
-        return "one wave"
-    rounds, left = divmod(tiles, clusters * split)
-    assert multicast * sharing == 1
-    assert (rounds > 0, 0 <= left <= clusters) == (True, True), f"{(m, n, k)}: {rounds} rounds, then {left}"
-    return "whole first"
+# --------------------------------------------------------------------------------------------------------------- shapes
 
 
 @pytest.mark.parametrize("variant", CI_AND_BLOCK)
-def test_plan_stays_within_its_limits(variant: str) -> None:
-    built = module(variant)
-    assert built.w8_gemm_tokens() == TILE
-    tokens, rows = (1, 65, 128, 129, 300, 512, 1500, 4096), (8, 128, 136, 200, 2560, 4096, 6144, 28672, 57344)
-    found = set()
-    for mnk in itertools.product(tokens, rows, (16, 144, 512, 4096, 9728, 28672)):
-        found.add(check_limits(built.w8_gemm_plan(*mnk, 132), *mnk))
-    assert found == {"whole", "one wave", "whole first"}
-    for refused, name in (((0, 8, 16, 132), "m"), ((1, 0, 16, 132), "n"), ((1, 8, 0, 132), "k")):
-        with pytest.raises(ValueError, match=f"{name} is 0, needed at least 1"):
-            built.w8_gemm_plan(*refused)
+def test_the_table_has_the_tile_that_is_built(variant: str) -> None:
+    built_kernels.check_tile(module(variant).w8_gemm_tile(), KERNEL, variant)
 
 
-def test_plan_takes_the_fastest_shape_that_was_measured() -> None:
-    """Nearly: of the best speed of each problem, the geometric mean and the least.
-
-    Where whole tiles go first, not every split was tried: such a problem does not count.
-    """
-    of_tokens = collections.defaultdict(list)
-    for (m, n, k), us in many_tokens.times(f"{KERNEL}/{CI}"):
-        plan = module().w8_gemm_plan(m, n, k, 132)
-        shape = tuple(plan)[:4]
-        if shape not in us:
-            assert check_limits(plan, m, n, k) == "whole first", f"M={m} N={n} K={k}: {shape} was not measured"
-            continue
-        of_tokens[m].append(min(us.values()) / us[shape])
-    assert set(of_tokens) == {128, 192, 256, 384, 512, 768, 1024, 1536, 2048}
-    assert min(map(len, of_tokens.values())) >= 6
-    for m, found in of_tokens.items():
-        least, mean = (0.95, 0.98) if m <= 1024 else (0.92, 0.97)
-        assert min(found) >= least, f"M={m}: {found}"
-        assert statistics.geometric_mean(found) >= mean, f"M={m}: {found}"
+@pytest.mark.parametrize("variant", CI_AND_BLOCK)
+def test_it_takes_every_launch_shape_that_the_model_considers(variant: str) -> None:
+    for m, n, k in ((1, 8, 16), (300, 136, 2064), (1500, 3000, 144), (4096, 4096, 1024), (129, 40 * 128, 4096)):
+        given = operands(m, n, k)
+        given = built_kernels.block_scaled(given, m, n, k) if variant == BLOCK else given
+        built_kernels.check_takes_shapes(module(variant).w8_gemm, given, KERNEL, variant, (m, n, k))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -171,33 +112,38 @@ def rows(*shape: int) -> torch.Tensor:
 )
 def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
     given = operands() | change
-    for call, shape in ((module().w8_gemm, ()), (module().w8_gemm_shaped, ([1, 1, 1, 1],))):
-        with pytest.raises((ValueError, TypeError), match=message):
-            call(*given.values(), *shape, False)
+    with pytest.raises((ValueError, TypeError), match=message):
+        module().w8_gemm(*given.values(), [1, 1, 1, 1, 0, 1], False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), [*built_kernels.BLOCK_SCALES_REFUSED, NO_SCALES])
 def test_wrong_block_scales_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
     given = built_kernels.block_scaled(operands(21, 136, 208), 21, 136, 208) | change
-    for call, shape in ((module(BLOCK).w8_gemm, ()), (module(BLOCK).w8_gemm_shaped, ([1, 1, 1, 1],))):
-        with pytest.raises((ValueError, TypeError), match=message):
-            call(*given.values(), *shape, False)
+    with pytest.raises((ValueError, TypeError), match=message):
+        module(BLOCK).w8_gemm(*given.values(), [1, 1, 1, 1, 0, 1], False)
 
 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ([1, 1, 1], "shape: has 3 numbers, needed 4"),
-        ([3, 1, 1, 1], "shape: multicast is 3, needed 1, 2 or 4"),
-        ([1, 5, 1, 1], "shape: split is 5, needed 1, 2, 3, 4 or 8"),
-        ([1, 1, 1, 3], "shape: sharing is 3, needed 1 or 2"),
-        ([2, 3, 1, 2], r"shape: multicast \* split \* sharing is 12, needed at most 8 \(CTAs of a cluster\)"),
-        ([1, 4, 1, 1], r"shape: split is 4, needed at most 3 \(parts of K with at least one stage\)"),
-        ([1, 1, 0, 1], r"shape: raster is 0, needed at least 1"),
-        ([1, 3, 1, 2], "x: is not on a CUDA device"),
+        ([1, 1, 1, 1], "shape: has 4 numbers, needed 6"),
+        ([3, 1, 1, 1, 0, 1], "shape: multicast is 3, needed 1, 2 or 4"),
+        ([1, 5, 1, 1, 0, 1], "shape: split is 5, needed 1, 2, 3, 4 or 8"),
+        ([1, 1, 1, 3, 0, 1], "shape: sharing is 3, needed 1 or 2"),
+        ([2, 3, 1, 2, 0, 1], r"shape: multicast \* split \* sharing is 12, needed at most 8 \(CTAs of a cluster\)"),
+        ([1, 4, 1, 1, 0, 1], r"shape: split is 4, needed at most 3 \(parts of K with at least one stage\)"),
+        ([1, 1, 0, 1, 0, 1], r"shape: raster is 0, needed at least 1"),
+        ([1, 1, 1, 2, 0, 2], "x: is not on a CUDA device"),
     ],
 )
 def test_wrong_launch_shapes_are_refused_before_any_cuda_call(shape: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        module().w8_gemm_shaped(*operands().values(), shape, False)
+        module().w8_gemm(*operands().values(), shape, False)
+
+
+@pytest.mark.parametrize(("shape", "message"), built_kernels.UNCOVERED)
+def test_a_launch_shape_that_does_not_cover_the_tiles_once_is_refused(shape: list[int], message: str) -> None:
+    """Of 42 tiles: 300 tokens by 13 * 128 + 8 rows."""
+    with pytest.raises(ValueError, match=message):
+        module().w8_gemm(*operands(300, 13 * 128 + 8, 1024).values(), shape, False)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch.backends.own import launch_operands
-from fp4dispatch.backends.own.launch_operands import ROLES, Sizes
-from fp4dispatch.backends.own.pdl import _SIZES
+from fp4dispatch.backends.own.pdl_trial import launch_operands
+from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Sizes
+from fp4dispatch.backends.own.pdl_trial.pdl import _SIZES
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
 from fp4dispatch.jit.catalog.manifest import installed
 from tests.compile.test_host_calls import launches, pytestmark, runtime
 
@@ -39,9 +41,12 @@ def builds() -> list[Any]:
     ]
 
 
-def argument(name: str, sizes: Sizes) -> list[Any] | None:
+def argument(name: str, sizes: Sizes, tile: TileSpeed | None) -> list[Any] | dict[str, Any] | None:
     if name == "none":
         return None
+    if name == "shape":
+        assert tile is not None
+        return {"numbers": launch_model.best(tile, *sizes[:3], launch_model.H200).shape}
     if name == "workspace":
         return [*KINDS[torch.uint8], [0], [1]]
     role = ROLES[name]
@@ -56,7 +61,7 @@ def test_every_function_takes_the_operands_of_the_table(kernel: str, variant: st
     for entry in launch_operands.entries(known, build):
         for m, n, k in _SIZES:
             sizes = Sizes(m, n, k, launch_operands.dtype_of(build))
-            arguments = [*(argument(name, sizes) for name in entry.arguments), True]
+            arguments = [*(argument(name, sizes, entry.tile) for name in entry.arguments), True]
             (row,) = launches(runtime, (kernel, variant, entry.function, arguments, 0), ())
             assert row["error"] == "", (entry, sizes)
             assert sum(row["calls"].get(name, 0) for name in ("cudaLaunchKernelExC", "<<<>>>")) == 1

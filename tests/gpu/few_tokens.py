@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.problem.arch import Arch
 from tests.gpu import tiles
 

@@ -15,7 +15,7 @@ from torch import nn
 from fp4dispatch import compact, formats, warmup
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own.folding import fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import fold_e4m3
 from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.errors import CaptureError

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import machine, roofline, roster, run
-from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark import machine, roofline, run
+from fp4dispatch.benchmark.methods import roster
+from fp4dispatch.benchmark.methods.base import BASELINE
 from fp4dispatch.tune.timing import take_turns
 from tests.bench_cases import Planted
 

@@ -51,7 +51,7 @@ FEW = ((7, 200, 144), (16, 136, 528), (17, 264, 1040), (32, 520, 2064), (33, 264
 
 @functools.cache
 def gemm(variant):
-    return jit.load("w4_gemm_sm90", variant, SM90).module
+    return many_tokens.Gemm(jit.load("w4_gemm_sm90", variant, SM90).module, "w4_gemm_sm90", variant, sms())
 
 
 def dtype_of(variant):
@@ -70,8 +70,9 @@ def sms():
 
 
 def most_split(variant, k):
-    """Parts of K: each has a stage, and adds up 8 tokens at least."""
-    return min(4 if variant.endswith("_32") else 8, -(-k // (128 if is_fp8(variant) else 64)))
+    """Parts of K: each has a stage."""
+    tile = many_tokens.tile_of("w4_gemm_sm90", variant)
+    return min(tile.most_split, -(-k // tile.stage_k))
 
 
 @pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
@@ -102,9 +103,9 @@ def test_every_tile_and_the_same_bits_twice(variant, launch):
             continue
         problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
         if launch is None:
-            problem.run(gemm(variant).w4_gemm)
+            problem.run(gemm(variant).planned)
         else:
-            problem.run(gemm(variant).w4_gemm_shaped, list(launch))
+            problem.run(gemm(variant).shaped, list(launch))
         problem.check(f"{variant} {launch}")
 
 
@@ -122,26 +123,26 @@ def test_whole_tiles_and_then_parts_of_k_and_the_same_bits_twice(variant, launch
     k = 1040 if launch[1] > 4 else 528
     if launch[1] > most_split(variant, k):
         pytest.skip("a tile of 32 tokens has no 8 parts of K")
-    m, n = many_tokens.whole_tiles_first(variant, launch, sms(), rounds, parts)
+    m, n = many_tokens.whole_tiles_first(gemm(variant).tile, launch, sms(), rounds, parts)
     problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
-    problem.run(gemm(variant).w4_gemm_shaped, list(launch), times=3)
+    problem.run(gemm(variant).shaped, list(launch), times=3)
     problem.check(f"{variant} {launch} {rounds} rounds, {parts} parts")
 
 
 @pytest.mark.parametrize("variant", ["a8_bf16_128", "a8_bf16_176", "a16_bf16_128x128", "a16_bf16_256"])
 def test_a_plan_that_does_whole_tiles_first(variant):
-    m, n = many_tokens.whole_tiles_first(variant, (1, 2), sms(), 4, "few")
+    m, n = many_tokens.whole_tiles_first(gemm(variant).tile, (1, 2), sms(), 4, "few")
     k = 4112
-    multicast, split, *_ = gemm(variant).w4_gemm_plan(m, n, k, sms())
-    assert (multicast, split > 1) == (1, True)
+    shape = gemm(variant).plan(m, n, k).shape
+    assert (shape.multicast, shape.split > 1, shape.rounds > 0) == (1, True, True)
     problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
-    problem.run(gemm(variant).w4_gemm, times=3)
-    problem.check(f"{variant} {split} parts")
+    problem.run(gemm(variant).planned, times=3)
+    problem.check(f"{variant} {shape}")
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if is_fp8(v)])
 def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
-    check_scales(gemm(variant).w4_gemm, dtype_of(variant), (16, 33, 100), variant)
+    check_scales(gemm(variant).planned, dtype_of(variant), (16, 33, 100), variant)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
     ],
 )
 def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
-    check_pdl_chain(gemm(variant).w4_gemm, is_fp8(variant), m)
+    check_pdl_chain(gemm(variant).planned, is_fp8(variant), m)
 
 
 def test_long_k_and_many_tiles():
@@ -166,7 +167,7 @@ def test_long_k_and_many_tiles():
         codes, block_scale, w = weight(n, k)
         alpha = torch.full((1,), 2.0**-12, device="cuda")
         out = torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16)
-        gemm(variant).w4_gemm(given, scale, w, alpha, None, out, True)
+        gemm(variant).planned(given, scale, w, alpha, None, out, True)
         exact = exact_x @ dense(is_fp8(variant), codes, block_scale).t() * 2.0**-12
         tiles = (out.double() - exact).square().unflatten(1, (-1, 128)).sum(dim=(0, 2)).sqrt()
         sizes = exact.square().unflatten(1, (-1, 128)).sum(dim=(0, 2)).sqrt()
@@ -179,7 +180,7 @@ def test_a_token_that_is_not_finite_stays_alone():
     for variant in ("a8_bf16_32", "a8_bf16_64", "a8_bf16_176", "a16_bf16_64"):
         given, scale, _ = activations(is_fp8(variant), x)
         out = torch.zeros(70, 128, device="cuda", dtype=torch.bfloat16)
-        gemm(variant).w4_gemm(given, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)
+        gemm(variant).planned(given, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)
         assert out[3].isnan().all()
         assert out[torch.arange(70, device="cuda") != 3].isfinite().all()
 
@@ -195,7 +196,7 @@ def placed(x, stride, *, first=(0, 0), rows_after=300):
 @pytest.mark.parametrize("variant", EXACT)
 def test_nothing_around_16_bit_activations_enters(variant, launch):
     """They are read where they lie: rows and columns around them, and behind the last of K, are not theirs."""
-    call, more = (gemm(variant).w4_gemm, ()) if launch is None else (gemm(variant).w4_gemm_shaped, (list(launch),))
+    call, more = (gemm(variant).planned, ()) if launch is None else (gemm(variant).shaped, (list(launch),))
     for m, n, k in ((1, 72, 16), (65, 136, 208), (77, 264, 272), (300, 392, 1040), (256, 264, 192)):
         if launch is not None and launch[1] > most_split(variant, k):
             continue
@@ -222,7 +223,7 @@ def test_rows_of_16_bit_activations_that_share_memory_are_refused(stride):
     problem.x = torch.randn(208 + 76 * 200, device="cuda").bfloat16().as_strided((77, 208), (stride, 1))
     problem.out.fill_(torch.nan)
     with pytest.raises(ValueError, match=f"x: rows are {stride} elements apart, needed at least K"):
-        problem.run(gemm("a16_bf16_128x128").w4_gemm)
+        problem.run(gemm("a16_bf16_128x128").planned)
     assert problem.out.isnan().all()
 
 
@@ -234,20 +235,20 @@ def test_16_bit_activations_may_change_where_they_lie():
         problem = Problem(False, torch.bfloat16, (m, 264, k))
         problem.x = memory.as_strided((m, k), (stride, 1))
         problem.exact_x = problem.x.double()
-        problem.run(gemm("a16_bf16_128x128").w4_gemm)
+        problem.run(gemm("a16_bf16_128x128").planned)
         problem.check(f"stride {stride}")
 
 
 @pytest.mark.parametrize("variant", ["a16_bf16_64", "a16_bf16_128x128"])
 def test_no_16_bit_tokens(variant):
-    check_no_tokens(gemm(variant).w4_gemm, fp8=False)
-    check_no_tokens(gemm(variant).w4_gemm_shaped, [1, 1, 1], fp8=False)
+    check_no_tokens(gemm(variant).planned, fp8=False)
+    check_no_tokens(gemm(variant).shaped, [1, 1, 1], fp8=False)
 
 
 @pytest.mark.parametrize("variant", ["a8_bf16_32", "a8_bf16_128"])
 def test_capture_and_no_tokens(variant):
-    check_capture(gemm(variant).w4_gemm, 130)
-    check_no_tokens(gemm(variant).w4_gemm)
+    check_capture(gemm(variant).planned, 130)
+    check_no_tokens(gemm(variant).planned)
 
 
 @pytest.mark.parametrize(
@@ -259,18 +260,19 @@ def test_capture_and_no_tokens(variant):
         ({"x_scale": lambda t: None}, "x_scale: None, needed the scales"),
         ({"x_scale": lambda t: t[:5]}, r"x_scale: has 5 elements, needed 1 or 70"),
         ({"out": lambda t: t.half()}, "out: dtype is float16, needed bfloat16"),
-        ({"shape": lambda t: [3, 1, 1]}, "shape: multicast is 3, needed 1, 2 or 4"),
-        ({"shape": lambda t: [4, 4, 1]}, "shape: multicast . split is 16, needed at most 8"),
-        ({"shape": lambda t: [1, 4, 1]}, "shape: split is 4, needed at most 2"),
+        ({"shape": lambda t: [3, 1, 1, 1, 0, 1]}, "shape: multicast is 3, needed 1, 2 or 4"),
+        ({"shape": lambda t: [4, 4, 1, 1, 0, 1]}, "shape: multicast . split . sharing is 16, needed at most 8"),
+        ({"shape": lambda t: [1, 4, 1, 1, 0, 1]}, "shape: split is 4, needed at most 2"),
+        ({"shape": lambda t: [1, 2, 1, 1, 0, 1]}, "0 whole tiles and split up to 1, but there are 2 tiles"),
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
     problem = Problem(True, torch.bfloat16, (70, 128, 256))
-    given = problem.operands() | {"shape": [1, 1, 1]}
+    given = problem.operands() | {"shape": list(many_tokens.ONE_CLUSTER)}
     for name, wrong in change.items():
         given[name] = wrong(given[name])
     with pytest.raises((ValueError, TypeError), match=message):
-        gemm("a8_bf16_64").w4_gemm_shaped(*given.values(), False)
+        gemm("a8_bf16_64").entry(*given.values(), False)
     assert problem.out.isnan().all()
 
 
@@ -295,18 +297,18 @@ def test_wrong_16_bit_activations_are_refused(change, message):
     for name, wrong in change.items():
         given[name] = wrong(given[name])
     with pytest.raises((ValueError, TypeError), match=message):
-        gemm("a16_bf16_64").w4_gemm(*given.values(), False)
+        gemm("a16_bf16_64").planned(*given.values(), False)
     assert problem.out.isnan().all()
 
 
 def test_a_tile_of_32_tokens_refuses_8_parts_of_k():
     problem = Problem(True, torch.bfloat16, (21, 264, 2064))
     with pytest.raises(ValueError, match="shape: split is 8, needed at most 4"):
-        gemm("a8_bf16_32").w4_gemm_shaped(*problem.operands().values(), [1, 8, 1], False)
+        gemm("a8_bf16_32").entry(*problem.operands().values(), [1, 8, 1, 1, 0, 1], False)
     assert problem.out.isnan().all()
 
 
 def test_the_check_sees_one_wrong_element():
     problem = Problem(True, torch.bfloat16, (33, 264, 400))
-    problem.run(gemm("a8_bf16_32").w4_gemm)
+    problem.run(gemm("a8_bf16_32").planned)
     sees_one_wrong_element(problem)

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.gpu, needs_sm90]
 
 CALLS = {
     "few": (lambda variant: kernel(f"block_{variant}").w8a8_small, (5, 16, 17, 33, 64, 100)),
-    "many": (lambda variant: gemm(f"block_{variant}").w8_gemm, (1, 65, 128, 200, 300)),
+    "many": (lambda variant: gemm(f"block_{variant}").planned, (1, 65, 128, 200, 300)),
 }
 """Kernels, and numbers of tokens that take all of their tiles."""
 both = pytest.mark.parametrize("which", CALLS)
@@ -172,7 +172,7 @@ def test_many_tokens_every_tile_and_the_same_bits_twice(variant: str, launch: tu
         if launch is None:
             problem.run(call_of("many", variant))
         else:
-            problem.run(gemm(f"block_{variant}").w8_gemm_shaped, list(launch))
+            problem.run(gemm(f"block_{variant}").shaped, list(launch))
         problem.check(f"{variant} {launch}")
         checked += 1
     assert checked >= 4
@@ -181,7 +181,7 @@ def test_many_tokens_every_tile_and_the_same_bits_twice(variant: str, launch: tu
 @pytest.mark.parametrize(("launch", "mnk"), many.LEFT, ids=str)
 def test_many_tokens_whole_tiles_and_then_parts_of_k(launch: tuple[int, ...], mnk: tuple[int, int, int]) -> None:
     problem = Blocks(torch.bfloat16, mnk)
-    problem.run(gemm("block_bf16").w8_gemm_shaped, list(launch))
+    problem.run(gemm("block_bf16").shaped, list(launch))
     problem.check(launch)
 
 
@@ -270,7 +270,7 @@ def test_no_tokens_write_nothing(which: str) -> None:
 
 SHAPED = {
     "few": (lambda: kernel("block_bf16").w8a8_small_shaped, few.SHAPE),
-    "many": (lambda: gemm("block_bf16").w8_gemm_shaped, (1, 1, 1, 1)),
+    "many": (lambda: gemm("block_bf16").shaped, (1, 1, 1, 1)),
 }
 
 

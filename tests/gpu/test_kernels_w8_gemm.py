@@ -66,9 +66,9 @@ def test_every_tile_and_the_same_bits_twice(variant: str, launch: tuple[int, ...
             continue
         problem = Problem(OUT_DTYPES[variant], (m, n, k))
         if launch is None:
-            problem.run(gemm(variant).w8_gemm)
+            problem.run(gemm(variant).planned)
         else:
-            problem.run(gemm(variant).w8_gemm_shaped, list(launch))
+            problem.run(gemm(variant).shaped, list(launch))
         problem.check(f"{variant} {launch}")
         checked += 1
     assert checked >= 4
@@ -77,7 +77,7 @@ def test_every_tile_and_the_same_bits_twice(variant: str, launch: tuple[int, ...
 @pytest.mark.parametrize(("launch", "mnk"), LEFT, ids=str)
 def test_whole_tiles_and_then_parts_of_k(launch: tuple[int, ...], mnk: tuple[int, int, int]) -> None:
     problem = Problem(torch.bfloat16, mnk)
-    problem.run(gemm().w8_gemm_shaped, list(launch))
+    problem.run(gemm().shaped, list(launch))
     problem.check(launch)
 
 
@@ -88,7 +88,7 @@ def test_every_pair_of_bias_and_scales_of_columns(vector: bool, bias: bool) -> N
         problem = Problem(torch.bfloat16, (m, 200, 208))
         problem.alpha = (torch.rand(200 if vector else 1, device="cuda") + 0.5) * 2.0**-9
         problem.bias = torch.randn(200, device="cuda").bfloat16() if bias else None
-        problem.run(gemm().w8_gemm)
+        problem.run(gemm().planned)
         problem.check(f"{vector} {bias}")
 
 
@@ -96,89 +96,90 @@ def test_every_pair_of_bias_and_scales_of_columns(vector: bool, bias: bool) -> N
 def test_one_static_scale_for_all_tokens(variant: str) -> None:
     for m in (65, 128, 200):
         problem = Problem(OUT_DTYPES[variant], (m, 264, 1040), static=0.013)
-        problem.run(gemm(variant).w8_gemm)
+        problem.run(gemm(variant).planned)
         problem.check(variant)
 
 
 @pytest.mark.parametrize("variant", OUT_DTYPES)
 @pytest.mark.parametrize("m", [68, 136])
 def test_every_finite_code_is_exact_at_every_k(variant: str, m: int) -> None:
-    check_every_finite_code(gemm(variant).w8_gemm, OUT_DTYPES[variant], m)
+    check_every_finite_code(gemm(variant).planned, OUT_DTYPES[variant], m)
 
 
 @pytest.mark.parametrize("missing", [1, 7])
 @pytest.mark.parametrize("launch", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1)], ids=str)
 def test_rows_that_a_weight_lacks_are_zeros(launch: tuple[int, ...], missing: int) -> None:
     problem = Problem(torch.bfloat16, (200, 136, 208), missing=missing)
-    problem.run(gemm().w8_gemm_shaped, list(launch))
+    problem.run(gemm().shaped, list(launch))
     problem.check(f"{missing} missing")
 
 
 def test_nan_among_the_weights_makes_its_column_nan_and_no_other() -> None:
-    check_nan_among_the_weights(gemm().w8_gemm, 133)
+    check_nan_among_the_weights(gemm().planned, 133)
 
 
 def test_repeats_bit_for_bit() -> None:
     for mnk in ((128, 4096, 4096), (256, 4096, 1040), (200, 1032, 2064)):
-        Problem(torch.bfloat16, mnk).run(gemm().w8_gemm, times=20)
+        Problem(torch.bfloat16, mnk).run(gemm().planned, times=20)
 
 
 def test_a_token_has_the_same_bits_whoever_shares_its_tile() -> None:
-    check_a_token_alone_and_with_others(gemm().w8_gemm, weight(1032, 2064), activations)
+    check_a_token_alone_and_with_others(gemm().planned, weight(1032, 2064), activations)
 
 
 def test_long_k_and_more_tiles_than_multiprocessors() -> None:
     """A persistent grid's ring runs on into the next tile."""
     for mnk in ((1024, 5120, 512), (300, 256, 28672), (128, 28672, 512), (256, 28672, 1040)):
         problem = Problem(torch.bfloat16, mnk, alpha=2.0**-12)
-        problem.run(gemm().w8_gemm)
+        problem.run(gemm().planned)
         problem.check()
 
 
 def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -> None:
-    check_tokens_stay_alone(gemm().w8_gemm, weight(136, 400), activations)
+    check_tokens_stay_alone(gemm().planned, weight(136, 400), activations)
 
 
 @pytest.mark.parametrize("static", [None, 0.01])
 @pytest.mark.parametrize("m", [65, 128, 200, 512])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
-    check_pdl_chain(gemm().w8_gemm, m, static)
+    check_pdl_chain(gemm().planned, m, static)
 
 
 def test_a_graph_replays_what_an_eager_call_wrote() -> None:
-    check_capture(gemm().w8_gemm, 130)
+    check_capture(gemm().planned, 130)
 
 
 def test_no_tokens_write_nothing() -> None:
-    check_no_tokens(gemm().w8_gemm, w=weight(256, 512))
-    check_no_tokens(gemm().w8_gemm_shaped, [1, 1, 1, 1], w=weight(256, 512))
+    check_no_tokens(gemm().planned, w=weight(256, 512))
+    check_no_tokens(gemm().shaped, [1, 1, 1, 1], w=weight(256, 512))
 
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG_OPERANDS)
 def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, message: str) -> None:
     problem = Problem(torch.bfloat16, (21, 136, 208))
-    calls = gemm().w8_gemm, gemm().w8_gemm_shaped
+    calls = gemm().planned, gemm().shaped
     check_argument_refused(problem, *calls, name, change, message, (1, 1, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ([1, 1, 1], "shape: has 3 numbers, needed 4"),
-        ([3, 1, 1, 1], "shape: multicast is 3, needed 1, 2 or 4"),
-        ([1, 5, 1, 1], "shape: split is 5, needed 1, 2, 3, 4 or 8"),
-        ([1, 3, 1, 1], "shape: split is 3, needed at most 2"),
-        ([1, 1, 1, 4], "shape: sharing is 4, needed 1 or 2"),
-        ([4, 2, 1, 2], r"shape: multicast \* split \* sharing is 16, needed at most 8"),
-        ([1, 1, 0, 1], "shape: raster is 0, needed at least 1"),
+        ([1, 1, 1, 1], "shape: has 4 numbers, needed 6"),
+        ([3, 1, 1, 1, 0, 1], "shape: multicast is 3, needed 1, 2 or 4"),
+        ([1, 5, 1, 1, 0, 1], "shape: split is 5, needed 1, 2, 3, 4 or 8"),
+        ([1, 3, 1, 1, 0, 1], "shape: split is 3, needed at most 2"),
+        ([1, 1, 1, 4, 0, 1], "shape: sharing is 4, needed 1 or 2"),
+        ([4, 2, 1, 2, 0, 1], r"shape: multicast \* split \* sharing is 16, needed at most 8"),
+        ([1, 1, 0, 1, 0, 1], "shape: raster is 0, needed at least 1"),
+        ([1, 2, 1, 1, 0, 1], "0 whole tiles and split up to 1, but there are 2 tiles"),
     ],
 )
 def test_wrong_launch_shapes_are_refused(shape: list[int], message: str) -> None:
-    check_shape_refused(Problem(torch.bfloat16, (21, 136, 208)), gemm().w8_gemm_shaped, shape, message)
+    check_shape_refused(Problem(torch.bfloat16, (21, 136, 208)), gemm().entry, shape, message)
 
 
 def test_the_check_sees_one_wrong_element() -> None:
     problem = Problem(torch.bfloat16, (100, 264, 144))
-    problem.run(gemm().w8_gemm)
+    problem.run(gemm().planned)
     sees_one_wrong_element(problem)

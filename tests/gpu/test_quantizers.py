@@ -10,8 +10,8 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.libraries.cudnn import m_bucket
-from fp4dispatch.backends.own import quantizers
-from fp4dispatch.backends.own.quantizers import ToScratch
+from fp4dispatch.backends.own.tensors import quantizers
+from fp4dispatch.backends.own.tensors.quantizers import ToScratch
 from fp4dispatch.machine import system
 from tests import quantizer_fake
 

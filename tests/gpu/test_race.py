@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends.own import pdl
+from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.problem.arch import SM90

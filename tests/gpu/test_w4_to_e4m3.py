@@ -7,8 +7,8 @@ import torch
 
 from fp4dispatch import FP4Linear, jit, warmup
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.folding import fold_e4m3
-from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tensors.folding import fold_e4m3
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import Arch
 from tests import contract

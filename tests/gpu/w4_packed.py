@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from tests.gpu.sm90 import SM90
 from tests.gpu.tiles import bits, check_replays, wrong_tiles
 
@@ -248,7 +248,7 @@ def check_argument_refused(
     message: str,
     shape: Sequence[int] = (16, 1, 2, 1, 1, 2, 2),
 ) -> None:
-    """By the call that plans its launch and by the one that is given a shape."""
+    """By the call whose launch is planned and by the one that is given a shape."""
     given = problem.operands() | {name: change(problem)}
     for launch, more in ((call, ()), (shaped, (list(shape),))):
         with pytest.raises((ValueError, TypeError), match=message):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
+from tests import many_tokens
 from tests.gpu import w4_packed
 from tests.gpu.sm90 import SM90
 from tests.gpu.tiles import bits, check_replays
@@ -28,7 +29,8 @@ def kernel(variant: str = "bf16") -> Any:
 @functools.cache
 def gemm(variant: str = "bf16") -> Any:
     """The one for many."""
-    return jit.load("w8_gemm_sm90", f"{variant}_128", SM90).module
+    build, sms = f"{variant}_128", torch.cuda.get_device_properties(0).multi_processor_count
+    return many_tokens.Gemm(jit.load("w8_gemm_sm90", build, SM90).module, "w8_gemm_sm90", build, sms)
 
 
 def activations(x: Tensor, static: float | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,9 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import cutlass, operands, tiles
+from fp4dispatch.backends.own import cutlass
+from fp4dispatch.backends.own.tensors import operands
+from fp4dispatch.backends.own.tiling import tiles
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.policy.catalogue import catalogue

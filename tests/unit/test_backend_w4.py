@@ -10,8 +10,9 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.own import scratch, tiles, w4
-from fp4dispatch.backends.own.w4_layout import unpack_w4p
+from fp4dispatch.backends.own import scratch, w4
+from fp4dispatch.backends.own.tensors.w4_layout import unpack_w4p
+from fp4dispatch.backends.own.tiling import launch_model, tiles
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.models.linear import FP4Linear
@@ -19,7 +20,7 @@ from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS
 from fp4dispatch.trust import selfcheck
-from tests import contract, hopper, w4_fake
+from tests import contract, hopper, many_tokens, w4_fake
 from tests.hopper import HOPPER
 from tests.w4_fake import weights
 
@@ -71,7 +72,7 @@ def test_the_emulated_kernel_of_few_tokens_is_the_one_of_many_in_its_tokens(buil
         kernels.load("w4_gemm_sm90", f"a8_{build}_64", None).module,
     )
     few.w4a8_small(*operands, out[0], True)
-    many.w4_gemm(*operands, out[1], False)
+    many.w4_gemm(*operands, out[1], many_tokens.ONE_CLUSTER, False)
     assert torch.equal(out[0], out[1])
     assert kernels.launched == [(f"w4a8_small {build}", m, n, 256, True), (f"w4_gemm a8_{build}_64", m, n, 256, False)]
     for wrong in (out[0].float(), out[0, :, :64], out[0, :0]):  # dtype, stride, no tokens
@@ -90,7 +91,7 @@ def test_emulated_kernels_of_16_bits_take_rows_as_they_are(build):
     wide = torch.full((m, k + 24), torch.nan, dtype=dtype)
     wide[:, 8 : 8 + k] = x
     few(x, *others, out[0], True)
-    many(wide[:, 8 : 8 + k], None, *others, out[1], False)
+    many(wide[:, 8 : 8 + k], None, *others, out[1], many_tokens.ONE_CLUSTER, False)
     assert torch.equal(out[0], out[1])
     assert kernels.launched == [("w4a16_small", m, n, k, True), (f"w4_gemm a16_{build}_64", m, n, k, False)]
     assert kernels.rows == [x.data_ptr(), wide.data_ptr() + 16]
@@ -98,10 +99,22 @@ def test_emulated_kernels_of_16_bits_take_rows_as_they_are(build):
     apart = torch.zeros(m, k + 3, dtype=dtype)[:, :k]
     for wrong in (packed, x.float(), x[:20], x[:, :192], x[:, :200], x.t().contiguous().t(), apart, wide[:, 1 : 1 + k]):
         with pytest.raises((AssertionError, ValueError)):
-            many(wrong, None, *others, out[1], False)
+            many(wrong, None, *others, out[1], many_tokens.ONE_CLUSTER, False)
     with pytest.raises(AssertionError):
-        many(x, torch.ones(m), *others, out[1], False)
+        many(x, torch.ones(m), *others, out[1], many_tokens.ONE_CLUSTER, False)
     assert len(kernels.launched) == 2
+
+
+@pytest.mark.parametrize(("name", "m"), [("w4a8", 129), ("w4a8", 300), ("w4a16", 70), ("w4a16", 500)])
+def test_a_plan_gives_the_kernel_the_launch_shape_that_the_model_chooses(monkeypatch, name, m):
+    """That of the padded problem."""
+    kernels, backend, w = w4_fake.install(monkeypatch), BACKENDS[name], weights(1001, 4096)
+    plan, prepared = backend.plan(problem(name, m, 1001, 4096, out="float16"), backend.prepare(w)), backend.prepare(w)
+    out = torch.empty(m, 1001, dtype=torch.float16)
+    backend.run(plan, prepared, torch.randn(m, 4096).half(), out)
+    (kernel, build), *_ = kernels.loaded
+    tile = many_tokens.tile_of(kernel, build)
+    assert kernels.shapes == [launch_model.best(tile, m, 1008, 4096, launch_model.H200).shape]
 
 
 # ------------------------------------------------------------------------------------------------------------ contract

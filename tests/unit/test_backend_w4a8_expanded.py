@@ -11,9 +11,9 @@ from torch import nn
 
 from fp4dispatch import cli, formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
-from fp4dispatch.backends.libraries import cublaslt
+from fp4dispatch.backends.libraries import cublaslt, cublaslt_gemms
 from fp4dispatch.backends.own import compiled, w4, w4a8_expanded
-from fp4dispatch.backends.own.folding import fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import fold_e4m3
 from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
 from fp4dispatch.dispatch import choose
@@ -297,7 +297,8 @@ def test_operands_that_fit_go_straight_to_two_launches(kernels, monkeypatch):
     BACKEND.run(plan, prepared, x, out)
     kernels.calls.clear()
     for slow in ("quantized", "zero_pad"):
-        monkeypatch.setattr(cublaslt, slow, lambda *args: pytest.fail("the long way"))
+        monkeypatch.setattr(cublaslt_gemms, slow, lambda *args: pytest.fail("the long way"))
+    monkeypatch.setattr(cublaslt, "zero_pad", lambda *args: pytest.fail("the long way"))
     for made in ("empty", "zeros", "ones"):
         monkeypatch.setattr(torch, made, lambda *args, **kw: pytest.fail("memory was taken"))
     BACKEND.run(plan, prepared, x, out)

@@ -10,7 +10,8 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, cutlass, scratch, tiles, w8a8, w8a16
+from fp4dispatch.backends.own import compiled, cutlass, scratch, w8a8, w8a16
+from fp4dispatch.backends.own.tiling import launch_model, tiles
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
@@ -20,7 +21,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90
 from fp4dispatch.run import ops, routes
 from fp4dispatch.trust import selfcheck
-from tests import contract, w8_fake
+from tests import contract, many_tokens, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
 
 BACKEND = w8a8.W8A8Backend()
@@ -77,6 +78,12 @@ def test_emulated_activations_are_packed_as_the_kernel_documents():
     assert torch.equal(w8_fake.unpack_activation(packed, m, k).view(torch.uint8), x)
 
 
+def entry_of(module, entry):
+    """Return a GEMM; that for many tokens with its launch shape."""
+    call = getattr(module, entry)
+    return call if entry == FEW else lambda *given: call(*given[:-1], many_tokens.ONE_CLUSTER, given[-1])
+
+
 @pytest.mark.parametrize("static", [None, 0.013])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("kernel", "build", "entry"), [(FEW, "{}", FEW), (MANY, "{}_128", "w8_gemm")])
@@ -85,7 +92,7 @@ def test_emulated_kernels_compute_what_they_define(kernel, build, entry, dtype, 
     x, w, alpha = torch.randn(m, k).to(dtype), torch.randn(69, k).to(E4M3), torch.rand(n)
     bias, out = torch.randn(n).to(dtype), torch.full((m, n), torch.nan, dtype=dtype)
     packed, scale = torch.full((2, 3, 1024), 0xFF, dtype=torch.uint8), torch.full((m,), torch.nan)
-    gemm = getattr(kernels.load(kernel, build, SM90).module, entry)
+    gemm = entry_of(kernels.load(kernel, build, SM90).module, entry)
     quantizers = kernels.load(w8a8.QUANTIZER, "any", SM90).module
     if static is None:
         quantizers.w8_quantize_row(x, packed, scale, True)
@@ -116,7 +123,7 @@ def test_emulated_kernels_of_blocks_compute_what_they_define(kernel, build, entr
     x[2, 128:] = 0
     bias, out = torch.randn(n).to(dtype), torch.full((m, n), torch.nan, dtype=dtype)
     packed, scale = torch.full((3, 3, 1024), 0xFF, dtype=torch.uint8), torch.full((3, 24), torch.nan)
-    gemm = getattr(kernels.load(kernel, build, SM90).module, entry)
+    gemm = entry_of(kernels.load(kernel, build, SM90).module, entry)
     quantize = kernels.load(w8a8.QUANTIZER, "any", SM90).module.w8_quantize_block
     quantize(x, packed, scale, True)
     assert torch.equal(scale[:, :m].t(), formats.fp8_quantize(x, "1x128").scale)
@@ -135,6 +142,17 @@ def test_emulated_kernels_of_blocks_compute_what_they_define(kernel, build, entr
     for wrong in (torch.rand(1, 3), torch.rand(2, 2), torch.rand(3, 2).t(), torch.rand(1), torch.rand(n)):
         with pytest.raises(AssertionError):
             gemm(packed, scale, w, wrong, bias, out, True)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(129, 1000, 4100), (300, 2568, 4096)])
+@pytest.mark.parametrize("scaling", ["row", "block128"])
+def test_a_plan_gives_the_kernel_the_launch_shape_that_the_model_chooses(monkeypatch, m, n, k, scaling):
+    """That of the padded problem."""
+    kernels = w8_fake.install(monkeypatch)
+    w = weights(n, k, scaling)
+    w8_fake.run(BACKEND, "fp8", w, torch.randn(m, k).bfloat16())
+    tile = many_tokens.tile_of(MANY, "block_bf16_128" if scaling == "block128" else "bf16_128")
+    assert kernels.shapes == [launch_model.best(tile, m, -(-n // 8) * 8, -(-k // 16) * 16, launch_model.H200).shape]
 
 
 # ------------------------------------------------------------------------------------------------------------ contract

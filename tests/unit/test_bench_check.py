@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4dispatch.benchmark.check import relative_error, worst_tile
-from fp4dispatch.benchmark.methods import ROUNDING
+from fp4dispatch.benchmark.methods.base import ROUNDING
 
 torch.manual_seed(0)
 WANT = torch.randn(1300, 700)

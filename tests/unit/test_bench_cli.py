@@ -7,9 +7,11 @@ import json
 import pytest
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import host, machine, report, roofline, roster
+from fp4dispatch.benchmark import host, machine, roofline
 from fp4dispatch.benchmark.host import HostRow
-from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark.methods import roster
+from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.reports import report
 from fp4dispatch.cli import bench
 from fp4dispatch.errors import InputError
 from tests.bench_cases import CPU, FACTS, HOPPER_ON_PAPER, PEAKS, Planted, ToldEngine, document

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from fp4dispatch.benchmark.compare import THRESHOLD, compare
-from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.reports.compare import THRESHOLD, compare
 from fp4dispatch.errors import InputError
 from tests.bench_cases import document, row
 

@@ -33,7 +33,7 @@ def prompts(batch, length=9):
 
 
 def test_the_sizes_are_those_of_the_model():
-    from fp4dispatch.benchmark.shapes import catalogue
+    from fp4dispatch.benchmark.problems.shapes import catalogue
 
     layers = {layer.name: (layer.n, layer.k) for layer in catalogue().models[0].layers}
     s = decoder.SIZES

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fp4dispatch.jit.catalog.manifest import installed
-from tests import w4_fake, w4a8_small
+from tests import many_tokens, w4_fake, w4a8_small
 
 pytest.importorskip("tvm_ffi")
 
@@ -53,6 +53,11 @@ def module(bench, change=lambda out: None):
         return [64, 1, 2, 1, 8, 2, 2]
 
     return bench.check.FewTokens(SimpleNamespace(w4a8_small=small, w4a8_small_shaped=shaped, w4a8_small_plan=plan))
+
+
+def gemm(variant):
+    """w4_gemm_sm90, as it is planned for an H200."""
+    return many_tokens.Gemm(SimpleNamespace(w4_gemm=None), "w4_gemm_sm90", variant, 132)
 
 
 def packer():
@@ -186,24 +191,23 @@ def test_the_table_has_few_tokens_and_exact_weights(bench):
 
 
 def test_launch_shapes_to_tune_fit_and_fill_the_gpu(bench, h200):
-    auto, shapes = bench.run.shapes_to_tune(module(bench), "a8", "small", (16, 4096, 4096))
+    auto, shapes = bench.run.shapes_to_tune(module(bench), "small", (16, 4096, 4096))
     assert auto == (64, 1, 2, 1, 8, 2, 2)
     assert auto in shapes
     others = shapes - {auto}
     assert {shape[:4] for shape in others} == {(16, 1, 2, 1), (16, 1, 4, 1)}
     assert {shape[4] for shape in others} == {2, 4, 8}  # 64 row blocks alone leave half of the GPU idle
     assert all(w4a8_small.shared_bytes(shape) <= 232448 for shape in others)
-    tile = SimpleNamespace(w4_gemm_plan=lambda *_: [1, 4, 8, 1000])
-    assert max(split for _, split, _ in bench.run.shapes_to_tune(tile, "a8", 32, (16, 4096, 4096))[1]) == 4
-    assert max(split for _, split, _ in bench.run.shapes_to_tune(tile, "a8", 128, (16, 3840, 4096))[1]) == 8
+    for tile, n, most in ((32, 4096, 4), (128, 3840, 8)):
+        shapes = bench.run.shapes_to_tune(gemm(f"a8_bf16_{tile}"), tile, (16, n, 4096))[1]
+        assert max(split for _, split, _ in shapes) == most
 
 
 def test_launch_shapes_to_tune_are_one_wave_or_whole_tiles_and_one_wave(bench, h200):
     """Two waves of split tiles too; never what a plan may not choose for want of stages."""
-    tile = SimpleNamespace(w4_gemm_plan=lambda *_: [1, 1, 8, 1000])
 
     def splits(act, tokens, mnk):
-        return {shape[:2] for shape in bench.run.shapes_to_tune(tile, act, tokens, mnk)[1]}
+        return {shape[:2] for shape in bench.run.shapes_to_tune(gemm(f"{act}_bf16_{tokens}"), tokens, mnk)[1]}
 
     whole = {(1, 1), (2, 1)}
     # 15 tiles: clusters of 8 are one wave, of 6 and 4 too; 32: clusters of 8 would be three waves.

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from fp4dispatch import formats
-from fp4dispatch.benchmark import methods, ours, peers
 from fp4dispatch.benchmark.check import worst_tile
-from fp4dispatch.benchmark.methods import BASELINE, Card, choose, rivals
-from fp4dispatch.benchmark.operands import Operands, Truth
-from fp4dispatch.benchmark.roster import everything
+from fp4dispatch.benchmark.methods import base as methods
+from fp4dispatch.benchmark.methods import ours, peers
+from fp4dispatch.benchmark.methods.base import BASELINE, Card, choose, rivals
+from fp4dispatch.benchmark.methods.roster import everything
+from fp4dispatch.benchmark.problems.operands import Operands, Truth
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem.arch import Arch
 from tests.bench_cases import CPU, HOPPER_ON_PAPER

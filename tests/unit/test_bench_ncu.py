@@ -12,8 +12,10 @@ import pytest
 
 from bench import ncu
 from fp4dispatch.backends import registry
-from fp4dispatch.benchmark import machine, methods, ours
-from fp4dispatch.benchmark.methods import Launch
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.methods import base as methods
+from fp4dispatch.benchmark.methods import ours
+from fp4dispatch.benchmark.methods.base import Launch
 from tests.bench_cases import HOPPER_ON_PAPER
 
 UNIT = {"us": "ns", "dram_bytes": "byte", "registers": "register/thread", "shared_bytes": "byte/block"}

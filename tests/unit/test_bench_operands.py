@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
-from fp4dispatch.benchmark import operands as module
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.benchmark.check import relative_error, worst_tile
-from fp4dispatch.benchmark.methods import tolerance
-from fp4dispatch.benchmark.operands import Operands, Truth, as_entering
+from fp4dispatch.benchmark.methods.base import tolerance
+from fp4dispatch.benchmark.problems import operands as module
+from fp4dispatch.benchmark.problems.operands import Operands, Truth, as_entering
 
 CPU = torch.device("cpu")
 FORMATS = ("bf16", "nvfp4", "tensor", "row", "block128")

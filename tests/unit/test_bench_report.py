@@ -8,9 +8,10 @@ import json
 
 import pytest
 
-from fp4dispatch.benchmark import plot, records, report, shapes
 from fp4dispatch.benchmark.host import HostRow
-from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.problems import shapes
+from fp4dispatch.benchmark.reports import plot, records, report
 from fp4dispatch.errors import InputError
 from tests import docs
 from tests.bench_cases import FACTS, document, row

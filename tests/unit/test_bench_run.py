@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp4dispatch.benchmark import roofline, run
-from fp4dispatch.benchmark.methods import BASELINE
+from fp4dispatch.benchmark.methods.base import BASELINE
 from fp4dispatch.benchmark.roofline import Peaks, least_us
 from tests.bench_cases import CPU, PEAKS, Planted, ToldEngine, measure
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp4dispatch.benchmark import shapes
+from fp4dispatch.benchmark.problems import shapes
 from fp4dispatch.errors import FlagsError, InputError
 
 TARGETS = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fp4dispatch.benchmark import report, targets
-from fp4dispatch.benchmark.methods import BASELINE
-from fp4dispatch.benchmark.roster import everything
-from fp4dispatch.benchmark.shapes import catalogue
+from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.methods.roster import everything
+from fp4dispatch.benchmark.problems.shapes import catalogue
+from fp4dispatch.benchmark.reports import report, targets
 from tests.bench_cases import FACTS, document, row
 
 SUITE = catalogue().suite("targets")

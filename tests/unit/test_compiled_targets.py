@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import compile_targets
-from fp4dispatch.benchmark import records
+from fp4dispatch.benchmark.reports import records
 
 ROWS = {row["id"]: row for row in records.read(compile_targets.RESULTS)["rows"]}
 

@@ -146,7 +146,7 @@ def test_a_kernel_is_known_to_the_manifest_the_pdl_trial_and_the_race(tmp_path):
 
 
 _KERNEL = """
-from fp4dispatch.backends.own.launch_operands import entries
+from fp4dispatch.backends.own.pdl_trial.launch_operands import entries
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.trust.race import CASES

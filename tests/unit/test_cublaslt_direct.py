@@ -8,7 +8,8 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_direct
-from fp4dispatch.backends.own import quantizers, scratch, w4a8_expanded
+from fp4dispatch.backends.own import scratch, w4a8_expanded
+from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.system import System

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
-from fp4dispatch.backends.libraries import cublaslt
-from fp4dispatch.backends.own import quantizers, scratch
+from fp4dispatch.backends.libraries import cublaslt, cublaslt_gemms
+from fp4dispatch.backends.own import scratch
+from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
@@ -55,8 +56,8 @@ def nvfp4(a, a_sf, a_global, w, w_sf, w_global, bias, d):
 @pytest.fixture
 def kernels(monkeypatch):
     """Our kernels and the block-scaled GEMMs in torch, on a machine that seems to have an H200."""
-    monkeypatch.setattr(cublaslt, "_block128_gemm", block128)
-    monkeypatch.setattr(cublaslt, "_nvfp4_gemm", nvfp4)
+    monkeypatch.setattr(cublaslt_gemms, "_block128_gemm", block128)
+    monkeypatch.setattr(cublaslt_gemms, "_nvfp4_gemm", nvfp4)
     monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: SM90)
     return quantizer_fake.install(monkeypatch)
 
@@ -154,7 +155,8 @@ def test_operands_that_fit_go_straight_to_two_launches(scaling, static, kernels,
         kernels.calls.clear()
         with monkeypatch.context() as patch:
             for slow in ("quantized", "quantized_nvfp4", "zero_pad"):
-                patch.setattr(cublaslt, slow, lambda *args: pytest.fail("the long way"))
+                patch.setattr(cublaslt_gemms, slow, lambda *args: pytest.fail("the long way"))
+            patch.setattr(cublaslt, "zero_pad", lambda *args: pytest.fail("the long way"))
             for made in ("empty", "zeros", "ones"):
                 patch.setattr(torch, made, lambda *args, **kw: pytest.fail("memory was taken"))
             backend.run(plan, prepared, x, out)

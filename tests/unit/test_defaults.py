@@ -11,7 +11,7 @@ from torch import nn
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import quantizers
+from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Problem

@@ -9,7 +9,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem import Problem

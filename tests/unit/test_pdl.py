@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from fp4dispatch.backends.own import launch_operands, pdl
-from fp4dispatch.backends.own.launch_operands import ENTRIES, ROLES, Sizes
-from fp4dispatch.backends.own.pdl import PdlVerdict
+from fp4dispatch.backends.own.pdl_trial import launch_operands, pdl
+from fp4dispatch.backends.own.pdl_trial.launch_operands import ENTRIES, ROLES, Sizes
+from fp4dispatch.backends.own.pdl_trial.pdl import PdlVerdict
 from fp4dispatch.errors import CaptureError, ToolchainError
 from fp4dispatch.jit.catalog.manifest import installed
 
 CUDA = torch.device("cuda", 0)
-NOT_LAUNCHES = re.compile(r".*(_plan|_tokens|_version|workspace_size|shared_memory_bytes|scale_offsets)|cublaslt_.*")
+NOT_LAUNCHES = re.compile(r".*(_plan|_tile|_version|workspace_size|shared_memory_bytes|scale_offsets)|cublaslt_.*")
 COMPOSED = {"fp8_quantize_gemm"}
 """Launches two kernels that are tried one by one."""
 
@@ -169,10 +169,11 @@ def test_every_function_that_launches_has_its_place_in_the_table() -> None:
         assert launching == {entry.function for entry in ENTRIES[name]}, name
         for variant in known.variants.values():
             for entry in launch_operands.entries(known, variant):
-                assert set(entry.arguments) <= {*ROLES, "none", "workspace"}
+                assert set(entry.arguments) <= {*ROLES, "none", "workspace", "shape"}
                 assert set(entry.early) <= set(entry.arguments)
                 assert any(ROLES[role].fill is None for role in entry.arguments if role in ROLES)
                 assert bool(entry.early) == bool(known.before_wait)
+                assert ("shape" in entry.arguments) == (entry.tile is not None)
     assert set(ENTRIES) == {name for name, known in catalog.kernels.items() if known.pdl and known.op != "race_chain"}
 
 
@@ -190,7 +191,7 @@ def test_operands_are_finite_and_of_the_stated_shape() -> None:
 
 
 def test_a_chain_on_a_kernel_that_writes_nothing_is_an_error() -> None:
-    from fp4dispatch.backends.own.launch_chain import LaunchChain
+    from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
 
     silent = SimpleNamespace(fp8_quantize_row=lambda *arguments: None)
     entry = ENTRIES["fp8_quantize"][0]
@@ -232,7 +233,7 @@ def late_reader(early: bool) -> Any:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_chain_counts_what_a_kernel_read_too_early(early: bool) -> None:
-    from fp4dispatch.backends.own.launch_chain import LaunchChain
+    from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
 
     module, neighbours = late_reader(early)
     link = LaunchChain(module, neighbours, ENTRIES["fp8_quantize"][0], Sizes(3, 8, 32), torch.Generator())
@@ -243,7 +244,7 @@ def test_a_chain_counts_what_a_kernel_read_too_early(early: bool) -> None:
 
 
 def test_a_chain_counts_writes_that_come_after_the_consumer() -> None:
-    from fp4dispatch.backends.own.launch_chain import LaunchChain
+    from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
 
     module, neighbours = late_reader(False)
     neighbours.consume = lambda outputs, copy, source, target, enable_pdl: copy.copy_(
@@ -254,3 +255,21 @@ def test_a_chain_counts_writes_that_come_after_the_consumer() -> None:
     output, inputs = link.wrong().tolist()
     assert output == 0
     assert inputs > 0
+
+
+def test_a_chain_gives_a_kernel_for_many_tokens_its_launch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4dispatch.backends.own.pdl_trial import launch_chain
+    from fp4dispatch.backends.own.tiling.launch_model import H200, best
+
+    given: list[Any] = []
+
+    def w8_gemm(*arguments: Any) -> None:
+        given.append(arguments)
+        arguments[5].fill_(1)
+
+    monkeypatch.setattr(launch_chain, "gpu_of", lambda device: (None, 132))
+    known = installed().kernel("w8_gemm_sm90")
+    (entry,) = launch_operands.entries(known, known.variant("bf16_128"))
+    launch_chain.LaunchChain(SimpleNamespace(w8_gemm=w8_gemm), None, entry, Sizes(200, 1544, 2080), torch.Generator())
+    assert entry.tile is not None
+    assert tuple(given[0][6]) == best(entry.tile, 200, 1544, 2080, H200).shape

@@ -15,7 +15,7 @@ from fp4dispatch import jit
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.backends.own import compiled
-from fp4dispatch.backends.own.tiles import tiles
+from fp4dispatch.backends.own.tiling.tiles import tiles
 from fp4dispatch.dispatch import choose
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import system as _system

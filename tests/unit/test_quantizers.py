@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp4dispatch import formats
 from fp4dispatch.backends.libraries import cudnn, cudnn_graphs
 from fp4dispatch.backends.libraries import flashinfer as flashinfer_backends
-from fp4dispatch.backends.own import quantizers
-from fp4dispatch.backends.own.quantizers import ToScratch, quantized_nvfp4
+from fp4dispatch.backends.own.tensors import quantizers
+from fp4dispatch.backends.own.tensors.quantizers import ToScratch, quantized_nvfp4
 from fp4dispatch.formats import round_up
 from tests import contract, flashinfer_interpreter, quantizer_fake
 from tests.cudnn_interpreter import Cudnn

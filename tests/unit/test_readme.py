@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import report
+from fp4dispatch.benchmark.reports import report
 from tests import bench_cases, docs
 from tests.readme import README, commands
 

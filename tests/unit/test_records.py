@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch.benchmark import records
+from fp4dispatch.benchmark.reports import records
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FILES = sorted(RESULTS.glob("*"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own import w4_layout
-from fp4dispatch.backends.own.w4_layout import pack_w4p, unpack_w4p
+from fp4dispatch.backends.own.tensors import w4_layout
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.errors import FormatError, InputError
 
 SHAPES = [(64, 64), (128, 192), (1, 16), (63, 48), (65, 80), (200, 144), (72, 272), (130, 1040)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp4dispatch import formats
-from fp4dispatch.backends.own.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from tests.w4_model import boxes, operand_a, operand_b, pack_activations
 
 

@@ -1,10 +1,8 @@
 // out = alpha * (x @ W^T) + bias for many tokens or many rows on SM90: NVFP4 weights in W4P order, wgmma.
 //
-//   w4_gemm(x, x_scale, w, alpha, bias, out, enable_pdl)               launch shape from w4_gemm_plan
-//   w4_gemm_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
-//     shape   [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more)]; multicast * split <= 8, split <= stages of K
-//   w4_gemm_plan(m, n, k, multiprocessors) -> [shape, clocks that a model expects]; pure
-//   w4_gemm_tokens() -> tokens of a tile
+//   w4_gemm(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
+//   w4_gemm_tile() -> [tokens, rows, k of a stage, bytes of its weights, CTAs of a multiprocessor, most parts of K,
+//                      whether CTAs can share rows]
 //     x       FP4D_ACT == 8   e4m3 as packed_activations.cu packs it, uint8 [ceil(K/128), ceil(M/8), 1024], 16-byte aligned, and
 //                             x_scale f32, 1 element or [M]
 //             FP4D_ACT == 16  type of out, [M, K], K contiguous, K % 16 == 0, row stride a multiple of 8 and at least K,
@@ -13,6 +11,8 @@
 //     alpha   f32, 1 element or [N]
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
+//     shape   LaunchShape of many_tokens/launch.h: [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more), 1,
+//             rounds, clusters]; multicast * split <= 8, split <= stages of K; covers every tile
 //
 // FP4D_TOKENS is the tile's number of tokens (64, 128, for FP8 32 and 176, for 16 bits 192 and 256), FP4D_ROWS, if
 // defined, of rows; every build takes every M. FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is e4m3(e2m1
@@ -40,25 +40,7 @@ struct W4Gemm {
   using Weights = W4Weights;
   using Used = Tile<FP4D_TOKENS, Weights>;
 
-  // Measured on an H200: bench/NOTES.md, "many tokens".
-  struct Clocks {
-    double alone, stage, pair;
-  };
-  static constexpr Clocks clocks_of_tile() {
-    if (!kFp8 && Used::kTokens == 64) return Used::kRows == 128 ? Clocks{0, 520, 520} : Clocks{0, 1030, 1030};
-    if (!kFp8 && Used::kTokens == 128)
-      return Used::kRows == 128 ? Clocks{0, 676, 676} : Clocks{0, 1310, 1310};
-    if (!kFp8) return Used::kTokens == 192 ? Clocks{0, 850, 850} : Clocks{0, 1080, 1080};
-    if (Used::kTokens == 32) return {920, 519, 383};
-    if (Used::kTokens == 64) return {1191, 673, 554};
-    return Used::kTokens == 128 ? Clocks{0, 759, 785} : Clocks{0, 908, 908};
-  }
-  static TileSizes sizes() {
-    Clocks const clocks = clocks_of_tile();
-    return {Used::kTokens,      Used::kRows,  Weights::kStageChunks * w4::kChunkK,
-            Used::kWeightBytes, Used::kCtas,  Used::kMostSplit,
-            clocks.alone,       clocks.stage, clocks.pair};
-  }
+  static constexpr int64_t kStageK = Weights::kStageChunks * w4::kChunkK;
 
   static int64_t stages_of(TensorView w) { return divide_up(w.size(1), int64_t(Weights::kStageChunks)); }
 
@@ -80,6 +62,4 @@ struct W4Gemm {
 }  // namespace fp4d
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm, fp4d::Launch<fp4d::W4Gemm>::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_shaped, fp4d::Launch<fp4d::W4Gemm>::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_plan, fp4d::Launch<fp4d::W4Gemm>::plan_numbers);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_tokens, fp4d::Launch<fp4d::W4Gemm>::tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_tile, fp4d::Launch<fp4d::W4Gemm>::tile);

@@ -1,12 +1,9 @@
 // out = x_scale * alpha * (x @ W^T) + bias for many tokens on SM90: e4m3 weights as a checkpoint holds them by e4m3
 // activations as packed_activations.cu packs them, wgmma on both, f32 sums.
 //
-//   w8_gemm(x, x_scale, w, alpha, bias, out, enable_pdl)               launch shape from w8_gemm_plan
-//   w8_gemm_shaped(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
-//     shape   [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more), sharing (1, 2)]; multicast * split * sharing
-//             <= 8, split <= stages of 128 k
-//   w8_gemm_plan(m, n, k, multiprocessors) -> [shape, clocks that a model expects]; pure
-//   w8_gemm_tokens() -> tokens of a tile
+//   w8_gemm(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
+//   w8_gemm_tile() -> [tokens, rows, k of a stage, bytes of its weights, CTAs of a multiprocessor, most parts of K,
+//                      whether CTAs can share rows]
 //     x       uint8 [ceil(K/128), ceil(M/8), 1024], e4m3 as w8_quantize_row packs it, contiguous, 16-byte aligned
 //     x_scale f32, 1 element or [M]; FP4D_SCALING == 1: [ceil(K/128), 8 ceil(M/8)] as w8_quantize_block writes it, 16-byte
 //             aligned
@@ -16,6 +13,9 @@
 //             weight_scale_inv
 //     bias    None or [N], type of out
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
+//     shape   LaunchShape of many_tokens/launch.h: [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more),
+//             sharing (1, 2), rounds, clusters]; multicast * split * sharing <= 8, split <= stages of 128 k; covers every
+//             tile
 //
 // FP4D_TOKENS is the tile's number of tokens; every build takes every M. Sums of at most 256 k are what FP8 wgmma keeps
 // (13 bits behind the point of the largest addend, truncated at every MMA of 32 k: https://arxiv.org/abs/2412.19437,
@@ -46,17 +46,9 @@ struct W8Gemm {
   using Used = Tile<FP4D_TOKENS, Weights>;
   static_assert(!Weights::kBlocks || Used::kRows == kScaleBlock, "a tile has one scale a stage");
 
-  // Clocks measured on an H200: bench/NOTES.md, "many tokens".
-  static constexpr double kStageClocks = Weights::kBlocks ? 795 : 679,
-                          kPairClocks = Weights::kBlocks ? 854 : 674,
-                          kShareClocks = Weights::kBlocks ? 787 : 674;
-  static TileSizes sizes() {
-    return {Used::kTokens, Used::kRows,      128, Used::kWeightBytes,
-            Used::kCtas,   Used::kMostSplit, 0,   kStageClocks,
-            kPairClocks,   kShareClocks,     913};
-  }
+  static constexpr int64_t kStageK = 128;
 
-  static int64_t stages_of(TensorView w) { return divide_up(w.size(1), 128); }
+  static int64_t stages_of(TensorView w) { return divide_up(w.size(1), kStageK); }
 
   static Weights::Source source_of(TensorView w, int64_t n) {
     check_dtype({"w", w}, {kE4M3});
@@ -80,6 +72,4 @@ struct W8Gemm {
 }  // namespace fp4d
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm, fp4d::Launch<fp4d::W8Gemm>::run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_shaped, fp4d::Launch<fp4d::W8Gemm>::run_shaped);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_plan, fp4d::Launch<fp4d::W8Gemm>::plan_numbers);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_tokens, fp4d::Launch<fp4d::W8Gemm>::tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_tile, fp4d::Launch<fp4d::W8Gemm>::tile);

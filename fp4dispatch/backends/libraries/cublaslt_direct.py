@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout
-from fp4dispatch.backends.own.quantizers import Quantizers, ones, ones_for
 from fp4dispatch.backends.own.scratch import ARENA_BYTES, Part, Scratch
+from fp4dispatch.backends.own.tensors.quantizers import Quantizers, ones, ones_for
 from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
 
@@ -93,10 +93,10 @@ class DirectGemms:
         return gemm, scratch(), torch.empty(apart, dtype=torch.uint8, device=self._device)
 
     def _plan(self, m: int) -> tuple[Gemm, Scratch, int | None]:
-        """Make a GEMM, its scratch memory and the bytes of its workspace, None where scratch has it last."""
+        """Make a GEMM, its scratch memory, and its workspace in bytes; None if that is the last part of the scratch."""
         gemm, size = self._make(m)
         parts, workspace = list(self._parts(m)), Part((size,), torch.uint8)
-        # A workspace of megabytes is the allocator's: together with it nothing would fit the arena.
+        # A workspace of megabytes comes from the allocator: it would not fit the arena.
         if size == 0 or sum(part.nbytes for part in parts) + workspace.nbytes > ARENA_BYTES:
             return gemm, Scratch(self._device, parts), size
         return gemm, Scratch(self._device, [*parts, workspace]), None

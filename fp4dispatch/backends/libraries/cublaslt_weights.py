@@ -27,9 +27,9 @@ class Layout(NamedTuple):
 def prepare(weights: LinearWeights) -> tuple[list[Tensor], Layout]:
     """Return the tensors of a layer and their sizes; the input scale is last, if any. What fits is not copied.
 
-    Weight [np, kp] (nvfp4: uint8 [np, kp/2]), then its scales: ``tensor`` f32 []; ``row``, and ``tensor`` under scales
-    per token, f32 [1, np], and with an input scale once more times that; ``block128`` [np/128, kp/128 rounded up to 4];
-    nvfp4 the 128x4 block scales and the global scale, f32 [1] or [np].
+    Weight [np, kp] (nvfp4: uint8 [np, kp/2]), then its scales. ``tensor`` with an input scale: f32 []. ``row``, and
+    ``tensor`` without one: f32 [1, np]. ``row`` with an input scale: also their product, f32 [1, np]. ``block128``:
+    [np/128, kp/128 rounded up to 4]. nvfp4: the 128x4 block scales and the global scale, f32 [1] or [np].
     """
     make = {"nvfp4": _prepare_nvfp4, "block128": _prepare_block128}.get(weights.scaling, _prepare_fp8)
     tensors, layout = make(weights)

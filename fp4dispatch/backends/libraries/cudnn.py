@@ -8,7 +8,7 @@ kernels, and dropping one is a segfault at replay (flashinfer#1349).
 Handles: one per device, made in ``plan``. A launch sets its stream to the current one, under a lock. So a stream that
 exists only during a capture needs no handle of its own, which could not be made then.
 
-Activations are quantised by our kernels (:mod:`fp4dispatch.backends.own.quantizers`), into the rows of the bucket.
+Our kernels quantise activations (:mod:`fp4dispatch.backends.own.tensors.quantizers`), into the rows of the bucket.
 
 Workspaces come from torch's caching allocator on the current stream, sized by the plan, and are zeroed before each
 launch: split-K semaphores expect zeros (vllm#55571, flashinfer#4553). Most plans need none.
@@ -28,8 +28,8 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.libraries import cudnn_graphs as graphs
 from fp4dispatch.backends.libraries.cudnn_graphs import Executable, GraphKey
-from fp4dispatch.backends.own import quantizers
-from fp4dispatch.backends.own.quantizers import ToScratch
+from fp4dispatch.backends.own.tensors import quantizers
+from fp4dispatch.backends.own.tensors.quantizers import ToScratch
 from fp4dispatch.errors import BackendUnsupportedError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.machine import capture

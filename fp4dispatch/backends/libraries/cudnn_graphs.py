@@ -8,10 +8,10 @@ tensors, so no value and no address is part of a key (flashinfer#2450, flashinfe
     NVFP4   D = (dequantise(A, A_SF) @ dequantise(B, B_SF)) * A_SCALE * B_SCALE (+ BIAS)
     FP8     D = (A @ B) * A_SCALE * B_SCALE (+ BIAS)
 
-Everything after the product is f32 and fused; D is rounded once. Learned from the documentation of the operations
-(https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/BlockScaling.html and Matmul.html): tensors are
-3-D, B is [1, K, N] with K contiguous, NVFP4 sizes count elements rather than bytes, and block scales in the 128x4
-layout are declared with their padded sizes and the reordering F8_128x4.
+Everything after the product is f32 and fused; D is rounded once. Tensors are 3-D, B is [1, K, N] with K contiguous,
+NVFP4 sizes count elements rather than bytes, and block scales in the 128x4 layout are declared with their padded sizes
+and the reordering F8_128x4
+(https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/BlockScaling.html and Matmul.html).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def build_plans(cudnn: Any, key: GraphKey, **where: Any) -> Iterator[Executable]
             try:
                 graph.build_plan_at_index(index)
                 workspace = int(graph.get_workspace_size_plan_at_index(index))
-            except Exception as error:  # the frontend has no common base of its errors; the reason is kept
+            except Exception as error:  # the frontend's errors have no common base class
                 refused.append(f"plan {index}: {_short(error)}")
                 continue
             yield Executable(key, graph, index, workspace)

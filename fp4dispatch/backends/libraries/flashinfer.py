@@ -2,7 +2,7 @@
 
 Each backend is data, a :class:`Runner`. NVFP4 calls ``flashinfer.mm_fp4``, FP8 with ``tensor`` scaling ``bmm_fp8`` with
 a batch of one, FP8 with ``block128`` scaling ``gemm_fp8_nt_groupwise``; the runner is always named and ``out=`` given.
-Our kernels quantise activations (:mod:`fp4dispatch.backends.own.quantizers`): FlashInfer's round differently.
+Our kernels quantise activations (:mod:`fp4dispatch.backends.own.tensors.quantizers`): FlashInfer's round differently.
 FlashInfer launches its CUTLASS GEMMs with PDL, right behind our quantiser. Their epilogues may read scales before they
 wait, so scales are written before the quantiser runs.
 
@@ -32,8 +32,8 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.libraries import flashinfer_package as package
-from fp4dispatch.backends.own import quantizers
-from fp4dispatch.backends.own.quantizers import ToScratch
+from fp4dispatch.backends.own.tensors import quantizers
+from fp4dispatch.backends.own.tensors.quantizers import ToScratch
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.system import System
@@ -90,7 +90,7 @@ class _State(NamedTuple):
 
 
 class FlashInferBackend(Backend):
-    """What the runners share."""
+    """Base of the backends on FlashInfer's runners."""
 
     runner: ClassVar[Runner]
 

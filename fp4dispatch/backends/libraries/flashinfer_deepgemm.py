@@ -3,11 +3,10 @@
 The name is SGLang's (``--fp8-gemm-backend flashinfer_deepgemm``). This backend uses the module that
 ``flashinfer.gemm.fp8_blockscale_gemm_sm90`` loads, and differs from that function:
 
-* Activations are quantised by our kernel (``csrc/quantise/fp8_quantize.cu``), so FlashInfer's scratch is not used. That
-scratch
-  is N*K bytes too large, and not thread-safe: bfloat16 activations are placed in it by the largest M that any thread
-  has asked about. FlashInfer multiplies by 448 / amax, we divide by amax / 448 as :mod:`fp4dispatch.formats` does;
-  results differ at ties, which bfloat16 inputs have.
+* Our kernel (``csrc/quantise/fp8_quantize.cu``) quantises activations, so FlashInfer's scratch is not used. It is N*K
+  bytes too large, and not thread-safe: bfloat16 activations are placed in it by the largest M that any thread has asked
+  about. FlashInfer multiplies by 448 / amax, we divide by amax / 448 as :mod:`fp4dispatch.formats` does; results differ
+  at ties, which bfloat16 inputs have.
 * nvcc compiles a GEMM kernel in the first call of its (N, K, tile), and the tile follows from M. So plans are made for
   one M, and :meth:`FlashInferDeepGemmBackend.plan` launches once.
 * FlashInfer accepts a float16 ``out`` but writes bfloat16: only bfloat16 is supported here. It accepts weight scales
@@ -28,7 +27,8 @@ from fp4dispatch import jit
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.libraries import flashinfer_package as package
-from fp4dispatch.backends.own import pdl, quantizers
+from fp4dispatch.backends.own.pdl_trial import pdl
+from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.formats import FP8_BLOCK, round_up, zero_pad
 from fp4dispatch.machine import capture

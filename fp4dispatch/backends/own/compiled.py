@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.backends.own import pdl
-from fp4dispatch.backends.own.operands import aligned, bias_row, direct, gpu_of
+from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import eager
+from fp4dispatch.backends.own.tensors.operands import aligned, bias_row, direct, gpu_of, launch_shape, taken_as_is
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import check
@@ -56,34 +57,41 @@ class Layout(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A loaded kernel. ``pdl``: launch it with PDL, as its binary's proof and the setting allow."""
+    """A loaded kernel.
+
+    ``pdl``: launch it with PDL, as its binary's proof and the setting allow. ``shape``: the launch shape for the plan's
+    problem, as the kernel takes it; None for kernels that choose it themselves.
+    """
 
     kernel: str
     module: Any
     pdl: bool
+    shape: Any = None
 
 
 def no_quantizer(*_: object) -> None:
-    """Stand where a plan has no quantiser."""
+    """The quantiser of a plan that has none."""
     raise AssertionError("16-bit activations are not quantised")
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """All that a plan knows.
+    """State of a plan.
 
     Parameters
     ----------
     m
         The M that the plan is for; None where it serves every M.
     layout
-        Of the weights.
+        Layout of the weights.
     make_launch
-        Its launch quantises where that is needed and multiplies, with ``quantize`` and ``gemm``.
+        Makes the launch. It quantises if the GEMM needs that, then multiplies, with ``quantize`` and ``gemm``.
     gemm, gemm_pdl, quantize, quantize_pdl
         Functions of the loaded kernels, and whether to launch each with PDL.
     scratch
         Returns the temporaries of one launch, such as the quantised activation and its scales.
+    shape
+        The launch shape that ``gemm`` takes; None if it takes none.
     """
 
     m: int | None
@@ -94,6 +102,7 @@ class State:
     quantize: Callable[..., None] = no_quantizer
     quantize_pdl: bool = False
     scratch: Callable[[], tuple[Tensor, ...]] = tuple
+    shape: Any = None
     launch: Launch = field(init=False)
     fits: bool = field(init=False)
     """Whether nothing is padded."""
@@ -123,12 +132,12 @@ class CompiledBackend(Backend):
         return self._kernels(problem, *gpu_of(device))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
-        """Load the kernels, compiling and proving them first where they are not in the cache.
+        """Load the kernels; compile and prove them first if they are not in the cache.
 
         Raises
         ------
         ToolchainError, CompileError, ProofError, CacheError
-            Each with what to do.
+            If a kernel cannot be compiled, proved or loaded.
         InputError
             If no kernel serves the problem.
         """
@@ -139,9 +148,12 @@ class CompiledBackend(Backend):
             raise InputError(
                 f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
             )
-        kernels = [(name, jit.load(name, build, arch)) for name, build in builds]
-        loaded = tuple(Loaded(name, kernel.module, pdl.allowed(kernel, device)) for name, kernel in kernels)
-        return Plan(self.name, problem, self._state(problem, Layout(*prepared.layout), device, loaded))
+        layout, loaded = Layout(*prepared.layout), []
+        for name, build in builds:
+            kernel = jit.load(name, build, arch)
+            shape = launch_shape(speed_of(name, build), problem.m, layout.np, layout.kp, sms)
+            loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), shape))
+        return Plan(self.name, problem, self._state(problem, layout, device, tuple(loaded)))
 
     def run(
         self,
@@ -153,16 +165,7 @@ class CompiledBackend(Backend):
     ) -> None:
         """Quantise the activation where the GEMM needs that, and launch it."""
         s: State = plan.state
-        # Operands of a layer mostly fit as they are. Each view that is not made saves a microsecond.
-        if (
-            s.fits
-            and isinstance(x, Tensor)
-            and (s.m is None or out.shape[0] == s.m)
-            and not (x.data_ptr() | out.data_ptr()) % 16
-            and x.is_contiguous()
-            and out.is_contiguous()
-            and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
-        ):
+        if s.fits and isinstance(x, Tensor) and (s.m is None or out.shape[0] == s.m) and taken_as_is(x, out, bias):
             s.launch(x, out, bias, prepared.tensors)
             return
         m, layout = out.shape[0], s.layout

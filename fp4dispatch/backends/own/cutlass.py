@@ -12,9 +12,9 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
-from fp4dispatch.backends.own.operands import aligned, per_column
 from fp4dispatch.backends.own.scratch import Part, Scratch
-from fp4dispatch.backends.own.tiles import tile_for
+from fp4dispatch.backends.own.tensors.operands import aligned, per_column
+from fp4dispatch.backends.own.tiling.tiles import tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -97,8 +97,8 @@ class CutlassBackend(CompiledBackend):
             quantize,
             quantizer.pdl,
             Scratch(device, [*parts, Part((workspace_bytes,), torch.uint8)], view),
-            at_once,
-            workspace_bytes,
+            at_once=at_once,
+            workspace_bytes=workspace_bytes,
         )
 
     def _run_quantized(self, plan: Plan, w: Weights, x: QuantizedActivation, d: Tensor, bias: Tensor | None) -> None:

@@ -1,8 +1,8 @@
 """NVFP4 weights with 16-bit (w4a16) or FP8 (w4a8) activations: our kernels, on one packed copy of the weights.
 
 Numerics: w4a16 multiplies ``e2m1 * block_scale`` exactly and sums in f32. w4a8 rounds that product to e4m3 first
-(:mod:`~fp4dispatch.backends.own.folding`) and scales activations per token. Global scales (one per output column for
-fused shards), activation scales and the bias are applied to the f32 sums, which are rounded once.
+(:mod:`~fp4dispatch.backends.own.tensors.folding`) and scales activations per token. Global scales (one per output
+column for fused shards), activation scales and the bias are applied to the f32 sums, which are rounded once.
 
 For many tokens w4a8 writes its e4m3 weights to scratch memory and lets cuBLASLt multiply: its FP8 GEMM is faster by
 more than the write costs. ``w4_tiles.toml`` says from which M on.
@@ -28,11 +28,11 @@ from fp4dispatch.backends.own.compiled import (
     State,
     Weights,
 )
-from fp4dispatch.backends.own.folding import FOLD
-from fp4dispatch.backends.own.operands import await_writes, packed_part, per_column
 from fp4dispatch.backends.own.scratch import Part, Scratch
-from fp4dispatch.backends.own.tiles import tile_for
-from fp4dispatch.backends.own.w4_layout import pack_w4p, unpack_w4p
+from fp4dispatch.backends.own.tensors.folding import FOLD
+from fp4dispatch.backends.own.tensors.operands import await_writes, packed_part, per_column
+from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
+from fp4dispatch.backends.own.tiling.tiles import tile_for
 from fp4dispatch.formats import round_up
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -61,7 +61,7 @@ class _W4Backend(CompiledBackend):
         return gemm, ("fp8_quantize" if tile.kernel == UNFOLD else "w4_activations", "any")
 
     def prepare(self, weights: LinearWeights) -> Prepared:
-        """Pack the weights, padded with zeros, into W4P (:mod:`~fp4dispatch.backends.own.w4_layout`). Synchronises.
+        """Pack the weights into W4P (:mod:`~fp4dispatch.backends.own.tensors.w4_layout`), zero-padded. Synchronises.
 
         Tensors: packed weight, uint8 [ceil(N/64), ceil(K/64), 2304]; global scale, f32 [1], or [np] if shards differ;
         if N is a multiple of 16, column scales of the e4m3 weights of w4a8, f32 [1, N]. The static input scale is for
@@ -70,7 +70,7 @@ class _W4Backend(CompiledBackend):
         Raises
         ------
         InputError, FormatError
-            As :func:`~fp4dispatch.backends.own.w4_layout.pack_w4p`.
+            As :func:`~fp4dispatch.backends.own.tensors.w4_layout.pack_w4p`.
         """
         w = weights
         scale = formats.from_128x4(w.scale, w.n, w.k // formats.NVFP4_BLOCK) if w.sf_layout == "128x4" else w.scale
@@ -92,7 +92,7 @@ class _W4Backend(CompiledBackend):
         launch, entry = _LAUNCH[gemm.kernel, problem.activation]
         function = getattr(gemm.module, entry)
         if problem.activation != "fp8":
-            return State(m, layout, launch, function, gemm.pdl)
+            return State(m, layout, launch, function, gemm.pdl, shape=gemm.shape)
         quantizer, scale = loaded[1], Part((m,), torch.float32)
         if gemm.kernel == UNFOLD:
             quantize = quantizer.module.fp8_quantize_row
@@ -100,7 +100,8 @@ class _W4Backend(CompiledBackend):
             parts = [q, scale, w]
         else:
             quantize, parts = quantizer.module.w4_quantize_row, [packed_part(m, layout.k), scale]
-        return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, Scratch(device, parts))
+        scratch = Scratch(device, parts)
+        return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape)
 
 
 class W4A16Backend(_W4Backend):
@@ -127,22 +128,25 @@ def _launch_small(s: State, weights: Weights = ()) -> Launch:
 
 
 def _launch_16(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl = s.gemm, s.gemm_pdl
+    gemm, pdl, shape = s.gemm, s.gemm_pdl, s.shape
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
-        gemm(x, None, w[0], w[1], bias, out, pdl)
+        gemm(x, None, w[0], w[1], bias, out, shape, pdl)
 
     return launch
 
 
 def _launch_fp8(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl = s.gemm, s.gemm_pdl
+    gemm, pdl, shape = s.gemm, s.gemm_pdl, s.shape
     quantize, quantize_pdl, scratch = s.quantize, s.quantize_pdl, s.scratch
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
         q, x_scale = scratch()
         quantize(x, q, x_scale, quantize_pdl)
-        gemm(q, x_scale, w[0], w[1], bias, out, pdl)
+        if shape is None:
+            gemm(q, x_scale, w[0], w[1], bias, out, pdl)
+        else:
+            gemm(q, x_scale, w[0], w[1], bias, out, shape, pdl)
 
     return launch
 

@@ -1,8 +1,8 @@
 """NVFP4 weights with FP8 activations, on an FP8 copy of the weights that is made once, in ``prepare``.
 
-The copy holds the values that w4a8 multiplies (:mod:`~fp4dispatch.backends.own.folding`): ``e4m3(e2m1 * block_scale /
-8)``. The global scales times 8 become the scales of its output columns. The copy is then an FP8 layer with row scales,
-and another backend runs it: :mod:`~fp4dispatch.backends.own.w8a8` or
+The copy holds the values that w4a8 multiplies (:mod:`~fp4dispatch.backends.own.tensors.folding`):
+``e4m3(e2m1 * block_scale / 8)``. The global scales times 8 become the scales of its output columns. The copy is then an
+FP8 layer with row scales, and another backend runs it: :mod:`~fp4dispatch.backends.own.w8a8` or
 :mod:`~fp4dispatch.backends.libraries.cublaslt`, on the same tensors. The policy chooses between the two for each M, as
 for any FP8 layer of this shape. ``FP4DISPATCH_FP8_BACKEND`` and ``FP4DISPATCH_DISABLE`` do not apply to this choice.
 
@@ -24,8 +24,8 @@ from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, Qu
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_weights
 from fp4dispatch.backends.own import w8a8
 from fp4dispatch.backends.own.compiled import Layout
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.operands import await_writes, per_column
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.operands import await_writes, per_column
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.machine import system as _system
@@ -76,7 +76,7 @@ class W4A8ExpandedBackend(Backend):
         Raises
         ------
         InputError
-            As :func:`~fp4dispatch.backends.own.folding.fold_e4m3`.
+            As :func:`~fp4dispatch.backends.own.tensors.folding.fold_e4m3`.
         """
         w = weights
         scale = (per_column(w, w.n) * FOLD).expand(w.n)

@@ -1,6 +1,6 @@
 """FP8 weights with 16-bit activations: our kernel for few tokens, on the checkpoint's own bytes.
 
-Few tokens: the time is that of reading the weights, and quantising activations would only add a launch and an error.
+With few tokens the time is that of reading the weights. Quantising activations would only add a launch and an error.
 Products of e4m3 and bfloat16 or float16 are exact and are summed in f32. Scales and the bias are applied to the sums,
 which are rounded once. A static input scale is for 8-bit activations and is not used.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
-from fp4dispatch.backends.own.operands import await_writes, stored_rows
+from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch

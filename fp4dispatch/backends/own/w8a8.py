@@ -1,8 +1,8 @@
 """FP8 weights with FP8 activations: our kernels for few and for many tokens, on the checkpoint's own bytes.
 
-Few tokens: the time is that of reading the weights. ``csrc/few_tokens/w8/w8a8_small.cu`` streams them once per 64
-tokens. Many tokens: ``csrc/many_tokens/w8/w8_gemm_sm90.cu``, tiles of 128 tokens by 128 rows. ``w8_tiles.toml`` says
-which serves which M; both run every M.
+With few tokens the time is that of reading the weights: ``csrc/few_tokens/w8/w8a8_small.cu`` streams them once per 64
+tokens. For many tokens ``csrc/many_tokens/w8/w8_gemm_sm90.cu`` has tiles of 128 tokens by 128 rows. ``w8_tiles.toml``
+says which serves which M; both run every M.
 
 A first launch quantises the activation and stores it in the order in which the GEMM loads it; the scale is one per
 token or the layer's static one. Tensor cores sum over 256 k; these sums are added in f32. Scales and the bias are
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
-from fp4dispatch.backends.own.operands import await_writes, block_scales_part, packed_part, stored_rows
 from fp4dispatch.backends.own.scratch import Part, Scratch
-from fp4dispatch.backends.own.tiles import tile_for
+from fp4dispatch.backends.own.tensors.operands import await_writes, block_scales_part, packed_part, stored_rows
+from fp4dispatch.backends.own.tiling.tiles import tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -85,17 +85,21 @@ class W8A8Backend(CompiledBackend):
             quantize = quantizer.module.w8_quantize_row
             parts.append(Part((m,), torch.float32))
         function = getattr(gemm.module, _ENTRY[gemm.kernel])
-        return State(m, layout, _launch, function, gemm.pdl, quantize, quantizer.pdl, Scratch(device, parts))
+        scratch = Scratch(device, parts)
+        return State(m, layout, _launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape)
 
 
 def _launch(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl, static = s.gemm, s.gemm_pdl, s.layout.has_input_scale
+    gemm, pdl, shape, static = s.gemm, s.gemm_pdl, s.shape, s.layout.has_input_scale
     quantize, quantize_pdl, scratch = s.quantize, s.quantize_pdl, s.scratch
 
     def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
         parts = scratch()
         packed, x_scale = parts[0], w[2] if static else parts[1]
         quantize(x, packed, x_scale, quantize_pdl)
-        gemm(packed, x_scale, w[0], w[1], bias, out, pdl)
+        if shape is None:
+            gemm(packed, x_scale, w[0], w[1], bias, out, pdl)
+        else:
+            gemm(packed, x_scale, w[0], w[1], bias, out, shape, pdl)
 
     return launch

@@ -156,5 +156,5 @@ def paths(folder: Path) -> Iterator[Path]:
 
 
 def _check(folder: Path) -> None:
-    private.check_place(folder.parent)  # the cache, so that all stores say its fault alike
+    private.check_place(folder.parent)  # the cache folder first, so that every store reports the same fault
     private.check(folder)

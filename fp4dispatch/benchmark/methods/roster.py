@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fp4dispatch.benchmark import ours, peers
-from fp4dispatch.benchmark.methods import Method
+from fp4dispatch.benchmark.methods import ours, peers
+from fp4dispatch.benchmark.methods.base import Method
 
 
 def everything() -> tuple[Method, ...]:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4dispatch.benchmark.operands import Entering, Format, Operands
+from fp4dispatch.benchmark.problems.operands import Entering, Format, Operands
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.settings import did_you_mean

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.benchmark.methods import BASELINE, Card, Launch, Method, Prepared
-from fp4dispatch.benchmark.operands import Format, Operands
+from fp4dispatch.benchmark.methods.base import BASELINE, Card, Launch, Method, Prepared
+from fp4dispatch.benchmark.problems.operands import Format, Operands
 from fp4dispatch.problem.arch import SM90, Arch
 
 _E4M3_NAN = 0x7F
@@ -46,7 +46,7 @@ class Bf16(Method):
     what = "torch.mm in bfloat16: cuBLAS on a GPU"
 
     def lacks(self, card: Card) -> str:
-        """Return nothing: it runs anywhere."""
+        """Return an empty text: it runs anywhere."""
         return ""
 
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:

@@ -2,8 +2,8 @@
 
 Two independent checks must pass. The proof (:mod:`fp4dispatch.jit.prove`) reads the machine code. The trial here runs
 it: each launching function of the build runs between a producer that writes late and a consumer that overwrites
-(:mod:`fp4dispatch.backends.own.launch_chain`), for a few sizes and delays. If any bit differs from stream order, that
-build is launched without PDL on that GPU model; the layer still runs.
+(:mod:`~fp4dispatch.backends.own.pdl_trial.launch_chain`), for a few sizes and delays. If any bit differs from stream
+order, that build is launched without PDL on that GPU model; the layer still runs.
 
 The verdict is kept in ``pdl/`` of the cache folder (:mod:`fp4dispatch.jit.store.records`), under the library's hash,
 the GPU model, the driver and the code of the trial. ``FP4DISPATCH_SELFCHECK=off`` skips the trial, ``force`` repeats it
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from fp4dispatch import jit
-from fp4dispatch.backends.own import launch_chain, launch_operands
-from fp4dispatch.backends.own.launch_chain import LaunchChain
-from fp4dispatch.backends.own.launch_operands import Sizes
-from fp4dispatch.backends.own.operands import arch_of
+from fp4dispatch.backends.own.pdl_trial import launch_chain, launch_operands
+from fp4dispatch.backends.own.pdl_trial.launch_chain import LaunchChain
+from fp4dispatch.backends.own.pdl_trial.launch_operands import Sizes
+from fp4dispatch.backends.own.tensors.operands import arch_of
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.jit import LoadedKernel
 from fp4dispatch.jit.catalog import manifest
@@ -184,7 +184,7 @@ def trial(kernel: LoadedKernel, chain: Any, device: torch.device) -> PdlVerdict:
     blank = PdlVerdict(entry.name, entry.library_sha256, gpu, False)
     if not functions:
         return replace(
-            blank, evidence=f"{known.name} is not in the table of launches (backends/own/launch_operands.py)"
+            blank, evidence=f"{known.name} is not in the table of launches (backends/own/pdl_trial/launch_operands.py)"
         )
     started = time.perf_counter()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

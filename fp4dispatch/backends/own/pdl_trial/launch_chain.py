@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.own.launch_operands import ROLES, Entry, Sizes
+from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Entry, Sizes
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
 
 _ALIGNMENT = 256
 POISON, OVERWRITTEN = 0xFF, 0x00
@@ -59,10 +60,12 @@ class LaunchChain:
         for name, role in roles.items():
             if role.fill is not None:
                 role.fill(tensors[name], generator)
-        views = {name: roles[name].view(tensor, sizes) for name, tensor in tensors.items()}
+        views: dict[str, Any] = {name: roles[name].view(tensor, sizes) for name, tensor in tensors.items()}
         if "workspace" in entry.arguments:
             size = module.workspace_size(*sizes[:3])
             views["workspace"] = torch.empty(size, dtype=torch.uint8, device=device)
+        if "shape" in entry.arguments:
+            views["shape"] = launch_shape(entry.tile, *sizes[:3], gpu_of(device)[1])
         self._arguments = [views.get(name) for name in entry.arguments]
         self._source = self._inputs.clone()
         self._after = torch.full_like(self._inputs, OVERWRITTEN)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 Means = Mapping[str, Mapping[int, tuple[float, int]]]
-"""By method and M: the geometric mean, and over how many shapes (:func:`fp4dispatch.benchmark.report.speedups`)."""
+"""By method and M: the geometric mean, and over how many shapes (``speedups`` of ``report.py``)."""
 
 
 class Target(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4dispatch.benchmark.methods import BASELINE
-from fp4dispatch.benchmark.report import Document, by_problem
+from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.reports.report import Document, by_problem
 from fp4dispatch.errors import InputError
 
 THRESHOLD = 0.05

@@ -10,8 +10,8 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.benchmark.methods import Card, Launch, Method, Prepared
-from fp4dispatch.benchmark.operands import Entering, Format, Operands
+from fp4dispatch.benchmark.methods.base import Card, Launch, Method, Prepared
+from fp4dispatch.benchmark.problems.operands import Entering, Format, Operands
 from fp4dispatch.machine import system
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -50,7 +50,7 @@ class Layer(Method):
             self.what = f"{kind}, backend={backend!r} for any number of tokens"
 
     def lacks(self, card: Card) -> str:
-        """Return what the fixed backend lacks here. Without one: nothing, as the reference backend runs anywhere."""
+        """Return what the fixed backend lacks here; empty without one, as the reference backend runs anywhere."""
         if self.backend is None:
             return ""
         if card.arch is None:
@@ -95,7 +95,7 @@ class RawFp8(Method):
         self.what = f"fp4dispatch.fp8_gemm, one scale a {fmt}, the policy's choice"
 
     def lacks(self, card: Card) -> str:
-        """Return nothing: the reference backend runs anywhere."""
+        """Return an empty text: the reference backend runs anywhere."""
         return ""
 
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:

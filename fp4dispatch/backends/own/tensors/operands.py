@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.scratch import Part
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.formats import zero_pad
 from fp4dispatch.problem.arch import Arch
 
@@ -22,6 +25,19 @@ def arch_of(device: torch.device) -> Arch:
 def gpu_of(device: torch.device) -> tuple[Arch, int]:
     """Return the arch of a GPU and its number of SMs."""
     return arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def taken_as_is(x: Tensor, out: Tensor, bias: Tensor | None) -> bool:
+    """Whether a launch takes these operands as they are: contiguous, on 16 bytes, the bias in the dtype of ``out``.
+
+    Operands of a layer mostly are. Each view that is not made saves a microsecond.
+    """
+    return (
+        not (x.data_ptr() | out.data_ptr()) % 16
+        and x.is_contiguous()
+        and out.is_contiguous()
+        and (bias is None or (bias.dtype == out.dtype and bias.is_contiguous()))
+    )
 
 
 def aligned(x: Tensor, k: int) -> Tensor:
@@ -73,3 +89,15 @@ def bias_row(bias: Tensor | None, dtype: torch.dtype, np: int) -> Tensor | None:
 def direct(out: Tensor, np: int) -> bool:
     """Whether a kernel that stores ``np`` columns, 16 bytes at a time, may write into ``out`` [M, N] itself."""
     return out.shape[1] == np and out.is_contiguous() and out.data_ptr() % 16 == 0
+
+
+def launch_shape(tile: launch_model.TileSpeed | None, m: int, n: int, k: int, sms: int) -> Any:
+    """Return the launch shape as a kernel for many tokens takes it; None for a kernel without a ``tile``.
+
+    An array of tvm_ffi: passing a tuple would convert it in each call.
+    """
+    if tile is None:
+        return None
+    import tvm_ffi  # there wherever a kernel has been loaded
+
+    return tvm_ffi.Array(launch_model.best(tile, m, n, k, launch_model.gpu_with(sms)).shape)

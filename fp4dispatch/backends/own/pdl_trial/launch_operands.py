@@ -3,7 +3,7 @@
 A test of PDL must know, for each exported function, which tensors the kernel reads, which it writes, and which it may
 read before the previous kernel has finished (weights). :data:`ENTRIES` lists that for every kernel of
 ``csrc/kernels.toml``. A kernel that is not listed cannot be tested, so it is never launched with PDL
-(:mod:`fp4dispatch.backends.own.pdl`).
+(:mod:`fp4dispatch.backends.own.pdl_trial.pdl`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.own.w4_layout import CHUNK_BYTES, CODE_BYTES, COLUMNS, ROWS
+from fp4dispatch.backends.own.tensors.w4_layout import CHUNK_BYTES, CODE_BYTES, COLUMNS, ROWS
+from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, round_up
 from fp4dispatch.jit.catalog.manifest import Kernel, Variant
 
@@ -43,13 +45,14 @@ class Role(NamedTuple):
 class Entry(NamedTuple):
     """One exported function that launches; ``enable_pdl`` comes after ``arguments``.
 
-    ``arguments`` names roles of :data:`ROLES`, ``none`` or ``workspace``. ``early``: those that the kernel may read
-    before its grid barrier.
+    ``arguments`` names roles of :data:`ROLES`, ``none``, ``workspace`` or ``shape``. ``early``: those that the kernel
+    may read before its grid barrier. ``tile``: what the launch shape depends on, where the function takes one.
     """
 
     function: str
     arguments: tuple[str, ...]
     early: tuple[str, ...] = ()
+    tile: TileSpeed | None = None
 
 
 def _normal(tensor: Tensor, generator: torch.Generator) -> None:
@@ -121,8 +124,8 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
     "w8a16_small": (Entry("w8a16_small", ("x", "w8", "alpha", *_GEMM_END), ("w8",)),),
     "w4a8_small": (Entry("w4a8_small", ("packed", "token_scale", "w4p", "alpha", *_GEMM_END), ("w4p",)),),
     "w8a8_small": (Entry("w8a8_small", ("packed", "token_scale", "w8", "alpha", *_GEMM_END), ("w8",)),),
-    "w8_gemm_sm90": (Entry("w8_gemm", ("packed", "token_scale", "w8", "alpha", *_GEMM_END), ("w8",)),),
-    "w4_gemm_sm90": (Entry("w4_gemm", ("packed", "token_scale", "w4p", "alpha", *_GEMM_END), ("w4p",)),),
+    "w8_gemm_sm90": (Entry("w8_gemm", ("packed", "token_scale", "w8", "alpha", *_GEMM_END, "shape"), ("w8",)),),
+    "w4_gemm_sm90": (Entry("w4_gemm", ("packed", "token_scale", "w4p", "alpha", *_GEMM_END, "shape"), ("w4p",)),),
     "w4_activations": (
         Entry("w4_quantize_row", ("x", "out_packed", "out_token_scale")),
         Entry("w4_quantize_tensor", ("x", "out_packed", "one")),
@@ -160,8 +163,9 @@ def entries(kernel: Kernel, variant: Variant) -> tuple[Entry, ...]:
     changed: dict[str, str] = {}
     for define in variant.defines:
         changed |= _BY_DEFINE.get(define, {}).get(kernel.name, {})
+    tile = speed_of(kernel.name, variant.id)
     return tuple(
-        entry._replace(arguments=tuple(changed.get(name, name) for name in entry.arguments))
+        entry._replace(arguments=tuple(changed.get(name, name) for name in entry.arguments), tile=tile)
         for entry in ENTRIES.get(kernel.name, ())
     )
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fp4dispatch import strict_toml
-from fp4dispatch.backends.own.launch_model import TileSpeed, clocks
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
+from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
 from fp4dispatch.problem.arch import Arch
 
 _REQUIRED = {"kernel": str, "scalings": list, "builds": dict}
 _OPTIONAL = {"activations": list, "m_min": int, "m_max": int, "weights_max": int, "fill": dict, "speed": dict}
-_SPEED_KEYS = {field.name: {"int": int, "float": float}[str(field.type)] for field in fields(TileSpeed)}
+_OPTIONAL |= {"predicted": bool}
+_SPEED = {field.name: {"int": int, "float": float}[str(field.type)] for field in fields(TileSpeed)}
+_SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSpeed) if field.default is not MISSING}
+_TABLES = ("cutlass", "w4", "w8")
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
@@ -27,7 +32,8 @@ class Tile:
 
     ``activations``: formats that the kernel multiplies; empty if its op has only one. ``weights_max``: largest N * K.
     ``fill``: (tile_m, tile_n, SMs per tile, share of all SMs that must get work); None if any number of tiles will do.
-    ``speed``: constants of the launch model, for rows that are chosen by predicted time (:func:`tile_for`).
+    ``speed``: constants of the launch model, for kernels that are given their launch shape. ``predicted``: the row is
+    chosen by its predicted time (:func:`tile_for`).
     """
 
     kernel: str
@@ -41,6 +47,7 @@ class Tile:
     weights_max: int | None
     fill: tuple[int, int, int, float] | None
     speed: TileSpeed | None = None
+    predicted: bool = False
 
     def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
@@ -72,8 +79,8 @@ def load(data: dict[str, Any], catalog: Catalog, table: str = "cutlass") -> tupl
     Raises
     ------
     FlagsError
-        For a key that is missing, unknown or of the wrong type, and for an unknown kernel, build, scaling, activation
-        format or dtype.
+        For a key that is missing, unknown or of the wrong type, for an unknown kernel, build, scaling, activation
+        format or dtype, and for a row that is ``predicted`` and has no ``speed``.
     """
     strict_toml.check(f"{table}_tiles.toml", data, {"tile": list})
     return tuple(_tile(row, catalog, f"{table}_tiles.toml, {row.get('kernel')}") for row in data["tile"])
@@ -83,7 +90,9 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
     strict_toml.check(where, row, _REQUIRED, _OPTIONAL)
     strict_toml.check(f"{where} builds", row["builds"], {}, dict.fromkeys(OUT_DTYPES, str))
     if "speed" in row:
-        strict_toml.check(f"{where} speed", row["speed"], _SPEED_KEYS)
+        strict_toml.check(f"{where} speed", row["speed"], _SPEED, _SPEED_OPTIONAL)
+    elif row.get("predicted"):
+        raise FlagsError(f"{where}: predicted = true needs a speed")
     if "fill" in row:
         required = {"tile_m": int, "tile_n": int, "sms": int}
         strict_toml.check(f"{where} fill", row["fill"], required, {"share": float})
@@ -109,6 +118,7 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
         row.get("weights_max"),
         size,
         TileSpeed(**row["speed"]) if "speed" in row else None,
+        row.get("predicted", False),
     )
 
 
@@ -121,11 +131,31 @@ def tile_for(
 ) -> Tile | None:
     """Return the first row of a table that serves a problem and that ``takes`` accepts; None if there is none.
 
-    If that row has a ``speed``, return the fastest of all fitting rows that have one.
+    If that row is ``predicted``, return the fastest of all fitting rows that are.
     """
     fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
-    if not fitting or fitting[0].speed is None:
+    if not fitting or not fitting[0].predicted:
         return fitting[0] if fitting else None
     m, n, k = problem.m, problem.n, problem.k
-    timed = [(clocks(tile.speed, m, n, k, sms), tile) for tile in fitting if tile.speed is not None]
-    return min(timed, key=lambda found: found[0])[1]
+
+    def clocks(tile: Tile) -> int:
+        assert tile.speed is not None
+        return int(launch_model.best(tile.speed, m, n, k, launch_model.gpu_with(sms)).clocks)
+
+    return min((tile for tile in fitting if tile.predicted), key=clocks)
+
+
+@functools.cache
+def speed_of(kernel: str, build: str) -> TileSpeed | None:
+    """Return the constants of the launch model for a build; None if its kernel is not given a launch shape.
+
+    Raises
+    ------
+    FlagsError
+        If two rows disagree.
+    """
+    rows = [tile for table in _TABLES for tile in tiles(table) if tile.kernel == kernel]
+    speeds = {tile.speed for tile in rows if build in tile.builds.values()}
+    if len(speeds) > 1:
+        raise FlagsError(f"{kernel} {build}: rows of the tile tables disagree about its speed")
+    return next(iter(speeds), None)

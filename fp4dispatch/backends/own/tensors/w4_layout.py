@@ -17,13 +17,13 @@ by 64 k, each 2304 bytes, so that the chunks of one 64-row block along K are one
   ==== ============ ===================
 
   of which bits ``4j .. 4j+2`` hold the magnitude of k ``j`` (0..7, counted within the word), bit ``8j+7`` the sign of
-  k ``j`` = 0..3 and bit ``8j+3`` that of k ``j+4``. So either half of a word selects four bytes from a table, and four
-  signs at a time are where bytes have theirs.
+  k ``j`` = 0..3 and bit ``8j+3`` that of k ``j+4``. So each half of a word selects four bytes from a table, and the
+  signs of four values are already at the sign bits of four bytes.
 * bytes [2048, 2304), e4m3 scales as in the checkpoint: two bytes at ``2048 + 8 l + 2 u``, rows ``16u + r`` and
   ``16u + r + 8``, block ``c`` of the chunk.
 
-So a lane holds one whole block of 16 of each of its rows, and converts a scale once for 16 weights. The order is ours;
-that weights are repacked into fragment order is the idea of Marlin (https://arxiv.org/abs/2408.11743).
+So a lane holds one whole block of 16 of each of its rows, and converts a scale once for 16 weights. Repacking weights
+into fragment order is Marlin's idea (https://arxiv.org/abs/2408.11743); this order is our own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CODE_BYTES = ROWS * COLUMNS // 2
 CHUNK_BYTES = CODE_BYTES + ROWS * COLUMNS // NVFP4_BLOCK
 
 STEP_BYTES = 1 << 24
-"""Codes that are permuted at a time; what is needed beside operands and result is about four times as much."""
+"""Codes that are permuted at a time. The temporary memory is about four times as much."""
 
 
 def pack_w4p(codes: Tensor, scale: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.problem import Scaling
 
 Format = Literal["bf16", "nvfp4", "tensor", "row", "block128"]

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.benchmark.methods import BASELINE
-from fp4dispatch.benchmark.report import Document, by_problem, shapes_of, tokens_of
+from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.reports.report import Document, by_problem, shapes_of, tokens_of
 from fp4dispatch.errors import InputError
 
 PANELS = 12

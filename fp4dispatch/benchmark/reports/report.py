@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.benchmark import targets
 from fp4dispatch.benchmark.host import HostRow
-from fp4dispatch.benchmark.methods import BASELINE, Method, rivals
+from fp4dispatch.benchmark.methods.base import BASELINE, Method, rivals
+from fp4dispatch.benchmark.problems.shapes import Suite, catalogue
+from fp4dispatch.benchmark.reports import targets
 from fp4dispatch.benchmark.roofline import Peaks
 from fp4dispatch.benchmark.run import Outcome
-from fp4dispatch.benchmark.shapes import Suite, catalogue
 from fp4dispatch.errors import InputError
 
 KIND, SCHEMA = "bench", 1

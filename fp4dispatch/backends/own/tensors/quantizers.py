@@ -1,4 +1,4 @@
-"""Our kernels that quantise activations (``csrc/*_quantize.cu``), for backends whose GEMM is another library's.
+"""Our kernels that quantise activations (``csrc/quantise/*_quantize.cu``), for backends on the GEMM of a library.
 
 Same bits as :func:`fp4dispatch.formats.fp8_quantize` and :func:`~fp4dispatch.formats.nvfp4_quantize`, in one kernel
 instead of ten or more. Compiled on first use. If that fails, a plan quantises with torch's operations and says so.
@@ -17,9 +17,9 @@ from torch import Tensor
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.activations import quantize_activation
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.own import pdl
-from fp4dispatch.backends.own.operands import aligned, arch_of
+from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import Part, ScratchByM
+from fp4dispatch.backends.own.tensors.operands import aligned, arch_of
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.jit.kernels import LoadedKernel
@@ -118,14 +118,14 @@ def quantized(
     scaling, input_scale
         As there; ``block128`` has no input scale.
     memory
-        Returns what is to be written: e4m3 [mp, kp] and, unless the scale is static, f32 [mp] or [mp, kp/128]; these
-        are then returned whole. The allocator's if None.
+        Returns the tensors to write, which are then returned whole: e4m3 [mp, kp] and, unless the scale is static, f32
+        [mp] or [mp, kp/128]. If None, they are allocated.
 
     Returns
     -------
     QuantizedActivation
-        data: e4m3 [mp, kp], zeros beyond K; what is in rows beyond M does not matter, and is not written. scale: f32 []
-        (the static scale), [M], or [M, ceil(K/128)] with stride 1 along M and columns of ``mp``.
+        data: e4m3 [mp, kp], zeros beyond K; rows beyond M are not written. scale: f32 [] (the static scale), [M], or
+        [M, ceil(K/128)] with stride 1 along M and columns of ``mp``.
     """
     m = x.shape[0]
     if quantizers is None or x.dtype == torch.float32:
@@ -150,7 +150,7 @@ def quantized(
 
 
 def nvfp4_parts(mp: int, kp: int) -> list[Part]:
-    """Return what an NVFP4 activation [mp, kp] is held in: uint8 [mp, kp/2], and its block scales in 128x4."""
+    """Return the memory for an NVFP4 activation [mp, kp]: uint8 [mp, kp/2], and its block scales in 128x4."""
     sf = (round_up(mp, 128), round_up(kp // NVFP4_BLOCK, 4))
     return [Part((mp, kp // 2), torch.uint8), Part(sf, torch.float8_e4m3fn)]
 
@@ -176,13 +176,13 @@ def quantized_nvfp4(
     global_scale
         f32, one element.
     memory
-        Returns what is to be written, as :func:`nvfp4_parts` has it; the allocator's if None.
+        Returns the tensors to write, as :func:`nvfp4_parts` has them. If None, they are allocated.
 
     Returns
     -------
     QuantizedActivation
-        data: uint8 [mp, kp/2]; what is in rows beyond M does not matter, and is not written: their scales are zero, and
-        no code is NaN. scale: e4m3 [pad128(mp), pad4(kp/16)], padding zero.
+        data: uint8 [mp, kp/2]; rows beyond M are not written, since their scales are zero and no code is NaN. scale:
+        e4m3 [pad128(mp), pad4(kp/16)], padding zero.
     """
     m = x.shape[0]
     if quantizer is None or x.dtype == torch.float32:
@@ -201,8 +201,8 @@ class ToScratch:
     """Quantises the activations of a plan, of any M, into its scratch memory.
 
     The kernels are launched without PDL, since the library may launch its GEMM with it (FlashInfer does for CUTLASS).
-    Such a GEMM may start while the quantiser runs, but all kernels before the quantiser have finished: a scale that
-    the GEMM reads too early is there if it was written before the quantiser.
+    Such a GEMM may start while the quantiser runs, but all kernels before the quantiser have finished. So it may read
+    early what was written before the quantiser, such as a static scale.
 
     Parameters
     ----------
@@ -254,8 +254,8 @@ class ToScratch:
         -------
         QuantizedActivation
             As :func:`quantized_nvfp4` and :func:`quantized` say, but FP8 scales are [rows] or row-major
-            [rows, kp/128], and FP8 rows beyond M are zeros, as are their scales: what scratch memory held before, NaN
-            perhaps, is no operand of another library's GEMM.
+            [rows, kp/128], and FP8 rows beyond M are zeros, as are their scales: scratch memory may hold NaN, which
+            must not reach a library's GEMM.
         """
         m = x.shape[0]
         mp = self._rows(m)

@@ -1,0 +1,1 @@
+"""Operands as our kernels read them: quantised activations, packed and folded weights."""

@@ -1,0 +1,1 @@
+"""Which build of a kernel, and which launch shape, serves a problem."""

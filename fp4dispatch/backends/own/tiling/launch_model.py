@@ -1,0 +1,230 @@
+"""The launch model of the kernels for many tokens: which launch shape to use, and how long it should take. No torch.
+
+``csrc/many_tokens/kernel.h`` runs with any launch shape that covers its tiles. :func:`best` predicts the clocks of each
+shape that is worth considering and returns the fastest. A backend asks once per plan and passes the shape to the
+kernel, which only checks that it covers all tiles.
+
+The model has two inputs beside M, N and K. :class:`TileSpeed` describes a build; the ``*_tiles.toml`` files hold one
+for each build. :class:`Gpu` describes a GPU. The constants are fitted to a sweep on an H200
+(bench/notes/many-tokens.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+TILE_CLOCKS = 7800.0
+"""Before the first stage and after the last; a second time only after a tile whose K is split."""
+SPLIT_CLOCKS = 3100.0
+"""Two barriers of a cluster, where K is split."""
+SPLIT_BYTES = 32.0
+"""Sums that a CTA reads from the other parts of K, in bytes per clock."""
+RASTER = 8
+SPLITS = (1, 2, 3, 4, 8)
+LARGEST_CLUSTER = 8
+"""CTAs. Every GPU with clusters has this many."""
+FEWEST_STAGES = 4
+"""Of a part of K. A shorter part is mostly start and end."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Facts of a GPU model.
+
+    Parameters
+    ----------
+    sms
+        Number of SMs.
+    clock_mhz
+        Clock under load; it turns clocks into microseconds.
+    memory_bytes
+        Bytes per clock from memory.
+    l2_bytes
+        Size of the L2 cache.
+    usable
+        CTAs that run at once in clusters of 1 to 8 CTAs, one per SM (``cudaOccupancyMaxActiveClusters``). A cluster
+        stays within a group of 16 or 18 SMs, which not every size fills.
+    """
+
+    sms: int
+    clock_mhz: float
+    memory_bytes: float
+    l2_bytes: int
+    usable: tuple[int, ...]
+
+
+H200 = Gpu(132, 1755.0, 2350.0, 50 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
+
+
+@functools.cache
+def gpu_with(sms: int) -> Gpu:
+    """Return the facts of a GPU with ``sms`` SMs: those of an H200, in proportion."""
+    return replace(H200, sms=sms, usable=tuple(sms * ctas // H200.sms for ctas in H200.usable))
+
+
+@dataclass(frozen=True)
+class TileSpeed:
+    """Tile of a build, and its speed.
+
+    Parameters
+    ----------
+    tokens, rows
+        The tile: tokens x rows of the weight.
+    stage_k, weight_bytes
+        k and weight bytes of a pipeline stage.
+    ctas
+        CTAs per SM.
+    most_split
+        Most parts of K.
+    alone
+        Clocks of a stage, at least, however few CTAs run.
+    stage, pair, share
+        Clocks of a stage on a full SM: of a CTA that shares nothing; if two CTAs of a cluster share activations; if
+        they share rows of the weight. ``share`` is 0 where the kernel cannot share rows.
+    cluster
+        Clocks before CTAs that share activations or rows have started.
+    """
+
+    tokens: int
+    rows: int
+    stage_k: int
+    weight_bytes: int
+    ctas: int
+    most_split: int
+    alone: float
+    stage: float
+    pair: float
+    share: float = 0.0
+    cluster: float = 0.0
+
+
+class LaunchShape(NamedTuple):
+    """What a kernel for many tokens is launched with, in the order of its ``shape`` argument.
+
+    ``multicast``: CTAs of a cluster that share activations (1, 2, 4). ``split``: parts of K (:data:`SPLITS`).
+    ``raster``: token tiles that are done before the next rows. ``sharing``: CTAs of a cluster that share rows of the
+    weight (1, 2). ``rounds``: whole tiles of each CTA before its cluster splits the K of one tile. ``clusters``: of the
+    grid.
+    """
+
+    multicast: int
+    split: int
+    raster: int
+    sharing: int
+    rounds: int
+    clusters: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a cluster."""
+        return self.multicast * self.sharing * self.split
+
+
+class Prediction(NamedTuple):
+    """A launch shape and the clocks that the model predicts for it."""
+
+    shape: LaunchShape
+    clocks: float
+
+    def microseconds(self, gpu: Gpu) -> float:
+        """Return the predicted time."""
+        return self.clocks / gpu.clock_mhz
+
+
+@functools.lru_cache(maxsize=4096)
+def best(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Prediction:
+    """Return the fastest launch shape for [m, k] activations by [n, k] weights.
+
+    Raises
+    ------
+    ValueError
+        If a size is below 1.
+    """
+    if min(m, n, k) < 1:
+        raise ValueError(f"M, N and K are {m}, {n} and {k}, needed at least 1 each")
+    predictions = (Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu))
+    return min(predictions, key=lambda prediction: prediction.clocks)
+
+
+def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchShape]:
+    """Yield the shapes that :func:`best` compares.
+
+    CTAs share activations or rows, never both: clusters of four do not fill the GPU. Split tiles run in one wave, or
+    after whole tiles where nothing is shared; other cases are not measured.
+    """
+    together = [(1, 1)]
+    if n > tile.rows:
+        together.append((2, 1))
+    if m > tile.tokens and tile.share > 0:
+        together.append((1, 2))
+    stages = _divide_up(k, tile.stage_k)
+    for multicast, sharing in together:
+        for split in SPLITS:
+            if split > tile.most_split or multicast * sharing * split > LARGEST_CLUSTER:
+                break
+            if split > 1 and stages < split * FEWEST_STAGES:
+                break
+            shape = laid_out(tile, m, n, gpu, multicast=multicast, split=split, sharing=sharing)
+            one_wave = tiles(tile, shape, m, n) <= slots(tile, shape, gpu)
+            if split == 1 or (multicast * sharing == 1 if shape.rounds else one_wave):
+                yield shape
+
+
+def laid_out(
+    tile: TileSpeed,
+    m: int,
+    n: int,
+    gpu: Gpu,
+    *,
+    multicast: int = 1,
+    split: int = 1,
+    raster: int = RASTER,
+    sharing: int = 1,
+) -> LaunchShape:
+    """Return a launch shape with the rounds and clusters that cover all tiles.
+
+    If K is split, whole tiles come first where the clusters that run at once can do all the others in one wave. Else
+    each cluster does one tile: the sums of a split tile use the shared memory of the pipeline.
+    """
+    shape = LaunchShape(multicast, split, raster, sharing, 0, 1)
+    count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
+    if split == 1:
+        return shape._replace(clusters=min(count, at_once))
+    rounds = count // (at_once * split)
+    if rounds > 0 and count - rounds * at_once * split <= at_once:
+        return shape._replace(rounds=rounds, clusters=at_once)
+    return shape._replace(clusters=count)
+
+
+def tiles(tile: TileSpeed, shape: LaunchShape, m: int, n: int) -> int:
+    """Return how many tiles there are. CTAs that share activations or rows do one together."""
+    row_tiles = _divide_up(_divide_up(n, tile.rows), shape.multicast)
+    return row_tiles * _divide_up(_divide_up(m, tile.tokens), shape.sharing)
+
+
+def slots(tile: TileSpeed, shape: LaunchShape, gpu: Gpu) -> int:
+    """Return how many clusters run at once."""
+    return max(gpu.usable[shape.ctas - 1] * tile.ctas // shape.ctas, 1)
+
+
+def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
+    """Return the predicted clocks of one launch shape."""
+    count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
+    running = min(count, at_once) * shape.ctas
+    in_an_sm = min(max(running / gpu.sms, 1.0), float(tile.ctas))  # CTAs of one SM share all that it has
+    own = tile.pair if shape.multicast > 1 else tile.share if shape.sharing > 1 else tile.stage
+    readers = min(_divide_up(m, tile.tokens), shape.raster)  # token tiles that read the same weights from L2
+    stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
+    start = TILE_CLOCKS + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
+    stages = _divide_up(k, tile.stage_k)
+    if shape.split == 1:
+        return start + _divide_up(count, at_once) * stages * stage
+    end = SPLIT_CLOCKS + tile.rows * tile.tokens * 4 / SPLIT_BYTES
+    return start + (shape.rounds * stages + _divide_up(stages, shape.split)) * stage + end
+
+
+def _divide_up(a: int, b: int) -> int:
+    return -(-a // b)

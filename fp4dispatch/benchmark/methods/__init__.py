@@ -1,0 +1,1 @@
+"""What a benchmark compares: our layers and operators, and their peers."""

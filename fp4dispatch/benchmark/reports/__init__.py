@@ -1,0 +1,1 @@
+"""Results of a benchmark: records, tables, comparisons and plots."""
