@@ -89,6 +89,10 @@ class CaptureDeniedError(CaptureError):
         self.decision = decision
 
 
+class InnerNotFoundError(Fp4DispatchError, LookupError):
+    """The part of a model that CUDA graphs would capture is not known. The model is unchanged."""
+
+
 class CheckpointError(Fp4DispatchError, ValueError):
     """A checkpoint is missing, truncated, malformed or hostile. The model is unchanged."""
 

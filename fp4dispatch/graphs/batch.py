@@ -1,0 +1,95 @@
+"""What one call of a model is, as plain facts, and the predicates that say when it must not run in CUDA graphs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MAX_PADDING = 2
+"""A batch is padded to at most this many times its tokens."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Facts about one call of a model. Holds no tensor. The defaults describe a call that graphs can run.
+
+    Parameters
+    ----------
+    num_tokens
+        Tokens of the call, over all requests.
+    buckets
+        Captured numbers of tokens, ascending. Empty: nothing is captured.
+    training
+        Whether the model is in training mode.
+    grad_enabled
+        Whether autograd records this call.
+    decode_verify
+        Whether the call verifies the draft tokens of speculative decoding.
+    moved_inputs
+        Names of static inputs that are at another address than at capture.
+    input_logits
+        Whether logits of input tokens are wanted. Logits of each request's last token alone are none of these.
+    extra_inputs
+        Names of encoder or multimodal inputs, e.g. ``pixel_values``.
+    offloaded
+        Names of weights that are on the CPU, or that a hook brings to the GPU for each call.
+    idle_ranks
+        Pipeline or data-parallel ranks that run no tokens in this step.
+    compiled
+        Whether the model, or a module around it, is wrapped by ``torch.compile``.
+    adapters, captured_adapters
+        Names of the LoRA adapters that are active now, and of those that were at capture.
+    deterministic
+        Whether the request must give the same bits however many tokens share its batch.
+    vetoes
+        Why backends that were named must not run in a graph: texts of
+        :class:`~fp4dispatch.errors.CaptureDeniedError`.
+    """
+
+    num_tokens: int
+    buckets: tuple[int, ...]
+    training: bool = False
+    grad_enabled: bool = False
+    decode_verify: bool = False
+    moved_inputs: tuple[str, ...] = ()
+    input_logits: bool = False
+    extra_inputs: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    idle_ranks: tuple[int, ...] = ()
+    compiled: bool = False
+    adapters: tuple[str, ...] = ()
+    captured_adapters: tuple[str, ...] = ()
+    deterministic: bool = False
+    vetoes: tuple[str, ...] = ()
+
+    @property
+    def largest_bucket(self) -> int:
+        """Largest captured number of tokens; 0 if nothing is captured."""
+        return self.buckets[-1] if self.buckets else 0
+
+    @property
+    def bucket(self) -> int | None:
+        """Smallest bucket that holds the tokens; None if there is none."""
+        index = bisect_left(self.buckets, self.num_tokens)
+        return self.buckets[index] if index < len(self.buckets) else None
+
+
+Predicate = Callable[[Batch], bool]
+
+PREDICATES: dict[str, Predicate] = {
+    "trains": lambda batch: batch.training or batch.grad_enabled,
+    "verifies_drafts": lambda batch: batch.decode_verify,
+    "inputs_moved": lambda batch: bool(batch.moved_inputs),
+    "over_largest_bucket": lambda batch: batch.num_tokens > batch.largest_bucket,
+    "padded_too_much": lambda batch: batch.bucket is not None and batch.bucket > MAX_PADDING * batch.num_tokens,
+    "wants_input_logits": lambda batch: batch.input_logits,
+    "has_extra_inputs": lambda batch: bool(batch.extra_inputs),
+    "offloads_weights": lambda batch: bool(batch.offloaded),
+    "has_idle_ranks": lambda batch: bool(batch.idle_ranks),
+    "is_compiled": lambda batch: batch.compiled,
+    "adapters_swapped": lambda batch: batch.adapters != batch.captured_adapters,
+    "must_be_deterministic": lambda batch: batch.deterministic,
+    "backend_vetoed": lambda batch: bool(batch.vetoes),
+}
+"""By name, what ``when`` of a condition in ``conditions.toml`` means."""
