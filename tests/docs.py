@@ -389,7 +389,9 @@ def candidates() -> str:
 def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
+    from fp4dispatch.graphs import conditions
 
+    graphs = ROOT / "docs" / "graphs.md"
     readme, measured = ROOT / "README.md", ROOT / "docs" / "measurements.md"
     text = fill(readme.read_text(), "settings", settings.markdown_table())
     numbers = measured.read_text()
@@ -412,7 +414,11 @@ def generate() -> dict[Path, str]:
         ("demo", demo),
     ):
         numbers = fill(numbers, name, make())
-    return {readme: fill(fill(text, "support", support()), "speed", speed()), measured: numbers}
+    return {
+        readme: fill(fill(text, "support", support()), "speed", speed()),
+        measured: numbers,
+        graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
+    }
 
 
 if __name__ == "__main__":
