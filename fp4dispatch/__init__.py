@@ -21,6 +21,7 @@ from fp4dispatch.errors import (
     FormatError,
     Fp4DispatchError,
     InputError,
+    IntegrationError,
     NoBackendError,
     PluginError,
     ProofError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from fp4dispatch.dispatch.choose import select
     from fp4dispatch.dispatch.explain import explain
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
+    from fp4dispatch.integrations import register
     from fp4dispatch.models.compact_weights import compact
     from fp4dispatch.models.linear import FP4Linear, FP8Linear
     from fp4dispatch.models.replace import replace_linears, warmup
@@ -76,6 +78,7 @@ _LAZY: dict[str, str] = {
     "replace_linears": "models.replace",
     "warmup": "models.replace",
     "refresh": "models.stored_weights",
+    "register": "integrations",
 }
 
 __all__ = [
@@ -95,6 +98,7 @@ __all__ = [
     "Fp4DispatchError",
     "Gpu",
     "InputError",
+    "IntegrationError",
     "Library",
     "NoBackendError",
     "PluginError",
@@ -124,6 +128,7 @@ __all__ = [
     "open_checkpoint",
     "quantize_checkpoint",
     "refresh",
+    "register",
     "replace_linears",
     "save_quantized",
     "select",
