@@ -16,6 +16,7 @@ from fp4dispatch.checkpoints.plan import LayerPlan
 from fp4dispatch.checkpoints.schemes import SCHEMES, from_linear
 from fp4dispatch.errors import InputError
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
+from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise, expect_plain
 from fp4dispatch.integrations.transformers.registry import check_version
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, like_stored
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -45,6 +46,7 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         super().__init__(quantization_config, **kwargs)
         self.report: LoadReport | None = None
         self._stored: StoredLayers | None = None
+        self._new: NewLayers | None = None
         self._schemes: dict[str, LayerPlan] = {}
 
     # --------------------------------------------------------------------------------------------------------- checks
@@ -73,10 +75,28 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     # -------------------------------------------------------------------------------------------------------- loading
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+        self,
+        model: Any,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: Any,
     ) -> None:
-        self._stored = expect_stored(model, checkpoint_files, self.quantization_config)
-        self._schemes = self._stored.stored()
+        if self.pre_quantized:
+            self._stored = expect_stored(model, checkpoint_files, self.quantization_config)
+            self._schemes = self._stored.stored()
+        else:
+            main = dtype or torch.get_default_dtype()
+            self._new = expect_plain(model, checkpoint_files, self.quantization_config, main)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a parameter of the checkpoint is to be quantised now."""
+        return self._new is not None and self._new.wants(param_name)
+
+    def get_quantize_ops(self) -> Quantise:
+        """Return the operation that quantises."""
+        if self._new is None:
+            raise InputError("the model is quantised already")
+        return Quantise(self._new)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Return the dtype to convert a tensor of the checkpoint to; None: 8-bit tensors stay as they are."""
@@ -93,6 +113,10 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             self.report = self._stored.finish(model)
             _log.info("%s", self.report)
             self._stored = None
+        if self._new is not None:
+            self._new.finish()
+            _log_new(self._new)
+            self._new = None
         _say_what_is_left(model)
         return model
 
@@ -134,6 +158,15 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     def is_compileable(self) -> bool:
         """True: ``generate`` may compile the model."""
         return True
+
+
+def _log_new(new: NewLayers) -> None:
+    """Log what was quantised, and what the caller asked for and did not get."""
+    _log.info("%d layers were quantised while loading; %d linear layers left alone", len(new.layers), len(new.skipped))
+    for name, reason in new.skipped:
+        _log.info("left alone: %s: %s", name, reason)
+    for note in new.notes:
+        _log.warning("%s", note)
 
 
 def _check_devices(device_map: Mapping[str, Any]) -> None:
