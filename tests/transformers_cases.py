@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests import tiny_models
@@ -111,3 +111,48 @@ def kl(model: Any, expected: Any) -> float:
     """Return the largest KL divergence of the next-token distributions from those of another model."""
     p, q = (torch.log_softmax(tiny_models.logits(m), -1) for m in (expected, model))
     return float((p.exp() * (p - q)).sum(-1).max())
+
+
+@functools.cache
+def compressed(name: str, preset: str = "NVFP4A16", ignore: tuple[str, ...] = ("lm_head",)) -> Path:
+    """Quantise, compress and save with compressed-tensors' own functions."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
+    model = source(name)
+    config = quantization.QuantizationConfig(config_groups={preset: ["Linear"]}, ignore=list(ignore))
+    quantization.apply_quantization_config(model, config, show_progress=False)
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is not None:
+            _calibrate(module, scheme, helpers)
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    out = _folder("compressed")
+    model.config.save_pretrained(out)
+    state = {k: t.contiguous() for k, t in model.state_dict().items() if not (_tied(model) and k == "lm_head.weight")}
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    compressor.update_config(str(out))
+    return out
+
+
+def _tied(model: Any) -> bool:
+    return bool(model.config.tie_word_embeddings)
+
+
+def _calibrate(module: Any, scheme: Any, helpers: Any) -> None:
+    weight, args = module.weight.detach().float(), scheme.weights
+    with torch.no_grad():
+        if args.strategy == "tensor_group":
+            module.weight_global_scale.copy_(helpers.generate_gparam(weight.min(), weight.max()))
+            groups = weight.unflatten(1, (-1, args.group_size))
+            scale, _ = helpers.calculate_qparams(
+                groups.amin(-1), groups.amax(-1), args, global_scale=module.weight_global_scale
+            )
+        else:
+            dims, keep = (1, True) if args.strategy == "channel" else ((0, 1), False)
+            scale, _ = helpers.calculate_qparams(weight.amin(dims, keepdim=keep), weight.amax(dims, keepdim=keep), args)
+        module.weight_scale.copy_(scale.reshape(module.weight_scale.shape))
+        for key, tensor in module.named_parameters():
+            if key.startswith("input") and "scale" in key:
+                tensor.fill_(0.05 if "global" not in key else 400.0)

@@ -18,7 +18,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise, expect_plain
 from fp4dispatch.integrations.transformers.registry import check_version
-from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, like_stored
+from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replaceable import leftover, why_no_linear
 from fp4dispatch.run import routes
@@ -48,6 +48,7 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         self._stored: StoredLayers | None = None
         self._new: NewLayers | None = None
         self._schemes: dict[str, LayerPlan] = {}
+        self._divisors: dict[tuple[str, str], torch.Tensor] = {}
 
     # --------------------------------------------------------------------------------------------------------- checks
 
@@ -111,6 +112,7 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         _check_devices(getattr(model, "hf_device_map", {}))
         if self._stored is not None:
             self.report = self._stored.finish(model)
+            self._divisors = self._stored.divisors
             _log.info("%s", self.report)
             self._stored = None
         if self._new is not None:
@@ -141,9 +143,9 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         if planned is None:
             tensors = from_linear(SCHEMES[_OWN_SCHEMES[weights.scaling]], weights)
             return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-        infos = planned.shards[0].tensors
-        tensors = from_linear(planned.scheme, weights)
-        return {f"{name}.{suffix}": like_stored(tensor, infos[suffix]) for suffix, tensor in tensors.items()}
+        divisors = {suffix: t for (layer_name, suffix), t in self._divisors.items() if layer_name == name}
+        tensors = tensors_as_stored(planned, weights, divisors)
+        return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
     def is_serializable(self) -> bool:
         """Return True: ``save_pretrained`` works."""

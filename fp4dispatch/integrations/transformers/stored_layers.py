@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.carried import Carried, carry
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
 from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
@@ -31,7 +32,7 @@ from fp4dispatch.checkpoints.load import (
 )
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan
 from fp4dispatch.checkpoints.planner import FLOATS, plan_load
-from fp4dispatch.checkpoints.schemes import detect, to_linear
+from fp4dispatch.checkpoints.schemes import detect, from_linear, to_linear
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, FormatError
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
@@ -89,6 +90,8 @@ class StoredLayers:
     plan: Plan
     carried: Carried
     layers: list[QuantizedLinear] = field(default_factory=list)
+    divisors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """Stored reciprocals of scales, by layer and suffix: a reciprocal of a reciprocal can differ in the last bit."""
 
     def stored(self) -> dict[str, LayerPlan]:
         """Return how each layer is stored, by each of its names in the model."""
@@ -104,7 +107,8 @@ class StoredLayers:
         """
         loaded = []
         for planned, layer in zip(self.plan.layers, self.layers, strict=True):
-            _settle(self.path, planned, layer)
+            for suffix, divisor in _settle(self.path, planned, layer).items():
+                self.divisors |= {(name, suffix): divisor for name in planned.names}
             nbytes = sum(t.numel() * t.element_size() for t in layer.state_dict().values())
             loaded.append(LoadedLayer(planned.names[0], planned.scheme.name, (planned.shards[0].name,), nbytes))
         carry(model, self.carried)
@@ -245,8 +249,8 @@ def untie(model: Any, names: Sequence[str]) -> None:
         model.config.tie_word_embeddings = False
 
 
-def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> None:
-    """Make the stored tensors the layer's own."""
+def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> dict[str, torch.Tensor]:
+    """Make the stored tensors the layer's own. Return those that are stored as reciprocals of them."""
     scheme, infos = planned.scheme, planned.shards[0].tensors
     stored: dict[str, torch.Tensor] = {suffix: getattr(layer, suffix) for suffix in infos}
     for suffix, info in infos.items():
@@ -262,6 +266,8 @@ def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> None:
         for suffix, info in infos.items():
             check_e4m3(info, stored[suffix], scheme, suffix == scheme.weight)
         raise CheckpointError(f"{path}: layer {planned.names[0]!r}: {error}") from error
+    divisors = (scheme.global_scale, scheme.input_scale) if scheme.divides else ()
+    return {suffix: stored[suffix].clone() for suffix in divisors if suffix in stored}
 
 
 def own_tensors(layer: QuantizedLinear) -> tuple[str, ...]:
@@ -272,6 +278,20 @@ def own_tensors(layer: QuantizedLinear) -> tuple[str, ...]:
     return tuple(name for name in layer.quantized if name != absent)
 
 
-def like_stored(tensor: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """Return a tensor in the shape and dtype that the checkpoint had."""
-    return tensor.reshape(info.shape).to(info.on_meta().dtype)
+def tensors_as_stored(
+    planned: LayerPlan, weights: LinearWeights, divisors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer as the checkpoint had them: names, shapes, dtypes and, if unchanged, all bits."""
+    scheme = planned.scheme
+    tensors = from_linear(scheme, weights)
+    mine = {scheme.global_scale: weights.global_scale, scheme.input_scale: weights.input_scale}
+    for suffix, divisor in divisors.items():
+        held = mine[suffix]
+        if held is not None and torch.equal(divisor.float().reciprocal().reshape(-1).cpu(), held.reshape(-1).cpu()):
+            tensors[suffix] = divisor
+    infos = planned.shards[0].tensors
+    return {suffix: t.reshape(infos[suffix].shape).to(_dtype(infos[suffix])) for suffix, t in tensors.items()}
+
+
+def _dtype(info: TensorInfo) -> torch.dtype:
+    return info.on_meta().dtype
