@@ -145,6 +145,12 @@ def read_compressed_tensors(block: dict[str, Any], source: str) -> Read:
             f"{source}: sparsity_config with format {repr(sparsity['format'])[:80]} is not supported: expected dense "
             "weights: save the model without sparse compression"
         )
+    transforms = block.get("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        raise CheckpointUnsupportedError(
+            f"{source}: transform_config is not supported: its layers rotate their activations, so the weights alone are "
+            f"not the model's: expected none: {INSTEAD}"
+        )
     config_groups = expect_object(block, "config_groups", source)
     groups = []
     for key, value in config_groups.items():
