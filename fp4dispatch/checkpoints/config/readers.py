@@ -148,8 +148,8 @@ def read_compressed_tensors(block: dict[str, Any], source: str) -> Read:
     transforms = block.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
         raise CheckpointUnsupportedError(
-            f"{source}: transform_config is not supported: its layers rotate their activations, so the weights alone are "
-            f"not the model's: expected none: {INSTEAD}"
+            f"{source}: transform_config is not supported: its layers rotate their activations, so the weights alone "
+            f"are not the model's: expected none: {INSTEAD}"
         )
     config_groups = expect_object(block, "config_groups", source)
     groups = []
