@@ -91,6 +91,18 @@ def test_scales_of_the_kv_cache_are_saved_again(tmp_path, caplog):
     check_saved(model, path, tmp_path / "out")
 
 
+def test_the_layers_outlive_the_files(tmp_path):
+    """On the CPU Transformers hands out views of mapped files."""
+    path = rewritten(modelopt("Llama"), tmp_path / "in")
+    layer = load(path).model.layers[0].mlp.up_proj
+    before = layer.weight.clone()
+    with (path / "model.safetensors").open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(size // 4)
+        file.write(bytes(size - size // 4))
+    assert torch.equal(layer.weight, before)
+
+
 def test_sharded_checkpoints_load_and_save(tmp_path):
     model = load(modelopt("Llama"))
     model.save_pretrained(tmp_path / "out", max_shard_size="20KB")

@@ -131,6 +131,37 @@ def test_a_tied_head_is_left_alone():
     assert not isinstance(model.lm_head, FP4Linear)
 
 
+# Models that were quantised in memory.
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8", "fp8_row", "fp8_block"])
+def test_adopted_models_are_saved_so_that_they_load(tmp_path, format):
+    from fp4dispatch.integrations.transformers import adopt
+
+    model = load(plain("Llama"))
+    replace_linears(model, format)
+    adopt(model)
+    model.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out")
+    states_equal(again, model)
+    assert {type(layer) for layer in quantised_modules(again).values()} != {torch.nn.Linear}
+    assert {layer.activation for layer in quantised_modules(again).values()} == {"any"}
+
+
+def test_what_cannot_be_adopted():
+    from fp4dispatch.integrations.transformers import adopt
+
+    model = source("Llama")
+    with pytest.raises(InputError, match="with 0 quantised layers"):
+        adopt(model)
+    with pytest.raises(InputError, match="got a FP4Linear"):
+        adopt(FP4Linear.from_linear(torch.nn.Linear(16, 16)))
+    replace_linears(model)
+    model.model.layers[0].mlp.up_proj.activation = "bf16"
+    with pytest.raises(InputError, match="activations as any, bf16"):
+        adopt(model)
+
+
 # Refusals.
 
 

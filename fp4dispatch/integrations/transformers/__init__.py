@@ -8,6 +8,6 @@ from fp4dispatch.integrations.transformers.registry import SUPPORTED, register
 register()
 
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig  # noqa: E402
-from fp4dispatch.integrations.transformers.quantizer import Fp4DispatchHfQuantizer  # noqa: E402
+from fp4dispatch.integrations.transformers.quantizer import Fp4DispatchHfQuantizer, adopt  # noqa: E402
 
-__all__ = ["SUPPORTED", "Fp4DispatchConfig", "Fp4DispatchHfQuantizer", "register"]
+__all__ = ["SUPPORTED", "Fp4DispatchConfig", "Fp4DispatchHfQuantizer", "adopt", "register"]

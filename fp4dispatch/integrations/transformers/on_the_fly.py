@@ -22,6 +22,8 @@ from fp4dispatch.models.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replaceable import carry_over
 from fp4dispatch.problem import Scaling
+from fp4dispatch.run import prebuild, routes
+from fp4dispatch.run.prebuild import Ask
 
 
 @dataclass
@@ -91,7 +93,9 @@ class NewLayers:
             more = f" (and {len(self.bad) - 1} more)" if len(self.bad) > 1 else ""
             raise CheckpointError(f"tensor {self.bad[0]!r}{more} holds NaN or Inf, expected finite weights")
         self.scales.close()
-        for layer, _ in self.layers.values():
+        layers = [layer for layer, _ in self.layers.values()]
+        prebuild.together(Ask(layer.problem(1), layer.backend, routes.gpu_of(layer.device)) for layer in layers)
+        for layer in layers:
             layer.fill(layer.weights(), layer.bias)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from fp4dispatch.checkpoints.carried import all_carried
+from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.checkpoints.load import LoadReport
 from fp4dispatch.checkpoints.plan import LayerPlan
 from fp4dispatch.checkpoints.schemes import SCHEMES, from_linear
@@ -142,7 +144,8 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         weights, planned = layer.weights(), self._schemes.get(name)
         if planned is None:
             tensors = from_linear(SCHEMES[_OWN_SCHEMES[weights.scaling]], weights)
-            return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
+            # Layers may share a scale tensor, and safetensors refuses tensors in common.
+            return {f"{name}.{suffix}": t.clone() if t.numel() == 1 else t for suffix, t in tensors.items()}
         divisors = {suffix: t for (layer_name, suffix), t in self._divisors.items() if layer_name == name}
         tensors = tensors_as_stored(planned, weights, divisors)
         return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
@@ -160,6 +163,41 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     def is_compileable(self) -> bool:
         """True: ``generate`` may compile the model."""
         return True
+
+
+def adopt(model: Any) -> None:
+    """Let ``save_pretrained`` of a model write what ``from_pretrained`` can load.
+
+    For models that :func:`fp4dispatch.replace_linears` or :func:`fp4dispatch.load_quantized` changed: Transformers does
+    not know of their layers, and would save them without a ``quantization_config``.
+
+    Parameters
+    ----------
+    model
+        A model of Transformers with ``FP4Linear`` or ``FP8Linear`` in it.
+
+    Raises
+    ------
+    InputError
+        Another model; layers that do not all take the same activation format.
+    """
+    layers = [module for module in getattr(model, "modules", list)() if isinstance(module, QuantizedLinear)]
+    if not isinstance(model, PreTrainedModel) or not layers:
+        raise InputError(
+            f"adopt: got a {type(model).__name__} with {len(layers)} quantised layers; need a model of Transformers "
+            "with at least one: call fp4dispatch.replace_linears first"
+        )
+    activations = sorted({layer.activation for layer in layers})
+    if len(activations) > 1:
+        raise InputError(
+            f"adopt: the layers take activations as {', '.join(activations)}; the configuration can say one for all: "
+            "save with fp4dispatch.save_quantized"
+        )
+    config = Fp4DispatchConfig(activation=activations[0])
+    quantizer = Fp4DispatchHfQuantizer(config, pre_quantized=True)
+    model.config.quantization_config = config
+    for name, value in (("hf_quantizer", quantizer), ("is_quantized", True), ("quantization_method", OWN_METHOD)):
+        setattr(model, name, value)
 
 
 def _log_new(new: NewLayers) -> None:

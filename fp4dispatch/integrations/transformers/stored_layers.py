@@ -38,6 +38,8 @@ from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replaceable import carry_over, model_bytes
+from fp4dispatch.run import prebuild, routes
+from fp4dispatch.run.prebuild import Ask
 
 _log = logging.getLogger("fp4dispatch")
 
@@ -106,6 +108,7 @@ class StoredLayers:
             Values that do not fit the format; the text names the tensor.
         """
         loaded = []
+        prebuild.together(Ask(layer.problem(1), layer.backend, routes.gpu_of(_place(layer))) for layer in self.layers)
         for planned, layer in zip(self.plan.layers, self.layers, strict=True):
             for suffix, divisor in _settle(self.path, planned, layer).items():
                 self.divisors |= {(name, suffix): divisor for name in planned.names}
@@ -252,7 +255,8 @@ def untie(model: Any, names: Sequence[str]) -> None:
 def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> dict[str, torch.Tensor]:
     """Make the stored tensors the layer's own. Return those that are stored as reciprocals of them."""
     scheme, infos = planned.scheme, planned.shards[0].tensors
-    stored: dict[str, torch.Tensor] = {suffix: getattr(layer, suffix) for suffix in infos}
+    # On the CPU they are views of the mapped file: the layer must outlive it, and must not change when the file does.
+    stored = {suffix: t.clone() if t.is_cpu else t for suffix in infos if (t := getattr(layer, suffix)) is not None}
     for suffix, info in infos.items():
         check_scales(info, stored[suffix], scheme)
     weights = to_linear(scheme, stored)
@@ -268,6 +272,10 @@ def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> dict[str,
         raise CheckpointError(f"{path}: layer {planned.names[0]!r}: {error}") from error
     divisors = (scheme.global_scale, scheme.input_scale) if scheme.divides else ()
     return {suffix: stored[suffix].clone() for suffix in divisors if suffix in stored}
+
+
+def _place(layer: QuantizedLinear) -> torch.device:
+    return next(tensor.device for tensor in layer.buffers())
 
 
 def own_tensors(layer: QuantizedLinear) -> tuple[str, ...]:
