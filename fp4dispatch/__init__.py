@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from fp4dispatch.integrations import register
     from fp4dispatch.models.compact_weights import compact
     from fp4dispatch.models.linear import FP4Linear, FP8Linear
+    from fp4dispatch.models.model_report import report
     from fp4dispatch.models.replace import replace_linears, warmup
     from fp4dispatch.models.stored_weights import refresh
     from fp4dispatch.run.ops import fp8_gemm, fp8_quantize, nvfp4_gemm, nvfp4_quantize
@@ -79,6 +80,7 @@ _LAZY: dict[str, str] = {
     "warmup": "models.replace",
     "refresh": "models.stored_weights",
     "register": "integrations",
+    "report": "models.model_report",
 }
 
 __all__ = [
@@ -130,6 +132,7 @@ __all__ = [
     "refresh",
     "register",
     "replace_linears",
+    "report",
     "save_quantized",
     "select",
     "warmup",

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp4dispatch.dispatch.request import check_request
-from fp4dispatch.errors import Fp4DispatchError, InputError
+from fp4dispatch.errors import InputError
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
 from fp4dispatch.models.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replaceable import carry_over, leftover, model_bytes, why_no_linear
 from fp4dispatch.models.warming import warmup
@@ -260,13 +261,5 @@ def _quantise(
 
 def _report(name: str, linear: nn.Linear, fmt: str, layer: QuantizedLinear) -> LayerReport:
     before = sum(p.numel() * p.element_size() for p in linear.parameters())
-    try:
-        decisions = layer.decisions()
-        last = decisions[-1][1]
-        rule = last.rule.id if last.rule else ""
-        asked = "" if last.requested == "auto" else f"{last.requested} was named by {last.requested_by}"
-        reason = f"{last.rule.because} ({last.rule.source})" if last.rule else asked or "; ".join(last.warnings)
-        backend = layer.backend_text()
-    except Fp4DispatchError as error:
-        rule, reason, backend = "", str(error).splitlines()[0], "none on this device"
+    backend, rule, reason = decision_text(layer)
     return LayerReport(name, fmt, layer.out_features, layer.in_features, before, layer.nbytes(), backend, rule, reason)

@@ -61,6 +61,19 @@ def test_it_is_what_replace_linears_makes(tmp_path, name):
     assert torch.equal(tiny_models.logits(again), tiny_models.logits(model))
 
 
+def test_names_that_transformers_changes(tmp_path):
+    """A multi-modal model: files and modules have other prefixes. Scales are renamed with their weights."""
+    kind = transformers.Gemma3ForConditionalGeneration
+    model = kind.from_pretrained(plain("Gemma-3"), quantization_config=config(include="*language_model*"))
+    assert all("language_model" in name for name in quantised_modules(model))
+    model.save_pretrained(tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert names >= load_file(plain("Gemma-3") / "model.safetensors").keys()
+    again = kind.from_pretrained(tmp_path / "out")
+    states_equal(again, model)
+    assert quantised_modules(again).keys() == quantised_modules(model).keys()
+
+
 @pytest.mark.parametrize("format", ["fp8", "fp8_row", "fp8_block", {"*.mlp.*": "nvfp4", "*": "fp8_row"}])
 def test_formats(tmp_path, format):
     model = load(plain("Llama"), quantization_config=config(format, activation="bf16"))
