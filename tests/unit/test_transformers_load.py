@@ -110,6 +110,14 @@ def test_sharded_checkpoints_load_and_save(tmp_path):
     assert torch.equal(tiny_models.logits(load(tmp_path / "out")), tiny_models.logits(model))
 
 
+@pytest.mark.parametrize("config", ["FP8_DEFAULT_CFG", "NVFP4_DEFAULT_CFG"])
+def test_codes_are_not_converted_where_a_model_keeps_modules_in_fp32(monkeypatch, config):
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"up_proj"})
+    model = load(modelopt("Llama", config))
+    expected = reference("Llama", modelopt("Llama", config))
+    assert kl(model, expected) < 1e-4
+
+
 def test_the_caller_may_pin_activations_against_the_checkpoint():
     from fp4dispatch.integrations.transformers import Fp4DispatchConfig
 

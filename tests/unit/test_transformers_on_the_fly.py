@@ -224,6 +224,26 @@ def test_wrong_requests_are_refused(options, error, says):
         load(plain("Llama"), quantization_config=config(**options))
 
 
+def test_plain_data_says_the_same(tmp_path):
+    """Transformers takes a dictionary too."""
+    model = load(plain("Llama"), quantization_config={"quant_method": "fp4dispatch", "format": "fp8_row"})
+    states_equal(model, load(plain("Llama"), quantization_config=config("fp8_row")))
+    with pytest.raises(InputError, match=r"\['fmt'\] are not known; use format"):
+        load(plain("Llama"), quantization_config={"quant_method": "fp4dispatch", "fmt": "fp8_row"})
+    with pytest.raises(CheckpointError, match="no quantised tensors"):
+        load(plain("Llama"), quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+
+
+def test_what_only_the_caller_says_of_a_quantised_checkpoint(tmp_path):
+    """Older exports of ModelOpt say it in hf_quant_config.json alone."""
+    for file in modelopt("Llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    said = json.loads((tmp_path / "config.json").read_text())
+    block = said.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    states_equal(load(tmp_path, quantization_config=block), load(modelopt("Llama")))
+
+
 def test_an_unknown_activation_is_refused():
     with pytest.raises(InputError, match="activation='int8' is not known"):
         config(activation="int8")

@@ -14,6 +14,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.models.choose_layers import EXCLUDE
 from fp4dispatch.problem import ACTIVATIONS, Activation
 
+_FIELDS = ("format", "include", "exclude", "activation", "backend")
 _SOURCE = "quantization_config of the model's configuration"
 
 
@@ -55,14 +56,26 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
         self.activation: Activation | None = activation
         self.backend = backend
         self.block: dict[str, Any] | None = None
-        """What a checkpoint says; None where a model is quantised while it loads."""
+        """What a tool wrote into the configuration of a checkpoint; None where this package wrote it."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the configuration of a checkpoint. It is kept as it is, and saved as it is."""
-        config = cls()
-        config.block = copy.deepcopy(config_dict)
-        config.quant_method = config_dict.get("quant_method", OWN_METHOD)
+        """Return a configuration from plain data: ours, or that of a checkpoint, which is saved as it is.
+
+        Raises
+        ------
+        InputError
+            A key of ours that is not known.
+        """
+        method = config_dict.get("quant_method", OWN_METHOD)
+        if method == OWN_METHOD:
+            unknown = config_dict.keys() - {"quant_method", *_FIELDS}
+            if unknown:
+                raise InputError(f"{_SOURCE}: {sorted(unknown)[:4]} are not known; use {', '.join(_FIELDS)}")
+            config = cls(**{key: value for key, value in config_dict.items() if key != "quant_method"})
+        else:
+            config = cls()
+            config.block, config.quant_method = copy.deepcopy(config_dict), method
         return (config, kwargs) if return_unused_kwargs else config
 
     def read_block(self) -> QuantConfig:
@@ -73,7 +86,7 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
         CheckpointUnsupportedError, CheckpointError
             As :func:`fp4dispatch.load_quantized`.
         """
-        return read_block(self.block or {}, _SOURCE)
+        return read_block(self.to_dict(), _SOURCE)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json of a saved model says."""

@@ -161,8 +161,8 @@ def expect_plain(model: Any, files: Sequence[str] | None, config: Fp4DispatchCon
     if stored is not None:
         raise CheckpointError(
             f"{stored.source}: the checkpoint is already quantised ({stored.method}), expected an unquantised one: "
-            "copy this into quantization_config of config.json and load without quantization_config, or build the "
-            "model and call fp4dispatch.load_quantized"
+            "say how, e.g. quantization_config={'quant_method': 'modelopt', 'quant_algo': 'NVFP4', 'ignore': [...]}, "
+            "or build the model and call fp4dispatch.load_quantized"
         )
     names = names_in(model, checkpoint)
     convolutions = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}

@@ -46,6 +46,7 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, quantization_config: Fp4DispatchConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
+        self.pre_quantized |= quantization_config.block is not None  # the caller says what the checkpoint is
         self.report: LoadReport | None = None
         self._stored: StoredLayers | None = None
         self._new: NewLayers | None = None

@@ -133,7 +133,7 @@ def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchCo
         Anything else that is wrong with the checkpoint, as :func:`fp4dispatch.load_quantized`.
     """
     with open_files(files) as checkpoint:
-        quant = read_quant_config(checkpoint, config.block)
+        quant = read_quant_config(checkpoint, config.to_dict())
         names = names_in(model, checkpoint)
         _linears_for_conv1d(model, checkpoint, names)
         _refuse_experts(checkpoint, names)
