@@ -23,6 +23,7 @@ from fp4dispatch.errors import (
     Fp4DispatchError,
     InnerNotFoundError,
     InputError,
+    IntegrationError,
     NoBackendError,
     PluginError,
     ProofError,
@@ -43,8 +44,10 @@ if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from fp4dispatch.dispatch.choose import select
     from fp4dispatch.dispatch.explain import explain
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
+    from fp4dispatch.integrations import register
     from fp4dispatch.models.compact_weights import compact
     from fp4dispatch.models.linear import FP4Linear, FP8Linear
+    from fp4dispatch.models.model_report import report
     from fp4dispatch.models.replace import replace_linears, warmup
     from fp4dispatch.models.stored_weights import refresh
     from fp4dispatch.run.ops import fp8_gemm, fp8_quantize, nvfp4_gemm, nvfp4_quantize
@@ -78,6 +81,8 @@ _LAZY: dict[str, str] = {
     "replace_linears": "models.replace",
     "warmup": "models.replace",
     "refresh": "models.stored_weights",
+    "register": "integrations",
+    "report": "models.model_report",
 }
 
 __all__ = [
@@ -99,6 +104,7 @@ __all__ = [
     "Gpu",
     "InnerNotFoundError",
     "InputError",
+    "IntegrationError",
     "Library",
     "NoBackendError",
     "PluginError",
@@ -128,7 +134,9 @@ __all__ = [
     "open_checkpoint",
     "quantize_checkpoint",
     "refresh",
+    "register",
     "replace_linears",
+    "report",
     "save_quantized",
     "select",
     "warmup",

@@ -53,6 +53,10 @@ class PluginError(Fp4DispatchError, RuntimeError):
     """Two plug-ins, or a plug-in and a built-in backend, claim the same name; the plug-in is rejected."""
 
 
+class IntegrationError(Fp4DispatchError, ImportError):
+    """A library to integrate with is missing, or has a version that was not tested. Nothing was registered."""
+
+
 class InputError(Fp4DispatchError, ValueError):
     """A tensor or argument has the wrong dtype, shape, device or layout. Raised before any launch."""
 

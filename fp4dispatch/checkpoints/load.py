@@ -140,7 +140,7 @@ def load_quantized(
     with open_checkpoint(path) as checkpoint:
         config = read_quant_config(checkpoint)
         plan = plan_load(model, checkpoint, config, strict=strict)
-        carried = _carried(plan, checkpoint, config)
+        carried = collect_carried(plan, checkpoint, config)
         swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"), activation)
         _commit(swaps)
         carry(model, carried)
@@ -167,7 +167,7 @@ Swap = tuple[dict[str, Any], str, Any]
 """A place in a module's dictionary, and what goes there."""
 
 
-def _carried(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | None) -> Carried:
+def collect_carried(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | None) -> Carried:
     """Collect the checkpoint data that saving the model needs later."""
     return Carried(
         config.kv_cache if config else None,
@@ -192,7 +192,7 @@ def _stage(
             weight = _like(slot.old, dense)
             swaps.extend((place, key, weight) for place, key in slot.slots)
             continue
-        options = _options(layer, activation, stated.get(layer.names[0]))
+        options = layer_options(layer, activation, stated.get(layer.names[0]))
         module, nbytes = _build(layer, checkpoint, device, options)
         for name in layer.names:
             parent, _, last = name.rpartition(".")
@@ -235,7 +235,7 @@ def _read(layer: LayerPlan, checkpoint: Checkpoint) -> tuple[LinearWeights, _Sto
         stored += [(info, tensors[suffix], suffix == layer.scheme.weight) for suffix, info in shard.tensors.items()]
         shards.append(to_linear(layer.scheme, tensors))
     for info, tensor, _ in stored:
-        _check_scales(info, tensor, layer.scheme)
+        check_scales(info, tensor, layer.scheme)
     return fuse_shards(shards), stored
 
 
@@ -243,7 +243,7 @@ def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype
     """Return the dequantised weight of a stored layer."""
     weights, stored = _read(layer, checkpoint)
     for info, tensor, is_weight in stored:
-        _check_e4m3(info, tensor, layer.scheme, is_weight)
+        check_e4m3(info, tensor, layer.scheme, is_weight)
     if weights.scaling == "nvfp4":
         # One global scale a shard: they are dequantised apart.
         parts = [
@@ -272,14 +272,14 @@ def _build(
         module = make.from_weights(weights, bias, name=layer.names[0], **options)
     except FormatError as error:  # find the bad tensor only now: the check reads all elements
         for info, tensor, is_weight in stored:
-            _check_e4m3(info, tensor, layer.scheme, is_weight)
+            check_e4m3(info, tensor, layer.scheme, is_weight)
         raise CheckpointError(f"{checkpoint.path}: layer {layer.names[0]!r}: {error}") from error
     carry_over(old, module)
     held = (weights.weight, weights.scale, weights.global_scale, weights.input_scale, bias)
     return module, sum(t.numel() * t.element_size() for t in held if t is not None)
 
 
-def _options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:
+def layer_options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:
     """Return the options of the new layer, from the old layer, the checkpoint, or the caller.
 
     ``stated`` is the activation format of an earlier checkpoint. It is not a pin of the user.
@@ -331,7 +331,7 @@ def _finite(info: TensorInfo, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> None:
+def check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> None:
     """Refuse floating-point scales that are NaN, infinite, negative, or zero where one scales a whole layer."""
     if tensor.element_size() == 1 and tensor.dtype != torch.float8_e8m0fnu:
         return
@@ -349,7 +349,7 @@ def _check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> Non
         )
 
 
-def _check_e4m3(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme, is_weight: bool) -> None:
+def check_e4m3(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme, is_weight: bool) -> None:
     """Refuse e4m3 NaN, and signs in block scales."""
     if tensor.dtype != torch.float8_e4m3fn:
         return

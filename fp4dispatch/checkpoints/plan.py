@@ -71,6 +71,8 @@ class Plan:
     slots: list[SlotPlan] = field(default_factory=list)
     conversions: list[ConversionPlan] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
+    unquantised: list[str] = field(default_factory=list)
+    """Stored layers that are not quantised, against the configuration (not strict)."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)

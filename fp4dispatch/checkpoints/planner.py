@@ -168,7 +168,10 @@ class _Planner:
         if self.config is None:
             return
         expected = group is not None
-        if quantised == expected or not (quantised or (self.strict and self.config.names_all)):
+        if quantised == expected or not (quantised or self.config.names_all):
+            return
+        if not quantised and not self.strict:
+            self.out.unquantised.append(name)
             return
         found = ", ".join(f"{k} {i}" for k, i in sorted(self.below[name].items()))
         raise CheckpointError(

@@ -88,15 +88,25 @@ class FP4Linear(QuantizedLinear):
             raise InputError("FP4Linear needs global_scale, f32 [S]; got None")
         shards = weights.shard_rows if len(weights.shard_rows) > 1 else ()
         layer = cls(weights.k, weights.n, False, shard_rows=shards, dtype=dtype, device="meta", **kwargs)
-        scale = weights.scale
+        return layer.fill(weights, bias)
+
+    def fill(self, weights: LinearWeights, bias: Tensor | None = None) -> FP4Linear:
+        """Give canonical weights to a layer of their sizes and shards. Takes the tensors over and binds.
+
+        Raises
+        ------
+        InputError, FormatError
+            If the weights do not fit the format.
+        """
+        scale, global_scale = weights.scale, weights.global_scale
         if weights.sf_layout == "128x4":
             scale = formats.from_128x4(scale, weights.n, weights.k // 16)
-        global_scale = weights.global_scale.reshape(-1 if shards else ())
-        return layer._fill(
+        shape = -1 if len(self.shard_rows) > 1 else ()
+        return self._fill(
             {
                 "weight": weights.weight,
                 "weight_scale": scale,
-                "weight_scale_2": global_scale,
+                "weight_scale_2": None if global_scale is None else global_scale.reshape(shape),
                 "input_scale": weights.input_scale,
             },
             bias,
@@ -227,14 +237,22 @@ class FP8Linear(QuantizedLinear):
         if weights.op != "fp8_gemm":
             raise InputError(f"FP8Linear takes fp8_gemm weights, not {weights.op}: use FP4Linear")
         layer = cls(weights.k, weights.n, False, scaling=weights.scaling, dtype=dtype, device="meta", **kwargs)
+        return layer.fill(weights, bias)
+
+    def fill(self, weights: LinearWeights, bias: Tensor | None = None) -> FP8Linear:
+        """Give canonical weights to a layer of their sizes and scaling. Takes the tensors over and binds.
+
+        Raises
+        ------
+        InputError, FormatError
+            If the weights do not fit the format.
+        """
         scale = (
             weights.scale
             if weights.scaling == "block128"
             else weights.scale.reshape(() if weights.scaling == "tensor" else -1)
         )
-        return layer._fill(
-            {"weight": weights.weight, layer._scale_name: scale, "input_scale": weights.input_scale}, bias
-        )
+        return self._fill({"weight": weights.weight, self._scale_name: scale, "input_scale": weights.input_scale}, bias)
 
     @classmethod
     def from_linear(

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from fp4dispatch.dispatch.request import check_request
-from fp4dispatch.errors import Fp4DispatchError, InputError
-from fp4dispatch.formats import NVFP4_BLOCK
+from fp4dispatch.errors import InputError
+from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
 from fp4dispatch.models.fusion import fusion_groups, shared_scale
-from fp4dispatch.models.linear import FP4Linear, FP8Linear
-from fp4dispatch.models.name_patterns import NamePatterns
+from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import carry_over, leftover, model_bytes, ties, why_left, why_no_linear
+from fp4dispatch.models.replaceable import carry_over, leftover, model_bytes, why_no_linear
 from fp4dispatch.models.warming import warmup
-from fp4dispatch.problem import Activation, Op, Problem, Scaling
+from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
-from fp4dispatch.settings import did_you_mean
 
 __all__ = ["FORMATS", "LayerReport", "ReplaceReport", "replace_linears", "warmup"]
 
-FORMATS: dict[str, Callable[..., QuantizedLinear]] = {
-    "nvfp4": FP4Linear.from_linear,
-    "fp8": FP8Linear.from_linear,
-    "fp8_row": lambda linear, **kwargs: FP8Linear.from_linear(linear, scaling="row", **kwargs),
-    "fp8_block": lambda linear, **kwargs: FP8Linear.from_linear(linear, scaling="block128", **kwargs),
-}
-EXCLUDE = ("lm_head", "*.lm_head")
-"""Not quantised by default: logits are sensitive, and the head is often tied to the embedding."""
-
 _log = logging.getLogger("fp4dispatch")
-
-_PATTERNS = Sequence[str] | str
-_matcher = NamePatterns
 
 
 @dataclass(frozen=True)
@@ -160,8 +144,8 @@ class ReplaceReport:
 def replace_linears(
     model: nn.Module,
     config: str | Mapping[str, str | None] = "nvfp4",
-    include: _PATTERNS = ("*",),
-    exclude: _PATTERNS = EXCLUDE,
+    include: Patterns = ("*",),
+    exclude: Patterns = EXCLUDE,
     *,
     activation: Activation = "any",
     backend: str | None = None,
@@ -209,31 +193,11 @@ def replace_linears(
         If the backend never runs such layers, or if a layer on a GPU cannot run there. For a layer on a CPU this is
         only reported: it may move to a GPU later.
     """
-    _check_types(model, config, include, exclude)
-    pick = _picker(config, include, exclude)
+    chosen = choose_layers(model, config, include, exclude)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
-        check_request(_PROBLEM[str(fmt)][0], backend)
-    found = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
-    if not found:
-        kinds = ", ".join(sorted({type(owner).__name__ for _, owner, _ in leftover(model)}))
-        raise InputError(
-            f"{type(model).__name__} contains no nn.Linear; nothing to replace"
-            + (f" (its weights are in {kinds}, which are not supported)" if kinds else "")
-        )
-    if "" in found:
-        raise InputError("the model is itself an nn.Linear and cannot be replaced in place: use FP4Linear.from_linear")
-    notes = _check_patterns(model, config, include, exclude)
+        check_request(PROBLEM[str(fmt)][0], backend)
+    plan = list(chosen.layers)
     before = model_bytes(model)
-    left, tied = why_left(model), ties(model)
-    skipped: list[tuple[str, str]] = []
-    plan: list[tuple[str, nn.Linear, str]] = []
-    for name, linear in found.items():
-        fmt = pick(name)
-        reason = "excluded by name" if fmt is None else left.get(id(linear)) or _unfit(linear, fmt, tied)
-        if reason or fmt is None:
-            skipped.append((name, reason))
-        else:
-            plan.append((name, linear, fmt))
     new: dict[int, QuantizedLinear] = {}
     reports = []
     prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
@@ -253,107 +217,17 @@ def replace_linears(
         LeftParameter(key, tuple(p.shape), p.numel() * p.element_size(), why_no_linear(key, owner, p))
         for key, owner, p in leftover(model)
     )
-    report = ReplaceReport(tuple(reports), tuple(skipped), others, before, model_bytes(model), notes)
+    report = ReplaceReport(tuple(reports), chosen.skipped, others, before, model_bytes(model), chosen.notes)
     if not plan:
         _log.warning("replace_linears: nothing was replaced in %s; %s", type(model).__name__, report)
     return report
-
-
-def _check_types(model: object, config: object, include: object, exclude: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
-    if not isinstance(config, (str, Mapping)):
-        raise InputError(f"config is a {type(config).__name__}; need one of {', '.join(FORMATS)}, or a mapping to them")
-    if isinstance(config, Mapping) and not all(isinstance(pattern, str) for pattern in config):
-        raise InputError(f"config has the keys {list(config)[:5]}; need patterns of module names")
-    for what, patterns in (("include", include), ("exclude", exclude)):
-        listed = isinstance(patterns, (Sequence, Set)) and all(isinstance(pattern, str) for pattern in patterns)
-        if not listed or isinstance(patterns, bytes):
-            raise InputError(f"{what} is {patterns!r:.80}; need a pattern of module names, or a list of them")
-
-
-def _check_patterns(
-    model: nn.Module, config: str | Mapping[str, str | None], include: _PATTERNS, exclude: _PATTERNS
-) -> tuple[str, ...]:
-    """Refuse include and config patterns that match no layer. Return notes on exclude patterns that match nothing."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, QuantizedLinear))]
-    others = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
-    chosen = [("include", pattern) for pattern in _listed(include)]
-    chosen += [("config", pattern) for pattern in ([] if isinstance(config, str) else config)]
-    for what, pattern in chosen:
-        matches = _matcher(pattern)
-        if any(map(matches, layers)):
-            continue
-        if named := [name for name in others if matches(name)]:
-            raise InputError(
-                f"{what} pattern {pattern!r} names {len(named)} modules or parameters, e.g. {named[0]!r}, but no "
-                "nn.Linear, and nothing else can be quantised"
-            )
-        near = ", ".join(_nearest(pattern, layers))
-        raise InputError(f"{what} pattern {pattern!r} names none of the {len(layers)} linear layers; nearest: {near}")
-    mine = [] if exclude is EXCLUDE else [p for p in _listed(exclude) if p not in EXCLUDE]
-    return tuple(
-        f"exclude pattern {pattern!r} names nothing in the model; nearest: {', '.join(_nearest(pattern, layers))}"
-        for pattern in mine
-        if not any(map(_matcher(pattern), others))
-    )
-
-
-def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the three names nearest to a pattern, for a message."""
-    word = re.sub(r"[*?\\^$]|\.\*", "", pattern.removeprefix("re:")).strip(".")
-    ends = {name.rpartition(".")[2]: name for name in reversed(names)}
-    near = [ends[end] for end in difflib.get_close_matches(word.rpartition(".")[2], list(ends), n=3, cutoff=0.5)]
-    return list(dict.fromkeys([*difflib.get_close_matches(word, names, n=3, cutoff=0.6), *near, *names[:3]]))[:3]
-
-
-def _listed(patterns: _PATTERNS) -> Sequence[str]:
-    return [patterns] if isinstance(patterns, str) else patterns
-
-
-def _picker(
-    config: str | Mapping[str, str | None], include: _PATTERNS, exclude: _PATTERNS
-) -> Callable[[str], str | None]:
-    """Return a function from a module's name to its format. None: do not quantise."""
-    rules = {"*": config} if isinstance(config, str) else dict(config)
-    for fmt in rules.values():
-        if fmt is not None and (not isinstance(fmt, str) or fmt not in FORMATS):
-            hint = did_you_mean(str(fmt), FORMATS)
-            raise InputError(f"config={fmt!r} is not a format.{hint} Known: {', '.join(FORMATS)}")
-    table = [(_matcher([pattern]), fmt) for pattern, fmt in rules.items()]
-    wanted, unwanted = _matcher(include), _matcher(exclude)
-
-    def pick(name: str) -> str | None:
-        if not wanted(name) or unwanted(name):
-            return None
-        return next((fmt for matches, fmt in table if matches(name)), None)
-
-    return pick
-
-
-def _unfit(linear: nn.Linear, fmt: str, tied: Mapping[int, str]) -> str:
-    """Return why a linear layer cannot have this format; empty if it can."""
-    if fmt == "nvfp4" and linear.in_features % NVFP4_BLOCK:
-        return f"in_features={linear.in_features} is not a multiple of {NVFP4_BLOCK}, the NVFP4 block"
-    if linear.weight.dtype not in routes.OUT_DTYPE:
-        return f"weight is {linear.weight.dtype}"
-    return f"its weight is tied to {tied[id(linear)]}" if id(linear) in tied else ""
-
-
-_PROBLEM: dict[str, tuple[Op, Scaling]] = {
-    "nvfp4": ("nvfp4_gemm", "nvfp4"),
-    "fp8": ("fp8_gemm", "tensor"),
-    "fp8_row": ("fp8_gemm", "row"),
-    "fp8_block": ("fp8_gemm", "block128"),
-}
 
 
 def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: str | None) -> list[Ask]:
     """Return the prebuild requests of the new layers."""
     asks = []
     for linear, fmt in plan:
-        op, scaling = _PROBLEM[fmt]
+        op, scaling = PROBLEM[fmt]
         n, k = linear.weight.shape
         dtype = routes.OUT_DTYPE[linear.weight.dtype]
         problem = Problem(op, 1, n, k, activation, scaling, dtype, linear.bias is not None)
@@ -366,7 +240,7 @@ def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str
     linears = {name: (linear, fmt) for name, linear, fmt in plan if not linear.weight.is_meta}
     shared: dict[str, dict[str, Tensor]] = {}
     for names in fusion_groups({name: (fmt, linear.in_features) for name, (linear, fmt) in linears.items()}):
-        scaling = _PROBLEM[linears[names[0]][1]][1]
+        scaling = PROBLEM[linears[names[0]][1]][1]
         scale = shared_scale((linears[name][0].weight for name in names), scaling)
         if scale is not None:
             shared |= {name: {"global_scale" if scaling == "nvfp4" else "scale": scale} for name in names}
@@ -387,13 +261,5 @@ def _quantise(
 
 def _report(name: str, linear: nn.Linear, fmt: str, layer: QuantizedLinear) -> LayerReport:
     before = sum(p.numel() * p.element_size() for p in linear.parameters())
-    try:
-        decisions = layer.decisions()
-        last = decisions[-1][1]
-        rule = last.rule.id if last.rule else ""
-        asked = "" if last.requested == "auto" else f"{last.requested} was named by {last.requested_by}"
-        reason = f"{last.rule.because} ({last.rule.source})" if last.rule else asked or "; ".join(last.warnings)
-        backend = layer.backend_text()
-    except Fp4DispatchError as error:
-        rule, reason, backend = "", str(error).splitlines()[0], "none on this device"
+    backend, rule, reason = decision_text(layer)
     return LayerReport(name, fmt, layer.out_features, layer.in_features, before, layer.nbytes(), backend, rule, reason)

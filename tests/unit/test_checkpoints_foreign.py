@@ -105,6 +105,7 @@ def group(weights: dict[str, Any] | None, inputs: dict[str, Any] | None = None) 
         (CT | {"format": "dense", "quantization_status": "frozen"}, "'dense' with quantization_status 'frozen'"),
         (CT | {"format": "pack-quantized", "quantization_status": "compressed"}, "format 'pack-quantized'"),
         (CT | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config with format 'sparse-24-bitmask'"),
+        (CT | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config is not support"),
         (group(NVFP4 | {"group_size": 32}), "group_size 32 are not supported"),
         (group(NVFP4 | {"symmetric": False}), "not symmetric, are not supported"),
         (group(FP8_ARGS | {"strategy": "tensor"}, {"num_bits": 8, "type": "int"}), "type 'int', num_bits 8"),

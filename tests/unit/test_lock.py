@@ -51,7 +51,7 @@ def test_all_that_the_tests_name_is_in_it():
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
-    named = [*project["dependencies"], *extras["test"], *extras["jit"], *extras["demo"]]
+    named = [*project["dependencies"], *extras["test"], *extras["jit"], *extras["demo"], *extras["transformers"]]
     named += (ROOT / "tests" / "requirements-oracles.txt").read_text("utf-8").splitlines()
     wanted = {Requirement(line).name for line in named if line and not line.startswith("#")}
     old = {"fp4dispatch", "tomli"}  # itself, and what only Python 3.10 needs

@@ -13,7 +13,7 @@ import pytest
 
 from fp4dispatch.checkpoints.config.patterns import MAX_TRIED, any_matches, matches
 from fp4dispatch.errors import CheckpointError, InputError
-from fp4dispatch.models import replace
+from fp4dispatch.models.choose_layers import picker
 from fp4dispatch.models.name_patterns import MAX_PATTERNS, NamePatterns, compile_pattern
 
 NAMES = [
@@ -147,7 +147,7 @@ def test_what_cannot_be_matched_is_refused_everywhere_alike(pattern, expected):
     with pytest.raises(InputError, match=expected):
         NamePatterns([pattern])
     with pytest.raises(InputError, match=expected):
-        replace._picker("nvfp4", pattern, ())
+        picker("nvfp4", pattern, ())
     with pytest.raises(CheckpointError, match=expected):
         matches(pattern, "a", "modelopt")
     with pytest.raises(CheckpointError, match=expected):

@@ -14,11 +14,13 @@ from typing import Any
 from fp4dispatch.checkpoints.config.foreign import unsupported_method
 from fp4dispatch.checkpoints.config.patterns import any_matches, matches
 from fp4dispatch.checkpoints.config.readers import (
+    OWN_METHOD,
     Group,
     expect_object,
     read_compressed_tensors,
     read_huggingface_fp8,
     read_modelopt,
+    read_own,
 )
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.kv_cache import KvCache, read_kv_cache
@@ -40,7 +42,7 @@ class QuantConfig:
     source
         File (and key) it was read from, for error texts.
     method
-        ``modelopt``, ``compressed-tensors`` or ``fp8``.
+        ``modelopt``, ``compressed-tensors``, ``fp8`` or ``fp4dispatch``.
     groups
         What is quantised and how.
     ignore
@@ -60,9 +62,9 @@ class QuantConfig:
         """Whether each layer that is not excluded must be quantised.
 
         False for Hugging Face fp8: the configuration of DeepSeek-V3 excludes nothing and has a 16-bit ``lm_head``.
-        There the tensors of a layer decide.
+        There, and in our own configuration, the tensors of a layer decide.
         """
-        return self.method != "fp8"
+        return self.method not in ("fp8", OWN_METHOD)
 
     def excludes(self, name: str, classes: Sequence[str] = LINEAR) -> bool:
         """Whether an ``ignore`` pattern names the module (or, for Hugging Face, a module that contains it)."""
@@ -110,8 +112,15 @@ class QuantConfig:
         return None if chosen is None or not by_target[chosen].schemes else by_target[chosen]
 
 
-def read_quant_config(checkpoint: Checkpoint) -> QuantConfig | None:
+def read_quant_config(checkpoint: Checkpoint, block: dict[str, Any] | None = None) -> QuantConfig | None:
     """Read the quantisation configuration from the checkpoint's directory; None if there is none.
+
+    Parameters
+    ----------
+    checkpoint
+        Its directory holds the files.
+    block
+        ``quantization_config`` as the caller has read it. It takes the place of the one in config.json.
 
     Raises
     ------
@@ -125,11 +134,11 @@ def read_quant_config(checkpoint: Checkpoint) -> QuantConfig | None:
     if hf_quant is not None:
         source = str(checkpoint.path / HF_QUANT_FILE)
         found.append(_modelopt(expect_object(hf_quant, "quantization", source), source, "exclude_modules"))
-    config = checkpoint.config(CONFIG_FILE)
+    config = checkpoint.config(CONFIG_FILE) if block is None else {"quantization_config": block}
     for key in ("quantization_config", "compression_config"):
         if config is not None and config.get(key) is not None:
             source = f"{checkpoint.path / CONFIG_FILE}: {key}"
-            found.append(_by_method(expect_object(config, key, source), source))
+            found.append(read_block(expect_object(config, key, source), source))
     for other in found[1:]:
         if replace(other, source="", method="") != replace(found[0], source="", method=""):
             raise CheckpointError(
@@ -139,7 +148,8 @@ def read_quant_config(checkpoint: Checkpoint) -> QuantConfig | None:
     return found[-1] if found else None
 
 
-def _by_method(block: dict[str, Any], source: str) -> QuantConfig:
+def read_block(block: dict[str, Any], source: str) -> QuantConfig:
+    """Read a ``quantization_config``; ``source`` says where it comes from. Raises as :func:`read_quant_config`."""
     method = block.get("quant_method")
     if method in ("modelopt", "modelopt_fp4", "modelopt_mixed"):
         return _modelopt(block, source, "ignore")
@@ -150,6 +160,8 @@ def _by_method(block: dict[str, Any], source: str) -> QuantConfig:
         return QuantConfig(source, "compressed-tensors", groups, ignore, read_kv_cache(block, source))
     if method in ("fp8", "fbgemm_fp8"):
         return QuantConfig(source, "fp8", *read_huggingface_fp8(block, source))
+    if method == OWN_METHOD:
+        return QuantConfig(source, OWN_METHOD, *read_own(block, source))
     raise unsupported_method(method, source)
 
 

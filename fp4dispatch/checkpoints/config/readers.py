@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp4dispatch.checkpoints.config.foreign import INSTEAD
+from fp4dispatch.checkpoints.schemes import SCHEMES
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK
-from fp4dispatch.problem import Activation
+from fp4dispatch.problem import ACTIVATIONS, Activation
 
 MODELOPT_ALGOS: dict[str, tuple[str, Activation]] = {
     "NVFP4": ("modelopt-nvfp4", "any"),
@@ -144,6 +145,12 @@ def read_compressed_tensors(block: dict[str, Any], source: str) -> Read:
             f"{source}: sparsity_config with format {repr(sparsity['format'])[:80]} is not supported: expected dense "
             "weights: save the model without sparse compression"
         )
+    transforms = block.get("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        raise CheckpointUnsupportedError(
+            f"{source}: transform_config is not supported: its layers rotate their activations, so the weights alone "
+            f"are not the model's: expected none: {INSTEAD}"
+        )
     config_groups = expect_object(block, "config_groups", source)
     groups = []
     for key, value in config_groups.items():
@@ -239,6 +246,21 @@ def read_huggingface_fp8(block: dict[str, Any], source: str) -> Read:
         schemes = ("fp8-channel",)
     ignore = *strings(block, "modules_to_not_convert", source), *strings(block, "ignored_layers", source)
     return (Group(("Linear",), schemes, static=scheme == "static"),), tuple(dict.fromkeys(ignore))
+
+
+# Models that transformers saved after this package had quantised them.
+
+OWN_METHOD = "fp4dispatch"
+
+
+def read_own(block: dict[str, Any], source: str) -> Read:
+    """Read what :mod:`fp4dispatch.integrations.transformers` writes. The tensors tell which layers are meant."""
+    activation = block.get("activation", "any")
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{source}: activation {repr(activation)[:80]} is not known: expected {', '.join(ACTIVATIONS)}"
+        )
+    return (Group(("Linear",), tuple(SCHEMES), activation),), ()
 
 
 def expect_object(parent: dict[str, Any], key: str, source: str) -> dict[str, Any]:

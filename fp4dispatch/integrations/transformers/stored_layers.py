@@ -1,0 +1,305 @@
+"""Checkpoints that are quantised already: layers take the stored tensors under their stored names.
+
+Transformers fills the tensors that a module has, by name. So a quantised layer on the meta device first gets tensors
+with the names, dtypes and shapes of the checkpoint. When Transformers has filled them, they become the layer's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.checkpoints.carried import Carried, carry
+from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
+from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
+from fp4dispatch.checkpoints.hf_names import Names, names_in
+from fp4dispatch.checkpoints.load import (
+    LoadedLayer,
+    LoadReport,
+    check_e4m3,
+    check_scales,
+    collect_carried,
+    layer_options,
+)
+from fp4dispatch.checkpoints.plan import LayerPlan, Plan
+from fp4dispatch.checkpoints.planner import FLOATS, plan_load
+from fp4dispatch.checkpoints.schemes import detect, from_linear, to_linear
+from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, FormatError
+from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.replaceable import carry_over, model_bytes
+from fp4dispatch.run import prebuild, routes
+from fp4dispatch.run.prebuild import Ask
+
+_log = logging.getLogger("fp4dispatch")
+
+_TOLD_BY = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv")
+"""Tensors that tell how a layer is stored."""
+
+_INSTEAD = "build the model and call fp4dispatch.load_quantized"
+
+
+def open_files(files: Sequence[str] | None) -> Checkpoint:
+    """Open the checkpoint that Transformers is about to load, and check all its headers.
+
+    Raises
+    ------
+    CheckpointError
+        No files, files of other kinds than safetensors, or files that are damaged.
+    """
+    if not files:
+        raise CheckpointError("a state_dict was passed to from_pretrained: need a directory or a repository with files")
+    parents = {Path(file).parent for file in files}
+    if len(parents) > 1:
+        raise CheckpointError(f"the weights lie in {len(parents)} directories, e.g. {files[0]}: need one")
+    checkpoint = open_checkpoint(parents.pop() if len(files) > 1 else files[0])
+    absent = {Path(file).name for file in files} - {file.name for file in checkpoint.files}
+    if absent:
+        raise CheckpointError(
+            f"{checkpoint.path}: Transformers would load {', '.join(sorted(absent)[:3])}, which is not part of the "
+            "checkpoint: remove the other files"
+        )
+    return checkpoint
+
+
+@dataclass
+class StoredLayers:
+    """The quantised layers of a model that Transformers is filling.
+
+    Parameters
+    ----------
+    path
+        Directory of the checkpoint.
+    plan
+        What is stored quantised, and where it goes.
+    carried
+        Data of the checkpoint that no module holds.
+    layers
+        The new layers, in the order of ``plan.layers``.
+    """
+
+    path: Path
+    plan: Plan
+    carried: Carried
+    layers: list[QuantizedLinear] = field(default_factory=list)
+    divisors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """Stored reciprocals of scales, by layer and suffix: a reciprocal of a reciprocal can differ in the last bit."""
+
+    def stored(self) -> dict[str, LayerPlan]:
+        """Return how each layer is stored, by each of its names in the model."""
+        return {name: layer for layer in self.plan.layers for name in layer.names}
+
+    def finish(self, model: nn.Module) -> LoadReport:
+        """Turn the stored tensors, now filled, into those of the layers.
+
+        Raises
+        ------
+        CheckpointError
+            Values that do not fit the format; the text names the tensor.
+        """
+        loaded = []
+        prebuild.together(Ask(layer.problem(1), layer.backend, routes.gpu_of(_place(layer))) for layer in self.layers)
+        for planned, layer in zip(self.plan.layers, self.layers, strict=True):
+            for suffix, divisor in _settle(self.path, planned, layer).items():
+                self.divisors |= {(name, suffix): divisor for name in planned.names}
+            nbytes = sum(t.numel() * t.element_size() for t in layer.state_dict().values())
+            loaded.append(LoadedLayer(planned.names[0], planned.scheme.name, (planned.shards[0].name,), nbytes))
+        carry(model, self.carried)
+        plan = self.plan
+        ignored = tuple(plan.kv_cache + plan.ignored + plan.unexpected)
+        return LoadReport(
+            self.path, tuple(loaded), tuple(plan.excluded), ignored, tuple(plan.missing), (), model_bytes(model)
+        )
+
+
+def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchConfig) -> StoredLayers:
+    """Replace the layers of a model on the meta device that the checkpoint stores quantised. Reads headers only.
+
+    Raises
+    ------
+    CheckpointUnsupportedError
+        Quantised experts; a layer whose weight other code of the model reads, or that the checkpoint stores in shards.
+    CheckpointError
+        Anything else that is wrong with the checkpoint, as :func:`fp4dispatch.load_quantized`.
+    """
+    with open_files(files) as checkpoint:
+        quant = read_quant_config(checkpoint, config.to_dict())
+        names = names_in(model, checkpoint)
+        _linears_for_conv1d(model, checkpoint, names)
+        _refuse_experts(checkpoint, names)
+        plan = plan_load(model, checkpoint, quant, strict=False)
+        _refuse(plan, checkpoint, quant)
+        found = StoredLayers(checkpoint.path, plan, collect_carried(plan, checkpoint, quant))
+        for planned in plan.layers:
+            found.layers.append(_replace(model, planned, config))
+        known = (*plan.kv_cache, *plan.ignored)
+        model._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(names.plain[name])}$" for name in known}
+    return found
+
+
+def _linears_for_conv1d(model: nn.Module, checkpoint: Checkpoint, names: Names) -> None:
+    """Put an ``nn.Linear`` where a ``Conv1D`` (GPT-2) is stored quantised: tools store its weight as [N, K]."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            below = names.module_in_file(name)
+            infos = {key: checkpoint[full] for key in _TOLD_BY if (full := f"{below}.{key}") in checkpoint}
+            kinds = {key: (info.dtype, info.shape) for key, info in infos.items()}
+            if detect(kinds):
+                replace_module(model, (name,), linear_of(module))
+
+
+def linear_of(conv: Conv1D) -> nn.Linear:
+    """Return an ``nn.Linear`` on the meta device in place of a ``Conv1D``."""
+    return nn.Linear(conv.nx, conv.nf, conv.bias is not None, device="meta", dtype=conv.weight.dtype)
+
+
+def replace_module(model: nn.Module, names: Sequence[str], module: nn.Module) -> None:
+    """Put a module at each of its places."""
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        model.get_submodule(parent)._modules[last] = module
+
+
+def _refuse_experts(checkpoint: Checkpoint, names: Names) -> None:
+    for conversion in names.conversions:
+        infos = (checkpoint[source] for source in conversion.sources)
+        odd = next((info for info in infos if info.dtype not in FLOATS), None)
+        if odd is not None:
+            raise CheckpointUnsupportedError(
+                f"{odd.file}: tensor {odd.name!r} is {odd}; Transformers puts it into {conversion.name!r} together "
+                "with other experts, and quantised experts are not supported yet: take a checkpoint whose experts are "
+                "not quantised"
+            )
+
+
+def _refuse(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | None) -> None:
+    """Refuse what Transformers would load wrongly, or fill with random values."""
+    for layer in plan.layers:
+        if layer.keep:
+            raise CheckpointUnsupportedError(
+                f"{checkpoint.path}: layer {layer.names[0]!r} is stored quantised, but {layer.keep}: {_INSTEAD}, which "
+                "dequantises it"
+            )
+        if len(layer.shards) > 1:
+            raise CheckpointUnsupportedError(
+                f"{checkpoint.path}: layer {layer.names[0]!r} is stored as "
+                f"{', '.join(shard.name for shard in layer.shards)}, which Transformers cannot put together: {_INSTEAD}"
+            )
+    if plan.unquantised:
+        raise CheckpointError(
+            f"{config.source if config else checkpoint.path}: says that {plan.unquantised[0]!r} (and "
+            f"{len(plan.unquantised) - 1} more) is quantised, but {checkpoint.path} holds it unquantised: "
+            "configuration and tensors do not belong together"
+        )
+    inside = {f"{name}." for layer in plan.layers for name in layer.names}
+    kinds = {_kind(name) for layer in plan.layers for name in layer.names}
+    for name in plan.missing:
+        parent = name.rpartition(".")[0]
+        if f"{parent}." in inside or _kind(parent) in kinds:
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name!r} is missing: the model needs it; the checkpoint is incomplete: "
+                "fetch or export it again"
+            )
+
+
+def _kind(name: str) -> str:
+    """Return a module's name without the numbers of its blocks."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig) -> QuantizedLinear:
+    """Put an empty quantised layer with the stored tensors in place of the model's."""
+    old, scheme = planned.module, planned.scheme
+    options = {**layer_options(planned, config.activation, None), "name": planned.names[0], "device": "meta"}
+    if config.backend is not None:
+        options["backend"] = config.backend
+    size = (old.in_features, old.out_features, old.bias is not None)
+    new: QuantizedLinear
+    new = (
+        FP4Linear(*size, **options)
+        if scheme.op == "nvfp4_gemm"
+        else FP8Linear(*size, scaling=scheme.scaling, **options)
+    )
+    carry_over(old, new)
+    replace_module(model, planned.names, new)
+    untie(model, planned.names)
+    for name in new.quantized:
+        new._buffers.pop(name, None)
+    for suffix, info in planned.shards[0].tensors.items():
+        new.register_buffer(suffix, info.on_meta())
+    return new
+
+
+def untie(model: Any, names: Sequence[str]) -> None:
+    """Forget the ties of layers that have weights of their own now, e.g. of a quantised output head."""
+    mine = {f"{name}.weight" for name in names}
+    tied: dict[str, str] = model.all_tied_weights_keys
+    cut = [target for target, source in tied.items() if target in mine or source in mine]
+    for target in cut:
+        del tied[target]
+    if cut and not tied:
+        model.config.get_text_config(decoder=True).tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+
+
+def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> dict[str, torch.Tensor]:
+    """Make the stored tensors the layer's own. Return those that are stored as reciprocals of them."""
+    scheme, infos = planned.scheme, planned.shards[0].tensors
+    # On the CPU they are views of the mapped file: the layer must outlive it, and must not change when the file does.
+    stored = {suffix: t.clone() if t.is_cpu else t for suffix in infos if (t := getattr(layer, suffix)) is not None}
+    for suffix, info in infos.items():
+        check_scales(info, stored[suffix], scheme)
+    weights = to_linear(scheme, stored)
+    for suffix in infos:
+        delattr(layer, suffix)
+    for name in own_tensors(layer):
+        layer.register_buffer(name, None)
+    try:
+        layer.fill(weights, layer.bias)
+    except FormatError as error:  # find the bad tensor only now: the check reads all elements
+        for suffix, info in infos.items():
+            check_e4m3(info, stored[suffix], scheme, suffix == scheme.weight)
+        raise CheckpointError(f"{path}: layer {planned.names[0]!r}: {error}") from error
+    divisors = (scheme.global_scale, scheme.input_scale) if scheme.divides else ()
+    return {suffix: stored[suffix].clone() for suffix in divisors if suffix in stored}
+
+
+def _place(layer: QuantizedLinear) -> torch.device:
+    return next(tensor.device for tensor in layer.buffers())
+
+
+def own_tensors(layer: QuantizedLinear) -> tuple[str, ...]:
+    """Return the names of a layer's stored tensors."""
+    absent = ""
+    if isinstance(layer, FP8Linear):
+        absent = "weight_scale" if layer.scaling == "block128" else "weight_scale_inv"
+    return tuple(name for name in layer.quantized if name != absent)
+
+
+def tensors_as_stored(
+    planned: LayerPlan, weights: LinearWeights, divisors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a layer as the checkpoint had them: names, shapes, dtypes and, if unchanged, all bits."""
+    scheme = planned.scheme
+    tensors = from_linear(scheme, weights)
+    mine = {scheme.global_scale: weights.global_scale, scheme.input_scale: weights.input_scale}
+    for suffix, divisor in divisors.items():
+        held = mine[suffix]
+        if held is not None and torch.equal(divisor.float().reciprocal().reshape(-1).cpu(), held.reshape(-1).cpu()):
+            tensors[suffix] = divisor
+    infos = planned.shards[0].tensors
+    return {suffix: t.reshape(infos[suffix].shape).to(_dtype(infos[suffix])) for suffix, t in tensors.items()}
+
+
+def _dtype(info: TensorInfo) -> torch.dtype:
+    return info.on_meta().dtype

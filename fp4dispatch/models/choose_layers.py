@@ -1,0 +1,175 @@
+"""Choose the linear layers of a model to quantise, and their formats, from what a user asks for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from torch import nn
+
+from fp4dispatch.errors import InputError
+from fp4dispatch.formats import NVFP4_BLOCK
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.name_patterns import NamePatterns
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.replaceable import leftover, ties, why_left
+from fp4dispatch.problem import Op, Scaling
+from fp4dispatch.run import routes
+from fp4dispatch.settings import did_you_mean
+
+FORMATS: dict[str, Callable[..., QuantizedLinear]] = {
+    "nvfp4": FP4Linear.from_linear,
+    "fp8": FP8Linear.from_linear,
+    "fp8_row": lambda linear, **kwargs: FP8Linear.from_linear(linear, scaling="row", **kwargs),
+    "fp8_block": lambda linear, **kwargs: FP8Linear.from_linear(linear, scaling="block128", **kwargs),
+}
+EXCLUDE = ("lm_head", "*.lm_head")
+"""Not quantised by default: logits are sensitive, and the head is often tied to the embedding."""
+
+PROBLEM: dict[str, tuple[Op, Scaling]] = {
+    "nvfp4": ("nvfp4_gemm", "nvfp4"),
+    "fp8": ("fp8_gemm", "tensor"),
+    "fp8_row": ("fp8_gemm", "row"),
+    "fp8_block": ("fp8_gemm", "block128"),
+}
+"""Op and scaling of each format."""
+
+Patterns = Sequence[str] | str
+_matcher = NamePatterns
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What to quantise in a model.
+
+    Parameters
+    ----------
+    layers
+        (name, layer, format) of each layer to quantise. A layer with several names comes once for each.
+    skipped
+        (name, reason) of each other linear layer.
+    notes
+        Exclude patterns that match nothing.
+    """
+
+    layers: tuple[tuple[str, nn.Linear, str], ...]
+    skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def choose_layers(
+    model: nn.Module, config: str | Mapping[str, str | None], include: Patterns, exclude: Patterns
+) -> Chosen:
+    """Choose as :func:`~fp4dispatch.models.replace.replace_linears` does; arguments as there. Works on the meta device.
+
+    Raises
+    ------
+    InputError
+        For an argument of a wrong type, an unknown format, a pattern that is no regular expression or (``include``,
+        ``config``) names no linear layer, or a model without any ``nn.Linear``.
+    """
+    _check_types(model, config, include, exclude)
+    pick = picker(config, include, exclude)
+    found = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
+    if not found:
+        kinds = ", ".join(sorted({type(owner).__name__ for _, owner, _ in leftover(model)}))
+        raise InputError(
+            f"{type(model).__name__} contains no nn.Linear; nothing to replace"
+            + (f" (its weights are in {kinds}, which are not supported)" if kinds else "")
+        )
+    if "" in found:
+        raise InputError("the model is itself an nn.Linear and cannot be replaced in place: use FP4Linear.from_linear")
+    notes = _check_patterns(model, config, include, exclude)
+    left, tied = why_left(model), ties(model)
+    skipped: list[tuple[str, str]] = []
+    layers: list[tuple[str, nn.Linear, str]] = []
+    for name, linear in found.items():
+        fmt = pick(name)
+        reason = "excluded by name" if fmt is None else left.get(id(linear)) or _unfit(linear, fmt, tied)
+        if reason or fmt is None:
+            skipped.append((name, reason))
+        else:
+            layers.append((name, linear, fmt))
+    return Chosen(tuple(layers), tuple(skipped), notes)
+
+
+def _check_types(model: object, config: object, include: object, exclude: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    if not isinstance(config, (str, Mapping)):
+        raise InputError(f"config is a {type(config).__name__}; need one of {', '.join(FORMATS)}, or a mapping to them")
+    if isinstance(config, Mapping) and not all(isinstance(pattern, str) for pattern in config):
+        raise InputError(f"config has the keys {list(config)[:5]}; need patterns of module names")
+    for what, patterns in (("include", include), ("exclude", exclude)):
+        listed = isinstance(patterns, (Sequence, Set)) and all(isinstance(pattern, str) for pattern in patterns)
+        if not listed or isinstance(patterns, bytes):
+            raise InputError(f"{what} is {patterns!r:.80}; need a pattern of module names, or a list of them")
+
+
+def _check_patterns(
+    model: nn.Module, config: str | Mapping[str, str | None], include: Patterns, exclude: Patterns
+) -> tuple[str, ...]:
+    """Refuse include and config patterns that match no layer. Return notes on exclude patterns that match nothing."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = [name for name, module in modules.items() if isinstance(module, (nn.Linear, QuantizedLinear))]
+    others = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    chosen = [("include", pattern) for pattern in _listed(include)]
+    chosen += [("config", pattern) for pattern in ([] if isinstance(config, str) else config)]
+    for what, pattern in chosen:
+        matches = _matcher(pattern)
+        if any(map(matches, layers)):
+            continue
+        if named := [name for name in others if matches(name)]:
+            raise InputError(
+                f"{what} pattern {pattern!r} names {len(named)} modules or parameters, e.g. {named[0]!r}, but no "
+                "nn.Linear, and nothing else can be quantised"
+            )
+        near = ", ".join(_nearest(pattern, layers))
+        raise InputError(f"{what} pattern {pattern!r} names none of the {len(layers)} linear layers; nearest: {near}")
+    mine = [] if exclude is EXCLUDE else [p for p in _listed(exclude) if p not in EXCLUDE]
+    return tuple(
+        f"exclude pattern {pattern!r} names nothing in the model; nearest: {', '.join(_nearest(pattern, layers))}"
+        for pattern in mine
+        if not any(map(_matcher(pattern), others))
+    )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the three names nearest to a pattern, for a message."""
+    word = re.sub(r"[*?\\^$]|\.\*", "", pattern.removeprefix("re:")).strip(".")
+    ends = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = [ends[end] for end in difflib.get_close_matches(word.rpartition(".")[2], list(ends), n=3, cutoff=0.5)]
+    return list(dict.fromkeys([*difflib.get_close_matches(word, names, n=3, cutoff=0.6), *near, *names[:3]]))[:3]
+
+
+def _listed(patterns: Patterns) -> Sequence[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
+
+
+def picker(config: str | Mapping[str, str | None], include: Patterns, exclude: Patterns) -> Callable[[str], str | None]:
+    """Return a function from a module's name to its format. None: do not quantise."""
+    rules = {"*": config} if isinstance(config, str) else dict(config)
+    for fmt in rules.values():
+        if fmt is not None and (not isinstance(fmt, str) or fmt not in FORMATS):
+            hint = did_you_mean(str(fmt), FORMATS)
+            raise InputError(f"config={fmt!r} is not a format.{hint} Known: {', '.join(FORMATS)}")
+    table = [(_matcher([pattern]), fmt) for pattern, fmt in rules.items()]
+    wanted, unwanted = _matcher(include), _matcher(exclude)
+
+    def pick(name: str) -> str | None:
+        if not wanted(name) or unwanted(name):
+            return None
+        return next((fmt for matches, fmt in table if matches(name)), None)
+
+    return pick
+
+
+def _unfit(linear: nn.Linear, fmt: str, tied: Mapping[int, str]) -> str:
+    """Return why a linear layer cannot have this format; empty if it can."""
+    if fmt == "nvfp4" and linear.in_features % NVFP4_BLOCK:
+        return f"in_features={linear.in_features} is not a multiple of {NVFP4_BLOCK}, the NVFP4 block"
+    if linear.weight.dtype not in routes.OUT_DTYPE:
+        return f"weight is {linear.weight.dtype}"
+    return f"its weight is tied to {tied[id(linear)]}" if id(linear) in tied else ""
