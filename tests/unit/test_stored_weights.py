@@ -380,7 +380,7 @@ def test_a_write_that_is_announced_is_noticed(kind):
     unseen(layer, new)
     with torch.no_grad():
         layer.bias.copy_(new.bias)
-    assert not torch.equal(layer(x), new(x)) or kind.startswith("reference")  # it reads the stored tensors themselves
+    assert kind.startswith("w4") <= (not torch.equal(layer(x), new(x)))  # other layouts are in part the stored tensors
     for name in stored(layer):
         torch.autograd.graph.increment_version(layer.get_buffer(name))
     assert torch.equal(layer(x), new(x))
