@@ -11,7 +11,7 @@ layer compares its stored tensors with those that the layouts were prepared from
 The layer cannot detect writes that torch does not count: through ``layer.weight.data``, ``numpy()`` or DLPack; in
 inference mode through a view of another dtype; by collectives (``torch.distributed.broadcast``); by other processes;
 and in replays of CUDA graphs, which run no host code. After these writes, and after any write before a replay, call
-:func:`refresh`.
+:func:`refresh`. Or announce the write of your own kernel: ``torch.autograd.graph.increment_version(weight)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Writes to stored weights on a GPU: late writers under PDL, graphs, compiled calls."""
+"""Writes to stored weights on a GPU: late writers under PDL, graphs, compiled calls.
+
+Kernels read weights before they wait. So a GEMM with PDL straight behind a kernel that lets it start early, and writes
+the weights late, reads the old ones: the control shows that. A layer waits for the writes before its next launch.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import refresh, warmup
+from fp4dispatch import jit, refresh, warmup
+from fp4dispatch.backends.own import launch_operands
+from fp4dispatch.backends.own.launch_operands import ROLES, Sizes
 from fp4dispatch.errors import CaptureError
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.problem.arch import SM90
 from fp4dispatch.run import ops
+from fp4dispatch.trust import race
 from tests.gpu.backend_cases import captured
 from tests.gpu.sm90 import needs_sm90
 
@@ -89,6 +99,94 @@ def test_the_operator_waits_for_late_writes_to_packed_weights(backend, scaling, 
             for mine, theirs in zip(bound.tensors, packed[i % 2], strict=True):
                 mine.copy_(theirs)
             wrong += not torch.equal(ops.linear(x, bound.tensors, None, bound.spec.text), wants[i % 2])
+    assert wrong == 0
+
+
+def produce(source, target):
+    """Copy by a kernel that releases its dependents at once and writes LATE cycles later. torch counts no version."""
+    jit.load(*CHAIN, SM90).module.produce(source.view(torch.uint8), target.view(torch.uint8), LATE, False)
+
+
+def early_readers():
+    """Every (kernel, variant, entry) of the race test that reads weights before it waits."""
+    kernels = installed().kernels
+    builds = dict.fromkeys((case.kernel, case.variant) for case in race.CASES)
+    return [
+        pytest.param(kernel, kernels[kernel].variant(variant), entry, id=f"{kernel}-{variant}")
+        for kernel, variant in builds
+        for entry in launch_operands.entries(kernels[kernel], kernels[kernel].variant(variant))
+        if entry.early
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "variant", "entry"), early_readers())
+def test_control_pdl_straight_behind_a_late_writer_multiplies_old_weights(kernel, variant, entry):
+    sizes = Sizes(16, N, K, launch_operands.dtype_of(variant))
+    generator = torch.Generator(device="cuda")
+    generator.manual_seed(0)
+
+    def filled(name):
+        tensor = torch.zeros(ROLES[name].shape(sizes), dtype=ROLES[name].dtype or sizes.dtype, device="cuda")
+        if ROLES[name].fill is not None:
+            ROLES[name].fill(tensor, generator)
+        return tensor
+
+    operands = {name: filled(name) for name in entry.arguments if name in ROLES}
+    (weights, out), old = (operands[entry.early[0]], operands["out"]), filled(entry.early[0])
+    function, new = getattr(jit.load(kernel, variant.id, SM90).module, entry.function), weights.clone()
+
+    def product(written, *, late=False, enable_pdl=False):
+        weights.copy_(old if late else written)
+        out.fill_(float("nan"))
+        if late:
+            produce(written, weights)  # nothing stands between this kernel and the launch
+        function(*(operands.get(name) for name in entry.arguments), enable_pdl)
+        return out.clone()
+
+    want = product(new)
+    assert not torch.equal(product(old), want)
+    wrong = {
+        pdl: sum(not torch.equal(product(new, late=True, enable_pdl=pdl), want) for _ in range(20))
+        for pdl in (True, False)
+    }
+    assert wrong[True] > 0, "the control shows nothing: the launch did not start before the writer wrote"
+    assert wrong[False] == 0
+
+
+@pytest.mark.parametrize("how", ["counted", "refresh", "packed"])
+@case
+def test_the_next_launch_waits_for_a_writer_that_lets_it_start_early(backend, scaling, m, how):
+    layer, news = make(backend, scaling), [make(backend, scaling, seed=s) for s in (1, 2)]
+    x = tokens(m)
+
+    def pairs(new):
+        if how == "packed":
+            return list(zip(layer.bind().tensors, new.bind().tensors, strict=True))
+        return [(getattr(layer, name), tensor) for name, tensor in stored(new).items()]
+
+    with torch.no_grad():
+        wants = [new(x) for new in news]
+        bound = layer.bind()
+        assert not torch.equal(layer(x), wants[0])
+        assert not torch.equal(*wants)
+        wrong = 0
+        for i in range(50):
+            written = pairs(news[i % 2])
+            for mine, theirs in written:
+                if mine.nbytes % 16:
+                    mine.copy_(theirs)  # a scale of one number
+            for mine, theirs in written:
+                if mine.nbytes % 16 == 0:
+                    produce(theirs, mine)
+                    if how != "refresh":
+                        torch.autograd.graph.increment_version(mine)
+            if how == "packed":
+                out = ops.linear(x, bound.tensors, None, bound.spec.text)
+            else:
+                if how == "refresh":
+                    refresh(layer)
+                out = layer(x)
+            wrong += not torch.equal(out, wants[i % 2])
     assert wrong == 0
 
 
