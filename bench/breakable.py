@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from fp4dispatch import graphs as breakable_graphs
-from fp4dispatch.benchmark import machine, records
+from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import relative_error
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.graphs.model import Graphs
 
 QWEN = {

@@ -11,10 +11,15 @@ import random
 import pytest
 import torch
 
+from fp4dispatch import jit
 from fp4dispatch.backends import registry
+from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.libraries.cudnn import m_bucket
+from fp4dispatch.backends.libraries.fence import Fence
+from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.machine import system
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.problem.arch import SM90
 from fp4dispatch.run import routes
 from tests import contract, quantizer_fake
 from tests.gpu import backend_cases
@@ -151,3 +156,37 @@ def test_opcheck_of_the_layer(kind, monkeypatch):
 
 def test_no_plan_costs_memory_per_call():
     backend_cases.no_call_costs_memory(functools.partial(layer_of, "row"), (3, 16))
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_launch_behind_a_late_writer_reads_what_it_wrote(fenced, monkeypatch):
+    """The writer releases its dependents at once. Without the fence, cuDNN's kernel for M=320 reads too early."""
+    case = case_of("tensor", 320, n=512, k=8192)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the control is known for sm_90")
+    if not fenced:
+        monkeypatch.setattr(Fence, "__call__", lambda self, like: None)
+    chain = jit.load(*CHAIN, SM90).module
+    backend = registry.instance("cudnn")
+    prepared = backend.prepare(contract.make_weights(case, "cuda", 1))
+    plan = backend.plan(case.problem(), prepared)
+    arena = torch.zeros(320 * 8192 + 256, dtype=torch.uint8, device="cuda")
+    codes, scale = arena[:-256].view(torch.float8_e4m3fn).view(320, 8192), arena[-256:].view(torch.float32)[:1]
+    codes.copy_(torch.randn(320, 8192, device="cuda"))
+    scale.fill_(0.7)
+    activation = QuantizedActivation(codes, scale)
+    source, out = arena.clone(), torch.empty(320, 512, dtype=torch.bfloat16, device="cuda")
+    backend.run(plan, prepared, activation, out)
+    torch.cuda.synchronize()
+    want, wrong = out.clone(), 0
+    for _ in range(20):
+        arena.fill_(0x11)
+        torch.cuda.synchronize()
+        chain.produce(source, arena, 200_000, False)
+        backend.run(plan, prepared, activation, out)
+        torch.cuda.synchronize()
+        wrong += not torch.equal(out, want)
+    if fenced:
+        assert wrong == 0
+    elif wrong == 0:
+        pytest.skip("this cuDNN waits: the fence is not needed for this kernel")

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fp4dispatch import jit, refresh, warmup
-from fp4dispatch.backends.own import launch_operands
-from fp4dispatch.backends.own.launch_operands import ROLES, Sizes
+from fp4dispatch.backends.own.pdl_trial import launch_operands
+from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Sizes
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN

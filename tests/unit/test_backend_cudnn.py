@@ -18,6 +18,7 @@ from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.libraries import cudnn as backend_module
 from fp4dispatch.backends.libraries import cudnn_graphs as graphs
 from fp4dispatch.backends.libraries.cudnn import CudnnBackend, m_bucket
+from fp4dispatch.backends.libraries.fence import Fence
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.machine import system as _system
@@ -380,3 +381,33 @@ def test_cudnn_compiles_every_fp8_graph_without_the_gpu(arch):
 @pytest.mark.parametrize(("op", "arch"), [("nvfp4_gemm", "9.0"), ("fp8_gemm", "8.0")])
 def test_cudnn_refuses_what_the_hardware_lacks(op, arch):
     assert {line.split()[0] for line in _build(op, arch)} == {"refused"}
+
+
+def test_a_fence_lies_before_every_launch(install, monkeypatch):
+    """Some of cuDNN's kernels do not wait for the quantiser (tests/gpu/test_backend_cudnn.py has the race)."""
+    order = []
+    monkeypatch.setattr(Fence, "__call__", lambda self, like: order.append("fence"))
+    module = Cudnn()
+    backend = install(module)
+    case, weights, prepared = _layer(backend)
+    plan = backend.plan(replace(case, m=16).problem(), prepared)
+    execute = plan.state.executable.execute
+    monkeypatch.setattr(
+        plan.state.executable, "execute", lambda *arguments: (order.append("launch"), execute(*arguments))
+    )
+    order.clear()
+    x, _ = contract.make_activation(replace(case, m=16, raw="linear"), weights, "cpu", 3)
+    out = torch.empty(16, case.n, dtype=torch.bfloat16)
+    for _ in range(2):
+        backend.run(plan, prepared, QuantizedActivation(x.data, x.scale, x.global_scale), out)
+    assert order == ["fence", "launch"] * 2
+
+
+def test_a_fence_is_one_operation_on_memory_of_its_own():
+    fence, x = Fence(), torch.randn(3)
+    before = x.clone()
+    with torch.inference_mode():
+        fence(x)
+    fence(x)
+    assert torch.equal(x, before)
+    assert len(fence._held) == 1

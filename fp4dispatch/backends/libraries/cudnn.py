@@ -8,6 +8,9 @@ kernels, and dropping one is a segfault at replay (flashinfer#1349).
 Handles: one per device, made in ``plan``. A launch sets its stream to the current one, under a lock. So a stream that
 exists only during a capture needs no handle of its own, which could not be made then.
 
+Each launch lies behind a fence (:mod:`fp4dispatch.backends.libraries.fence`), because some of cuDNN's kernels do not
+wait for the kernel before them.
+
 Our kernels quantise activations (:mod:`fp4dispatch.backends.own.tensors.quantizers`), into the rows of the bucket.
 
 Workspaces come from torch's caching allocator on the current stream, sized by the plan, and are zeroed before each
@@ -28,6 +31,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.libraries import cudnn_graphs as graphs
 from fp4dispatch.backends.libraries.cudnn_graphs import Executable, GraphKey
+from fp4dispatch.backends.libraries.fence import Fence
 from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.backends.own.tensors.quantizers import ToScratch
 from fp4dispatch.errors import BackendUnsupportedError, InputError
@@ -75,6 +79,7 @@ class _Device:
     def __init__(self, cudnn: Any) -> None:
         self.handle = cudnn.create_handle()
         self.lock = ForkSafeLock()
+        self.fence = Fence()
         self.executables: dict[GraphKey, Executable] = {}
 
 
@@ -281,6 +286,7 @@ def _current_stream(device: torch.device) -> int:
 def _launch(executable: Executable, state: _Device, tensors: dict[int, Tensor]) -> None:
     d = tensors[graphs.D]
     workspace = d.new_zeros(executable.workspace_bytes, dtype=torch.uint8) if executable.workspace_bytes else None
+    state.fence(d)
     with state.lock:
         graphs.frontend().set_stream(handle=state.handle, stream=_current_stream(d.device))
         executable.execute(tensors, workspace, state.handle)

@@ -32,6 +32,7 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation
 from fp4dispatch.backends.libraries import flashinfer_package as package
+from fp4dispatch.backends.libraries.fence import Fence
 from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.backends.own.tensors.quantizers import ToScratch
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, round_up, zero_pad
@@ -290,12 +291,19 @@ class FlashInferBackend(Backend):
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
+_FENCED = frozenset({"flashinfer_cudnn"})
+"""Backends whose kernels may start before the kernels before them have ended."""
+_fence = Fence()
+
+
 def _into(name: str, plan: Plan, launch: Callable[[Tensor], None], out: Tensor, np: int, mp: int | None = None) -> None:
     """Launch into ``out`` [M, N] if it is [mp, np], contiguous and aligned; else into scratch, and copy."""
     m, n = out.shape
     mp = m if mp is None else mp
     direct = (mp, np) == (m, n) and out.is_contiguous() and out.data_ptr() % _ALIGN == 0
     d = out if direct else out.new_empty(mp, np)
+    if name in _FENCED:
+        _fence(d)
     if _state(plan).trial:
         package.try_out(name, plan.problem, launch, d)
     else:
