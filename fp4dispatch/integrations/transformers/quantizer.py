@@ -216,7 +216,7 @@ def _check_devices(device_map: Mapping[str, Any]) -> None:
     away = sorted(device for device in devices if device in _OFFLOAD)
     if away and (len(devices) > 1 or away != ["cpu"]):
         raise InputError(
-            f"device_map puts parts of the model on {', '.join(away)} beside {', '.join(sorted(devices - set(away)))}: "
+            f"device_map puts parts of the model on {', '.join(away)} (all: {', '.join(sorted(devices))}): "
             "offloaded quantised layers are not supported: use GPUs only, or device_map='cpu'"
         )
 
