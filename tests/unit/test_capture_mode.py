@@ -12,9 +12,12 @@ import torch
 
 import fp4dispatch
 from fp4dispatch import FP4Linear, FP8Linear, formats
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.base import Prepared
 from fp4dispatch.errors import CaptureDeniedError, CaptureError, InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.run.routes import LayerSpec
 from tests.unit.test_capture_policy import EACH, K, capturing, chosen, describe, machine, make
 
 __all__ = ["capturing", "machine"]  # fixtures
@@ -255,6 +258,51 @@ def test_compiled_calls_choose_for_the_mode_too(machine, kind):
     for each in (bound, in_graph):
         del each.spec.launch_on
     assert ran == ["cudnn", "cutlass"]
+
+
+def test_a_warm_call_runs_what_its_mode_chose(machine, monkeypatch):
+    machine("10.0", "cutlass", "cudnn")
+    ran = []
+    for name in ("cutlass", "cudnn"):
+        kind = type(registry.backends()[name])
+        real = kind.run
+        monkeypatch.setattr(kind, "run", lambda self, *a, real=real: ran.append(self.name) or real(self, *a))
+    LayerSpec.parse.cache_clear()  # it holds the stand-ins of other tests
+    layer = make(FP4Linear)
+    for _ in range(2):
+        for _ in range(2):
+            layer(X)
+        with capture.mode("piecewise", 0):
+            for _ in range(2):
+                layer(X)
+    assert ran == ["cutlass", "cutlass", "cudnn", "cudnn"] * 2
+
+
+def test_a_write_reaches_the_layout_of_a_graph(machine, monkeypatch):
+    machine("10.0", "cutlass", "cudnn")
+    kind = type(registry.backends()["cudnn"])
+    real = kind.prepare
+
+    def packed(self, weights):
+        made = real(self, weights)
+        return Prepared(made.backend, tuple(tensor.clone() for tensor in made.tensors), made.layout)
+
+    monkeypatch.setattr(kind, "layout", "packed")
+    monkeypatch.setattr(kind, "prepare", packed)
+    layer, other = make(FP4Linear), make(FP4Linear)
+    with capture.mode("piecewise", 0):
+        layer(X)
+        bound = layer.bind()
+    assert bound.tensors[0].data_ptr() != layer.bind().tensors[0].data_ptr()
+    assert any(buffer is bound.tensors[0] for buffer in layer.buffers())
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(bound.tensors[0], other.weight)  # as a replay would read it
+    layer.backend = "reference"
+    layer.rebind()  # drops what nothing uses
+    assert any(buffer is bound.tensors[0] for buffer in layer.buffers())
+    with capture.mode("piecewise", 0):
+        assert layer.bind() is bound
+        assert torch.equal(layer(X), other(X))
 
 
 def test_autograd_inputs_and_writes_reach_what_graphs_read(machine):
