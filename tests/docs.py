@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fp4dispatch.benchmark.reports import records
 
@@ -294,6 +295,42 @@ def decoder() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
+def breakable() -> str:
+    """Return the tables of breakable graphs: captures, then each batch eagerly and replayed."""
+    parts = []
+    for result in kept("breakable graphs"):
+        lines = [
+            "| model, format | capture s | extra MB | of it bridges | replays | rejects |",
+            "|---|---:|---:|---:|---:|---:|",
+        ]
+        for each in result["models"]:
+            cells = [each["capture_s"], each["extra_bytes"] / 2**20, each["bridge_bytes"] / 2**20]
+            ran = each["segments"]
+            rejects = {name: count for name, count in ran["reasons"].items() if name != "decode-verify"}
+            told = ", ".join(f"{count} {name}" for name, count in rejects.items()) or "0"
+            lines.append(
+                f"| {each['model']} {each['format']} | {cells[0]:.1f} | {cells[1]:.0f} | {cells[2]:.0f} "
+                f"| {ran['replays']} | {told} |"
+            )
+        names = [f"{each['model']} {each['format']}" for each in result["models"]]
+        lines += ["", f"| batch | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+        rows: dict[str, list[str]] = {}
+        for each in result["models"]:
+            for row in each["prefill"]:
+                name = f"prefill, requests {row['requests']}, tokens {row['tokens']}"
+                rows.setdefault(name, []).append(_replayed(row))
+            for row in each["decode"]:
+                rows.setdefault(f"decode, batch {row['batch']}", []).append(_replayed(row))
+        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+        parts += [f"{origin(result)}.", "\n".join(lines)]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
+def _replayed(row: dict[str, Any]) -> str:
+    error = f", error {row['error']:.1g}" if row["error"] else ""
+    return f"{row['eager_ms']:.1f} -> {row['graph_ms']:.1f} ms ({row['eager_ms'] / row['graph_ms']:.2f}x{error})"
+
+
 def w4_large() -> str:
     """Return how many times faster than bf16 each format is, by tokens: geometric means over shapes."""
 
@@ -408,6 +445,7 @@ def generate() -> dict[Path, str]:
         ("ncu", profiler),
         ("bench", bench),
         ("decoder", decoder),
+        ("breakable graphs", breakable),
         ("w4 error", w4_error),
         ("host cost", host_cost),
         ("candidates", candidates),

@@ -108,12 +108,12 @@ PREDICATES: dict[str, Predicate] = {
     "is_compiled": lambda batch: batch.compiled,
     "adapters_swapped": lambda batch: batch.adapters != batch.captured_adapters,
     "must_be_deterministic": lambda batch: batch.deterministic,
+    "backend_vetoed": lambda batch: bool(batch.vetoes),
     "wants_intermediates": lambda batch: bool(batch.intermediates),
     "autocasts": lambda batch: batch.autocast,
     "is_busy": lambda batch: batch.busy,
     "is_captured_by_caller": lambda batch: batch.capturing,
     "layers_get_other_arguments": lambda batch: bool(batch.misfit),
     "is_disabled": lambda batch: bool(batch.disabled),
-    "backend_vetoed": lambda batch: bool(batch.vetoes),
 }
 """By name, what ``when`` of a condition in ``conditions.toml`` means."""

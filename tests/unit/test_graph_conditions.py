@@ -28,7 +28,7 @@ CASES: dict[str, list[tuple[dict, str, dict]]] = {
     "moved-inputs": [({"moved_inputs": ("position_ids", "mask")}, "position_ids, mask", {"moved_inputs": ()})],
     "too-many-tokens": [
         ({"num_tokens": 65}, "65 tokens; the largest captured bucket holds 64", {"num_tokens": 64}),
-        ({"num_tokens": 1, "buckets": ()}, "holds 0", {"num_tokens": 1, "buckets": (1,)}),
+        ({"num_tokens": 2, "buckets": (1,)}, "holds 1", {"num_tokens": 1, "buckets": ()}),  # another condition says why
     ],
     "padding": [
         ({"num_tokens": 7}, "7 tokens would be padded to 16", {"num_tokens": 8}),
@@ -46,6 +46,12 @@ CASES: dict[str, list[tuple[dict, str, dict]]] = {
     ],
     "deterministic": [({"deterministic": True}, "same bits", {"deterministic": False})],
     "backend-veto": [({"vetoes": ("cudnn {must} not",)}, "cudnn {must} not", {"vetoes": ()})],
+    "intermediates": [({"intermediates": ("output_attentions",)}, "output_attentions", {"intermediates": ()})],
+    "autocast": [({"autocast": True}, "autocast is on", {"autocast": False})],
+    "busy": [({"busy": True}, "another thread", {"busy": False})],
+    "captured-by-caller": [({"capturing": True}, "captures a CUDA graph around", {"capturing": False})],
+    "other-arguments": [({"misfit": "mask is new"}, "mask is new", {"misfit": ""})],
+    "disabled": [({"disabled": "the capture failed"}, "the capture failed", {"disabled": ""})],
 }
 EACH = [(name, *case) for name, cases in CASES.items() for case in cases]
 TABLE = strict_toml.load(conditions.FILE)

@@ -1,0 +1,153 @@
+"""The public functions around breakable graphs: what they refuse, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fp4dispatch import graphs
+from fp4dispatch.errors import InnerNotFoundError, InputError
+from fp4dispatch.graphs import enabling
+from fp4dispatch.graphs.finder import Inner, find_inner
+from fp4dispatch.graphs.model import Graphs
+from tests import breakable
+from tests.graph_fake import FakeTape
+
+
+class Mix(nn.Module):
+    """Stands for attention: a token sees those before it."""
+
+    def forward(self, x):
+        return x.cumsum(1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.mix, self.second = nn.Linear(16, 16), Mix(), nn.Linear(16, 16)
+
+    def forward(self, x, angles=None):
+        x = x + self.mix(self.first(x))
+        return x + torch.tanh(self.second(x)) * angles
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.register_buffer("table", torch.randn(64, 16))
+
+    def forward(self, x):
+        angles = self.table[: x.shape[1]].unsqueeze(0)
+        for block in self.blocks:
+            x = block(x, angles=angles)
+        return x
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = Stack(), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def found(model: Own) -> Inner:
+    return find_inner(model, inner="body", layers=[f"blocks.{i}" for i in range(3)], breaks=[Mix])
+
+
+@torch.no_grad()
+def test_any_module_is_captured_with_marked_breaks():
+    model = Own().eval()
+    calls = [torch.randn(1, 8, 16), torch.randn(3, 5, 16), torch.randn(2, 2, 16)]
+    wants = [model(x) for x in calls]
+    spec = enabling.spec_of(found(model), ["angles"], lambda n: model.body(torch.zeros(1, n, 16)))
+    held = Graphs(spec, [4, 8, 16], tapes=FakeTape)
+    held.capture()
+    assert not held.disabled
+    for x, want in zip(calls, wants, strict=True):
+        torch.testing.assert_close(model(x), want)
+    assert breakable.replays(held) == {"4": 1, "8": 1, "16": 1}
+    held.release()
+
+
+@torch.no_grad()
+def test_an_argument_that_changes_and_is_not_declared_stops_the_capture():
+    model = Own().eval()
+    spec = enabling.spec_of(found(model), [], lambda n: model.body(torch.zeros(1, n, 16)))
+    held = Graphs(spec, [4], tapes=FakeTape)
+    held.capture()
+    assert "reads angles, which changes from call to call" in held.disabled
+    assert "per_token" in held.disabled
+
+
+def test_an_example_is_asked_for_where_none_is_known():
+    with pytest.raises(InputError, match=r"does not take inputs_embeds: pass example="):
+        enabling.spec_of(found(Own()))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "says"),
+    [
+        ([], {}, "whole numbers of at least 1"),
+        ([0], {}, "whole numbers of at least 1"),
+        ([4.0], {}, "whole numbers of at least 1"),
+        ([4], {"decode": [True]}, "decode="),
+        ([4], {"verify_replays": -1}, "verify_replays=-1"),
+        ([4], {}, "is on cpu: CUDA graphs need it on a GPU"),
+    ],
+)
+def test_wrong_requests_are_refused_and_change_nothing(tokens, options, says):
+    model = breakable.model()
+    with pytest.raises(InputError, match=says):
+        graphs.enable(model, tokens, **options)
+    assert "forward" not in model.model.__dict__
+
+
+def test_what_is_not_known_is_not_guessed():
+    with pytest.raises(InnerNotFoundError, match="register_finder"):
+        graphs.enable(Own(), [4])
+
+
+def test_a_model_without_graphs_has_none_to_ask():
+    model = breakable.model()
+    graphs.disable(model)  # nothing happens
+    for ask in (lambda: graphs.stats(model), lambda: graphs.can_run(model, 4)):
+        with pytest.raises(InputError, match="has no graphs: call"):
+            ask()
+
+
+@torch.no_grad()
+def test_can_run_says_what_a_call_would_be_told():
+    held = breakable.captured(breakable.model(), [8, 16], tapes=FakeTape)
+    assert held.why_not(8, {}) == ()
+    assert [r.condition for r in held.why_not(17, {"idle_ranks": (1,)})] == ["too-many-tokens", "idle-ranks"]
+    with pytest.raises(InputError, match="'colour' is no fact of a batch"):
+        held.why_not(8, {"colour": 1})
+
+
+def test_hooks_inside_a_layer_are_found_before_a_capture():
+    model = breakable.model()
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    held = Graphs(breakable.spec(model), [8], tapes=FakeTape)
+    held.capture()
+    assert "hooks of mlp would not run at replay" in held.disabled
+
+
+@torch.no_grad()
+def test_a_break_of_another_form_is_refused_at_capture():
+    class Two(Mix):
+        def forward(self, x):
+            return x, x
+
+    model = Own().eval()
+    model.body.blocks[1].mix = Two()
+    spec = enabling.spec_of(
+        find_inner(model, inner="body", breaks=[Mix]), [], lambda n: model.body(torch.zeros(1, n, 16))
+    )
+    held = Graphs(spec, [4], tapes=FakeTape)
+    held.capture()
+    assert "the break Two returns tuple; need one tensor" in held.disabled
