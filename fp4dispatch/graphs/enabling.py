@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,7 +22,20 @@ from fp4dispatch.tune.agreement import Group
 HF_PER_TOKEN = ("position_embeddings",)
 """What captured code of Hugging Face decoders reads beside hidden states."""
 
-_enabled: WeakKeyDictionary[nn.Module, Graphs] = WeakKeyDictionary()
+_ATTRIBUTE = "_fp4dispatch_graphs"
+
+
+class _Held:
+    """The graphs of a model, as its attribute. A copy of the model has none."""
+
+    def __init__(self, graphs: Graphs | None = None) -> None:
+        self.graphs = graphs
+
+    def __deepcopy__(self, _: object) -> _Held:
+        return _Held()
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
 
 
 def enable(
@@ -103,7 +115,7 @@ def enable(
     if type(verify_replays) is not int or verify_replays < 0:
         raise InputError(f"verify_replays={verify_replays!r}: need a whole number of calls, 0 for none")
     found = find_inner(model, inner=inner, layers=layers, breaks=breaks)
-    if model in _enabled:
+    if _held(model) is not None:
         raise InputError(f"{type(model).__name__} has graphs already: call disable(model) first")
     parameter = next(found.module.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -118,8 +130,13 @@ def enable(
         agree=agree,
     )
     graphs.capture()
-    _enabled[model] = graphs
+    model.__dict__[_ATTRIBUTE] = _Held(graphs)
     return graphs
+
+
+def _held(model: nn.Module) -> Graphs | None:
+    held = model.__dict__.get(_ATTRIBUTE)
+    return held.graphs if isinstance(held, _Held) else None
 
 
 def spec_of(
@@ -164,7 +181,8 @@ def _embeddings(inner: nn.Module) -> Callable[[int], object]:
 
 def disable(model: nn.Module) -> None:
     """Undo :func:`enable`: restore the model's forwards and free all graphs. Nothing happens if there are none."""
-    graphs = _enabled.pop(model, None)
+    graphs = _held(model)
+    model.__dict__.pop(_ATTRIBUTE, None)
     if graphs is not None:
         graphs.release()
 
@@ -226,7 +244,7 @@ def stats(model: nn.Module, *, decode: bool = False) -> Stats:
 
 
 def _of(model: nn.Module) -> Graphs:
-    graphs = _enabled.get(model)
+    graphs = _held(model)
     if graphs is None:
         raise InputError(f"{type(model).__name__} has no graphs: call fp4dispatch.graphs.enable(model, tokens=[...])")
     return graphs

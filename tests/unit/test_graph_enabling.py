@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +132,31 @@ def test_can_run_says_what_a_call_would_be_told():
     assert [r.condition for r in held.why_not(17, {"idle_ranks": (1,)})] == ["too-many-tokens", "idle-ranks"]
     with pytest.raises(InputError, match="'colour' is no fact of a batch"):
         held.why_not(8, {"colour": 1})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_with_graphs_runs_its_own_weights(copier):
+    model = breakable.model()
+    x = torch.randint(1, 128, (2, 8))
+    held = breakable.captured(model, [16], tapes=FakeTape)
+    want = model(x, use_cache=False).logits
+    twin = copier(model)
+    for layer in twin.model.layers:
+        layer.mlp.up_proj.weight.mul_(2)
+    assert not torch.allclose(twin(x, use_cache=False).logits, want)
+    assert torch.equal(model(x, use_cache=False).logits, want)
+    assert breakable.replays(held) == {"16": 2}
+
+
+def test_a_model_with_graphs_is_freed_with_its_last_reference():
+    model = breakable.model()
+    held = breakable.captured(model, [16], tapes=FakeTape)
+    model.__dict__[enabling._ATTRIBUTE] = enabling._Held(held)
+    gone = weakref.ref(model)
+    del model, held
+    gc.collect()
+    assert gone() is None
 
 
 def test_hooks_inside_a_layer_are_found_before_a_capture():
