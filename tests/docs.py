@@ -423,6 +423,28 @@ def candidates() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
+def proof() -> str:
+    """Return docs/proof.md with its tables of mutants and of what the proof costs."""
+    from tests.proof import tables
+
+    text = (ROOT / "docs" / "proof.md").read_text()
+    made = (
+        ("small", "mutants", tables.small_kernels),
+        ("machine code", "mutants", tables.machine_code),
+        ("sources", "mutants", tables.sources),
+        ("cost", "proof cost", tables.cost),
+    )
+    for name, kind, table in made:
+        record = records.one(RESULTS, kind)
+        text = fill(text, name, f"{_made_by(record)}\n\n{table(record)}")
+    return text
+
+
+def _made_by(record: dict) -> str:
+    facts = record["facts"]
+    return f"nvcc {facts['nvcc']}, {facts['date']}, commit {facts['commit']}."
+
+
 def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
@@ -456,6 +478,7 @@ def generate() -> dict[Path, str]:
         readme: fill(fill(text, "support", support()), "speed", speed()),
         measured: numbers,
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
+        ROOT / "docs" / "proof.md": proof(),
     }
 
 

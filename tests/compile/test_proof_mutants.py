@@ -1,27 +1,23 @@
 """The proof accepts every shipped kernel and refuses every mutant. docs/proof.md shows the table.
 
 Small mutants are compiled for every target. Faults in shipped kernels are put into a copy of the sources, and, because
-CUTLASS takes a minute to compile, into the machine code of what is built anyway.
+CUTLASS takes a minute to compile, into the machine code of what is built anyway. ``bench/mutants.py`` tries all of
+them and keeps what it found.
 """
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fp4dispatch import jit
-from fp4dispatch.jit.catalog.early_loads import EarlyLoads
-from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import libraries
-from tests.proof import code, listings, shipped, small
+from tests.proof import cases, shipped, small
+from tests.proof.cases import CONTROL, Build, Planted
 
 pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is None, reason="needs nvcc")]
 
-TARGETS = ("90a", "100f", "120f")
-POINTER, MAP = EarlyLoads("UBLKCP", (0, 8), (8, 16)), EarlyLoads("UTMALDG", (0, 128))
 CLASSES = {*small.MUTANTS}
 
 
@@ -31,21 +27,14 @@ def test_there_are_enough_mutants() -> None:
     assert len(CLASSES) >= 12
     assert set(small.MAP_MUTANTS) <= CLASSES
     assert set(shipped.FAULTS) == CLASSES
+    assert {case.kind for case in cases.planted()} == {*CLASSES, CONTROL}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", cases.SMALL_TARGETS)
 def test_small_kernels(target: str, tmp_path: Path) -> None:
-    source = tmp_path / "small.cu"
-    source.write_text(small.source(target))
-    found = code.small(source, target)
-    wrong = []
-    for kernel in found.kernels:
-        kind, name = kernel.name.split("__", 1)
-        refused = found.refused(kernel, MAP if name.startswith("map_") else POINTER)
-        if bool(refused) == (kind == "good"):
-            wrong.append((kernel.name, refused[:2]))
-    assert wrong == []
-    assert len(found.kernels) >= 60 + len(small.GOOD)
+    found = cases.judge_small(target, tmp_path)
+    assert {name: why[:2] for name, why in found.items() if bool(why) == name.startswith("good__")} == {}
+    assert len(found) >= 60 + len(small.GOOD)
 
 
 # ---- faults in the sources of shipped kernels ----
@@ -68,46 +57,22 @@ CONTROLS = (("w4a16_small", "bf16", "120f"), ("w8_gemm_sm90", "bf16_128", "90a")
 
 def planted() -> list[Any]:
     rows = []
-    for family, of in shipped.FAMILIES.items():
-        kinds = (*shipped.FAULTS, *shipped.OWN_FAULTS.get(family, ()))
-        seen = set()
-        for (kernel, variant, target), kind in itertools.product(of.builds, kinds):
-            quick = (family, kind, kernel, target) in QUICK and (kind, kernel) not in seen
-            seen |= {(kind, kernel)} if quick else set()
-            name = f"{family}-{kind}-{kernel}-{variant}-{target}"
-            rows.append(
-                pytest.param(family, kind, kernel, variant, target, id=name, marks=() if quick else pytest.mark.slow)
-            )
+    seen = set()
+    for case in cases.planted():
+        name = (case.family, case.fault, case.build.kernel, case.build.target)
+        quick = case.build in CONTROLS if case.fault == CONTROL else name in QUICK and name not in seen
+        seen |= {name} if quick else set()
+        rows.append(pytest.param(case, id=case.id, marks=() if quick else pytest.mark.slow))
     return rows
 
 
-@pytest.mark.parametrize(("family", "kind", "kernel", "variant", "target"), planted())
-def test_a_fault_in_a_shipped_kernel(
-    family: str, kind: str, kernel: str, variant: str, target: str, tmp_path: Path
-) -> None:
-    job = code.job_of(kernel, variant, target)
-    csrc = shipped.copy_of_sources(tmp_path)
-    if kind in shipped.FAULTS:
-        shipped.plant(csrc, family, kind)
+@pytest.mark.parametrize("case", planted())
+def test_a_fault_in_a_shipped_kernel(case: Planted) -> None:
+    refused = cases.judge_planted(case)
+    if case.fault == CONTROL:
+        assert refused == [[]] * len(refused), "a copy without fault is not accepted"
     else:
-        shipped.plant_own(csrc, family, kind)
-    found = code.shipped(job, csrc, tmp_path)
-    refused = [found.refused(kernel, job.kernel.before_wait) for kernel in found.kernels]
-    assert any(refused), "not one of its kernels was refused"
-
-
-@pytest.mark.parametrize(
-    ("kernel", "variant", "target"),
-    [
-        pytest.param(*build, id="-".join(build), marks=() if build in CONTROLS else pytest.mark.slow)
-        for of in shipped.FAMILIES.values()
-        for build in of.builds
-    ],
-)
-def test_a_copy_without_fault_is_accepted(kernel: str, variant: str, target: str, tmp_path: Path) -> None:
-    job = code.job_of(kernel, variant, target)
-    found = code.shipped(job, shipped.copy_of_sources(tmp_path), tmp_path)
-    assert [found.refused(kernel, job.kernel.before_wait) for kernel in found.kernels] == [[]] * len(found.kernels)
+        assert any(refused), "not one of its kernels was refused"
 
 
 # ---- faults in the machine code of shipped kernels ----
@@ -122,29 +87,13 @@ def everything() -> list[Any]:
         *(("fp8_gemm_sm90", "row_bf16_swap_64x16", "90a"),),
     }
     return [
-        pytest.param(*row, id="-".join(row), marks=() if row in quick else pytest.mark.slow)
-        for kernel in installed().kernels.values()
-        for row in itertools.product((kernel.name,), kernel.variants, kernel.targets)
-        if installed().record(row[2]).gdc
+        pytest.param(build, id=build.id, marks=() if build in quick else pytest.mark.slow) for build in cases.builds()
     ]
 
 
-@pytest.mark.parametrize(("kernel", "variant", "target"), everything())
-def test_shipped_kernels_are_accepted_and_their_mutants_refused(kernel: str, variant: str, target: str) -> None:
-    built = jit.build(kernel, variant, target)
-    assert built.proven
-    assert built.pdl_allowed
-    declared = EarlyLoads.of_request(built.entry.request)
-    found = code.of_library(built.entry.library)
-    for read in found.kernels[:3]:
-        assert found.refused(read, declared) == []
-        for kind, mutant in listings.mutants(read, found.arguments[read.name], declared):
-            assert found.refused(mutant, declared), f"{read.name}: {kind}"
-
-
-def test_the_page_shows_every_class_and_count() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
-    for kind, rows in small.MUTANTS.items():
-        count = len(rows) + len(small.MAP_MUTANTS.get(kind, ()))
-        (row,) = (line for line in text.splitlines() if line.startswith(f"| {kind} | {count} |"))
-        assert [cell.strip() for cell in row.split("|")[4:-1:2]] == [f"{count} of {count}"] * len(TARGETS), row
+@pytest.mark.parametrize("build", everything())
+def test_shipped_kernels_are_accepted_and_their_mutants_refused(build: Build) -> None:
+    found = cases.judge_shipped(build)
+    assert found.accepted
+    assert found.accepted_mutants == []
+    assert {*found.mutants} >= CLASSES - {"pointer"}
