@@ -49,7 +49,7 @@ class GraphReason(Reason):
 
 
 @dataclass(frozen=True)
-class Condition:
+class GraphCondition:
     """One row of ``conditions.toml``. ``when`` names a predicate of :data:`~fp4dispatch.graphs.batch.PREDICATES`."""
 
     name: str
@@ -116,18 +116,18 @@ class Said:
 
 
 @functools.cache
-def conditions() -> tuple[Condition, ...]:
+def conditions() -> tuple[GraphCondition, ...]:
     """Return the packaged conditions, read once, in the file's order."""
     return load(strict_toml.load(FILE, error=SettingsError))
 
 
 @functools.cache
-def by_name() -> dict[str, Condition]:
+def by_name() -> dict[str, GraphCondition]:
     """Return the packaged conditions by name."""
     return {condition.name: condition for condition in conditions()}
 
 
-def load(data: dict[str, Any]) -> tuple[Condition, ...]:
+def load(data: dict[str, Any]) -> tuple[GraphCondition, ...]:
     """Check the parsed file strictly and return it typed.
 
     Raises
@@ -156,7 +156,7 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
-def _condition(row: Any) -> Condition:
+def _condition(row: Any) -> GraphCondition:
     name = row.get("name") if isinstance(row, dict) else None
     where = f"{_WHERE}: condition {name!r}"
     strict_toml.check(where, row, {**dict.fromkeys(_TEXTS, str), "checked": date}, error=SettingsError)
@@ -171,7 +171,7 @@ def _condition(row: Any) -> Condition:
         raise SettingsError(f"{where}: source {row['source']!r} is no https URL")
     for key in ("message", "fix"):
         _check_template(f"{where}: {key}", row[key])
-    return Condition(**{key: row[key] for key in _TEXTS}, checked=row["checked"].isoformat())
+    return GraphCondition(**{key: row[key] for key in _TEXTS}, checked=row["checked"].isoformat())
 
 
 def _check_template(where: str, text: str) -> None:

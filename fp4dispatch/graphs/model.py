@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch.errors import CaptureDeniedError, InputError
+from fp4dispatch.errors import CaptureDeniedError, CaptureError, InputError
 from fp4dispatch.graphs import batch as _batch
 from fp4dispatch.graphs import decode
 from fp4dispatch.graphs.conditions import GraphReason, Said, reasons
@@ -26,6 +27,7 @@ from fp4dispatch.graphs.stats import Stats
 from fp4dispatch.graphs.verify import Verification
 from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
+from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.tune.agreement import Group, Ranks
@@ -87,7 +89,8 @@ class Graphs:
         self.declared: dict[str, Any] = {}
         self._verify, self._checked = verify_replays, Counter[int]()
         self._group, self._agree, self._tapes = group, agree, tapes
-        self._lock = threading.Lock()
+        self._lock, self._runs = ForkSafeLock(), 0
+        """``_runs``: the thread that runs the model in its graphs, 0 if none does."""
         self._call: _Call | None = None
         self._said = Said(name)
         self._lora: list[Any] = [m for m in spec.inner.modules() if hasattr(m, "active_adapters")]
@@ -170,11 +173,17 @@ class Graphs:
         return tuple(found)
 
     def release(self) -> None:
-        """Restore the model, and free all graphs."""
-        with self._lock:
+        """Restore the model, and free all graphs. Waits for a call of another thread that replays them."""
+        if self._runs == threading.get_ident():
+            raise CaptureError("graphs cannot be disabled inside a call that they run: do it after the call")
+        while not self._start():
+            time.sleep(0.001)
+        try:
             while self._undo:
                 self._undo.pop()()
             self._drop("graphs were disabled")
+        finally:
+            self._runs = 0
 
     def _drop(self, why: str) -> None:
         self.disabled = why
@@ -191,7 +200,7 @@ class Graphs:
         """Return the inner module's forward: it decides what the layers' forwards do."""
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            if not self._lock.acquire(blocking=False):
+            if not self._start():
                 self._reject(None, reasons(_batch.Batch(1, (), busy=True)))
                 return self._without(forward, args, kwargs)
             try:
@@ -203,9 +212,17 @@ class Graphs:
                 self._after(call)
                 return found
             finally:
-                self._lock.release()
+                self._runs = 0
 
         return inner
+
+    def _start(self) -> bool:
+        """Take the graphs for this thread; False if a call of this or of another thread has them."""
+        with self._lock:
+            if self._runs:
+                return False
+            self._runs = threading.get_ident()
+            return True
 
     def _without(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run eagerly, also inside a call of this thread."""

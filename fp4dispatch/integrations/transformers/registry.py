@@ -9,6 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from fp4dispatch.errors import CheckpointUnsupportedError, InputError, IntegrationError, PluginError
+from fp4dispatch.machine import installing
 
 SUPPORTED = SpecifierSet(">=5.23,<5.24")
 """Versions of Transformers that were tested. Its interface for quantizers changes between minor versions."""
@@ -30,12 +31,12 @@ def check_version() -> None:
         found = version("transformers")
     except PackageNotFoundError:
         raise IntegrationError(
-            f"transformers is not installed; need transformers{SUPPORTED}: pip install 'fp4dispatch[transformers]'"
+            f"transformers is not installed; need transformers{SUPPORTED}: {installing.of_extras('transformers')}"
         ) from None
     if not SUPPORTED.contains(found, prereleases=True):
         raise IntegrationError(
             f"transformers {found} is installed; this version of fp4dispatch was tested with {SUPPORTED}, and the "
-            "interface for quantizers changes between versions: pip install 'fp4dispatch[transformers]', or load with "
+            f"interface for quantizers changes between versions: {installing.of_extras('transformers')}, or load with "
             "fp4dispatch.load_quantized, which needs no registration"
         )
 
