@@ -144,6 +144,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "graphs":  # a room, imported when it is first used
+        return importlib.import_module(f"{__name__}.graphs")
     try:
         module = _LAZY[name]
     except KeyError:

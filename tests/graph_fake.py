@@ -22,11 +22,12 @@ class Recorded:
     def replay(self):
         assert not self.was_reset, "a segment that was freed is replayed"
         self.replays += 1
-        for op, args, kwargs, outs in self.calls:
-            found = pytree.tree_leaves(op(*args, **kwargs))
-            for out, new in zip(outs, found, strict=True):
-                if isinstance(out, torch.Tensor) and new.data_ptr() != out.data_ptr():
-                    out.copy_(new)
+        with torch.inference_mode():  # a real replay does not care about the mode in which tensors were made
+            for op, args, kwargs, outs in self.calls:
+                found = pytree.tree_leaves(op(*args, **kwargs))
+                for out, new in zip(outs, found, strict=True):
+                    if isinstance(out, torch.Tensor) and new.data_ptr() != out.data_ptr():
+                        out.copy_(new)
 
     def reset(self):
         self.was_reset = True

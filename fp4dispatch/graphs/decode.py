@@ -79,9 +79,10 @@ class DecodeStep:
         began, before = time.perf_counter(), reserved(hidden.device)
         cache = arguments[0][CACHE]
         self.cache, self.addresses = weakref.ref(cache), addresses(cache)
-        self._hidden = hidden.clone()
-        sources: list[tuple[Tensor, Tensor]] = []
-        self._arguments = [{name: _static(value, cache, sources) for name, value in a.items()} for a in arguments]
+        with torch.inference_mode(mode=False):  # replays load them inside and outside of inference mode
+            self._hidden = hidden.clone()
+            sources: list[tuple[Tensor, Tensor]] = []
+            self._arguments = [{name: _static(value, cache, sources) for name, value in a.items()} for a in arguments]
         given = [
             {name: pytree.tree_unflatten(list(a.leaves), a.tree) for name, a in layer.items()}
             for layer in self._arguments

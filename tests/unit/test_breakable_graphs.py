@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import StaticCache
 
 import fp4dispatch
 from fp4dispatch.errors import CaptureError
@@ -65,6 +66,29 @@ def test_left_padded_requests_and_caches_are_those_of_eager():
     assert captures >= 1
     assert replays >= 5
     assert not breakable.rejects(graphs)
+
+
+def test_graphs_of_one_grad_mode_serve_the_other():
+    model = breakable.model()
+    x, cache = ids(2, 8), StaticCache(config=model.config, max_cache_len=16)
+    want = logits(model, x)
+    with torch.inference_mode():
+        graphs = captured(model, decode_batches=[2])
+        logits(model, x)
+    torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
+    model(x, past_key_values=cache, use_cache=True)
+    found = []
+    for mode in (torch.inference_mode, torch.no_grad) * 2:
+        with mode():
+            found.append(model(x[:, :1], past_key_values=cache, use_cache=True).logits.clone())
+    assert breakable.steps(graphs) == (1, 3)
+    eager = StaticCache(config=model.config, max_cache_len=16)
+    with graphs.declare({"decode_verify": True}):
+        model(x, past_key_values=eager, use_cache=True)
+        for step in found:
+            torch.testing.assert_close(
+                model(x[:, :1], past_key_values=eager, use_cache=True).logits, step, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_a_call_that_does_not_fit_runs_eagerly_and_is_counted():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -110,6 +112,12 @@ def test_wrong_requests_are_refused_and_change_nothing(tokens, options, says):
     with pytest.raises(InputError, match=says):
         graphs.enable(model, tokens, **options)
     assert "forward" not in model.model.__dict__
+
+
+def test_the_room_is_there_without_an_import_of_its_own():
+    code = "import fp4dispatch, sys; assert 'fp4dispatch.graphs' not in sys.modules; print(fp4dispatch.graphs.enable)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "function enable" in done.stdout
 
 
 def test_what_is_not_known_is_not_guessed():
