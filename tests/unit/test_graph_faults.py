@@ -1,0 +1,163 @@
+"""What keeps a model out of CUDA graphs: faults on a rank, LoRA, offload, torch.compile. On the CPU, recorded segments."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from fp4dispatch.errors import CaptureDeniedError, CaptureError
+from fp4dispatch.graphs import model as graphs_model
+from fp4dispatch.graphs.model import Graphs
+from tests import breakable
+from tests.graph_fake import FakeTape
+from tests.unit.test_ranks import together
+
+
+@pytest.fixture(autouse=True)
+def without_grad():
+    with torch.no_grad():
+        yield
+
+
+def made(model, **options):
+    held = Graphs(breakable.spec(model), [8, 16], tapes=FakeTape, **options)
+    held.capture()
+    return held
+
+
+def call(model, *shape):
+    return model(torch.ones(*shape, dtype=torch.long), use_cache=False).logits
+
+
+def on_a_rank(fails):
+    def work(rank):
+        torch.set_num_threads(1)
+        model = breakable.model(num_hidden_layers=1)
+        tape = lambda: FakeTape(0 if rank == fails else None)  # noqa: E731
+        held = Graphs(breakable.spec(model), [8], tapes=tape)
+        with torch.no_grad():
+            held.capture()
+            call(model, 1, 8)
+        return held.disabled or f"replays {breakable.replays(held)}"
+
+    return work
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_all_eager():
+    for answer in together(on_a_rank(1)):
+        assert "the capture failed on ranks [1]: RuntimeError: planted" in answer
+
+
+def test_ranks_that_all_capture_all_replay():
+    assert together(on_a_rank(None)) == ["replays {'8': 1}"] * 2
+
+
+class Lora(nn.Module):
+    """A layer with adapters, as peft has them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.active_adapters, self.disable_adapters = base, ["a"], False
+
+    def forward(self, x):
+        return self.base(x)
+
+
+def test_another_adapter_runs_eagerly_until_the_captured_one_is_back():
+    model = breakable.model()
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = Lora(mlp.up_proj)
+    held = made(model)
+    call(model, 1, 8)
+    mlp.up_proj.active_adapters = ["b"]
+    call(model, 1, 8)
+    mlp.up_proj.disable_adapters = True
+    call(model, 1, 8)
+    assert breakable.rejects(held) == {"lora-swap": 2}
+    mlp.up_proj.active_adapters, mlp.up_proj.disable_adapters = ["a"], False
+    call(model, 1, 8)
+    assert breakable.replays(held) == {"8": 2}
+
+
+def test_a_layer_that_is_wrapped_after_the_capture_ends_the_graphs():
+    model = breakable.model()
+    held = made(model)
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = Lora(mlp.up_proj)
+    call(model, 1, 8)
+    assert held.disabled == "up_proj moved or was replaced after the capture"
+
+
+def test_weights_elsewhere_and_compiled_modules_are_not_captured():
+    model = breakable.model()
+    norm = model.model.layers[0].input_layernorm
+    norm.weight = nn.Parameter(norm.weight.to("meta"), requires_grad=False)
+    assert "weights on the CPU, or moved by a hook: input_layernorm.weight" in made(model).disabled
+    model = breakable.model()
+    model.model.layers[0].mlp.compile()
+    assert "wrapped by torch.compile" in made(model).disabled
+
+
+def test_a_named_backend_that_must_not_be_captured_is_the_reason(monkeypatch):
+    def denied(*_):
+        raise CaptureDeniedError("cudnn must not be captured")
+
+    monkeypatch.setattr(graphs_model.CapturedLayers, "capture", denied)
+    held = made(breakable.model())
+    assert held.vetoes == ("cudnn must not be captured",)
+    assert [r.condition for r in held.why_not(8, {})] == ["backend-veto", "disabled"]
+
+
+def test_a_second_thread_runs_eagerly_and_right():
+    model = breakable.model()
+    x = torch.ones(1, 8, dtype=torch.long)
+    want = model(x, use_cache=False).logits
+    held = made(model)
+    inside, go, answers = threading.Event(), threading.Event(), []
+    norm = model.model.norm.forward
+
+    def waits(hidden):
+        if threading.current_thread() is first:
+            inside.set()
+            assert go.wait(20)
+        return norm(hidden)
+
+    model.model.norm.forward = waits
+
+    def run():
+        with torch.no_grad():
+            answers.append(model(x, use_cache=False).logits)
+
+    first = threading.Thread(target=run)
+    first.start()
+    assert inside.wait(20)
+    second = threading.Thread(target=run)
+    second.start()
+    second.join(20)
+    go.set()
+    first.join(20)
+    for answer in answers:
+        torch.testing.assert_close(answer, want, rtol=1e-4, atol=1e-5)
+    assert len(answers) == 2
+    assert breakable.rejects(held) == {"busy": 1}
+    assert breakable.replays(held) == {"8": 1}
+
+
+def test_graphs_cannot_be_freed_inside_a_call_that_they_run():
+    model = breakable.model()
+    held = made(model)
+    norm = model.model.norm.forward
+
+    def frees(hidden):
+        held.release()
+        return norm(hidden)
+
+    model.model.norm.forward = frees
+    with pytest.raises(CaptureError, match="inside a call that they run"):
+        call(model, 1, 8)
+    del model.model.norm.forward
+    call(model, 1, 8)
+    held.release()
