@@ -1,4 +1,4 @@
-"""What keeps a model out of CUDA graphs: faults on a rank, LoRA, offload, torch.compile. On the CPU, recorded segments."""
+"""What keeps a model out of CUDA graphs: faults on a rank, LoRA, offload, torch.compile, threads."""
 
 from __future__ import annotations
 
