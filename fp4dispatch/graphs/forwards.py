@@ -19,6 +19,7 @@ class Replaced:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module, self._forward = module, forward
+        self.__wrapped__ = module.forward  # inspect.signature shows what callers know
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replacement."""

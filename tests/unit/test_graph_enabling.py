@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import subprocess
 import sys
@@ -155,6 +156,14 @@ def test_a_copy_of_a_model_with_graphs_runs_its_own_weights(copier):
     assert not torch.allclose(twin(x, use_cache=False).logits, want)
     assert torch.equal(model(x, use_cache=False).logits, want)
     assert breakable.replays(held) == {"16": 2}
+
+
+def test_the_signature_of_a_captured_module_stays():
+    model = breakable.model()
+    before = inspect.signature(model.model.forward)
+    held = breakable.captured(model, [16], tapes=FakeTape)
+    assert inspect.signature(model.model.forward) == before
+    held.release()
 
 
 def test_a_model_with_graphs_is_freed_with_its_last_reference():
