@@ -75,6 +75,24 @@ def ran(rows: list[tuple[str, str, str]], device: str) -> list[dict[str, Any]]:
     ]
 
 
+def joined(before: dict[str, Any] | None, result: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what two runs of one commit, card and set of versions found; of a file that ran twice, the later run's."""
+    if before is None:
+        return result
+    if before["facts"] != facts:
+        raise SystemExit(f"--add: the record there is of {before['facts']}, needs {facts}")
+    again = set(result["tests"])
+    old = {key: [row for row in before[key] if row.split("::")[0] not in again] for key in ("failed", "skipped")}
+    rows = {(row["backend"], row["scaling"]): row for row in [*before["ran"], *result["ran"]]}
+    return {
+        "tests": dict(sorted((before["tests"] | result["tests"]).items())),
+        "failed": old["failed"] + result["failed"],
+        "skipped": old["skipped"] + result["skipped"],
+        "ran": [rows[key] for key in sorted(rows)],
+        "ended_by_limit": before["ended_by_limit"] or result["ended_by_limit"],
+    }
+
+
 def run_demo(fmt: str) -> dict[str, Any]:
     """Run the demo and return what it found, less the long parts."""
     command = [sys.executable, "-m", "fp4dispatch", "demo", "--json", "--format", fmt]
@@ -94,6 +112,7 @@ def main() -> int:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the two records")
     parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
+    parser.add_argument("--add", action="store_true", help="join the record of the same commit and card in --out")
     parser.add_argument("--workers", type=int, default=1, help="processes for the tests that share the card")
     parser.add_argument(
         "--limit-s", type=float, default=86400.0, help="seconds after which no test goes on; the demo comes first"
@@ -120,6 +139,9 @@ def main() -> int:
     result["skipped"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "skipped"]
     result["ran"] = ran(rows, facts["device"])
     result["ended_by_limit"] = INTERRUPTED in (code, other_code)
+    path = arguments.out / records.name({"kind": "gpu tests", "facts": facts})
+    if arguments.add:
+        result = joined(records.read(path) if path.exists() else None, result, facts)
     records.write(arguments.out, "gpu tests", facts, result)
     if demos:
         records.write(arguments.out, "demo", facts, {"demo": demos})

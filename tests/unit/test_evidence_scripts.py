@@ -289,3 +289,33 @@ def test_outcomes_are_kept_and_a_limit_keeps_those_of_what_has_run(tmp_path, sec
     assert {file for file, _, _ in rows} == {"test_some"}
     assert (len(rows) == 4 and rows[3][2] == "passed") == whole
     assert evidence.run_tests(["-k", "passes", str(path)]) == ([("test_some", "test_passes", "passed")], 0)
+
+
+def test_a_second_run_joins_the_record_of_the_first():
+    facts = {"commit": "abc", "device": "NVIDIA H200"}
+    ran = {"backend": "w4", "op": "nvfp4_gemm", "scaling": "nvfp4", "device": "NVIDIA H200", "cases": 3}
+    first = {
+        "facts": facts,
+        "tests": {"test_a": {"failed": 1}, "test_b": {"failed": 1, "skipped": 1}},
+        "failed": ["test_a::test_x", "test_b::test_y"],
+        "skipped": ["test_b::test_z"],
+        "ran": [ran],
+        "ended_by_limit": False,
+    }
+    second = {
+        "tests": {"test_b": {"passed": 2}, "test_c": {"skipped": 1}},
+        "failed": [],
+        "skipped": ["test_c::test_w"],
+        "ran": [ran | {"cases": 5}],
+        "ended_by_limit": True,
+    }
+    assert evidence.joined(None, second, facts) == second
+    assert evidence.joined(first, second, facts) == {
+        "tests": {"test_a": {"failed": 1}, "test_b": {"passed": 2}, "test_c": {"skipped": 1}},
+        "failed": ["test_a::test_x"],
+        "skipped": ["test_c::test_w"],
+        "ran": [ran | {"cases": 5}],
+        "ended_by_limit": True,
+    }
+    with pytest.raises(SystemExit, match="needs"):
+        evidence.joined(first, second, facts | {"commit": "def"})
