@@ -160,7 +160,10 @@ def test_no_plan_costs_memory_per_call():
 
 @pytest.mark.parametrize("fenced", [True, False])
 def test_a_launch_behind_a_late_writer_reads_what_it_wrote(fenced, monkeypatch):
-    """The writer releases its dependents at once. Without the fence, cuDNN's kernel for M=320 reads too early."""
+    """The writer releases its dependents at once. Without the fence, cuDNN's kernel for M=320 reads too early.
+
+    The writer waits for 2 ms: the launch must come before it writes, on a busy host too.
+    """
     case = case_of("tensor", 320, n=512, k=8192)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the control is known for sm_90")
@@ -182,7 +185,7 @@ def test_a_launch_behind_a_late_writer_reads_what_it_wrote(fenced, monkeypatch):
     for _ in range(20):
         arena.fill_(0x11)
         torch.cuda.synchronize()
-        chain.produce(source, arena, 200_000, False)
+        chain.produce(source, arena, 4_000_000, False)
         backend.run(plan, prepared, activation, out)
         torch.cuda.synchronize()
         wrong += not torch.equal(out, want)

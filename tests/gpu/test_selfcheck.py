@@ -154,8 +154,9 @@ def test_fp8_is_among_them():
 
 
 class _Planted(Backend):
-    """The reference with a fault on the device."""
+    """The reference with a fault on the device, which ``auto`` may choose."""
 
+    auto = True
     activations = registry.instance("reference").activations
 
     def __init__(self, name, spoil):

@@ -13,6 +13,7 @@ from torch import nn
 from fp4dispatch import jit, refresh, warmup
 from fp4dispatch.backends.own.pdl_trial import launch_operands
 from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Sizes
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN
@@ -132,6 +133,8 @@ def test_control_pdl_straight_behind_a_late_writer_multiplies_old_weights(kernel
         return tensor
 
     operands = {name: filled(name) for name in entry.arguments if name in ROLES}
+    if "shape" in entry.arguments:
+        operands["shape"] = launch_shape(entry.tile, *sizes[:3], gpu_of(torch.device("cuda", 0))[1])
     (weights, out), old = (operands[entry.early[0]], operands["out"]), filled(entry.early[0])
     function, new = getattr(jit.load(kernel, variant.id, SM90).module, entry.function), weights.clone()
 

@@ -13,6 +13,7 @@ from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
+from fp4dispatch.policy.capability import offered
 from fp4dispatch.problem import Problem
 from fp4dispatch.trust import quarantine
 from fp4dispatch.tune import tuning
@@ -40,7 +41,7 @@ def apart(tmp_path, monkeypatch):
 
 def candidates(scaling="row"):
     decision = explain("fp8_gemm", 16, N, K, scaling=scaling)
-    return [v.backend for v in decision.verdicts if v.accepted and getattr(registry.backends()[v.backend], "auto", 0)]
+    return [v.backend for v in decision.verdicts if v.accepted and offered(v.backend, registry.backends()[v.backend])]
 
 
 def need_two():
