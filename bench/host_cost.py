@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from fp4dispatch import formats
 from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.check import QUANTISED_TILE_ERROR, worst_tile
 from fp4dispatch.benchmark.methods.base import Card
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.trust.tilecheck import worst_tile
 from fp4dispatch.tune.timing import Sample, WallEngine, take_turns
 
 BASELINE = "nn.Linear"
@@ -50,8 +50,6 @@ PEERS = {
     "slow": ("flashinfer.bmm_fp8 (cublas)", "flashinfer.fp8_blockscale_gemm_sm90"),
 }
 """FlashInfer's functions by what ``--peers`` asks for."""
-TILE_ERROR = {"fp8": 0.08, "nvfp4": 0.25}
-"""Largest relative error of a 128x128 tile, by the format of the weights: what quantising random numbers costs."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def layer_methods(linear: nn.Linear, x: Tensor) -> tuple[dict[str, Method], dict
                 lacks[label] = f"{type(raised).__name__}: {str(raised).splitlines()[0]}"
                 continue
             coarser = "nvfp4" if kind == "FP4Linear" else "fp8"
-            if error > TILE_ERROR[coarser]:
+            if error > QUANTISED_TILE_ERROR[coarser]:
                 lacks[label] = f"WRONG: a tile is off by {error:.3f}"
                 continue
             found[label] = Method(_of(layer, x), f"{route.backend} ({route.activation})", name is None, error)
@@ -145,7 +143,7 @@ def flashinfer_methods(linear: nn.Linear, x: Tensor, peers: str) -> tuple[dict[s
         except Exception as error_:  # another's package may fail in any way
             lacks[name] = f"{type(error_).__name__}: {str(error_).splitlines()[0] if str(error_) else ''}"
             continue
-        if error > TILE_ERROR["fp8"]:
+        if error > QUANTISED_TILE_ERROR["fp8"]:
             lacks[name] = f"WRONG: a tile is off by {error:.3f}"
         else:
             found[name] = Method(call, FLASHINFER, error=error)

@@ -98,6 +98,18 @@ def race() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
+def soak() -> str:
+    """Return what many launches of layers of random sizes found."""
+    lines = ["| GPU | commit | seed | format | layers and inputs | eager | in graphs | other bits | wrong |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for result in kept("soak"):
+        for row in result["soak"]:
+            cells = [result["facts"]["device"], result["facts"]["commit"], result["seed"], row["format"], row["cases"]]
+            cells += [f"{row['eager']:,}", f"{row['graph']:,}", row["wrong"], row["first_wrong"]]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def sanitizer() -> str:
     """Return what compute-sanitizer found in the kernel tests."""
     lines = ["| GPU | commit | tool | sees a planted fault | tests run | found |", "|---|---|---|---|---|---|"]
@@ -455,6 +467,7 @@ def generate() -> dict[Path, str]:
     numbers = measured.read_text()
     for name, make in (
         ("race", race),
+        ("soak", soak),
         ("sanitizer", sanitizer),
         ("cold jit", cold_jit),
         ("cold model", cold_model),

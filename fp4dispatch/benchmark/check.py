@@ -9,7 +9,10 @@ from torch import Tensor
 
 from fp4dispatch.trust.tilecheck import ROWS_AT_A_TIME, Worst, worst_tile
 
-__all__ = ["Worst", "relative_error", "worst_tile"]
+__all__ = ["QUANTISED_TILE_ERROR", "Worst", "relative_error", "worst_tile"]
+
+QUANTISED_TILE_ERROR = {"fp8": 0.08, "nvfp4": 0.25}
+"""Largest relative error of a 128x128 tile, by the format of the weights: what quantising random numbers costs."""
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

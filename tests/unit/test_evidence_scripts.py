@@ -1,4 +1,4 @@
-"""bench/host_cost.py, candidates.py and evidence.py on a CPU: what they measure, refuse and print."""
+"""bench/host_cost.py, candidates.py, evidence.py and soak.py on a CPU: what they measure, refuse and print."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from bench import candidates, evidence, host_cost
+from bench import candidates, evidence, host_cost, soak
 from fp4dispatch.backends import registry
 from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.dispatch import tuned
 from fp4dispatch.problem import Problem
 from fp4dispatch.run import ops
@@ -319,3 +321,48 @@ def test_a_second_run_joins_the_record_of_the_first():
     }
     with pytest.raises(SystemExit, match="needs"):
         evidence.joined(first, second, facts | {"commit": "def"})
+
+
+# ---------------------------------------------------------------------------------------------------------------- soak
+
+
+def run_soak(folder, monkeypatch, **forms):
+    monkeypatch.setattr(soak, "LAYERS", 1)
+    monkeypatch.setattr(soak, "FORMATS", soak.FORMATS | forms)
+    arguments = ["soak", "--commit", "abc", "--device", "cpu", "--json", str(folder), "--launches", "20"]
+    arguments += ["--formats", "nvfp4", "fp8_row"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--largest", "256", "--tokens", "9", "--seed", "1"])
+    code = soak.main()
+    (path,) = folder.glob("*.json")
+    return code, records.read(path)["soak"]
+
+
+def test_a_soak_counts_launches_and_finds_nothing_in_the_reference(tmp_path, monkeypatch):
+    code, rows = run_soak(tmp_path, monkeypatch)
+    assert code == 0
+    assert [(row["format"], row["eager"], row["cases"], row["wrong"], row["first_wrong"]) for row in rows] == [
+        ("nvfp4", 20, 6, 0, 0),
+        ("fp8_row", 20, 6, 0, 0),
+    ]
+
+
+class Spoiled(nn.Module):
+    """A layer that is wrong from its third call on, or always."""
+
+    def __init__(self, linear, good_calls):
+        super().__init__()
+        self.linear, self.left = linear, good_calls
+
+    def forward(self, x):
+        self.left -= 1
+        out = self.linear(x)
+        return out if self.left >= 0 else out.clone().index_fill_(1, torch.tensor([3]), 1.0)
+
+
+@pytest.mark.parametrize(("good_calls", "key"), [(10, "wrong"), (0, "first_wrong")])
+def test_a_soak_finds_what_is_planted(good_calls, key, tmp_path, monkeypatch, capsys):
+    code, rows = run_soak(tmp_path, monkeypatch, nvfp4=lambda linear: Spoiled(linear, good_calls))
+    assert code == 1
+    assert rows[0][key] > 0
+    assert rows[1]["wrong"] == rows[1]["first_wrong"] == 0
+    assert "nvfp4 N=" in capsys.readouterr().out

@@ -32,6 +32,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "proof cost": ("rows",),
     "race": ("ours", "control", "trials"),
     "sanitizer": ("controls", "sanitizer"),
+    "soak": ("seed", "soak"),
     "sm90 kernels": ("method", "gemm", "quantise"),
     "sweep": ("about", "method", "problems"),
     "two gpus": ("two_gpus",),
