@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fp4dispatch.errors import InputError
 
 MAX_PADDING = 2
 """A batch is padded to at most this many times its tokens."""
@@ -117,3 +120,30 @@ PREDICATES: dict[str, Predicate] = {
     "is_disabled": lambda batch: bool(batch.disabled),
 }
 """By name, what ``when`` of a condition in ``conditions.toml`` means."""
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Refuse a fact that is not of a batch.
+
+    Raises
+    ------
+    InputError
+        With the names that are known.
+    """
+    known = {field.name for field in fields(Batch)}
+    if unknown := sorted(facts.keys() - known):
+        raise InputError(f"{unknown[0]!r} is no fact of a batch; known: {', '.join(sorted(known))}")
+
+
+def check_tokens(name: str, values: Iterable[int]) -> list[int]:
+    """Return numbers of tokens or sequences, sorted.
+
+    Raises
+    ------
+    InputError
+        If there is none, or one is not a whole number of at least 1.
+    """
+    found = list(values) if isinstance(values, Iterable) else [values]
+    if not found or any(type(m) is not int or m < 1 for m in found):
+        raise InputError(f"{name}={values!r:.80}: need whole numbers of at least 1")
+    return sorted(set(found))
