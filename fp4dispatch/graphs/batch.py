@@ -23,6 +23,9 @@ class Batch:
         Tokens of the call, over all requests.
     buckets
         Captured numbers of tokens, ascending. Empty: nothing is captured.
+    pays_from
+        For each bucket, the smallest number of tokens whose replay is not slower than an eager call, as measured;
+        larger than the bucket if there is none. Empty: not measured.
     training
         Whether the model is in training mode.
     grad_enabled
@@ -64,6 +67,7 @@ class Batch:
 
     num_tokens: int
     buckets: tuple[int, ...]
+    pays_from: tuple[int, ...] = ()
     training: bool = False
     grad_enabled: bool = False
     decode_verify: bool = False
@@ -95,6 +99,19 @@ class Batch:
         index = bisect_left(self.buckets, self.num_tokens)
         return self.buckets[index] if index < len(self.buckets) else None
 
+    @property
+    def threshold(self) -> int:
+        """Smallest number of tokens for which the bucket of this call pays; 0 if that is not known."""
+        index = bisect_left(self.buckets, self.num_tokens)
+        return self.pays_from[index] if index < len(self.pays_from) else 0
+
+    @property
+    def pays(self) -> str:
+        """The threshold in words."""
+        if self.bucket is None or self.threshold <= self.bucket:
+            return f"from {self.threshold} tokens on"
+        return "for no number of tokens"
+
 
 Predicate = Callable[[Batch], bool]
 
@@ -104,6 +121,7 @@ PREDICATES: dict[str, Predicate] = {
     "inputs_moved": lambda batch: bool(batch.moved_inputs),
     "over_largest_bucket": lambda batch: bool(batch.buckets) and batch.num_tokens > batch.largest_bucket,
     "padded_too_much": lambda batch: batch.bucket is not None and batch.bucket > MAX_PADDING * batch.num_tokens,
+    "eager_is_faster": lambda batch: batch.bucket is not None and batch.num_tokens < batch.threshold,
     "wants_input_logits": lambda batch: batch.input_logits,
     "has_extra_inputs": lambda batch: bool(batch.extra_inputs),
     "offloads_weights": lambda batch: bool(batch.offloaded),

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fp4dispatch.errors import CaptureDeniedError, CaptureError, InputError
 from fp4dispatch.graphs import batch as _batch
-from fp4dispatch.graphs import decode, fitness
+from fp4dispatch.graphs import decode, fitness, measuring
 from fp4dispatch.graphs.conditions import GraphReason, Said, reasons
 from fp4dispatch.graphs.decode import DecodeStep
-from fp4dispatch.graphs.forwards import replace_forward
+from fp4dispatch.graphs.forwards import replace_forward, replaced_forward
 from fp4dispatch.graphs.hf_attention import CACHE, VARLEN
 from fp4dispatch.graphs.layers import Bucket, CapturedLayers, Spec
 from fp4dispatch.graphs.program import Batch
@@ -73,6 +73,7 @@ class Graphs:
         verify_replays: int = 0,
         group: Group = None,
         agree: bool = True,
+        clock: measuring.Clock | None = None,
         tapes: Callable[[], Any] | None = None,
     ) -> None:
         self.spec = spec
@@ -88,6 +89,11 @@ class Graphs:
         self.declared: dict[str, Any] = {}
         self._verify, self._checked = verify_replays, Counter[int]()
         self._group, self._agree, self._tapes = group, agree, tapes
+        self._clock = clock
+        self.measured: dict[int, measuring.Measured] = {}
+        """By bucket, what was measured of it; empty without a clock."""
+        self.measure_seconds = 0.0
+        """Time that this took."""
         self._lock, self._runs = ForkSafeLock(), 0
         """``_runs``: the thread that runs the model in its graphs, 0 if none does."""
         self._call: _Call | None = None
@@ -102,7 +108,8 @@ class Graphs:
     def capture(self) -> None:
         """Capture all buckets, and replace the forwards of the model. On a failure the model stays eager: a WARNING.
 
-        All ranks of the group agree: if the capture fails on one, none replays.
+        All ranks of the group agree: if the capture fails on one, none replays. With a clock, the buckets are measured
+        then, and calls that eager runs faster stay eager.
         """
         ranks = Ranks(self._group, alone=not self._agree)
         layers = CapturedLayers(self.spec, self.rows, self._tapes and self._tapes())
@@ -131,7 +138,40 @@ class Graphs:
         self.layers, self._watch = layers, Watch(self.spec.layers)
         for index, layer in enumerate(self.spec.layers):
             self._undo.append(replace_forward(layer, self._layer(index, layers.forwards[index])))
-        self._undo.append(replace_forward(self.spec.inner, self._inner(self.spec.inner.forward)))  # may be a layer too
+        own = self.spec.inner.forward
+        self._undo.append(replace_forward(self.spec.inner, self._inner(own)))  # may be a layer too
+        if self._clock is not None:
+            self._measure(self._clock, own, ranks)
+
+    def _measure(self, clock: measuring.Clock, own: Callable[..., Any], ranks: Ranks) -> None:
+        """Find from how many tokens on each bucket pays. ``own``: the inner module's forward without graphs."""
+        assert self.layers is not None
+        began, stats, verify = time.perf_counter(), self.stats, self._verify
+        self.stats, self._verify = Stats(), 0  # these calls are none of the user's
+
+        def eager(tokens: int) -> None:
+            with replaced_forward(self.spec.inner, own):
+                self.spec.example(tokens)
+
+        def replay(tokens: int) -> None:
+            before = self.stats.as_dict()["replays"]
+            self.spec.example(tokens)
+            if self.stats.as_dict()["replays"] == before:
+                raise CaptureError(f"it ran eagerly: {self.disabled or self.stats.as_dict()['reasons']}")
+
+        try:
+            with torch.no_grad():
+                self.measured = measuring.measure(sorted(self.layers.buckets), eager, replay, clock, ranks)
+        except CaptureError as error:  # the graphs are right; only their speed is not known
+            _log.warning("%s uses all its CUDA graphs, unmeasured: %s", type(self.spec.inner).__name__, error)
+        finally:
+            self.stats, self._verify = stats, verify
+            if self.layers is not None and self.layers.device.type == "cuda":
+                torch.cuda.empty_cache()  # activations of the eager calls
+        for rows, measured in self.measured.items():
+            self.layers.buckets[rows].pays_from = measured.pays_from
+            stats.measured(rows, measured.pays_from)
+        self.measure_seconds = time.perf_counter() - began
 
     def release(self) -> None:
         """Restore the model, and free all graphs. Waits for a call of another thread that replays them."""
@@ -236,8 +276,7 @@ class Graphs:
                 call.step, call.hidden = known, hidden
                 self.decode_stats.replayed(batch.sequences)
                 return
-        buckets = () if self.layers is None else tuple(sorted(self.layers.buckets))
-        facts = _batch.Batch(batch.tokens, buckets, **call.facts)
+        facts = _batch.Batch(batch.tokens, *self._captured(), **call.facts)
         bucket = None if self.layers is None or facts.bucket is None else self.layers.buckets[facts.bucket]
         if args or batch.tokens == 0:
             facts = replace(facts, misfit="no tokens" if batch.tokens == 0 else "arguments without a name")
@@ -285,12 +324,17 @@ class Graphs:
             **self.declared,
         }
 
+    def _captured(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the buckets, ascending, and from how many tokens on each pays."""
+        held = {} if self.layers is None else self.layers.buckets
+        buckets = tuple(sorted(held))
+        return buckets, tuple(held[rows].pays_from for rows in buckets)
+
     def why_not(self, num_tokens: int, facts: Mapping[str, Any]) -> tuple[GraphReason, ...]:
         """Return the reasons why a call of so many tokens would run eagerly now."""
         _batch.check_facts(facts)
-        buckets = () if self.layers is None else tuple(sorted(self.layers.buckets))
         now = {name: value for name, value in self._facts({}).items() if name not in ("training", "grad_enabled")}
-        return reasons(_batch.Batch(num_tokens, buckets, **(now | dict(facts))))
+        return reasons(_batch.Batch(num_tokens, *self._captured(), **(now | dict(facts))))
 
     @contextmanager
     def declare(self, facts: Mapping[str, Any]) -> Iterator[None]:
