@@ -3,8 +3,9 @@
     python bench/breakable.py --json bench/results --commit HASH
 
 Models have the layer sizes of Llama-3.1-8B and Qwen3-8B and random weights. A prefill is a batch of requests of one
-length, without a cache; its logits are compared with those of the model without graphs before any time counts. Decode
-steps use a static cache, and the state of a step does not depend on the previous token.
+length, without a cache; its logits are compared with those of the model without graphs before any time counts. Calls
+that eager runs faster stay eager, as `enable` has measured: they are counted apart from other rejects. Decode steps use
+a static cache, and the state of a step does not depend on the previous token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,9 +73,24 @@ def eagerly(graphs: Graphs, work: Callable[[], Any]) -> Any:
         return work()
 
 
+class Wanted:
+    """Runs work in graphs, and counts by reason its calls that ran eagerly all the same."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        self._graphs, self.rejects = graphs, Counter[str]()
+
+    def __call__(self, work: Callable[[], Any]) -> Any:
+        """Return what the work returns."""
+        before = Counter(self._graphs.stats.as_dict()["reasons"])
+        found = work()
+        self.rejects += Counter(self._graphs.stats.as_dict()["reasons"]) - before
+        return found
+
+
 def measure(model: nn.Module, graphs: Graphs, vocabulary: int, tokens: tuple[int, ...]) -> dict[str, Any]:
     """Compare and time every prefill and every decode step."""
     rows = []
+    wanted = Wanted(graphs)
     for requests, length in prefills(tokens):
         ids = torch.randint(vocabulary, (requests, length), device="cuda")
 
@@ -81,14 +98,15 @@ def measure(model: nn.Module, graphs: Graphs, vocabulary: int, tokens: tuple[int
             return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
 
         want = eagerly(graphs, call).clone()
-        error = relative_error(call(), want)
+        error = relative_error(wanted(call), want)
         rows.append(
             {
                 "requests": requests,
                 "tokens": requests * length,
                 "error": error,
                 "eager_ms": eagerly(graphs, lambda call=call: milliseconds(call)),
-                "graph_ms": milliseconds(call),
+                "graph_ms": wanted(lambda call=call: milliseconds(call)),
+                "runs_eagerly": [r.condition for r in graphs.why_not(requests * length, {})],
             }
         )
     steps = []
@@ -105,16 +123,16 @@ def measure(model: nn.Module, graphs: Graphs, vocabulary: int, tokens: tuple[int
             return found
 
         want = eagerly(graphs, run)
-        error = decoder.difference(run(), want)
+        error = decoder.difference(wanted(run), want)
         steps.append(
             {
                 "batch": batch,
                 "error": error,
                 "eager_ms": eagerly(graphs, lambda held=held: milliseconds(held.step)),
-                "graph_ms": milliseconds(held.step),
+                "graph_ms": wanted(lambda held=held: milliseconds(held.step)),
             }
         )
-    return {"prefill": rows, "decode": steps}
+    return {"prefill": rows, "decode": steps, "rejects": dict(wanted.rejects)}
 
 
 def compiled(model: nn.Module, vocabulary: int, tokens: int) -> list[dict[str, Any]]:
@@ -158,16 +176,17 @@ def run(name: str, fmt: str, arguments: argparse.Namespace) -> dict[str, Any]:
     built = time.perf_counter() - began
     held = torch.cuda.memory_reserved()
     start = time.perf_counter()
-    graphs = breakable_graphs.enable(model, arguments.tokens, decode=DECODE)
+    graphs = breakable_graphs.enable(model, arguments.tokens, decode=DECODE, measure=not arguments.no_measure)
     took = time.perf_counter() - start
     if graphs.layers is None:
         raise SystemExit(f"{name} {fmt}: {graphs.disabled}")
     buckets = [
-        {"tokens": rows, "capture_s": bucket.seconds, "bytes": bucket.nbytes}
+        {"tokens": rows, "capture_s": bucket.seconds, "bytes": bucket.nbytes, "pays_from": bucket.pays_from}
         for rows, bucket in sorted(graphs.layers.buckets.items())
     ]
     extra = torch.cuda.memory_reserved() - held
-    result = {"model": name, "format": fmt, "backends": backends, "build_s": built, "capture_s": took}
+    result = {"model": name, "format": fmt, "backends": backends, "build_s": built}
+    result |= {"capture_s": took - graphs.measure_seconds, "measure_s": graphs.measure_seconds}
     result |= {"buckets": buckets, "extra_bytes": extra, "bridge_bytes": graphs.layers.bridges.nbytes()}
     result |= measure(model, graphs, sizes["vocab_size"], tuple(arguments.tokens))
     result["segments"], result["steps"] = graphs.stats.as_dict(), graphs.decode_stats.as_dict()
@@ -183,11 +202,17 @@ def table(results: list[dict[str, Any]]) -> str:
     for each in results:
         ran, mb = each["segments"], 1 / 2**20
         lines.append(
-            f"{each['model']} {each['format']}: capture {each['capture_s']:.1f} s, extra "
+            f"{each['model']} {each['format']}: capture {each['capture_s']:.1f} s, measuring "
+            f"{each['measure_s']:.1f} s, extra "
             f"{each['extra_bytes'] * mb:.0f} MB, of it bridges {each['bridge_bytes'] * mb:.0f} MB; "
-            f"{ran['replays']} replays, {ran['rejects']} rejects {ran['reasons']}"
+            f"{ran['replays']} replays, {ran['rejects']} rejects {ran['reasons']}, of calls that should run in graphs "
+            f"{each['rejects'] or 0}"
         )
-        lines += [f"  bucket {b['tokens']}: {b['capture_s']:.2f} s, {b['bytes'] * mb:.0f} MB" for b in each["buckets"]]
+        for b in each["buckets"]:
+            lines.append(
+                f"  bucket {b['tokens']}: {b['capture_s']:.2f} s, {b['bytes'] * mb:.0f} MB, "
+                f"pays from {b['pays_from']} tokens on"
+            )
         for row in each["prefill"]:
             lines.append(f"  prefill {row['requests']:>2} requests {row['tokens']:>5} tokens: {_speed(row)}")
         lines += [f"  decode {row['batch']:>3}: {_speed(row)}" for row in each["decode"]]
@@ -198,7 +223,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def _speed(row: dict[str, Any]) -> str:
     ratio = row["eager_ms"] / row["graph_ms"]
-    return f"{row['eager_ms']:8.2f} -> {row['graph_ms']:8.2f} ms, {ratio:.2f}x, error {row['error']:.1e}"
+    eagerly = f", runs eagerly: {', '.join(row['runs_eagerly'])}" if row.get("runs_eagerly") else ""
+    return f"{row['eager_ms']:8.2f} -> {row['graph_ms']:8.2f} ms, {ratio:.2f}x, error {row['error']:.1e}{eagerly}"
 
 
 def main() -> int:
@@ -210,6 +236,9 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--layers", type=int, help="fewer layers, to try the script")
+    parser.add_argument(
+        "--no-measure", action="store_true", help="replay all calls that fit, also where eager is faster"
+    )
     parser.add_argument("--compile", nargs="*", default=[], help="formats for which torch.compile is measured too")
     arguments = parser.parse_args()
     facts = machine.facts(machine.card("cuda"), arguments.commit)

@@ -312,16 +312,17 @@ def breakable() -> str:
     parts = []
     for result in kept("breakable graphs"):
         lines = [
-            "| model, format | capture s | extra MB | of it bridges | replays | rejects |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| model, format | capture s | extra MB | of it bridges | replays | rejects | eager is faster |",
+            "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for each in result["models"]:
             cells = [each["capture_s"], each["extra_bytes"] / 2**20, each["bridge_bytes"] / 2**20]
             ran = each["segments"]
-            rejects = ran["rejects"] - ran["reasons"].get("decode-verify", 0)  # the script asks for eager calls so
+            rejects = _rejects(each)
+            faster = rejects.get("eager-faster", 0)
             lines.append(
                 f"| {each['model']} {each['format']} | {cells[0]:.1f} | {cells[1]:.0f} | {cells[2]:.0f} "
-                f"| {ran['replays']} | {rejects} |"
+                f"| {ran['replays']} | {sum(rejects.values()) - faster} | {faster} |"
             )
         names = [f"{each['model']} {each['format']}" for each in result["models"]]
         lines += ["", f"| batch | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
@@ -337,7 +338,17 @@ def breakable() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
+def _rejects(result: dict[str, Any]) -> dict[str, int]:
+    """Return how many calls ran eagerly that the script wanted in graphs, by reason."""
+    if "rejects" in result:
+        return result["rejects"]
+    ran = result["segments"]
+    return {"unknown": ran["rejects"] - ran["reasons"].get("decode-verify", 0)}  # the script's own eager calls
+
+
 def _replayed(row: dict[str, Any]) -> str:
+    if "eager-faster" in row.get("runs_eagerly", ()):
+        return f"{row['eager_ms']:.1f} ms, eagerly"
     error = f", error {row['error']:.1g}" if row["error"] else ""
     return f"{row['eager_ms']:.1f} -> {row['graph_ms']:.1f} ms ({row['eager_ms'] / row['graph_ms']:.2f}x{error})"
 

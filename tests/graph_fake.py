@@ -13,15 +13,30 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Recorded:
+class FakeClock:
+    """Time that passes only where it is told to."""
+
     def __init__(self):
+        self.now = 0.0
+
+    def __call__(self, work):
+        began = self.now
+        work()
+        return self.now - began
+
+
+class Recorded:
+    def __init__(self, clock=None, seconds=0.0):
         self.calls = []
+        self.clock, self.seconds = clock, seconds
         self.was_reset = False
         self.replays = 0
 
     def replay(self):
         assert not self.was_reset, "a segment that was freed is replayed"
         self.replays += 1
+        if self.clock is not None:
+            self.clock.now += self.seconds
         with torch.inference_mode():  # a real replay does not care about the mode in which tensors were made
             for op, args, kwargs, outs in self.calls:
                 found = pytree.tree_leaves(op(*args, **kwargs))
@@ -46,11 +61,12 @@ class _Recording(TorchDispatchMode):
 
 
 class FakeTape:
-    """``fail_at``: the number of the segment whose capture raises."""
+    """``fail_at``: the number of the segment whose capture raises. ``seconds``: of a replay of a segment, by clock."""
 
-    def __init__(self, fail_at=None, error=None):
+    def __init__(self, fail_at=None, error=None, clock=None, seconds=0.0):
         self.segments, self.sessions, self.abandoned = [], 0, 0
         self.fail_at, self.error = fail_at, error or RuntimeError("planted")
+        self.clock, self.seconds = clock, seconds
         self._mode = None
 
     @contextmanager
@@ -59,7 +75,7 @@ class FakeTape:
         yield
 
     def begin(self):
-        segment = Recorded()
+        segment = Recorded(self.clock, self.seconds)
         self._mode = _Recording(segment)
         self._mode.__enter__()
         self.segments.append(segment)

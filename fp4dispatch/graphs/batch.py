@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fp4dispatch.errors import InputError
 
 MAX_PADDING = 2
 """A batch is padded to at most this many times its tokens."""
@@ -20,6 +23,9 @@ class Batch:
         Tokens of the call, over all requests.
     buckets
         Captured numbers of tokens, ascending. Empty: nothing is captured.
+    pays_from
+        For each bucket, the smallest number of tokens whose replay is not slower than an eager call, as measured;
+        larger than the bucket if there is none. Empty: not measured.
     training
         Whether the model is in training mode.
     grad_enabled
@@ -61,6 +67,7 @@ class Batch:
 
     num_tokens: int
     buckets: tuple[int, ...]
+    pays_from: tuple[int, ...] = ()
     training: bool = False
     grad_enabled: bool = False
     decode_verify: bool = False
@@ -92,6 +99,19 @@ class Batch:
         index = bisect_left(self.buckets, self.num_tokens)
         return self.buckets[index] if index < len(self.buckets) else None
 
+    @property
+    def threshold(self) -> int:
+        """Smallest number of tokens for which the bucket of this call pays; 0 if that is not known."""
+        index = bisect_left(self.buckets, self.num_tokens)
+        return self.pays_from[index] if index < len(self.pays_from) else 0
+
+    @property
+    def pays(self) -> str:
+        """The threshold in words."""
+        if self.bucket is None or self.threshold <= self.bucket:
+            return f"from {self.threshold} tokens on"
+        return "for no number of tokens"
+
 
 Predicate = Callable[[Batch], bool]
 
@@ -101,6 +121,7 @@ PREDICATES: dict[str, Predicate] = {
     "inputs_moved": lambda batch: bool(batch.moved_inputs),
     "over_largest_bucket": lambda batch: bool(batch.buckets) and batch.num_tokens > batch.largest_bucket,
     "padded_too_much": lambda batch: batch.bucket is not None and batch.bucket > MAX_PADDING * batch.num_tokens,
+    "eager_is_faster": lambda batch: batch.bucket is not None and batch.num_tokens < batch.threshold,
     "wants_input_logits": lambda batch: batch.input_logits,
     "has_extra_inputs": lambda batch: bool(batch.extra_inputs),
     "offloads_weights": lambda batch: bool(batch.offloaded),
@@ -117,3 +138,30 @@ PREDICATES: dict[str, Predicate] = {
     "is_disabled": lambda batch: bool(batch.disabled),
 }
 """By name, what ``when`` of a condition in ``conditions.toml`` means."""
+
+
+def check_facts(facts: Mapping[str, Any]) -> None:
+    """Refuse a fact that is not of a batch.
+
+    Raises
+    ------
+    InputError
+        With the names that are known.
+    """
+    known = {field.name for field in fields(Batch)}
+    if unknown := sorted(facts.keys() - known):
+        raise InputError(f"{unknown[0]!r} is no fact of a batch; known: {', '.join(sorted(known))}")
+
+
+def check_tokens(name: str, values: Iterable[int]) -> list[int]:
+    """Return numbers of tokens or sequences, sorted.
+
+    Raises
+    ------
+    InputError
+        If there is none, or one is not a whole number of at least 1.
+    """
+    found = list(values) if isinstance(values, Iterable) else [values]
+    if not found or any(type(m) is not int or m < 1 for m in found):
+        raise InputError(f"{name}={values!r:.80}: need whole numbers of at least 1")
+    return sorted(set(found))

@@ -26,7 +26,7 @@ _TEXTS = ("name", "when", "level", "why", "message", "fix", "source")
 _SHOWN = 4
 """Names of a fact that a reason lists."""
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING}
-_FACTS = frozenset({*(field.name for field in fields(Batch)), "bucket", "largest_bucket"})
+_FACTS = frozenset({*(field.name for field in fields(Batch)), "bucket", "largest_bucket", "pays"})
 
 
 @dataclass(frozen=True)

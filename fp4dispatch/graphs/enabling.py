@@ -12,10 +12,12 @@ from torch import nn
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.graphs import hf_attention
+from fp4dispatch.graphs.batch import check_tokens
 from fp4dispatch.graphs.conditions import GraphReason
 from fp4dispatch.graphs.finder import Inner, Marked, find_inner
 from fp4dispatch.graphs.layers import Spec
-from fp4dispatch.graphs.model import Graphs, check_tokens
+from fp4dispatch.graphs.measuring import device_clock
+from fp4dispatch.graphs.model import Graphs
 from fp4dispatch.graphs.stats import Stats
 from fp4dispatch.tune.agreement import Group
 
@@ -48,6 +50,7 @@ def enable(
     breaks: Sequence[Marked] | None = None,
     per_token: Sequence[str] | None = None,
     example: Callable[[int], object] | None = None,
+    measure: bool = True,
     verify_replays: int = 0,
     group: Group = None,
     agree: bool = True,
@@ -58,6 +61,9 @@ def enable(
     default. So captured segments depend on the number of tokens alone, and serve any batch: one request or many, with
     or without a cache. A call of n tokens runs in the smallest bucket of at least n; see :func:`can_run` for what runs
     eagerly. A call's result is a copy, and stays valid.
+
+    Each bucket is then measured beside eager calls. Calls that eager runs faster, because their padding costs more than
+    launches do, stay eager.
 
     If the capture fails, the model stays as it was and runs eagerly; one WARNING says why. In a process group, all
     ranks must make this call, and none replays if the capture fails on one.
@@ -83,6 +89,9 @@ def enable(
     example
         Runs ``inner`` eagerly on one sequence of so many tokens, without a cache. By default ``inner`` is called with
         zeros as ``inputs_embeds``, as Hugging Face models take them.
+    measure
+        Measure each bucket: at most 4 eager calls and 4 replays with the fewest tokens that it serves, and as many with
+        a full bucket where these do not pay. ``False``: replay every call that fits.
     verify_replays
         Run the first so many calls of each bucket eagerly too, and compare, tile by tile, every tensor that leaves a
         segment. On a mismatch the graphs are given up, with the evidence in a WARNING. These calls return the eager
@@ -112,6 +121,8 @@ def enable(
     """
     rows = check_tokens("tokens", tokens)
     batches = check_tokens("decode", decode) if (decode := tuple(decode)) else []
+    if type(measure) is not bool:
+        raise InputError(f"measure={measure!r}: need True or False")
     if type(verify_replays) is not int or verify_replays < 0:
         raise InputError(f"verify_replays={verify_replays!r}: need a whole number of calls, 0 for none")
     found = find_inner(model, inner=inner, layers=layers, breaks=breaks)
@@ -125,6 +136,7 @@ def enable(
         spec_of(found, per_token, example),
         rows,
         decode_batches=batches,
+        clock=device_clock(device) if measure else None,
         verify_replays=verify_replays,
         group=group,
         agree=agree,

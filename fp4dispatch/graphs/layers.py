@@ -63,7 +63,8 @@ class Bucket:
     """One captured number of tokens.
 
     ``hidden``: bridge [rows, hidden]. ``per_token``: layer -> name -> bridges. ``given``: what captured code gets, by
-    layer. ``loaded``: per-token arguments of the current call, as the last layer that loaded them got them.
+    layer. ``pays_from``: the smallest number of tokens whose replay pays, as measured; 0 if it was not.
+    ``loaded``: per-token arguments of the current call, as the last layer that loaded them got them.
     """
 
     rows: int
@@ -73,6 +74,7 @@ class Bucket:
     given: list[dict[str, Any]]
     seconds: float = 0.0
     nbytes: int = 0
+    pays_from: int = 0
     loaded: dict[str, Any] = field(default_factory=dict)
 
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fp4dispatch.errors import CaptureDeniedError, CaptureError, InputError
 from fp4dispatch.graphs import batch as _batch
-from fp4dispatch.graphs import decode
+from fp4dispatch.graphs import decode, fitness, measuring
 from fp4dispatch.graphs.conditions import GraphReason, Said, reasons
 from fp4dispatch.graphs.decode import DecodeStep
-from fp4dispatch.graphs.forwards import replace_forward
+from fp4dispatch.graphs.forwards import replace_forward, replaced_forward
 from fp4dispatch.graphs.hf_attention import CACHE, VARLEN
 from fp4dispatch.graphs.layers import Bucket, CapturedLayers, Spec
 from fp4dispatch.graphs.program import Batch
@@ -36,7 +36,6 @@ _log = logging.getLogger("fp4dispatch")
 
 _INTERMEDIATES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _EXTRA = ("pixel_values", "pixel_values_videos", "input_features", "encoder_hidden_states", "encoder_attention_mask")
-_FACTS = frozenset(field.name for field in fields(_batch.Batch))
 _NEUTRAL = {"attention_mask", "position_ids", "cache_position", "use_cache", CACHE, *VARLEN}
 """Arguments of layers that may differ from call to call: only breaks use them."""
 
@@ -74,6 +73,7 @@ class Graphs:
         verify_replays: int = 0,
         group: Group = None,
         agree: bool = True,
+        clock: measuring.Clock | None = None,
         tapes: Callable[[], Any] | None = None,
     ) -> None:
         self.spec = spec
@@ -89,11 +89,16 @@ class Graphs:
         self.declared: dict[str, Any] = {}
         self._verify, self._checked = verify_replays, Counter[int]()
         self._group, self._agree, self._tapes = group, agree, tapes
+        self._clock = clock
+        self.measured: dict[int, measuring.Measured] = {}
+        """By bucket, what was measured of it; empty without a clock."""
+        self.measure_seconds = 0.0
+        """Time that this took."""
         self._lock, self._runs = ForkSafeLock(), 0
         """``_runs``: the thread that runs the model in its graphs, 0 if none does."""
         self._call: _Call | None = None
         self._said = Said(name)
-        self._lora: list[Any] = [m for m in spec.inner.modules() if hasattr(m, "active_adapters")]
+        self._lora = fitness.adapters(spec)
         self._adapters: tuple[str, ...] = ()
         self._undo: list[Callable[[], None]] = []
         self._watch: Watch | None = None
@@ -103,11 +108,12 @@ class Graphs:
     def capture(self) -> None:
         """Capture all buckets, and replace the forwards of the model. On a failure the model stays eager: a WARNING.
 
-        All ranks of the group agree: if the capture fails on one, none replays.
+        All ranks of the group agree: if the capture fails on one, none replays. With a clock, the buckets are measured
+        then, and calls that eager runs faster stay eager.
         """
         ranks = Ranks(self._group, alone=not self._agree)
         layers = CapturedLayers(self.spec, self.rows, self._tapes and self._tapes())
-        fault = self._unfit()
+        fault = fitness.unfit(self.spec, self.rows)
         try:
             if fault:
                 raise InputError(fault)
@@ -128,49 +134,44 @@ class Graphs:
             return
         for rows, bucket in layers.buckets.items():
             self.stats.captured(rows, bucket.seconds, bucket.nbytes)
-        self._adapters = self._active_adapters()
+        self._adapters = fitness.active_adapters(self._lora)
         self.layers, self._watch = layers, Watch(self.spec.layers)
         for index, layer in enumerate(self.spec.layers):
             self._undo.append(replace_forward(layer, self._layer(index, layers.forwards[index])))
-        self._undo.append(replace_forward(self.spec.inner, self._inner(self.spec.inner.forward)))  # may be a layer too
+        own = self.spec.inner.forward
+        self._undo.append(replace_forward(self.spec.inner, self._inner(own)))  # may be a layer too
+        if self._clock is not None:
+            self._measure(self._clock, own, ranks)
 
-    def _unfit(self) -> str:
-        """Return why the layers cannot be captured at all; empty if they can."""
-        facts = _batch.Batch(self.rows[0], tuple(self.rows), offloaded=self._offloaded(), compiled=self._compiled())
-        if found := reasons(facts):
-            return "; ".join(map(str, found))
-        hooked = [
-            name
-            for layer in self.spec.layers
-            for name, module in layer.named_modules()
-            if module is not layer and (module._forward_hooks or module._forward_pre_hooks)
-        ]
-        if hooked:
-            return f"hooks of {', '.join(sorted(set(hooked))[:4])} would not run at replay: remove them, or break there"
-        return ""
+    def _measure(self, clock: measuring.Clock, own: Callable[..., Any], ranks: Ranks) -> None:
+        """Find from how many tokens on each bucket pays. ``own``: the inner module's forward without graphs."""
+        assert self.layers is not None
+        began, stats, verify = time.perf_counter(), self.stats, self._verify
+        self.stats, self._verify = Stats(), 0  # these calls are none of the user's
 
-    def _offloaded(self) -> tuple[str, ...]:
-        found = []
-        for layer in self.spec.layers:
-            device = next(self.spec.inner.parameters()).device
-            found += [name for name, tensor in layer.named_parameters() if tensor.device != device]
-            found += [name or "a layer" for name, module in layer.named_modules() if hasattr(module, "_hf_hook")]
-        return tuple(dict.fromkeys(found))
+        def eager(tokens: int) -> None:
+            with replaced_forward(self.spec.inner, own):
+                self.spec.example(tokens)
 
-    def _compiled(self) -> bool:
-        return any(
-            getattr(module, "_compiled_call_impl", None) is not None
-            for root in (self.spec.inner, *self.spec.layers)
-            for module in root.modules()
-        )
+        def replay(tokens: int) -> None:
+            before = self.stats.as_dict()["replays"]
+            self.spec.example(tokens)
+            if self.stats.as_dict()["replays"] == before:
+                raise CaptureError(f"it ran eagerly: {self.disabled or self.stats.as_dict()['reasons']}")
 
-    def _active_adapters(self) -> tuple[str, ...]:
-        """Return the active LoRA adapters, as peft's layers name them."""
-        found: dict[str, None] = {}
-        for module in self._lora:
-            if not module.disable_adapters:
-                found |= dict.fromkeys(module.active_adapters)
-        return tuple(found)
+        try:
+            with torch.no_grad():
+                self.measured = measuring.measure(sorted(self.layers.buckets), eager, replay, clock, ranks)
+        except CaptureError as error:  # the graphs are right; only their speed is not known
+            _log.warning("%s uses all its CUDA graphs, unmeasured: %s", type(self.spec.inner).__name__, error)
+        finally:
+            self.stats, self._verify = stats, verify
+            if self.layers is not None and self.layers.device.type == "cuda":
+                torch.cuda.empty_cache()  # activations of the eager calls
+        for rows, measured in self.measured.items():
+            self.layers.buckets[rows].pays_from = measured.pays_from
+            stats.measured(rows, measured.pays_from)
+        self.measure_seconds = time.perf_counter() - began
 
     def release(self) -> None:
         """Restore the model, and free all graphs. Waits for a call of another thread that replays them."""
@@ -275,8 +276,7 @@ class Graphs:
                 call.step, call.hidden = known, hidden
                 self.decode_stats.replayed(batch.sequences)
                 return
-        buckets = () if self.layers is None else tuple(sorted(self.layers.buckets))
-        facts = _batch.Batch(batch.tokens, buckets, **call.facts)
+        facts = _batch.Batch(batch.tokens, *self._captured(), **call.facts)
         bucket = None if self.layers is None or facts.bucket is None else self.layers.buckets[facts.bucket]
         if args or batch.tokens == 0:
             facts = replace(facts, misfit="no tokens" if batch.tokens == 0 else "arguments without a name")
@@ -317,24 +317,29 @@ class Graphs:
             "autocast": torch.is_autocast_enabled("cuda"),
             "capturing": capture.is_capturing(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "adapters": self._active_adapters() if self._lora else (),
+            "adapters": fitness.active_adapters(self._lora) if self._lora else (),
             "captured_adapters": self._adapters,
             "disabled": self.disabled,
             "vetoes": self.vetoes,
             **self.declared,
         }
 
+    def _captured(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the buckets, ascending, and from how many tokens on each pays."""
+        held = {} if self.layers is None else self.layers.buckets
+        buckets = tuple(sorted(held))
+        return buckets, tuple(held[rows].pays_from for rows in buckets)
+
     def why_not(self, num_tokens: int, facts: Mapping[str, Any]) -> tuple[GraphReason, ...]:
         """Return the reasons why a call of so many tokens would run eagerly now."""
-        check_facts(facts)
-        buckets = () if self.layers is None else tuple(sorted(self.layers.buckets))
+        _batch.check_facts(facts)
         now = {name: value for name, value in self._facts({}).items() if name not in ("training", "grad_enabled")}
-        return reasons(_batch.Batch(num_tokens, buckets, **(now | dict(facts))))
+        return reasons(_batch.Batch(num_tokens, *self._captured(), **(now | dict(facts))))
 
     @contextmanager
     def declare(self, facts: Mapping[str, Any]) -> Iterator[None]:
         """Add facts to all calls of the ``with`` block."""
-        check_facts(facts)
+        _batch.check_facts(facts)
         before = self.declared
         self.declared = before | dict(facts)
         try:
@@ -376,29 +381,3 @@ class Graphs:
     def _reject(self, bucket: int | None, found: tuple[GraphReason, ...]) -> None:
         self.stats.rejected(bucket, [reason.condition for reason in found])
         self._said.say(found)
-
-
-def check_facts(facts: Mapping[str, Any]) -> None:
-    """Refuse a fact that is not of a batch.
-
-    Raises
-    ------
-    InputError
-        With the names that are known.
-    """
-    if unknown := sorted(facts.keys() - _FACTS):
-        raise InputError(f"{unknown[0]!r} is no fact of a batch; known: {', '.join(sorted(_FACTS))}")
-
-
-def check_tokens(name: str, values: Iterable[int]) -> list[int]:
-    """Return numbers of tokens or sequences, sorted.
-
-    Raises
-    ------
-    InputError
-        If there is none, or one is not a whole number of at least 1.
-    """
-    found = list(values) if isinstance(values, Iterable) else [values]
-    if not found or any(type(m) is not int or m < 1 for m in found):
-        raise InputError(f"{name}={values!r:.80}: need whole numbers of at least 1")
-    return sorted(set(found))

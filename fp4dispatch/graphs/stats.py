@@ -37,6 +37,7 @@ class Stats:
             self._captures: Counter[int] = Counter()
             self._seconds: defaultdict[int, float] = defaultdict(float)
             self._bytes: Counter[int] = Counter()
+            self._pays_from: dict[int, int] = {}
             self._replays: Counter[int] = Counter()
             self._rejects: Counter[int | None] = Counter()
             self._reasons: Counter[tuple[int | None, str]] = Counter()
@@ -47,6 +48,11 @@ class Stats:
             self._captures[bucket] += 1
             self._seconds[bucket] += seconds
             self._bytes[bucket] += nbytes
+
+    def measured(self, bucket: int, pays_from: int) -> None:
+        """Keep from how many tokens on the replays of a bucket are worth it; larger than the bucket: never."""
+        with self._lock:
+            self._pays_from[bucket] = pays_from
 
     def replayed(self, bucket: int) -> None:
         """Count a call that ran in the graphs of a bucket."""
@@ -68,7 +74,8 @@ class Stats:
         dict
             ``model``; the totals ``captures``, ``replays`` and ``rejects`` (calls); ``reasons`` (rejects by reason;
             a call counts under each of its reasons); and ``buckets``: by number of tokens as text, or ``none``, the
-            same with ``capture_seconds`` and ``bytes``.
+            same with ``capture_seconds``, ``bytes`` and ``pays_from``: the smallest number of tokens that is replayed,
+            larger than the bucket if none is, None if the bucket was not measured.
         """
         with self._lock:
             rows = {_label(bucket): self._row(bucket) for bucket in self._buckets()}
@@ -89,13 +96,15 @@ class Stats:
         from rich.table import Table
 
         found = Table(title=f"CUDA graphs of {self.model}" if self.model else "CUDA graphs")
-        for name in ("tokens", "captures", "capture s", "MiB", "replays", "rejects"):
+        for name in ("tokens", "captures", "capture s", "MiB", "pays from", "replays", "rejects"):
             found.add_column(name, justify="right")
         found.add_column("reasons")
         for bucket, row in self.as_dict()["buckets"].items():
             numbers = (row["captures"], f"{row['capture_seconds']:.2f}", f"{row['bytes'] / 2**20:.1f}")
             reasons = ", ".join(f"{name} {count}" for name, count in row["reasons"].items())
-            found.add_row(bucket, *map(str, numbers), str(row["replays"]), str(row["rejects"]), reasons)
+            least = row["pays_from"]
+            pays = "" if least is None else "never" if least > int(bucket) else str(least)
+            found.add_row(bucket, *map(str, numbers), pays, str(row["replays"]), str(row["rejects"]), reasons)
         return found
 
     def prometheus(self) -> str:
@@ -108,12 +117,13 @@ class Stats:
             ("captures_total", "counter", "CUDA graph captures by bucket of tokens.", "captures"),
             ("capture_seconds_total", "counter", "Time spent on captures.", "capture_seconds"),
             ("memory_bytes", "gauge", "Memory that captures added.", "bytes"),
+            ("pays_from_tokens", "gauge", "Smallest number of tokens that is replayed, where measured.", "pays_from"),
             ("replays_total", "counter", "Calls that ran in CUDA graphs.", "replays"),
             ("rejects_total", "counter", "Calls that ran eagerly.", "rejects"),
         )
         lines: list[str] = []
         for name, kind, text, key in metrics:
-            rows = [({"bucket": bucket}, row[key]) for bucket, row in buckets.items()]
+            rows = [({"bucket": bucket}, row[key]) for bucket, row in buckets.items() if row[key] is not None]
             lines += self._metric(name, kind, text, rows)
         reasons = [
             ({"bucket": bucket, "reason": reason}, count)
@@ -140,6 +150,7 @@ class Stats:
             "captures": self._captures[size],
             "capture_seconds": self._seconds.get(size, 0.0),
             "bytes": self._bytes[size],
+            "pays_from": self._pays_from.get(size),
             "replays": self._replays[size],
             "rejects": self._rejects[bucket],
             "reasons": dict(sorted((name, n) for (of, name), n in self._reasons.items() if of == bucket)),

@@ -103,6 +103,25 @@ def test_verified_replays_agree_and_a_planted_fault_is_found():
     graphs.release()
 
 
+@torch.inference_mode()
+def test_buckets_are_measured_and_padding_that_costs_more_than_launches_stays_eager():
+    small = made("nvfp4")
+    with fp4dispatch.graphs.graphed(small, BUCKETS) as held:
+        assert {rows: each.pays_from <= rows for rows, each in held.measured.items()} == dict.fromkeys(BUCKETS, True)
+        assert (held.stats.as_dict()["replays"], held.stats.as_dict()["rejects"]) == (0, 0)
+    sizes = {"hidden_size": 4096, "intermediate_size": 4096, "num_hidden_layers": 2}
+    wide = made(**sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)
+    x = ids(1, 4200)
+    want = wide(x, use_cache=False, logits_to_keep=1).logits
+    with fp4dispatch.graphs.graphed(wide, [8192]) as held:
+        assert held.measured[8192].pays_from > 4200
+        assert torch.equal(wide(x, use_cache=False, logits_to_keep=1).logits, want)
+        assert breakable.rejects(held) == {"eager-faster": 1}
+    with fp4dispatch.graphs.graphed(wide, [8192], measure=False) as held:
+        wide(x, use_cache=False, logits_to_keep=1)
+        assert breakable.replays(held) == {"8192": 1}
+
+
 @pytest.mark.parametrize("when", ["layer", "memory"])
 @torch.inference_mode()
 def test_a_capture_that_fails_leaves_an_eager_model_and_its_memory(when, monkeypatch, caplog):

@@ -35,6 +35,19 @@ CASES: dict[str, list[tuple[dict, str, dict]]] = {
         ({"num_tokens": 17, "buckets": (16, 35)}, "padded to 35", {"num_tokens": 17, "buckets": (16, 34)}),
         ({"num_tokens": 0}, "0 tokens", {"num_tokens": 16}),
     ],
+    "eager-faster": [
+        (
+            {"num_tokens": 40, "pays_from": (1, 1, 50)},
+            "40 tokens in the bucket of 64: its replays were measured to pay from 50 tokens on",
+            {"num_tokens": 50, "pays_from": (1, 1, 50)},
+        ),
+        ({"num_tokens": 64, "pays_from": (1, 1, 65)}, "pay for no number of tokens", {"pays_from": (17, 33, 1)}),
+        (
+            {"num_tokens": 20, "pays_from": (1, 25, 65)},
+            "from 25 tokens on",
+            {"num_tokens": 20, "pays_from": (1, 1, 65)},
+        ),
+    ],
     "input-logits": [({"input_logits": True}, "logits of input tokens are wanted", {"input_logits": False})],
     "extra-inputs": [({"extra_inputs": ("pixel_values",)}, "pixel_values", {"extra_inputs": ()})],
     "cpu-offload": [({"offloaded": tuple(f"w{i}" for i in range(9))}, "w0, w1, w2, w3 and 5 more", {"offloaded": ()})],

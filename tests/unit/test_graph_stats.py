@@ -19,6 +19,8 @@ def stats():
     found.captured(32, seconds=0.5, nbytes=3 << 20)
     found.captured(16, seconds=0.25)
     found.captured(32, seconds=0.5, nbytes=1 << 20)
+    found.measured(32, 20)
+    found.measured(16, 17)
     for bucket, times in ((16, 2), (32, 5)):
         for _ in range(times):
             found.replayed(bucket)
@@ -35,7 +37,8 @@ def test_the_dict(stats):
     assert found["reasons"] == {"padding": 2, "too-many-tokens": 1, "training": 1}
     assert list(found["buckets"]) == ["16", "32", "none"]
     assert found["buckets"]["32"] == {
-        "captures": 2, "capture_seconds": 1.0, "bytes": 4 << 20, "replays": 5, "rejects": 0, "reasons": {},
+        "captures": 2, "capture_seconds": 1.0, "bytes": 4 << 20, "pays_from": 20, "replays": 5, "rejects": 0,
+        "reasons": {},
     }  # fmt: skip
     assert found["buckets"]["16"]["reasons"] == {"padding": 2, "training": 1}
     assert (found["buckets"]["16"]["rejects"], found["buckets"]["none"]["rejects"]) == (2, 1)
@@ -48,9 +51,9 @@ def test_the_table(stats):
     Console(file=text, width=120).print(stats.table())
     rows = [re.split(r"\s*│\s*", line.strip("│ \n")) for line in text.getvalue().splitlines() if line.startswith("│")]
     assert rows == [
-        ["16", "1", "0.25", "0.0", "2", "2", "padding 2, training 1"],
-        ["32", "2", "1.00", "4.0", "5", "0", ""][: len(rows[1])],
-        ["none", "0", "0.00", "0.0", "0", "1", "too-many-tokens 1"],
+        ["16", "1", "0.25", "0.0", "never", "2", "2", "padding 2, training 1"],
+        ["32", "2", "1.00", "4.0", "20", "5", "0", ""][: len(rows[1])],
+        ["none", "0", "0.00", "0.0", "", "0", "1", "too-many-tokens 1"],
     ]
 
 
@@ -97,6 +100,7 @@ def test_the_prometheus_client_reads_it(stats):
     assert values("rejects", "bucket") == {"16": 2, "32": 0, "none": 1}
     assert values("reject_reasons", "reason") == {"padding": 2, "training": 1, "too-many-tokens": 1}
     assert values("memory_bytes", "bucket") == {"16": 0, "32": 4 << 20, "none": 0}
+    assert values("pays_from_tokens", "bucket") == {"16": 17, "32": 20}
     assert families["fp4dispatch_graph_memory_bytes"].type == "gauge"
     assert families["fp4dispatch_graph_replays"].type == "counter"
 
