@@ -75,12 +75,22 @@ def ran(rows: list[tuple[str, str, str]], device: str) -> list[dict[str, Any]]:
     ]
 
 
+SAME = ("device", "driver", "torch", "cuda", "python", "cudnn")
+"""Facts that runs of one record share. Each file and backend has its own commit."""
+
+
 def joined(before: dict[str, Any] | None, result: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what two runs of one commit, card and set of versions found; of a file that ran twice, the later run's."""
+    """Return what two runs on one card found. Of a file or a backend that ran twice, the later run's counts."""
+    of = {"commit": facts["commit"], "date": facts["date"]}
+    result = result | {
+        "tests": {file: counts | of for file, counts in result["tests"].items()},
+        "ran": [row | of for row in result["ran"]],
+    }
     if before is None:
         return result
-    if before["facts"] != facts:
-        raise SystemExit(f"--add: the record there is of {before['facts']}, needs {facts}")
+    if differs := [key for key in SAME if before["facts"].get(key) != facts.get(key)]:
+        found = {key: (before["facts"].get(key), facts.get(key)) for key in differs}
+        raise SystemExit(f"--add: the record there is of another machine: {found}")
     again = set(result["tests"])
     old = {key: [row for row in before[key] if row.split("::")[0] not in again] for key in ("failed", "skipped")}
     rows = {(row["backend"], row["scaling"]): row for row in [*before["ran"], *result["ran"]]}
@@ -89,7 +99,7 @@ def joined(before: dict[str, Any] | None, result: dict[str, Any], facts: dict[st
         "failed": old["failed"] + result["failed"],
         "skipped": old["skipped"] + result["skipped"],
         "ran": [rows[key] for key in sorted(rows)],
-        "ended_by_limit": before["ended_by_limit"] or result["ended_by_limit"],
+        "ended_by_limit": result["ended_by_limit"],
     }
 
 
@@ -112,7 +122,7 @@ def main() -> int:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the two records")
     parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
-    parser.add_argument("--add", action="store_true", help="join the record of the same commit and card in --out")
+    parser.add_argument("--add", action="store_true", help="join the record of the same card in --out")
     parser.add_argument("--workers", type=int, default=1, help="processes for the tests that share the card")
     parser.add_argument(
         "--limit-s", type=float, default=86400.0, help="seconds after which no test goes on; the demo comes first"
@@ -140,8 +150,7 @@ def main() -> int:
     result["ran"] = ran(rows, facts["device"])
     result["ended_by_limit"] = INTERRUPTED in (code, other_code)
     path = arguments.out / records.name({"kind": "gpu tests", "facts": facts})
-    if arguments.add:
-        result = joined(records.read(path) if path.exists() else None, result, facts)
+    result = joined(records.read(path) if arguments.add and path.exists() else None, result, facts)
     records.write(arguments.out, "gpu tests", facts, result)
     if demos:
         records.write(arguments.out, "demo", facts, {"demo": demos})

@@ -40,8 +40,8 @@ def support() -> str:
     from fp4dispatch.backends import registry
     from fp4dispatch.policy.catalogue import catalogue
 
-    def on(record: dict) -> str:
-        return f"ran on {record['facts']['device']} ({record['facts']['date']})"
+    def on(record: dict, row: dict | None = None) -> str:
+        return f"ran on {record['facts']['device']} ({(row or {}).get('date', record['facts']['date'])})"
 
     ran: dict[tuple[str, str, str], str] = {}
     compiled: dict[str, set[str]] = {}
@@ -54,7 +54,7 @@ def support() -> str:
                     ran[row["backend"].partition(" ")[0], op, scaling] = on(result)
     for result in kept("gpu tests"):
         for row in result["ran"]:
-            ran[row["backend"], row["op"], row["scaling"]] = on(result)
+            ran[row["backend"], row["op"], row["scaling"]] = on(result, row)
     for result in kept("candidates"):  # a self-check runs the backend and compares every tile
         for row in result["candidates"]:
             if row.get("status") == "passed":
@@ -76,6 +76,19 @@ def support() -> str:
                 f"| {c.backend} | {c.op} | {scaling} | {archs} | {', '.join(c.activations)} | {'; '.join(state)} |"
             )
     return "\n".join(lines)
+
+
+def gpu_tests() -> str:
+    """Return how many tests of each file of tests/gpu passed, and of which commit."""
+    parts = []
+    for result in kept("gpu tests"):
+        lines = ["| file | passed | failed | skipped | commit |", "|---|---:|---:|---:|---|"]
+        for file, counts in result["tests"].items():
+            numbers = [counts.get(outcome, 0) for outcome in ("passed", "failed", "skipped")]
+            cells = [file, *numbers, counts.get("commit", result["facts"]["commit"])]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        parts += [f"{origin(result)}.", "\n".join(lines)]
+    return "\n\n".join(parts) or "No run is kept yet."
 
 
 def race() -> str:
@@ -312,18 +325,19 @@ def breakable() -> str:
     parts = []
     for result in kept("breakable graphs"):
         lines = [
-            "| model, format | capture s | extra MB | of it bridges | replays | rejects | eager is faster |",
-            "|---|---:|---:|---:|---:|---:|---:|",
+            "| model, format | capture s | extra MB | largest bucket | bridges | replays | rejects | eager faster |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for each in result["models"]:
-            cells = [each["capture_s"], each["extra_bytes"] / 2**20, each["bridge_bytes"] / 2**20]
+            cells = [each["capture_s"]]
+            largest = max(each["buckets"], key=lambda bucket: bucket["tokens"])["bytes"]
+            cells += [size / 2**20 for size in (each["extra_bytes"], largest, each["bridge_bytes"])]
             ran = each["segments"]
             rejects = _rejects(each)
             faster = rejects.get("eager-faster", 0)
-            lines.append(
-                f"| {each['model']} {each['format']} | {cells[0]:.1f} | {cells[1]:.0f} | {cells[2]:.0f} "
-                f"| {ran['replays']} | {sum(rejects.values()) - faster} | {faster} |"
-            )
+            numbers = [f"{cells[0]:.1f}", *(f"{size:.0f}" for size in cells[1:]), ran["replays"]]
+            numbers += [sum(rejects.values()) - faster, faster]
+            lines.append(f"| {each['model']} {each['format']} | {' | '.join(map(str, numbers))} |")
         names = [f"{each['model']} {each['format']}" for each in result["models"]]
         lines += ["", f"| batch | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
         rows: dict[str, list[str]] = {}
@@ -334,7 +348,46 @@ def breakable() -> str:
             for row in each["decode"]:
                 rows.setdefault(f"decode, batch {row['batch']}", []).append(_replayed(row))
         lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-        parts += [f"{origin(result)}.", "\n".join(lines)]
+        parts += [f"{origin(result)}.", "\n".join(lines), _compiled(result["models"])]
+    return "\n\n".join(filter(None, parts)) or "No run is kept yet."
+
+
+def _compiled(models: list[dict[str, Any]]) -> str:
+    """Return torch.compile beside the graphs of the same model, for one request of as many tokens."""
+    lines = ["| model, format | tokens | eager ms | graphs ms | ready in s | torch.compile, mode | ms | ready in s |"]
+    lines.append("|---|---:|---:|---:|---:|---|---:|---:|")
+    for each in models:
+        for row in each.get("compile", ()):
+            (ours,) = (r for r in each["prefill"] if (r["requests"], r["tokens"]) == (1, row["tokens"]))
+            ready = each["capture_s"] + each.get("measure_s", 0.0)
+            lines.append(
+                f"| {each['model']} {each['format']} | {row['tokens']} | {ours['eager_ms']:.2f} "
+                f"| {ours['graph_ms']:.2f} | {ready:.1f} | {row['mode']} | {row['ms']:.2f} | {row['compile_s']:.1f} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def generated_text() -> str:
+    """Return how many texts are the same with and without graphs."""
+    parts = []
+    for result in kept("generated text"):
+        hows = list(result["formats"][0]["same"])
+        lines = [
+            f"| format | {' | '.join(hows)} | replays | steps | eager s | graphs s |",
+            "|---" * (len(hows) + 5) + "|",
+        ]
+        for row in result["formats"]:
+            same = [f"{same} of {count}" for same, count in row["same"].values()]
+            cells = [
+                row["format"],
+                *same,
+                row["replays"],
+                row["steps"],
+                f"{row['eager_s']:.1f}",
+                f"{row['graph_s']:.1f}",
+            ]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        parts += [f"{origin(result)}, {result['model']}.", "\n".join(lines)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 
@@ -477,6 +530,7 @@ def generate() -> dict[Path, str]:
     text = fill(readme.read_text(), "settings", settings.markdown_table())
     numbers = measured.read_text()
     for name, make in (
+        ("gpu tests", gpu_tests),
         ("race", race),
         ("soak", soak),
         ("sanitizer", sanitizer),
@@ -491,6 +545,7 @@ def generate() -> dict[Path, str]:
         ("bench", bench),
         ("decoder", decoder),
         ("breakable graphs", breakable),
+        ("generated text", generated_text),
         ("w4 error", w4_error),
         ("host cost", host_cost),
         ("candidates", candidates),

@@ -87,6 +87,10 @@ class FakeTape:
             raise self.error
         return self.segments[-1]
 
+    def held(self):
+        """1000 bytes a segment."""
+        return 1000 * len(self.segments)
+
     def abandon(self):
         self.abandoned += 1
         if self._mode is not None:

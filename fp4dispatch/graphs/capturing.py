@@ -39,13 +39,11 @@ class Tape(Protocol):
     def abandon(self) -> None:
         """End a segment that failed. Never raises."""
 
+    def held(self) -> int:
+        """Return the bytes of the memory pool that the segments share."""
+
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def reserved(device: torch.device) -> int:
-    """Return the bytes that torch's allocator holds on a device; 0 on a CPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 class CudaTape:
@@ -96,3 +94,8 @@ class CudaTape:
                 graph.capture_end()
             with suppress(RuntimeError):
                 graph.reset()
+
+    def held(self) -> int:
+        """Return the bytes of the memory pool that the segments share."""
+        pools = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(part["total_size"] for part in pools if tuple(part["segment_pool_id"]) == tuple(self._pool))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4dispatch.graphs.capturing import CudaTape, Segment, Tape, reserved
+from fp4dispatch.graphs.capturing import CudaTape, Segment, Tape
 from fp4dispatch.graphs.hf_attention import CACHE
 
 _CAPTURABLE = {"StaticLayer"}
@@ -76,7 +76,7 @@ class DecodeStep:
         arguments: Sequence[Mapping[str, Any]],
         tape: Tape | None = None,
     ) -> None:
-        began, before = time.perf_counter(), reserved(hidden.device)
+        began = time.perf_counter()
         cache = arguments[0][CACHE]
         self.cache, self.addresses = weakref.ref(cache), addresses(cache)
         with torch.inference_mode(mode=False):  # replays load them inside and outside of inference mode
@@ -107,7 +107,8 @@ class DecodeStep:
                     raise
         finally:
             _rewind(cache, lengths)
-        self.seconds, self.nbytes = time.perf_counter() - began, max(reserved(hidden.device) - before, 0)
+        inputs = sum(copy.numel() * copy.element_size() for copy in (self._hidden, *(copy for copy, _ in sources)))
+        self.seconds, self.nbytes = time.perf_counter() - began, maker.held() + inputs
 
     def serves(self, cache: object) -> bool:
         """Whether the graph is of this cache, with its tensors where they were."""

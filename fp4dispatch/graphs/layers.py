@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.graphs import hf_attention, module_break, program
 from fp4dispatch.graphs.bridges import Bridges
-from fp4dispatch.graphs.capturing import CudaTape, Tape, reserved
+from fp4dispatch.graphs.capturing import CudaTape, Tape
 from fp4dispatch.graphs.forwards import replaced_forward
 from fp4dispatch.graphs.module_break import Form
 from fp4dispatch.graphs.program import Batch, Break, Later, Program, Recorder, Results
@@ -112,12 +112,16 @@ class CapturedLayers:
         """
         try:
             for rows in reversed(self.rows):
-                began, before = time.perf_counter(), reserved(self.device)
+                began, before = time.perf_counter(), self.nbytes()
                 bucket = self.buckets[rows] = self._capture(rows)
-                bucket.seconds, bucket.nbytes = time.perf_counter() - began, reserved(self.device) - before
+                bucket.seconds, bucket.nbytes = time.perf_counter() - began, self.nbytes() - before
         except BaseException:
             self.release()
             raise
+
+    def nbytes(self) -> int:
+        """Return the bytes that all buckets hold: what segments share, and bridges."""
+        return self._tape.held() + self.bridges.nbytes()
 
     def release(self) -> None:
         """Free all segments and bridges."""

@@ -223,3 +223,11 @@ def test_verified_replays_return_eager_and_a_planted_fault_is_found(caplog):
     assert "replays of 16 tokens differ from eager" in graphs.disabled
     assert "attention of layer 1" in graphs.disabled
     torch.testing.assert_close(logits(model, x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_buckets_and_their_bytes_add_up():
+    graphs = captured(breakable.model(), (4, 16, 32))
+    layers = graphs.layers
+    assert layers.buckets[32].nbytes > 0
+    assert sum(bucket.nbytes for bucket in layers.buckets.values()) == layers.nbytes()
+    assert layers.nbytes() > layers.bridges.nbytes() > 0

@@ -294,33 +294,39 @@ def test_outcomes_are_kept_and_a_limit_keeps_those_of_what_has_run(tmp_path, sec
 
 
 def test_a_second_run_joins_the_record_of_the_first():
-    facts = {"commit": "abc", "device": "NVIDIA H200"}
-    ran = {"backend": "w4", "op": "nvfp4_gemm", "scaling": "nvfp4", "device": "NVIDIA H200", "cases": 3}
+    facts = {"commit": "abc", "date": "2026-11-22", "device": "NVIDIA H200", "torch": "2.11", "flashinfer": "0.7"}
+    new = facts | {"commit": "def", "date": "2026-11-23", "flashinfer": None}
+    ran = {"op": "nvfp4_gemm", "scaling": "nvfp4", "device": "NVIDIA H200", "cases": 3}
     first = {
-        "facts": facts,
         "tests": {"test_a": {"failed": 1}, "test_b": {"failed": 1, "skipped": 1}},
         "failed": ["test_a::test_x", "test_b::test_y"],
         "skipped": ["test_b::test_z"],
-        "ran": [ran],
-        "ended_by_limit": False,
+        "ran": [ran | {"backend": "w4a16"}, ran | {"backend": "w4a8"}],
+        "ended_by_limit": True,
     }
     second = {
         "tests": {"test_b": {"passed": 2}, "test_c": {"skipped": 1}},
         "failed": [],
         "skipped": ["test_c::test_w"],
-        "ran": [ran | {"cases": 5}],
-        "ended_by_limit": True,
+        "ran": [ran | {"backend": "w4a16", "cases": 5}],
+        "ended_by_limit": False,
     }
-    assert evidence.joined(None, second, facts) == second
-    assert evidence.joined(first, second, facts) == {
-        "tests": {"test_a": {"failed": 1}, "test_b": {"passed": 2}, "test_c": {"skipped": 1}},
+    before = {"facts": facts} | evidence.joined(None, first, facts)
+    old, later = ({key: each[key] for key in ("commit", "date")} for each in (facts, new))
+    assert before["tests"]["test_a"] == {"failed": 1, **old}
+    assert evidence.joined(before, second, new) == {
+        "tests": {
+            "test_a": {"failed": 1, **old},
+            "test_b": {"passed": 2, **later},
+            "test_c": {"skipped": 1, **later},
+        },
         "failed": ["test_a::test_x"],
         "skipped": ["test_c::test_w"],
-        "ran": [ran | {"cases": 5}],
-        "ended_by_limit": True,
+        "ran": [ran | {"backend": "w4a16", "cases": 5} | later, ran | {"backend": "w4a8"} | old],
+        "ended_by_limit": False,
     }
-    with pytest.raises(SystemExit, match="needs"):
-        evidence.joined(first, second, facts | {"commit": "def"})
+    with pytest.raises(SystemExit, match=r"another machine: .*2\.12"):
+        evidence.joined(before, second, new | {"torch": "2.12"})
 
 
 # ---------------------------------------------------------------------------------------------------------------- soak

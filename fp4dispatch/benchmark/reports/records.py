@@ -24,6 +24,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "decoder": ("formats", "prompt", "tiny"),
     "demo": ("demo",),
     "few tokens": ("method", "problems"),
+    "generated text": ("model", "formats"),
     "gpu tests": ("tests", "failed", "skipped", "ran", "ended_by_limit"),
     "host cost": ("host_cost",),
     "many tokens": ("method", "problems"),
