@@ -41,10 +41,12 @@ struct W8A8Wgmma {
       }
       wgmma_commit();
       if constexpr (Weights::kBlocks) {
+        // The stage before: its MMAs have ended, and its scales are in registers, since the MMAs above overwrite the
+        // partial sums that were multiplied by them. Behind loads that are still under way it would come too early.
+        if (release != 0 && lane == 0) barrier_arrive(release);
         float const next = __ldg(at + min(i + 1, range.count - 1));
         wgmma_wait<0>();
         add_scaled<Tile::kTokens>(ring.scales(0) + offset * 16, lane, scale, partial, sums);
-        if (lane == 0) barrier_arrive(full + 8);
         scale = next;
       } else {
         wgmma_wait<1>();
@@ -55,8 +57,8 @@ struct W8A8Wgmma {
 #pragma unroll
           for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
         }
-        release = full + 8;
       }
+      release = full + 8;
       offset += Tile::kStageBytes / 16, full += 16;
       if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
     }
