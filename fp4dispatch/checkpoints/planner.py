@@ -17,7 +17,7 @@ from fp4dispatch.checkpoints.config.readers import Group
 from fp4dispatch.checkpoints.files.reader import FLOATS, TORCH_DTYPES, Checkpoint, TensorInfo
 from fp4dispatch.checkpoints.hf_names import names_in
 from fp4dispatch.checkpoints.kv_cache import KV_CACHE_SUFFIXES
-from fp4dispatch.checkpoints.plan import ConversionPlan, LayerPlan, Plan, Shard, SlotPlan, linears, places, refuse_orphans
+from fp4dispatch.checkpoints.plan import ConversionPlan, LayerPlan, Plan, Shard, SlotPlan, linears, places
 from fp4dispatch.checkpoints.schemes import Scheme, detect
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -349,7 +349,7 @@ class _Planner:
                 (self.out.kv_cache if kv else self.out.ignored if left else self.out.unexpected).append(name)
         if not self.strict:
             return
-        refuse_orphans(self.out, self.checkpoint, self.names)
+        self.out.refuse_orphans(self.checkpoint, self.names)
         for what, names, why in (
             ("missing", self.out.missing, "the model needs it"),
             ("unexpected", self.out.unexpected, "the model has no place for it"),

@@ -158,5 +158,3 @@ def test_experts_in_16_bits_under_other_names_are_refused_and_load_under_known_o
     original = source("mixtral-attention")
     key = "model.layers.0.mlp.experts.gate_up_proj"
     assert torch.equal(model.state_dict()[key], original.state_dict()[key])
-
-

@@ -30,7 +30,7 @@ from fp4dispatch.checkpoints.load import (
     collect_carried,
     layer_options,
 )
-from fp4dispatch.checkpoints.plan import LayerPlan, Plan, refuse_orphans
+from fp4dispatch.checkpoints.plan import LayerPlan, Plan
 from fp4dispatch.checkpoints.planner import plan_load
 from fp4dispatch.checkpoints.schemes import detect, from_linear, to_linear
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, FormatError
@@ -139,7 +139,7 @@ def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchCo
         _refuse_experts(checkpoint, names)
         plan = plan_load(model, checkpoint, quant, strict=False)
         _refuse(plan, checkpoint, quant)
-        refuse_orphans(plan, checkpoint, names)
+        plan.refuse_orphans(checkpoint, names)
         found = StoredLayers(checkpoint.path, plan, collect_carried(plan, checkpoint, quant))
         for planned in plan.layers:
             found.layers.append(_replace(model, planned, config))
