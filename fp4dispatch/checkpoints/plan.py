@@ -82,8 +82,8 @@ class Plan:
     def refuse_orphans(self, checkpoint: Checkpoint, names: Names) -> None:
         """Refuse to leave a parameter unfilled whose module the checkpoint has tensors of, under other names.
 
-        Tools store experts one by one, under names that transformers may not know; the model's experts would keep random
-        values.
+        Tools store experts one by one, under names that transformers may not know. The model's experts would keep
+        random values.
 
         Raises
         ------
@@ -110,8 +110,8 @@ class Plan:
                     "quantised"
                 )
             raise CheckpointError(
-                f"{found}, a name that transformers does not put there: give the tensors the names that the unquantised "
-                "checkpoint of the model has"
+                f"{found}, a name that transformers does not put there: give the tensors the names that the "
+                "unquantised checkpoint of the model has"
             )
 
 

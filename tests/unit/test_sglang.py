@@ -99,10 +99,11 @@ def test_layers_of_a_checkpoint(tmp_path, format):
     assert bool(wrong) == (format != "fp8")
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 @pytest.mark.parametrize("format", ["modelopt", "modelopt-a16", "llama-nvfp4", "llama-nvfp4a16"])
-def test_the_gemm_backend_alone(tmp_path, monkeypatch, format):
-    """SGLang reads the checkpoint with its own classes, as for an H100; we multiply."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+def test_the_gemm_backend_alone(tmp_path, monkeypatch, format, capability):
+    """SGLang reads the checkpoint with its own classes, which it chooses by the GPU; we multiply."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     path = sglang_cases.checkpoint(format, tmp_path / "in")
     method = "modelopt_fp4" if "modelopt" in format else "compressed-tensors"
     model = sglang_cases.load(path, "--quantization", method, *BACKEND)
@@ -117,7 +118,7 @@ def test_the_gemm_backend_alone(tmp_path, monkeypatch, format):
 def test_without_our_backend_the_hooks_change_nothing(tmp_path):
     """SGLang's own method runs, and needs a GPU."""
     path = sglang_cases.checkpoint("modelopt", tmp_path / "in")
-    with pytest.raises((ValueError, AssertionError), match="SM100|not compiled with CUDA"):
+    with pytest.raises((ValueError, AssertionError), match=r"SM100|not compiled with CUDA"):
         sglang_cases.load(path, "--quantization", "modelopt_fp4", "--fp4-gemm-backend", "flashinfer_cutlass")
 
 
@@ -261,7 +262,7 @@ def test_a_fused_layer_with_two_formats_and_a_quantised_head():
 
     base = {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}
     config = Fp4DispatchConfig.from_config({**base, "ignore": ["model.layers.0.self_attn.k_proj"]})
-    with pytest.raises(CheckpointUnsupportedError, match="fuses 3 layers.*k_proj: not quantised"):
+    with pytest.raises(CheckpointUnsupportedError, match=r"fuses 3 layers.*k_proj: not quantised"):
         config.get_quant_method(LinearBase(64, 64), "model.layers.0.self_attn.qkv_proj")
     config = Fp4DispatchConfig.from_config({**base, "ignore": ["model.layers.0*"]})
     layer = LinearBase(64, 64)

@@ -124,8 +124,8 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, ParallelLMHead):
             raise CheckpointUnsupportedError(
-                f"{prefix}: the checkpoint says that the head is quantised, which is not supported in SGLang: add it to "
-                f"ignore of quantization_config, or {_LEAVE_OUT}"
+                f"{prefix}: the checkpoint says that the head is quantised, which is not supported in SGLang: add it "
+                f"to ignore of quantization_config, or {_LEAVE_OUT}"
             )
         return Fp4DispatchLinearMethod(prefix, scheme_of(group), group.activation, group.static)
 

@@ -53,7 +53,7 @@ class _Methods:
         if self.is_fp4dispatch():
             raise IntegrationError(
                 "--fp4-gemm-backend fp4dispatch: a layer called FlashInfer's GEMM; only linear layers of ModelOpt and "
-                "compressed-tensors NVFP4 checkpoints run on fp4dispatch: take another --fp4-gemm-backend for this model"
+                "compressed-tensors NVFP4 checkpoints run on fp4dispatch: take another --fp4-gemm-backend"
             )
         return str(self.theirs("get_flashinfer_backend"))
 
