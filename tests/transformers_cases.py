@@ -82,10 +82,10 @@ def _dequantised(layer: dict[str, torch.Tensor]) -> torch.Tensor:
     return dequantised("fp8-block-ct", layer | {"weight_scale": scale.reshape(scale.shape[0], -1)})
 
 
-def reference(name: str, path: Path) -> Any:
+def reference(name: str, path: Path, model: Any = None) -> Any:
     """Return the model in fp32 with the dequantised weights of a checkpoint, by the formulas of the formats."""
     stored = load_file(path / "model.safetensors")
-    model = source(name, torch.float32)
+    model = source(name, torch.float32) if model is None else model
     state = model.state_dict()
     for key in state:
         module, _, last = key.rpartition(".")

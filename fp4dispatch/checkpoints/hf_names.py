@@ -69,10 +69,14 @@ class Names:
         Name in the model by name in the checkpoint, for tensors that are stored as the model has them.
     conversions
         The others.
+    lost
+        Quantised tensors that transformers would convert, and the parameter that they would go into. They are in
+        ``plain`` too, under the name that they have in the checkpoint.
     """
 
     plain: dict[str, str]
     conversions: tuple[Conversion, ...] = ()
+    lost: dict[str, str] = field(default_factory=dict)
     stored: dict[str, str] = field(init=False, default_factory=dict)
     """The reverse of ``plain``."""
 
@@ -100,11 +104,12 @@ def names_in(model: nn.Module, stored: Iterable[str]) -> Names:
     rename = _renamer(model, known)
     plain: dict[str, str] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
+    lost: dict[str, str] = {}
     for name in sorted(names, key=_natural):
         parent, _, last = name.rpartition(".")
         asked = f"{parent}.weight" if last in QUANTISED_SUFFIXES and name not in known else name
         target, pattern = rename(asked)
-        if asked is not name and target.endswith(".weight"):
+        if pattern is None and asked is not name and target.endswith(".weight"):
             target = f"{target.removesuffix('.weight')}.{last}"
         if pattern is None:
             plain[name] = target
@@ -112,12 +117,13 @@ def names_in(model: nn.Module, stored: Iterable[str]) -> Names:
             groups.setdefault(target, []).append((name, pattern))
         else:
             plain[name] = name  # a quantised tensor that transformers would convert has no place
+            lost[name] = target
     converters = _converters(model)
     conversions = tuple(
         Conversion(target, tuple(n for n, _ in group), tuple(p for _, p in group), converters[group[0][1]], model)
         for target, group in groups.items()
     )
-    return Names(plain, conversions)
+    return Names(plain, conversions, lost)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4dispatch.checkpoints.files.reader import TensorInfo
-from fp4dispatch.checkpoints.hf_names import Conversion
+from fp4dispatch.checkpoints.files.reader import FLOATS, Checkpoint, TensorInfo
+from fp4dispatch.checkpoints.hf_names import Conversion, Names
 from fp4dispatch.checkpoints.schemes import Scheme
+from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation
 
@@ -77,6 +78,41 @@ class Plan:
     unexpected: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     kv_cache: list[str] = field(default_factory=list)
+
+    def refuse_orphans(self, checkpoint: Checkpoint, names: Names) -> None:
+        """Refuse to leave a parameter unfilled whose module the checkpoint has tensors of, under other names.
+
+        Tools store experts one by one, under names that transformers may not know. The model's experts would keep
+        random values.
+
+        Raises
+        ------
+        CheckpointUnsupportedError
+            The tensors are quantised.
+        CheckpointError
+            They are not.
+        """
+        for missing in self.missing:
+            module = missing.rpartition(".")[0]
+            there = [
+                checkpoint[name]
+                for name in self.unexpected
+                if names.lost.get(name) == missing or (module and names.plain.get(name, name).startswith(f"{module}."))
+            ]
+            if not there:
+                continue
+            quantised = next((info for info in there if info.dtype not in FLOATS), None)
+            info = quantised or there[0]
+            found = f"{info.file}: the model needs {missing!r}; the checkpoint has {info.name!r} ({info}) in its place"
+            if quantised:
+                raise CheckpointUnsupportedError(
+                    f"{found}, and quantised experts are not supported yet: take a checkpoint whose experts are not "
+                    "quantised"
+                )
+            raise CheckpointError(
+                f"{found}, a name that transformers does not put there: give the tensors the names that the "
+                "unquantised checkpoint of the model has"
+            )
 
 
 def linears(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Linear | QuantizedLinear]]:

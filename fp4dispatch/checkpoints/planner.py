@@ -14,7 +14,7 @@ from fp4dispatch.checkpoints.config.foreign import misfit, unsupported_layer, un
 from fp4dispatch.checkpoints.config.patterns import shard_names
 from fp4dispatch.checkpoints.config.quant_config import LINEAR, QuantConfig
 from fp4dispatch.checkpoints.config.readers import Group
-from fp4dispatch.checkpoints.files.reader import TORCH_DTYPES, Checkpoint, TensorInfo
+from fp4dispatch.checkpoints.files.reader import FLOATS, TORCH_DTYPES, Checkpoint, TensorInfo
 from fp4dispatch.checkpoints.hf_names import names_in
 from fp4dispatch.checkpoints.kv_cache import KV_CACHE_SUFFIXES
 from fp4dispatch.checkpoints.plan import ConversionPlan, LayerPlan, Plan, Shard, SlotPlan, linears, places
@@ -23,9 +23,6 @@ from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replaceable import why_left
 from fp4dispatch.problem import Activation
-
-FLOATS = ("F32", "BF16", "F16", "F64")
-"""Dtypes that convert into each other."""
 
 
 def plan_load(model: nn.Module, checkpoint: Checkpoint, config: QuantConfig | None, *, strict: bool) -> Plan:
@@ -352,6 +349,7 @@ class _Planner:
                 (self.out.kv_cache if kv else self.out.ignored if left else self.out.unexpected).append(name)
         if not self.strict:
             return
+        self.out.refuse_orphans(self.checkpoint, self.names)
         for what, names, why in (
             ("missing", self.out.missing, "the model needs it"),
             ("unexpected", self.out.unexpected, "the model has no place for it"),

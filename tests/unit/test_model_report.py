@@ -105,3 +105,22 @@ def test_an_unquantised_model_and_what_is_no_model():
     assert found.left[0].reason == "a linear layer that was excluded, or is stored unquantised"
     with pytest.raises(InputError, match="model is a list"):
         fp4dispatch.report([])
+
+
+@torch.no_grad()
+def test_a_model_with_graphs_around_it_has_the_same_report():
+    pytest.importorskip("transformers")
+    from tests import breakable
+    from tests.graph_fake import FakeTape
+
+    causal = breakable.model(num_hidden_layers=2)
+    replace_linears(causal, "nvfp4")
+    before = fp4dispatch.report(causal, large=0)
+    graphs = breakable.captured(causal, [8], tapes=FakeTape)
+    causal(torch.arange(8).view(1, 8), use_cache=False)
+    assert breakable.replays(graphs) == {"8": 1}
+    after = fp4dispatch.report(causal, large=0)
+    assert {(g.name, g.count, g.n, g.k) for g in after.groups} == {(g.name, g.count, g.n, g.k) for g in before.groups}
+    assert [one.name for one in after.left] == [one.name for one in before.left]
+    assert all(group.backend.startswith("reference") for group in after.groups)
+    assert after.model_bytes == before.model_bytes

@@ -161,6 +161,25 @@ def test_experts_stay_in_16_bits_and_this_is_said(tmp_path, name, caplog):
     check_saved(model, path, tmp_path / "out")
 
 
+def test_the_report_names_layers_and_what_was_left_alone():
+    import fp4dispatch
+
+    model = load(modelopt("Mixtral", leave="*experts*"))
+    found = fp4dispatch.report(model, large=0)
+    assert {(g.name, g.count, g.format) for g in found.groups} == {
+        (f"model.layers.*.self_attn.{name}_proj", 2, "nvfp4") for name in "qkvo"
+    }
+    assert all(group.backend == "reference (bf16)" and group.reason for group in found.groups)
+    left = {one.name: one for one in found.left}
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.layers.*.mlp.gate.weight"} < left.keys()
+    assert "experts in one tensor" in left["model.layers.*.mlp.experts.gate_up_proj"].reason
+    assert left["model.layers.*.mlp.experts.gate_up_proj"].nbytes == 2 * 4 * 192 * 64 * 2
+    named = sum(part.nbytes for part in (*found.groups, *found.left))
+    assert found.model_bytes == named + found.small_bytes
+    assert json.loads(json.dumps(found.to_dict()))["left"]
+    assert all("experts.gate_up_proj" in text for text in (found.to_html(), str(found)))
+
+
 def test_quantised_experts_are_refused_by_name():
     with pytest.raises(CheckpointUnsupportedError, match=r"experts\.0.*quantised experts are not supported yet"):
         load(modelopt("Mixtral"))

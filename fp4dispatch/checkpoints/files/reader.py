@@ -35,6 +35,9 @@ DTYPE_BITS: dict[str, int] = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Dtypes that convert into each other."""
+
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I16": torch.int16, "U16": torch.uint16,

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.carried import Carried, carry
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
-from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
+from fp4dispatch.checkpoints.files.reader import FLOATS, Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.hf_names import Names, names_in
 from fp4dispatch.checkpoints.load import (
     LoadedLayer,
@@ -31,7 +31,7 @@ from fp4dispatch.checkpoints.load import (
     layer_options,
 )
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan
-from fp4dispatch.checkpoints.planner import FLOATS, plan_load
+from fp4dispatch.checkpoints.planner import plan_load
 from fp4dispatch.checkpoints.schemes import detect, from_linear, to_linear
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, FormatError
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
@@ -117,9 +117,9 @@ class StoredLayers:
         carry(model, self.carried)
         plan = self.plan
         ignored = tuple(plan.kv_cache + plan.ignored + plan.unexpected)
-        return LoadReport(
-            self.path, tuple(loaded), tuple(plan.excluded), ignored, tuple(plan.missing), (), model_bytes(model)
-        )
+        tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+        missing = tuple(name for name in plan.missing if tied.get(name, name) in plan.missing)
+        return LoadReport(self.path, tuple(loaded), tuple(plan.excluded), ignored, missing, (), model_bytes(model))
 
 
 def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchConfig) -> StoredLayers:
@@ -139,6 +139,7 @@ def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchCo
         _refuse_experts(checkpoint, names)
         plan = plan_load(model, checkpoint, quant, strict=False)
         _refuse(plan, checkpoint, quant)
+        plan.refuse_orphans(checkpoint, names)
         found = StoredLayers(checkpoint.path, plan, collect_carried(plan, checkpoint, quant))
         for planned in plan.layers:
             found.layers.append(_replace(model, planned, config))

@@ -1,0 +1,128 @@
+"""What integrations of engines share: fused layers keep the scale of each shard, exactly, and odd ones are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4dispatch import formats
+from fp4dispatch.checkpoints.config.quant_config import read_block
+from fp4dispatch.checkpoints.schemes import SCHEMES
+from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, InputError
+from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.shards import check_split, weights_of_shards
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
+
+ROWS = [32, 16, 16]
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+
+def nvfp4(divides=False):
+    """Tensors of three shards with different global scales, as an engine loads them, and their weight in fp64."""
+    torch.manual_seed(0)
+    parts = [formats.nvfp4_quantize(torch.randn(n, 64) * 3**i) for i, n in enumerate(ROWS)]
+    global_scale = torch.cat([part.global_scale.reshape(1) for part in parts])
+    input_scale = torch.tensor([0.5, 2.0, 1.0])
+    if divides:
+        global_scale = (2.0 ** torch.tensor([3, 5, 1])).float()
+        input_scale = input_scale.reciprocal()
+    scheme = SCHEMES["nvfp4-pack-quantized" if divides else "modelopt-nvfp4"]
+    assert scheme.global_scale
+    assert scheme.input_scale
+    tensors = {
+        scheme.weight: torch.cat([part.data for part in parts]),
+        scheme.scale: torch.cat([part.sf.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
+        scheme.global_scale: global_scale,
+        scheme.input_scale: input_scale,
+    }
+    factors = global_scale.reciprocal() if divides else global_scale
+    ones = [formats.nvfp4_dequantize(part.data, part.sf, torch.ones(1)).double() for part in parts]
+    return scheme, tensors, torch.cat([one * f.double() for one, f in zip(ones, factors, strict=True)])
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_each_shard_keeps_its_global_scale(divides):
+    scheme, tensors, expected = nvfp4(divides)
+    weights = weights_of_shards(scheme, tensors, ROWS, static=True, layer="x")
+    assert weights.shard_rows == tuple(ROWS)
+    assert float(weights.input_scale) == 2.0, "the largest: no more values saturate"
+    layer = FP4Linear.from_weights(weights, dtype=torch.float32, activation="bf16")
+    torch.testing.assert_close(layer(torch.eye(64)).double().t(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_scales_are_one_shard():
+    scheme, tensors, _ = nvfp4()
+    tensors["weight_scale_2"] = torch.full((3,), 0.25)
+    weights = weights_of_shards(scheme, tensors, ROWS, static=None, layer="x")
+    assert (weights.shard_rows, weights.global_scale.tolist()) == ((64,), [0.25])
+
+
+def test_input_scales_that_are_not_static_or_not_there():
+    scheme, tensors, _ = nvfp4()
+    assert weights_of_shards(scheme, tensors, ROWS, static=False, layer="x").input_scale is None
+    tensors["input_scale"] = torch.full((3,), torch.nan)
+    assert weights_of_shards(scheme, tensors, ROWS, static=None, layer="x").input_scale is None
+    with pytest.raises(CheckpointError, match="x: tensor 'input_scale' is missing or holds NaN"):
+        weights_of_shards(scheme, tensors, ROWS, static=True, layer="x")
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_2"])
+def test_a_scale_that_was_not_loaded(name):
+    scheme, tensors, _ = nvfp4()
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(torch.uint8)[-1] = 0x7F
+    if name == "weight_scale_2":
+        tensors[name][1] = torch.nan
+    with pytest.raises(CheckpointError, match=f"x: tensor '{name}' is missing or holds NaN"):
+        weights_of_shards(scheme, tensors, ROWS, static=None, layer="x")
+
+
+def test_fp8_shards_with_different_scales_become_one_scale_a_row():
+    torch.manual_seed(0)
+    weight = (torch.randn(64, 64) * 40).to(torch.float8_e4m3fn)
+    scales = torch.tensor([0.1, 0.01, 1.0])
+    tensors = {"weight": weight, "weight_scale": scales, "input_scale": torch.ones(3)}
+    weights = weights_of_shards(SCHEMES["fp8-tensor"], tensors, ROWS, static=True, layer="x")
+    assert (weights.scaling, weights.input_scale) == ("row", None)
+    layer = FP8Linear.from_weights(weights, dtype=torch.float32, activation="bf16")
+    expected = weight.double() * scales.double().repeat_interleave(torch.tensor(ROWS))[:, None]
+    torch.testing.assert_close(layer(torch.eye(64)).double().t(), expected, rtol=1e-6, atol=1e-6)
+    tensors["weight_scale"] = torch.full((3,), 0.5)
+    same = weights_of_shards(SCHEMES["fp8-tensor"], tensors, ROWS, static=True, layer="x")
+    assert (same.scaling, float(same.scale), float(same.input_scale)) == ("tensor", 0.5, 1.0)
+    tensors["weight_scale"] = torch.rand(64, 1)
+    rows = weights_of_shards(SCHEMES["fp8-channel"], tensors, ROWS, static=False, layer="x")
+    assert (rows.scaling, tuple(rows.scale.shape)) == ("row", (64,))
+
+
+def test_a_part_that_splits_a_block():
+    check_split("x", 96, 48, 16)
+    with pytest.raises(InputError, match=r"x: K=96 on 4 ranks is 24 a rank.* size of 1, 2, 3, 6"):
+        check_split("x", 96, 24, 16)
+    with pytest.raises(InputError, match="K=24 is not a multiple of 16"):
+        check_split("x", 24, 24, 16)
+
+
+def modelopt(**more):
+    return read_block({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [], **more}, "here")
+
+
+def test_formats_of_fused_layers():
+    names = shard_names("model.layers.0.self_attn.qkv_proj", PACKED)
+    assert names == tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
+    assert shard_names("lm_head", PACKED) == ("lm_head",)
+    group = group_of(modelopt(), names, "qkv", "leave it")
+    assert scheme_of(group).name == "modelopt-nvfp4"
+    assert group_of(modelopt(ignore=["model.layers.0*"]), names, "qkv", "leave it") is None
+    assert group_of(modelopt(ignore=["lm_head"]), ("language_model.lm_head",), "x", "leave it") is None
+    with pytest.raises(CheckpointUnsupportedError, match=r"qkv: the engine fuses 3 .*k_proj: not quantised.*leave it"):
+        group_of(modelopt(ignore=["*k_proj"]), names, "qkv", "leave it")
+
+
+def test_patterns_get_the_names_of_the_engine():
+    def rename(names):
+        return [name.replace("model.language_model", "language_model.model") for name in names]
+
+    found = renamed(["lm_head", "model.language_model.layers.0*", "re:.*x", "Linear"], rename)
+    assert found[:4] == ("lm_head", "model.language_model.layers.0*", "re:.*x", "Linear")
+    assert {"language_model.model.layers.0", "language_model.model.layers.0.*"} == set(found[4:])
