@@ -137,7 +137,7 @@ class Sample:
         return sum(len(ms) for _, ms in self.shapes)
 
 
-def sample(seed: int, problems: int, *, least_m: int = 1, most_m: int = MOST_TOKENS) -> Sample:
+def sample(seed: int, problems: int, *, least_m: int = 1, most_m: int = MOST_TOKENS, each: int = TOKENS_EACH) -> Sample:
     """Draw problems.
 
     Parameters
@@ -145,20 +145,22 @@ def sample(seed: int, problems: int, *, least_m: int = 1, most_m: int = MOST_TOK
     seed
         Of the random numbers.
     problems
-        How many; the last (N, K) gets fewer numbers of tokens if this is no multiple of :data:`TOKENS_EACH`.
+        How many; the last (N, K) gets fewer numbers of tokens if this is no multiple of ``each``.
     least_m, most_m
         The range of M.
+    each
+        Numbers of tokens of one (N, K).
 
     Raises
     ------
     InputError
         If ``problems`` is below 1 or above what the models give, or the range of M holds too few numbers.
     """
-    if not 1 <= least_m <= most_m or most_m - least_m + 1 < TOKENS_EACH:
-        raise InputError(f"M from {least_m} to {most_m}: need at least {TOKENS_EACH} numbers of tokens")
+    if not 1 <= least_m <= most_m or most_m - least_m + 1 < each:
+        raise InputError(f"M from {least_m} to {most_m}: need at least {each} numbers of tokens")
     every = {(d.n, d.k) for model in models() for tp in TP for d in model.layers(tp)}
-    if not 1 <= problems <= TOKENS_EACH * len(every):
-        raise InputError(f"problems={problems}: need 1 to {TOKENS_EACH * len(every)}")
+    if not 1 <= problems <= each * len(every):
+        raise InputError(f"problems={problems}: need 1 to {each * len(every)}")
     random_ = random.Random(seed)
     shapes: dict[tuple[int, int], tuple[Drawn, tuple[int, ...]]] = {}
     left = problems
@@ -166,7 +168,7 @@ def sample(seed: int, problems: int, *, least_m: int = 1, most_m: int = MOST_TOK
         layer = random_.choice(random_.choice(_by_tp(random_.choice(models()))))
         if (layer.n, layer.k) in shapes:
             continue
-        ms = _tokens(random_, least_m, most_m)[: min(left, TOKENS_EACH)]
+        ms = _tokens(random_, least_m, most_m, each)[: min(left, each)]
         shapes[layer.n, layer.k] = (layer, tuple(sorted(ms)))
         left -= len(ms)
     return Sample(seed, tuple(shapes.values()))
@@ -178,9 +180,9 @@ def _by_tp(model: Dense) -> tuple[tuple[Drawn, ...], ...]:
     return tuple(layers for tp in TP if (layers := model.layers(tp)))
 
 
-def _tokens(random_: random.Random, least: int, most: int) -> list[int]:
+def _tokens(random_: random.Random, least: int, most: int, count: int) -> list[int]:
     """Return distinct numbers of tokens: m with probability in proportion to log((m + 1) / m)."""
     found: dict[int, None] = {}
-    while len(found) < TOKENS_EACH:
+    while len(found) < count:
         found[min(int(least * ((most + 1) / least) ** random_.random()), most)] = None
     return list(found)

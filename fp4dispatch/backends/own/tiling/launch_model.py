@@ -173,6 +173,22 @@ def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[La
                 yield shape
 
 
+def measurable(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchShape]:
+    """Yield the shapes that are worth a measurement: those of :func:`candidates`, and splits in up to two waves."""
+    found = dict.fromkeys(candidates(tile, m, n, k, gpu))
+    together = [(1, 1), *([(2, 1)] if n > tile.rows else []), *([(1, 2)] if m > tile.tokens and tile.share > 0 else [])]
+    for multicast, sharing in together:
+        for split in SPLITS[1:]:
+            if split > min(tile.most_split, LARGEST_CLUSTER // (multicast * sharing)):
+                break
+            if _divide_up(k, tile.stage_k) < 2 * split:
+                break
+            shape = laid_out(tile, m, n, gpu, multicast=multicast, split=split, sharing=sharing)
+            if shape.rounds > 0 or shape.clusters <= 2 * slots(tile, shape, gpu):
+                found[shape] = None
+    yield from found
+
+
 def laid_out(
     tile: TileSpeed,
     m: int,
