@@ -46,8 +46,8 @@ class RandomRunner(runs.Runner):
     """A :class:`~fp4dispatch.benchmark.run.Runner` that also times launches.
 
     ``families``: whose launches; empty for none. ``tried``: (N, K, M) -> how many launches were right and timed.
-    ``formats``: weight format of each launch that has a row, by its name. ``refused``: launch shapes that do not fit this
-    GPU, each with what its kernel said last.
+    ``formats``: weight format of each launch that has a row, by its name. ``refused``: launch shapes that do not fit
+    this GPU, each with what its kernel said last.
     """
 
     families: Sequence[Family] = ()

@@ -27,8 +27,10 @@ from fp4dispatch.backends.own.tensors.operands import (
     launch_shape,
     taken_as_is,
 )
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import check
 from fp4dispatch.problem import Problem
@@ -156,6 +158,15 @@ class CompiledBackend(Backend):
     def builds(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
         """Name the kernels that a plan will load."""
         return self._kernels(problem, *gpu_of(device))
+
+    def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
+        """Return what the launch model says of the build that serves a problem; None for a build without a model."""
+        builds = self._kernels(problem, gpu.arch, gpu.sms)
+        speed = speed_of(*builds[0]) if builds else None
+        if speed is None:
+            return None
+        facts = launch_model.gpu_of(gpu)
+        return launch_model.best(speed, problem.m, problem.n, problem.k, facts).microseconds(facts)
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Load the kernels; compile and prove them first if they are not in the cache.

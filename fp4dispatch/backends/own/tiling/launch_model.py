@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fp4dispatch.machine.gpu_models import GpuModel
+
 TILE_CLOCKS = 7800.0
 """Before the first stage and after the last; a second time only after a tile whose K is split."""
 SPLIT_CLOCKS = 3100.0
@@ -56,13 +58,27 @@ class Gpu:
     usable: tuple[int, ...]
 
 
-H200 = Gpu(132, 1755.0, 2350.0, 50 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
+H200 = Gpu(132, 1755.0, 2350.0, 60 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
 
 
 @functools.cache
 def gpu_with(sms: int) -> Gpu:
     """Return the facts of a GPU with ``sms`` SMs: those of an H200, in proportion."""
     return replace(H200, sms=sms, usable=tuple(sms * ctas // H200.sms for ctas in H200.usable))
+
+
+LOADED = 1755.0 / 1980.0
+"""Clock under load over the highest clock, on an H200."""
+REACHED = 2350.0 * 1755e6 / 4800e9
+"""Memory bandwidth that weights reach over the published one, on an H200."""
+
+
+@functools.cache
+def gpu_of(model: GpuModel) -> Gpu:
+    """Return the facts of a GPU model for predictions: bandwidth and clock reach the same share as on an H200."""
+    clock = model.clock_mhz * LOADED
+    memory = model.memory_gbs * 1e3 * REACHED / clock
+    return replace(gpu_with(model.sms), clock_mhz=clock, memory_bytes=memory, l2_bytes=int(model.l2_mib * 2**20))
 
 
 @dataclass(frozen=True)
