@@ -116,6 +116,7 @@ def test_regret_counts_what_could_have_run_instead():
         row(BASELINE, 1.0),
         row("FP4Linear", 10.0, 64, entering="row"),
         row(fast, 8.0, 64, format="nvfp4", entering="row"),
+        row("FP4Linear/w4a8_expanded", 6.0, 64, entering="row"),
         row("launch w4a8 wrong", None, 64, format="nvfp4", entering="row", status="WRONG"),
         row("FP4Linear", 10.0, 65),
     )
@@ -124,7 +125,10 @@ def test_regret_counts_what_could_have_run_instead():
         Loss(1.25, (*BIG, 64), fast),
     ]
     assert standing.regrets(doc, "FP8Linear/row") == []
-    assert standing.regrets(doc, "FP4Linear/w4a8_expanded") == [Loss(1.25, (*BIG, 16), fast)]
+    assert standing.regrets(doc, "FP4Linear/w4a8_expanded") == [
+        Loss(1.25, (*BIG, 16), fast),
+        Loss(1.0, (*BIG, 64), "FP4Linear/w4a8_expanded"),
+    ]
     assert standing.standing(doc, "FP4Linear").regret(0.95) == pytest.approx(1.25)
 
 

@@ -152,6 +152,14 @@ def test_explain_shows_predictions_of_a_named_gpu_and_decides_as_without():
     assert {row["backend"]: row["predicted"] for row in with_gpu.to_dict()["verdicts"]}["w4a8"] == shown["w4a8"]
 
 
+def test_predictions_do_not_order(monkeypatch):
+    for name, us in (("w4a8", 100.0), ("w4a16", 1.0)):
+        monkeypatch.setattr(registry.instance(name), "predict", lambda problem, gpu, us=us: us, raising=False)
+    found = explain("nvfp4_gemm", 300, 28672, 4096, gpu="H200 SXM", cuda="13.0", nvcc="13.0", proven=True)
+    assert [(v.backend, v.predicted[:5]) for v in found.verdicts[:2]] == [("w4a8", "100.0"), ("w4a16", "1.0 u")]
+    assert found.backend == "w4a8"
+
+
 def test_explain_knows_the_gpu_of_this_machine(monkeypatch):
     from fp4dispatch.machine.system import System
 
