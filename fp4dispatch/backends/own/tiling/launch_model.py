@@ -49,6 +49,8 @@ class Gpu:
     usable
         CTAs that run at once in clusters of 1 to 8 CTAs, one per SM (``cudaOccupancyMaxActiveClusters``). A cluster
         stays within a group of 16 or 18 SMs, which not every size fills.
+    tile_clocks, split_clocks
+        What a tile and a split cost beside their stages (:data:`TILE_CLOCKS`, :data:`SPLIT_CLOCKS`).
     """
 
     sms: int
@@ -56,6 +58,8 @@ class Gpu:
     memory_bytes: float
     l2_bytes: int
     usable: tuple[int, ...]
+    tile_clocks: float = TILE_CLOCKS
+    split_clocks: float = SPLIT_CLOCKS
 
 
 H200 = Gpu(132, 1755.0, 2350.0, 60 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
@@ -250,11 +254,11 @@ def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu
     own = tile.pair if shape.multicast > 1 else tile.share if shape.sharing > 1 else tile.stage
     readers = min(_divide_up(m, tile.tokens), shape.raster)  # token tiles that read the same weights from L2
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
-    start = TILE_CLOCKS + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
+    start = gpu.tile_clocks + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
     stages = _divide_up(k, tile.stage_k)
     if shape.split == 1:
         return start + _divide_up(count, at_once) * stages * stage
-    end = SPLIT_CLOCKS + tile.rows * tile.tokens * 4 / SPLIT_BYTES
+    end = gpu.split_clocks + tile.rows * tile.tokens * 4 / SPLIT_BYTES
     return start + (shape.rounds * stages + _divide_up(stages, shape.split)) * stage + end
 
 
