@@ -60,6 +60,9 @@ def run(args: argparse.Namespace, streams: Sequence[str]) -> int:
 
     card = machine.card(args.device)
     sample, methods, families = plan(args, card)
+    if args.list:
+        print(listing(sample, methods, card))
+        return 0
     doc = measure(args, card, sample, methods, families, quiet=bool(streams))
     write(args, {"json": records.text, "md": random_report.markdown}, doc)
     if not streams:
@@ -81,7 +84,7 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Sample, Sequence[Method]
     from fp4dispatch.benchmark.problems import sampling
     from fp4dispatch.problem.arch import SM90
 
-    if card.arch is None:
+    if card.arch is None and not args.list:
         raise InputError("the suite random is for a GPU, and this is a CPU: run `fp4dispatch bench` here")
     if args.seed is None:
         raise InputError("--suite random needs --seed S; take a new one, nothing was fitted to")
@@ -96,6 +99,15 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Sample, Sequence[Method]
     sample = sampling.sample(args.seed, PROBLEMS if args.problems is None else args.problems)
     timed = card.arch == SM90 and not args.no_regret
     return sample, methods, tuple(f for f in launches.FAMILIES if timed and f.format in formats)
+
+
+def listing(sample: Sample, methods: Sequence[Method], card: Card) -> str:
+    """Return the problems of a seed, and the methods with what each one lacks on this GPU."""
+    lines = [f"{layer.n}x{layer.k} M={','.join(map(str, ms))}: {layer.owner}" for layer, ms in sample.shapes]
+    for method in methods:
+        lacks = method.lacks(card)
+        lines.append(f"{method.name:<24}{method.what}" + (f"; not here: {lacks}" if lacks else ""))
+    return "\n".join(lines)
 
 
 def measure(

@@ -112,6 +112,15 @@ def test_wrong_words_are_refused(few, words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_seed_can_be_listed_anywhere(capsys):
+    assert cli.main(["bench", "--suite", "random", "--seed", "1", "--problems", "5", "--device", "cpu", "--list"]) == 0
+    out = capsys.readouterr().out
+    (layer, ms), *_ = sampling.sample(1, 5).shapes
+    assert out.startswith(f"{layer.n}x{layer.k} M={','.join(map(str, ms))}: {layer.owner}\n")
+    assert "FP8Linear/row/w8a8" in out
+    assert "not here: needs a CUDA GPU" in out
+
+
 def test_it_is_for_a_gpu(capsys):
     assert cli.main(["bench", "--suite", "random", "--seed", "1", "--device", "cpu"]) == 1
     assert "the suite random is for a GPU" in capsys.readouterr().err
