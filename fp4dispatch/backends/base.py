@@ -33,6 +33,7 @@ from fp4dispatch.problem.decision import Reason
 if TYPE_CHECKING:
     import torch
 
+    from fp4dispatch.machine.gpu_models import GpuModel
     from fp4dispatch.machine.system import System
 
 _log = logging.getLogger("fp4dispatch")
@@ -164,6 +165,13 @@ class Backend(abc.ABC):
         Only speed depends on it: a kernel that is not named compiles when it is loaded.
         """
         return ()
+
+    def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
+        """Return the predicted microseconds of the GEMM alone, weights in memory; None where there is no model. Pure.
+
+        ``explain`` prints it. It does not order candidates.
+        """
+        return None
 
     @abc.abstractmethod
     def prepare(self, weights: LinearWeights) -> Prepared:

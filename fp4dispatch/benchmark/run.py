@@ -144,9 +144,13 @@ class Runner:
 
     def run(self, shapes: Sequence[tuple[int, int]], ms: Sequence[int]) -> Outcome:
         """Measure every (N, K) with every M, in this order, within the budget."""
-        todo = [(n, k, m) for n, k in shapes for m in ms]
+        return self.run_each([(n, k, ms) for n, k in shapes])
+
+    def run_each(self, shapes: Sequence[tuple[int, int, Sequence[int]]]) -> Outcome:
+        """Measure every (N, K) with its own M, in this order, within the budget."""
+        todo = [(n, k, m) for n, k, ms in shapes for m in ms]
         self._todo, self.outcome.left = len(todo), todo
-        for n, k in shapes:
+        for n, k, ms in shapes:
             if self.over() or self.outcome.stopped:
                 break
             self.outcome.rows += self._shape(n, k, ms)
@@ -177,7 +181,7 @@ class Runner:
             try:
                 ready[method.name] = method.prepare(operands, self._copies(method, n, k), self.card)
             except Exception as error:  # a peer may raise anything; it must not stop the others
-                broken[method.name] = _words(error)
+                broken[method.name] = words(error)
         for m in ms:
             if self.over() or self.outcome.stopped:
                 return
@@ -205,28 +209,33 @@ class Runner:
         truth = Truth(operands, m)
         rows: dict[str, Row] = {}
         recorded: dict[str, _Recorded] = {}
-        for method in self.methods:
+        contestants = [(method, ready.get(method.name)) for method in self.methods if method.most_m >= m]
+        for method, prepared in [*contestants, *self.more(truth)]:
             blank = Row(operands.n, operands.k, m, method.name, "failed")
-            if method.name in broken:
+            if prepared is None:
                 rows[method.name] = replace(blank, detail=broken[method.name])
                 continue
             try:
-                launch = ready[method.name](truth.x)
-                rows[method.name] = self._checked(method, launch, truth, blank)
+                launch = prepared(truth.x)
+                rows[method.name] = self.checked(method, launch, truth, blank)
                 if rows[method.name].status == "ok":
                     recorded[method.name] = self._record(method, launch, rows[method.name])
             except Exception as error:
-                rows[method.name] = replace(blank, detail=_words(error))
+                rows[method.name] = replace(blank, detail=words(error))
                 recorded.pop(method.name, None)
-                if self._stop_if_dead(rows[method.name]):
+                if self.stop_if_dead(rows[method.name]):
                     return list(rows.values())
         try:
             self._time(recorded, rows, truth)
         except Exception as error:
-            failed = {name: replace(rows[name], status="failed", us=None, detail=_words(error)) for name in recorded}
+            failed = {name: replace(rows[name], status="failed", us=None, detail=words(error)) for name in recorded}
             rows |= failed
-            self._stop_if_dead(next(iter(failed.values())))
+            self.stop_if_dead(next(iter(failed.values())))
         return list(rows.values())
+
+    def more(self, truth: Truth) -> Sequence[tuple[Method, Prepared]]:
+        """Return what is compared in this problem beside the methods; nothing here."""
+        return ()
 
     def _record(self, method: Method, launch: Launch, row: Row) -> _Recorded:
         copies = self._copies(method, row.n, row.k)
@@ -249,7 +258,7 @@ class Runner:
             right = row.status == "ok"
             rows[name] = _timed(row, times[name]) if right else replace(row, detail=f"{row.detail}, in replays")
 
-    def _checked(self, method: Method, launch: Launch, truth: Truth, blank: Row) -> Row:
+    def checked(self, method: Method, launch: Launch, truth: Truth, blank: Row) -> Row:
         """Run once into NaN-poisoned memory and check."""
         _poison(launch, blank.m, blank.n, self.card.device)
         got = launch.call(0)
@@ -273,13 +282,13 @@ class Runner:
         why = "" if right else f"tile {worst.tile} is off by {worst.error:.2g}, allowed {limit:.2g}"
         return replace(row, status="ok" if right else "WRONG", off=worst.error, tile=worst.tile, detail=why)
 
-    def _stop_if_dead(self, row: Row) -> bool:
+    def stop_if_dead(self, row: Row) -> bool:
         """Stop the run if the device is unusable after an error."""
         try:
             self.engine.finish()
         except Exception as error:
             where = f"{row.method} at {row.n}x{row.k}, M={row.m}"
-            self.outcome.stopped = f"{where}: {row.detail}; the device cannot go on: {_words(error)}"
+            self.outcome.stopped = f"{where}: {row.detail}; the device cannot go on: {words(error)}"
         return bool(self.outcome.stopped)
 
 
@@ -296,7 +305,7 @@ def _timed(row: Row, sample: Sample) -> Row:
     return replace(row, us=sample.us, low=sample.low, spread=sample.spread, rounds=sample.rounds)
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     """Return an exception as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch.cli import bench_random
+from fp4dispatch.cli.output import STDOUT, formats_to_print, write, write_file
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.progress import Progress
 
@@ -25,7 +27,6 @@ QUICK_S = 45.0
 """Seconds after which --quick starts no new problem."""
 CPU_SUITE = "cpu"
 SLOW = "compiles for minutes on first use: ask for it with --methods, e.g. --methods '*'"
-STDOUT = "-"
 CPU_NOTE = (
     "no GPU: kernel times, speed-ups over cuBLAS and rooflines cannot be measured here.\n"
     "Below: the reference backend on this CPU, and the host time of a call."
@@ -42,8 +43,11 @@ def add_parser(subparsers: Subparsers) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--quick", action="store_true", help="three shapes, in under a minute (the default)")
     what.add_argument(
-        "--suite", help="quick, targets, full or cpu: which problems (fp4dispatch/benchmark/problems/shapes.toml)"
+        "--suite",
+        help="quick, targets, full or cpu (fp4dispatch/benchmark/problems/shapes.toml), or random: layers of published "
+        "models (models.toml) with random numbers of tokens",
     )
+    bench_random.add_arguments(parser)
     parser.add_argument("--shape", action="append", metavar="NxK", help="this shape instead; may be repeated")
     parser.add_argument("-m", action="append", type=int, metavar="M", help="these tokens instead; may be repeated")
     parser.add_argument("--methods", action="append", metavar="GLOB", help="these methods beside torch/bf16")
@@ -56,7 +60,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="timed replays of each method (default: 15); fewer, but at least 5, if they would take over 2 s",
     )
     parser.add_argument(
-        "--budget-s", type=float, metavar="S", help=f"start no new problem after S seconds (--quick: {QUICK_S:.0f})"
+        "--budget-s",
+        "--seconds",
+        type=float,
+        metavar="S",
+        help=f"start no new problem after S seconds (--quick: {QUICK_S:.0f})",
     )
     for name, of in (("json", "everything"), ("csv", "the rows"), ("md", "the tables")):
         said = f"write {of} as {name.upper()} to FILE; without FILE, print it instead of the table"
@@ -76,9 +84,10 @@ def run(args: argparse.Namespace) -> int:
     from fp4dispatch.benchmark import machine
     from fp4dispatch.benchmark.reports import compare, report
 
-    streams = [name for name in ("json", "csv", "md") if getattr(args, name) == STDOUT]
-    if len(streams) > 1:
-        raise InputError(f"--{' and --'.join(streams)} would both print: name a FILE for all but one")
+    streams = formats_to_print(args)
+    bench_random.check(args)
+    if args.suite == bench_random.SUITE:
+        return bench_random.run(args, streams)
     old = report.read(args.compare) if args.compare else None  # read first: a bad file must not waste a run
     card = machine.card(args.device)
     suite, methods, budget = plan(args, card)
@@ -159,7 +168,7 @@ def measure(
             if args.json not in (None, STDOUT):
                 done = len(suite.shapes) * len(suite.m) - len(outcome.left)
                 part = replace(outcome, stopped=outcome.stopped or f"after {done} problems this run had not ended yet")
-                _write_file("json", args.json, report.json_text(made(part, [])))
+                write_file("json", args.json, report.json_text(made(part, [])))
 
         def made(outcome: runs.Outcome, calls: Sequence[host.HostRow]) -> dict[str, Any]:
             return report.document(suite, machine.facts(card, args.commit), runner.peaks, methods, outcome, calls)
@@ -178,24 +187,11 @@ def measure(
 def _write(args: argparse.Namespace, doc: dict[str, Any], streams: Sequence[str]) -> None:
     from fp4dispatch.benchmark.reports import plot, report
 
-    make = {"json": report.json_text, "csv": report.csv_text, "md": report.markdown}
-    for name, render in make.items():
-        target = getattr(args, name)
-        if target == STDOUT:
-            print(render(doc), end="")
-        elif target is not None:
-            _write_file(name, target, render(doc))
+    write(args, {"json": report.json_text, "csv": report.csv_text, "md": report.markdown}, doc)
     if not streams:
         print(report.text(doc))
     if args.plot:
         plot.draw(doc, args.plot)
-
-
-def _write_file(name: str, target: str, text: str) -> None:
-    try:
-        Path(target).write_text(text)
-    except OSError as error:
-        raise InputError(f"--{name} {target}: cannot be written: {error}") from error
 
 
 def listing(methods: Sequence[Method], card: Card) -> str:

@@ -36,6 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("op", choices=OPS)
     for size in ("m", "n", "k"):
         parser.add_argument(f"-{size}", type=int, required=True, metavar=size.upper())
+    parser.add_argument("--gpu", metavar="NAME", help="GPU model, e.g. 'H100 SXM': says the arch, predicts times")
     for name, text in _FACTS.items():
         parser.add_argument(f"--{name}", metavar="VERSION", help=text)
     parser.add_argument(
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raw=args.raw,
         bias=args.bias,
         fp8_copy=args.fp8_copy,
+        gpu=args.gpu,
     )
     print(json.dumps(decision.to_dict(), indent=2) if args.json else decision.text())
     return 0 if decision.backend else 1

@@ -1,4 +1,7 @@
-"""Handles a standard output that cannot be written: closed (``>&-``), on a full disk, or a broken pipe."""
+"""Handles a standard output that cannot be written: closed (``>&-``), on a full disk, or a broken pipe.
+
+Also writes what a command offers in several formats.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,16 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
+
+from fp4dispatch.errors import InputError
+
+STDOUT = "-"
+"""The value of a format's option without a file."""
 
 
 class OutputLost(BaseException):
@@ -90,3 +100,29 @@ def _discard(stream: Any) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
+
+
+def formats_to_print(args: Namespace, names: tuple[str, ...] = ("json", "csv", "md")) -> list[str]:
+    """Return the formats that go to standard output; InputError for more than one."""
+    streams = [name for name in names if getattr(args, name) == STDOUT]
+    if len(streams) > 1:
+        raise InputError(f"--{' and --'.join(streams)} would both print: name a FILE for all but one")
+    return streams
+
+
+def write(args: Namespace, renderers: Mapping[str, Callable[[Any], str]], document: Any) -> None:
+    """Write a document in each format that was asked for: to its file, or to standard output."""
+    for name, render in renderers.items():
+        target = getattr(args, name)
+        if target == STDOUT:
+            print(render(document), end="")
+        elif target is not None:
+            write_file(name, target, render(document))
+
+
+def write_file(name: str, target: str, text: str) -> None:
+    """Write the file of an option; InputError where it cannot be written."""
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise InputError(f"--{name} {target}: cannot be written: {error}") from error

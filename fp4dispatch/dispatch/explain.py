@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from fp4dispatch.backends import registry
+from fp4dispatch.backends.base import Backend
 from fp4dispatch.dispatch import here, tuned
 from fp4dispatch.dispatch.choose import left_out
 from fp4dispatch.dispatch.request import SETTING, canonical_all, requested
 from fp4dispatch.dispatch.whatif import ABSENT, default_scaling, what_if
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine import gpu_models
+from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy import resolve
 from fp4dispatch.policy.catalogue import FACTS, kernel_ops
 from fp4dispatch.policy.rules import m_bucket
 from fp4dispatch.problem import Activation, CaptureMode, Op, OutDtype, Problem, Scaling, SfLayout
 from fp4dispatch.problem.arch import Arch
-from fp4dispatch.problem.decision import Decision
-from fp4dispatch.settings import SETTINGS, settings
+from fp4dispatch.problem.decision import Decision, Verdict
+from fp4dispatch.settings import SETTINGS, did_you_mean, settings
 
 
 def explain(
@@ -49,6 +52,7 @@ def explain(
     disabled: Iterable[str] | None = None,
     fp8_copy: bool | None = None,
     system: System | None = None,
+    gpu: str | None = None,
 ) -> Decision:
     """Return a choice with every candidate and reason, for this machine or another one. Needs no GPU.
 
@@ -80,11 +84,15 @@ def explain(
         otherwise.
     system
         All facts of the machine; then no single fact may be given.
+    gpu
+        GPU model of another machine, as NVML or ``gpu_models.toml`` names it, e.g. ``H100 SXM``. It says the arch, and
+        what launch models need for their predictions. By default this machine's GPU.
 
     Returns
     -------
     Decision
-        ``backend`` is None where nothing can run the problem. That is no error here.
+        ``backend`` is None where nothing can run the problem. That is no error here. Each verdict has the predicted
+        time of its GEMM, where the GPU is known and its backend has a launch model. Predictions do not order.
 
     Raises
     ------
@@ -93,6 +101,8 @@ def explain(
     UnknownBackendError, SettingsError
         As in :func:`~fp4dispatch.dispatch.choose.select`.
     """
+    model = _named(gpu, arch)
+    arch = arch if model is None else model.arch.capability
     scaling = scaling or default_scaling(op)
     problem = Problem(op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw)
     versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
@@ -127,7 +137,37 @@ def explain(
         elsewhere=left_out(op, problem.scaling) if this else None,
         measured=measured,
     )
-    return replace(decision, notes=tuple(notes))
+    if model is None and measurable and system.gpus:
+        model = gpu_models.of(system.gpus[0])
+    verdicts = tuple(replace(v, predicted=_prediction(v, problem, model, backends)) for v in decision.verdicts)
+    return replace(decision, verdicts=verdicts, notes=tuple(notes))
+
+
+def _named(gpu: str | None, arch: str | None) -> GpuModel | None:
+    """Return the GPU model that was named; InputError for an unknown one, or one of another arch than was given."""
+    if gpu is None:
+        return None
+    model = gpu_models.named(gpu)
+    if model is None:
+        names = [each.name for each in gpu_models.models()]
+        raise InputError(f"gpu={gpu!r} is not known.{did_you_mean(gpu, names)} Known: {', '.join(names)}")
+    if arch is not None and Arch.real(arch) != model.arch:
+        raise InputError(f"gpu={gpu!r} is {model.arch.sm}, and arch={arch!r} was given: leave one of them out")
+    return model
+
+
+def _prediction(
+    verdict: Verdict, problem: Problem, model: GpuModel | None, backends: Mapping[str, registry.AnyBackend]
+) -> str:
+    """Return the predicted time of a candidate that can run, in words; empty if there is no model of it."""
+    backend = backends.get(verdict.backend)
+    if model is None or not verdict.can_run or not isinstance(backend, Backend):
+        return ""
+    try:
+        us = backend.predict(replace(problem, activation=verdict.activation), model)
+    except Exception:  # a plug-in may raise anything; a decision does not depend on it
+        return ""
+    return "" if us is None else f"{us:.1f} us for the GEMM alone on {model.name}; this does not order the candidates"
 
 
 def _facts(

@@ -69,6 +69,37 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Speed:
+    """What NVML knows of a GPU's speed: FP32 cores, highest clocks of SMs and memory in MHz, bits of the memory bus."""
+
+    cores: int
+    clock_mhz: int
+    memory_mhz: int
+    bus_bits: int
+
+
+def speed(uuid: str) -> Speed | None:
+    """Return the speed of the GPU with this UUID; None if NVML cannot tell all of it. Creates no CUDA context."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, or a broken one: `probe` says which
+        return None
+    try:
+        handle = _try(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+        asked = (
+            _try(pynvml.nvmlDeviceGetNumGpuCores, handle),
+            _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            _try(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+            _try(pynvml.nvmlDeviceGetMemoryBusWidth, handle),
+        )
+    finally:
+        _try(pynvml.nvmlShutdown)
+    return Speed(*map(int, asked)) if all(asked) else None
+
+
 def probe() -> Found:
     """Ask NVML for the GPUs visible to this process. Never raises; ``notes`` say what is missing."""
     try:

@@ -75,6 +75,7 @@ class Verdict:
 
     ``reasons`` (capability) and ``denied`` (safety) are kept apart: a denied backend that has no reasons may still be
     named explicitly, a backend with reasons may not. ``measured`` is its time here, where ``tune`` took it.
+    ``predicted`` is what a launch model says of its GEMM; it orders nothing.
     """
 
     backend: str
@@ -82,6 +83,7 @@ class Verdict:
     reasons: tuple[Reason, ...] = ()
     denied: tuple[RuleHit, ...] = ()
     measured: str = ""
+    predicted: str = ""
 
     @property
     def can_run(self) -> bool:
@@ -145,6 +147,8 @@ class Decision:
                 notes.insert(0, "chosen")
             if verdict.measured:
                 notes.append(f"measured {verdict.measured}")
+            if verdict.predicted:
+                notes.append(f"predicted {verdict.predicted}")
             notes = notes or ["can run"]
             rows += [f"  {verdict.backend if i == 0 else '':<{width}} {note}" for i, note in enumerate(notes)]
         rows += [f"  measured: {figures}" for figures in (self.rule.measured if self.rule else ())]

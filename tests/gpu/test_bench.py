@@ -11,6 +11,7 @@ from fp4dispatch import cli
 from fp4dispatch.benchmark import machine, roofline, run
 from fp4dispatch.benchmark.methods import roster
 from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.problem.arch import SM90
 from fp4dispatch.tune.timing import take_turns
 from tests.bench_cases import Planted
 
@@ -112,3 +113,26 @@ def test_the_command(tmp_path, capsys):
     assert {row["method"] for row in doc["measured"]} == {BASELINE, "FP8Linear/row"}
     assert all(0 < row["roofline"] < 1.5 for row in doc["measured"])
     assert cli.main([*words, "--compare", str(path), "--threshold", "1.0"]) == 0
+
+
+def test_the_random_suite_and_its_samples_run(card, tmp_path, monkeypatch):
+    from bench import launch_samples
+
+    words = ("--seed", "5", "--problems", "2")
+    path = tmp_path / "random.json"
+    assert (
+        cli.main(["bench", "--suite", "random", *words, "--rounds", "2", "--formats", "nvfp4", "--json", str(path)])
+        == 0
+    )
+    doc = json.loads(path.read_text())
+    assert doc["left"] == []
+    layers = {row["method"] for row in doc["measured"] if row["status"] == "ok"}
+    assert {BASELINE, "FP4Linear", "FP4Linear/bf16"} <= layers
+    if card.arch != SM90:
+        return
+    assert all(count > 10 for *_, count in doc["tried"])
+    monkeypatch.setattr("sys.argv", ["x", *words, "--m", "33", "80", "--commit", "test", "--out", str(tmp_path)])
+    assert launch_samples.main() == 0
+    (record,) = (json.loads(each.read_text()) for each in tmp_path.glob("launch-samples-*.json"))
+    assert len(record["problems"]) == 2
+    assert all(problem["bf16"] > 0 and len(problem["launches"]) > 8 for problem in record["problems"])

@@ -47,7 +47,7 @@ def test_json(capsys):
     assert data["backend"] == "reference"
     assert data["arch"] == "9.0"
     assert data["problem"]["k"] == 4096
-    assert {"backend", "activation", "reasons", "denied", "measured"} == set(data["verdicts"][0])
+    assert {"backend", "activation", "reasons", "denied", "measured", "predicted"} == set(data["verdicts"][0])
 
 
 def test_a_backend_that_is_not_there_is_listed_and_never_chosen(capsys, monkeypatch):

@@ -22,6 +22,7 @@ from fp4dispatch.backends.own.tiling.launch_model import (
 )
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS
 from tests import many_tokens
@@ -100,6 +101,18 @@ def test_a_gpu_with_fewer_sms_runs_fewer_clusters():
     assert few.clocks > many.clocks
 
 
+def test_a_gpu_model_has_the_bandwidth_and_the_clock_of_its_data_sheet_in_the_proportion_of_an_h200():
+    assert launch_model.gpu_of(gpu_models.named("NVIDIA H200")) == replace(H200, memory_bytes=pytest.approx(2350.0))
+    h100, pcie = (launch_model.gpu_of(gpu_models.named(name)) for name in ("H100 SXM", "H100 PCIe"))
+    assert (h100.sms, h100.usable, h100.clock_mhz) == (132, H200.usable, H200.clock_mhz)
+    assert h100.memory_bytes == pytest.approx(2350 * 3350 / 4800)
+    assert (pcie.sms, pcie.usable) == (114, gpu_with(114).usable)
+    assert pcie.memory_bytes * pcie.clock_mhz == pytest.approx(2350 * 1755 * 2039 / 4800)
+    thin = replace(SPEED, stage=100, pair=900)
+    slow, fast = (best(thin, 128, 132 * 128, 4096, gpu).microseconds(gpu) for gpu in (h100, H200))
+    assert slow > 1.25 * fast, "the weights come from a slower memory"
+
+
 @pytest.mark.parametrize("mnk", [(0, 128, 128), (1, 0, 128), (1, 128, 0)])
 def test_a_problem_without_tokens_rows_or_k_has_no_launch_shape(mnk):
     with pytest.raises(ValueError, match="needed at least 1 each"):
@@ -138,6 +151,24 @@ def test_every_candidate_covers_all_tiles_and_splits_in_one_wave_or_after_whole_
         for together, how in itertools.product(((1, 1), (2, 1), (1, 2)), ((False, False), (True, False), (True, True)))
         if together == (1, 1) or not how[1]
     }
+
+
+def test_what_is_worth_a_measurement_holds_every_candidate_and_covers_all_tiles():
+    draw, more = random.Random(1), 0
+    for _ in range(500):
+        _, _, tile = draw.choice(BUILDS)
+        m, n, k = int(2 ** draw.uniform(0, 13)), 8 * int(2 ** draw.uniform(0, 14)), 16 * int(2 ** draw.uniform(0, 11))
+        found, known = list(launch_model.measurable(tile, m, n, k, H200)), set(candidates(tile, m, n, k, H200))
+        assert len(set(found)) == len(found)
+        assert known <= set(found)
+        more += len(found) - len(known)
+        for shape in found:
+            many_tokens.check_covers(tile, shape, m, n)
+            assert shape.ctas <= 8
+            assert shape.split <= tile.most_split
+            assert shape.split <= -(-k // tile.stage_k)
+            assert shape.clusters <= 2 * launch_model.slots(tile, shape, H200)
+    assert more > 100
 
 
 @dataclass(frozen=True)

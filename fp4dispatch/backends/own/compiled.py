@@ -7,7 +7,7 @@ the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,9 +18,19 @@ from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import eager
-from fp4dispatch.backends.own.tensors.operands import aligned, bias_row, direct, gpu_of, launch_shape, taken_as_is
+from fp4dispatch.backends.own.tensors.operands import (
+    aligned,
+    bias_row,
+    direct,
+    gpu_of,
+    launch_numbers,
+    launch_shape,
+    taken_as_is,
+)
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import check
 from fp4dispatch.problem import Problem
@@ -112,12 +122,30 @@ class State:
         self.fits = (self.layout.np, self.layout.kp) == (self.layout.n, self.layout.k)
 
 
+def _shaped(loaded: Loaded, shape: Sequence[int]) -> Callable[..., None]:
+    """Return the function of a kernel for few tokens with a launch shape of ours in place of its own."""
+    function, numbers = getattr(loaded.module, f"{loaded.kernel}_shaped"), launch_numbers(shape)
+
+    def gemm(*operands: Any) -> None:
+        function(*operands[:-1], numbers, operands[-1])  # the last one is whether to launch with PDL
+
+    return gemm
+
+
 class CompiledBackend(Backend):
     """A backend on kernels of ``csrc/``, compiled, proved and loaded through :mod:`fp4dispatch.jit`."""
 
     @abc.abstractmethod
     def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
         """Return the builds that serve a problem: the GEMM, then its quantiser, if any. Empty where none serves it."""
+
+    @abc.abstractmethod
+    def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
+        """Name every build of a GEMM that runs a problem, also those that are slower for its M than others."""
+
+    def with_quantizer(self, problem: Problem, gemm: Build) -> tuple[Build, ...]:
+        """Return a GEMM with the quantiser that it needs, if any."""
+        return (gemm,)
 
     @abc.abstractmethod
     def _state(self, problem: Problem, layout: Layout, device: torch.device, loaded: tuple[Loaded, ...]) -> State:
@@ -131,6 +159,15 @@ class CompiledBackend(Backend):
         """Name the kernels that a plan will load."""
         return self._kernels(problem, *gpu_of(device))
 
+    def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
+        """Return what the launch model says of the build that serves a problem; None for a build without a model."""
+        builds = self._kernels(problem, gpu.arch, gpu.sms)
+        speed = speed_of(*builds[0]) if builds else None
+        if speed is None:
+            return None
+        facts = launch_model.gpu_of(gpu)
+        return launch_model.best(speed, problem.m, problem.n, problem.k, facts).microseconds(facts)
+
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Load the kernels; compile and prove them first if they are not in the cache.
 
@@ -141,19 +178,45 @@ class CompiledBackend(Backend):
         InputError
             If no kernel serves the problem.
         """
-        device = prepared.tensors[0].device
-        arch, sms = gpu_of(device)
+        arch, sms = gpu_of(prepared.tensors[0].device)
         builds = self._kernels(problem, arch, sms)
         if not builds:
             raise InputError(
                 f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
             )
-        layout, loaded = Layout(*prepared.layout), []
-        for name, build in builds:
+        return self.plan_with(problem, prepared, builds[0])
+
+    def plan_with(self, problem: Problem, prepared: Prepared, gemm: Build, shape: Sequence[int] | None = None) -> Plan:
+        """Make a plan of one of :meth:`gemms`, for measurements. :meth:`plan` chooses the build itself.
+
+        Parameters
+        ----------
+        problem, prepared
+            As of :meth:`plan`.
+        gemm
+            The build.
+        shape
+            Numbers of its launch shape; by default those that the launch model or the kernel chooses.
+
+        Raises
+        ------
+        ToolchainError, CompileError, ProofError, CacheError
+            As of :meth:`plan`. A shape that the kernel cannot launch raises ValueError in ``run``.
+        """
+        device = prepared.tensors[0].device
+        arch, sms = gpu_of(device)
+        layout = Layout(*prepared.layout)
+        loaded: list[Loaded] = []
+        for name, build in self.with_quantizer(problem, gemm):
             kernel = jit.load(name, build, arch)
-            shape = launch_shape(speed_of(name, build), problem.m, layout.np, layout.kp, sms)
-            loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), shape))
-        return Plan(self.name, problem, self._state(problem, layout, device, tuple(loaded)))
+            numbers = launch_shape(speed_of(name, build), problem.m, layout.np, layout.kp, sms)
+            if shape is not None and not loaded and numbers is not None:
+                numbers = launch_numbers(shape)
+            loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), numbers))
+        state = self._state(problem, layout, device, tuple(loaded))
+        if shape is not None and loaded[0].shape is None:
+            state = replace(state, gemm=_shaped(loaded[0], shape))
+        return Plan(self.name, problem, state)
 
     def run(
         self,

@@ -14,7 +14,7 @@ from fp4dispatch.backends.base import LinearWeights, Plan, Prepared, QuantizedAc
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.operands import aligned, per_column
-from fp4dispatch.backends.own.tiling.tiles import tile_for
+from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -46,7 +46,15 @@ class CutlassBackend(CompiledBackend):
     def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
         """Return the builds of the first row of ``cutlass_tiles.toml`` that serves a problem."""
         tile = tile_for(problem, arch, sms)
-        return () if tile is None else ((tile.kernel, tile.builds[problem.out_dtype]), (_QUANTIZER[problem.op], "any"))
+        return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
+
+    def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
+        """Name every build of ``cutlass_tiles.toml`` that runs a problem."""
+        return builds_for(problem, arch, "cutlass")
+
+    def with_quantizer(self, problem: Problem, gemm: Build) -> tuple[Build, ...]:
+        """Return a GEMM with the quantiser that it needs."""
+        return gemm, (_QUANTIZER[problem.op], "any")
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pad with zeros to TMA's row sizes, swizzle NVFP4 scales; weights that fit are not copied.

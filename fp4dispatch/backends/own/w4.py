@@ -32,7 +32,7 @@ from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.folding import FOLD
 from fp4dispatch.backends.own.tensors.operands import await_writes, packed_part, per_column
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
-from fp4dispatch.backends.own.tiling.tiles import tile_for
+from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -53,12 +53,12 @@ class _W4Backend(CompiledBackend):
         tile = tile_for(
             problem, arch, sms, "w4", lambda tile: tile.kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0
         )
-        if tile is None:
-            return ()
-        gemm = (tile.kernel, tile.builds[problem.out_dtype])
-        if problem.activation != "fp8":
-            return (gemm,)
-        return gemm, ("fp8_quantize" if tile.kernel == UNFOLD else "w4_activations", "any")
+        return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
+
+    def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
+        """Name every build of ``w4_tiles.toml`` that runs a problem."""
+        found = builds_for(problem, arch, "w4")
+        return tuple(gemm for gemm in found if gemm[0] != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0)
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pack the weights into W4P (:mod:`~fp4dispatch.backends.own.tensors.w4_layout`), zero-padded. Synchronises.
@@ -116,6 +116,10 @@ class W4A8Backend(_W4Backend):
 
     name = "w4a8"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("fp8",)}
+
+    def with_quantizer(self, problem: Problem, gemm: Build) -> tuple[Build, ...]:
+        """Return a GEMM with the quantiser that it needs."""
+        return gemm, ("fp8_quantize" if gemm[0] == UNFOLD else "w4_activations", "any")
 
 
 def _launch_small(s: State, weights: Weights = ()) -> Launch:

@@ -47,6 +47,10 @@ class W8A16Backend(CompiledBackend):
         build = BUILDS.get(problem.out_dtype)
         return () if build is None else ((KERNEL, build),)
 
+    def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
+        """Name the same build."""
+        return () if arch is None else self._kernels(problem, arch, sms)
+
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Keep the weight as it is stored; pad it with zeros if K is not a multiple of 16. Synchronises.
 

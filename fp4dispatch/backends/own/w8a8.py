@@ -26,7 +26,7 @@ from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.operands import await_writes, block_scales_part, packed_part, stored_rows
-from fp4dispatch.backends.own.tiling.tiles import tile_for
+from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -48,7 +48,15 @@ class W8A8Backend(CompiledBackend):
     def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
         """Return the builds of the first row of ``w8_tiles.toml`` that serves a problem."""
         tile = tile_for(problem, arch, sms, "w8")
-        return () if tile is None else ((tile.kernel, tile.builds[problem.out_dtype]), (QUANTIZER, "any"))
+        return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
+
+    def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
+        """Name every build of ``w8_tiles.toml`` that runs a problem."""
+        return builds_for(problem, arch, "w8")
+
+    def with_quantizer(self, problem: Problem, gemm: Build) -> tuple[Build, ...]:
+        """Return a GEMM with the quantiser that it needs."""
+        return gemm, (QUANTIZER, "any")
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Keep the weight as it is stored; pad it with zeros if K is not a multiple of 16. Synchronises.

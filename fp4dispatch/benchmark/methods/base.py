@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -69,7 +70,7 @@ class Method(abc.ABC):
 
     ``takes``: format of ``x`` when the clock starts, bfloat16 or e4m3 with scales. With e4m3 the time excludes
     quantisation. ``slow_start``: the first use compiles for minutes. ``copied``: format of the copy of the weight that
-    is multiplied, if it differs from ``format``; the roofline counts its bytes.
+    is multiplied, if it differs from ``format``; the roofline counts its bytes. ``most_m``: larger M are left out.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Method(abc.ABC):
     ours: bool = False
     slow_start: bool = False
     copied: Format | None = None
+    most_m: float = math.inf
     what: str = ""
 
     @property

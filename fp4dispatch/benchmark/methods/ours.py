@@ -28,6 +28,22 @@ def methods() -> tuple[Method, ...]:
     return (*layers, RawFp8("tensor"), RawFp8("row"))
 
 
+def paths() -> tuple[Method, ...]:
+    """Return the layers with each of their backends fixed, beside :func:`methods`. CUTLASS compiles for minutes."""
+    few = {"w8a16": 128.0}
+    found = [Layer(fmt, None, name) for fmt, names in _PATHS.items() for name in names]
+    for layer in found:
+        layer.most_m = few.get(str(layer.backend), layer.most_m)
+        layer.slow_start = layer.backend == "cutlass"
+    return tuple(found)
+
+
+_PATHS: dict[Format, tuple[str, ...]] = {
+    "row": ("w8a16", "w8a8", "cublaslt", "cutlass"),
+    "block128": ("w8a8", "cublaslt", "cutlass"),
+}
+
+
 class Layer(Method):
     """A layer as ``replace_linears`` makes it: the policy chooses by M, activation quantisation is included.
 

@@ -196,21 +196,21 @@ def target_shapes(doc: Document) -> list[tuple[int, int]]:
 
 def text(doc: Document) -> str:
     """Return everything as plain text."""
-    return "\n\n".join(part for part in _parts(doc, _plain) if part)
+    return "\n\n".join(part for part in _parts(doc, plain) if part)
 
 
 def markdown(doc: Document) -> str:
     """Return the same as GitHub's Markdown."""
-    return "\n\n".join(part for part in _parts(doc, _github) if part) + "\n"
+    return "\n\n".join(part for part in _parts(doc, github) if part) + "\n"
 
 
 def summary(doc: Document) -> str:
     """Return the summary for the documentation, as Markdown: means, worst ratios to peers, errors."""
     over = target_shapes(doc)
-    parts = [_head(doc), f"Times as fast as {BASELINE}, geometric mean over {len(over)} shapes:"]
-    parts += [_github(_means(doc, over, some)) for some in _chunks(tokens_of(doc), 2 * COLUMNS)]
+    parts = [headline(doc), f"Times as fast as {BASELINE}, geometric mean over {len(over)} shapes:"]
+    parts += [github(_means(doc, over, some)) for some in _chunks(tokens_of(doc), 2 * COLUMNS)]
     if len(aims := _targets(doc)) > 1:
-        parts += [f"Beside the targets, which are stated over {len(TARGET_SHAPES)} shapes:", _github(aims)]
+        parts += [f"Beside the targets, which are stated over {len(TARGET_SHAPES)} shapes:", github(aims)]
     if standing := overall(doc):
         head = ["ours", "worst time / best peer's", "N x K", "M", "that peer", f"over {1 + LOSS:.2f}"]
         lines = [
@@ -220,13 +220,13 @@ def summary(doc: Document) -> str:
             ]
             for w in standing
         ]
-        parts += [f"Ours beside the best peer, over {len(shapes_of(doc))} shapes:", _github([head, *lines])]
+        parts += [f"Ours beside the best peer, over {len(shapes_of(doc))} shapes:", github([head, *lines])]
     wrong = sum(row["status"] != "ok" for row in doc["measured"])
     parts.append(
         f"{len(doc['measured'])} rows were checked tile by tile, {wrong} of them are wrong or failed. Relative error "
         f"against the exact product of the stored weight, mean over all problems:"
     )
-    parts.append(_github(_errors(doc)))
+    parts.append(github(_errors(doc)))
     parts += [notes] if (notes := _notes(doc)) else []
     return "\n\n".join(parts)
 
@@ -251,12 +251,12 @@ def csv_text(doc: Document) -> str:
     return out.getvalue()
 
 
-_Grid = Callable[[Sequence[Sequence[str]]], str]
+Grid = Callable[[Sequence[Sequence[str]]], str]
 
 
-def _parts(doc: Document, grid: _Grid) -> Iterable[str]:
+def _parts(doc: Document, grid: Grid) -> Iterable[str]:
     on_gpu = bool(doc["facts"]["arch"])
-    yield _head(doc)
+    yield headline(doc)
     for n, k in shapes_of(doc):
         owners = catalogue().owners(n, k)
         yield f"N={n} K={k}" + (f": {', '.join(owners)}" if owners else "")
@@ -282,7 +282,8 @@ def _parts(doc: Document, grid: _Grid) -> Iterable[str]:
     yield _notes(doc)
 
 
-def _head(doc: Document) -> str:
+def headline(doc: Document) -> str:
+    """Return the card, the versions and the measured limits as one line."""
     facts, peaks = doc["facts"], doc["peaks"]
     known = [("driver", facts["driver"]), ("torch", facts["torch"]), ("commit", facts["commit"])]
     where = f"{facts['device']}{' ' + facts['arch'] if facts['arch'] else ''}"
@@ -356,7 +357,8 @@ def _notes(doc: Document) -> str:
     return "\n".join(lines)
 
 
-def _plain(grid: Sequence[Sequence[str]]) -> str:
+def plain(grid: Sequence[Sequence[str]]) -> str:
+    """Return a table as plain text; the first row is its head."""
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = []
     for row in grid:
@@ -365,7 +367,8 @@ def _plain(grid: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _github(grid: Sequence[Sequence[str]]) -> str:
+def github(grid: Sequence[Sequence[str]]) -> str:
+    """Return a table as GitHub's Markdown."""
     head, *rows = grid
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

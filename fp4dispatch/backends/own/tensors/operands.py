@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -91,13 +92,15 @@ def direct(out: Tensor, np: int) -> bool:
     return out.shape[1] == np and out.is_contiguous() and out.data_ptr() % 16 == 0
 
 
-def launch_shape(tile: launch_model.TileSpeed | None, m: int, n: int, k: int, sms: int) -> Any:
-    """Return the launch shape as a kernel for many tokens takes it; None for a kernel without a ``tile``.
-
-    An array of tvm_ffi: passing a tuple would convert it in each call.
-    """
-    if tile is None:
-        return None
+def launch_numbers(shape: Sequence[int]) -> Any:
+    """Return a launch shape as kernels take it: an array of tvm_ffi. A tuple would be converted in each call."""
     import tvm_ffi  # there wherever a kernel has been loaded
 
-    return tvm_ffi.Array(launch_model.best(tile, m, n, k, launch_model.gpu_with(sms)).shape)
+    return tvm_ffi.Array(shape)
+
+
+def launch_shape(tile: launch_model.TileSpeed | None, m: int, n: int, k: int, sms: int) -> Any:
+    """Return the launch shape as a kernel for many tokens takes it; None for a kernel without a ``tile``."""
+    if tile is None:
+        return None
+    return launch_numbers(launch_model.best(tile, m, n, k, launch_model.gpu_with(sms)).shape)

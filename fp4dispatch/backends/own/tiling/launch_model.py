@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fp4dispatch.machine.gpu_models import GpuModel
+
 TILE_CLOCKS = 7800.0
 """Before the first stage and after the last; a second time only after a tile whose K is split."""
 SPLIT_CLOCKS = 3100.0
@@ -47,6 +49,8 @@ class Gpu:
     usable
         CTAs that run at once in clusters of 1 to 8 CTAs, one per SM (``cudaOccupancyMaxActiveClusters``). A cluster
         stays within a group of 16 or 18 SMs, which not every size fills.
+    tile_clocks, split_clocks
+        What a tile and a split cost beside their stages (:data:`TILE_CLOCKS`, :data:`SPLIT_CLOCKS`).
     """
 
     sms: int
@@ -54,15 +58,31 @@ class Gpu:
     memory_bytes: float
     l2_bytes: int
     usable: tuple[int, ...]
+    tile_clocks: float = TILE_CLOCKS
+    split_clocks: float = SPLIT_CLOCKS
 
 
-H200 = Gpu(132, 1755.0, 2350.0, 50 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
+H200 = Gpu(132, 1755.0, 2350.0, 60 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
 
 
 @functools.cache
 def gpu_with(sms: int) -> Gpu:
     """Return the facts of a GPU with ``sms`` SMs: those of an H200, in proportion."""
     return replace(H200, sms=sms, usable=tuple(sms * ctas // H200.sms for ctas in H200.usable))
+
+
+LOADED = 1755.0 / 1980.0
+"""Clock under load over the highest clock, on an H200."""
+REACHED = 2350.0 * 1755e6 / 4800e9
+"""Memory bandwidth that weights reach over the published one, on an H200."""
+
+
+@functools.cache
+def gpu_of(model: GpuModel) -> Gpu:
+    """Return the facts of a GPU model for predictions: bandwidth and clock reach the same share as on an H200."""
+    clock = model.clock_mhz * LOADED
+    memory = model.memory_gbs * 1e3 * REACHED / clock
+    return replace(gpu_with(model.sms), clock_mhz=clock, memory_bytes=memory, l2_bytes=int(model.l2_mib * 2**20))
 
 
 @dataclass(frozen=True)
@@ -173,6 +193,22 @@ def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[La
                 yield shape
 
 
+def measurable(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchShape]:
+    """Yield the shapes that are worth a measurement: those of :func:`candidates`, and splits in up to two waves."""
+    found = dict.fromkeys(candidates(tile, m, n, k, gpu))
+    together = [(1, 1), *([(2, 1)] if n > tile.rows else []), *([(1, 2)] if m > tile.tokens and tile.share > 0 else [])]
+    for multicast, sharing in together:
+        for split in SPLITS[1:]:
+            if split > min(tile.most_split, LARGEST_CLUSTER // (multicast * sharing)):
+                break
+            if _divide_up(k, tile.stage_k) < 2 * split:
+                break
+            shape = laid_out(tile, m, n, gpu, multicast=multicast, split=split, sharing=sharing)
+            if shape.rounds > 0 or shape.clusters <= 2 * slots(tile, shape, gpu):
+                found[shape] = None
+    yield from found
+
+
 def laid_out(
     tile: TileSpeed,
     m: int,
@@ -218,11 +254,11 @@ def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu
     own = tile.pair if shape.multicast > 1 else tile.share if shape.sharing > 1 else tile.stage
     readers = min(_divide_up(m, tile.tokens), shape.raster)  # token tiles that read the same weights from L2
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
-    start = TILE_CLOCKS + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
+    start = gpu.tile_clocks + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
     stages = _divide_up(k, tile.stage_k)
     if shape.split == 1:
         return start + _divide_up(count, at_once) * stages * stage
-    end = SPLIT_CLOCKS + tile.rows * tile.tokens * 4 / SPLIT_BYTES
+    end = gpu.split_clocks + tile.rows * tile.tokens * 4 / SPLIT_BYTES
     return start + (shape.rounds * stages + _divide_up(stages, shape.split)) * stage + end
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,16 @@ def tile_for(
         return int(launch_model.best(tile.speed, m, n, k, launch_model.gpu_with(sms)).clocks)
 
     return min((tile for tile in fitting if tile.predicted), key=clocks)
+
+
+def builds_for(problem: Problem, arch: Arch | None, table: str) -> tuple[tuple[str, str], ...]:
+    """Return (kernel, build) of each row of a table that can run a problem, in order, whatever its M and N K.
+
+    Every build is right for every M. The bounds of a row, which affect speed only, are not applied.
+    """
+    free = (replace(tile, m_min=0, m_max=None, weights_max=None, fill=None) for tile in tiles(table))
+    fitting = [tile for tile in free if tile.fits(problem, arch, 1)]
+    return tuple(dict.fromkeys((tile.kernel, tile.builds[problem.out_dtype]) for tile in fitting))
 
 
 @functools.cache

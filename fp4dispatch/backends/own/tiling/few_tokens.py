@@ -1,0 +1,173 @@
+"""The launch shapes of the kernels for few tokens (``csrc/few_tokens/launch.h``): what is built and fits. No torch.
+
+The kernels choose a shape themselves. This module lists the shapes that are worth a measurement beside that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+CLUSTERS = (1, 2, 4, 8)
+ROWS, STAGE_K = 64, 128
+"""Rows of a row block, k of a stage."""
+FEWEST_CTAS, MOST_CTAS = 0.45, 8
+"""Of the SMs. Fewer CTAs leave memory bandwidth unused unless a cluster has its largest size; more clusters only add
+starts."""
+RESERVED = 1024
+"""Bytes of shared memory that a CTA costs beside its own."""
+FEW_STAGES = (2, 4)
+
+
+class FewTokensShape(NamedTuple):
+    """The seven numbers of ``Plan`` in ``csrc/few_tokens/launch.h``, in its order.
+
+    ``tokens``, ``row_blocks``, ``groups``, ``units``: the tile. ``cluster``: CTAs that share out K. ``stages``: of a
+    ring. ``trigger``: how many stages before its end a CTA lets the next grid start.
+    """
+
+    tokens: int
+    row_blocks: int
+    groups: int
+    units: int
+    cluster: int
+    stages: int
+    trigger: int
+
+    def ctas(self, m: int, n: int) -> int:
+        """Return how many CTAs the grid has."""
+        return -(-n // (ROWS * self.row_blocks)) * self.cluster * -(-m // self.tokens)
+
+
+@dataclass(frozen=True)
+class FewTokensKernel:
+    """What a kernel builds, and what its tile takes of shared memory.
+
+    Parameters
+    ----------
+    instances
+        Tokens, row blocks, groups of warps, units of each tile.
+    weight_bytes
+        Of a stage of a row block.
+    x_bytes
+        Of an activation.
+    align
+        Of activations in a stage.
+    reuse
+        From this many tokens on, sums take the place of the ring.
+    table
+        Bytes of tables.
+    """
+
+    instances: tuple[tuple[int, int, int, int], ...]
+    weight_bytes: int
+    x_bytes: int
+    align: int
+    reuse: int = 32
+    table: int = 0
+
+    def tokens(self, m: int) -> int:
+        """Return the tokens of the smallest tile that holds m, or of the largest."""
+        sizes = sorted({instance[0] for instance in self.instances})
+        return next((size for size in sizes if size >= m), sizes[-1])
+
+    def shared_bytes(self, shape: FewTokensShape, *, block_scales: bool = False) -> int:
+        """Return the shared memory of a CTA, as ``Tile`` in ``csrc/few_tokens/tile.h`` counts it."""
+        wgmma = shape.units == 1
+        pitch = STAGE_K * self.x_bytes + (4 * block_scales if wgmma else 16)
+        align = 1024 if wgmma else self.align
+        tokens = _up(shape.tokens * pitch, self.align)
+        stage = _up(shape.row_blocks * self.weight_bytes + tokens, align)
+        ring = shape.groups * shape.stages * stage
+        sums = shape.groups * shape.cluster * 4 * shape.tokens * (shape.row_blocks * ROWS // shape.cluster + 4)
+        first = (1024 if align == 1024 else 512) + self.table
+        return first + (max(ring, sums) if shape.tokens >= self.reuse else ring + sums)
+
+
+KERNELS = {
+    "w4a16_small": FewTokensKernel(
+        (
+            *((8, 1, 4, 2), (8, 2, 2, 4), (8, 2, 4, 4), (16, 1, 4, 2), (16, 2, 2, 4), (16, 2, 4, 4)),
+            *((32, 1, 4, 2), (32, 2, 2, 4), (16, 1, 2, 1)),
+        ),
+        weight_bytes=4608,
+        x_bytes=2,
+        align=16,
+    ),
+    "w8a16_small": FewTokensKernel(
+        (
+            *((8, 1, 4, 2), (8, 2, 2, 4), (8, 2, 4, 4), (16, 1, 4, 2), (16, 2, 2, 4), (16, 2, 4, 4)),
+            *((32, 1, 4, 2), (32, 2, 2, 4), (16, 4, 2, 4), (32, 2, 4, 4), (32, 4, 2, 4), (32, 1, 2, 2)),
+        ),
+        weight_bytes=8192,
+        x_bytes=2,
+        align=1024,
+        reuse=16,
+    ),
+    "w4a8_small": FewTokensKernel(
+        ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
+        weight_bytes=4608,
+        x_bytes=1,
+        align=1024,
+        table=16384,
+    ),
+    "w8a8_small": FewTokensKernel(
+        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1)), weight_bytes=8192, x_bytes=1, align=1024
+    ),
+}
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Bytes of shared memory of an SM, and of one CTA at most."""
+
+    sm: int = 233472
+    cta: int = 232448
+
+
+SM90 = SharedMemory()
+
+
+def candidates(
+    kernel: str, m: int, n: int, k: int, sms: int, memory: SharedMemory = SM90, *, block_scales: bool = False
+) -> Iterator[FewTokensShape]:
+    """Yield the launch shapes of a kernel that are worth a measurement for [m, k] by [n, k], with clusters.
+
+    All tiles of the tokens that the kernel would take; K shared out by 1 to 8 CTAs; few stages, and as many as let one
+    to four CTAs run on an SM.
+    """
+    about = KERNELS[kernel]
+    for instance in about.instances:
+        if instance[0] != about.tokens(m):
+            continue
+        for cluster in CLUSTERS:
+            first = FewTokensShape(*instance, cluster, FEW_STAGES[0], FEW_STAGES[0])
+            ctas, full = first.ctas(m, n), cluster == CLUSTERS[-1]
+            if ctas > MOST_CTAS * sms * -(-m // first.tokens) and cluster > 1:
+                continue
+            if ctas < FEWEST_CTAS * sms and not full:
+                continue
+            for stages in sorted(_stages(about, first, k, memory, block_scales)):
+                yield first._replace(stages=stages, trigger=stages)
+
+
+def _stages(
+    about: FewTokensKernel, shape: FewTokensShape, k: int, memory: SharedMemory, block_scales: bool
+) -> set[int]:
+    needed = max(FEW_STAGES[0], -(-k // (STAGE_K * shape.cluster * shape.groups)))
+    slots = 63 if shape.units == 1 or about.align == 1024 else 31
+    found = set()
+    for resident in (1, 2, 3, 4):
+        most = min(needed, slots // shape.groups)
+        room = min(memory.cta, memory.sm // resident - RESERVED)
+        while most > 0 and about.shared_bytes(shape._replace(stages=most), block_scales=block_scales) > room:
+            most -= 1
+        found.add(most)
+        if resident == 1:
+            found |= {min(few, most) for few in FEW_STAGES}
+    return {stages for stages in found if stages >= FEW_STAGES[0]}
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,162 @@
+"""``fp4dispatch bench --suite random``: layers of published models with random numbers of tokens.
+
+What is drawn depends on the seed only. A new seed each time shows speed on problems that nothing was fitted to.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fp4dispatch.cli.output import STDOUT, write, write_file
+from fp4dispatch.errors import InputError
+from fp4dispatch.machine.progress import Progress
+
+if TYPE_CHECKING:
+    from fp4dispatch.benchmark.methods.base import Card, Method
+    from fp4dispatch.benchmark.methods.launches import Family
+    from fp4dispatch.benchmark.problems.sampling import Sample
+
+SUITE = "random"
+PROBLEMS, SECONDS = 200, 480.0
+FORMATS = ("nvfp4", "tensor", "row", "block128")
+SLOW = "compiles for minutes on first use: ask for it with --methods, e.g. --methods '*'"
+_ONLY_HERE = ("seed", "problems", "formats")
+_NOT_HERE = ("shape", "m", "compare", "plot", "threshold", "csv")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that only this suite has."""
+    group = parser.add_argument_group("--suite random")
+    group.add_argument("--seed", type=int, help="of the problems; needed")
+    group.add_argument("--problems", type=int, metavar="N", help=f"how many (default: {PROBLEMS})")
+    group.add_argument("--formats", metavar="NAME,...", help=f"of weights (default: {','.join(FORMATS)})")
+    group.add_argument(
+        "--no-regret", action="store_true", help="time no other builds and launch shapes of ours beside the layers"
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse arguments that do not go with the suite.
+
+    Raises
+    ------
+    InputError
+        For an argument of the random suite without it, or another suite's with it.
+    """
+    names = _NOT_HERE if args.suite == SUITE else _ONLY_HERE
+    given = [f"--{name}" if len(name) > 1 else f"-{name}" for name in names if getattr(args, name) is not None]
+    if args.suite == SUITE and given:
+        raise InputError(f"{', '.join(given)}: not with --suite random, which draws its problems from --seed")
+    if args.suite != SUITE and (given or args.no_regret):
+        raise InputError(f"{', '.join(given) or '--no-regret'}: only with --suite random")
+
+
+def run(args: argparse.Namespace, streams: Sequence[str]) -> int:
+    """Measure and report; 1 if something of ours is wrong, or the device failed."""
+    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark.reports import random_report, records
+
+    card = machine.card(args.device)
+    sample, methods, families = plan(args, card)
+    if args.list:
+        print(listing(sample, methods, card))
+        return 0
+    doc = measure(args, card, sample, methods, families, quiet=bool(streams))
+    write(args, {"json": records.text, "md": random_report.markdown}, doc)
+    if not streams:
+        print(random_report.text(doc))
+    rows = (*doc["measured"], *doc["launches"])
+    ours = (row for row in rows if "launch" in row or doc["methods"][row["method"]]["ours"])
+    return 1 if doc["stopped"] or any(row["status"] != "ok" for row in ours) else 0
+
+
+def plan(args: argparse.Namespace, card: Card) -> tuple[Sample, Sequence[Method], tuple[Family, ...]]:
+    """Return the problems, the methods, and the families of launches.
+
+    Raises
+    ------
+    InputError
+        Without a GPU or a seed, for an unknown format, or a number of problems or rounds that is too low.
+    """
+    from fp4dispatch.benchmark.methods import base, launches, roster
+    from fp4dispatch.benchmark.problems import sampling
+    from fp4dispatch.problem.arch import SM90
+
+    if card.arch is None and not args.list:
+        raise InputError("the suite random is for a GPU, and this is a CPU: run `fp4dispatch bench` here")
+    if args.seed is None:
+        raise InputError("--suite random needs --seed S; take a new one, nothing was fitted to")
+    if args.rounds < 2:
+        raise InputError(f"--rounds {args.rounds}: need at least two rounds")
+    formats = FORMATS if args.formats is None else tuple(args.formats.split(","))
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise InputError(f"--formats {','.join(unknown)}: need some of {','.join(FORMATS)}")
+    every = [method for method in roster.for_random() if method.format in (*formats, "bf16")]
+    quick = [method for method in every if not method.slow_start or method.name == roster.HUMMING]
+    methods = base.choose(every, args.methods) if args.methods else quick
+    sample = sampling.sample(args.seed, PROBLEMS if args.problems is None else args.problems)
+    timed = card.arch == SM90 and not args.no_regret
+    return sample, methods, tuple(f for f in launches.FAMILIES if timed and f.format in formats)
+
+
+def listing(sample: Sample, methods: Sequence[Method], card: Card) -> str:
+    """Return the problems of a seed, and the methods with what each one lacks on this GPU."""
+    lines = [f"{layer.n}x{layer.k} M={','.join(map(str, ms))}: {layer.owner}" for layer, ms in sample.shapes]
+    for method in methods:
+        lacks = method.lacks(card)
+        lines.append(f"{method.name:<24}{method.what}" + (f"; not here: {lacks}" if lacks else ""))
+    return "\n".join(lines)
+
+
+def measure(
+    args: argparse.Namespace,
+    card: Card,
+    sample: Sample,
+    methods: Sequence[Method],
+    families: Sequence[Family],
+    quiet: bool,
+) -> dict[str, Any]:
+    """Run everything and return the document; also write it to ``--json`` after each shape."""
+    from dataclasses import replace
+
+    from fp4dispatch import jit
+    from fp4dispatch.benchmark import machine, random_run, roofline
+    from fp4dispatch.benchmark.methods import launches, roster
+    from fp4dispatch.benchmark.reports import random_report, records
+    from fp4dispatch.benchmark.run import Outcome
+
+    engine = machine.engine_for(card)
+    if card.device.type == "cuda" and families and card.arch:
+        jit.build_together(launches.builds(families), card.arch)
+    seconds = SECONDS if args.budget_s is None else args.budget_s
+    with Progress("measuring", sample.problems, unit="problems", quiet=quiet) as progress:
+
+        def say(done: int, text: str) -> None:
+            progress.update(done, note=text)
+
+        def made(outcome: Outcome) -> dict[str, Any]:
+            facts = machine.facts(card, args.commit)
+            return random_report.document(
+                sample, facts, runner.peaks, methods, outcome, runner.tried, runner.formats, runner.refused
+            )
+
+        def keep(outcome: Outcome) -> None:
+            """Write the rows so far, so that a killed run leaves its results."""
+            if args.json not in (None, STDOUT):
+                done = sample.problems - len(outcome.left)
+                part = replace(outcome, stopped=outcome.stopped or f"after {done} problems this run had not ended yet")
+                write_file("json", args.json, records.text(made(part)))
+
+        runner = random_run.RandomRunner(
+            card, engine, methods, budget_s=seconds, say=say, keep=keep, rounds=args.rounds
+        )
+        say(0, "what the card can do at best")
+        runner.peaks = roofline.measure(card, engine)
+        outcome = runner.run_sample(sample, families)
+    if not args.methods:
+        left_out = [method for method in roster.for_random() if method.slow_start and method not in methods]
+        known = {method.name for method in methods}
+        outcome.absent |= {m.name: m.lacks(card) or SLOW for m in left_out if m.name not in known}
+    return made(outcome)

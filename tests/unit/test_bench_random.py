@@ -1,0 +1,225 @@
+"""``fp4dispatch bench --suite random`` and bench/launch_samples.py: whole, on layers of a tiny model and told times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import launch_samples
+from fp4dispatch import cli
+from fp4dispatch.backends.own import w4, w8a8
+from fp4dispatch.benchmark import random_run
+from fp4dispatch.benchmark.methods import launches
+from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.problems import sampling
+from fp4dispatch.benchmark.reports import records
+from tests import random_cases, w4_fake
+from tests.bench_cases import HOPPER_ON_PAPER, PEAKS, Planted, measure
+
+SUITE = ("bench", "--suite", "random", "--seed", "3", "--problems", "2", "--rounds", "2")
+NVFP4 = ("--formats", "nvfp4", "--methods", "FP4Linear", "--methods", "FP4Linear/bf16")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Draw 5 and 40 tokens."""
+    random_cases.hopper(monkeypatch)
+    monkeypatch.setattr(sampling, "_tokens", lambda random_, least, most, count: [5, 40, 100, 200][:count])
+
+
+def test_the_whole_command(few, monkeypatch, tmp_path, capsys):
+    shapes = random_cases.kernels(monkeypatch)
+    path, md = tmp_path / "random-suite-seed-3-h200.json", tmp_path / "x.md"
+    assert cli.main([*SUITE, *NVFP4, "--commit", "abc1234", "--json", str(path), "--md", str(md)]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 random problems of seed 3" in out
+    assert "PARTIAL" not in out
+    assert "weights of less than 8e6 elements" in out
+    assert "FP4Linear/bf16" in out
+    doc = records.read(path)
+    assert (doc["kind"], doc["seed"], doc["stopped"], doc["left"]) == ("random suite", 3, "", [])
+    assert {row["status"] for row in (*doc["measured"], *doc["launches"])} == {"ok"}
+    assert {row["method"] for row in doc["measured"]} == {BASELINE, "FP4Linear", "FP4Linear/bf16"}
+    assert [problem[2] for problem in doc["tried"]] == [5, 40]
+    for m in (5, 40):
+        finalists = [row for row in doc["launches"] if row["m"] == m]
+        assert len(finalists) == 2 * random_run.FINALISTS
+        assert sorted(row["entering"] for row in finalists) == ["bf16", "bf16", "row", "row"]
+    assert {kernel for kernel, _ in shapes} == {"w4a16_small", "w4a8_small"}
+    assert "| FP4Linear |" in md.read_text()
+
+
+def test_a_run_whose_time_has_ended_is_partial(few, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    assert cli.main([*SUITE, *NVFP4, "--no-regret", "--seconds", "0", "--json", str(path)]) == 0
+    assert "PARTIAL: 0 of 2" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["left"]) == 2
+
+
+def test_without_regret_no_launch_is_timed(few, tmp_path, capsys):
+    assert cli.main([*SUITE, *NVFP4, "--no-regret"]) == 0
+    assert "\n0 launches of ours were checked" in capsys.readouterr().out
+
+
+def test_a_launch_that_is_wrong_fails_the_command_and_one_that_does_not_fit_does_not(
+    few, monkeypatch, tmp_path, capsys
+):
+    random_cases.kernels(monkeypatch, refuse=lambda kernel, shape: kernel == "w4a16_small" and shape[1:3] == (2, 2))
+    path = tmp_path / "x.json"
+    assert cli.main([*SUITE, *NVFP4, "--json", str(path)]) == 0
+    refused = json.loads(path.read_text())["refused"]
+    assert refused
+    assert all(name.startswith("launch w4a16 w4a16_small/bf16 8,2,2,") or "32,2,2" in name for name in refused)
+    assert "do not fit this GPU, e.g. launch w4a16 w4a16_small" in capsys.readouterr().out
+    random_cases.kernels(monkeypatch, harm=lambda kernel, shape, out: out[:, 3].zero_() if shape[2] == 4 else None)
+    assert cli.main([*SUITE, *NVFP4, "--json", str(path)]) == 1
+    wrong = [row for row in json.loads(path.read_text())["launches"] if row["status"] == "WRONG"]
+    assert wrong
+    assert all(row["us"] is None and row["method"].split()[3].split(",")[2] == "4" for row in wrong)
+
+
+def test_a_launch_that_raises_stops_nobody(few, monkeypatch, tmp_path):
+    def broken(kernel, shape, out):
+        raise RuntimeError("no such thing")
+
+    random_cases.kernels(monkeypatch, harm=broken)
+    path = tmp_path / "x.json"
+    assert cli.main([*SUITE, *NVFP4, "--json", str(path)]) == 1
+    doc = json.loads(path.read_text())
+    failed = [row for row in doc["launches"] if row["status"] == "failed"]
+    assert {row["detail"] for row in failed} == {"RuntimeError: no such thing"}
+    assert all(count > 0 for *_, count in doc["tried"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--suite", "random"), "needs --seed"),
+        (("--suite", "random", "--seed", "1", "-m", "3"), "-m: not with --suite random"),
+        (("--suite", "random", "--seed", "1", "--csv"), "--csv: not with --suite random"),
+        (("--suite", "random", "--seed", "1", "--formats", "fp3"), "--formats fp3: need some of nvfp4,"),
+        (("--suite", "random", "--seed", "1", "--problems", "0"), "problems=0"),
+        (("--suite", "random", "--seed", "1", "--rounds", "1"), "two rounds"),
+        (("--suite", "full", "--seed", "1"), "--seed: only with --suite random"),
+        (("--no-regret",), "--no-regret: only with --suite random"),
+    ],
+)
+def test_wrong_words_are_refused(few, words, said, capsys):
+    assert cli.main(["bench", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_seed_can_be_listed_anywhere(capsys):
+    assert cli.main(["bench", "--suite", "random", "--seed", "1", "--problems", "5", "--device", "cpu", "--list"]) == 0
+    out = capsys.readouterr().out
+    (layer, ms), *_ = sampling.sample(1, 5).shapes
+    assert out.startswith(f"{layer.n}x{layer.k} M={','.join(map(str, ms))}: {layer.owner}\n")
+    assert "FP8Linear/row/w8a8" in out
+    assert "not here: needs a CUDA GPU" in out
+
+
+def test_it_is_for_a_gpu(capsys):
+    assert cli.main(["bench", "--suite", "random", "--seed", "1", "--device", "cpu"]) == 1
+    assert "the suite random is for a GPU" in capsys.readouterr().err
+
+
+def test_a_method_is_left_out_above_its_most_tokens():
+    short = Planted("short")
+    short.most_m = 8
+    rows = measure([Planted(), short], ms=(8, 9)).rows
+    assert [(row.m, row.method) for row in rows] == [(8, BASELINE), (8, "short"), (9, BASELINE)]
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
+
+
+def test_launches_hold_every_build_and_what_a_backend_would_launch():
+    found = {m: list(launches.launches(m, 4096, 4096, HOPPER_ON_PAPER)) for m in (1, 33, 100, 300, 5000)}
+    every = [each for some in found.values() for each in some]
+    gemms = {each.build for each in every}
+    quantisers = {("w4_activations", "any"), ("fp8_quantize", "any")}
+    assert set(launches.builds()) == gemms | quantisers
+    for some in found.values():
+        names = [each.name for each in some]
+        assert len(set(names)) == len(names)
+    for backend, op, scaling in ((w4.W4A16Backend(), "bf16", "nvfp4"), (w4.W4A8Backend(), "fp8", "nvfp4")):
+        for m, some in found.items():
+            family = next(f for f in launches.FAMILIES if (f.backend, f.activation) == (backend.name, op))
+            (chosen, *_) = backend._kernels(family.problem(m, 4096, 4096), HOPPER_ON_PAPER.arch, 132)
+            assert chosen in {each.build for each in some if each.family == family}
+            assert scaling == family.format
+    blackwell = replace(HOPPER_ON_PAPER, arch=None)
+    assert list(launches.launches(1, 4096, 4096, blackwell)) == []
+
+
+def test_a_plan_of_a_given_build_and_shape(monkeypatch):
+    shapes = random_cases.kernels(monkeypatch)
+    w, backend = w4_fake.weights(128, 256), w4.W4A8Backend()
+    prepared = backend.prepare(w)
+    family = launches.FAMILIES[1]
+    problem, x = family.problem(20, 128, 256), torch.randn(20, 256).bfloat16()
+    outs = []
+    given = (("w4a8_small", "bf16"), (32, 1, 2, 1, 2, 2, 2)), (("w4_gemm_sm90", "a8_bf16_64"), (1, 1, 8, 1, 0, 1))
+    for build, shape in (*given, (("w4a8_small", "bf16"), None)):
+        plan = backend.plan_with(problem, prepared, build, shape)
+        outs.append(torch.full((20, 128), torch.nan, dtype=torch.bfloat16))
+        backend.run(plan, prepared, x, outs[-1])
+        assert plan.state.shape == (shape if build[0] == "w4_gemm_sm90" else None)
+    assert shapes == [("w4a8_small", (32, 1, 2, 1, 2, 2, 2))]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert isinstance(w8a8.W8A8Backend().gemms(problem, None, 132), tuple)
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+def sampled(monkeypatch, tmp_path, *words):
+    monkeypatch.setattr("sys.argv", ["x", "--seed", "3", "--commit", "abc", "--out", str(tmp_path), *words])
+    return launch_samples.main()
+
+
+def test_samples_are_taken_once_and_kept(few, monkeypatch, tmp_path, capsys):
+    random_cases.kernels(monkeypatch, refuse=lambda kernel, shape: kernel == "w4a8_small" and shape[2] == 4)
+    assert sampled(monkeypatch, tmp_path, "--problems", "2") == 0
+    text = capsys.readouterr().out
+    assert "2 of 2 problems in" in text
+    assert "PARTIAL" not in text
+    assert "w4a8 w4_gemm_sm90/a8_bf16_64: 2 problems, regret mean 1.000" in text
+    record = records.read(tmp_path / "launch-samples-seed-3-h200.json")
+    assert (record["drawn"], record["gpu"]["copy"]) == (2, PEAKS.copy)
+    for problem in record["problems"]:
+        assert set(problem["layers"]) == {"FP4Linear", "FP8Linear/row", "FP8Linear/block128"}
+        assert [None, 5.0] in problem["launches"]["w8a8 w8a8_small/bf16"]
+        assert {shape[3] for shape, _ in problem["launches"]["w4a16 w4_gemm_sm90/a16_bf16_64"]} == {1}
+        assert all(why.startswith("refused: ") for why in problem["wrong"].values())
+        assert set(problem["with_quantiser"]) == {f"{f.backend} {f.format}" for f in launches.FAMILIES}
+    monkeypatch.setattr(launch_samples.Sampler, "shape", lambda *_: pytest.fail("measured again"))
+    assert sampled(monkeypatch, tmp_path, "--problems", "2") == 0
+    with pytest.raises(SystemExit, match="name another --out"):
+        sampled(monkeypatch, tmp_path, "--problems", "2", "--commit", "def")
+
+
+def test_samples_say_what_was_wrong_and_that_time_ended(few, monkeypatch, tmp_path, capsys):
+    assert sampled(monkeypatch, tmp_path, "--problems", "2", "--seconds", "0") == 0
+    assert "PARTIAL: 0 of 2 problems" in capsys.readouterr().out
+    random_cases.kernels(monkeypatch, harm=lambda kernel, shape, out: out.zero_())
+    assert sampled(monkeypatch, tmp_path, "--problems", "1") == 1
+
+
+def test_the_table_of_samples_judges_the_launch_model():
+    shapes = [[[1, 1, 8, 1, 0, 32], 10.0], [[1, 3, 8, 1, 0, 32], 8.0]]
+    problem = {"n": 4096, "k": 4096, "m": 128, "bf16": 20.0, "with_quantiser": {"w4a8 nvfp4": 10.0}}
+    problem |= {"layers": {"FP4Linear": 8.0, "FP8Linear/row": 20.0, "FP8Linear/block128": 40.0}}
+    problem["launches"] = {"w4a8 w4_gemm_sm90/a8_bf16_128": sorted(shapes, key=lambda s: s[1])}
+    ((regret, bias),) = launch_samples.model_fit([problem], 132)["w4a8 w4_gemm_sm90/a8_bf16_128"]
+    assert regret == 1.0
+    assert 0.5 < bias < 2
+    text = launch_samples.table([problem], 132)
+    assert "M 65-128 (1)  w4a8 nvfp4 2.00  [FP4Linear 2.50]  [FP8Linear/row 1.00]  [FP8Linear/block128 0.50]" in text
+    problem["launches"]["w4a8 w4_gemm_sm90/a8_bf16_128"] = [[[2, 1, 8, 1, 0, 16], 6.0], *shapes]
+    ((regret, _),) = launch_samples.model_fit([problem], 132)["w4a8 w4_gemm_sm90/a8_bf16_128"]
+    assert regret == pytest.approx(8 / 6)
