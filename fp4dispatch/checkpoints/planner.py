@@ -21,7 +21,7 @@ from fp4dispatch.checkpoints.plan import ConversionPlan, LayerPlan, Plan, Shard,
 from fp4dispatch.checkpoints.schemes import Scheme, detect
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import why_left
+from fp4dispatch.models.replacing.replaceable import why_left
 from fp4dispatch.problem import Activation
 
 FLOATS = ("F32", "BF16", "F16", "F64")

@@ -24,7 +24,7 @@ from fp4dispatch.checkpoints.schemes import Scheme, from_linear
 from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import NVFP4_BLOCK, fp8_quantize, nvfp4_quantize
-from fp4dispatch.models.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
 from fp4dispatch.problem import Scaling
 
 QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]

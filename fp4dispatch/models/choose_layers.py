@@ -14,7 +14,7 @@ from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.name_patterns import NamePatterns
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import leftover, ties, why_left
+from fp4dispatch.models.replacing.replaceable import leftover, ties, why_left
 from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.run import routes
 from fp4dispatch.settings import did_you_mean

@@ -120,7 +120,7 @@ class FP4Linear(QuantizedLinear):
         ----------
         global_scale
             f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
-            :func:`fp4dispatch.models.fusion.shared_scale`. None: computed from this weight.
+            :func:`fp4dispatch.models.replacing.fusion.shared_scale`. None: computed from this weight.
 
         Raises
         ------
