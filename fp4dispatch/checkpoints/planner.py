@@ -216,7 +216,10 @@ class _Planner:
                     _expect_like(info, (shard.rows,), torch.float32, "the checkpoint is damaged: the weight fits")
                     bias.append(info)
         if bias and len(bias) < len(shards):
-            raise CheckpointError(f"{self.checkpoint.path}: only some shards of {names[0]!r} have a bias: {bias}")
+            raise CheckpointError(
+                f"{self.checkpoint.path}: only some shards of {names[0]!r} have a bias: "
+                f"{', '.join(info.name for info in bias)}; expected all or none: fetch or export the checkpoint again"
+            )
         activation = _finest(_activation(scheme, shard, groups[shard.name]) for shard in shards)
         self.out.layers.append(LayerPlan(names, module, scheme, shards, tuple(bias), activation, keep))
 
@@ -331,7 +334,7 @@ class _Planner:
             if len(sources) > 1 and rows != old.shape[0]:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: {', '.join(i.name for i in sources)} have {rows} rows, expected "
-                    f"{old.shape[0]} for {names[0]!r}"
+                    f"{old.shape[0]} for {names[0]!r}: the checkpoint is of another model"
                 )
             self.out.slots.append(SlotPlan(names, slots, old, sources))
         elif persistent:

@@ -190,7 +190,10 @@ def _choose(
             layers[name] = info
     if not layers:
         reasons = "; ".join(f"{n}: {why}" for n, why in list(skipped.items())[:3])
-        raise CheckpointError(f"{checkpoint.path}: no linear layer to quantise ({reasons or 'none was named'})")
+        raise CheckpointError(
+            f"{checkpoint.path}: no linear layer to quantise ({reasons or 'none was named'}): "
+            "name others with include and exclude"
+        )
     return layers, skipped
 
 
@@ -288,7 +291,10 @@ class _SharedScales:
 def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo, scale: torch.Tensor | None) -> LinearWeights:
     n, k = weight.shape
     if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(f"{info.file}: tensor {info.name!r} holds NaN or Inf, expected finite weights")
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} holds NaN or Inf, expected finite weights: the checkpoint is damaged, "
+            "or the training that wrote it diverged"
+        )
     if scaling == "nvfp4":
         packed = nvfp4_quantize(weight, scale)
         global_scale = packed.global_scale.reshape(1)

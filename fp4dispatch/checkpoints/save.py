@@ -257,7 +257,10 @@ def _warn_of_separate_scales(layers: list[_Layer]) -> None:
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in SAFETENSORS_DTYPES or tensor.is_meta:
-        raise CheckpointError(f"tensor {name!r} is {tensor.dtype} on {tensor.device}: safetensors cannot store it")
+        raise CheckpointError(
+            f"tensor {name!r} is {tensor.dtype} on {tensor.device}: safetensors cannot store it: load or convert it "
+            "first, or register it with persistent=False"
+        )
     return SAFETENSORS_DTYPES[tensor.dtype]
 
 

@@ -178,7 +178,10 @@ class CapturedLayers:
                 undo.enter_context(replaced_forward(layer, watching(i)))
             self.spec.example(rows)
         if len(found) != len(self.forwards):
-            raise CaptureError(f"the inner module called {len(found)} of {len(self.forwards)} layers; need all of them")
+            raise CaptureError(
+                f"the inner module called {len(found)} of {len(self.forwards)} layers; need all of them: "
+                "name those that run in layers="
+            )
         return [found[i] for i in range(len(found))], states[0].shape[2], states[0].dtype
 
     def _given(
