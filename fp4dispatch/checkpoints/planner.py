@@ -23,6 +23,7 @@ from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import why_left
 from fp4dispatch.problem import Activation
+from fp4dispatch.problem.measurement import EXACTNESS
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 """Dtypes that convert into each other."""
@@ -377,8 +378,7 @@ def _activation(scheme: Scheme, shard: Shard, group: Group | None) -> Activation
 
 def _finest(activations: Iterable[Activation]) -> Activation:
     """Return the finest activation format of the shards; a fused layer has one format."""
-    order: tuple[Activation, ...] = ("bf16", "fp8", "nvfp4", "any")
-    return min(activations, key=order.index)
+    return max(activations, key=lambda activation: EXACTNESS.get(activation, -1))  # "any" comes last
 
 
 def _expect_like(info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype, why: str = "") -> None:
