@@ -165,6 +165,9 @@ class Graphs:
                 self.measured = measuring.measure(sorted(self.layers.buckets), eager, replay, clock, ranks)
         except CaptureError as error:  # the graphs are right; only their speed is not known
             _log.warning("%s uses all its CUDA graphs, unmeasured: %s", type(self.spec.inner).__name__, error)
+        except BaseException:  # a rank died, or an interrupt: nobody will hold these graphs
+            self.release()
+            raise
         finally:
             self.stats, self._verify = stats, verify
             if self.layers is not None and self.layers.device.type == "cuda":
