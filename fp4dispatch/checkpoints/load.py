@@ -23,7 +23,7 @@ from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.formats.checks import check_content
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import carry_over, model_bytes
+from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes
 from fp4dispatch.problem import ACTIVATIONS, Activation
 
 _log = logging.getLogger("fp4dispatch")
@@ -101,7 +101,7 @@ def load_quantized(
     Reads ModelOpt (NVFP4, FP8), compressed-tensors (nvfp4-pack-quantized, float-quantized) and Hugging Face / DeepSeek
     FP8 checkpoints. A fused layer of the model (``qkv_proj``, ``gate_up_proj``) is built from its shards. Each shard
     keeps its own global scale. Names and experts of transformers' models are converted as transformers does it. A layer
-    that cannot become a quantised one (see :func:`fp4dispatch.models.replaceable.why_left`) gets its weight
+    that cannot become a quantised one (see :func:`fp4dispatch.models.replacing.replaceable.why_left`) gets its weight
     dequantised. Forward hooks and attributes of the layers stay.
 
     All headers, shapes and dtypes are checked first. Then the new layers are built one at a time. Only when all are

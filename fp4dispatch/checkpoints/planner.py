@@ -21,8 +21,9 @@ from fp4dispatch.checkpoints.plan import ConversionPlan, LayerPlan, Plan, Shard,
 from fp4dispatch.checkpoints.schemes import Scheme, detect
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import why_left
+from fp4dispatch.models.replacing.replaceable import why_left
 from fp4dispatch.problem import Activation
+from fp4dispatch.problem.measurement import EXACTNESS
 
 
 def plan_load(model: nn.Module, checkpoint: Checkpoint, config: QuantConfig | None, *, strict: bool) -> Plan:
@@ -213,7 +214,10 @@ class _Planner:
                     _expect_like(info, (shard.rows,), torch.float32, "the checkpoint is damaged: the weight fits")
                     bias.append(info)
         if bias and len(bias) < len(shards):
-            raise CheckpointError(f"{self.checkpoint.path}: only some shards of {names[0]!r} have a bias: {bias}")
+            raise CheckpointError(
+                f"{self.checkpoint.path}: only some shards of {names[0]!r} have a bias: "
+                f"{', '.join(info.name for info in bias)}; expected all or none: fetch or export the checkpoint again"
+            )
         activation = _finest(_activation(scheme, shard, groups[shard.name]) for shard in shards)
         self.out.layers.append(LayerPlan(names, module, scheme, shards, tuple(bias), activation, keep))
 
@@ -328,7 +332,7 @@ class _Planner:
             if len(sources) > 1 and rows != old.shape[0]:
                 raise CheckpointError(
                     f"{self.checkpoint.path}: {', '.join(i.name for i in sources)} have {rows} rows, expected "
-                    f"{old.shape[0]} for {names[0]!r}"
+                    f"{old.shape[0]} for {names[0]!r}: the checkpoint is of another model"
                 )
             self.out.slots.append(SlotPlan(names, slots, old, sources))
         elif persistent:
@@ -372,8 +376,7 @@ def _activation(scheme: Scheme, shard: Shard, group: Group | None) -> Activation
 
 def _finest(activations: Iterable[Activation]) -> Activation:
     """Return the finest activation format of the shards; a fused layer has one format."""
-    order: tuple[Activation, ...] = ("bf16", "fp8", "nvfp4", "any")
-    return min(activations, key=order.index)
+    return max(activations, key=lambda activation: EXACTNESS.get(activation, -1))  # "any" comes last
 
 
 def _expect_like(info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype, why: str = "") -> None:

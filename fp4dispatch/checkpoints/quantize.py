@@ -24,7 +24,7 @@ from fp4dispatch.checkpoints.schemes import Scheme, from_linear
 from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import NVFP4_BLOCK, fp8_quantize, nvfp4_quantize
-from fp4dispatch.models.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
 from fp4dispatch.problem import Scaling
 
 QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]
@@ -190,7 +190,10 @@ def _choose(
             layers[name] = info
     if not layers:
         reasons = "; ".join(f"{n}: {why}" for n, why in list(skipped.items())[:3])
-        raise CheckpointError(f"{checkpoint.path}: no linear layer to quantise ({reasons or 'none was named'})")
+        raise CheckpointError(
+            f"{checkpoint.path}: no linear layer to quantise ({reasons or 'none was named'}): "
+            "name others with include and exclude"
+        )
     return layers, skipped
 
 
@@ -288,7 +291,10 @@ class _SharedScales:
 def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo, scale: torch.Tensor | None) -> LinearWeights:
     n, k = weight.shape
     if not bool(torch.isfinite(weight).all()):
-        raise CheckpointError(f"{info.file}: tensor {info.name!r} holds NaN or Inf, expected finite weights")
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name!r} holds NaN or Inf, expected finite weights: the checkpoint is damaged, "
+            "or the training that wrote it diverged"
+        )
     if scaling == "nvfp4":
         packed = nvfp4_quantize(weight, scale)
         global_scale = packed.global_scale.reshape(1)

@@ -26,11 +26,11 @@ from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
 from fp4dispatch.errors import CheckpointError
-from fp4dispatch.models.fusion import fusion_groups
 from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.replacing.fusion import fusion_groups
 from fp4dispatch.problem import Activation, Scaling
 
-SaveFormat = Literal["modelopt", "compressed-tensors", "fp8"]
+SaveFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-transformers"]
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
 logger = logging.getLogger("fp4dispatch")
@@ -44,6 +44,7 @@ METHOD_SCHEMES: dict[str, dict[Scaling, str]] = {
         "block128": "fp8-block-ct",
     },
     "fp8": {"tensor": "fp8-tensor", "row": "fp8-channel", "block128": "fp8-block"},
+    "fp8-transformers": {"tensor": "fp8-tensor-inv", "block128": "fp8-block"},
 }
 
 
@@ -102,7 +103,10 @@ def save_quantized(
         Directory to create.
     format
         ``modelopt`` (NVFP4, FP8 per tensor with static input scales, FP8 per channel), ``compressed-tensors``
-        (nvfp4-pack-quantized, float-quantized) or ``fp8`` (Hugging Face / DeepSeek blocks; vLLM per tensor or channel).
+        (nvfp4-pack-quantized, float-quantized), ``fp8`` (Hugging Face / DeepSeek blocks; per tensor or channel as vLLM
+        names them) or ``fp8-transformers`` (blocks; per tensor as Transformers 5 names them). Per tensor, vLLM reads
+        ``weight_scale`` and ``input_scale``, Transformers ``weight_scale_inv`` and ``activation_scale``: neither reads
+        the other's. A model that :func:`load_quantized` found with Transformers' names keeps them in ``fp8``.
     source_dir
         Where to copy config.json, tokenizer and other small files from. Without it, config.json is written from
         ``model.config`` where the model has one.
@@ -257,7 +261,10 @@ def _warn_of_separate_scales(layers: list[_Layer]) -> None:
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in SAFETENSORS_DTYPES or tensor.is_meta:
-        raise CheckpointError(f"tensor {name!r} is {tensor.dtype} on {tensor.device}: safetensors cannot store it")
+        raise CheckpointError(
+            f"tensor {name!r} is {tensor.dtype} on {tensor.device}: safetensors cannot store it: load or convert it "
+            "first, or register it with persistent=False"
+        )
     return SAFETENSORS_DTYPES[tensor.dtype]
 
 

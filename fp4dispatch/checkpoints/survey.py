@@ -12,7 +12,7 @@ from torch import nn
 
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.hf_names import Conversion, Names, names_in
-from fp4dispatch.models.replaceable import leftover, ties, why_left, why_no_linear
+from fp4dispatch.models.replacing.replaceable import leftover, ties, why_left, why_no_linear
 
 NOT_LANGUAGE = "is outside the language model (vision, audio or projector), which stays as it is by default"
 

@@ -103,6 +103,7 @@ def _jobs(catalog: Catalog, archs: tuple[Arch, ...], ops: tuple[str, ...], varia
         raise FlagsError(
             f"no kernel matches arch {', '.join(arch.capability for arch in archs)}, ops {', '.join(ops)}"
             + (f", variants {', '.join(variants)}" if variants else "")
+            + ": name fewer of these"
         )
     for arch in archs:
         if not any(arch in job.record.archs for job in jobs):

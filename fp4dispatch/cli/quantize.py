@@ -101,9 +101,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gigabytes(text: str) -> int:
-    size = float(text)
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
     if not 0 < size < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a size in GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in GB, such as 20")
     return max(1, int(size * 1e9))
 
 

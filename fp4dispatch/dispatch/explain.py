@@ -106,27 +106,15 @@ def explain(
     scaling = scaling or default_scaling(op)
     problem = Problem(op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw)
     versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
-    quarantined = tuple(quarantined)
-    proven = proven if proven is None or isinstance(proven, bool) else tuple(proven)
-    stated = arch is not None or bool(proven) or any(v is not None for v in versions.values()) or bool(quarantined)
-    if system is not None and stated:
-        raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
-    this = system is None and not stated
     asked = requested(op, None)[0]  # refuses what the environment misspells, for any machine
-    notes: list[str] = []
-    measurable = False
-    if system is None:
-        system, measurable, notes = _facts(op, arch, versions, proven, quarantined, this)
+    system, this, measurable, notes = _machine(op, arch, versions, proven, tuple(quarantined), system)
     if fp8_copy is not None:
         system = replace(system, fp8_copy=fp8_copy)
     backends = registry.backends()
     request = requested(op, backend) if this or backend else (registry.AUTO, registry.AUTO, ())
     if not this:
         notes += _not_applied(op, asked if not backend else registry.AUTO, disabled, fp8_copy)
-    measured = None
-    if measurable and request[0] == registry.AUTO:
-        bucket = replace(problem, m=m_bucket(problem.m, op, system.arch))
-        measured = tuned.find(bucket, system, backends)
+    bucket = replace(problem, m=m_bucket(problem.m, op, system.arch))
     decision = resolve.resolve(
         problem,
         system,
@@ -135,7 +123,7 @@ def explain(
         requested_by=request[1],
         disabled=tuple(canonical_all(disabled)) if disabled is not None else request[2] if this else (),
         elsewhere=left_out(op, problem.scaling) if this else None,
-        measured=measured,
+        measured=tuned.find(bucket, system, backends) if measurable and request[0] == registry.AUTO else None,
     )
     if model is None and measurable and system.gpus:
         model = gpu_models.of(system.gpus[0])
@@ -168,6 +156,31 @@ def _prediction(
     except Exception:  # a plug-in may raise anything; a decision does not depend on it
         return ""
     return "" if us is None else f"{us:.1f} us for the GEMM alone on {model.name}; this does not order the candidates"
+
+
+def _machine(
+    op: Op,
+    arch: str | None,
+    versions: dict[str, str | None],
+    proven: bool | Iterable[str] | None,
+    quarantined: tuple[str, ...],
+    system: System | None,
+) -> tuple[System, bool, bool, list[str]]:
+    """Return the facts of the machine, whether it is this one, whether tuned times hold for it, and notes.
+
+    Raises
+    ------
+    InputError
+        If it is described in two ways.
+    """
+    proven = proven if proven is None or isinstance(proven, bool) else tuple(proven)
+    stated = arch is not None or bool(proven) or any(v is not None for v in versions.values()) or bool(quarantined)
+    if system is not None and stated:
+        raise InputError("pass either system= or single facts (arch=, cuda=, ...), not both")
+    if system is not None:
+        return system, False, False, []
+    found, measurable, notes = _facts(op, arch, versions, proven, quarantined, not stated)
+    return found, not stated, measurable, notes
 
 
 def _facts(

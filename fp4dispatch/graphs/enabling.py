@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from fp4dispatch.errors import InputError
-from fp4dispatch.graphs import hf_attention
 from fp4dispatch.graphs.batch import check_tokens
 from fp4dispatch.graphs.conditions import GraphReason
 from fp4dispatch.graphs.finder import Inner, Marked, find_inner
-from fp4dispatch.graphs.layers import Spec
 from fp4dispatch.graphs.measuring import device_clock
 from fp4dispatch.graphs.model import Graphs
+from fp4dispatch.graphs.segments import hf_attention
+from fp4dispatch.graphs.segments.layers import Spec
 from fp4dispatch.graphs.stats import Stats
 from fp4dispatch.tune.agreement import Group
 

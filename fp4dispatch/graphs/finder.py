@@ -222,15 +222,21 @@ def _marked(what: str, root: nn.Module, marks: Iterable[Marked]) -> tuple[nn.Mod
 def _checked(model: nn.Module, found: Inner) -> Inner:
     """Refuse a stack that lies outside of the model, and breaks that are no part of it or lie in one another."""
     if not any(module is found.module for module in model.modules()):
-        raise InputError(f"the inner module ({type(found.module).__name__}) is no part of {type(model).__name__}")
+        raise InputError(
+            f"the inner module ({type(found.module).__name__}) is no part of {type(model).__name__}: "
+            "pass one of its modules"
+        )
     roots = found.layers or (found.module,)
     inside = {module for root in roots for module in root.modules()}
     outside = [each for each in (*found.layers, *found.breaks) if each not in set(found.module.modules())]
     outside += [each for each in found.breaks if each not in inside]
     if outside:
-        raise InputError(f"{type(outside[0]).__name__} is marked, but is no part of what is captured")
+        raise InputError(
+            f"{type(outside[0]).__name__} is marked, but is no part of what is captured: mark modules inside of "
+            f"{type(found.module).__name__} and its layers"
+        )
     if any(each in roots for each in found.breaks):
-        raise InputError("a break is all of a captured layer: nothing would be captured of it")
+        raise InputError("a break is all of a captured layer: nothing would be captured of it; mark a module inside")
     for each in found.breaks:
         if held := next((other for other in each.modules() if other is not each and other in found.breaks), None):
             raise InputError(f"the break {type(held).__name__} lies inside the break {type(each).__name__}: mark one")

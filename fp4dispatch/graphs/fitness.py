@@ -7,7 +7,7 @@ from typing import Any
 
 from fp4dispatch.graphs.batch import Batch
 from fp4dispatch.graphs.conditions import reasons
-from fp4dispatch.graphs.layers import Spec
+from fp4dispatch.graphs.segments.layers import Spec
 
 
 def unfit(spec: Spec, rows: Sequence[int]) -> str:

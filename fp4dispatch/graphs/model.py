@@ -16,15 +16,16 @@ from torch import Tensor
 
 from fp4dispatch.errors import CaptureDeniedError, CaptureError, InputError
 from fp4dispatch.graphs import batch as _batch
-from fp4dispatch.graphs import decode, fitness, measuring
+from fp4dispatch.graphs import fitness, measuring
 from fp4dispatch.graphs.conditions import GraphReason, Said, reasons
-from fp4dispatch.graphs.decode import DecodeStep
-from fp4dispatch.graphs.forwards import replace_forward, replaced_forward
-from fp4dispatch.graphs.hf_attention import CACHE, VARLEN
-from fp4dispatch.graphs.layers import Bucket, CapturedLayers, Spec
-from fp4dispatch.graphs.program import Batch
+from fp4dispatch.graphs.segments import decode
+from fp4dispatch.graphs.segments.decode import DecodeStep
+from fp4dispatch.graphs.segments.forwards import replace_forward, replaced_forward
+from fp4dispatch.graphs.segments.hf_attention import CACHE, VARLEN
+from fp4dispatch.graphs.segments.layers import Bucket, CapturedLayers, Spec
+from fp4dispatch.graphs.segments.program import Batch
+from fp4dispatch.graphs.segments.verify import Verification
 from fp4dispatch.graphs.stats import Stats
-from fp4dispatch.graphs.verify import Verification
 from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
@@ -164,6 +165,9 @@ class Graphs:
                 self.measured = measuring.measure(sorted(self.layers.buckets), eager, replay, clock, ranks)
         except CaptureError as error:  # the graphs are right; only their speed is not known
             _log.warning("%s uses all its CUDA graphs, unmeasured: %s", type(self.spec.inner).__name__, error)
+        except BaseException:  # a rank died, or an interrupt: nobody will hold these graphs
+            self.release()
+            raise
         finally:
             self.stats, self._verify = stats, verify
             if self.layers is not None and self.layers.device.type == "cuda":

@@ -71,7 +71,9 @@ class System:
         if gpu is None:
             return replace(self, gpus=())
         if gpu >= len(self.gpus):
-            raise InputError(f"gpu={gpu} is not visible: {len(self.gpus)} GPUs are")
+            raise InputError(
+                f"gpu={gpu} is not visible: {len(self.gpus)} GPUs are, counted from 0; see CUDA_VISIBLE_DEVICES"
+            )
         return replace(self, gpus=(self.gpus[gpu], *self.gpus[:gpu], *self.gpus[gpu + 1 :]))
 
     def __str__(self) -> str:

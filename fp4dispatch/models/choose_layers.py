@@ -14,7 +14,7 @@ from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.name_patterns import NamePatterns
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import leftover, ties, why_left
+from fp4dispatch.models.replacing.replaceable import leftover, ties, why_left
 from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.run import routes
 from fp4dispatch.settings import did_you_mean
@@ -101,7 +101,9 @@ def _check_types(model: object, config: object, include: object, exclude: object
     if not isinstance(config, (str, Mapping)):
         raise InputError(f"config is a {type(config).__name__}; need one of {', '.join(FORMATS)}, or a mapping to them")
     if isinstance(config, Mapping) and not all(isinstance(pattern, str) for pattern in config):
-        raise InputError(f"config has the keys {list(config)[:5]}; need patterns of module names")
+        raise InputError(
+            f"config has the keys {list(config)[:5]}; need patterns of module names, e.g. 'model.layers.*'"
+        )
     for what, patterns in (("include", include), ("exclude", exclude)):
         listed = isinstance(patterns, (Sequence, Set)) and all(isinstance(pattern, str) for pattern in patterns)
         if not listed or isinstance(patterns, bytes):

@@ -62,7 +62,10 @@ class FP4Linear(QuantizedLinear):
             )
         self.shard_rows = _rows(shard_rows)
         if self.shard_rows and (sum(self.shard_rows) != out_features or min(self.shard_rows) < 1):
-            raise InputError(f"{self._label()}: shard_rows={self.shard_rows} do not add up to {out_features}")
+            raise InputError(
+                f"{self._label()}: shard_rows={self.shard_rows} do not add up to out_features={out_features}; need the "
+                "rows of each shard, at least 1"
+            )
         n, k = out_features, in_features
         shards = (len(self.shard_rows),) if len(self.shard_rows) > 1 else ()
         self.register_buffer("weight", torch.zeros(n, k // 2, dtype=torch.uint8, device=device))
@@ -120,7 +123,7 @@ class FP4Linear(QuantizedLinear):
         ----------
         global_scale
             f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
-            :func:`fp4dispatch.models.fusion.shared_scale`. None: computed from this weight.
+            :func:`fp4dispatch.models.replacing.fusion.shared_scale`. None: computed from this weight.
 
         Raises
         ------
@@ -160,7 +163,7 @@ class FP4Linear(QuantizedLinear):
         if tuple(self.weight.shape) != (self.out_features, self.in_features // 2):
             raise InputError(
                 f"{self._label()}: weight is {list(self.weight.shape)}, "
-                f"needs [{self.out_features}, {self.in_features // 2}]"
+                f"needs [{self.out_features}, {self.in_features // 2}]: make a new layer for another size"
             )
         rows = self.shard_rows if len(self.shard_rows) > 1 else (self.out_features,)
         global_scale = formats.expand_shards(self.weight_scale_2, rows)
@@ -300,7 +303,8 @@ class FP8Linear(QuantizedLinear):
         """Validate the canonical tensors; synchronises."""
         if tuple(self.weight.shape) != (self.out_features, self.in_features):
             raise InputError(
-                f"{self._label()}: weight is {list(self.weight.shape)}, needs [{self.out_features}, {self.in_features}]"
+                f"{self._label()}: weight is {list(self.weight.shape)}, "
+                f"needs [{self.out_features}, {self.in_features}]: make a new layer for another size"
             )
         weights = self.weights()
         formats.check_fp8(weights.weight, weights.scale, self.scaling, name=self._label())  # type: ignore[arg-type]

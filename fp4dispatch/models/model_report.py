@@ -13,7 +13,7 @@ from torch import nn
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import leftover, model_bytes, ties, why_left, why_no_linear
+from fp4dispatch.models.replacing.replaceable import leftover, model_bytes, ties, why_left, why_no_linear
 
 LARGE = 1 << 20
 """Bytes from which on a parameter that was left alone is named."""

@@ -230,7 +230,9 @@ class QuantizedLinear(BackendBinding):
             )
         value = float(scale)
         if not 0 < value < float("inf"):
-            raise FormatError(f"{self._label()}: input_scale is {value}; need finite and positive")
+            raise FormatError(
+                f"{self._label()}: input_scale is {value}; need finite and positive: export the checkpoint again"
+            )
 
     def _label(self) -> str:
         return f'{type(self).__name__} "{self.name}"' if self.name else type(self).__name__

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
-from fp4dispatch.models.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import carry_over, leftover, model_bytes, why_no_linear
+from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, why_no_linear
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.run import prebuild, routes
@@ -162,7 +162,7 @@ def replace_linears(
     model
         Any module that contains ``nn.Linear``. Not replaced: subclasses of ``nn.Linear``, layers whose weight other
         code of the model reads (``wo`` of T5, ``dt_proj`` of Mamba), and the other cases of
-        :func:`fp4dispatch.models.replaceable.why_left`.
+        :func:`fp4dispatch.models.replacing.replaceable.why_left`.
     config
         ``nvfp4``, ``fp8`` (one scale a tensor), ``fp8_row`` or ``fp8_block``; or a mapping from patterns to these.
         The first match counts. None: do not quantise. Each pattern must match a linear layer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -73,8 +73,7 @@ def bind(
     """
     capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", capture.warmup_call("..."))
     prepared = {} if prepared is None else prepared
-    device = weights.weight.device
-    gpu = routes.gpu_of(device)
+    gpu = routes.gpu_of(weights.weight.device)
     any_m = Problem(
         weights.op,
         1,
@@ -88,6 +87,30 @@ def bind(
         m_min,
     )
     prebuild.together([prebuild.Ask(any_m, backend, gpu)])
+    decisions, refusals, found = _settle(any_m, backend, layer, weights, prepared, dtype)
+    prepared.update(found)
+    spec, tensors = _spec(weights, decisions, refusals, prepared)
+    return Bound(spec, tensors, tuple(decisions), dtype, bias)
+
+
+def _settle(
+    any_m: Problem,
+    backend: str | None,
+    layer: str,
+    weights: LinearWeights,
+    prepared: Mapping[str, Prepared],
+    dtype: torch.dtype,
+) -> tuple[list[tuple[int, Decision]], list[str], dict[str, Prepared]]:
+    """Decide, prepare and check until each backend that is chosen has passed.
+
+    Return the ranges of M, why each must not be captured, and the prepared weights that they use.
+
+    Raises
+    ------
+    NoBackendError
+        If the policy keeps to a backend that is not trusted.
+    """
+    gpu = routes.gpu_of(weights.weight.device)
     found = dict(prepared)
     before: list[tuple[int, Decision]] = []
     while True:
@@ -106,7 +129,16 @@ def bind(
         if _checked(decisions, weights, found, dtype, gpu):
             break
     used = {choose.instance(str(decision.backend)).layout_name for _, decision in decisions}
-    prepared.update({layout: made for layout, made in found.items() if layout in used})
+    return decisions, refusals, {layout: made for layout, made in found.items() if layout in used}
+
+
+def _spec(
+    weights: LinearWeights,
+    decisions: list[tuple[int, Decision]],
+    refusals: list[str],
+    prepared: Mapping[str, Prepared],
+) -> tuple[LayerSpec, tuple[Tensor, ...]]:
+    """Return the routes of a layer, and the tensors that they name by position."""
     tensors: list[Tensor] = []
     spans: dict[str, tuple[int, int]] = {}
     table = []
@@ -122,7 +154,7 @@ def bind(
         {"op": weights.op, "scaling": weights.scaling, "n": weights.n, "k": weights.k, "routes": table},
         separators=(",", ":"),
     )
-    return Bound(LayerSpec.parse(text), tuple(tensors), tuple(decisions), dtype, bias)
+    return LayerSpec.parse(text), tuple(tensors)
 
 
 def still_chosen(bound: Bound, any_m: Problem, backend: str | None, layer: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fp4dispatch
-from fp4dispatch.graphs.layers import CapturedLayers
+from fp4dispatch.graphs.segments.layers import CapturedLayers
 from tests import breakable
 
 pytestmark = pytest.mark.gpu

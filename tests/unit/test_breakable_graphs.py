@@ -8,7 +8,7 @@ from transformers import StaticCache
 
 import fp4dispatch
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.graphs import program
+from fp4dispatch.graphs.segments import program
 from tests import breakable
 from tests.graph_fake import FakeTape
 

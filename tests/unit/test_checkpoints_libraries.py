@@ -19,6 +19,7 @@ from fp4dispatch.checkpoints.config.patterns import matches
 from fp4dispatch.checkpoints.config.quant_config import read_quant_config
 from fp4dispatch.errors import CheckpointUnsupportedError
 from fp4dispatch.models.linear import FP8Linear
+from fp4dispatch.models.replace import replace_linears
 from tests.checkpoint_cases import layer_weight, write
 
 # compressed-tensors.
@@ -170,6 +171,25 @@ def test_fp8_per_tensor_as_transformers_and_ministral_have_it(tmp_path, shape, s
     assert layer.scaling == "tensor"
     assert (layer.input_scale is not None) == (scheme == "static")
     assert scheme == "dynamic" or layer.input_scale == 0.5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_reads_what_fp8_transformers_saves(tmp_path):
+    """Per tensor it reads other names than vLLM, and would multiply by codes without their scale."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = llama()
+    replace_linears(model, "fp8", exclude="lm_head")
+    config = transformers.FineGrainedFP8Config(weight_block_size=None, dequantize=True)
+    save_quantized(model, tmp_path / "q", "fp8-transformers")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "q", quantization_config=config, dtype=torch.float32
+    )
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Linear):
+            theirs = read.get_submodule(name).weight
+            torch.testing.assert_close(theirs.double(), layer_weight(layer), rtol=1e-6, atol=0)
+    assert any(isinstance(layer, FP8Linear) for layer in model.modules())
 
 
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}

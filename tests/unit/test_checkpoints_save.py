@@ -30,9 +30,9 @@ ROW_OF = {
 SAVABLE = {
     "modelopt-nvfp4": ("modelopt", "compressed-tensors"),
     "nvfp4-pack-quantized": ("compressed-tensors", "modelopt"),
-    "fp8-tensor": METHODS,
+    "fp8-tensor": (*METHODS, "fp8-transformers"),
     "fp8-channel": METHODS,
-    "fp8-block": ("fp8", "compressed-tensors"),
+    "fp8-block": ("fp8", "compressed-tensors", "fp8-transformers"),
     "fp8-block-ct": ("compressed-tensors", "fp8"),
 }
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from fp4dispatch.checkpoints import load_quantized, quantize_checkpoint, save_quantized
 from fp4dispatch.errors import CheckpointError, FormatError
-from fp4dispatch.models.fusion import FUSED_BY_ENGINES, fusion_groups, shared_scale
 from fp4dispatch.models.replace import replace_linears
+from fp4dispatch.models.replacing.fusion import FUSED_BY_ENGINES, fusion_groups, shared_scale
 from tests.checkpoint_cases import layer_weight, write
 
 K = 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch.errors import CaptureError, InputError
+from fp4dispatch.errors import CaptureError, InputError, RankError
 from fp4dispatch.graphs import enable, measuring
 from fp4dispatch.graphs.enabling import spec_of
 from fp4dispatch.graphs.measuring import Measured, Point
@@ -164,6 +164,23 @@ def test_a_call_that_cannot_be_measured_leaves_the_graphs_in_use(caplog):
     assert [r.levelname for r in caplog.records if "planted" in r.message] == ["WARNING"]
     model(torch.randn(1, 12, 16))
     assert breakable.replays(held) == {"16": 1}
+
+
+def test_a_rank_that_dies_meanwhile_leaves_the_model_as_it_was(monkeypatch):
+    def dies(*_):
+        raise RankError("rank 1 is gone")
+
+    monkeypatch.setattr(measuring, "measure", dies)
+    model = Own().eval()
+    x = torch.randn(1, 8, 16)
+    want = model(x)
+    spec = spec_of(found(model), ["angles"], lambda n: model.body(torch.zeros(1, n, 16)))
+    held = Graphs(spec, [8], clock=FakeClock(), tapes=FakeTape)
+    with pytest.raises(RankError, match="rank 1 is gone"):
+        held.capture()
+    assert held.layers is None
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(model(x), want)
 
 
 def test_a_model_in_training_mode_is_not_measured_against_itself(caplog):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.policy.catalogue import Capability, catalogue
 from fp4dispatch.policy.rules import When, in_range, rules
 from fp4dispatch.problem import OPS
@@ -66,8 +67,8 @@ def problems(row: list[str]) -> list[str]:
 
 
 def test_every_incident_has_a_row():
-    assert [i for i in IDS if i.startswith("KI")] == [f"KI-{n:02}" for n in range(1, 55)]
-    assert [i for i in IDS if i.startswith("E")] == [f"E-{n:02}" for n in range(1, 22)]
+    assert [i for i in IDS if i.startswith("KI")] == [f"KI-{n:02}" for n in range(1, 59)]
+    assert [i for i in IDS if i.startswith("E")] == [f"E-{n:02}" for n in range(1, 24)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
@@ -108,6 +109,26 @@ def test_a_grouped_op_comes_with_its_rule():
     assert grouped_without_a_rule(("fp8_grouped_gemm",), [held]) == []
     late = replace(held, when=When(ops=("fp8_grouped_gemm",), versions=(("cudnn", "<9.20"),)))
     assert grouped_without_a_rule(("fp8_grouped_gemm",), [late]) == ["fp8_grouped_gemm"]
+
+
+def second_waves(variants) -> list[str]:
+    """Builds in which a warpgroup computes more than the 64 rows of one wgmma with block scales."""
+    found = []
+    for variant in variants:
+        held = dict(define.split("=") for define in variant.defines)
+        warpgroups = 1 + int(held["FP4D_COOPERATIVE"])
+        if held["FP4D_SCALING"] == "1" and int(held["FP4D_TILE_M"]) > 64 * warpgroups:
+            found.append(variant.id)
+    return found
+
+
+def test_block_scaled_cutlass_builds_of_sm_90_have_one_wave_of_rows():
+    """https://github.com/NVIDIA/cutlass/issues/3596: the next wave would be scaled by the last one's scales too."""
+    variants = installed().kernel("fp8_gemm_sm90").variants.values()
+    assert any("FP4D_SCALING=1" in variant.defines for variant in variants)
+    assert second_waves(variants) == []
+    wide = [replace(v, defines=tuple(d.replace("TILE_M=128", "TILE_M=256") for d in v.defines)) for v in variants]
+    assert len(second_waves(wide)) == sum("FP4D_SCALING=1" in v.defines for v in variants)
 
 
 @pytest.mark.parametrize(

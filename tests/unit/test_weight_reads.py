@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fp4dispatch.models.replace import replace_linears
-from fp4dispatch.models.replaceable import why_left
-from fp4dispatch.models.weight_reads import weight_reads
+from fp4dispatch.models.replacing.replaceable import why_left
+from fp4dispatch.models.replacing.weight_reads import weight_reads
 from tests.tiny_models import build, logits
 
 

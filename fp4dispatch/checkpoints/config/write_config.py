@@ -35,7 +35,7 @@ def write_quant_config(
     Parameters
     ----------
     method
-        ``modelopt``, ``compressed-tensors`` or ``fp8``.
+        ``modelopt``, ``compressed-tensors``, ``fp8`` or ``fp8-transformers``.
     layers
         Scheme name, and what is said about activations, by layer name.
     ignore

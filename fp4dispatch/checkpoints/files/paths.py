@@ -79,9 +79,9 @@ def checked_file(directory: Path, name: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise CheckpointError(f"{file}: missing or unreadable: {getattr(error, 'strerror', None) or error}") from error
     if not any(target.is_relative_to(root) for root in _roots(directory)):
-        raise CheckpointError(f"{file}: a link to {target}, which is outside its directory: refused")
+        raise CheckpointError(f"{file}: a link to {target}, which is outside its directory: copy the file there")
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{file}: not a regular file")
+        raise CheckpointError(f"{file}: not a regular file: put the file itself there")
     return file
 
 
@@ -103,7 +103,9 @@ def _read_index(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: no weight_map: expected an object that maps tensor names to file names")
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(f"{index}: tensor {name[:200]!r}: file {str(file)[:80]!r} is not a string")
+            raise CheckpointError(
+                f"{index}: tensor {name[:200]!r}: file {str(file)[:80]!r} is not a string: the index is damaged"
+            )
         if not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{index}: tensor {name[:200]!r} lies in {file[:200]!r}: expected a .safetensors file"

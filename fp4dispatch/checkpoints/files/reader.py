@@ -22,6 +22,7 @@ from fp4dispatch.checkpoints.config.strict_json import parse_object, read_object
 from fp4dispatch.checkpoints.files.paths import checked_file, weight_files
 from fp4dispatch.errors import CheckpointError
 
+_DAMAGED = "the file is damaged, fetch or export it again"
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library itself."""
 
@@ -216,7 +217,7 @@ def read_header(file: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     header = parse_object(raw, f"header of {file}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{file}: __metadata__ of the header is not a map of strings to strings")
+        raise CheckpointError(f"{file}: __metadata__ of the header is not a map of strings to strings: {_DAMAGED}")
     infos = sorted((_tensor_info(file, name, entry) for name, entry in header.items()), key=_by_offset)
     _check_cover(file, infos, size - 8 - length)
     return infos, metadata
@@ -229,22 +230,27 @@ def _by_offset(info: TensorInfo) -> tuple[int, int]:
 def _tensor_info(file: Path, name: str, entry: object) -> TensorInfo:
     where = f"{file}: tensor {name[:200]!r}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: header entry {_short(entry)}, expected dtype, shape and data_offsets")
+        raise CheckpointError(
+            f"{where}: header entry {_short(entry)}, expected dtype, shape and data_offsets: {_DAMAGED}"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"{where}: dtype {_short(dtype)} is not one of {', '.join(DTYPE_BITS)}")
+        raise CheckpointError(f"{where}: dtype {_short(dtype)} is not one of {', '.join(DTYPE_BITS)}: {_DAMAGED}")
     if not _sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(
-            f"{where}: shape {_short(shape)}; expected at most {MAX_DIMENSIONS} sizes from 0 to {MAX_DIMENSION:,}"
+            f"{where}: shape {_short(shape)}; expected at most {MAX_DIMENSIONS} sizes from 0 to {MAX_DIMENSION:,}: "
+            f"{_DAMAGED}"
         )
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: data_offsets {_short(offsets)}; expected [begin, end] with begin <= end")
+        raise CheckpointError(
+            f"{where}: data_offsets {_short(offsets)}; expected [begin, end] with begin <= end: {_DAMAGED}"
+        )
     begin, end = offsets
     need, rest = divmod(prod(shape) * DTYPE_BITS[dtype], 8)
     if rest or need != end - begin:
         raise CheckpointError(
             f"{where}: {dtype} {_short(shape)} needs {need:,} bytes, expected to match its data_offsets, which span "
-            f"{end - begin:,}"
+            f"{end - begin:,}: {_DAMAGED}"
         )
     return TensorInfo(name, file, dtype, tuple(shape), begin, need)
 

@@ -18,9 +18,9 @@ from fp4dispatch.formats import fp8_quantize, nvfp4_quantize
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.stored_layers import linear_of, open_files, replace_module
 from fp4dispatch.models.choose_layers import FORMATS, PROBLEM, choose_layers
-from fp4dispatch.models.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import carry_over
+from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.replacing.replaceable import carry_over
 from fp4dispatch.problem import Scaling
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask

@@ -22,7 +22,7 @@ from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise
 from fp4dispatch.integrations.transformers.registry import check_version
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import leftover, why_no_linear
+from fp4dispatch.models.replacing.replaceable import leftover, why_no_linear
 from fp4dispatch.run import routes
 
 _log = logging.getLogger("fp4dispatch")

@@ -37,7 +37,7 @@ from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, Form
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replaceable import carry_over, model_bytes
+from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
 

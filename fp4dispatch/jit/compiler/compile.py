@@ -224,7 +224,9 @@ def _run_ninja(build: Path, tick: Callable[[], None]) -> None:
         alive = -1
         _wait(process, gone, tick)
     except OSError as error:
-        raise CompileError(f"the build cannot be run: {error}") from error
+        raise CompileError(
+            f"the build cannot be run: {error}\n  fix: free memory and file handles, then build again"
+        ) from error
     finally:
         os.close(gone)
         if alive >= 0:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.graphs import program
-from fp4dispatch.graphs.program import Batch, name_of
+from fp4dispatch.graphs.segments import program
+from fp4dispatch.graphs.segments.program import Batch, name_of
 
 
 @dataclass(frozen=True)

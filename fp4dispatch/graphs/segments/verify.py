@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch.graphs.layers import Bucket, CapturedLayers
-from fp4dispatch.graphs.program import Batch, Break, RunBreak
+from fp4dispatch.graphs.segments.layers import Bucket, CapturedLayers
+from fp4dispatch.graphs.segments.program import Batch, Break, RunBreak
 
 TILE = 128
 TOLERANCE = 0.02

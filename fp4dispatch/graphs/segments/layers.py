@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.graphs import hf_attention, module_break, program
-from fp4dispatch.graphs.bridges import Bridges
-from fp4dispatch.graphs.capturing import CudaTape, Tape
-from fp4dispatch.graphs.forwards import replaced_forward
-from fp4dispatch.graphs.module_break import Form
-from fp4dispatch.graphs.program import Batch, Break, Later, Program, Recorder, Results
+from fp4dispatch.graphs.segments import hf_attention, module_break, program
+from fp4dispatch.graphs.segments.bridges import Bridges
+from fp4dispatch.graphs.segments.capturing import CudaTape, Tape
+from fp4dispatch.graphs.segments.forwards import replaced_forward
+from fp4dispatch.graphs.segments.module_break import Form
+from fp4dispatch.graphs.segments.program import Batch, Break, Later, Program, Recorder, Results
 
 _WITHHELD = {hf_attention.CACHE: None, "use_cache": False}
 """What captured code gets for these arguments. Breaks get the real ones."""
@@ -41,9 +41,9 @@ class Spec:
         Its decoder layers. It calls each once, in this order, with hidden states [sequences, length, hidden] and
         otherwise arguments by name; a layer returns hidden states.
     attention
-        Attention modules of Hugging Face models: see :mod:`fp4dispatch.graphs.hf_attention`.
+        Attention modules of Hugging Face models: see :mod:`fp4dispatch.graphs.segments.hf_attention`.
     breaks
-        Further modules to run eagerly: see :mod:`fp4dispatch.graphs.module_break`.
+        Further modules to run eagerly: see :mod:`fp4dispatch.graphs.segments.module_break`.
     per_token
         Arguments of the layers that captured code reads. All their tensors are [sequences or 1, length, ...].
     example
@@ -182,7 +182,10 @@ class CapturedLayers:
                 undo.enter_context(replaced_forward(layer, watching(i)))
             self.spec.example(rows)
         if len(found) != len(self.forwards):
-            raise CaptureError(f"the inner module called {len(found)} of {len(self.forwards)} layers; need all of them")
+            raise CaptureError(
+                f"the inner module called {len(found)} of {len(self.forwards)} layers; need all of them: "
+                "name those that run in layers="
+            )
         return [found[i] for i in range(len(found))], states[0].shape[2], states[0].dtype
 
     def _given(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp4dispatch.graphs.capturing import CudaTape, Segment, Tape
-from fp4dispatch.graphs.hf_attention import CACHE
+from fp4dispatch.graphs.segments.capturing import CudaTape, Segment, Tape
+from fp4dispatch.graphs.segments.hf_attention import CACHE
 
 _CAPTURABLE = {"StaticLayer"}
 """Cache layers whose ``update`` decides nothing on the host."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fp4dispatch.models.weight_reads import weight_reads
+from fp4dispatch.models.replacing.weight_reads import weight_reads
 
 _READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Parent modules whose fused code paths read ``linear.weight`` directly and do not call the layer."""
@@ -41,7 +41,7 @@ def why_left(model: nn.Module) -> dict[int, str]:
     Not quantised: subclasses of ``nn.Linear``; layers with parameters, buffers or children besides weight and bias
     (weight_norm, adapters); layers with a ``forward`` of their own (accelerate); layers with hooks that cannot work on
     a quantised one; and layers whose weight is read by other code of the model
-    (:mod:`fp4dispatch.models.weight_reads`). Works on the meta device. For ties see :func:`ties`.
+    (:mod:`fp4dispatch.models.replacing.weight_reads`). Works on the meta device. For ties see :func:`ties`.
     """
     reads = weight_reads(model)
     found: dict[int, str] = {}

@@ -14,7 +14,7 @@ from types import FunctionType
 
 from torch import nn
 
-from fp4dispatch.models.source_scan import Path, Read, functions_of, mentioned, reads_of
+from fp4dispatch.models.replacing.source_scan import Path, Read, functions_of, mentioned, reads_of
 
 _ENTRY = re.compile(r"forward|__call__|(get_\w+_features|generate|prepare_inputs|encode|decode|predict|sample)\w*")
 _NEVER = frozenset({"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr", "__repr__"})

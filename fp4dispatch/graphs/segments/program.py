@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp4dispatch.errors import CaptureError
-from fp4dispatch.graphs.bridges import Bridges
-from fp4dispatch.graphs.capturing import Segment, Tape
+from fp4dispatch.graphs.segments.bridges import Bridges
+from fp4dispatch.graphs.segments.capturing import Segment, Tape
 
 
 class Later:
