@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.transformers_utils.config import get_hf_file_to_dict
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from fp4dispatch.checkpoints.config.quant_config import HF_QUANT_FILE, QuantConfig, read_block
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD, Group

@@ -156,7 +156,7 @@ class Fp4DispatchOnlineLinearMethod(EngineLinearMethod):
         options = {"activation": self.activation, "dtype": layer.orig_dtype, "name": self.prefix}
 
         def make(bias: torch.Tensor | None) -> Any:
-            linear.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
             return FORMATS[self.format](linear, **options)
 
         self.take(layer, ("weight",), make)
