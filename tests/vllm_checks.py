@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -195,6 +196,18 @@ def check_old_exports_have_a_file_of_their_own():
     config = config_of(None)
     config.maybe_update_config(tempfile.gettempdir(), hf_config=None, revision=None)
     assert isinstance(qkv(config).quant_method, Fp4DispatchOnlineLinearMethod)
+
+
+def check_what_is_quantised_already_is_not_quantised_again():
+    with tempfile.TemporaryDirectory() as folder:
+        for name, block in (("a.weight", None), ("a.weight_scale", None), ("a.weight_scale", MODELOPT)):
+            save_file({name: torch.zeros(1)}, Path(folder) / "model.safetensors")
+            config = config_of(block)
+            if name == "a.weight_scale" and block is None:
+                with raises(CheckpointUnsupportedError, "tensor 'a.weight_scale': the checkpoint is quantised already"):
+                    config.maybe_update_config(folder, hf_config=None, revision=None)
+            else:
+                config.maybe_update_config(folder, hf_config=None, revision=None)
 
 
 def check_experts_and_the_kv_cache_stay_with_vllm():

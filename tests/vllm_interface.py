@@ -41,6 +41,7 @@ USED = {
     "model_executor/model_loader/reload/layerwise.py": ("initialize_online_processing",),
     "model_executor/models/utils.py": ("WeightsMapper.apply_list",),
     "transformers_utils/repo_utils.py": ("get_hf_file_to_dict",),
+    "transformers_utils/config.py": ("get_safetensors_params_metadata",),
     "config/vllm.py": ("get_current_vllm_config_or_none",),
     "config/compilation.py": ("CUDAGraphMode.has_piecewise_cudagraphs",),
     "distributed/parallel_state.py": ("get_tp_group",),

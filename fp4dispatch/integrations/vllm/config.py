@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from fp4dispatch.checkpoints.config.quant_config import HF_QUANT_FILE, QuantConfig, read_block
@@ -102,11 +103,19 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         return METHOD if user_quant == METHOD else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Read hf_quant_config.json where config.json says nothing, as older versions of ModelOpt wrote it."""
+        """Read hf_quant_config.json where config.json says nothing, as older versions of ModelOpt wrote it.
+
+        Raises
+        ------
+        CheckpointUnsupportedError
+            A checkpoint to quantise that is quantised already.
+        """
         if self.block is None:
             found = get_hf_file_to_dict(HF_QUANT_FILE, model_name, revision)
             if found is not None:
                 self._read(found)
+        if self.request is not None:
+            _check_plain(get_safetensors_params_metadata(model_name, revision=revision), model_name)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Add vLLM's names of modules to those of the checkpoint."""
@@ -223,4 +232,17 @@ def _check_readable(config: QuantConfig) -> None:
         raise CheckpointUnsupportedError(
             f"{config.source}: the format {odd[0] if odd else config.method} of {config.method} is not supported in "
             f"vLLM: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {_LEAVE_OUT}"
+        )
+
+
+def _check_plain(tensors: Iterable[str], model: str) -> None:
+    """Refuse to quantise what is quantised already, as Transformers saves it after this package has quantised it."""
+    odd = next(
+        (name for name in tensors if name.endswith((".weight_scale", ".weight_scale_inv", ".weight_packed"))), ""
+    )
+    if odd:
+        raise CheckpointUnsupportedError(
+            f"{model}: tensor {odd!r}: the checkpoint is quantised already, and its configuration is none of ModelOpt or "
+            "compressed-tensors: expected 16- or 32-bit weights: write it with "
+            "fp4dispatch.save_quantized(model, path, 'modelopt')"
         )

