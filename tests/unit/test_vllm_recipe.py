@@ -24,11 +24,11 @@ vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True, skip_tokenizer_init=T
 
 COMMAND = """
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-args = make_arg_parser(FlexibleArgumentParser()).parse_args(ARGUMENTS)
+args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(ARGUMENTS)
 print("the command runs", EngineArgs.from_cli_args(args).create_model_config().quantization)
 """
+"""What ``vllm serve`` does with its arguments before it starts the engine of the first snippet."""
 
 
 def test_every_block_is_of_a_kind_that_is_tested():

@@ -242,7 +242,7 @@ def _check_plain(tensors: Iterable[str], model: str) -> None:
     )
     if odd:
         raise CheckpointUnsupportedError(
-            f"{model}: tensor {odd!r}: the checkpoint is quantised already, and its configuration is none of ModelOpt or "
-            "compressed-tensors: expected 16- or 32-bit weights: write it with "
+            f"{model}: tensor {odd!r}: the checkpoint is quantised already, and its configuration is none of ModelOpt "
+            "or compressed-tensors: expected 16- or 32-bit weights: write it with "
             "fp4dispatch.save_quantized(model, path, 'modelopt')"
         )
