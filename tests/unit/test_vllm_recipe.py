@@ -68,6 +68,6 @@ def test_snippets_run(tmp_path):
     output = vllm_cases.execute(tmp_path, ["-c", code])
     assert re.search(r"^\[\d+(, \d+){7}\]$", output, re.MULTILINE), "the new tokens"
     assert "reference (bf16)" in output, "the report"
-    assert "8 layers" in output
+    assert "8 quantised layers" in output
     assert "FP8Linear" in output or "fp8_gemm" in output
     assert "the command runs fp4dispatch" in output

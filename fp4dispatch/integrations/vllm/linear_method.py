@@ -36,23 +36,35 @@ class EngineLinearMethod(LinearMethodBase):  # type: ignore[misc,unused-ignore]
         layer.logical_widths, layer.orig_dtype = rows, dtype
         layer.input_size_per_partition, layer.output_size_per_partition = k, sum(rows)
 
-    def take(self, layer: Any, names: tuple[str, ...], make: Any) -> None:
-        """Put the quantised layer in place of the loaded parameters.
+    def loaded(self) -> tuple[str, ...]:
+        """Return the names of the parameters that vLLM loads."""
+        raise NotImplementedError
 
-        Parameters
-        ----------
-        layer
-            vLLM's layer.
-        names
-            Its parameters to remove.
-        make
-            Returns the quantised layer for a bias, or none.
+    def make(self, layer: Any, bias: Tensor | None) -> QuantizedLinear:
+        """Make the quantised layer of what vLLM has loaded. ``bias``: what each call adds."""
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Put the quantised layer in place of the loaded parameters, and prepare it for CUDA graphs. Host work.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor that the checkpoint did not have.
+        FormatError
+            Values that are not of the format, NaN or Inf.
+        IntegrationError
+            Other weights were loaded into a layer that runs.
+        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
+            As :meth:`fp4dispatch.models.quantized_linear.QuantizedLinear.bind`.
         """
+        if self._done(layer):
+            return
         log_through_vllm()
-        inner: QuantizedLinear = make(_bias_to_add(layer))
+        inner = self.make(layer, _bias_to_add(layer))
         if inner.bias is not None:
             inner.bias = layer.bias  # the same object, which is how a call knows it
-        for name in names:
+        for name in self.loaded():
             delattr(layer, name)
         self.engine.prepare(inner, self.capture, self.tokens, layer.tp_size)
         inner.bind()  # raises what refuses the layer now, not at the first request
@@ -77,7 +89,7 @@ class EngineLinearMethod(LinearMethodBase):  # type: ignore[misc,unused-ignore]
             "quantised: add it to the layers that are not, in ignore of quantization_config"
         )
 
-    def done(self, layer: Any) -> bool:
+    def _done(self, layer: Any) -> bool:
         """Whether the layer is made already. vLLM may call twice.
 
         Raises

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from fp4dispatch.errors import CheckpointUnsupportedError, InputError
+from fp4dispatch.errors import InputError
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.linear_method import EngineLinearMethod
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, picker
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import ACTIVATIONS, Activation
 
 _FIELDS = ("format", "include", "exclude", "activation")
@@ -136,27 +137,16 @@ class Fp4DispatchOnlineLinearMethod(EngineLinearMethod):
         )
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Quantise the weight. Host work.
+    def loaded(self) -> tuple[str, ...]:
+        """Return the name of the weight."""
+        return ("weight",)
 
-        Raises
-        ------
-        FormatError
-            A weight with NaN or Inf.
-        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
-            As :meth:`fp4dispatch.models.quantized_linear.QuantizedLinear.bind`.
-        """
-        if self.done(layer):
-            return
-        weight = layer.weight.detach().as_subclass(torch.Tensor)
-        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointUnsupportedError(f"{self.prefix}: the weight is {weight.dtype}, expected 16 or 32 bits")
+    def make(self, layer: Any, bias: Tensor | None) -> QuantizedLinear:
+        """Quantise the weight."""
+        weight = layer.weight.detach().as_subclass(Tensor)
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=False)
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+            linear.register_parameter(name, parameter)
         options = {"activation": self.activation, "dtype": layer.orig_dtype, "name": self.prefix}
-
-        def make(bias: torch.Tensor | None) -> Any:
-            linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-            return FORMATS[self.format](linear, **options)
-
-        self.take(layer, ("weight",), make)
+        return FORMATS[self.format](linear, **options)

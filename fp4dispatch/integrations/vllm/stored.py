@@ -21,6 +21,7 @@ from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.linear_method import EngineLinearMethod
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation
 
 READABLE = ("modelopt-nvfp4", "nvfp4-pack-quantized", "fp8-tensor", "fp8-channel")
@@ -84,37 +85,30 @@ class Fp4DispatchLinearMethod(EngineLinearMethod):
             if name is not None:
                 layer.register_parameter(name, PerTensorScaleParameter(data=one.clone(), weight_loader=loader))
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Make the quantised layer of the loaded tensors. Host work.
-
-        Raises
-        ------
-        CheckpointError
-            A tensor that the checkpoint did not have.
-        FormatError
-            Values that are not of the format.
-        BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError
-            As :meth:`fp4dispatch.models.quantized_linear.QuantizedLinear.bind`.
-        """
+    def loaded(self) -> tuple[str, ...]:
+        """Return the names of the stored tensors."""
         scheme = self.scheme
-        names = tuple(n for n in (scheme.weight, scheme.scale, scheme.global_scale, scheme.input_scale) if n)
-        if self.done(layer):
-            return
-        weights = self._weights({name: _plain(getattr(layer, name)) for name in names}, layer.logical_widths)
-        kind = FP4Linear if scheme.op == "nvfp4_gemm" else FP8Linear
+        names = (scheme.weight, scheme.scale, scheme.global_scale, scheme.input_scale)
+        return tuple(name for name in names if name is not None)
+
+    def make(self, layer: Any, bias: Tensor | None) -> QuantizedLinear:
+        """Make the layer of the stored tensors, without a copy."""
+        tensors = {name: getattr(layer, name).detach().as_subclass(Tensor) for name in self.loaded()}
+        weights = self._weights(tensors, layer.logical_widths)
         options = {"activation": self.activation, "dtype": layer.orig_dtype, "name": self.prefix}
-        self.take(layer, names, lambda bias: kind.from_weights(weights, bias, **options))
+        kind = FP4Linear if self.scheme.op == "nvfp4_gemm" else FP8Linear
+        return kind.from_weights(weights, bias, **options)
 
     def _weights(self, tensors: dict[str, Tensor], rows: list[int]) -> LinearWeights:
         scheme = self.scheme
         weight, scale = tensors[scheme.weight], tensors[scheme.scale]
-        self._loaded(scheme.scale, scale)
+        self._check(scheme.scale, scale)
         n = weight.shape[0]
         k = weight.shape[1] * (2 if scheme.op == "nvfp4_gemm" else 1)
         input_scale = self._input_scale(tensors)
         if scheme.global_scale is not None:
             global_scale = tensors[scheme.global_scale]
-            self._loaded(scheme.global_scale, global_scale)
+            self._check(scheme.global_scale, global_scale)
             global_scale = global_scale.reciprocal() if scheme.divides else global_scale
             shards = tuple(rows)
             if bool((global_scale == global_scale[0]).all()):
@@ -135,10 +129,10 @@ class Fp4DispatchLinearMethod(EngineLinearMethod):
         scale = tensors[name]
         if bool(scale.isnan().all()) and self.static is None:
             return None
-        self._loaded(name, scale)
+        self._check(name, scale)
         return (scale.reciprocal() if self.scheme.divides else scale).amax()
 
-    def _loaded(self, name: str, scale: Tensor) -> None:
+    def _check(self, name: str, scale: Tensor) -> None:
         if bool(scale.float().isnan().any()):
             raise CheckpointError(
                 f"{self.prefix}: tensor {name!r} is missing or holds NaN: the configuration says that the layer is "
@@ -149,10 +143,6 @@ class Fp4DispatchLinearMethod(EngineLinearMethod):
 
 def _nan(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=torch.float32)
-
-
-def _plain(parameter: Tensor) -> Tensor:
-    return parameter.detach().as_subclass(Tensor)
 
 
 def _column(loader: Any) -> Any:
