@@ -82,7 +82,7 @@ def execute(folder: Path, command: list[str], *, processes: bool = False) -> str
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 1200}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 2400}
     done = subprocess.run([python, *command], cwd=folder, env=environment, **options)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
