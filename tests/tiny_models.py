@@ -114,11 +114,33 @@ MODELS: dict[str, Callable[[Any], Any]] = {
     ),
 }
 
+_SPREAD = {"q_proj": 0.5, "k_proj": 0.25, "up_proj": 0.4, "lm_head": 0.5}
+"""Factors that give the shards of fused layers different global scales."""
+
+
+def _for_engines(name: str) -> Callable[[Any], Any]:
+    """Make a model of sizes that vLLM runs, whose predictions depend on its weights."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 256, "initializer_range": 0.2}
+
+    def make(transformers: Any) -> Any:
+        model = _causal(name, **sizes)(transformers)
+        with torch.no_grad():
+            for parameter, tensor in model.named_parameters():
+                tensor.mul_(_SPREAD.get(parameter.split(".")[-2], 1.0))
+        return model
+
+    return make
+
+
+ENGINE_MODELS: dict[str, Callable[[Any], Any]] = {
+    f"{name} for engines": _for_engines(name) for name in ("Llama", "Qwen2", "Qwen3")
+}
+
 
 def build(name: str, transformers: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model of ``MODELS`` with the same random weights each time, in evaluation mode."""
+    """Return a model of the dictionaries above with the same random weights each time, in evaluation mode."""
     torch.manual_seed(0)
-    return MODELS[name](transformers).to(dtype).eval()
+    return (MODELS | ENGINE_MODELS)[name](transformers).to(dtype).eval()
 
 
 @torch.no_grad()
