@@ -34,6 +34,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "sanitizer": ("controls", "sanitizer"),
     "sm90 kernels": ("method", "gemm", "quantise"),
     "sweep": ("about", "method", "problems"),
+    "tensor parallel": ("depth", "layers", "ranks"),
     "two gpus": ("two_gpus",),
     "w4 error": ("w4_error",),
 }
