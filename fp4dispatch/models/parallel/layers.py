@@ -174,7 +174,8 @@ def part_of(layer: nn.Module, kind: Kind, members: Team, what: str) -> Part:
     n, k = layer.out_features, layer.in_features
     rows = layer.shard_rows if isinstance(layer, FP4Linear) else ()
     shards = fused_rows(kind, rows, what)
-    step = unit(*layer._kind(), dim) if isinstance(layer, QuantizedLinear) else 1
+    # A padded column layer ends where a scale block of the row layer behind it can end.
+    step = unit(*layer._kind(), "K" if kind.pad else dim) if isinstance(layer, QuantizedLinear) else 1
     cuts = cut_for(kind, n if dim == "N" else k, step, shards, members, what)
     return Part(kind, members, tuple(cuts), (n, k), rows if len(rows) > 1 else (n,))
 
