@@ -114,12 +114,9 @@ def all_gather(x: Tensor, members: Team, what: Callable[[], str]) -> Tensor:
     out = x.new_empty(members.size, *x.shape)
     if x.numel():
         flat, rows = out.view(-1), x.contiguous().view(-1)
-        _run(
-            lambda: torch.distributed.all_gather_into_tensor(flat, rows, group=members.group),
-            members,
-            "all-gather",
-            what,
-        )
+        # torch 2.13 has another name for it
+        gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+        _run(lambda: gather(flat, rows, group=members.group), members, "all-gather", what)
     return out
 
 
