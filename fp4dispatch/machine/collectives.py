@@ -70,7 +70,7 @@ def team(where: Any = None) -> Team:
         where = mesh()
     if where is not None and not isinstance(where, torch.distributed.ProcessGroup):
         raise InputError(f"got a {type(where).__name__}; need a DeviceMesh, a ProcessGroup, or None for all ranks")
-    group = torch.distributed.group.WORLD if where is None else where
+    group: Any = torch.distributed.group.WORLD if where is None else where
     rank = torch.distributed.get_rank(group)
     if rank < 0:
         raise InputError("this rank is not in the group: call this on the ranks of the group only")

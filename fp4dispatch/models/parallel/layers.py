@@ -91,7 +91,7 @@ class ColumnLinear(ParallelLinear):
         if len(part.mine.ranges) == 1:
             joined = everyone.movedim(0, -2).flatten(-2)
             return joined if joined.shape[-1] == part.whole[0] else joined[..., : part.whole[0]].contiguous()
-        pieces = everyone.split(part.mine.rows, dim=-1)
+        pieces = torch.split(everyone, list(part.mine.rows), dim=-1)
         sizes = [sum(c.ranges[i].stop - c.ranges[i].start for c in part.cuts) for i in range(len(pieces))]
         return torch.cat(
             [p.movedim(0, -2).flatten(-2)[..., :size] for p, size in zip(pieces, sizes, strict=True)], dim=-1
@@ -217,7 +217,7 @@ def cut_layer(layer: nn.Module, part: Part) -> None:
 def fill_plain(layer: nn.Linear, weight: Tensor, bias: Tensor | None, part: Part, *, requires_grad: bool) -> None:
     """Turn an ``nn.Linear`` into the rank's part, with tensors that are cut already."""
     layer.weight = nn.Parameter(weight, requires_grad=requires_grad)
-    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=requires_grad)
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=requires_grad))
     layer.out_features, layer.in_features = weight.shape
     become(layer, part)
 
@@ -226,6 +226,7 @@ def become(layer: nn.Module, part: Part) -> None:
     """Give a layer the class of its part. The class of a module can be swapped as FSDP2 does it."""
     base = next(base for base in (FP4Linear, FP8Linear, nn.Linear) if isinstance(layer, base))
     layer.__class__ = _CLASSES[base, type(part.kind)]
+    assert isinstance(layer, ParallelLinear)
     layer.part = part
 
 

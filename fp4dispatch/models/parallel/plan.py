@@ -180,7 +180,7 @@ def _of_model(model: nn.Module, plan: str) -> list[tuple[str, NamePatterns, Kind
             "{'*.up_proj': Column(), '*.down_proj': Row()}"
         )
     names = [name for name, _ in linears(model)]
-    entries = []
+    entries: list[tuple[str, NamePatterns, Kind | None]] = []
     for pattern, style in own.items():
         match = NamePatterns(pattern)
         if style in STYLES:
