@@ -1,5 +1,6 @@
 """Tensor parallel: layers cut among the ranks of a process group. See docs/tensor-parallel.md."""
 
+from fp4dispatch.integrations.tensor_parallel.saving import save
 from fp4dispatch.integrations.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 from fp4dispatch.integrations.tensor_parallel.whole_model import parallelize
 from fp4dispatch.models.parallel.layers import ParallelLinear, group_of
@@ -14,4 +15,5 @@ __all__ = [
     "TensorParallel",
     "group_of",
     "parallelize",
+    "save",
 ]

@@ -137,11 +137,13 @@ def take(tensor: Tensor, dim: int, where: Cut, per: int = 1, fill: float = 0) ->
     fill
         Value of padding: 1 for scales in f32.
     """
-    return assemble(lambda low, high: tensor.narrow(dim, low, high - low), dim, where, per, fill)
+    found = assemble(lambda low, high: tensor.narrow(dim, low, high - low), dim, where, per, fill)
+    single = len(where.ranges) == 1 and not where.ranges[0].zeros
+    return _bytes(found).clone(memory_format=torch.contiguous_format).view(found.dtype) if single else found
 
 
 def assemble(read: Callable[[int, int], Tensor], dim: int, where: Cut, per: int = 1, fill: float = 0) -> Tensor:
-    """Return the rank's part, as :func:`take`; ``read`` returns entries from one index to another."""
+    """Return the rank's part, as :func:`take`. ``read`` gives entries from one index to another, or a view."""
     parts = []
     for r in where.ranges:
         low, high = r.entries(per)
@@ -152,7 +154,7 @@ def assemble(read: Callable[[int, int], Tensor], dim: int, where: Cut, per: int 
             shape = [*part.shape[:dim], zeros, *part.shape[dim + 1 :]]
             parts.append(_full(shape, fill, part))
     raw = [_bytes(part) for part in parts]
-    whole = raw[0].clone(memory_format=torch.contiguous_format) if len(raw) == 1 else torch.cat(raw, dim)
+    whole = raw[0] if len(raw) == 1 else torch.cat(raw, dim)
     return whole.view(parts[0].dtype)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch.errors import InputError
+from fp4dispatch.errors import CheckpointError, InputError
 from fp4dispatch.machine import collectives
 from fp4dispatch.machine.collectives import Team
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
@@ -235,6 +235,21 @@ def parallel_layers(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             yield name, module
+
+
+def refuse_cut(model: nn.Module, doing: str) -> None:
+    """Refuse a model with layers that are cut: this rank holds a part of each only.
+
+    Raises
+    ------
+    CheckpointError
+        If there is one.
+    """
+    for name, layer in parallel_layers(model):
+        raise CheckpointError(
+            f"{doing}: layer {name!r} is cut ({layer.part.label}), so this rank cannot write the whole model: call "
+            "fp4dispatch.integrations.tensor_parallel.save(model, ...) on all ranks"
+        )
 
 
 def group_of(model: nn.Module) -> Any:
