@@ -3,6 +3,7 @@
 from fp4dispatch.integrations.tensor_parallel.saving import save
 from fp4dispatch.integrations.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 from fp4dispatch.integrations.tensor_parallel.whole_model import parallelize
+from fp4dispatch.machine.collectives import guard
 from fp4dispatch.models.parallel.layers import ParallelLinear, group_of
 from fp4dispatch.models.parallel.plan import Column, Row, TensorParallel
 
@@ -14,6 +15,7 @@ __all__ = [
     "RowwiseParallel",
     "TensorParallel",
     "group_of",
+    "guard",
     "parallelize",
     "save",
 ]
