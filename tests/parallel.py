@@ -5,6 +5,7 @@ Each scenario runs on every rank, and returns plain data. One start of the proce
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import queue
@@ -15,14 +16,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4dispatch
-from fp4dispatch.integrations.tensor_parallel import Column, ColwiseParallel, Row, RowwiseParallel, parallelize
+from fp4dispatch.checkpoints.schemes import fuse_shards
+from fp4dispatch.errors import CheckpointError, RankError
+from fp4dispatch.integrations.tensor_parallel import (
+    Column,
+    ColwiseParallel,
+    ParallelLinear,
+    Row,
+    RowwiseParallel,
+    parallelize,
+    save,
+)
+from fp4dispatch.machine.ranks import Ranks
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.parallel.layers import parallel_layers
 
 FORMATS = ("nvfp4", "fp8", "fp8_row", "fp8_block")
 SCALING = {"fp8": "tensor", "fp8_row": "row", "fp8_block": "block128"}
@@ -174,8 +188,6 @@ def gathered(world: World) -> dict[str, float]:
 
 def fused_layers(world: World) -> dict[str, float]:
     """Shards with global scales of their own: each is cut by itself, and keeps its scale."""
-    from fp4dispatch.checkpoints.schemes import fuse_shards
-
     found = {}
     for fmt in FORMATS:
         rows = (512, 1024, 512) if fmt == "fp8_block" else (64, 32, 96)
@@ -229,7 +241,7 @@ def model(family: str, world: World, **sizes: Any) -> nn.Module:
     import transformers
 
     name = f"{family}Text" if family == "Gemma3" else family
-    numbers = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 128, "head_dim": 128}
+    numbers = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 128, "head_dim": 128}
     numbers |= {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_bias": family != "Gemma3"} | sizes
     config = getattr(transformers, f"{name}Config")(**numbers)
     with torch.random.fork_rng(devices=[]):
@@ -248,7 +260,7 @@ def models(world: World) -> dict[str, float]:
     """Whole models, cut by the plan that they have: logits are those of one process."""
     found = {}
     for family in FAMILIES:
-        for fmt in FORMATS if family == "Llama" else ("nvfp4",):
+        for fmt in ("nvfp4", "fp8_block") if family == "Llama" else ("nvfp4",):
             net = model(family, world)
             fp4dispatch.replace_linears(net, fmt, activation="bf16")
             want = net(ids(world)).logits
@@ -256,6 +268,79 @@ def models(world: World) -> dict[str, float]:
             found[f"{family} {fmt}"] = off(net(ids(world)).logits, want)
             found[f"{family} {fmt} layers"] = len(kinds)
     return found
+
+
+def saving(world: World) -> dict[str, float]:
+    """A cut model is saved as the whole one was, byte for byte, and stays cut; a part alone is refused."""
+    found = {}
+    for fmt in FORMATS:
+        net = nn.ModuleDict({"q_proj": layer(fmt, 512, 256, True, world), "o_proj": layer(fmt, 256, 512, True, world)})
+        if fmt == "nvfp4":
+            parts = [layer(fmt, n, 256, False, world).weights() for n in (64, 32, 32)]
+            net["attn"] = nn.ModuleDict({"qkv_proj": FP4Linear.from_weights(fuse_shards(parts), dtype=world.dtype)})
+        net["plain"] = nn.Linear(256, 64).to(world.device, world.dtype)
+        for parameter in net["plain"].parameters():
+            parameter.fill_(0.5)
+        method = "modelopt" if fmt == "nvfp4" else "fp8"
+        folder = world.folder / f"{fmt}-whole-{world.rank}"
+        fp4dispatch.save_quantized(net, folder, method)
+        keys = set(net.state_dict())
+        parallelize(net, None, {"o_proj": Row(), "*": Column()})
+        try:
+            fp4dispatch.save_quantized(net, world.folder / "part", method)
+        except CheckpointError as error:
+            found[f"{fmt} refused"] = float("is cut" not in str(error))
+        (file,) = save(net, world.folder / fmt, method)
+        found[f"{fmt} bytes"] = float(file.read_bytes() != (folder / "model.safetensors").read_bytes())
+        found[f"{fmt} keys"] = float(set(net.state_dict()) != keys)
+        found[f"{fmt} cut"] = float(len(list(parallel_layers(net))) != len(net))
+        again = copy.deepcopy(net)
+        again.load_state_dict(net.state_dict())
+        x = tokens(2, 256, world)
+        found[f"{fmt} copy"] = off(again["o_proj"](again["q_proj"](x)), net["o_proj"](net["q_proj"](x)))
+    return found
+
+
+def saving_fails(world: World) -> dict[str, float]:
+    """Rank 0 cannot write: all ranks raise, and the model is as it was."""
+    net = nn.ModuleDict({"o_proj": layer("nvfp4", 256, 512, True, world)})
+    parallelize(net, None, {"o_proj": Row()})
+    taken = world.folder / "taken"
+    if world.rank == 0:
+        taken.mkdir()
+        (taken / "file").touch()
+    try:
+        save(net, taken)
+    except CheckpointError as error:
+        return {"raised": float(world.rank != 0 or "taken" not in str(error)), "cut": off_if_whole(net)}
+    except RankError as error:
+        return {"raised": float("rank 0: CheckpointError" not in str(error)), "cut": off_if_whole(net)}
+    return {"raised": 1.0}
+
+
+def off_if_whole(net: nn.Module) -> float:
+    return float(not isinstance(net["o_proj"], ParallelLinear))
+
+
+def two_groups(world: World) -> dict[str, float]:
+    """Each half of the ranks shares a model of its own: warmup agrees within the half, without being told."""
+    half = world.size // 2
+    groups = [dist.new_group(range(half)), dist.new_group(range(half, world.size))]
+    mine = groups[world.rank >= half]
+    n = 256 if world.rank < half else 384
+    net = nn.ModuleDict({"a": layer("nvfp4", n, 256, True, world), "b": layer("fp8_row", 256, n, True, world)})
+    want = net["b"](net["a"](tokens(2, 256, world)))
+    parallelize(net, mine, {"a": Column(), "b": Row()})
+    asked = []
+    gather = Ranks.gather
+
+    def spy(self: Ranks, value: Any) -> list[Any]:
+        asked.append(self.size)
+        return gather(self, value)
+
+    with mock.patch.object(Ranks, "gather", spy):
+        fp4dispatch.warmup(net, tokens=[2])
+    return {"result": off(net["b"](net["a"](tokens(2, 256, world))), want), "others asked": float(set(asked) != {half})}
 
 
 def compiled(world: World) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Layers cut among 2 and 4 processes over gloo are the whole ones, for every format, with bias, in models too."""
+"""Layers cut among processes over gloo are the whole ones, for every format, with bias, in models too."""
 
 from __future__ import annotations
 
@@ -10,24 +10,44 @@ from tests import parallel
 
 ROUNDING = 2e-6
 """float32 sums in another order."""
-SCENARIOS = [
-    parallel.pairs,
-    parallel.gathered,
-    parallel.fused_layers,
-    parallel.padded,
-    parallel.models,
-    parallel.compiled,
+TWO = [
+    *(parallel.pairs, parallel.gathered, parallel.fused_layers, parallel.padded, parallel.models),
+    *(parallel.saving, parallel.saving_fails, parallel.compiled),
 ]
+FOUR = [parallel.pairs, parallel.gathered, parallel.fused_layers, parallel.padded, parallel.models, parallel.two_groups]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return parallel.start(SCENARIOS, request.param, "cpu")
+def wrong(found: list[dict[str, Any]], name: str) -> dict[str, float]:
+    return {
+        f"{case}, rank {rank}": error
+        for rank, result in enumerate(found)
+        for case, error in result[name].items()
+        if not error < ROUNDING and not case.endswith("layers")
+    }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_equal_to_one_process(found, scenario):
-    everyone = [
-        (rank, case, error) for rank, result in enumerate(found) for case, error in result[scenario.__name__].items()
-    ]
-    assert not [each for each in everyone if "layers" not in each[1] and not each[2] < ROUNDING]
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return parallel.start(TWO, 2, "cpu")
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    return parallel.start(FOUR, 4, "cpu")
+
+
+@pytest.mark.parametrize("scenario", TWO, ids=lambda scenario: scenario.__name__)
+def test_two_ranks(two, scenario):
+    assert two[0][scenario.__name__]
+    assert not wrong(two, scenario.__name__)
+
+
+@pytest.mark.parametrize("scenario", FOUR, ids=lambda scenario: scenario.__name__)
+def test_four_ranks(four, scenario):
+    assert four[0][scenario.__name__]
+    assert not wrong(four, scenario.__name__)
+
+
+def test_all_layers_of_the_models_are_cut(two):
+    counts = {case: n for case, n in two[0]["models"].items() if case.endswith("layers")}
+    assert set(counts.values()) == {7}
