@@ -1,4 +1,4 @@
-"""The script of tensor parallel on a tiny stack over gloo: it runs, the cut stack is the whole one, it can say WRONG."""
+"""The script of tensor parallel on a tiny stack over gloo: it runs, cut and whole agree, and it can say WRONG."""
 
 from __future__ import annotations
 
