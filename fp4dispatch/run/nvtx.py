@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fp4dispatch")
 
 
+def _push(name: str) -> None:
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+
+def _pop() -> None:
+    torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
 def ranged(backend: Backend, problem: Problem) -> Backend:
     """Return the backend, or with ``FP4DISPATCH_NVTX=1`` one that puts a range around each launch of a problem.
 
@@ -38,8 +46,8 @@ def ranged(backend: Backend, problem: Problem) -> Backend:
 def _available() -> bool:
     """Whether this torch has NVTX: builds without CUDA do not. Warns once."""
     try:
-        torch.cuda.nvtx.range_push("fp4dispatch")
-        torch.cuda.nvtx.range_pop()
+        _push("fp4dispatch")
+        _pop()
     except RuntimeError as error:
         _log.warning("FP4DISPATCH_NVTX=1 has no effect: %s (torch %s)", error, torch.__version__)
         return False
@@ -78,11 +86,11 @@ class Ranged(Backend):
         bias: Tensor | None = None,
     ) -> None:
         """Launch inside a range."""
-        torch.cuda.nvtx.range_push(f"{self._before}{out.shape[0]}{self._behind}")
+        _push(f"{self._before}{out.shape[0]}{self._behind}")
         try:
             self.inner.run(plan, prepared, x, out, bias)
         finally:
-            torch.cuda.nvtx.range_pop()
+            _pop()
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the other backend's fast launch inside a range."""
@@ -90,10 +98,10 @@ class Ranged(Backend):
         before, behind = self._before, self._behind
 
         def launch(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-            torch.cuda.nvtx.range_push(f"{before}{out.shape[0]}{behind}")
+            _push(f"{before}{out.shape[0]}{behind}")
             try:
                 inner(x, out, bias)
             finally:
-                torch.cuda.nvtx.range_pop()
+                _pop()
 
         return launch

@@ -97,7 +97,12 @@ def _whole(name: str, layer: ParallelLinear, part: Part) -> nn.Module:
         _on_cpu(mine, weight, scale) for weight, scale in zip(everyone(mine.weight), everyone(mine.scale), strict=True)
     ]
     rows = part.shard_rows if mine.op == "nvfp4_gemm" else ()
-    options = {"dtype": layer.dtype, "activation": layer.activation, "backend": layer.backend, "name": layer.name}
+    options: dict[str, Any] = {
+        "dtype": layer.dtype,
+        "activation": layer.activation,
+        "backend": layer.backend,
+        "name": layer.name,
+    }
     make = FP4Linear if mine.op == "nvfp4_gemm" else FP8Linear
     return make.from_weights(join_weights(weights, dim, part.cuts, rows), bias, **options)
 
