@@ -128,6 +128,12 @@ SETTINGS: dict[str, Setting] = {
         "",
         "Level of the `fp4dispatch` logger with a handler on stderr; unset leaves logging to the application.",
     ),
+    "nvtx": Setting(
+        PREFIX + "NVTX",
+        _switch,
+        "0",
+        "`1` puts an NVTX range around each launch of a layer: op, sizes, backend. Set it before the first call.",
+    ),
     "nvcc": Setting(PREFIX + "NVCC", _path, "", "The nvcc to compile with, ahead of every other place."),
     "max_jobs": Setting("MAX_JOBS", _jobs, "", "Upper bound on parallel compile jobs."),
     "cuda_home": Setting("CUDA_HOME", _path, "", "CUDA toolkit folder."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ from fp4dispatch.checkpoints.carried import Carried, carried_by, carry
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
 from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
+from fp4dispatch.checkpoints.parts import PlainParts, Stored, asked, members_of, parts_for, read_bias, read_layer
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan
 from fp4dispatch.checkpoints.planner import plan_load
-from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, split_shards, to_linear
+from fp4dispatch.checkpoints.schemes import Scheme, split_shards
 from fp4dispatch.errors import CheckpointError, FormatError, InputError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.formats.checks import check_content
+from fp4dispatch.machine.collectives import Team
+from fp4dispatch.machine.ranks import Ranks
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.parallel.layers import Part, become, cut_bias
+from fp4dispatch.models.parallel.plan import TensorParallel
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes
 from fp4dispatch.problem import ACTIVATIONS, Activation
@@ -95,6 +101,7 @@ def load_quantized(
     strict: bool = True,
     device: torch.device | str | None = None,
     activation: Activation | None = None,
+    tp: Any = None,
 ) -> LoadReport:
     """Replace a model's ``nn.Linear`` modules by the quantised layers of a checkpoint, and fill everything else.
 
@@ -123,11 +130,18 @@ def load_quantized(
         Where tensors go that are now on the meta device, the CPU by default; all others stay on their devices.
     activation
         Format of the activations of all layers, against what the checkpoint says: ``any`` leaves it to the policy.
+    tp
+        Cut the layers among ranks, and read this rank's part of them only: a
+        :class:`~fp4dispatch.models.parallel.plan.TensorParallel`, or a ``DeviceMesh`` or ``ProcessGroup`` for the plan
+        that the model has. A collective call then. The layers of ``model`` are whole; build it on the meta device.
 
     Raises
     ------
     InputError
-        ``model`` is no module; an activation that does not exist, or that FP8 layers cannot take.
+        ``model`` is no module; an activation that does not exist, or that FP8 layers cannot take; a plan that does not
+        fit, or sizes that cannot be cut.
+    RankError
+        With ``tp``: another rank failed. No rank's model is changed then.
     CheckpointUnsupportedError
         A sound checkpoint in a format that is not supported; the text names the format.
     CheckpointError
@@ -137,13 +151,17 @@ def load_quantized(
         raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
     if activation is not None and activation not in ACTIVATIONS:
         raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
-    with open_checkpoint(path) as checkpoint:
-        config = read_quant_config(checkpoint)
-        plan = plan_load(model, checkpoint, config, strict=strict)
-        carried = collect_carried(plan, checkpoint, config)
-        swaps, layers = _stage(model, plan, checkpoint, torch.device(device or "cpu"), activation)
-        _commit(swaps)
-        carry(model, carried)
+    wanted = asked(tp)
+    members = members_of(wanted)
+    ranks = Ranks(members.group if members else None, alone=members is None)
+    staged = ranks.attempt(
+        "loading the checkpoint",
+        lambda: _prepare(model, path, strict, torch.device(device or "cpu"), activation, wanted, members),
+    )
+    checkpoint, plan, layers = staged.checkpoint, staged.plan, staged.layers
+    _commit(staged.swaps)
+    staged.plain.settle(model)
+    carry(model, staged.carried)
     dequantized = tuple((layer.names[0], layer.keep) for layer in plan.layers if layer.keep)
     if plan.missing:
         _log.warning(
@@ -177,8 +195,46 @@ def collect_carried(plan: Plan, checkpoint: Checkpoint, config: QuantConfig | No
     )
 
 
+@dataclass(frozen=True)
+class _Staged:
+    """All that is new, complete, and not yet in the model."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    carried: Carried
+    swaps: list[Swap]
+    layers: list[LoadedLayer]
+    plain: PlainParts
+
+
+def _prepare(
+    model: nn.Module,
+    path: str | Path,
+    strict: bool,
+    device: torch.device,
+    activation: Activation | None,
+    tp: TensorParallel | None,
+    members: Team | None,
+) -> _Staged:
+    """Plan and build everything. Does not change the model."""
+    with open_checkpoint(path) as checkpoint:
+        config = read_quant_config(checkpoint)
+        plan = plan_load(model, checkpoint, config, strict=strict)
+        parts = parts_for(model, plan, tp, members)
+        plain = PlainParts(plan, parts)
+        carried = collect_carried(plan, checkpoint, config)
+        swaps, layers = _stage(model, plan, checkpoint, device, activation, parts, plain)
+    return _Staged(checkpoint, plan, carried, swaps, layers, plain)
+
+
 def _stage(
-    model: nn.Module, plan: Plan, checkpoint: Checkpoint, device: torch.device, activation: Activation | None
+    model: nn.Module,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    activation: Activation | None,
+    parts: dict[str, Part],
+    plain: PlainParts,
 ) -> tuple[list[Swap], list[LoadedLayer]]:
     """Build all new layers and tensors, one layer at a time. Does not change the model."""
     swaps: list[Swap] = []
@@ -193,13 +249,13 @@ def _stage(
             swaps.extend((place, key, weight) for place, key in slot.slots)
             continue
         options = layer_options(layer, activation, stated.get(layer.names[0]))
-        module, nbytes = _build(layer, checkpoint, device, options)
+        module, nbytes = _build(layer, checkpoint, device, options, parts.get(layer.names[0]))
         for name in layer.names:
             parent, _, last = name.rpartition(".")
             swaps.append((model.get_submodule(parent)._modules, last, module))
         layers.append(LoadedLayer(layer.names[0], layer.scheme.name, tuple(s.name for s in layer.shards), nbytes))
     for slot in plan.slots:
-        new = _filled(slot, checkpoint, device)
+        new = _filled(slot, checkpoint, device, plain)
         swaps.extend((place, key, new) for place, key in slot.slots)
     for conversion in plan.conversions:
         made = conversion.conversion.run(checkpoint.tensor) if conversion.targets else {}
@@ -223,20 +279,12 @@ def _commit(swaps: list[Swap]) -> None:
         raise
 
 
-_Stored = list[tuple[TensorInfo, torch.Tensor, bool]]
-"""Tensors read for a layer, each with whether it is the weight."""
-
-
-def _read(layer: LayerPlan, checkpoint: Checkpoint) -> tuple[LinearWeights, _Stored]:
-    """Read a layer's tensors and put its shards together; the weights are still those of the mapped file."""
-    shards, stored = [], []
-    for shard in layer.shards:
-        tensors = {suffix: checkpoint.tensor(info.name) for suffix, info in shard.tensors.items()}
-        stored += [(info, tensors[suffix], suffix == layer.scheme.weight) for suffix, info in shard.tensors.items()]
-        shards.append(to_linear(layer.scheme, tensors))
+def _read(layer: LayerPlan, checkpoint: Checkpoint, part: Part | None = None) -> tuple[LinearWeights, Stored]:
+    """Read a layer, or the rank's part of it; whole weights are still those of the mapped file."""
+    weights, stored = read_layer(layer, checkpoint, part)
     for info, tensor, _ in stored:
         check_scales(info, tensor, layer.scheme)
-    return fuse_shards(shards), stored
+    return weights, stored
 
 
 def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -256,17 +304,19 @@ def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype
 
 
 def _build(
-    layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, options: dict[str, Any]
+    layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, options: dict[str, Any], part: Part | None
 ) -> tuple[nn.Module, int]:
-    fused, stored = _read(layer, checkpoint)
+    fused, stored = _read(layer, checkpoint, part)
     old = layer.module
     target = device if old.weight.is_meta else old.weight.device
     weights = _owned(fused, target)
     bias = None if old.bias is None or old.bias.is_meta else old.bias.detach().clone()
+    if part is not None:
+        bias = cut_bias(bias, part)
     if layer.bias and old.bias is not None:
-        bias = torch.cat([_finite(info, checkpoint.tensor(info.name)) for info in layer.bias]).to(
-            target, old.bias.dtype
-        )
+        stored_bias = read_bias(layer, checkpoint, part)
+        each = [_finite(info, tensor) for info, tensor in zip(layer.bias, stored_bias, strict=True)]
+        bias = torch.cat(each).to(target, old.bias.dtype)
     make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
         module = make.from_weights(weights, bias, name=layer.names[0], **options)
@@ -275,6 +325,8 @@ def _build(
             check_e4m3(info, tensor, layer.scheme, is_weight)
         raise CheckpointError(f"{checkpoint.path}: layer {layer.names[0]!r}: {error}") from error
     carry_over(old, module)
+    if part is not None:
+        become(module, part)
     held = (weights.weight, weights.scale, weights.global_scale, weights.input_scale, bias)
     return module, sum(t.numel() * t.element_size() for t in held if t is not None)
 
@@ -313,8 +365,12 @@ def _owned(weights: LinearWeights, device: torch.device) -> LinearWeights:
     )
 
 
-def _filled(slot: SlotPlan, checkpoint: Checkpoint, device: torch.device) -> torch.Tensor:
-    parts = [_finite(info, checkpoint.tensor(info.name)) for info in slot.sources]
+def _filled(slot: SlotPlan, checkpoint: Checkpoint, device: torch.device, plain: PlainParts) -> torch.Tensor:
+    part = plain.part(slot)
+    read = (
+        [checkpoint.tensor(info.name) for info in slot.sources] if part is None else plain.read(slot, checkpoint, part)
+    )
+    parts = [_finite(info, tensor) for info, tensor in zip(slot.sources, read, strict=True)]
     target = device if slot.old.is_meta else slot.old.device
     mapped = parts[0] if len(parts) == 1 else torch.cat(parts)
     new = mapped.to(target, slot.old.dtype, copy=True).contiguous()
@@ -336,7 +392,7 @@ def check_scales(info: TensorInfo, tensor: torch.Tensor, scheme: Scheme) -> None
     if tensor.element_size() == 1 and tensor.dtype != torch.float8_e8m0fnu:
         return
     values = tensor.float()
-    per_layer = values.numel() == 1
+    per_layer = prod(info.shape) == 1
     good = (values > 0 if per_layer else values >= 0) & (values < torch.inf)
     if scheme.divides:
         good &= values.reciprocal() < torch.inf

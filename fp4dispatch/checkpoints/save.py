@@ -26,6 +26,7 @@ from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
 from fp4dispatch.errors import CheckpointError
+from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups
 from fp4dispatch.problem import Activation, Scaling
@@ -121,6 +122,7 @@ def save_quantized(
         Layers, or a statement about activations or the KV cache, that the format cannot store; tensors on the meta
         device or with NaN or Inf in them, an existing ``out_dir``, or a failed write.
     """
+    refuse_cut(model, "save_quantized")
     layers = list(_layers(model, format))
     if not layers:
         raise CheckpointError("the model has no quantised layer: use fp4dispatch.replace_linears first")

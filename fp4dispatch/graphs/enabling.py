@@ -19,6 +19,7 @@ from fp4dispatch.graphs.model import Graphs
 from fp4dispatch.graphs.segments import hf_attention
 from fp4dispatch.graphs.segments.layers import Spec
 from fp4dispatch.graphs.stats import Stats
+from fp4dispatch.models.parallel.layers import group_of
 from fp4dispatch.tune.agreement import Group
 
 HF_PER_TOKEN = ("position_embeddings",)
@@ -97,7 +98,8 @@ def enable(
         segment. On a mismatch the graphs are given up, with the evidence in a WARNING. These calls return the eager
         result.
     group, agree
-        The ranks that run this model together, all by default. ``agree=False``: a call that not all of them make.
+        The ranks that run this model together. By default those that its layers are cut among, if they are; else all.
+        ``agree=False``: a call that not all of them make.
 
     Returns
     -------
@@ -138,7 +140,7 @@ def enable(
         decode_batches=batches,
         clock=device_clock(device) if measure else None,
         verify_replays=verify_replays,
-        group=group,
+        group=group_of(model) if group is None else group,
         agree=agree,
     )
     graphs.capture()

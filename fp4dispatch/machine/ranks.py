@@ -45,14 +45,32 @@ Group = Any
 
 
 class Ranks:
-    """The ranks that must agree; only this one without ``torch.distributed`` or with ``alone``."""
+    """The ranks that must agree; only this one without ``torch.distributed`` or with ``alone``.
 
-    def __init__(self, group: Group = None, *, alone: bool = False) -> None:
+    Parameters
+    ----------
+    group
+        The ranks; None for all.
+    late_after
+        Seconds to wait for a rank; None for ``LATE_AFTER``.
+    """
+
+    def __init__(self, group: Group = None, *, alone: bool = False, late_after: float | None = None) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.group = group
         self.size = torch.distributed.get_world_size(group) if distributed and not alone else 1
         self.rank = torch.distributed.get_rank(group) if self.size > 1 else 0
+        self.late_after = late_after
         self._session: _Session | None = None
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one takes no further part. They raise when they wait for it."""
+        if self._session is not None:
+            self._session.leave(why)
+
+    def lost(self) -> str:
+        """Return why another rank takes no further part; empty if all do, as far as they have said."""
+        return "" if self._session is None else self._session.lost()
 
     def gather(self, value: _T) -> list[_T]:
         """Return the values of all ranks, in rank order. A collective call.
@@ -66,7 +84,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         if self._session is None:
-            self._session = _Session(self.group, self.rank, self.size)
+            self._session = _Session(self.group, self.rank, self.size, self.late_after)
             weakref.finalize(self, self._session.leave, "it has gone on without the others")
             _check_versions(self._session)
         return [pickle.loads(raw) for raw in self._session.share(pickle.dumps(value))]
@@ -106,8 +124,9 @@ class _Session:
 
     _joined: set[str] = set()  # noqa: RUF012 - per process: never join an old session again
 
-    def __init__(self, group: Group, rank: int, size: int) -> None:
+    def __init__(self, group: Group, rank: int, size: int, late_after: float | None = None) -> None:
         self.rank, self.size = rank, size
+        self._late_after = LATE_AFTER if late_after is None else late_after
         self._step = 0
         self._closed = threading.Event()
         self._store = _store()
@@ -143,6 +162,17 @@ class _Session:
             except Exception as error:  # at the end of a process the store may be gone already
                 _log.debug("leaving: %s", error)
 
+    def lost(self) -> str:
+        """Return why another rank has left, or that the store is gone; empty if neither."""
+        try:
+            for rank in range(self.size):
+                key = f"{self._prefix}/left/{rank}"
+                if rank != self.rank and self._store.check([key]):
+                    return f"rank {rank} is gone: {bytes(self._store.get(key)).decode(errors='replace')}"
+        except RuntimeError as error:
+            return f"the store of the ranks cannot be reached ({str(error).splitlines()[0][:200]})"
+        return ""
+
     def _open(self) -> str:
         prefix = f"{self._base}/{uuid.uuid4().hex}"
         try:
@@ -153,7 +183,7 @@ class _Session:
 
     def _join(self) -> str:
         """Join the newest session of rank 0 that rank 0 has not left."""
-        deadline = time.monotonic() + LATE_AFTER
+        deadline = time.monotonic() + self._late_after
         current = f"{self._base}/current"
         while time.monotonic() < deadline:
             try:
@@ -164,7 +194,7 @@ class _Session:
             except RuntimeError as error:
                 self._store_lost(error)
             time.sleep(min(0.02, BEAT_EVERY))
-        raise RankError(f"rank 0 has not begun within {LATE_AFTER:.0f} s: it hangs, or never called this")
+        raise RankError(f"rank 0 has not begun within {self._late_after:.0f} s: it hangs, or never called this")
 
     def _wait(self, keys: list[str]) -> None:
         start = time.monotonic()
@@ -178,10 +208,10 @@ class _Session:
             for rank, (beat, since) in missing.items():
                 missing[rank] = self._heartbeat_of(rank, keys[rank], (beat, since), now)
             listed = ", ".join(map(str, missing))
-            if now - start > LATE_AFTER:
+            if now - start > self._late_after:
                 raise RankError(
-                    f"rank {listed} has not come within {LATE_AFTER:.0f} s: it hangs elsewhere, has ended before it "
-                    "began, or never calls this"
+                    f"rank {listed} has not come within {self._late_after:.0f} s: it hangs elsewhere, has ended before "
+                    "it began, or never calls this"
                 )
             if now - start > WARN_AFTER and not warned:
                 warned = True

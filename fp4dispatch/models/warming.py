@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture as _capture
+from fp4dispatch.models.parallel.layers import group_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, Problem
 from fp4dispatch.run import prebuild, routes
@@ -61,7 +63,7 @@ def warmup(
         GPU model exist. Use the fastest if it beats the rules' choice by more than the noise. Layers with a named
         backend are not tuned. On a CPU nothing is measured.
     group
-        The ranks that run this model together, e.g. a tensor-parallel group; all ranks by default.
+        The ranks that run this model together. By default those that its layers are cut among, if they are; else all.
     agree
         False for a call that not all ranks of the group make.
 
@@ -85,7 +87,7 @@ def warmup(
         If any of this happened on another rank.
     """
     _capture.forbid_in_capture("warming up", "fp4dispatch.warmup(model, tokens=[...])")
-    ranks = Ranks(group, alone=not agree)
+    ranks = Ranks(_group(model, group), alone=not agree)
     subjects, rows = ranks.attempt("warming up", lambda: _subjects(model, tokens, dtype))
     modes = ranks.attempt("warming up", lambda: _modes(subjects, capture, m_min))
     ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows, modes)))
@@ -95,6 +97,11 @@ def warmup(
     if tune or ranks.size > 1:
         agreement.settle(ranks, lambda: _decisions(subjects))
     return ranks.attempt("warming up", lambda: _run(subjects, rows))
+
+
+def _group(model: Any, group: Group) -> Group:
+    """Return the ranks that share the model."""
+    return group_of(model) if group is None and isinstance(model, nn.Module) else group
 
 
 def _subjects(model: nn.Module, tokens: Iterable[int] | int, dtype: torch.dtype | None) -> tuple[_Subjects, list[int]]:

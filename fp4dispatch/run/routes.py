@@ -23,6 +23,7 @@ from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.problem.decision import Decision
+from fp4dispatch.run.nvtx import ranged
 
 LARGEST_M = 1 << 15
 """The largest M that a layer asks the policy about. The answer also holds for larger M."""
@@ -128,7 +129,7 @@ class LayerSpec:
         if not backend.plans_by_m:
             key = (-index - 1, dtype, bias, device)
         problem = Problem(self.op, m, self.n, self.k, route.activation, self.scaling, OUT_DTYPE[dtype], bias)
-        launch = _Launch(backend, plan_for(backend, problem, weights), route)
+        launch = _Launch(ranged(backend, problem), plan_for(backend, problem, weights), route)
         self._launches[key] = launch
         return launch
 

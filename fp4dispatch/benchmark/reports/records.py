@@ -38,6 +38,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "soak": ("seed", "soak"),
     "sm90 kernels": ("method", "gemm", "quantise"),
     "sweep": ("about", "method", "problems"),
+    "tensor parallel": ("depth", "layers", "ranks"),
     "two gpus": ("two_gpus",),
     "w4 error": ("w4_error",),
 }

@@ -8,7 +8,7 @@ the headers are read here as well, because its errors name neither the file nor 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -131,19 +131,39 @@ class Checkpoint:
             No such tensor, a dtype that torch does not have, or a file that changed after it was opened.
         """
         info = self[name]
+        return self._get(info, lambda file: file.get_tensor(name), info.shape)
+
+    def part(self, name: str, dim: int, low: int, high: int) -> torch.Tensor:
+        """Return entries ``low`` to ``high`` of one dimension of a tensor, on the CPU, in memory of their own.
+
+        Only these are read from the file.
+
+        Raises
+        ------
+        CheckpointError
+            As :meth:`tensor`.
+        """
+        info = self[name]
+        shape = (*info.shape[:dim], high - low, *info.shape[dim + 1 :])
+        if 0 in shape:
+            return torch.empty(shape, dtype=TORCH_DTYPES.get(info.dtype, torch.uint8))
+        index = (slice(None),) * dim + (slice(low, high),)
+        return self._get(info, lambda file: file.get_slice(name)[index if dim else index[0]], shape)
+
+    def _get(self, info: TensorInfo, read: Callable[[Any], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
         if info.dtype not in TORCH_DTYPES:
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} is {info}; torch has no such dtype: expected a known one"
+                f"{info.file}: tensor {info.name!r} is {info}; torch has no such dtype: expected a known one"
             )
         try:
             if info.file not in self._open:
                 self._open[info.file] = safe_open(info.file, framework="pt", device="cpu")
-            tensor: torch.Tensor = self._open[info.file].get_tensor(name)
+            tensor = read(self._open[info.file])
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{info.file}: tensor {name!r} ({info}) cannot be mapped: {error}") from error
-        if tuple(tensor.shape) != info.shape or tensor.dtype != TORCH_DTYPES[info.dtype]:
+            raise CheckpointError(f"{info.file}: tensor {info.name!r} ({info}) cannot be mapped: {error}") from error
+        if tuple(tensor.shape) != shape or tensor.dtype != TORCH_DTYPES[info.dtype]:
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, expected {info}: the file "
+                f"{info.file}: tensor {info.name!r} is {tensor.dtype} {list(tensor.shape)}, expected {info}: the file "
                 "changed while it was being read"
             )
         return tensor

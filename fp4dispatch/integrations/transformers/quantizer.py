@@ -21,6 +21,7 @@ from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise, expect_plain
 from fp4dispatch.integrations.transformers.registry import check_version
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
+from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import leftover, why_no_linear
 from fp4dispatch.run import routes
@@ -72,8 +73,9 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         parallel = getattr(model.config, "distributed_config", None)
         if (getattr(parallel, "tp_size", None) or 1) > 1:
             raise InputError(
-                "tensor parallelism of Transformers does not cut the scales of quantised layers: load the model "
-                "without tp_plan"
+                "tensor parallelism of Transformers does not cut the scales of quantised layers: build the model "
+                "on the meta device and call fp4dispatch.load_quantized(model, dir, tp=group), which uses the model's "
+                "tp_plan; or load it without tp_plan"
             )
 
     # -------------------------------------------------------------------------------------------------------- loading
@@ -129,6 +131,7 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the tensors to save, quantised ones under the names of the checkpoint that they came from."""
+        refuse_cut(model, "save_pretrained")
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantizedLinear)}
         state: dict[str, torch.Tensor] = {}
         for name, tensor in model.state_dict().items():
