@@ -114,16 +114,16 @@ def measure(model: nn.Module, graphs: Graphs, vocabulary: int, tokens: tuple[int
         prompts = torch.randint(vocabulary, (batch, 128), device="cuda")
         held = decoder.Decoder(model, prompts, 256)
 
-        def run(held: decoder.Decoder = held) -> list[tuple[Tensor, Tensor]]:
+        def run(call: Callable[[Callable[[], Any]], Any], held: decoder.Decoder = held) -> list[tuple[Tensor, Tensor]]:
             eagerly(graphs, held.start)  # the steps start from the same cache
             found = []
             for _ in range(4):
-                held.step()
+                call(held.step)
                 found.append((held.logits.float().clone(), held.token.clone()))
             return found
 
-        want = eagerly(graphs, run)
-        error = decoder.difference(wanted(run), want)
+        want = run(lambda step: eagerly(graphs, step))
+        error = decoder.difference(run(wanted), want)
         steps.append(
             {
                 "batch": batch,
