@@ -325,17 +325,17 @@ def breakable() -> str:
     parts = []
     for result in kept("breakable graphs"):
         lines = [
-            "| model, format | capture s | extra MB | largest bucket | bridges | replays | rejects | eager faster |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|",
+            "| model, format | capture s | measuring s | extra MB | buckets | bridges | replays | rejects | eager faster |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for each in result["models"]:
-            cells = [each["capture_s"]]
-            largest = max(each["buckets"], key=lambda bucket: bucket["tokens"])["bytes"]
-            cells += [size / 2**20 for size in (each["extra_bytes"], largest, each["bridge_bytes"])]
+            buckets = sum(bucket["bytes"] for bucket in each["buckets"])
+            sizes = [size / 2**20 for size in (each["extra_bytes"], buckets, each["bridge_bytes"])]
             ran = each["segments"]
             rejects = _rejects(each)
             faster = rejects.get("eager-faster", 0)
-            numbers = [f"{cells[0]:.1f}", *(f"{size:.0f}" for size in cells[1:]), ran["replays"]]
+            numbers = [f"{each['capture_s']:.1f}", f"{each.get('measure_s', 0):.1f}"]
+            numbers += [*(f"{size:.0f}" for size in sizes), ran["replays"]]
             numbers += [sum(rejects.values()) - faster, faster]
             lines.append(f"| {each['model']} {each['format']} | {' | '.join(map(str, numbers))} |")
         names = [f"{each['model']} {each['format']}" for each in result["models"]]
@@ -348,8 +348,22 @@ def breakable() -> str:
             for row in each["decode"]:
                 rows.setdefault(f"decode, batch {row['batch']}", []).append(_replayed(row))
         lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-        parts += [f"{origin(result)}.", "\n".join(lines), _compiled(result["models"])]
+        parts += [f"{origin(result)}.", "\n".join(lines), _buckets(result["models"]), _compiled(result["models"])]
     return "\n\n".join(filter(None, parts)) or "No run is kept yet."
+
+
+def _buckets(models: list[dict[str, Any]]) -> str:
+    """Return what each bucket cost, and from how many tokens on it is used."""
+    sizes = [bucket["tokens"] for bucket in models[0]["buckets"]]
+    lines = [f"| capture s, MB, used from | {' | '.join(f'{size} tokens' for size in sizes)} |"]
+    lines.append("|---|" + "---:|" * len(sizes))
+    for each in models:
+        cells = [
+            f"{bucket['capture_s']:.2f}, {bucket['bytes'] / 2**20:.0f}, {bucket.get('pays_from', '?')}"
+            for bucket in each["buckets"]
+        ]
+        lines.append(f"| {each['model']} {each['format']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _compiled(models: list[dict[str, Any]]) -> str:
