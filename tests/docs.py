@@ -325,7 +325,7 @@ def breakable() -> str:
     parts = []
     for result in kept("breakable graphs"):
         lines = [
-            "| model, format | capture s | measuring s | extra MB | buckets | bridges | replays | rejects | eager faster |",
+            "| model, format | capture s | measured s | extra MB | buckets | bridges | replays | rejects | eager |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for each in result["models"]:
