@@ -200,7 +200,7 @@ def test_every_setting_of_ours_is_looked_at() -> None:
     """Each is parsed strictly, or what it says is checked further; the rest are texts that cannot be wrong."""
     free = {"cuda_visible_devices", "no_color"}  # the first is checked by `visible devices`, the second takes anything
     further = {"fp4_gemm_backend", "fp8_backend", "disable", "arch", "nvcc", "cuda_home", "cutlass_path"}
-    strict = {"pdl", "selfcheck", "tuned", "fp8_copy", "jit", "log", "max_jobs", "cache_dir", "xdg_cache_home"}
+    strict = {"pdl", "selfcheck", "tuned", "fp8_copy", "nvtx", "jit", "log", "max_jobs", "cache_dir", "xdg_cache_home"}
     assert set(SETTINGS) == free | further | strict | {"cuda_device_order"}
     for key in strict:
         with pytest.raises(SettingsError):

@@ -39,7 +39,7 @@ def test_every_lock_of_the_package_is_a_fork_safe_one():
                 if name in RAW and module in ("", "threading", "_thread", "queue", "multiprocessing"):
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text}()")
     # An event of one conversation, which no other thread waits for: a child never inherits a use of it.
-    allowed = ("machine/locks.py:", "machine/ranks.py:")
+    allowed = ("machine/locks.py:", "machine/ranks.py:", "machine/collectives.py:")
     assert [one for one in found if not one.startswith(allowed)] == []
 
 
@@ -98,7 +98,11 @@ def test_a_child_can_take_every_lock_of_the_package():
     backend = CudnnBackend()
     for module in pkgutil.walk_packages(fp4dispatch.__path__, "fp4dispatch."):
         if not module.name.startswith(("fp4dispatch.csrc", "fp4dispatch.jit_flags", "fp4dispatch.__main__")):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if error.name not in ("sglang", "vllm"):  # engines that need not be installed
+                    raise
     everyone = list(locks._locks)
     assert len(everyone) >= 9
     assert backend._lock in everyone

@@ -30,6 +30,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tuned", "auto"),
         ("jit", True),
         ("fp8_copy", False),
+        ("nvtx", False),
         ("cuda_device_order", "FASTEST_FIRST"),
         ("disable", None),
         ("cache_dir", None),

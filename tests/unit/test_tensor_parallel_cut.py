@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp4dispatch import formats
-from fp4dispatch.errors import InputError
-from fp4dispatch.integrations.tensor_parallel import Column, ColwiseParallel, Row, RowwiseParallel
+from fp4dispatch.errors import CaptureError, InputError
+from fp4dispatch.integrations.tensor_parallel import Column, ColwiseParallel, Row, RowwiseParallel, parallelize
+from fp4dispatch.machine import capture
 from fp4dispatch.machine.collectives import Team, team
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.parallel.cut import cut, cut_weights, join_weights, take, unit
@@ -229,3 +230,12 @@ def test_heads_are_not_cut(heads, kv, words):
     with pytest.raises(InputError, match=words):
         planned(Attention(heads, kv), {"q_proj": Column(), "o_proj": Row()}, 4)
     planned(Attention(heads, kv), {"q_proj": Column(gather_output=True), "o_proj": Row(split_input=True)}, 4)
+
+
+def test_nothing_is_cut_during_a_capture(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64))
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="cutting the layers of a model"):
+        parallelize(model, None, {"0": "column"})
+    assert type(model[0]) is nn.Linear
+    assert model[0].weight.shape == (64, 64)

