@@ -9,11 +9,12 @@ from fp4dispatch import formats
 from fp4dispatch.checkpoints.config.quant_config import read_block
 from fp4dispatch.checkpoints.schemes import SCHEMES
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, InputError
-from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.fused import Host, group_of, renamed, scheme_of, shard_names
 from fp4dispatch.integrations.engines.shards import check_split, weights_of_shards
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 
 ROWS = [32, 16, 16]
+HOST = Host("vLLM", "leave it")
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
 
@@ -95,10 +96,16 @@ def test_fp8_shards_with_different_scales_become_one_scale_a_row():
     assert (rows.scaling, tuple(rows.scale.shape)) == ("row", (64,))
 
 
+@pytest.mark.parametrize(("k", "size"), [(96, 2), (192, 1), (192, 4), (4096, 8), (16, 1)])
+def test_parts_of_whole_blocks(k, size):
+    check_split("x", k, k // size, 16)
+
+
 def test_a_part_that_splits_a_block():
-    check_split("x", 96, 48, 16)
     with pytest.raises(InputError, match=r"x: K=96 on 4 ranks is 24 a rank.* size of 1, 2, 3, 6"):
         check_split("x", 96, 24, 16)
+    with pytest.raises(InputError, match=r"K=4304 on 4 ranks is 1076 a rank.*of 1$"):
+        check_split("x", 4304, 1076, 16)
     with pytest.raises(InputError, match="K=24 is not a multiple of 16"):
         check_split("x", 24, 24, 16)
 
@@ -111,12 +118,12 @@ def test_formats_of_fused_layers():
     names = shard_names("model.layers.0.self_attn.qkv_proj", PACKED)
     assert names == tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
     assert shard_names("lm_head", PACKED) == ("lm_head",)
-    group = group_of(modelopt(), names, "qkv", "leave it")
+    group = group_of(modelopt(), names, "qkv", HOST)
     assert scheme_of(group).name == "modelopt-nvfp4"
-    assert group_of(modelopt(ignore=["model.layers.0*"]), names, "qkv", "leave it") is None
-    assert group_of(modelopt(ignore=["lm_head"]), ("language_model.lm_head",), "x", "leave it") is None
-    with pytest.raises(CheckpointUnsupportedError, match=r"qkv: the engine fuses 3 .*k_proj: not quantised.*leave it"):
-        group_of(modelopt(ignore=["*k_proj"]), names, "qkv", "leave it")
+    assert group_of(modelopt(ignore=["model.layers.0*"]), names, "qkv", HOST) is None
+    assert group_of(modelopt(ignore=["lm_head"]), ("language_model.lm_head",), "x", HOST) is None
+    with pytest.raises(CheckpointUnsupportedError, match=r"qkv: vLLM fuses 3 .*k_proj: not quantised.*leave it"):
+        group_of(modelopt(ignore=["*k_proj"]), names, "qkv", HOST)
 
 
 def test_patterns_get_the_names_of_the_engine():

@@ -15,10 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from fp4dispatch.errors import InputError, IntegrationError
+from fp4dispatch.errors import IntegrationError
 from fp4dispatch.integrations import vllm as integration
 from fp4dispatch.integrations.vllm import registry
-from fp4dispatch.integrations.vllm.shapes import check_split
 from tests import vllm_cases, vllm_interface
 
 tomllib = pytest.importorskip("tomllib")
@@ -173,18 +172,3 @@ def checked(tmp_path_factory):
 @pytest.mark.parametrize("name", CHECKS)
 def test_inside_vllm(checked, name):
     assert checked[name] == ""
-
-
-# Parts of a layer.
-
-
-@pytest.mark.parametrize(("k", "size"), [(192, 1), (192, 4), (4096, 8), (16, 1)])
-def test_parts_of_whole_blocks_are_accepted(k, size):
-    check_split("m", k, k // size, 16)
-
-
-def test_a_part_that_splits_a_block_names_the_sizes_that_work():
-    with pytest.raises(InputError, match=r"m\.down_proj: K=4304 on 4 ranks is 1076 a rank.*of 1$"):
-        check_split("m.down_proj", 4304, 1076, 16)
-    with pytest.raises(InputError, match="K=24 is not a multiple of 16"):
-        check_split("m", 24, 24, 16)

@@ -18,8 +18,8 @@ MAX_SIZE = 64
 def check_split(layer: str, k: int, part: int, block: int) -> None:
     """Refuse a layer whose K, or whose part of K on each rank, is not a multiple of the scale block.
 
-    A part that splits a block would need one scale on two ranks
-    (https://github.com/vllm-project/vllm/issues/48898).
+    A part that splits a block would need one scale on two ranks. Engines load such a part with the scales of other
+    values (https://github.com/vllm-project/vllm/issues/48898).
 
     Parameters
     ----------

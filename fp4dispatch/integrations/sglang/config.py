@@ -16,13 +16,13 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
 from fp4dispatch.errors import CheckpointUnsupportedError
-from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.fused import Host, group_of, renamed, scheme_of, shard_names
 from fp4dispatch.integrations.sglang.linear_method import READABLE, Fp4DispatchLinearMethod
 from fp4dispatch.integrations.sglang.registry import METHOD
 from fp4dispatch.run import routes
 
 _log = logging.getLogger("fp4dispatch")
-_LEAVE_OUT = f"leave --quantization {METHOD} out, so that SGLang runs the model by itself"
+_HOST = Host("SGLang", f"leave --quantization {METHOD} out, so that SGLang runs the model by itself")
 _ADDED = ("packed_modules_mapping", "hf_config")
 """What SGLang adds to the configuration of a checkpoint."""
 
@@ -117,15 +117,15 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return self._leave(layer, prefix)
         names = shard_names(prefix, {**_PACKED, **self.packed_modules_mapping})
-        group = group_of(self.stored, names, prefix, _LEAVE_OUT)
+        group = group_of(self.stored, names, prefix, _HOST)
         if group is None and prefix not in names:  # stored as one layer already, as by Phi-3
-            group = group_of(self.stored, (prefix,), prefix, _LEAVE_OUT)
+            group = group_of(self.stored, (prefix,), prefix, _HOST)
         if group is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, ParallelLMHead):
             raise CheckpointUnsupportedError(
                 f"{prefix}: the checkpoint says that the head is quantised, which is not supported in SGLang: add it "
-                f"to ignore of quantization_config, or {_LEAVE_OUT}"
+                f"to ignore of quantization_config, or {_HOST.leave_out}"
             )
         return Fp4DispatchLinearMethod(prefix, scheme_of(group), group.activation, group.static)
 
@@ -150,5 +150,5 @@ def _check_readable(config: QuantConfig) -> None:
     if odd or config.method not in ("modelopt", "compressed-tensors"):
         raise CheckpointUnsupportedError(
             f"{config.source}: the format {odd[0] if odd else config.method} of {config.method} is not supported in "
-            f"SGLang: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {_LEAVE_OUT}"
+            f"SGLang: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {_HOST.leave_out}"
         )

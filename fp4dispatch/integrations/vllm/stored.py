@@ -14,10 +14,9 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.schemes import Scheme
-from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import NVFP4_BLOCK
+from fp4dispatch.integrations.engines.shards import weights_of_shards
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.linear_method import EngineLinearMethod
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
@@ -94,51 +93,10 @@ class Fp4DispatchLinearMethod(EngineLinearMethod):
     def make(self, layer: Any, bias: Tensor | None) -> QuantizedLinear:
         """Make the layer of the stored tensors, without a copy."""
         tensors = {name: getattr(layer, name).detach().as_subclass(Tensor) for name in self.loaded()}
-        weights = self._weights(tensors, layer.logical_widths)
+        weights = weights_of_shards(self.scheme, tensors, layer.logical_widths, static=self.static, layer=self.prefix)
         options = {"activation": self.activation, "dtype": layer.orig_dtype, "name": self.prefix}
         kind = FP4Linear if self.scheme.op == "nvfp4_gemm" else FP8Linear
         return kind.from_weights(weights, bias, **options)
-
-    def _weights(self, tensors: dict[str, Tensor], rows: list[int]) -> LinearWeights:
-        scheme = self.scheme
-        weight, scale = tensors[scheme.weight], tensors[scheme.scale]
-        self._check(scheme.scale, scale)
-        n = weight.shape[0]
-        k = weight.shape[1] * (2 if scheme.op == "nvfp4_gemm" else 1)
-        input_scale = self._input_scale(tensors)
-        if scheme.global_scale is not None:
-            global_scale = tensors[scheme.global_scale]
-            self._check(scheme.global_scale, global_scale)
-            global_scale = global_scale.reciprocal() if scheme.divides else global_scale
-            shards = tuple(rows)
-            if bool((global_scale == global_scale[0]).all()):
-                global_scale, shards = global_scale[:1].clone(), (n,)
-            return LinearWeights("nvfp4_gemm", "nvfp4", n, k, weight, scale, global_scale, shards, input_scale)
-        if scheme.scaling == "row":
-            return LinearWeights("fp8_gemm", "row", n, k, weight, scale.reshape(n), input_scale=input_scale)
-        if bool((scale == scale[0]).all()):
-            return LinearWeights("fp8_gemm", "tensor", n, k, weight, scale[0].clone(), input_scale=input_scale)
-        counts = torch.tensor(rows, device=scale.device)  # one scale a row is exact; it has no static input scale
-        return LinearWeights("fp8_gemm", "row", n, k, weight, scale.repeat_interleave(counts))
-
-    def _input_scale(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Return the largest input scale of the shards: they have one input, so no more values saturate than before."""
-        name = self.scheme.input_scale
-        if name is None or self.static is False:  # left from calibration
-            return None
-        scale = tensors[name]
-        if bool(scale.isnan().all()) and self.static is None:
-            return None
-        self._check(name, scale)
-        return (scale.reciprocal() if self.scheme.divides else scale).amax()
-
-    def _check(self, name: str, scale: Tensor) -> None:
-        if bool(scale.float().isnan().any()):
-            raise CheckpointError(
-                f"{self.prefix}: tensor {name!r} is missing or holds NaN: the configuration says that the layer is "
-                f"stored as {self.scheme.name}: configuration and tensors do not belong together, or the checkpoint is "
-                "damaged"
-            )
 
 
 def _nan(*shape: int) -> Tensor:
