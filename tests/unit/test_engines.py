@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from fp4dispatch import formats
 from fp4dispatch.checkpoints.config.quant_config import read_block
 from fp4dispatch.checkpoints.schemes import SCHEMES
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, InputError
-from fp4dispatch.integrations.engines.fused import Host, group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.parameters import loaded, register_parameters
+from fp4dispatch.integrations.engines.refusals import READABLE, Host, check_readable
 from fp4dispatch.integrations.engines.shards import check_split, weights_of_shards
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 
@@ -108,6 +112,52 @@ def test_a_part_that_splits_a_block():
         check_split("x", 4304, 1076, 16)
     with pytest.raises(InputError, match="K=24 is not a multiple of 16"):
         check_split("x", 24, 24, 16)
+
+
+class Parameter(torch.nn.Parameter):
+    """A class of parameters as engines have them."""
+
+    def __new__(cls, data, **more):
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __init__(self, data, weight_loader, **more):
+        self.weight_loader = weight_loader
+
+
+KINDS = SimpleNamespace(
+    **{kind: type(kind, (Parameter,), {}) for kind in ("ModelWeightParameter", "GroupQuantScaleParameter")},
+    **{kind: type(kind, (Parameter,), {}) for kind in ("ChannelQuantScaleParameter", "PerTensorScaleParameter")},
+)
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_parameters_of_a_layer(name):
+    scheme, layer, calls = SCHEMES[name], torch.nn.Module(), []
+    register_parameters(layer, KINDS, scheme, [32, 16], 64, lambda *args: calls.append(args))
+    tensors = loaded(layer, scheme)
+    assert tuple(tensors) == scheme.names
+    assert {type(tensor) for tensor in tensors.values()} == {torch.Tensor}
+    for suffix, spec in scheme.specs(48, 64).items():
+        one = () in spec.shapes
+        assert tuple(tensors[suffix].shape) == ((2,) if one else spec.shapes[0])
+        assert one == (type(getattr(layer, suffix)).__name__ == "PerTensorScaleParameter")
+        assert suffix == scheme.weight or bool(tensors[suffix].float().isnan().all())
+    with pytest.raises(CheckpointError, match=r"'weight_scale' is missing"):
+        weights_of_shards(scheme, tensors, [32, 16], static=None, layer="x")
+    layer.weight_scale.weight_loader(layer.weight_scale, torch.ones(48), "q")
+    column = scheme.scaling == "row"
+    assert [(tuple(given.shape), shard) for _, given, shard in calls] == [((48, 1) if column else (48,), "q")]
+
+
+def test_formats_that_engines_have_no_parameters_for():
+    check_readable(modelopt(), HOST)
+    with pytest.raises(
+        CheckpointUnsupportedError, match=r"here: the format fp8-block-ct of modelopt .* in vLLM.*leave it"
+    ):
+        check_readable(modelopt(quant_algo="FP8_PB_WO"), HOST)
+    fp8 = read_block({"quant_method": "fp8"}, "here")
+    with pytest.raises(CheckpointUnsupportedError, match=r"the format fp8\S* of fp8 is not supported in vLLM"):
+        check_readable(fp8, HOST)
 
 
 def modelopt(**more):

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig
 from fp4dispatch.checkpoints.config.readers import Group
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme
 from fp4dispatch.errors import CheckpointUnsupportedError
-
-
-@dataclass(frozen=True)
-class Host:
-    """The engine that runs the model, as errors name it.
-
-    Parameters
-    ----------
-    name
-        Its name.
-    leave_out
-        How to run the model without this package; the end of errors.
-    """
-
-    name: str
-    leave_out: str
+from fp4dispatch.integrations.engines.refusals import Host
 
 
 def scheme_of(group: Group) -> Scheme:

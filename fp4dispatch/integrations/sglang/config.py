@@ -16,8 +16,9 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
 from fp4dispatch.errors import CheckpointUnsupportedError
-from fp4dispatch.integrations.engines.fused import Host, group_of, renamed, scheme_of, shard_names
-from fp4dispatch.integrations.sglang.linear_method import READABLE, Fp4DispatchLinearMethod
+from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.refusals import Host, check_readable
+from fp4dispatch.integrations.sglang.linear_method import Fp4DispatchLinearMethod
 from fp4dispatch.integrations.sglang.registry import METHOD
 from fp4dispatch.run import routes
 
@@ -62,7 +63,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         self.stored: QuantConfig = read_block(self.block, "quantization_config")
         self._algo = str(said.get("quant_algo")).upper()
         self._own: Any = None
-        _check_readable(self.stored)
+        check_readable(self.stored, _HOST)
 
     # ----------------------------------------------------------------------------------------- what SGLang asks a class
 
@@ -142,13 +143,3 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         if isinstance(layer, FusedMoE):
             _log.warning("fp4dispatch does not run experts; %s runs with SGLang's own kernels", prefix)
         return self._own.get_quant_method(layer, prefix)
-
-
-def _check_readable(config: QuantConfig) -> None:
-    """Refuse formats that :class:`Fp4DispatchLinearMethod` has no parameters for."""
-    odd = [name for group in config.groups for name in group.schemes if name not in READABLE]
-    if odd or config.method not in ("modelopt", "compressed-tensors"):
-        raise CheckpointUnsupportedError(
-            f"{config.source}: the format {odd[0] if odd else config.method} of {config.method} is not supported in "
-            f"SGLang: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {_HOST.leave_out}"
-        )

@@ -20,11 +20,12 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from fp4dispatch.checkpoints.config.quant_config import HF_QUANT_FILE, QuantConfig, read_block
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.errors import CheckpointUnsupportedError
-from fp4dispatch.integrations.engines.fused import Host, group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.on_the_fly import Fp4DispatchOnlineLinearMethod, Request
 from fp4dispatch.integrations.vllm.registry import METHOD
-from fp4dispatch.integrations.vllm.stored import READABLE, Fp4DispatchLinearMethod
+from fp4dispatch.integrations.vllm.stored import Fp4DispatchLinearMethod
 from fp4dispatch.run import routes
 
 _log = init_logger("vllm.fp4dispatch")
@@ -68,7 +69,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
             self.request = Request.from_dict(block)
         else:
             self.stored = read_block(block, "quantization_config")
-            _check_readable(self.stored)
+            check_readable(self.stored, _HOST)
 
     # ------------------------------------------------------------------------------------------- what vLLM asks a class
 
@@ -175,16 +176,6 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         """Return plain data: vLLM sends its configuration to its processes."""
         stored = None if self.stored is None else replace(self.stored)  # without what it has compiled
         return self.__dict__ | {"stored": stored, "engine": Engine()}
-
-
-def _check_readable(config: QuantConfig) -> None:
-    """Refuse formats that :class:`Fp4DispatchLinearMethod` has no parameters for."""
-    odd = [name for group in config.groups for name in group.schemes if name not in READABLE]
-    if odd or config.method not in ("modelopt", "compressed-tensors"):
-        raise CheckpointUnsupportedError(
-            f"{config.source}: the format {odd[0] if odd else config.method} of {config.method} is not supported in "
-            f"vLLM: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {_HOST.leave_out}"
-        )
 
 
 def _check_plain(tensors: Iterable[str], model: str) -> None:
