@@ -21,7 +21,7 @@ from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, split_shards, t
 from fp4dispatch.errors import CheckpointError, FormatError, InputError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.formats.checks import check_content
-from fp4dispatch.models.linear import layer_of
+from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes
 from fp4dispatch.problem import ACTIVATIONS, Activation
@@ -267,8 +267,9 @@ def _build(
         bias = torch.cat([_finite(info, checkpoint.tensor(info.name)) for info in layer.bias]).to(
             target, old.bias.dtype
         )
+    make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
-        module = layer_of(weights, bias, name=layer.names[0], **options)
+        module = make.from_weights(weights, bias, name=layer.names[0], **options)
     except FormatError as error:  # find the bad tensor only now: the check reads all elements
         for info, tensor, is_weight in stored:
             check_e4m3(info, tensor, layer.scheme, is_weight)

@@ -54,7 +54,7 @@ def test_other_versions_are_refused_with_one_warning(monkeypatch, caplog, found)
     assert "fp4dispatch.integrations.vllm.config" not in sys.modules
 
 
-@pytest.mark.parametrize("found", ["0.32.0", "0.33.0", "0.33.1.post1", "0.33.0+cpu"])
+@pytest.mark.parametrize("found", ["0.32.0", "0.33.0", "0.33.1rc1", "0.33.1.post1", "0.33.0+cpu"])
 def test_tested_versions_are_accepted(monkeypatch, found):
     monkeypatch.setattr(versions, "version", lambda _: found)
     registry.check_version()
