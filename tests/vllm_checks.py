@@ -292,7 +292,7 @@ def check_parts_of_two_ranks_are_exact():
 
 def check_a_part_that_splits_a_block_is_refused():
     on_ranks(8, 0)
-    sizes = "K=192 on 8 ranks is 24 a rank, which splits a block of 16", "tensor_parallel_size of 1, 2, 3, 4, 6, 12"
+    sizes = "K=192 on 8 ranks is 24 a rank, which splits a block of 16", "tensor-parallel size of 1, 2, 3, 4, 6, 12"
     for config in (config_of(MODELOPT), config_of(None)):
         with raises(InputError, "model.layers.0.mlp.down_proj: ", *sizes):
             make(linear.RowParallelLinear, config, INNER, K, prefix="model.layers.0.mlp.down_proj")

@@ -24,7 +24,7 @@ from fp4dispatch.checkpoints.schemes import Scheme, from_linear
 from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import NVFP4_BLOCK, fp8_quantize, nvfp4_quantize
-from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.replacing.fusion import SharedScales
 from fp4dispatch.problem import Scaling
 
 QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]
@@ -251,7 +251,8 @@ def _stream(
     checkpoint: Checkpoint, scheme: Scheme, layers: dict[str, TensorInfo], progress: Progress | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
-    scales = _SharedScales(checkpoint, scheme.scaling, layers)
+    kinds = {name: (scheme.scaling, info.shape[1]) for name, info in layers.items()}
+    scales = SharedScales(kinds, {name: info.name for name, info in layers.items()}, checkpoint.tensor)
     for name in checkpoint:
         info = checkpoint[name]
         parent = name.removesuffix(".weight")
@@ -266,26 +267,6 @@ def _stream(
         done += info.nbytes
         if progress is not None:
             progress(name, done, checkpoint.nbytes)
-
-
-class _SharedScales:
-    """The scales of layers that engines fuse, each found when the first layer of its group is reached."""
-
-    def __init__(self, checkpoint: Checkpoint, scaling: Scaling, layers: dict[str, TensorInfo]) -> None:
-        self._checkpoint, self._scaling = checkpoint, scaling
-        groups = fusion_groups({name: info.shape[1] for name, info in layers.items()})
-        self._groups = {name: group for group in groups for name in group}
-        self._scales: dict[tuple[str, ...], torch.Tensor | None] = {}
-
-    def of(self, name: str) -> torch.Tensor | None:
-        """Return the shared scale of a layer; None if it has its own scale."""
-        group = self._groups.get(name)
-        if group is None:
-            return None
-        if group not in self._scales:
-            weights = (self._checkpoint.tensor(f"{member}.weight") for member in group)
-            self._scales[group] = shared_scale(weights, self._scaling)
-        return self._scales[group]
 
 
 def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo, scale: torch.Tensor | None) -> LinearWeights:

@@ -54,6 +54,12 @@ class Scheme:
     divides: bool = False
     scalar: tuple[int, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all its tensors below the layer's name."""
+        names = (self.weight, self.scale, self.global_scale, self.input_scale)
+        return tuple(name for name in names if name is not None)
+
     def specs(self, n: int, k: int) -> dict[str, Spec]:
         """Return every tensor that a layer of N x K has in this scheme, by name below the layer's."""
         specs = {

@@ -319,6 +319,13 @@ class FP8Linear(QuantizedLinear):
         return (f"fp8 {self.scaling}", f"activation={self.activation}", *static)
 
 
+def layer_of(weights: LinearWeights, bias: Tensor | None = None, **kwargs: Any) -> QuantizedLinear:
+    """Make the layer for canonical weights of any format; arguments and errors as those of ``from_weights``."""
+    kind = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
+    made: QuantizedLinear = kind.from_weights(weights, bias, **kwargs)
+    return made
+
+
 def _dtype_of(weight: Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype in routes.OUT_DTYPE else torch.bfloat16
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,10 +13,13 @@ from fp4dispatch.checkpoints.config.quant_config import read_block
 from fp4dispatch.checkpoints.schemes import SCHEMES
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, InputError
 from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.parameters import loaded, register_parameters
+from fp4dispatch.integrations.engines.refusals import READABLE, Host, check_readable
 from fp4dispatch.integrations.engines.shards import check_split, weights_of_shards
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 
 ROWS = [32, 16, 16]
+HOST = Host("vLLM", "leave it")
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
 
@@ -95,12 +101,62 @@ def test_fp8_shards_with_different_scales_become_one_scale_a_row():
     assert (rows.scaling, tuple(rows.scale.shape)) == ("row", (64,))
 
 
+@pytest.mark.parametrize(("k", "size"), [(96, 2), (192, 1), (192, 4), (4096, 8), (16, 1)])
+def test_parts_of_whole_blocks(k, size):
+    check_split("x", k, k // size, 16)
+
+
 def test_a_part_that_splits_a_block():
-    check_split("x", 96, 48, 16)
     with pytest.raises(InputError, match=r"x: K=96 on 4 ranks is 24 a rank.* size of 1, 2, 3, 6"):
         check_split("x", 96, 24, 16)
+    with pytest.raises(InputError, match=r"K=4304 on 4 ranks is 1076 a rank.*of 1$"):
+        check_split("x", 4304, 1076, 16)
     with pytest.raises(InputError, match="K=24 is not a multiple of 16"):
         check_split("x", 24, 24, 16)
+
+
+class Parameter(torch.nn.Parameter):
+    """A class of parameters as engines have them."""
+
+    def __new__(cls, data, **more):
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __init__(self, data, weight_loader, **more):
+        self.weight_loader = weight_loader
+
+
+KINDS = SimpleNamespace(
+    **{kind: type(kind, (Parameter,), {}) for kind in ("ModelWeightParameter", "GroupQuantScaleParameter")},
+    **{kind: type(kind, (Parameter,), {}) for kind in ("ChannelQuantScaleParameter", "PerTensorScaleParameter")},
+)
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_parameters_of_a_layer(name):
+    scheme, layer, calls = SCHEMES[name], torch.nn.Module(), []
+    register_parameters(layer, KINDS, scheme, [32, 16], 64, lambda *args: calls.append(args))
+    tensors = loaded(layer, scheme)
+    assert tuple(tensors) == scheme.names
+    for suffix, spec in scheme.specs(48, 64).items():
+        one = () in spec.shapes
+        assert tuple(tensors[suffix].shape) == ((2,) if one else spec.shapes[0])
+        assert one == (type(getattr(layer, suffix)).__name__ == "PerTensorScaleParameter")
+        assert suffix == scheme.weight or bool(tensors[suffix].float().isnan().all())
+    with pytest.raises(CheckpointError, match=r"'weight_scale' is missing"):
+        weights_of_shards(scheme, tensors, [32, 16], static=None, layer="x")
+    layer.weight_scale.weight_loader(layer.weight_scale, torch.ones(48), "q")
+    column = scheme.scaling == "row"
+    assert [(tuple(given.shape), shard) for _, given, shard in calls] == [((48, 1) if column else (48,), "q")]
+
+
+def test_formats_that_engines_have_no_parameters_for():
+    check_readable(modelopt(), HOST)
+    with pytest.raises(
+        CheckpointUnsupportedError, match=r"here: the format fp8-block-ct of modelopt .* in vLLM.*leave it"
+    ):
+        check_readable(modelopt(quant_algo="FP8_PB_WO"), HOST)
+    with pytest.raises(CheckpointUnsupportedError, match="here: the format fp8 of fp8 is not supported in vLLM"):
+        check_readable(replace(modelopt(), method="fp8"), HOST)
 
 
 def modelopt(**more):
@@ -111,12 +167,12 @@ def test_formats_of_fused_layers():
     names = shard_names("model.layers.0.self_attn.qkv_proj", PACKED)
     assert names == tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
     assert shard_names("lm_head", PACKED) == ("lm_head",)
-    group = group_of(modelopt(), names, "qkv", "leave it")
+    group = group_of(modelopt(), names, "qkv", HOST)
     assert scheme_of(group).name == "modelopt-nvfp4"
-    assert group_of(modelopt(ignore=["model.layers.0*"]), names, "qkv", "leave it") is None
-    assert group_of(modelopt(ignore=["lm_head"]), ("language_model.lm_head",), "x", "leave it") is None
-    with pytest.raises(CheckpointUnsupportedError, match=r"qkv: the engine fuses 3 .*k_proj: not quantised.*leave it"):
-        group_of(modelopt(ignore=["*k_proj"]), names, "qkv", "leave it")
+    assert group_of(modelopt(ignore=["model.layers.0*"]), names, "qkv", HOST) is None
+    assert group_of(modelopt(ignore=["lm_head"]), ("language_model.lm_head",), "x", HOST) is None
+    with pytest.raises(CheckpointUnsupportedError, match=r"qkv: vLLM fuses 3 .*k_proj: not quantised.*leave it"):
+        group_of(modelopt(ignore=["*k_proj"]), names, "qkv", HOST)
 
 
 def test_patterns_get_the_names_of_the_engine():

@@ -12,7 +12,7 @@ from torch import nn
 from fp4dispatch.checkpoints import load_quantized, quantize_checkpoint, save_quantized
 from fp4dispatch.errors import CheckpointError, FormatError
 from fp4dispatch.models.replace import replace_linears
-from fp4dispatch.models.replacing.fusion import FUSED_BY_ENGINES, fusion_groups, shared_scale
+from fp4dispatch.models.replacing.fusion import FUSED_BY_ENGINES, SharedScales, fusion_groups, shared_scale
 from tests.checkpoint_cases import layer_weight, write
 
 K = 64
@@ -157,3 +157,21 @@ def test_the_layer_that_holds_nan_is_the_one_that_is_named(tmp_path):
     write(tmp_path / "in", dict(model.state_dict()))
     with pytest.raises(CheckpointError, match=r"'k_proj\.weight' holds NaN or Inf"):
         quantize_checkpoint(tmp_path / "in", tmp_path / "out", "modelopt", list(SIZES))
+
+
+def test_shared_scales_are_read_once_and_only_for_whole_groups():
+    read = []
+
+    def weight(name):
+        read.append(name)
+        return torch.full((2, K), float(len(name)))
+
+    kinds = dict.fromkeys(("a.q_proj", "a.k_proj", "a.o_proj", "b.q_proj", "b.k_proj"), ("nvfp4", K))
+    stored = {"a.q_proj": "A.Q.weight", "a.k_proj": "A.K.w", "a.o_proj": "A.O", "b.q_proj": "B.Q"}
+    scales = SharedScales(kinds, stored, weight)
+    assert read == []
+    assert float(scales.of("a.k_proj")) * 2688 == pytest.approx(len("A.Q.weight"))
+    assert scales.of("a.q_proj") is scales.of("a.k_proj")
+    assert scales.of("a.o_proj") is None, "nothing is fused with it"
+    assert scales.of("b.q_proj") is None, "the weight of b.k_proj is not there"
+    assert read == ["A.Q.weight", "A.K.w"]

@@ -273,9 +273,10 @@ def test_a_fused_layer_with_two_formats_and_a_quantised_head():
 
 
 def test_other_versions_are_refused(monkeypatch, caplog):
+    from fp4dispatch.integrations import versions
     from fp4dispatch.integrations.sglang import registry
 
-    monkeypatch.setattr(registry, "version", lambda _: "0.6.0")
+    monkeypatch.setattr(versions, "version", lambda _: "0.6.0")
     with pytest.raises(IntegrationError, match=r"sglang 0\.6\.0 is installed.*tested with ==0\.5\.23"):
         registry.register(strict=True)
     registry.register()

@@ -46,12 +46,13 @@ def test_either_way_registers(how):
 def test_other_versions_are_refused_and_nothing_is_registered(monkeypatch, found):
     from transformers.quantizers import auto
 
+    from fp4dispatch.integrations import versions
     from fp4dispatch.integrations.transformers import registry
 
     for mapping in (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING):
         for name in registry.METHODS:
             monkeypatch.delitem(mapping, name, raising=False)
-    monkeypatch.setattr(registry, "version", lambda _: found)
+    monkeypatch.setattr(versions, "version", lambda _: found)
     with pytest.raises(IntegrationError, match=rf"transformers {found} is installed.*tested with.*pip install"):
         fp4dispatch.register()
     assert not set(registry.METHODS) & auto.AUTO_QUANTIZER_MAPPING.keys()
@@ -60,12 +61,12 @@ def test_other_versions_are_refused_and_nothing_is_registered(monkeypatch, found
 
 
 def test_it_says_that_transformers_is_not_installed(monkeypatch):
-    from fp4dispatch.integrations.transformers import registry
+    from fp4dispatch.integrations import versions
 
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(registry, "version", missing)
+    monkeypatch.setattr(versions, "version", missing)
     with pytest.raises(IntegrationError, match="transformers is not installed; need transformers"):
         fp4dispatch.register()
 

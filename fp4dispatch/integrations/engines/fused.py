@@ -1,4 +1,4 @@
-"""Layers that an engine fuses of several layers of a checkpoint: what its configuration says of them."""
+"""What the configuration of a checkpoint says of an engine's layers. The engine may fuse several layers into one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fp4dispatch.checkpoints.config.quant_config import QuantConfig
 from fp4dispatch.checkpoints.config.readers import Group
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme
 from fp4dispatch.errors import CheckpointUnsupportedError
+from fp4dispatch.integrations.engines.refusals import Host
 
 
 def scheme_of(group: Group) -> Scheme:
@@ -29,7 +30,7 @@ def shard_names(prefix: str, packed: Mapping[str, Sequence[str]]) -> tuple[str, 
     return tuple(f"{parent}.{shard}" if parent else shard for shard in packed.get(last) or [last])
 
 
-def group_of(config: QuantConfig, names: Sequence[str], prefix: str, advice: str) -> Group | None:
+def group_of(config: QuantConfig, names: Sequence[str], prefix: str, host: Host) -> Group | None:
     """Return how the checkpoint stores the shards of a layer; None: they are not quantised.
 
     Parameters
@@ -40,8 +41,8 @@ def group_of(config: QuantConfig, names: Sequence[str], prefix: str, advice: str
         The shards, by their names in the checkpoint.
     prefix
         The layer's name in the engine.
-    advice
-        How to run the model without this package; the end of the error.
+    host
+        The engine.
 
     Raises
     ------
@@ -56,8 +57,8 @@ def group_of(config: QuantConfig, names: Sequence[str], prefix: str, advice: str
             for name, group in zip(names, groups, strict=True)
         )
         raise CheckpointUnsupportedError(
-            f"{prefix}: the engine fuses {len(names)} layers of the checkpoint, which need one format; found {found}: "
-            f"export it with one format for these layers, or {advice}"
+            f"{prefix}: {host.name} fuses {len(names)} layers of the checkpoint, which need one format; found {found}: "
+            f"export it with one format for these layers, or {host.leave_out}"
         )
     return groups[0]
 

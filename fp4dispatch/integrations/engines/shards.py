@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.checkpoints.schemes import Scheme
+from fp4dispatch.checkpoints.schemes import Scheme, logical_k
 from fp4dispatch.errors import CheckpointError, InputError
 
 MAX_SIZE = 64
@@ -18,8 +18,8 @@ MAX_SIZE = 64
 def check_split(layer: str, k: int, part: int, block: int) -> None:
     """Refuse a layer whose K, or whose part of K on each rank, is not a multiple of the scale block.
 
-    A part that splits a block would need one scale on two ranks
-    (https://github.com/vllm-project/vllm/issues/48898).
+    A part that splits a block would need one scale on two ranks. Engines load such a part with the scales of other
+    values (https://github.com/vllm-project/vllm/issues/48898).
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def weights_of_shards(
     """
     weight, scale = tensors[scheme.weight], tensors[scheme.scale]
     _expect_loaded(scheme, scheme.scale, scale, layer)
-    n, k = weight.shape[0], weight.shape[1] * (2 if scheme.op == "nvfp4_gemm" else 1)
+    n, k = weight.shape[0], logical_k(scheme, tuple(weight.shape))
     input_scale = _input_scale(scheme, tensors, static, layer)
     if scheme.global_scale is not None:
         global_scale = tensors[scheme.global_scale].reshape(-1)

@@ -17,12 +17,13 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
 from fp4dispatch.errors import CheckpointUnsupportedError
 from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
-from fp4dispatch.integrations.sglang.linear_method import READABLE, Fp4DispatchLinearMethod
+from fp4dispatch.integrations.engines.refusals import Host, check_readable
+from fp4dispatch.integrations.sglang.linear_method import Fp4DispatchLinearMethod
 from fp4dispatch.integrations.sglang.registry import METHOD
 from fp4dispatch.run import routes
 
 _log = logging.getLogger("fp4dispatch")
-_LEAVE_OUT = f"leave --quantization {METHOD} out, so that SGLang runs the model by itself"
+_HOST = Host("SGLang", f"leave --quantization {METHOD} out, so that SGLang runs the model by itself")
 _ADDED = ("packed_modules_mapping", "hf_config")
 """What SGLang adds to the configuration of a checkpoint."""
 
@@ -62,7 +63,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         self.stored: QuantConfig = read_block(self.block, "quantization_config")
         self._algo = str(said.get("quant_algo")).upper()
         self._own: Any = None
-        _check_readable(self.stored)
+        check_readable(self.stored, _HOST)
 
     # ----------------------------------------------------------------------------------------- what SGLang asks a class
 
@@ -117,15 +118,15 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return self._leave(layer, prefix)
         names = shard_names(prefix, {**_PACKED, **self.packed_modules_mapping})
-        group = group_of(self.stored, names, prefix, _LEAVE_OUT)
+        group = group_of(self.stored, names, prefix, _HOST)
         if group is None and prefix not in names:  # stored as one layer already, as by Phi-3
-            group = group_of(self.stored, (prefix,), prefix, _LEAVE_OUT)
+            group = group_of(self.stored, (prefix,), prefix, _HOST)
         if group is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         if isinstance(layer, ParallelLMHead):
             raise CheckpointUnsupportedError(
                 f"{prefix}: the checkpoint says that the head is quantised, which is not supported in SGLang: add it "
-                f"to ignore of quantization_config, or {_LEAVE_OUT}"
+                f"to ignore of quantization_config, or {_HOST.leave_out}"
             )
         return Fp4DispatchLinearMethod(prefix, scheme_of(group), group.activation, group.static)
 
@@ -142,13 +143,3 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         if isinstance(layer, FusedMoE):
             _log.warning("fp4dispatch does not run experts; %s runs with SGLang's own kernels", prefix)
         return self._own.get_quant_method(layer, prefix)
-
-
-def _check_readable(config: QuantConfig) -> None:
-    """Refuse formats that :class:`Fp4DispatchLinearMethod` has no parameters for."""
-    odd = [name for group in config.groups for name in group.schemes if name not in READABLE]
-    if odd or config.method not in ("modelopt", "compressed-tensors"):
-        raise CheckpointUnsupportedError(
-            f"{config.source}: the format {odd[0] if odd else config.method} of {config.method} is not supported in "
-            f"SGLang: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {_LEAVE_OUT}"
-        )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme
 from fp4dispatch.errors import CheckpointUnsupportedError, IntegrationError
+from fp4dispatch.integrations.engines.parameters import loaded
 from fp4dispatch.integrations.engines.shards import weights_of_shards
 from fp4dispatch.integrations.sglang import layers
 from fp4dispatch.integrations.sglang.registry import METHOD
@@ -107,8 +108,7 @@ def _taking(scheme: Scheme, weight_only: bool) -> Callable[..., None]:
             raise CheckpointUnsupportedError(
                 f"{label}: NVFP4_AWQ scales its inputs, which is not supported: take another --fp4-gemm-backend"
             )
-        names = tuple(n for n in (scheme.weight, scheme.scale, scheme.global_scale, scheme.input_scale) if n)
-        tensors = {name: getattr(layer, name).detach().as_subclass(Tensor) for name in names if hasattr(layer, name)}
+        tensors = loaded(layer, scheme)
         # On older GPUs SGLang serves W4A4 checkpoints of compressed-tensors weight-only: those have an input scale.
         static = not weight_only or getattr(method, "has_input_global_scale", False)
         weights = weights_of_shards(scheme, tensors, layer.logical_widths, static=static, layer=label)

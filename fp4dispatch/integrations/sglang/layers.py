@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
-from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import FP4Linear, layer_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.problem import Activation, CaptureMode
@@ -41,9 +41,8 @@ def put(layer: Any, names: tuple[str, ...], weights: LinearWeights, activation: 
     BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, RankError
         As :func:`fp4dispatch.warmup`.
     """
-    kind = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     options = {"activation": activation, "dtype": layer.params_dtype, "name": prefix}
-    inner: QuantizedLinear = kind.from_weights(weights, _bias_to_add(layer), **options)
+    inner = layer_of(weights, _bias_to_add(layer), **options)
     if inner.bias is not None:
         inner.bias = layer.bias  # the same object, which is how a call knows it
     for name in names:

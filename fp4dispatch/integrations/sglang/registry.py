@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
 from fp4dispatch.errors import IntegrationError
+from fp4dispatch.integrations.versions import why_untested
 
 SUPPORTED = SpecifierSet("==0.5.23")
 """Versions of SGLang that were tested. Its interface for quantisation changes between versions."""
@@ -20,17 +20,10 @@ _log = logging.getLogger("sglang.fp4dispatch")
 
 def check_version() -> None:
     """Raise IntegrationError unless a tested version of SGLang is installed."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
+    wrong = why_untested("sglang", supported=SUPPORTED)
+    if wrong:
         raise IntegrationError(
-            f"sglang is not installed; need sglang{SUPPORTED}: install fp4dispatch into an environment of SGLang"
-        ) from None
-    if not SUPPORTED.contains(found, prereleases=True):
-        raise IntegrationError(
-            f"sglang {found} is installed; this version of fp4dispatch was tested with {SUPPORTED}, and the interface "
-            "for quantisation changes between versions: install that version of sglang, or another version of "
-            "fp4dispatch"
+            f"{wrong}: use an environment with that version of sglang, or another version of fp4dispatch"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.stored_layers import linear_of, open_files, replace_module
 from fp4dispatch.models.choose_layers import FORMATS, PROBLEM, choose_layers
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
+from fp4dispatch.models.replacing.fusion import SharedScales
 from fp4dispatch.models.replacing.replaceable import carry_over
 from fp4dispatch.problem import Scaling
 from fp4dispatch.run import prebuild, routes
@@ -34,6 +34,8 @@ class NewLayers:
     ----------
     layers
         The new layers, empty at first, and their scalings, by name in the model.
+    checkpoint
+        The open files.
     scales
         The weight scales that layers share because engines fuse them.
     transposed
@@ -45,7 +47,8 @@ class NewLayers:
     """
 
     layers: dict[str, tuple[QuantizedLinear, Scaling]]
-    scales: _SharedScales
+    checkpoint: Checkpoint
+    scales: SharedScales
     transposed: frozenset[str]
     skipped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
@@ -92,7 +95,7 @@ class NewLayers:
         if self.bad:
             more = f" (and {len(self.bad) - 1} more)" if len(self.bad) > 1 else ""
             raise CheckpointError(f"tensor {self.bad[0]!r}{more} holds NaN or Inf, expected finite weights")
-        self.scales.close()
+        self.checkpoint.close()
         layers = [layer for layer, _ in self.layers.values()]
         prebuild.together(Ask(layer.problem(1), layer.backend, routes.gpu_of(layer.device)) for layer in layers)
         for layer in layers:
@@ -112,36 +115,6 @@ class Quantise(ConversionOps):  # type: ignore[misc,unused-ignore]
             tensor = value[0] if isinstance(value, list) else value
             out |= self._new.quantise(name, tensor) if self._new.wants(name) else {name: value}
         return out
-
-
-class _SharedScales:
-    """The scales of layers that engines fuse. Found in the files when the first layer of a group is loaded."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        stored: Mapping[str, str],
-        kinds: Mapping[str, tuple[Scaling, int]],
-        dtype: torch.dtype,
-    ) -> None:
-        self._checkpoint, self._stored, self._kinds, self._dtype = checkpoint, stored, kinds, dtype
-        self._groups = {name: group for group in fusion_groups(kinds) for name in group}
-        self._scales: dict[tuple[str, ...], torch.Tensor | None] = {}
-
-    def of(self, name: str) -> torch.Tensor | None:
-        """Return the shared scale of a layer; None if it has its own."""
-        group = self._groups.get(name)
-        if group is None:
-            return None
-        if group not in self._scales:
-            sources = [self._stored.get(f"{member}.weight") for member in group]
-            weights = (self._checkpoint.tensor(source).to(self._dtype) for source in sources if source)
-            self._scales[group] = shared_scale(weights, self._kinds[name][0]) if all(sources) else None
-        return self._scales[group]
-
-    def close(self) -> None:
-        """Close the files."""
-        self._checkpoint.close()
 
 
 def expect_plain(model: Any, files: Sequence[str] | None, config: Fp4DispatchConfig, dtype: torch.dtype) -> NewLayers:
@@ -188,5 +161,6 @@ def expect_plain(model: Any, files: Sequence[str] | None, config: Fp4DispatchCon
     for name in convolutions.keys() - layers.keys():
         replace_module(model, (name,), convolutions[name])
     kinds = {name: (scaling, layer.in_features) for name, (layer, scaling) in layers.items()}
-    scales = _SharedScales(checkpoint, names.stored, kinds, dtype)
-    return NewLayers(layers, scales, frozenset(convolutions), tuple(skipped), chosen.notes)
+    stored_as = {name: names.stored[f"{name}.weight"] for name in layers if f"{name}.weight" in names.stored}
+    scales = SharedScales(kinds, stored_as, lambda name: checkpoint.tensor(name).to(dtype))
+    return NewLayers(layers, checkpoint, scales, frozenset(convolutions), tuple(skipped), chosen.notes)

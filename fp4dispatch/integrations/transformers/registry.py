@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from fp4dispatch.errors import CheckpointUnsupportedError, InputError, IntegrationError, PluginError
+from fp4dispatch.integrations.versions import why_untested
 from fp4dispatch.machine import installing
 
 SUPPORTED = SpecifierSet(">=5.23,<5.24")
@@ -27,17 +27,11 @@ _REPLACEABLE = "LOADING_ATTRIBUTES_CONFIG_TYPES"
 
 def check_version() -> None:
     """Raise IntegrationError unless a tested version of Transformers is installed."""
-    try:
-        found = version("transformers")
-    except PackageNotFoundError:
+    wrong = why_untested("transformers", supported=SUPPORTED)
+    if wrong:
         raise IntegrationError(
-            f"transformers is not installed; need transformers{SUPPORTED}: {installing.of_extras('transformers')}"
-        ) from None
-    if not SUPPORTED.contains(found, prereleases=True):
-        raise IntegrationError(
-            f"transformers {found} is installed; this version of fp4dispatch was tested with {SUPPORTED}, and the "
-            f"interface for quantizers changes between versions: {installing.of_extras('transformers')}, or load with "
-            "fp4dispatch.load_quantized, which needs no registration"
+            f"{wrong}: {installing.of_extras('transformers')}, or load with fp4dispatch.load_quantized, which needs no "
+            "registration"
         )
 
 

@@ -18,17 +18,18 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from fp4dispatch.checkpoints.config.quant_config import HF_QUANT_FILE, QuantConfig, read_block
-from fp4dispatch.checkpoints.config.readers import OWN_METHOD, Group
-from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme
+from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.errors import CheckpointUnsupportedError
+from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
+from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.on_the_fly import Fp4DispatchOnlineLinearMethod, Request
 from fp4dispatch.integrations.vllm.registry import METHOD
-from fp4dispatch.integrations.vllm.stored import READABLE, Fp4DispatchLinearMethod
+from fp4dispatch.integrations.vllm.stored import Fp4DispatchLinearMethod
 from fp4dispatch.run import routes
 
 _log = init_logger("vllm.fp4dispatch")
-_LEAVE_OUT = f"leave quantization={METHOD!r} out, so that vLLM runs the model by itself"
+_HOST = Host("vLLM", f"leave quantization={METHOD!r} out, so that vLLM runs the model by itself")
 
 _THEIRS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "MIXED_PRECISION": "modelopt_mixed"}
 """ModelOpt's ``quant_algo`` -> vLLM's own method, where that is not ``modelopt_fp4``."""
@@ -68,7 +69,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
             self.request = Request.from_dict(block)
         else:
             self.stored = read_block(block, "quantization_config")
-            _check_readable(self.stored)
+            check_readable(self.stored, _HOST)
 
     # ------------------------------------------------------------------------------------------- what vLLM asks a class
 
@@ -120,11 +121,9 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Add vLLM's names of modules to those of the checkpoint."""
         if self.stored is not None:
-            groups = tuple(
-                replace(group, targets=_renamed(group.targets, hf_to_vllm_mapper)) for group in self.stored.groups
-            )
-            ignore = _renamed(self.stored.ignore, hf_to_vllm_mapper)
-            self.stored = replace(self.stored, groups=groups, ignore=ignore)
+            rename = hf_to_vllm_mapper.apply_list
+            groups = tuple(replace(group, targets=renamed(group.targets, rename)) for group in self.stored.groups)
+            self.stored = replace(self.stored, groups=groups, ignore=renamed(self.stored.ignore, rename))
         if self._theirs is not None:
             self._theirs.apply_vllm_mapper(hf_to_vllm_mapper)
 
@@ -138,48 +137,19 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         """
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return self._leave(layer, prefix)
-        names = self._names(prefix)
+        names = shard_names(prefix, self.packed_modules_mapping)
         if self.request is not None:
             fmt = self.request.format_of(names, prefix)
             if fmt is None or isinstance(layer, ParallelLMHead):
                 return UnquantizedLinearMethod()
             return Fp4DispatchOnlineLinearMethod(self.engine, prefix, fmt, self.request.activation)
-        group = self._group(names, prefix)
+        assert self.stored is not None
+        group = group_of(self.stored, names, prefix, _HOST)
         if group is None:
             return UnquantizedLinearMethod()
-        return Fp4DispatchLinearMethod(self.engine, prefix, _scheme(group), group.activation, group.static)
+        return Fp4DispatchLinearMethod(self.engine, prefix, scheme_of(group), group.activation, group.static)
 
-    # ------------------------------------------------------------------------------------------------------ the layers
-
-    def _names(self, prefix: str) -> tuple[str, ...]:
-        """Return the names of a layer's shards in the checkpoint."""
-        parent, _, last = prefix.rpartition(".")
-        shards = self.packed_modules_mapping.get(last) or [last]
-        return tuple(f"{parent}.{shard}" if parent else shard for shard in shards)
-
-    def _group(self, names: tuple[str, ...], prefix: str) -> Group | None:
-        assert self.stored is not None
-        groups = [self._group_of(name) for name in names]
-        kinds = {None if group is None else (group.schemes, group.activation) for group in groups}
-        if len(kinds) > 1:
-            found = ", ".join(
-                f"{name}: {'not quantised' if group is None else f'{_scheme(group).name}, {group.activation}'}"
-                for name, group in zip(names, groups, strict=True)
-            )
-            raise CheckpointUnsupportedError(
-                f"{prefix}: vLLM fuses {len(names)} layers of the checkpoint, which need one format; found {found}: "
-                f"export it with one format for these layers, or {_LEAVE_OUT}"
-            )
-        return groups[0]
-
-    def _group_of(self, name: str) -> Group | None:
-        """Return how the checkpoint stores a layer. ``lm_head`` has that name below any model."""
-        assert self.stored is not None
-        known = (name, "lm_head") if name.endswith(".lm_head") else (name,)
-        if any(self.stored.excludes(each) for each in known):
-            return None
-        found = (self.stored.group_for(each) for each in known)
-        return next((group for group in found if group is not None), None)
+    # ------------------------------------------------------------------------------------------- what stays with vLLM
 
     @property
     def _theirs(self) -> Any:
@@ -206,33 +176,6 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         """Return plain data: vLLM sends its configuration to its processes."""
         stored = None if self.stored is None else replace(self.stored)  # without what it has compiled
         return self.__dict__ | {"stored": stored, "engine": Engine()}
-
-
-def _scheme(group: Group) -> Scheme:
-    return SCHEMES[group.schemes[0]]
-
-
-def _renamed(patterns: Iterable[str], mapper: Any) -> tuple[str, ...]:
-    """Return patterns with their names in vLLM beside them. Regular expressions and names of classes stay as they are.
-
-    ModelOpt writes ``module*`` for all below a module; renaming knows ``module`` and ``module.`` only.
-    """
-    patterns = tuple(patterns)
-    split = [
-        part for p in patterns for part in ((p[:-1], f"{p[:-1]}.*") if p[-2:-1].isalnum() and p[-1] == "*" else (p,))
-    ]
-    named = [p for p in split if not p.startswith("re:") and ("." in p or p == p.lower())]
-    return tuple(dict.fromkeys((*patterns, *mapper.apply_list(named))))
-
-
-def _check_readable(config: QuantConfig) -> None:
-    """Refuse formats that :class:`Fp4DispatchLinearMethod` has no parameters for."""
-    odd = [name for group in config.groups for name in group.schemes if name not in READABLE]
-    if odd or config.method not in ("modelopt", "compressed-tensors"):
-        raise CheckpointUnsupportedError(
-            f"{config.source}: the format {odd[0] if odd else config.method} of {config.method} is not supported in "
-            f"vLLM: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {_LEAVE_OUT}"
-        )
 
 
 def _check_plain(tensors: Iterable[str], model: str) -> None:

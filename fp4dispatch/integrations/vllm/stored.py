@@ -6,26 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor import parameter
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
-from vllm.model_executor.parameter import (
-    ChannelQuantScaleParameter,
-    GroupQuantScaleParameter,
-    ModelWeightParameter,
-    PerTensorScaleParameter,
-)
 
-from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.schemes import Scheme
-from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import NVFP4_BLOCK
+from fp4dispatch.integrations.engines.parameters import loaded, register_parameters
+from fp4dispatch.integrations.engines.shards import weights_of_shards
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.linear_method import EngineLinearMethod
-from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import layer_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation
-
-READABLE = ("modelopt-nvfp4", "nvfp4-pack-quantized", "fp8-tensor", "fp8-channel")
-"""Schemes of :mod:`fp4dispatch.checkpoints.schemes` that layers can have here."""
 
 
 @register_weight_loader_v2_supported_method
@@ -67,88 +59,14 @@ class Fp4DispatchLinearMethod(EngineLinearMethod):
         """
         rows, k, scheme = output_partition_sizes, input_size_per_partition, self.scheme
         self.expect(layer, rows, k, input_size, params_dtype, NVFP4_BLOCK if scheme.op == "nvfp4_gemm" else 1)
-        n, loader = sum(rows), extra_weight_attrs["weight_loader"]
-        nvfp4 = scheme.op == "nvfp4_gemm"
-        kind, width = (torch.uint8, k // 2) if nvfp4 else (torch.float8_e4m3fn, k)
-        both = {"input_dim": 1, "output_dim": 0, "weight_loader": loader}
-        one = _nan(len(rows))
-        layer.register_parameter(scheme.weight, ModelWeightParameter(data=torch.empty(n, width, dtype=kind), **both))
-        if nvfp4:
-            empty = torch.full((n, k // NVFP4_BLOCK), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # NaN
-            layer.register_parameter(scheme.scale, GroupQuantScaleParameter(data=empty, **both))
-        elif scheme.scaling == "row":
-            scales = ChannelQuantScaleParameter(data=_nan(n, 1), output_dim=0, weight_loader=_column(loader))
-            layer.register_parameter(scheme.scale, scales)
-        else:
-            layer.register_parameter(scheme.scale, PerTensorScaleParameter(data=one, weight_loader=loader))
-        for name in (scheme.global_scale, scheme.input_scale):
-            if name is not None:
-                layer.register_parameter(name, PerTensorScaleParameter(data=one.clone(), weight_loader=loader))
+        register_parameters(layer, parameter, scheme, rows, k, extra_weight_attrs["weight_loader"])
 
     def loaded(self) -> tuple[str, ...]:
         """Return the names of the stored tensors."""
-        scheme = self.scheme
-        names = (scheme.weight, scheme.scale, scheme.global_scale, scheme.input_scale)
-        return tuple(name for name in names if name is not None)
+        return self.scheme.names
 
     def make(self, layer: Any, bias: Tensor | None) -> QuantizedLinear:
         """Make the layer of the stored tensors, without a copy."""
-        tensors = {name: getattr(layer, name).detach().as_subclass(Tensor) for name in self.loaded()}
-        weights = self._weights(tensors, layer.logical_widths)
-        options = {"activation": self.activation, "dtype": layer.orig_dtype, "name": self.prefix}
-        kind = FP4Linear if self.scheme.op == "nvfp4_gemm" else FP8Linear
-        return kind.from_weights(weights, bias, **options)
-
-    def _weights(self, tensors: dict[str, Tensor], rows: list[int]) -> LinearWeights:
-        scheme = self.scheme
-        weight, scale = tensors[scheme.weight], tensors[scheme.scale]
-        self._check(scheme.scale, scale)
-        n = weight.shape[0]
-        k = weight.shape[1] * (2 if scheme.op == "nvfp4_gemm" else 1)
-        input_scale = self._input_scale(tensors)
-        if scheme.global_scale is not None:
-            global_scale = tensors[scheme.global_scale]
-            self._check(scheme.global_scale, global_scale)
-            global_scale = global_scale.reciprocal() if scheme.divides else global_scale
-            shards = tuple(rows)
-            if bool((global_scale == global_scale[0]).all()):
-                global_scale, shards = global_scale[:1].clone(), (n,)
-            return LinearWeights("nvfp4_gemm", "nvfp4", n, k, weight, scale, global_scale, shards, input_scale)
-        if scheme.scaling == "row":
-            return LinearWeights("fp8_gemm", "row", n, k, weight, scale.reshape(n), input_scale=input_scale)
-        if bool((scale == scale[0]).all()):
-            return LinearWeights("fp8_gemm", "tensor", n, k, weight, scale[0].clone(), input_scale=input_scale)
-        counts = torch.tensor(rows, device=scale.device)  # one scale a row is exact; it has no static input scale
-        return LinearWeights("fp8_gemm", "row", n, k, weight, scale.repeat_interleave(counts))
-
-    def _input_scale(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Return the largest input scale of the shards: they have one input, so no more values saturate than before."""
-        name = self.scheme.input_scale
-        if name is None or self.static is False:  # left from calibration
-            return None
-        scale = tensors[name]
-        if bool(scale.isnan().all()) and self.static is None:
-            return None
-        self._check(name, scale)
-        return (scale.reciprocal() if self.scheme.divides else scale).amax()
-
-    def _check(self, name: str, scale: Tensor) -> None:
-        if bool(scale.float().isnan().any()):
-            raise CheckpointError(
-                f"{self.prefix}: tensor {name!r} is missing or holds NaN: the configuration says that the layer is "
-                f"stored as {self.scheme.name}: configuration and tensors do not belong together, or the checkpoint is "
-                "damaged"
-            )
-
-
-def _nan(*shape: int) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=torch.float32)
-
-
-def _column(loader: Any) -> Any:
-    """Return a loader that takes one scale a row, [N] or [N, 1]."""
-
-    def load(parameter: Any, loaded: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return loader(parameter, loaded.reshape(-1, 1), *args, **kwargs)
-
-    return load
+        tensors, rows = loaded(layer, self.scheme), layer.logical_widths
+        weights = weights_of_shards(self.scheme, tensors, rows, static=self.static, layer=self.prefix)
+        return layer_of(weights, bias, activation=self.activation, dtype=layer.orig_dtype, name=self.prefix)

@@ -11,7 +11,7 @@ Scales per row or per block need no sharing: a fused layer keeps each of them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 
@@ -80,3 +80,39 @@ def shared_scale(weights: Iterable[torch.Tensor], scaling: Scaling) -> torch.Ten
     if not bool(torch.isfinite(amax)):
         return None
     return nvfp4_global_scale(amax) if scaling == "nvfp4" else fp8_quantize(amax.reshape(1, 1), "tensor").scale
+
+
+class SharedScales:
+    """The scales of layers that engines fuse. Each is computed when the first layer of its group is asked for.
+
+    Parameters
+    ----------
+    kinds
+        Scaling and K of the layers to quantise, by name.
+    stored
+        Names of their weights where they are read from. A group with a weight that is not there shares no scale.
+    read
+        Returns a weight by that name.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, tuple[Scaling, int]],
+        stored: Mapping[str, str],
+        read: Callable[[str], torch.Tensor],
+    ) -> None:
+        self._kinds, self._stored, self._read = kinds, stored, read
+        self._groups = {name: group for group in fusion_groups(kinds) for name in group}
+        self._scales: dict[tuple[str, ...], torch.Tensor | None] = {}
+
+    def of(self, name: str) -> torch.Tensor | None:
+        """Return the shared scale of a layer; None if it has its own."""
+        group = self._groups.get(name)
+        if group is None:
+            return None
+        if group not in self._scales:
+            sources = [self._stored[member] for member in group if member in self._stored]
+            weights = (self._read(source) for source in sources)
+            whole = len(sources) == len(group)
+            self._scales[group] = shared_scale(weights, self._kinds[name][0]) if whole else None
+        return self._scales[group]
