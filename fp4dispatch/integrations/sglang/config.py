@@ -15,15 +15,15 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
+from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.errors import CheckpointUnsupportedError
 from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
 from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.sglang.linear_method import Fp4DispatchLinearMethod
-from fp4dispatch.integrations.sglang.registry import METHOD
 from fp4dispatch.run import routes
 
 _log = logging.getLogger("fp4dispatch")
-_HOST = Host("SGLang", f"leave --quantization {METHOD} out, so that SGLang runs the model by itself")
+_HOST = Host("SGLang", f"leave --quantization {OWN_METHOD} out, so that SGLang runs the model by itself")
 _ADDED = ("packed_modules_mapping", "hf_config")
 """What SGLang adds to the configuration of a checkpoint."""
 
@@ -69,7 +69,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
 
     def get_name(self) -> str:
         """Return the name of the method."""
-        return METHOD
+        return OWN_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes that layers take."""
@@ -93,7 +93,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
         """Take a checkpoint over where the user asks for it, and only there."""
-        return METHOD if user_quant == METHOD else None
+        return OWN_METHOD if user_quant == OWN_METHOD else None
 
     def get_scaled_act_names(self) -> list[str]:
         """Return nothing: no activation function is scaled."""

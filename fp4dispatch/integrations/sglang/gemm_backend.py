@@ -15,12 +15,12 @@ from sglang.srt.layers.quantization import fp4_utils, modelopt_quant
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
+from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme
 from fp4dispatch.errors import CheckpointUnsupportedError, IntegrationError
 from fp4dispatch.integrations.engines.parameters import loaded
 from fp4dispatch.integrations.engines.shards import weights_of_shards
 from fp4dispatch.integrations.sglang import layers
-from fp4dispatch.integrations.sglang.registry import METHOD
 
 _ENUM = f"{fp4_utils.__name__}.Fp4GemmRunnerBackend"
 _SCHEMES = f"{modelopt_quant.__name__.rpartition('.')[0]}.compressed_tensors.schemes"
@@ -43,7 +43,7 @@ class _Methods:
 
     def is_fp4dispatch(self) -> bool:
         """Whether this is our backend."""
-        return self.value == METHOD
+        return self.value == OWN_METHOD
 
     def supports_swiglu_fusion(self) -> bool:
         """Return False for ours: our layers take activations that are not quantised."""
@@ -72,7 +72,7 @@ def extended(old: type[Enum]) -> type[Enum]:
 
     own = {name: f for name, f in vars(_Methods).items() if isinstance(f, FunctionType)}
     mixin = type("Fp4GemmRunnerBackendMethods", (), {**functions, **own, "theirs": theirs})
-    members = {member.name: member.value for member in old} | {METHOD.upper(): METHOD}
+    members = {member.name: member.value for member in old} | {OWN_METHOD.upper(): OWN_METHOD}
     new: Any = Enum
     made: type[Enum] = new(old.__name__, members, module=old.__module__, qualname=old.__qualname__, type=mixin)
     return made
@@ -91,7 +91,7 @@ def register() -> None:
 
 def chosen() -> bool:
     """Whether the server runs with ``--fp4-gemm-backend fp4dispatch``."""
-    return bool(fp4_utils.get_fp4_gemm_runner_backend().value == METHOD)
+    return bool(fp4_utils.get_fp4_gemm_runner_backend().value == OWN_METHOD)
 
 
 def _taking(scheme: Scheme, weight_only: bool) -> Callable[..., None]:

@@ -6,13 +6,14 @@ import logging
 
 from packaging.specifiers import SpecifierSet
 
+from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.errors import IntegrationError
 from fp4dispatch.integrations.versions import why_untested
 
 SUPPORTED = SpecifierSet("==0.5.23")
 """Versions of SGLang that were tested. Its interface for quantisation changes between versions."""
 
-METHOD = "fp4dispatch"
+METHOD = OWN_METHOD
 """Name of the method and of the backend: ``--quantization fp4dispatch``, ``--fp4-gemm-backend fp4dispatch``."""
 
 _log = logging.getLogger("sglang.fp4dispatch")

@@ -3,7 +3,8 @@
 Importing this module registers, as :func:`fp4dispatch.register` does.
 """
 
-from fp4dispatch.integrations.transformers.registry import SUPPORTED, register
+from fp4dispatch.integrations.transformers.registry import register
+from fp4dispatch.integrations.transformers.supported import SUPPORTED
 
 register()
 

@@ -19,8 +19,8 @@ from fp4dispatch.checkpoints.schemes import SCHEMES, from_linear
 from fp4dispatch.errors import InputError
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise, expect_plain
-from fp4dispatch.integrations.transformers.registry import check_version
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
+from fp4dispatch.integrations.transformers.supported import check_version
 from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import leftover, why_no_linear

