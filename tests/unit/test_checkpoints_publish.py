@@ -359,3 +359,22 @@ def test_a_parent_that_is_a_link_to_another_disk(tmp_path):
         for path in sorted(other.rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
         other.rmdir()
+
+
+def test_a_target_that_is_exchanged_while_it_is_listed_is_listed_again(tmp_path, monkeypatch):
+    """The listing is of the directory that another saver has replaced, and is removing."""
+    out, other, listed = tmp_path / "out", tmp_path / "other", os.listdir
+    put(out, "one")
+    put(other, "two")
+    left = ["config.json"]
+
+    def listdir(path):
+        if not left:
+            return listed(path)
+        rename.exchange(other, out)
+        return [left.pop()]
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    put(out, "three", overwrite=True)
+    monkeypatch.undo()
+    assert (content(out), content(other)) == ("three", "one")

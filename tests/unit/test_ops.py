@@ -84,7 +84,8 @@ def test_every_operator_is_checked_here():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("fp4dispatch::")
     }
-    assert registered - {"refuse_backward"} == {name for name, _ in every_op()}
+    elsewhere = {"refuse_backward", "engine_linear"}  # the second: tests/unit/test_vllm_interface.py
+    assert registered - elsewhere == {name for name, _ in every_op()}
 
 
 @pytest.mark.parametrize("layout", ["linear", "128x4"])

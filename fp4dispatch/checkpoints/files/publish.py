@@ -63,7 +63,7 @@ def _check_target(out: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out}: already exists: choose another directory, or pass overwrite (--overwrite)")
     if os.path.ismount(out):
         raise CheckpointError(f"{out}: is a mount point, which cannot be replaced: choose a directory below it")
-    if not _replaceable(out):
+    if not _replaceable(out) and os.path.lexists(out):
         raise CheckpointError(
             f"{out}: is not a checkpoint directory (no *.safetensors in it, or a link), expected one to overwrite: "
             "refused, because overwriting removes everything in it; remove it yourself or choose another directory"
@@ -71,8 +71,27 @@ def _check_target(out: Path, overwrite: bool) -> None:
 
 
 def _replaceable(out: Path) -> bool:
-    """Whether overwriting may remove this: an empty directory, or one with safetensors files in it."""
-    return not out.is_symlink() and out.is_dir() and (not any(out.iterdir()) or any(out.glob("*.safetensors")))
+    """Whether overwriting may remove this: an empty directory, or one with safetensors files in it.
+
+    Another process may exchange it while it is listed, and remove what lay there. Then the new one is listed.
+    """
+    for _ in range(_ATTEMPTS):
+        before = _identity(out)
+        if _looks_replaceable(out):
+            return True
+        if _identity(out) == before:
+            break
+    return False
+
+
+def _looks_replaceable(out: Path) -> bool:
+    if out.is_symlink() or not out.is_dir():
+        return False
+    try:
+        names = os.listdir(out)  # noqa: PTH208 - one look: two could see two directories
+    except FileNotFoundError:
+        return False
+    return not names or any(name.endswith(".safetensors") for name in names)
 
 
 def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
