@@ -21,6 +21,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "disable": (tuple,),
     "jit": (bool,),
     "fp8_copy": (bool,),
+    "nvtx": (bool,),
     "max_jobs": (int,),
     "cache_dir": (Path,),
     "nvcc": (Path,),
@@ -67,7 +68,7 @@ def test_a_typed_value_or_a_settings_error(key: str, value: str) -> None:
     if key == "max_jobs" and value:
         assert 1 <= parsed <= 999999
         assert int(value.strip()) == parsed  # int() leaves separators such as \x1f, which strip() takes
-    if key in ("jit", "fp8_copy") and value:
+    if key in ("jit", "fp8_copy", "nvtx") and value:
         assert value.strip().lower() in ({"1", "true", "on", "yes"} if parsed else {"0", "false", "off", "no"})
 
 
