@@ -28,9 +28,12 @@ from fp4dispatch.models.linear import FP4Linear, FP8Linear
 
 FORMATS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "nvfp4": FP4Linear.from_linear,
+    "nvfp4_bf16": lambda linear: FP4Linear.from_linear(linear, activation="bf16"),
     "fp8_tensor": lambda linear: FP8Linear.from_linear(linear, scaling="tensor"),
     "fp8_row": lambda linear: FP8Linear.from_linear(linear, scaling="row"),
     "fp8_block": lambda linear: FP8Linear.from_linear(linear, scaling="block128"),
+    "fp8_row_bf16": lambda linear: FP8Linear.from_linear(linear, scaling="row", activation="bf16"),
+    "fp8_block_bf16": lambda linear: FP8Linear.from_linear(linear, scaling="block128", activation="bf16"),
 }
 LAYERS, COUNTS = 8, 6
 """Layers of each format, and numbers of tokens of each layer."""
