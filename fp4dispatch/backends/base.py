@@ -167,9 +167,9 @@ class Backend(abc.ABC):
         return ()
 
     def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
-        """Return the predicted microseconds of the GEMM alone, weights in memory; None where there is no model. Pure.
+        """Return the predicted microseconds of a call, quantiser included, weights in memory; None without a model.
 
-        ``explain`` prints it. It does not order candidates.
+        Pure. ``problem.activation`` is resolved. Candidates are compared by it: of one GPU, all must be in one unit.
         """
         return None
 

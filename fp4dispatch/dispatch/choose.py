@@ -9,7 +9,7 @@ from dataclasses import replace
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.registry import instance
-from fp4dispatch.dispatch import here, tuned
+from fp4dispatch.dispatch import here, predicted, tuned
 from fp4dispatch.dispatch.report import capture_refusal, refusal, report
 from fp4dispatch.dispatch.report import reset as forget_reports
 from fp4dispatch.dispatch.request import Request, requested
@@ -200,6 +200,7 @@ def reset() -> None:
     with _lock:
         _decided.clear()
         _elsewhere.clear()
+    predicted.reset()
     forget_reports()
 
 
@@ -240,6 +241,7 @@ def _resolve(
             disabled=request[2],
             elsewhere=left_out(problem.op, problem.scaling) | dict(unchecked or {}),
             measured=tuned.find(problem, system, registry.backends()) if auto else None,
+            predicted=predicted.find(problem, system, registry.backends()) if auto else None,
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.base import Backend
-from fp4dispatch.dispatch import here, tuned
+from fp4dispatch.backends.own.tiling import speeds
+from fp4dispatch.backends.predictions import predictions
+from fp4dispatch.dispatch import here, predicted, tuned
 from fp4dispatch.dispatch.choose import left_out
 from fp4dispatch.dispatch.request import SETTING, canonical_all, requested
 from fp4dispatch.dispatch.whatif import ABSENT, default_scaling, what_if
@@ -20,8 +21,11 @@ from fp4dispatch.policy.catalogue import FACTS, kernel_ops
 from fp4dispatch.policy.rules import m_bucket
 from fp4dispatch.problem import Activation, CaptureMode, Op, OutDtype, Problem, Scaling, SfLayout
 from fp4dispatch.problem.arch import Arch
-from fp4dispatch.problem.decision import Decision, Verdict
+from fp4dispatch.problem.decision import Decision
 from fp4dispatch.settings import SETTINGS, did_you_mean, settings
+
+_NO_MODEL = "no time models for this GPU: the rules decide alone"
+_NO_GPU = "no GPU model is named (--gpu): the rules decide alone, without predicted times"
 
 
 def explain(
@@ -92,7 +96,7 @@ def explain(
     -------
     Decision
         ``backend`` is None where nothing can run the problem. That is no error here. Each verdict has the predicted
-        time of its GEMM, where the GPU is known and its backend has a launch model. Predictions do not order.
+        time of a call, where the GPU is known and its backend has a time model. These times decide as on that GPU.
 
     Raises
     ------
@@ -115,6 +119,13 @@ def explain(
     if not this:
         notes += _not_applied(op, asked if not backend else registry.AUTO, disabled, fp8_copy)
     bucket = replace(problem, m=m_bucket(problem.m, op, system.arch))
+    decide = request[0] == registry.AUTO
+    if model is not None:
+        times = predictions(bucket, model, backends)
+    else:
+        times = predicted.find(bucket, system, backends) if measurable else None
+    if times is None and decide and not raw and system.arch is not None and speeds.known(system.arch):
+        notes.append(_NO_MODEL if model is not None or measurable else _NO_GPU)
     decision = resolve.resolve(
         problem,
         system,
@@ -123,12 +134,10 @@ def explain(
         requested_by=request[1],
         disabled=tuple(canonical_all(disabled)) if disabled is not None else request[2] if this else (),
         elsewhere=left_out(op, problem.scaling) if this else None,
-        measured=tuned.find(bucket, system, backends) if measurable and request[0] == registry.AUTO else None,
+        measured=tuned.find(bucket, system, backends) if measurable and decide else None,
+        predicted=times,
     )
-    if model is None and measurable and system.gpus:
-        model = gpu_models.of(system.gpus[0])
-    verdicts = tuple(replace(v, predicted=_prediction(v, problem, model, backends)) for v in decision.verdicts)
-    return replace(decision, verdicts=verdicts, notes=tuple(notes))
+    return replace(decision, notes=tuple(notes))
 
 
 def _named(gpu: str | None, arch: str | None) -> GpuModel | None:
@@ -142,20 +151,6 @@ def _named(gpu: str | None, arch: str | None) -> GpuModel | None:
     if arch is not None and Arch.real(arch) != model.arch:
         raise InputError(f"gpu={gpu!r} is {model.arch.sm}, and arch={arch!r} was given: leave one of them out")
     return model
-
-
-def _prediction(
-    verdict: Verdict, problem: Problem, model: GpuModel | None, backends: Mapping[str, registry.AnyBackend]
-) -> str:
-    """Return the predicted time of a candidate that can run, in words; empty if there is no model of it."""
-    backend = backends.get(verdict.backend)
-    if model is None or not verdict.can_run or not isinstance(backend, Backend):
-        return ""
-    try:
-        us = backend.predict(replace(problem, activation=verdict.activation), model)
-    except Exception:  # a plug-in may raise anything; a decision does not depend on it
-        return ""
-    return "" if us is None else f"{us:.1f} us for the GEMM alone on {model.name}; this does not order the candidates"
 
 
 def _machine(

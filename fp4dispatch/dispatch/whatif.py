@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fp4dispatch.backends.registry import AUTO
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.system import Library, System
 from fp4dispatch.policy.catalogue import FACTS, kernel_ops
 from fp4dispatch.problem import Op, Scaling
@@ -68,6 +69,9 @@ def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) 
             words += [_flag(name), version]
         elif version is None and name in _COMPANIONS and getattr(system, _COMPANIONS[name]) is not None:
             words += [_flag(name), ABSENT]
+    model = gpu_models.named(system.gpus[0].name) if system.gpus else None
+    if model is not None and model.arch == system.arch:
+        words += ["--gpu", model.name]
     sm = system.arch.sm if system.arch else ""
     proven = [name for name in kernel_ops(p.op) if (name, sm) in system.proven]
     everything = len(proven) == len(kernel_ops(p.op))

@@ -14,9 +14,11 @@ from fp4dispatch.policy.rules import Rule
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.problem.decision import Decision, Reason, RuleHit, Verdict
 from fp4dispatch.problem.measurement import Measurement
+from fp4dispatch.problem.prediction import Predictions
 
-TUNED = "tuned"
-"""Id of the rule that a measurement is."""
+TUNED, PREDICTED = "tuned", "predicted"
+"""Ids of the rules that a measurement and a prediction are."""
+PREDICTED_SOURCE = "bench/notes/random-problems.md"
 
 
 class SupportsProblem(Protocol):
@@ -39,6 +41,7 @@ def resolve(
     disabled: Sequence[str] = (),
     elsewhere: Mapping[str, Reason] | None = None,
     measured: Measurement | None = None,
+    predicted: Predictions | None = None,
     rules: Sequence[Rule] | None = None,
 ) -> Decision:
     """Choose a backend, judging every candidate.
@@ -51,7 +54,10 @@ def resolve(
     3. The first with no reason against it (capability) and no ``deny`` rule that holds (safety) is chosen.
     4. Where there is none, ``reference`` is, if it can run the problem, with a warning that says what to install.
     5. Where that cannot either, ``backend`` is None.
-    6. Measured times may replace the choice of step 3 by a faster candidate that was acceptable as well
+    6. Predicted times may replace the choice of step 3 by a faster candidate that was acceptable as well, of the same
+       or a finer activation format (:meth:`~fp4dispatch.problem.prediction.Predictions.faster`). The rule is then
+       called ``predicted``. Where the choice of step 3 has a measured time, predictions are not asked.
+    7. Measured times may replace the choice so far by a faster candidate that was acceptable as well
        (:meth:`~fp4dispatch.problem.measurement.Measurement.faster`). The rule is then called ``tuned``. A candidate
        with a reason or a deny rule against it stays out, however fast it is.
 
@@ -72,6 +78,8 @@ def resolve(
         Backends that other ranks cannot use, and why. ``auto`` does not choose them.
     measured
         Times of the candidates on this machine, if there are any.
+    predicted
+        Predicted times of the candidates on this GPU, if there are any.
     rules
         The rules; those of ``policy/rules.toml`` by default.
 
@@ -87,7 +95,8 @@ def resolve(
         placed = first | placed
     apart = elsewhere if elsewhere and requested == "auto" else {}
     verdicts = tuple(
-        _timed(_judge(name, problem, system, backends, held, disabled, apart.get(name)), measured) for name in placed
+        _timed(_judge(name, problem, system, backends, held, disabled, apart.get(name)), measured, predicted)
+        for name in placed
     )
     if requested != "auto":
         asked = verdicts[0]
@@ -97,8 +106,13 @@ def resolve(
         chosen = next((v for v in verdicts if v.accepted and _offered(v.backend, backends)), None)
         rule = placed[chosen.backend] if chosen else None
         default = chosen
-        if chosen is not None and measured is not None:
-            chosen, rule = _tuned(measured, chosen, rule, [v for v in verdicts if _offered(v.backend, backends)])
+        if chosen is not None:
+            candidates = [v for v in verdicts if _offered(v.backend, backends)]
+            known = measured is not None and measured.of(chosen.backend, chosen.activation) is not None
+            if predicted is not None and not known:
+                chosen, rule = _predicted(predicted, chosen, rule, candidates)
+            if measured is not None:
+                chosen, rule = _tuned(measured, chosen, rule, candidates)
         warning = _fallback(problem, system, verdicts, default, chosen, backends)
         if chosen is None:
             chosen = next((v for v in verdicts if v.backend == REFERENCE and v.accepted), None)
@@ -181,9 +195,28 @@ def _judge(
     return Verdict(name, activation, reasons, denied)
 
 
-def _timed(verdict: Verdict, measured: Measurement | None) -> Verdict:
+def _timed(verdict: Verdict, measured: Measurement | None, predicted: Predictions | None) -> Verdict:
     timing = measured.of(verdict.backend, verdict.activation) if measured is not None else None
-    return verdict if timing is None else replace(verdict, measured=str(timing))
+    if timing is not None:
+        verdict = replace(verdict, measured=str(timing))
+    time = predicted.of(verdict.backend, verdict.activation) if predicted is not None and verdict.can_run else None
+    if time is None or predicted is None:
+        return verdict
+    return replace(verdict, predicted=f"{time.us:.1f} us, {predicted.source}")
+
+
+def _predicted(
+    predicted: Predictions, default: Verdict, rule: RuleHit | None, offered: Sequence[Verdict]
+) -> tuple[Verdict, RuleHit | None]:
+    """Return the choice after predicted times have been looked at, and the rule to cite for it."""
+    accepted = {(v.backend, v.activation): v for v in offered if v.accepted}
+    found = predicted.faster((default.backend, default.activation), accepted)
+    if found is None:
+        return default, rule
+    new, old = found
+    by = f" by {rule.id}" if rule is not None else ""
+    because = f"predicted {new.us:.1f} us; {old.backend} ({old.activation}), preferred{by}, {old.us:.1f} us; {predicted.source}"
+    return accepted[new.backend, new.activation], RuleHit(PREDICTED, "prefer", because, PREDICTED_SOURCE, "")
 
 
 def _tuned(

@@ -75,7 +75,7 @@ class Verdict:
 
     ``reasons`` (capability) and ``denied`` (safety) are kept apart: a denied backend that has no reasons may still be
     named explicitly, a backend with reasons may not. ``measured`` is its time here, where ``tune`` took it.
-    ``predicted`` is what a launch model says of its GEMM; it orders nothing.
+    ``predicted`` is what time models say of a call, quantiser included.
     """
 
     backend: str

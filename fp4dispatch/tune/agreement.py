@@ -13,11 +13,11 @@ from typing import Any
 
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch import choose, predicted, tuned
 from fp4dispatch.errors import RankError
 from fp4dispatch.machine.ranks import Group as Group
 from fp4dispatch.machine.ranks import Ranks as Ranks
-from fp4dispatch.policy.resolve import TUNED
+from fp4dispatch.policy.resolve import PREDICTED, TUNED
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.problem.decision import Decision, Reason, ReasonCode
 from fp4dispatch.trust import facts, quarantine, selfcheck
@@ -56,7 +56,7 @@ def settle(ranks: Ranks, decide: Callable[[], Mapping[str, Decisions]]) -> Mappi
     RankError
         If a rank could not decide, or the ranks do not agree in the end.
     """
-    for _ in range(2 * len(registry.backends()) + 2):
+    for _ in range(2 * len(registry.backends()) + 3):
         mine = ranks.attempt("choosing backends", decide)
         if ranks.size == 1:
             return mine
@@ -107,9 +107,14 @@ def _summary(decisions: Mapping[str, Decisions]) -> dict[str, Any]:
         "chosen": {name: tuple((m, d.backend, d.activation) for m, d in ranges) for name, ranges in decisions.items()},
         "refused": refused,
         "judged": {name: {v.backend for _, d in ranges for v in d.verdicts} for name, ranges in decisions.items()},
-        "tuned": sorted(name for name, r in decisions.items() if any(d.rule and d.rule.id == TUNED for _, d in r)),
+        **{rule: sorted(n for n, r in decisions.items() if _by(rule, r)) for rule in (TUNED, PREDICTED)},
         "failed": sorted(_failed()),
     }
+
+
+def _by(rule: str, ranges: Decisions) -> bool:
+    """Whether measured or predicted times made one of the decisions."""
+    return any(d.rule is not None and d.rule.id == rule for _, d in ranges)
 
 
 def _failed() -> set[Subject]:
@@ -134,7 +139,11 @@ def _take_over(ranks: Ranks, mine: Mapping[str, Decisions], everyone: list[dict[
         if len({one["chosen"][name] for one in everyone if name in one["chosen"]}) > 1
     ]
     for name in differ:
-        changed |= _exclude(name, mine, everyone) or _drop_times(name, mine, everyone)
+        changed |= (
+            _exclude(name, mine, everyone)
+            or _drop_times(name, mine, everyone)
+            or _drop_predictions(name, mine, everyone)
+        )
     if differ and not changed:
         _tell(differ, everyone)
     return changed
@@ -173,6 +182,17 @@ def _drop_times(name: str, mine: Mapping[str, Decisions], everyone: list[dict[st
             name,
             ", ".join(map(str, holders)),
         )
+    return True
+
+
+def _drop_predictions(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
+    """Ignore predicted times of a problem for which they make ranks differ: those of ranks with other GPUs."""
+    holders = [rank for rank, one in enumerate(everyone) if name in one[PREDICTED]]
+    if not holders:
+        return False
+    if name in mine:
+        predicted.ignore(mine[name][0][1].problem)
+        _log.info("%s: ranks have different GPUs, so predicted times do not decide", name)
     return True
 
 

@@ -48,9 +48,11 @@ from fp4dispatch.backends.own.tensors.quantizers import (
     Quantizers,
     ones,
 )
+from fp4dispatch.backends.own.tiling import predict, speeds
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.machine import capture
 from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import check
 from fp4dispatch.policy.catalogue import parse_version
@@ -72,6 +74,13 @@ class CublasLtBackend(Backend):
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
         """Collect every reason why this backend cannot run the problem."""
         return check(self.name, problem, system)
+
+    def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
+        """Return the predicted time of FP8 by row or tensor, quantiser included; other scalings have no model."""
+        found = speeds.of(gpu)
+        if found is None or problem.op != "fp8_gemm" or problem.scaling == "block128":
+            return None
+        return predict.quantiser(problem, found, packed=False) + predict.cublaslt(problem, found)
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Name the quantiser that a plan will load."""

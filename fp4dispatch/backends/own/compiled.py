@@ -25,9 +25,12 @@ from fp4dispatch.backends.own.tensors.operands import (
     gpu_of,
     launch_numbers,
     launch_shape,
+    speeds_on,
     taken_as_is,
 )
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import launch_model, predict
+from fp4dispatch.backends.own.tiling.speeds import Speeds
+from fp4dispatch.backends.own.tiling.speeds import of as speeds_of
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.gpu_models import GpuModel
@@ -122,9 +125,31 @@ class State:
         self.fits = (self.layout.np, self.layout.kp) == (self.layout.n, self.layout.k)
 
 
-def _shaped(loaded: Loaded, shape: Sequence[int]) -> Callable[..., None]:
+TOKENS_APART = 8
+"""Tiles of kernels for few tokens hold a multiple of so many: within it, M changes no launch shape."""
+
+
+class ByTokens(list[Sequence[int] | None]):
+    """Launch shapes for up to 8, 16, 24 ... tokens, of a kernel whose plan serves every M; None: the kernel's own."""
+
+
+def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., None]:
     """Return the function of a kernel for few tokens with a launch shape of ours in place of its own."""
-    function, numbers = getattr(loaded.module, f"{loaded.kernel}_shaped"), launch_numbers(shape)
+    function = getattr(loaded.module, f"{loaded.kernel}_shaped")
+    if isinstance(shape, ByTokens):
+        own = getattr(loaded.module, loaded.kernel)
+        shapes = [None if each is None else launch_numbers(each) for each in shape]
+
+        def gemm_of_any(x: Tensor, *operands: Any) -> None:
+            index = (x.shape[0] - 1) // TOKENS_APART
+            numbers = shapes[index] if index < len(shapes) else None
+            if numbers is None:
+                own(x, *operands)
+            else:
+                function(x, *operands[:-1], numbers, operands[-1])
+
+        return gemm_of_any
+    numbers = launch_numbers(shape)
 
     def gemm(*operands: Any) -> None:
         function(*operands[:-1], numbers, operands[-1])  # the last one is whether to launch with PDL
@@ -136,8 +161,11 @@ class CompiledBackend(Backend):
     """A backend on kernels of ``csrc/``, compiled, proved and loaded through :mod:`fp4dispatch.jit`."""
 
     @abc.abstractmethod
-    def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
-        """Return the builds that serve a problem: the GEMM, then its quantiser, if any. Empty where none serves it."""
+    def _kernels(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds | None = None) -> tuple[Build, ...]:
+        """Return the builds that serve a problem: the GEMM, then its quantiser, if any. Empty where none serves it.
+
+        ``speeds``: the constants of the GPU, where it has any.
+        """
 
     @abc.abstractmethod
     def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
@@ -157,16 +185,17 @@ class CompiledBackend(Backend):
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
         """Name the kernels that a plan will load."""
-        return self._kernels(problem, *gpu_of(device))
+        return self._kernels(problem, *gpu_of(device), speeds_on(device))
 
     def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
-        """Return what the launch model says of the build that serves a problem; None for a build without a model."""
-        builds = self._kernels(problem, gpu.arch, gpu.sms)
-        speed = speed_of(*builds[0]) if builds else None
-        if speed is None:
+        """Return what the models say of the build that serves a problem; None for a GPU or a build without a model."""
+        speeds = speeds_of(gpu)
+        builds = () if speeds is None else self._kernels(problem, gpu.arch, gpu.sms, speeds)
+        if speeds is None or not builds:
             return None
-        facts = launch_model.gpu_of(gpu)
-        return launch_model.best(speed, problem.m, problem.n, problem.k, facts).microseconds(facts)
+        kernel, build = builds[0]
+        us = predict.gemm(kernel, build.replace("fp16", "bf16"), speed_of(kernel, build), problem, speeds)
+        return None if us is None else us + predict.quantiser(problem, speeds, packed=kernel != predict.UNFOLD)
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Load the kernels; compile and prove them first if they are not in the cache.
@@ -178,16 +207,28 @@ class CompiledBackend(Backend):
         InputError
             If no kernel serves the problem.
         """
-        arch, sms = gpu_of(prepared.tensors[0].device)
-        builds = self._kernels(problem, arch, sms)
+        device = prepared.tensors[0].device
+        arch, sms = gpu_of(device)
+        speeds = speeds_on(device)
+        builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
             raise InputError(
                 f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
             )
-        return self.plan_with(problem, prepared, builds[0])
+        shape = None if speeds is None else self._shape(problem, Layout(*prepared.layout), builds[0], speeds)
+        return self.plan_with(problem, prepared, builds[0], shape)
 
-    def plan_with(self, problem: Problem, prepared: Prepared, gemm: Build, shape: Sequence[int] | None = None) -> Plan:
-        """Make a plan of one of :meth:`gemms`, for measurements. :meth:`plan` chooses the build itself.
+    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | ByTokens | None:
+        """Return the launch shape that the models say is fastest; None for a kernel that is given none."""
+        if (tile := speed_of(*gemm)) is not None:
+            return launch_model.best(tile, problem.m, layout.np, layout.kp, speeds.many_tokens).shape
+        best = predict.few_tokens(gemm[0], replace(problem, n=layout.np, k=layout.kp), speeds)
+        return None if best is None else best.shape
+
+    def plan_with(
+        self, problem: Problem, prepared: Prepared, gemm: Build, shape: Sequence[int] | ByTokens | None = None
+    ) -> Plan:
+        """Make a plan of one of :meth:`gemms`. :meth:`plan` chooses the build and the shape itself.
 
         Parameters
         ----------
@@ -196,7 +237,7 @@ class CompiledBackend(Backend):
         gemm
             The build.
         shape
-            Numbers of its launch shape; by default those that the launch model or the kernel chooses.
+            Numbers of its launch shape; by default those that the launch model of an H200 or the kernel chooses.
 
         Raises
         ------

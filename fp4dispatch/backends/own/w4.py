@@ -32,13 +32,12 @@ from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.folding import FOLD
 from fp4dispatch.backends.own.tensors.operands import await_writes, packed_part, per_column
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
+from fp4dispatch.backends.own.tiling.predict import UNFOLD
+from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
-
-UNFOLD = "w4_to_e4m3"
-"""The kernel that writes e4m3 weights for cuBLASLt."""
 
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 
@@ -48,11 +47,10 @@ class _W4Backend(CompiledBackend):
 
     layout = "w4p"
 
-    def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
+    def _kernels(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds | None = None) -> tuple[Build, ...]:
         """Return the builds of the table's row that serves a problem."""
-        tile = tile_for(
-            problem, arch, sms, "w4", lambda tile: tile.kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0
-        )
+        unfolds = problem.n % _UNFOLD_N_MULTIPLE == 0
+        tile = tile_for(problem, arch, sms, "w4", lambda tile: tile.kernel != UNFOLD or unfolds, speeds)
         return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
 
     def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:

@@ -26,9 +26,11 @@ from fp4dispatch.backends.own import w8a8
 from fp4dispatch.backends.own.compiled import Layout
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.tensors.operands import await_writes, per_column
+from fp4dispatch.backends.predictions import predictions
 from fp4dispatch.errors import InputError
-from fp4dispatch.machine import capture
+from fp4dispatch.machine import capture, gpu_models
 from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy import resolve
 from fp4dispatch.policy.capability import check
@@ -62,6 +64,11 @@ class W4A8ExpandedBackend(Backend):
             return reasons
         decision = _decide(problem, system)
         return () if decision.backend else tuple(r for name in _FP8 for r in decision.verdict(name).reasons)
+
+    def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
+        """Return the predicted time of the FP8 backend that multiplies the copy."""
+        row = _by_row(problem)
+        return min((us for each in _FP8.values() if (us := each.predict(row, gpu)) is not None), default=None)
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Name the kernels that a plan for this M will load."""
@@ -134,7 +141,9 @@ def _by_row(problem: Problem) -> Problem:
 
 def _decide(problem: Problem, system: System) -> Decision:
     """Let the policy choose the FP8 backend."""
-    return resolve.resolve(_by_row(problem), system, _FP8)
+    row = _by_row(problem)
+    model = gpu_models.of(system.gpus[0]) if system.gpus else None
+    return resolve.resolve(row, system, _FP8, predicted=predictions(row, model, _FP8) if model else None)
 
 
 def _backend_for(problem: Problem, device: torch.device) -> Backend:

@@ -14,14 +14,29 @@ block scales are not built: they need a sum of their own for every 128 k.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
-from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
+from fp4dispatch.backends.own.compiled import (
+    N_MULTIPLE,
+    TOKENS_APART,
+    Build,
+    ByTokens,
+    CompiledBackend,
+    Launch,
+    Layout,
+    Loaded,
+    State,
+    Weights,
+)
 from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
+from fp4dispatch.backends.own.tiling import predict
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
+from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -42,7 +57,7 @@ class W8A16Backend(CompiledBackend):
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"fp8_gemm": ("bf16",)}
     plans_by_m = False
 
-    def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
+    def _kernels(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds | None = None) -> tuple[Build, ...]:
         """Return the one build for the output's dtype."""
         build = BUILDS.get(problem.out_dtype)
         return () if build is None else ((KERNEL, build),)
@@ -50,6 +65,15 @@ class W8A16Backend(CompiledBackend):
     def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
         """Name the same build."""
         return () if arch is None else self._kernels(problem, arch, sms)
+
+    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens | None:
+        """Return launch shapes for all M: the plan serves every M."""
+        most = KERNELS[KERNEL].most_tokens()
+        found = [
+            predict.few_tokens(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
+            for m in range(TOKENS_APART, most + 1, TOKENS_APART)
+        ]
+        return ByTokens([best and best.shape for best in found])
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Keep the weight as it is stored; pad it with zeros if K is not a multiple of 16. Synchronises.

@@ -26,6 +26,7 @@ from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.operands import await_writes, block_scales_part, packed_part, stored_rows
+from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
@@ -45,9 +46,9 @@ class W8A8Backend(CompiledBackend):
     name = "w8a8"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"fp8_gemm": ("fp8",)}
 
-    def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
-        """Return the builds of the first row of ``w8_tiles.toml`` that serves a problem."""
-        tile = tile_for(problem, arch, sms, "w8")
+    def _kernels(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds | None = None) -> tuple[Build, ...]:
+        """Return the builds of the row of ``w8_tiles.toml`` that serves a problem."""
+        tile = tile_for(problem, arch, sms, "w8", speeds=speeds)
         return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
 
     def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:

@@ -11,8 +11,10 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.scratch import Part
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import launch_model, speeds
+from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.formats import zero_pad
+from fp4dispatch.machine import gpu_models, system
 from fp4dispatch.problem.arch import Arch
 
 _PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 k of each of 8 tokens
@@ -26,6 +28,13 @@ def arch_of(device: torch.device) -> Arch:
 def gpu_of(device: torch.device) -> tuple[Arch, int]:
     """Return the arch of a GPU and its number of SMs."""
     return arch_of(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def speeds_on(device: torch.device) -> Speeds | None:
+    """Return the constants of the time models on a GPU; None for a model that has none, or only a part of a GPU."""
+    gpus, index = system.current().gpus, device.index or 0
+    model = gpu_models.of(gpus[index]) if index < len(gpus) else None
+    return None if model is None or model.sms != gpu_of(device)[1] else speeds.of(model)
 
 
 def taken_as_is(x: Tensor, out: Tensor, bias: Tensor | None) -> bool:

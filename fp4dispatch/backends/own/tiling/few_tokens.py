@@ -1,6 +1,7 @@
 """The launch shapes of the kernels for few tokens (``csrc/few_tokens/launch.h``): what is built and fits. No torch.
 
-The kernels choose a shape themselves. This module lists the shapes that are worth a measurement beside that one.
+A kernel chooses a shape itself where it is given none. This module lists the shapes that are worth a prediction
+(:mod:`~fp4dispatch.backends.own.tiling.few_tokens_model`) or a measurement.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+Registers = tuple[tuple[int, int, int], ...]
 
 CLUSTERS = (1, 2, 4, 8)
 ROWS, STAGE_K = 64, 128
@@ -18,6 +21,10 @@ starts."""
 RESERVED = 1024
 """Bytes of shared memory that a CTA costs beside its own."""
 FEW_STAGES = (2, 4)
+UNIT_ROWS = 16
+SM_REGISTERS, SM_THREADS = 65536, 2048
+MOST_TILES = 2
+"""Of tokens. Each tile reads all weights: with more of them another kernel is faster."""
 
 
 class FewTokensShape(NamedTuple):
@@ -58,6 +65,9 @@ class FewTokensKernel:
         From this many tokens on, sums take the place of the ring.
     table
         Bytes of tables.
+    registers
+        Of a thread, as ``registers()`` of the weights says: up to so many tokens, units (0: any), registers. The first
+        row that fits holds.
     """
 
     instances: tuple[tuple[int, int, int, int], ...]
@@ -66,6 +76,28 @@ class FewTokensKernel:
     align: int
     reuse: int = 32
     table: int = 0
+    registers: Registers = ((64, 1, 80),)
+
+    def most_tokens(self) -> int:
+        """Return the most tokens for which shapes are worth a look."""
+        return MOST_TILES * max(instance[0] for instance in self.instances)
+
+    def threads(self, shape: FewTokensShape) -> int:
+        """Return the threads of a CTA: warps that multiply, and one or two of each group that load."""
+        multiply = shape.row_blocks * ROWS // UNIT_ROWS // shape.units
+        load = 2 if shape.units == 1 and self.x_bytes > 1 else 1
+        return 32 * shape.groups * (multiply + load)
+
+    def resident(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> int:
+        """Return how many CTAs run on an SM at once, by shared memory, registers and threads; at least 1."""
+        threads, of_thread = self.threads(shape), self._registers(shape)
+        by_memory = memory.sm // (self.shared_bytes(shape, block_scales=block_scales) + RESERVED)
+        return max(1, min(by_memory, SM_REGISTERS // (threads * of_thread), SM_THREADS // threads))
+
+    def _registers(self, shape: FewTokensShape) -> int:
+        """Return the registers of a thread, in the steps in which they are given out."""
+        found = next(r for tokens, units, r in self.registers if shape.tokens <= tokens and units in (0, shape.units))
+        return _up(found, 8)
 
     def tokens(self, m: int) -> int:
         """Return the tokens of the smallest tile that holds m, or of the largest."""
@@ -94,6 +126,7 @@ KERNELS = {
         weight_bytes=4608,
         x_bytes=2,
         align=16,
+        registers=((64, 1, 80), (8, 4, 82), (16, 4, 100), (64, 4, 136), (16, 2, 72), (64, 2, 96)),
     ),
     "w8a16_small": FewTokensKernel(
         (
@@ -104,6 +137,7 @@ KERNELS = {
         x_bytes=2,
         align=1024,
         reuse=16,
+        registers=((8, 4, 98), (16, 4, 116), (64, 4, 152), (16, 0, 80), (64, 0, 96)),
     ),
     "w4a8_small": FewTokensKernel(
         ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
@@ -111,9 +145,14 @@ KERNELS = {
         x_bytes=1,
         align=1024,
         table=16384,
+        registers=((32, 0, 80), (64, 0, 112)),
     ),
     "w8a8_small": FewTokensKernel(
-        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1)), weight_bytes=8192, x_bytes=1, align=1024
+        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1)),
+        weight_bytes=8192,
+        x_bytes=1,
+        align=1024,
+        registers=((32, 0, 80), (64, 0, 96)),
     ),
 }
 

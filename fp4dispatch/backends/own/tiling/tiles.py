@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fp4dispatch import strict_toml
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import launch_model, predict
 from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
+from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
@@ -49,13 +50,21 @@ class Tile:
     speed: TileSpeed | None = None
     predicted: bool = False
 
-    def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
-        """Whether the row serves a problem on a GPU with ``sms`` SMs."""
+    def runs(self, problem: Problem, arch: Arch | None) -> bool:
+        """Whether the row's builds run a problem, fast or not."""
         if problem.op != self.op or arch not in self.archs or problem.scaling not in self.scalings:
             return False
         if self.activations and problem.activation not in self.activations:
             return False
-        if problem.out_dtype not in self.builds or problem.m < self.m_min:
+        return problem.out_dtype in self.builds
+
+    def predicted_us(self, problem: Problem, speeds: Speeds) -> float | None:
+        """Return the predicted microseconds of the GEMM; None where the models do not cover it."""
+        return predict.gemm(self.kernel, self.builds["bfloat16"], self.speed, problem, speeds)
+
+    def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
+        """Whether the row serves a problem on a GPU with ``sms`` SMs."""
+        if not self.runs(problem, arch) or problem.m < self.m_min:
             return False
         if self.m_max is not None and problem.m > self.m_max:
             return False
@@ -128,12 +137,22 @@ def tile_for(
     sms: int,
     table: str = "cutlass",
     takes: Callable[[Tile], bool] = lambda _: True,
+    speeds: Speeds | None = None,
 ) -> Tile | None:
-    """Return the first row of a table that serves a problem and that ``takes`` accepts; None if there is none.
+    """Return the row of a table that serves a problem and that ``takes`` accepts; None if there is none.
 
-    If that row is ``predicted``, return the fastest of all fitting rows that are.
+    With the constants of the GPU: the row with the lowest predicted time, whatever the bounds of rows say. Without
+    them, or where the models do not cover the row that comes first by the bounds: that row; if it is ``predicted``, the
+    fastest of all fitting rows that are.
     """
     fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
+    if speeds is not None and fitting and fitting[0].predicted_us(problem, speeds) is not None:
+        timed = [
+            (us, i, tile)
+            for i, tile in enumerate(tiles(table))
+            if tile.runs(problem, arch) and takes(tile) and (us := tile.predicted_us(problem, speeds)) is not None
+        ]
+        return min(timed)[-1]
     if not fitting or not fitting[0].predicted:
         return fitting[0] if fitting else None
     m, n, k = problem.m, problem.n, problem.k
@@ -150,8 +169,7 @@ def builds_for(problem: Problem, arch: Arch | None, table: str) -> tuple[tuple[s
 
     Every build is right for every M. The bounds of a row, which affect speed only, are not applied.
     """
-    free = (replace(tile, m_min=0, m_max=None, weights_max=None, fill=None) for tile in tiles(table))
-    fitting = [tile for tile in free if tile.fits(problem, arch, 1)]
+    fitting = [tile for tile in tiles(table) if tile.runs(problem, arch)]
     return tuple(dict.fromkeys((tile.kernel, tile.builds[problem.out_dtype]) for tile in fitting))
 
 

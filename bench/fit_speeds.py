@@ -1,0 +1,311 @@
+"""Fit the constants of all time models to samples of a GPU: the [[gpu]] of tiling/speeds.toml. Needs scipy, no GPU.
+
+Samples come from bench/launch_samples.py. Each of the GPU's facts, kernels for few tokens, quantisers, cuBLASLt and the
+writing out of weights has a few constants; all are fitted by least squares of logarithms in which outliers count less.
+
+    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... [--write]
+
+``--write`` puts the GPU's constants into speeds.toml, in place of those that it has. bench/judge_choices.py judges them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from bench import fit_launch_model
+from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
+from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
+from fp4dispatch.machine import gpu_models
+
+PRIOR = 0.01
+"""Weight of what a constant is before the fit: it decides only where the samples say nothing."""
+OUTLIER = 0.1
+NEAR, FAR = (1.3, 1.0), (2.0, 0.4)
+"""(Times the best launch of the problem, weight): launches that nobody will choose weigh less."""
+FAR_WEIGHT = 0.15
+FEW_START = {
+    "start": 1.5,
+    "wave": 1.2,
+    "cluster": 1.0,
+    "doubling": 0.3,
+    "sums": 20e3,
+    "latency": 0.8,
+    "memory": 4.3e6,
+    "l2": 12e6,
+    "overlap": 0.3,
+}
+TILE_START = (0.2, 0.08)
+LT_START, LT_MEMORY, LT_STAGE = 4.0, 4.3e6, 0.36
+DIGITS = 4
+
+
+def least(function: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
+    """Return the positive constants that make logarithms smallest, from where they start."""
+    first = np.log(np.array(start))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([function(np.exp(x)), PRIOR * (x - first)])
+
+    return np.exp(least_squares(residuals, first, loss="soft_l1", f_scale=OUTLIER, max_nfev=200).x)
+
+
+# ---- Few tokens ----
+
+Launch = tuple[tuple[int, int, int], FewTokensShape, float]
+
+
+def few_launches(problems: Iterable[dict[str, Any]], kernel: str, *, blocks: bool) -> list[Launch]:
+    """Return the timed launches of a kernel for few tokens: (n, k, m), shape, microseconds."""
+    found = []
+    for p in problems:
+        for name, launches in p["launches"].items():
+            launched, _, build = name.partition(" ")[2].partition("/")
+            if launched == kernel and build.startswith("block_") == blocks:
+                problem = p["n"], p["k"], p["m"]
+                found += [(problem, FewTokensShape(*s), us) for s, us in launches if s is not None]
+    return found
+
+
+def fit_few(kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blocks: bool) -> FewTokensSpeed:
+    """Fit a kernel's constants. Tiles that were never launched are left out."""
+    tiles = sorted({shape[:4] for _, shape, _ in some})
+    work = stacked([few_tokens_model.work(KERNELS[kernel], s, m, n, k, usable, blocks) for (n, k, m), s, _ in some])
+    which = np.array([tiles.index(shape[:4]) for _, shape, _ in some])
+    us = np.array([each for *_, each in some])
+    weights = weights_of([problem for problem, *_ in some], us)
+    count = len(FEW_START)
+
+    def at(x: np.ndarray) -> np.ndarray:
+        speed = FewTokensSpeed(*x[:count], tiles=())
+        alone, full = x[count : count + len(tiles)], x[count + len(tiles) :]
+        found: np.ndarray = few_tokens_model.time_of(speed, alone[which], full[which], work)
+        return found
+
+    start = [*FEW_START.values(), *(TILE_START[0],) * len(tiles), *(TILE_START[1],) * len(tiles)]
+    x = least(lambda x: weights * np.log(at(x) / us), start)
+    alone, full = x[count : count + len(tiles)], x[count + len(tiles) :]
+    rows = zip(tiles, map(rounded, alone), map(rounded, full), strict=True)
+    return FewTokensSpeed(*map(rounded, x[:count]), tiles=tuple(rows))
+
+
+def stacked(works: Sequence[Work]) -> Work:
+    """Return many works as one of arrays."""
+    columns: list[Any] = []
+    for name, column in zip(Work._fields, zip(*works, strict=True), strict=True):
+        if name in ("full", "last"):
+            columns.append(Wave(*(np.array(each, float) for each in zip(*column, strict=True))))
+        else:
+            columns.append(np.array(column, float))
+    return Work(*columns)
+
+
+def weights_of(problems: Sequence[tuple[int, int, int]], us: np.ndarray) -> np.ndarray:
+    """Return the weight of each launch: less for those that are far from the best of their problem."""
+    best: dict[tuple[int, int, int], float] = {}
+    for problem, each in zip(problems, us, strict=True):
+        best[problem] = min(each, best.get(problem, math.inf))
+    times = us / np.array([best[problem] for problem in problems])
+    return np.where(times <= NEAR[0], NEAR[1], np.where(times <= FAR[0], FAR[1], FAR_WEIGHT))
+
+
+# ---- Everything else ----
+
+
+def fit_quantiser(samples: Sequence[tuple[int, int, float]], beside: float) -> dict[str, float]:
+    """Fit a quantiser to (m, k, microseconds). ``beside``: what a second launch costs beside both."""
+    m, k, us = np.array(samples, float).T
+    x = least(lambda x: np.log(other_models.QuantiserSpeed(*x).microseconds(m, k) / us), [1.2, 1e-4, 1e-6])
+    return {"start": rounded(x[0] + beside), "row": rounded(x[1]), "element": rounded(x[2])}
+
+
+def quantisers(problems: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Fit the three kinds of quantisers."""
+    of: dict[str, list[tuple[int, int, float]]] = {name: [] for name in speeds.QUANTISERS}
+    for p in problems:
+        for name, us in p["quantise"].items():
+            _, entering, kernel = name.split()
+            kind = "plain_row" if kernel == predict.UNFOLD else "packed_block" if entering == "1x128" else "packed_row"
+            of[kind].append((p["m"], p["k"], us))
+    beside = second_launch(problems)
+    return {kind: fit_quantiser(samples or of["packed_row"], beside) for kind, samples in of.items()}
+
+
+def second_launch(problems: Sequence[dict[str, Any]]) -> float:
+    """Return the microseconds that a GEMM with its quantiser takes beyond those of both alone; at least 0."""
+    beyond = []
+    for p in problems:
+        for name, whole in p["with_quantiser"].items():
+            backend, fmt = name.split()
+            best = min(
+                (launches[0][1], each.partition(" ")[2].partition("/")[0])
+                for each, launches in p["launches"].items()
+                if each.split()[0] == backend and ("block_" in each) == (fmt == "block128")
+            )
+            entering = "1x128" if fmt == "block128" else "row"
+            alone = p["quantise"].get(f"{backend} {entering} {best[1]}")
+            if alone is not None and best[0] < 60:  # of longer ones the GEMM's own noise is more than this
+                beyond.append(whole - best[0] - alone)
+    return max(statistics.median(beyond), 0.0) if beyond else 0.0
+
+
+def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]:
+    """Fit cuBLASLt's FP8 GEMM."""
+    some = [(p["n"], p["k"], p["m"], p["scaled_mm"]) for p in problems if "scaled_mm" in p]
+    n, k, m, us = np.array(some, float).T
+    tiles = other_models.LT_TILES
+    waves = [np.ceil(np.ceil(m / tokens) * np.ceil(n / rows) / sms) for tokens, rows in tiles]
+
+    def at(x: np.ndarray) -> np.ndarray:
+        found: np.ndarray = other_models.lt_time(x[0], x[1], [w * t for w, t in zip(waves, x[2:], strict=True)], n, k)
+        return found
+
+    start = [LT_START, LT_MEMORY, *(LT_STAGE * (a * b / 128**2) ** 0.9 for a, b in tiles)]
+    x = least(lambda x: np.log(at(x) / us), start)
+    return {"start": rounded(x[0]), "memory": rounded(x[1]), "tiles": [rounded(each) for each in x[2:]]}
+
+
+def fit_unfold(problems: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Fit the writing out of weights: what it takes beyond cuBLASLt's GEMM."""
+    some = []
+    for p in problems:
+        whole = p["launches"].get(f"w4a8 {predict.UNFOLD}/any")
+        if whole and "scaled_mm" in p and whole[0][1] > 1.1 * p["scaled_mm"]:
+            some.append((p["n"], p["k"], whole[0][1] - p["scaled_mm"]))
+    n, k, us = np.array(some, float).T
+    x = least(lambda x: np.log(other_models.UnfoldSpeed(*x).microseconds(n, k) / us), [2.0, 3.5e6])
+    return {"start": rounded(x[0]), "memory": rounded(x[1])}
+
+
+def many_tokens(records: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Fit the launch model's constants of the GPU, then how many times as long as it says each build takes."""
+    some = fit_launch_model.points(records)
+    start = fit_launch_model.in_use(fit_launch_model.gpu_of(records[0]), some)
+    model = fit_launch_model.fitted(start, some, builds=False)
+    ratios: dict[str, list[float]] = {}
+    groups: dict[Any, list[fit_launch_model.Point]] = {}
+    for point in filter(fit_launch_model.modelled, some):
+        groups.setdefault((point.problem, point.build), []).append(point)
+    for (_, build), group in groups.items():
+        chosen = min(group, key=lambda point: point.predicted(model))
+        ratios.setdefault("/".join(build), []).append(math.log(chosen.us / chosen.predicted(model)))
+    gpu = {name: rounded(getattr(model.gpu, name)) for name in speeds.GPU_CONSTANTS}
+    return gpu, {build: rounded(math.exp(statistics.median(found))) for build, found in sorted(ratios.items())}
+
+
+def fit(records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, Any]:
+    """Return the [[gpu]] of speeds.toml as plain data."""
+    problems = [p for record in records for p in record["problems"]]
+    device = records[0]["facts"]["device"]
+    model = gpu_models.named(device)
+    if model is None:
+        raise SystemExit(f"{device} is not in gpu_models.toml: add it first")
+    usable = launch_model.gpu_with(model.sms).usable
+    gpu, builds = many_tokens(records)
+    few: dict[str, Any] = {}
+    for kernel in KERNELS:
+        for blocks in (False, True):
+            some = few_launches(problems, kernel, blocks=blocks)
+            if some:
+                name = f"{kernel} {speeds.BLOCKS}" if blocks else kernel
+                speed = fit_few(kernel, some, usable, blocks=blocks)
+                few[name] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name != "tiles"}
+                few[name]["tiles"] = [[*tile, alone, full] for tile, alone, full in speed.tiles]
+    return {
+        "name": model.name,
+        "records": list(named),
+        "many_tokens": gpu,
+        "builds": builds,
+        "quantisers": quantisers(problems),
+        "cublaslt": fit_cublaslt(problems, model.sms),
+        "unfold": fit_unfold(problems),
+        "few_tokens": few,
+    }
+
+
+# ---- The file ----
+
+HEADER = """\
+# Constants of time models, by GPU model. Made by bench/fit_speeds.py from records of bench/launch_samples.py (`records`:
+# name, problems, SHA-256 of the file); the same command on the same records writes the same file. What they mean:
+# speeds.py. A GPU of the same arch that is not here gets those of the first, scaled by its clock, bandwidth and SMs.
+"""
+
+
+def text(rows: Iterable[dict[str, Any]]) -> str:
+    """Return rows as the file."""
+    lines = [HEADER]
+    for row in rows:
+        lines += ["[[gpu]]", f"name = {json.dumps(row['name'])}", "records = ["]
+        lines += [f"  {json.dumps(each)}," for each in row["records"]]
+        lines += ["]", f"many_tokens = {inline(row['many_tokens'])}"]
+        lines += [f"cublaslt = {inline(row['cublaslt'])}", f"unfold = {inline(row['unfold'])}", "", "[gpu.builds]"]
+        lines += [f"{json.dumps(key)} = {value}" for key, value in row["builds"].items()]
+        lines += ["", "[gpu.quantisers]"]
+        lines += [f"{key} = {inline(value)}" for key, value in row["quantisers"].items()]
+        for name, few in row["few_tokens"].items():
+            lines += ["", f"[gpu.few_tokens.{json.dumps(name)}]"]
+            lines += [f"{key} = {value}" for key, value in few.items() if key != "tiles"]
+            lines += ["tiles = [", *(f"  {tile}," for tile in few["tiles"]), "]"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def inline(row: dict[str, Any]) -> str:
+    """Return a table in one line."""
+    return "{ " + ", ".join(f"{key} = {value}" for key, value in row.items()) + " }"
+
+
+def rounded(value: float) -> float:
+    """Return a number with a few digits, so that the file does not depend on the machine that fits."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def cited(path: Path, record: dict[str, Any]) -> str:
+    """Return how the file names a record."""
+    return f"{path.stem}, {len(record['problems'])} problems, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def written(path: Path, row: dict[str, Any]) -> None:
+    """Put a GPU's constants into the file."""
+    from fp4dispatch import strict_toml
+
+    rows = strict_toml.load(path)["gpu"] if path.exists() else []
+    at = next((i for i, each in enumerate(rows) if each["name"] == row["name"]), len(rows))
+    path.write_text(text([*rows[:at], row, *rows[at + 1 :]]), "utf-8")
+
+
+def main() -> None:
+    """Fit, and print or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", type=Path, nargs="+", required=True)
+    parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
+    parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
+    args = parser.parse_args()
+    paths = sorted(args.fit, key=lambda path: path.name)
+    records = [json.loads(path.read_text("utf-8")) for path in paths]
+    if len({record["facts"]["device"] for record in records}) != 1:
+        parser.error("samples of several GPU models: fit each alone")
+    row = fit(records, [cited(path, record) for path, record in zip(paths, records, strict=True)])
+    if args.write or args.to != speeds.FILE:
+        written(args.to, row)
+    else:
+        print(text([row]))
+
+
+if __name__ == "__main__":
+    main()

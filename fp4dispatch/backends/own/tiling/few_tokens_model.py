@@ -1,0 +1,219 @@
+"""The launch model of the kernels for few tokens: which launch shape to use, and how long it should take. No torch.
+
+A launch is waves of CTAs. In a wave each CTA does its stages of K, and a stage takes as long as the slowest of five
+things, in about: one CTA alone, all CTAs of an SM together, the latency of memory over the stages of a ring, memory
+bandwidth, L2 bandwidth. :class:`FewTokensSpeed` has the constants, fitted by bench/fit_launch_model.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fp4dispatch.backends.own.tiling.few_tokens import (
+    KERNELS,
+    ROWS,
+    SM90,
+    STAGE_K,
+    FewTokensKernel,
+    FewTokensShape,
+    candidates,
+)
+
+NORM = 4
+"""Exponent of the norm that takes the place of the largest of several times: times near each other add up a little."""
+
+TileSpeeds = tuple[tuple[tuple[int, ...], float, float], ...]
+
+
+@dataclass(frozen=True)
+class FewTokensSpeed:
+    """Constants of a kernel on a GPU, in microseconds and bytes per microsecond.
+
+    Parameters
+    ----------
+    start
+        Before the first wave.
+    wave, cluster, doubling
+        Start and end of a wave: of any CTA; more where CTAs share out K; more for each doubling of their number.
+    sums
+        Bytes of sums per microsecond that a CTA adds up at its end.
+    latency
+        Of a stage from memory.
+    memory, l2
+        Bandwidth.
+    overlap
+        Share of a wave's start and end that shows where an SM has several CTAs.
+    tiles
+        For each tile (tokens, row blocks, groups, units): microseconds of a stage of a CTA alone, and of a stage of one
+        group on a full SM.
+    """
+
+    start: float
+    wave: float
+    cluster: float
+    doubling: float
+    sums: float
+    latency: float
+    memory: float
+    l2: float
+    overlap: float
+    tiles: TileSpeeds
+
+    def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
+        """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
+        slower = ("start", "wave", "cluster", "doubling", "latency")
+        return replace(
+            self,
+            **{name: getattr(self, name) / clock for name in slower},
+            sums=self.sums * clock,
+            memory=self.memory * memory,
+            l2=self.l2 * clock,
+            tiles=tuple((tile, alone / clock, full / clock) for tile, alone, full in self.tiles),
+        )
+
+    @functools.cached_property
+    def of_tile(self) -> dict[tuple[int, ...], tuple[float, float]]:
+        """The two constants of each tile."""
+        return {tile: (alone, full) for tile, alone, full in self.tiles}
+
+
+class Wave(NamedTuple):
+    """CTAs that run at once: how many, of one SM, and token tiles that read the same weights."""
+
+    ctas: float
+    of_sm: float
+    readers: float
+
+
+class Work(NamedTuple):
+    """What a launch does, in numbers. Fields may be arrays over launches.
+
+    ``stages`` of a CTA's group, ``ring`` stages of its ring, ``groups`` of warps; ``waves`` that are full, each like
+    ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``weight_bytes`` and ``read_bytes`` of a stage of a CTA;
+    ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` of a CTA; ``several`` (0 or 1):
+    an SM runs several CTAs.
+    """
+
+    stages: float
+    ring: float
+    groups: float
+    waves: float
+    full: Wave
+    rest: float
+    last: Wave
+    weight_bytes: float
+    read_bytes: float
+    shared: float
+    doublings: float
+    sum_bytes: float
+    several: float
+
+
+class FewTokensPrediction(NamedTuple):
+    """A launch shape and the microseconds that the model predicts for it."""
+
+    shape: FewTokensShape
+    us: float
+
+
+@functools.lru_cache(maxsize=4096)
+def best(
+    kernel: str,
+    speed: FewTokensSpeed,
+    m: int,
+    n: int,
+    k: int,
+    usable: tuple[int, ...],
+    block_scales: bool = False,
+) -> FewTokensPrediction | None:
+    """Return the fastest launch shape of a kernel for [m, k] by [n, k]; None for more tokens than it is for.
+
+    ``usable``: CTAs that run at once in clusters of 1 to 8, one per SM.
+    """
+    if m > KERNELS[kernel].most_tokens():
+        return None
+    found = [
+        FewTokensPrediction(shape, microseconds(kernel, speed, shape, m, n, k, usable, block_scales))
+        for shape in candidates(kernel, m, n, k, usable[0], block_scales=block_scales)
+        if shape[:4] in speed.of_tile
+    ]
+    return min(found, key=lambda each: each.us, default=None)
+
+
+def microseconds(
+    kernel: str,
+    speed: FewTokensSpeed,
+    shape: FewTokensShape,
+    m: int,
+    n: int,
+    k: int,
+    usable: tuple[int, ...],
+    block_scales: bool = False,
+) -> float:
+    """Return the predicted time of one launch shape."""
+    alone, full = speed.of_tile[shape[:4]]
+    found: float = time_of(speed, alone, full, work(KERNELS[kernel], shape, m, n, k, usable, block_scales))
+    return found
+
+
+def work(
+    about: FewTokensKernel,
+    shape: FewTokensShape,
+    m: int,
+    n: int,
+    k: int,
+    usable: tuple[int, ...],
+    block_scales: bool = False,
+) -> Work:
+    """Return what a launch does."""
+    sms = usable[shape.cluster - 1]
+    resident = about.resident(shape, SM90, block_scales=block_scales)
+    token_tiles, ctas, at_once = _up(m, shape.tokens), shape.ctas(m, n), sms * resident
+    sharers = ctas // token_tiles  # CTAs of one token tile
+
+    def wave(count: int) -> Wave:
+        return Wave(count, max(_up(count, sms), 1), min(max(count / sharers, 1.0), token_tiles))
+
+    waves, rest = divmod(ctas, at_once)
+    weight_bytes = shape.groups * shape.row_blocks * about.weight_bytes
+    tokens = min(shape.tokens, m) * STAGE_K * about.x_bytes
+    return Work(
+        stages=_up(_up(k, STAGE_K), shape.cluster * shape.groups),
+        ring=shape.stages,
+        groups=shape.groups,
+        waves=waves,
+        full=wave(at_once),
+        rest=float(rest > 0),
+        last=wave(max(rest, 1)),
+        weight_bytes=weight_bytes,
+        read_bytes=weight_bytes + shape.groups * tokens,
+        shared=float(shape.cluster > 1),
+        doublings=shape.cluster.bit_length() - 1,
+        sum_bytes=4 * shape.groups * shape.tokens * shape.row_blocks * ROWS,
+        several=float(resident > 1),
+    )
+
+
+def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
+    """Return the microseconds of some work; numbers may be arrays, so that a fit is fast."""
+    ends = speed.wave + speed.cluster * w.shared + speed.doubling * w.doublings + w.sum_bytes / speed.sums
+    more = (w.waves + w.rest - 1) * (1 - w.several * (1 - speed.overlap))
+
+    def stage(wave: Wave) -> Any:
+        times = (
+            alone,
+            full * w.groups * wave.of_sm,
+            speed.latency / w.ring,
+            wave.ctas * w.weight_bytes / wave.readers / speed.memory,
+            wave.ctas * w.read_bytes / speed.l2,
+        )
+        return sum(each**NORM for each in times) ** (1 / NORM)
+
+    stages = w.stages * (w.waves * stage(w.full) + w.rest * stage(w.last))
+    return speed.start + ends * (1 + more) + stages
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,89 @@
+"""Time models of what runs beside our GEMMs: quantisers of activations, cuBLASLt's FP8 GEMM, weights written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+NORM = 4
+"""As in :mod:`~fp4dispatch.backends.own.tiling.few_tokens_model`."""
+STAGE_K = 128
+LT_TILES = ((64, 128), (128, 64), (128, 128), (64, 256), (128, 256), (256, 128))
+"""Tokens and rows of the tiles that cuBLASLt may take."""
+UNFOLD_BYTES = 0.5625 + 1
+"""Of a weight: read as NVFP4, written as FP8."""
+
+
+@dataclass(frozen=True)
+class QuantiserSpeed:
+    """A quantiser in front of its GEMM: microseconds of its start, per k of a token, and per element."""
+
+    start: float
+    row: float
+    element: float
+
+    def microseconds(self, m: Any, k: Any) -> Any:
+        """Return the predicted time for [m, k] activations."""
+        return self.start + self.row * k + self.element * m * k
+
+    def scaled(self, clock: float, memory: float) -> QuantiserSpeed:
+        """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
+        return QuantiserSpeed(self.start / clock, self.row / clock, self.element / clock)
+
+
+@dataclass(frozen=True)
+class CublasLtSpeed:
+    """cuBLASLt's FP8 GEMM with scales by row and column: whole waves of its fastest tile, or the read of the weights.
+
+    Parameters
+    ----------
+    start
+        Microseconds before and after.
+    memory
+        Bytes of weights per microsecond.
+    tiles
+        For each of :data:`LT_TILES`: microseconds of 128 k.
+    """
+
+    start: float
+    memory: float
+    tiles: tuple[float, ...]
+
+    def microseconds(self, m: int, n: int, k: int, sms: int) -> float:
+        """Return the predicted time of [m, k] by [n, k]."""
+        waves = [_up(_up(m, tokens) * _up(n, rows), sms) for tokens, rows in LT_TILES]
+        return float(lt_time(self.start, self.memory, [w * t for w, t in zip(waves, self.tiles, strict=True)], n, k))
+
+    def scaled(self, clock: float, memory: float) -> CublasLtSpeed:
+        """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
+        return replace(
+            self, start=self.start / clock, memory=self.memory * memory, tiles=tuple(t / clock for t in self.tiles)
+        )
+
+
+def lt_time(start: Any, memory: Any, waves: Any, n: Any, k: Any) -> Any:
+    """Return the microseconds of a GEMM whose ``waves`` take so long for 128 k by each tile; numbers may be arrays."""
+    fastest = waves[0]
+    for each in waves[1:]:
+        fastest = (fastest + each - abs(fastest - each)) / 2  # the smaller one, of arrays too
+    return start + ((fastest * k / STAGE_K) ** NORM + (n * k / memory) ** NORM) ** (1 / NORM)
+
+
+@dataclass(frozen=True)
+class UnfoldSpeed:
+    """The kernel that writes NVFP4 weights out as FP8: microseconds of its start, bytes per microsecond."""
+
+    start: float
+    memory: float
+
+    def microseconds(self, n: Any, k: Any) -> Any:
+        """Return the predicted time for an [n, k] weight."""
+        return self.start + n * k * UNFOLD_BYTES / self.memory
+
+    def scaled(self, clock: float, memory: float) -> UnfoldSpeed:
+        """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
+        return UnfoldSpeed(self.start / clock, self.memory * memory)
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,67 @@
+"""What time models say of the candidates of one problem: pure data and one pure rule.
+
+A candidate replaces the choice of the rules only where its predicted time is lower by more than :data:`MARGIN`: models
+are off by some percent, and a choice should not flip from one M to the next for less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp4dispatch.problem import Activation
+from fp4dispatch.problem.measurement import EXACTNESS
+
+MARGIN = 0.03
+"""Least predicted gain that counts, as a share of the time of the choice of the rules."""
+
+
+class PredictedTime(NamedTuple):
+    """One candidate: the microseconds of a call, quantiser included."""
+
+    backend: str
+    activation: Activation
+    us: float
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The predicted times of the candidates of one problem on one GPU.
+
+    Parameters
+    ----------
+    times
+        Of candidates that have a model.
+    source
+        Where the constants come from: ``fitted on H200 SXM``.
+    records
+        What they were fitted to.
+    """
+
+    times: tuple[PredictedTime, ...]
+    source: str
+    records: tuple[str, ...] = ()
+
+    def of(self, backend: str, activation: Activation) -> PredictedTime | None:
+        """Return the time of a candidate; None where it has none."""
+        return next((t for t in self.times if (t.backend, t.activation) == (backend, activation)), None)
+
+    def faster(
+        self, default: tuple[str, Activation], accepted: Iterable[tuple[str, Activation]]
+    ) -> tuple[PredictedTime, PredictedTime] | None:
+        """Return (new, old) where a candidate that may run replaces the choice of the rules; None where that stays.
+
+        As :meth:`~fp4dispatch.problem.measurement.Measurement.faster`: to a finer activation format at most.
+        """
+        old = self.of(*default)
+        if old is None:
+            return None
+        may_run = set(accepted)
+        fit = [
+            t
+            for t in self.times
+            if (t.backend, t.activation) in may_run and EXACTNESS[t.activation] >= EXACTNESS[old.activation]
+        ]
+        new = min(fit, key=lambda t: t.us, default=old)
+        return (new, old) if new.us < (1 - MARGIN) * old.us else None
