@@ -6,9 +6,5 @@ rule that changes one is not found out on a GPU, months later.
 
 W8A16 = 8
 """FP8 weights by row or tensor: w8a16, then w8a8."""
-W8A8 = 768
-"""FP8 weights by row or tensor: w8a8, then cublaslt."""
-W4A16 = 16
-"""NVFP4 weights, of which there are few: w4a16, then w4a8."""
-W4A8_BESIDE_A_COPY = 128
-"""NVFP4 weights with an FP8 copy: w4a8, then w4a8_expanded."""
+W4A16 = 8
+"""NVFP4 weights: w4a16, then w4a8 or an FP8 copy."""

@@ -46,27 +46,20 @@ _COMPARE: dict[str, Callable[[Version, Version], bool]] = {
     "<": operator.lt,
 }
 _SWITCHES = ("proven", "fp8_copy")
-_SIZES = {"m_max": 1, "tiles_max": 1, "work_max": 1, "m_min_max": 0}
+_SIZES = {"m_max": 1, "m_min_max": 0}
 """The smallest value of each bound."""
-_TILE = 128
 _BOUND = re.compile(r"\s*(>=|<=|==|>|<)\s*([0-9][0-9A-Za-z.+-]*)\s*")
 
 
 @dataclass(frozen=True)
 class When:
-    """The condition of a rule: every field that is set must hold.
-
-    ``tiles_max``: most tiles of 128x128 that cover the output; ``work_max``: most multiply-adds, M N K. In both, M
-    counts as the power of two that it is rounded up to.
-    """
+    """The condition of a rule: every field that is set must hold."""
 
     archs: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     scalings: tuple[str, ...] = ()
     captures: tuple[str, ...] = ()
     m_max: int | None = None
-    tiles_max: int | None = None
-    work_max: int | None = None
     m_min_max: int | None = None
     proven: bool | None = None
     fp8_copy: bool | None = None
@@ -81,8 +74,6 @@ class When:
             and (not self.scalings or problem.scaling in self.scalings)
             and (not self.captures or problem.capture in self.captures)
             and (self.m_max is None or problem.m <= self.m_max)
-            and (self.tiles_max is None or _tiles(problem) <= self.tiles_max)
-            and (self.work_max is None or _work(problem) <= self.work_max)
             and (self.m_min_max is None or problem.m_min <= self.m_min_max)
             and (self.proven is None or ((problem.op, arch) in system.proven) == self.proven)
             and (self.fp8_copy is None or system.fp8_copy == self.fp8_copy)
@@ -172,14 +163,6 @@ def bounds(op: Op, arch: Arch | None) -> tuple[int, ...]:
 def m_bucket(m: int, op: Op, arch: Arch | None) -> int:
     """Return the largest M with the same decision as ``m``: the next power of two, or the next ``m_max`` of a rule."""
     return min([power_of_two(m), *(bound for bound in bounds(op, arch) if bound >= m)])
-
-
-def _tiles(problem: Problem) -> int:
-    return -(-power_of_two(problem.m) // _TILE) * -(-problem.n // _TILE)
-
-
-def _work(problem: Problem) -> int:
-    return power_of_two(problem.m) * problem.n * problem.k
 
 
 @functools.cache
@@ -276,8 +259,6 @@ def _when(where: str, row: dict[str, Any]) -> When:
     return When(
         **{key: subset(where, row[key], allowed) for key, allowed in names.items() if key in row},
         m_max=row.get("m_max"),
-        tiles_max=row.get("tiles_max"),
-        work_max=row.get("work_max"),
         m_min_max=row.get("m_min_max"),
         proven=row.get("proven"),
         fp8_copy=row.get("fp8_copy"),

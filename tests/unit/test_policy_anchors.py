@@ -11,6 +11,7 @@ from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Decision
+from fp4dispatch.problem.prediction import PredictedTime, Predictions
 from tests import bounds
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}
@@ -171,12 +172,10 @@ def test_cudnn_fp8_on_sm120_is_denied_below_9_23_1():
 
 
 def test_nvfp4_on_sm_90_changes_to_fp8_activations_with_m():
-    decode, small, more = "nvfp4-sm90-decode-w4a16", "nvfp4-sm90-small-w4a16", "nvfp4-sm90-w4a8"
+    decode, more = "nvfp4-sm90-decode-w4a16", "nvfp4-sm90-w4a8"
     for n, k, m, rule in (
         *((n, k, m, decode) for n, k in ((64, 64), (4096, 4096), (57344, 8192)) for m in (1, 8)),
-        *((n, k, m, small) for n, k in ((64, 64), (4096, 4096)) for m in (9, 16)),
-        *((4096, 4112, m, more) for m in (9, 16)),
-        *((n, k, m, more) for n, k in ((64, 64), (4096, 4096), (57344, 8192)) for m in (17, 8192)),
+        *((n, k, m, more) for n, k in ((64, 64), (4096, 4096), (57344, 8192)) for m in (9, 17, 8192)),
     ):
         problem = Problem("nvfp4_gemm", m, n, k, scaling="nvfp4")
         decision = resolve(problem, System.fake("9.0", **FULL), registry.backends())
@@ -191,9 +190,9 @@ def test_a_pinned_activation_holds_for_every_m_on_sm_90(activation, chosen):
         assert (decision.backend, decision.activation) == (chosen, activation)
 
 
-@pytest.mark.parametrize(("arch", "few", "most"), [("9.0", "w4a8", 128), ("8.9", "w4a16", 191)])
-def test_an_fp8_copy_that_is_allowed_serves_many_tokens(arch, few, most):
-    for m, chosen in ((17, few), (most, few), (most + 1, "w4a8_expanded"), (8192, "w4a8_expanded")):
+@pytest.mark.parametrize(("arch", "most"), [("9.0", 8), ("8.9", 191)])
+def test_an_fp8_copy_that_is_allowed_serves_many_tokens(arch, most):
+    for m, chosen in ((1, "w4a16"), (most, "w4a16"), (most + 1, "w4a8_expanded"), (8192, "w4a8_expanded")):
         decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m, copy=True)
         assert (decision.backend, decision.warnings) == (chosen, ())
     assert (decision.activation, decision.rule.id) == ("fp8", "nvfp4-fp8-copy")
@@ -239,30 +238,18 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-@pytest.mark.parametrize(
-    ("n", "k", "most"),
-    [
-        (57344, 8192, 192),  # 120e9 multiply-adds at 256 tokens
-        (28672, 4096, 256),
-        (16392, 4096, 256),  # 516 tiles at 512 tokens
-        (16384, 4096, 512),
-        (8192, 28672, 192),  # 60e9 multiply-adds at 256 tokens
-        (8192, 8192, 512),
-        (4096, 14336, 512),
-        (4096, 9472, 768),  # 39.7e9 at 768 tokens, which count as 1024
-        (4096, 9600, 512),  # 40.3e9
-        (4096, 4096, 768),
-        (64, 64, 768),
-    ],
-)
-def test_fp8_on_sm_90_goes_to_cublaslt_where_w8a8_is_slower(scaling, n, k, most):
-    def asked(m):
-        problem = Problem("fp8_gemm", m, n, k, scaling=scaling)
-        return resolve(problem, System.fake("9.0", **FULL), registry.backends()).backend
+def test_fp8_on_sm_90_is_our_kernel_unless_predicted_times_say_otherwise(scaling):
+    problem = Problem("fp8_gemm", 4096, 8192, 8192, scaling=scaling)
 
-    tokens = (9, 64, 65, 128, 129, 192, 193, 256, 257, 300, 512, 513, 768, 769, 1024, 4096)
-    assert [m for m in tokens if asked(m) == "w8a8"] == [m for m in tokens if m <= most]
-    assert {asked(m) for m in tokens if m > most} == {"cublaslt"}
+    def asked(ours, theirs):
+        times = (PredictedTime("w8a8", "fp8", ours), PredictedTime("cublaslt", "fp8", theirs))
+        predicted = Predictions(times, "fitted on X", ("record",))
+        return resolve(problem, System.fake("9.0", **FULL), registry.backends(), predicted=predicted)
+
+    assert resolve(problem, System.fake("9.0", **FULL), registry.backends()).rule.id == "fp8-sm90-w8a8"
+    assert [asked(100.0, theirs).backend for theirs in (90.0, 96.9, 97.1, 120.0)] == [
+        *("cublaslt", "cublaslt", "w8a8", "w8a8")
+    ]
 
 
 def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
@@ -271,8 +258,8 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        for m, chosen in ((1, "w8a8"), (768, "w8a8"), (769, "cublaslt")):
-            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
+        for m in (1, 768, 8192):
+            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == "w8a8"
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",
             "w8a16",
@@ -316,10 +303,8 @@ def test_before_fp8_tensor_cores_fp8_is_weight_only_for_every_m(arch):
     [
         ("tensor", False, bounds.W8A16, "w8a16", "w8a8"),
         ("row", False, bounds.W8A16, "w8a16", "w8a8"),
-        ("row", False, bounds.W8A8, "w8a8", "cublaslt"),
         ("nvfp4", False, bounds.W4A16, "w4a16", "w4a8"),
-        ("nvfp4", True, bounds.W4A16, "w4a16", "w4a8"),
-        ("nvfp4", True, bounds.W4A8_BESIDE_A_COPY, "w4a8", "w4a8_expanded"),
+        ("nvfp4", True, bounds.W4A16, "w4a16", "w4a8_expanded"),
     ],
 )
 def test_small_layers_on_sm_90_change_where_gpu_tests_expect_it(scaling, copy, most, few, more, n, k):

@@ -125,10 +125,6 @@ class State:
         self.fits = (self.layout.np, self.layout.kp) == (self.layout.n, self.layout.k)
 
 
-TOKENS_APART = 8
-"""Tiles of kernels for few tokens hold a multiple of so many: within it, M changes no launch shape."""
-
-
 class ByTokens(list[Sequence[int] | None]):
     """Launch shapes for up to 8, 16, 24 ... tokens, of a kernel whose plan serves every M; None: the kernel's own."""
 
@@ -141,7 +137,7 @@ def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., No
         shapes = [None if each is None else launch_numbers(each) for each in shape]
 
         def gemm_of_any(x: Tensor, *operands: Any) -> None:
-            index = (x.shape[0] - 1) // TOKENS_APART
+            index = (x.shape[0] - 1) // predict.TOKENS_APART
             numbers = shapes[index] if index < len(shapes) else None
             if numbers is None:
                 own(x, *operands)

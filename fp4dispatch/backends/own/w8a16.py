@@ -23,7 +23,6 @@ from torch import Tensor
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import (
     N_MULTIPLE,
-    TOKENS_APART,
     Build,
     ByTokens,
     CompiledBackend,
@@ -71,7 +70,7 @@ class W8A16Backend(CompiledBackend):
         most = KERNELS[KERNEL].most_tokens()
         found = [
             predict.few_tokens(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
-            for m in range(TOKENS_APART, most + 1, TOKENS_APART)
+            for m in range(predict.TOKENS_APART, most + 1, predict.TOKENS_APART)
         ]
         return ByTokens([best and best.shape for best in found])
 

@@ -106,15 +106,27 @@ class FewTokensKernel:
 
     def shared_bytes(self, shape: FewTokensShape, *, block_scales: bool = False) -> int:
         """Return the shared memory of a CTA, as ``Tile`` in ``csrc/few_tokens/tile.h`` counts it."""
+        first, stage, sums = self._parts(shape, block_scales)
+        ring = shape.groups * shape.stages * stage
+        return first + (max(ring, sums) if shape.tokens >= self.reuse else ring + sums)
+
+    def most_stages(self, shape: FewTokensShape, room: int, *, block_scales: bool = False) -> int:
+        """Return the most stages of a ring with which a CTA takes at most ``room`` bytes; 0 where nothing fits."""
+        first, stage, sums = self._parts(shape, block_scales)
+        reused = shape.tokens >= self.reuse
+        if first + sums > room:
+            return 0
+        return (room - first - (0 if reused else sums)) // (shape.groups * stage)
+
+    def _parts(self, shape: FewTokensShape, block_scales: bool) -> tuple[int, int, int]:
+        """Return the bytes of barriers and tables, of a stage of a group, and of the sums."""
         wgmma = shape.units == 1
         pitch = STAGE_K * self.x_bytes + (4 * block_scales if wgmma else 16)
         align = 1024 if wgmma else self.align
         tokens = _up(shape.tokens * pitch, self.align)
         stage = _up(shape.row_blocks * self.weight_bytes + tokens, align)
-        ring = shape.groups * shape.stages * stage
         sums = shape.groups * shape.cluster * 4 * shape.tokens * (shape.row_blocks * ROWS // shape.cluster + 4)
-        first = (1024 if align == 1024 else 512) + self.table
-        return first + (max(ring, sums) if shape.tokens >= self.reuse else ring + sums)
+        return (1024 if align == 1024 else 512) + self.table, stage, sums
 
 
 KERNELS = {
@@ -198,10 +210,8 @@ def _stages(
     slots = 63 if shape.units == 1 or about.align == 1024 else 31
     found = set()
     for resident in (1, 2, 3, 4):
-        most = min(needed, slots // shape.groups)
         room = min(memory.cta, memory.sm // resident - RESERVED)
-        while most > 0 and about.shared_bytes(shape._replace(stages=most), block_scales=block_scales) > room:
-            most -= 1
+        most = min(needed, slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales))
         found.add(most)
         if resident == 1:
             found |= {min(few, most) for few in FEW_STAGES}

@@ -9,6 +9,8 @@ from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import BLOCKS, Speeds
 from fp4dispatch.problem import Problem
 
+TOKENS_APART = 8
+"""Tiles of kernels for few tokens hold a multiple of so many: within it, M changes no launch shape."""
 UNFOLD = "w4_to_e4m3"
 """The kernel that writes NVFP4 weights out for cuBLASLt."""
 LEAST_TILE, TILES_ABOVE = 32, 4
@@ -45,8 +47,8 @@ def few_tokens(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensPredic
     speed = speeds.few_tokens.get(f"{kernel} {BLOCKS}" if blocks else kernel)
     if kernel not in KERNELS or speed is None:
         return None
-    usable = speeds.many_tokens.usable
-    return few_tokens_model.best(kernel, speed, problem.m, problem.n, problem.k, usable, blocks)
+    m = TOKENS_APART * -(-problem.m // TOKENS_APART)
+    return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, speeds.many_tokens.usable, blocks)
 
 
 def quantiser(problem: Problem, speeds: Speeds, *, packed: bool = True) -> float:
