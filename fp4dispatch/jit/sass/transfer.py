@@ -10,7 +10,6 @@ from fp4dispatch.jit.sass.listing import Instruction
 from fp4dispatch.jit.sass.operands import Decoded, Kind, Source, decode
 from fp4dispatch.jit.sass.values import UNKNOWN, ZERO, Value, added, combined, constant, either
 
-
 _ONE = constant(1)
 _PREDICATES = re.compile(r"(?<![A-Za-z0-9_])U?P(?:\d|R)")
 
@@ -55,9 +54,7 @@ def apply(instruction: Instruction, state: State) -> None:
 def _forget_guards(instruction: Instruction, state: State) -> None:
     """Drop values under every predicate that an instruction names, because it may write the predicate."""
     named = set(_PREDICATES.findall(instruction.operands))
-    state.guarded = {
-        key: kept for key, kept in state.guarded.items() if not named & {"PR", "UPR", key[1].lstrip("!")}
-    }
+    state.guarded = {key: kept for key, kept in state.guarded.items() if not named & {"PR", "UPR", key[1].lstrip("!")}}
 
 
 def _results(decoded: Decoded, state: State, guard: str) -> list[tuple[str, Value]]:
