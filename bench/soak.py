@@ -33,7 +33,6 @@ FORMATS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "fp8_row": lambda linear: FP8Linear.from_linear(linear, scaling="row"),
     "fp8_block": lambda linear: FP8Linear.from_linear(linear, scaling="block128"),
     "fp8_row_bf16": lambda linear: FP8Linear.from_linear(linear, scaling="row", activation="bf16"),
-    "fp8_block_bf16": lambda linear: FP8Linear.from_linear(linear, scaling="block128", activation="bf16"),
 }
 LAYERS, COUNTS = 8, 6
 """Layers of each format, and numbers of tokens of each layer."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from fp4dispatch.jit.catalog.early_loads import EarlyLoads
 from fp4dispatch.jit.sass.listing import Instruction, Kernel
@@ -28,12 +27,12 @@ _EARLY = {
 def mutants(kernel: Kernel, arguments: Parameters, declared: EarlyLoads | None) -> Iterator[tuple[str, Kernel]]:
     """Yield (class, kernel with a fault of this class)."""
     for kind, (opcode, operands) in _EARLY.items():
-        yield kind, _changed(kernel, 1, lambda old, o=opcode, t=operands: replace(old, opcode=o, operands=t, guard=""))
+        yield kind, _changed(kernel, 1, lambda old, o=opcode, t=operands: old._replace(opcode=o, operands=t, guard=""))
     yield "exit", _changed(kernel, 1, lambda old: Instruction(old.address, "P0", "EXIT", ""))
     triggered = _changed(kernel, 1, lambda old: Instruction(old.address, "", "PREEXIT", ""))
     yield "trigger", _changed(triggered, 2, lambda old: Instruction(old.address, "P0", "EXIT", ""))
     yield "deleted", _waits(kernel, lambda old: Instruction(old.address, "", "NOP", ""))
-    yield "conditional", _waits(kernel, lambda old: replace(old, guard="P0"))
+    yield "conditional", _waits(kernel, lambda old: old._replace(guard="P0"))
     if declared is not None:
         yield "pointer", _other_pointer(kernel, arguments, declared)
 
@@ -58,8 +57,7 @@ def _other_pointer(kernel: Kernel, arguments: Parameters, declared: EarlyLoads) 
     else:
         pattern, shift = re.compile(rf"(?<=c\[0x0\]\[)0x{arguments.base + start:x}(?=\])"), 64
     changed = [
-        replace(
-            old,
+        old._replace(
             operands=pattern.sub(
                 lambda found: hex(int(found[0], 16) + 64) if shift or "x" in found[0] else f"{int(found[0], 16) + 8:x}",
                 old.operands,

@@ -160,6 +160,7 @@ def test_block_scales_need_our_kernels_alone(asked):
     prebuild.together([ask("fp8_gemm", "block128", n, k) for n, k in SHAPES])
     ((names, _),) = asked
     assert {
+        ("w8a8_small", "block_bf16"),
         ("w8_gemm_sm90", "block_bf16_128"),
         ("w4_activations", "any"),
     } == names

@@ -35,7 +35,7 @@ def test_what_is_kept_is_a_record(path):
     assert path.read_text() == records.text(record), "written by hand: use records.write"
 
 
-TO_COME = {"generated text", "launch samples", "random suite"}
+TO_COME = {"launch samples", "random suite"}
 """Kinds that have not run on a GPU yet."""
 
 

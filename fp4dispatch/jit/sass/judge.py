@@ -63,7 +63,7 @@ class _Judge:
     def run(self) -> Judgement:
         entry = ((), self.kernel.labels.get(self.kernel.name, 0))
         work: list[Place] = [entry]
-        self.states[entry] = {}
+        self.states[entry] = State()
         visits = 0
         while work:
             visits += 1
@@ -87,8 +87,8 @@ class _Judge:
         if known is None:
             self.states[place] = state
             return True
-        merged = {name: either(known.get(name, value), value) for name, value in state.items()}
-        merged = {**known, **merged}
+        merged = State(known)
+        merged.update((name, either(known.get(name, value), value)) for name, value in state.items())
         if merged == known:
             return False
         self.states[place] = merged
@@ -97,7 +97,7 @@ class _Judge:
     def _block(self, place: Place, *, judging: bool = False) -> Mapping[Place, State]:
         """Execute a block; return its successors with the state at each."""
         calls, index = place
-        state = dict(self.states[place])
+        state = State(self.states[place])
         while True:
             instruction = self.kernel.instructions[index]
             if barrier_is_certain(instruction):
@@ -111,7 +111,7 @@ class _Judge:
                 self.found.setdefault(index, {})[str(reason)] = True
                 return {}
             if found != [(calls, index + 1)] or index + 1 in self.leaders:
-                return {after: transfer.plain(state) for after in found}
+                return {after: State(state) for after in found}
             index += 1
 
     def _judge(self, index: int, instruction: Instruction, state: State) -> None:

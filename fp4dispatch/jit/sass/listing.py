@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.([^,\s]+)")
 _OTHER_SECTION = re.compile(r"^\s*\.section\s")
 _LABEL = re.compile(r"^([.$A-Za-z_][^\s:]*):\s*$")
-_LOOKS_LIKE_CODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/")
+_LOOKS_LIKE_CODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/")  # most lines of a listing
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Za-z0-9_.]*)\s*([^;]*);")
 _STEP = 16  # bytes of an instruction from sm_70 on
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One instruction. ``guard`` is its predicate, empty if it is unconditional."""
 
     address: int
@@ -68,17 +68,16 @@ def parse(sass: str) -> list[Kernel]:
     kernels: list[Kernel] = []
     current: Kernel | None = None
     for line in sass.splitlines():
-        if section := _SECTION.match(line):
+        if _LOOKS_LIKE_CODE.match(line):
+            if current is not None:
+                current.instructions.append(_instruction(current, line))
+        elif section := _SECTION.match(line):
             current = Kernel(section[1])
             kernels.append(current)
         elif _OTHER_SECTION.match(line):
             current = None
-        elif current is None:
-            continue
-        elif label := _LABEL.match(line):
+        elif current is not None and (label := _LABEL.match(line)):
             current.labels[label[1]] = len(current.instructions)
-        elif _LOOKS_LIKE_CODE.match(line):
-            current.instructions.append(_instruction(current, line))
     return [kernel for kernel in kernels if kernel.instructions]
 
 

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from fp4dispatch.jit.sass.listing import Instruction
 from fp4dispatch.jit.sass.operands import Decoded, Kind, Source, decode
 from fp4dispatch.jit.sass.values import UNKNOWN, ZERO, Value, added, combined, constant, either
 
-State = dict[str, Value]
-
 _ONE = constant(1)
 _PREDICATES = re.compile(r"(?<![A-Za-z0-9_])U?P(?:\d|R)")
 
 
+class State(dict[str, Value]):
+    """The value of every written register.
+
+    ``guarded``: within a block, by register and predicate, the value that the register has for code under the predicate
+    of its last write. A copy and the state at the end of a block have none: the predicate may change.
+    """
+
+    def __init__(self, values: Mapping[str, Value] = MappingProxyType({})) -> None:
+        super().__init__(values)
+        self.guarded: dict[tuple[str, str], Value] = {}
+
+
 def read(state: State, register: str, guard: str) -> Value:
     """Return the value of a register for an instruction under a guard; UNKNOWN if it was never written."""
-    value = state.get(f"{register}@{guard}") if guard else None
+    value = state.guarded.get((register, guard)) if guard else None
     return state.get(register, UNKNOWN) if value is None else value
 
 
 def apply(instruction: Instruction, state: State) -> None:
-    """Update ``state``, the value of every written register, to the state after the instruction.
-
-    Within a block, ``state`` also holds the value that a register has for code under the guard of its last write, under
-    a key such as ``R4@!P0``.
-    """
+    """Update ``state`` to the state after the instruction."""
     guard = instruction.guard
-    _forget_guards(instruction, state)
+    if state.guarded:
+        _forget_guards(instruction, state)
     decoded = decode(instruction.opcode, instruction.operands)
     if decoded is None:
         return
@@ -36,25 +45,16 @@ def apply(instruction: Instruction, state: State) -> None:
     for register, value in _results(decoded, state, guard):
         old = None if certain else state.get(register)
         state[register] = value if old is None else either(old, value)
-        for key in [key for key in state if key.startswith(f"{register}@")]:
-            del state[key]
+        if state.guarded:
+            state.guarded = {key: kept for key, kept in state.guarded.items() if key[0] != register}
         if not certain:
-            state[f"{register}@{guard}"] = value
-
-
-def plain(state: State) -> State:
-    """Return the state at the end of a block, without values under a guard: the predicate may change."""
-    return {register: value for register, value in state.items() if "@" not in register}
+            state.guarded[register, guard] = value
 
 
 def _forget_guards(instruction: Instruction, state: State) -> None:
     """Drop values under every predicate that an instruction names, because it may write the predicate."""
-    if not any("@" in key for key in state):
-        return
     named = set(_PREDICATES.findall(instruction.operands))
-    for key in [key for key in state if "@" in key]:
-        if named & {"PR", "UPR", key.rpartition("@")[2].lstrip("!")}:
-            del state[key]
+    state.guarded = {key: kept for key, kept in state.guarded.items() if not named & {"PR", "UPR", key[1].lstrip("!")}}
 
 
 def _results(decoded: Decoded, state: State, guard: str) -> list[tuple[str, Value]]:
