@@ -5,7 +5,7 @@ writing out of weights has a few constants; all are fitted by least squares of l
 
     python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... [--write]
 
-``--write`` puts the GPU's constants into speeds.toml, in place of those that it has. bench/judge_choices.py judges them.
+``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,46 @@ def fit_few(kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blo
     alone, full = x[count : count + len(tiles)], x[count + len(tiles) :]
     rows = zip(tiles, map(rounded, alone), map(rounded, full), strict=True)
     return FewTokensSpeed(*map(rounded, x[:count]), tiles=tuple(rows))
+
+
+def own_as_good(problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool) -> list[int]:
+    """Return the tokens of tiles for which the kernel's own shapes are as good as the model's.
+
+    Fitted to every other (N, K), judged on the others, and the other way round.
+    """
+    sizes = sorted({(p["n"], p["k"]) for p in problems})
+    mine: dict[int, list[float]] = {}
+    theirs: dict[int, list[float]] = {}
+    for half in (0, 1):
+        fitted = [p for p in problems if sizes.index((p["n"], p["k"])) % 2 == half]
+        others = [p for p in problems if sizes.index((p["n"], p["k"])) % 2 != half]
+        some = few_launches(fitted, kernel, blocks=blocks)
+        if not some:
+            continue
+        speed = fit_few(kernel, some, usable, blocks=blocks)
+        for p in others:
+            launches = few_launches([p], kernel, blocks=blocks)
+            own = own_time(p, kernel, blocks=blocks)
+            times = [
+                (few_tokens_model.microseconds(kernel, speed, s, m, n, k, usable, blocks), us, s.tokens)
+                for (n, k, m), s, us in launches
+                if s[:4] in speed.of_tile
+            ]
+            if times and own is not None:
+                best = min(own, min(us for *_, us in launches))
+                _, us, tokens = min(times)
+                mine.setdefault(tokens, []).append(us / best)
+                theirs.setdefault(tokens, []).append(own / best)
+    return [tokens for tokens in sorted(mine) if statistics.fmean(theirs[tokens]) <= statistics.fmean(mine[tokens])]
+
+
+def own_time(p: dict[str, Any], kernel: str, *, blocks: bool) -> float | None:
+    """Return the time of a kernel in the shape that it chooses itself; None where it was not timed."""
+    for name, launches in p["launches"].items():
+        launched, _, build = name.partition(" ")[2].partition("/")
+        if launched == kernel and build.startswith("block_") == blocks:
+            return next((us for shape, us in launches if shape is None), None)
+    return None
 
 
 def stacked(works: Sequence[Work]) -> Work:
@@ -223,7 +263,9 @@ def fit(records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, An
             if some:
                 name = f"{kernel} {speeds.BLOCKS}" if blocks else kernel
                 speed = fit_few(kernel, some, usable, blocks=blocks)
-                few[name] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name != "tiles"}
+                skipped = ("tiles", "own")
+                few[name] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name not in skipped}
+                few[name]["own"] = own_as_good(problems, kernel, usable, blocks=blocks)
                 few[name]["tiles"] = [[*tile, alone, full] for tile, alone, full in speed.tiles]
     return {
         "name": model.name,
@@ -240,9 +282,9 @@ def fit(records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, An
 # ---- The file ----
 
 HEADER = """\
-# Constants of time models, by GPU model. Made by bench/fit_speeds.py from records of bench/launch_samples.py (`records`:
-# name, problems, SHA-256 of the file); the same command on the same records writes the same file. What they mean:
-# speeds.py. A GPU of the same arch that is not here gets those of the first, scaled by its clock, bandwidth and SMs.
+# Constants of time models, by GPU model. Made by bench/fit_speeds.py from records of bench/launch_samples.py: `records`
+# has name, problems and SHA-256 of each; the same command on the same records writes the same numbers. speeds.py says
+# what they mean. A GPU of the same arch that is not here gets those of the first, scaled by its facts.
 """
 
 

@@ -1,9 +1,9 @@
-"""What choices cost: what a layer would run, with and without time models, beside the best launch of the samples. No GPU.
+"""What choices cost: what a layer runs with and without time models, beside the best launch of the samples. No GPU.
 
-For each problem of the samples and each format of weights: the time of the backend, build and launch shape that ``auto``
-chooses, over that of the best of ours that it may choose (the same weights, activations as the rules allow for this M),
-quantiser included; cuBLASLt counts as ours for FP8 by row. Times of parts are added. Judge on samples that nothing was
-fitted to.
+For each problem of the samples and each format of weights: the time of the backend, build and launch shape that
+``auto`` chooses, over that of the best of ours that it may choose: the same weights, activations as the rules allow for
+this M, quantiser included. cuBLASLt counts as ours for FP8 by row. Times of parts are added. ``as run`` is the whole
+layer as it was timed, by the code that took the samples. Judge on samples that nothing was fitted to.
 
     python bench/judge_choices.py samples/launch-samples-seed-12-h200.json ... [--speeds FILE] [--worst 5]
 """
@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ LAYERS = {"nvfp4": "FP4Linear", "row": "FP8Linear/row", "block128": "FP8Linear/b
 SLOWER = 1.03
 """Times of bf16 cuBLAS from which on a layer counts as slower."""
 INVERSION = 1.05
+EVERY = 1, 1 << 40
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ class Judge:
 
 
 def _at(problem: Problem) -> Problem:
-    from dataclasses import replace
-
+    """Return the problem that a decision is made for: the largest M of the bucket."""
     return replace(problem, m=m_bucket(problem.m, problem.op, SM90))
 
 
@@ -164,7 +164,9 @@ def judged(samples: Sequence[Sample], judges: dict[str, Judge], fmt: Scaling) ->
         least = least_exact(sample.problem(fmt), system)
         best = sample.best(fmt, least)
         row = {"n": r["n"], "k": r["k"], "m": r["m"], "bf16": r["bf16"], "best": best}
-        row |= {"layer": r["layers"].get(LAYERS[fmt]), **{name: sample.time(j, fmt) for name, j in judges.items()}}
+        us = r["layers"].get(LAYERS[fmt])
+        row |= {"as run": None if us is None else ("layer", us)}
+        row |= {name: sample.time(j, fmt) for name, j in judges.items()}
         rows.append(row)
     return rows
 
@@ -172,12 +174,11 @@ def judged(samples: Sequence[Sample], judges: dict[str, Judge], fmt: Scaling) ->
 def report(rows: Sequence[dict[str, Any]], names: Sequence[str], worst: int) -> list[str]:
     """Return the table of one format as lines."""
     lines = []
-    for first, last in (*RANGES, (1, 1 << 30)):
+    for first, last in (*RANGES, EVERY):
         some = [row for row in rows if first <= row["m"] <= last]
         if not some:
             continue
-        whole = last == 1 << 30
-        title = f"all ({len(some)})" if whole else f"M {first}-{min(last, 8192)} ({len(some)})"
+        title = f"M {first}-{last} ({len(some)})" if last < EVERY[1] else f"M from {first} ({len(some)})"
         best = geometric_mean(row["bf16"] / row["best"][1] for row in some)
         lines.append(f"{title}: bf16 time over best {best:.2f}")
         for name in names:
@@ -199,7 +200,7 @@ def report(rows: Sequence[dict[str, Any]], names: Sequence[str], worst: int) -> 
         lines.append(f"  worst of {name}:")
         lines += [
             f"    {row['n']}x{row['k']} M={row['m']}: {row[name][0]} {row[name][1]:.1f} us, best {row['best'][0]} "
-            f"{row['best'][1]:.1f}, bf16 {row['bf16']:.1f}, the layer {row['layer']}"
+            f"{row['best'][1]:.1f}, bf16 {row['bf16']:.1f}"
             for row in known[:worst]
         ]
     return lines
@@ -252,7 +253,7 @@ def main() -> None:
     print(f"{len(samples)} problems on {model.name}; models {found}")
     for fmt in FORMATS:
         print(f"\n{fmt}")
-        print("\n".join(report(judged(samples, judges, fmt), list(judges), args.worst)))
+        print("\n".join(report(judged(samples, judges, fmt), ["as run", *judges], args.worst)))
         shapes = sorted({(s.record["n"], s.record["k"]) for s in samples})
         bad, pairs = inversions(judges["models"], shapes, fmt)
         print(f"  predicted inversions over 5 %: {bad} of {pairs} pairs of M")

@@ -215,7 +215,8 @@ def _predicted(
         return default, rule
     new, old = found
     by = f" by {rule.id}" if rule is not None else ""
-    because = f"predicted {new.us:.1f} us; {old.backend} ({old.activation}), preferred{by}, {old.us:.1f} us; {predicted.source}"
+    instead = f"{old.backend} ({old.activation}), preferred{by}, {old.us:.1f} us"
+    because = f"predicted {new.us:.1f} us; {instead}; {predicted.source}"
     return accepted[new.backend, new.activation], RuleHit(PREDICTED, "prefer", because, PREDICTED_SOURCE, "")
 
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.catalogue import MEASURED
-from fp4dispatch.policy.rules import When, bounds, in_range, load, m_bucket, rules
+from fp4dispatch.policy.rules import bounds, in_range, load, m_bucket, rules
 from fp4dispatch.problem import OPS, Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90, SM120
 

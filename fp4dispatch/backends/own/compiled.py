@@ -218,8 +218,7 @@ class CompiledBackend(Backend):
         """Return the launch shape that the models say is fastest; None for a kernel that is given none."""
         if (tile := speed_of(*gemm)) is not None:
             return launch_model.best(tile, problem.m, layout.np, layout.kp, speeds.many_tokens).shape
-        best = predict.few_tokens(gemm[0], replace(problem, n=layout.np, k=layout.kp), speeds)
-        return None if best is None else best.shape
+        return predict.few_tokens_shape(gemm[0], replace(problem, n=layout.np, k=layout.kp), speeds)
 
     def plan_with(
         self, problem: Problem, prepared: Prepared, gemm: Build, shape: Sequence[int] | ByTokens | None = None

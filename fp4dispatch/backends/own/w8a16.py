@@ -68,11 +68,10 @@ class W8A16Backend(CompiledBackend):
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens | None:
         """Return launch shapes for all M: the plan serves every M."""
         most = KERNELS[KERNEL].most_tokens()
-        found = [
-            predict.few_tokens(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
+        return ByTokens(
+            predict.few_tokens_shape(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
             for m in range(predict.TOKENS_APART, most + 1, predict.TOKENS_APART)
-        ]
-        return ByTokens([best and best.shape for best in found])
+        )
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Keep the weight as it is stored; pad it with zeros if K is not a multiple of 16. Synchronises.

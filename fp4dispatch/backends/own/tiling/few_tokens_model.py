@@ -48,6 +48,8 @@ class FewTokensSpeed:
     tiles
         For each tile (tokens, row blocks, groups, units): microseconds of a stage of a CTA alone, and of a stage of one
         group on a full SM.
+    own
+        Tokens of tiles for which the kernel's own choice of a shape was as good on problems that were not fitted to.
     """
 
     start: float
@@ -60,6 +62,7 @@ class FewTokensSpeed:
     l2: float
     overlap: float
     tiles: TileSpeeds
+    own: tuple[int, ...] = ()
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""

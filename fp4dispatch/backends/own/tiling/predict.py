@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensPrediction
 from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import BLOCKS, Speeds
@@ -49,6 +49,15 @@ def few_tokens(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensPredic
         return None
     m = TOKENS_APART * -(-problem.m // TOKENS_APART)
     return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, speeds.many_tokens.usable, blocks)
+
+
+def few_tokens_shape(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensShape | None:
+    """Return the launch shape that a kernel for few tokens is given; None: it chooses itself."""
+    found = few_tokens(kernel, problem, speeds)
+    if found is None:
+        return None
+    own = speeds.few_tokens[f"{kernel} {BLOCKS}" if problem.scaling == "block128" else kernel].own
+    return None if found.shape.tokens in own else found.shape
 
 
 def quantiser(problem: Problem, speeds: Speeds, *, packed: bool = True) -> float:

@@ -1,6 +1,6 @@
-"""The constants of all time models on a GPU: fitted ones of ``speeds.toml``, or those of a fitted GPU, scaled. No torch.
+"""The constants of all time models on a GPU: its own of ``speeds.toml``, or those of another one, scaled. No torch.
 
-``bench/fit_launch_model.py --write`` makes the file from records of bench/launch_samples.py.
+``bench/fit_speeds.py --write`` makes the file from records of bench/launch_samples.py.
 """
 
 from __future__ import annotations
@@ -162,15 +162,19 @@ def _few_tokens(where: str, name: str, row: Any) -> FewTokensSpeed:
     kernel, _, kind = name.partition(" ")
     if kernel not in KERNELS or kind not in ("", BLOCKS):
         raise FlagsError(f"{where}: is no kernel for few tokens")
-    names = [each for each in _names(FewTokensSpeed) if each != "tiles"]
-    strict_toml.check(where, row, {**dict.fromkeys(names, float), "tiles": list})
+    names = [each for each in _names(FewTokensSpeed) if each not in ("tiles", "own")]
+    strict_toml.check(where, row, {**dict.fromkeys(names, float), "tiles": list, "own": list})
+    if wrong := set(row["own"]) - {instance[0] for instance in KERNELS[kernel].instances}:
+        raise FlagsError(f"{where}: own has {wrong}: no tile has so many tokens")
     tiles = []
     for each in row["tiles"]:
         if not isinstance(each, list) or len(each) != 6 or tuple(each[:4]) not in KERNELS[kernel].instances:
             raise FlagsError(f"{where}: {each} is no tile that is built, with two times")
         alone, full = _numbers(where, dict(zip(("alone", "full"), each[4:], strict=True)), ("alone", "full")).values()
         tiles.append((tuple(each[:4]), alone, full))
-    return FewTokensSpeed(**_numbers(where, {key: row[key] for key in names}, names), tiles=tuple(tiles))
+    return FewTokensSpeed(
+        **_numbers(where, {key: row[key] for key in names}, names), tiles=tuple(tiles), own=tuple(row["own"])
+    )
 
 
 def _cublaslt(where: str, row: Any) -> CublasLtSpeed:

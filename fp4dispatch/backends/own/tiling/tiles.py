@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
 from fp4dispatch.problem.arch import Arch
+from fp4dispatch.problem.prediction import MARGIN
 
 _REQUIRED = {"kernel": str, "scalings": list, "builds": dict}
 _OPTIONAL = {"activations": list, "m_min": int, "m_max": int, "weights_max": int, "fill": dict, "speed": dict}
@@ -152,9 +153,17 @@ def tile_for(
             for i, tile in enumerate(tiles(table))
             if tile.runs(problem, arch) and takes(tile) and (us := tile.predicted_us(problem, speeds)) is not None
         ]
-        return min(timed)[-1]
-    if not fitting or not fitting[0].predicted:
-        return fitting[0] if fitting else None
+        us, _, fastest = min(timed)
+        default = _by_bounds(fitting, problem, sms)
+        usual = default.predicted_us(problem, speeds)
+        return default if usual is None or us >= (1 - MARGIN) * usual else fastest
+    return _by_bounds(fitting, problem, sms) if fitting else None
+
+
+def _by_bounds(fitting: Sequence[Tile], problem: Problem, sms: int) -> Tile:
+    """Return the first row; if it is ``predicted``, the fastest of all that are, on an H200."""
+    if not fitting[0].predicted:
+        return fitting[0]
     m, n, k = problem.m, problem.n, problem.k
 
     def clocks(tile: Tile) -> int:
