@@ -39,6 +39,14 @@ ERROR = layers.ERROR["fp8"]
 
 
 @pytest.fixture(autouse=True)
+def rules_alone(monkeypatch):
+    """Choices here are those of the rules: predicted times of this GPU would move them."""
+    bounds.rules_alone(monkeypatch)
+    yield
+    choose.decide_anew()
+
+
+@pytest.fixture(autouse=True)
 def runs_here(monkeypatch):
     reasons = BACKEND.supports(Problem("nvfp4_gemm", 256, N, K, "fp8"), system.current())
     if reasons:

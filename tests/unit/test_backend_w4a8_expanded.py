@@ -19,7 +19,8 @@ from fp4dispatch.backends.own.w8a8 import W8A8Backend
 from fp4dispatch.dispatch import choose
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError, SettingsError
-from fp4dispatch.machine import capture, system
+from fp4dispatch.machine import capture, gpu_models, system
+from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
 from fp4dispatch.models.linear import FP4Linear
 from fp4dispatch.models.replace import replace_linears
@@ -193,17 +194,24 @@ def test_bytes_are_eight_bits_a_weight_and_the_scales():
 # ----------------------------------------------------------------------------------------------------- who multiplies
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "most"),
-    [(57344, 8192, 192), (8192, 8192, 512), (16392, 4096, 256), (16384, 4096, 512), (4096, 4096, 768), (64, 64, 768)],
-)
-def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(n, k, most, monkeypatch):
+def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(monkeypatch):
     on(monkeypatch, HOPPER)
     tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 768, 769, 1024, 4096)
-    found = [w4a8_expanded._backend_for(problem(m, n, k), torch.device("cpu")).name for m in tokens]
+    found = [w4a8_expanded._backend_for(problem(m, 8192, 8192), torch.device("cpu")).name for m in tokens]
     asked = {"activation": "fp8", "scaling": "row", "system": HOPPER}
-    assert found == [explain("fp8_gemm", m, n, k, **asked).backend for m in tokens]
-    assert found == ["w8a8" if m <= most else "cublaslt" for m in tokens]
+    assert found == [explain("fp8_gemm", m, 8192, 8192, **asked).backend for m in tokens]
+    assert found == ["w8a8" if m <= 768 else "cublaslt" for m in tokens]
+
+
+def test_predicted_times_choose_who_multiplies(monkeypatch):
+    gpu = Gpu(0, "NVIDIA H200", "GPU-1", SM90)
+    on(monkeypatch, System(**(vars(HOPPER) | {"gpus": (gpu,)})))
+    few, many = (w4a8_expanded._backend_for(problem(m, 7168, 12288), torch.device("cpu")).name for m in (64, 1024))
+    assert few == many == "w8a8"
+    for name, us in (("w8a8", 100.0), ("cublaslt", 50.0)):
+        monkeypatch.setattr(w4a8_expanded._FP8[name], "predict", lambda problem, gpu, us=us: us, raising=False)
+    assert w4a8_expanded._backend_for(problem(64, 7168, 12288), torch.device("cpu")).name == "cublaslt"
+    assert BACKEND.predict(problem(64), gpu_models.named("H200 SXM")) == 50.0
 
 
 def test_without_a_compiler_and_away_from_hopper_it_is_cublaslt(monkeypatch):

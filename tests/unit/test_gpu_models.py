@@ -9,7 +9,7 @@ import pytest
 
 from fp4dispatch import cli, explain
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import launch_model, predict, speeds
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.dispatch import here
 from fp4dispatch.errors import FlagsError, InputError
@@ -17,6 +17,7 @@ from fp4dispatch.machine import gpu_models, nvml
 from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90, Arch
+from fp4dispatch.problem.prediction import MARGIN
 from tests import many_tokens
 
 H200 = gpu_models.named("H200 SXM")
@@ -124,40 +125,64 @@ def test_without_nvml_there_are_no_facts(monkeypatch):
 # --------------------------------------------------------------------------------------------------------- predictions
 
 
-def test_a_backend_predicts_what_the_launch_model_says_of_its_build():
-    problem = Problem("nvfp4_gemm", 300, 28672, 4096, "bf16")
-    facts = launch_model.gpu_of(H200)
+MACHINE = {"cuda": "13.0", "nvcc": "13.0", "proven": True}
+
+
+def test_a_backend_predicts_its_fastest_build_and_its_quantiser():
+    found = speeds.of(H200)
     tiles = [many_tokens.tile_of("w4_gemm_sm90", f"a16_bf16_{name}") for name in ("128", "128x128", "192", "256")]
-    best = min(launch_model.best(tile, 300, 28672, 4096, facts).microseconds(facts) for tile in tiles)
-    assert registry.instance("w4a16").predict(problem, H200) == pytest.approx(best)
-    assert registry.instance("w4a16").predict(Problem("nvfp4_gemm", 1, 4096, 4096, "bf16"), H200) is None, "no model"
-    assert (
-        registry.instance("w4a8").predict(Problem("nvfp4_gemm", 300, 4096, 4096, "fp8"), gpu_models.named("B200"))
-        is None
-    )
-    assert registry.instance("reference").predict(problem, H200) is None
+    builds = [f"w4_gemm_sm90/a16_bf16_{name}" for name in ("128", "128x128", "192", "256")]
+    times = [
+        launch_model.best(tile, 300, 28672, 4096, found.many_tokens).microseconds(found.many_tokens)
+        * found.builds[build]
+        for tile, build in zip(tiles, builds, strict=True)
+    ]
+    us = registry.instance("w4a16").predict(Problem("nvfp4_gemm", 300, 28672, 4096, "bf16"), H200)
+    assert min(times) <= us <= min(times) / (1 - MARGIN)
+    asked = Problem("nvfp4_gemm", 16, 4096, 4096, "fp8")
+    gemm = predict.few_tokens("w4a8_small", asked, found).us
+    assert registry.instance("w4a8").predict(asked, H200) == pytest.approx(gemm + predict.quantiser(asked, found))
+    assert registry.instance("w4a8").predict(asked, gpu_models.named("B200")) is None, "no GPU of its arch was measured"
+    assert registry.instance("reference").predict(asked, H200) is None
 
 
-def test_explain_shows_predictions_of_a_named_gpu_and_decides_as_without():
-    machine = {"cuda": "13.0", "nvcc": "13.0", "proven": True}
-    with_gpu = explain("nvfp4_gemm", 300, 28672, 4096, gpu="H100 SXM", **machine)
-    without = explain("nvfp4_gemm", 300, 28672, 4096, arch="9.0", **machine)
-    assert (with_gpu.backend, with_gpu.rule) == (without.backend, without.rule)
-    assert [v.backend for v in with_gpu.verdicts] == [v.backend for v in without.verdicts]
-    shown = {v.backend: v.predicted for v in with_gpu.verdicts if v.predicted}
-    assert set(shown) == {"w4a8", "w4a16"}
-    assert all("for the GEMM alone on H100 SXM; this does not order the candidates" in text for text in shown.values())
+def test_explain_decides_by_predicted_times_and_says_so():
+    found = explain("nvfp4_gemm", 40, 2560, 3072, gpu="H200 SXM", **MACHINE)
+    shown = {v.backend: v.predicted for v in found.verdicts if v.predicted}
+    assert {"w4a8", "w4a16"} <= set(shown)
+    assert all(text.endswith(" us, fitted on H200 SXM") for text in shown.values())
+    assert f"predicted {shown['w4a8']}" in found.text()
+    other = explain("nvfp4_gemm", 40, 2560, 3072, gpu="H100 SXM", **MACHINE)
+    assert other.verdict("w4a8").predicted.endswith(" us, scaled from H200 SXM to H100 SXM")
+    without = explain("nvfp4_gemm", 40, 2560, 3072, arch="9.0", **MACHINE)
     assert not any(v.predicted for v in without.verdicts)
-    assert f"predicted {shown['w4a8']}" in with_gpu.text()
-    assert {row["backend"]: row["predicted"] for row in with_gpu.to_dict()["verdicts"]}["w4a8"] == shown["w4a8"]
+    assert any("no GPU model is named" in note for note in without.notes)
 
 
-def test_predictions_do_not_order(monkeypatch):
-    for name, us in (("w4a8", 100.0), ("w4a16", 1.0)):
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({"w4a8": 100.0, "w4a16": 96.9}, "w4a16"),
+        ({"w4a8": 100.0, "w4a16": 97.1}, "w4a8"),
+        ({"w4a8": 100.0, "w4a8_expanded": 1.0}, "w4a8"),
+    ],
+)
+def test_predictions_move_a_choice_by_a_margin_and_only_to_what_may_run(monkeypatch, times, chosen):
+    for name in ("w4a8", "w4a16", "w4a8_expanded"):
+        us = times.get(name)
         monkeypatch.setattr(registry.instance(name), "predict", lambda problem, gpu, us=us: us, raising=False)
-    found = explain("nvfp4_gemm", 300, 28672, 4096, gpu="H200 SXM", cuda="13.0", nvcc="13.0", proven=True)
-    assert [(v.backend, v.predicted[:5]) for v in found.verdicts[:2]] == [("w4a8", "100.0"), ("w4a16", "1.0 u")]
-    assert found.backend == "w4a8"
+    found = explain("nvfp4_gemm", 300, 4096, 4096, gpu="H200 SXM", **MACHINE)
+    assert found.backend == chosen
+    if chosen == "w4a16":
+        assert found.rule.id == "predicted"
+        assert "predicted 96.9 us; w4a8 (fp8), preferred by nvfp4-sm90-w4a8, 100.0 us; fitted on" in found.rule.because
+
+
+def test_predictions_never_move_to_coarser_activations(monkeypatch):
+    for name, us in (("w4a8", 1.0), ("w4a16", 100.0)):
+        monkeypatch.setattr(registry.instance(name), "predict", lambda problem, gpu, us=us: us, raising=False)
+    found = explain("nvfp4_gemm", 8, 4096, 4096, gpu="H200 SXM", **MACHINE)
+    assert (found.backend, found.rule.id) == ("w4a16", "nvfp4-sm90-decode-w4a16")
 
 
 def test_explain_knows_the_gpu_of_this_machine(monkeypatch):
@@ -167,7 +192,7 @@ def test_explain_knows_the_gpu_of_this_machine(monkeypatch):
     system = System(**(vars(system) | {"gpus": (Gpu(0, "NVIDIA H200", "GPU-1", SM90),)}))
     monkeypatch.setattr(here, "machine", lambda: system)
     found = explain("nvfp4_gemm", 300, 28672, 4096)
-    assert "on H200 SXM" in found.verdict("w4a8").predicted
+    assert "fitted on H200 SXM" in found.verdict("w4a8").predicted
 
 
 def test_a_plug_in_that_fails_to_predict_is_not_asked_again_for_a_decision(monkeypatch):
@@ -195,4 +220,4 @@ def test_a_wrong_gpu_is_refused(given, said):
 def test_the_command_takes_a_gpu(capsys):
     words = ["explain", "nvfp4_gemm", "-m", "300", "-n", "4096", "-k", "4096", "--gpu", "H200 SXM", "--proven"]
     assert cli.main([*words, "--cuda", "13.0", "--nvcc", "13.0"]) == 0
-    assert "us for the GEMM alone on H200 SXM" in capsys.readouterr().out
+    assert " us, fitted on H200 SXM" in capsys.readouterr().out

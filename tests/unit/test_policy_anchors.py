@@ -190,9 +190,9 @@ def test_a_pinned_activation_holds_for_every_m_on_sm_90(activation, chosen):
         assert (decision.backend, decision.activation) == (chosen, activation)
 
 
-@pytest.mark.parametrize(("arch", "most"), [("9.0", 8), ("8.9", 191)])
-def test_an_fp8_copy_that_is_allowed_serves_many_tokens(arch, most):
-    for m, chosen in ((1, "w4a16"), (most, "w4a16"), (most + 1, "w4a8_expanded"), (8192, "w4a8_expanded")):
+@pytest.mark.parametrize(("arch", "few", "most"), [("9.0", "w4a8", 128), ("8.9", "w4a16", 191)])
+def test_an_fp8_copy_that_is_allowed_serves_many_tokens(arch, few, most):
+    for m, chosen in ((17, few), (most, few), (most + 1, "w4a8_expanded"), (8192, "w4a8_expanded")):
         decision = ask("nvfp4_gemm", "nvfp4", arch, FULL, m=m, copy=True)
         assert (decision.backend, decision.warnings) == (chosen, ())
     assert (decision.activation, decision.rule.id) == ("fp8", "nvfp4-fp8-copy")
@@ -238,8 +238,8 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_fp8_on_sm_90_is_our_kernel_unless_predicted_times_say_otherwise(scaling):
-    problem = Problem("fp8_gemm", 4096, 8192, 8192, scaling=scaling)
+def test_fp8_on_sm_90_is_our_kernel_up_to_768_tokens_unless_predicted_times_say_otherwise(scaling):
+    problem = Problem("fp8_gemm", 512, 8192, 8192, scaling=scaling)
 
     def asked(ours, theirs):
         times = (PredictedTime("w8a8", "fp8", ours), PredictedTime("cublaslt", "fp8", theirs))
@@ -258,8 +258,8 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        for m in (1, 768, 8192):
-            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == "w8a8"
+        for m, chosen in ((1, "w8a8"), (768, "w8a8"), (769, "cublaslt")):
+            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",
             "w8a16",
@@ -304,7 +304,9 @@ def test_before_fp8_tensor_cores_fp8_is_weight_only_for_every_m(arch):
         ("tensor", False, bounds.W8A16, "w8a16", "w8a8"),
         ("row", False, bounds.W8A16, "w8a16", "w8a8"),
         ("nvfp4", False, bounds.W4A16, "w4a16", "w4a8"),
-        ("nvfp4", True, bounds.W4A16, "w4a16", "w4a8_expanded"),
+        ("row", False, bounds.W8A8, "w8a8", "cublaslt"),
+        ("nvfp4", True, bounds.W4A16, "w4a16", "w4a8"),
+        ("nvfp4", True, bounds.W4A8_BESIDE_A_COPY, "w4a8", "w4a8_expanded"),
     ],
 )
 def test_small_layers_on_sm_90_change_where_gpu_tests_expect_it(scaling, copy, most, few, more, n, k):

@@ -108,7 +108,7 @@ def test_no_rule_ends_inside_a_range_of_m(op):
 
 
 def test_rules_of_other_archs_do_not_cut_ranges():
-    assert {8} <= set(bounds("nvfp4_gemm", SM90))
+    assert {8, 128} <= set(bounds("nvfp4_gemm", SM90))
     assert 191 not in bounds("nvfp4_gemm", SM90)  # sm_89's
     assert bounds("nvfp4_gemm", SM120) == bounds("nvfp4_gemm", None) == ()
     assert m_bucket(33, "nvfp4_gemm", SM120) == 64

@@ -1,0 +1,105 @@
+"""Constants of time models: what the file cites, what a GPU gets, what is refused, and the model of few tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp4dispatch import strict_toml
+from fp4dispatch.backends.own.tiling import few_tokens_model, predict, speeds
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
+from fp4dispatch.errors import FlagsError
+from fp4dispatch.machine import gpu_models
+from fp4dispatch.problem import Problem
+
+ROOT = Path(__file__).parents[2]
+H200, H100, B200 = (gpu_models.named(name) for name in ("H200 SXM", "H100 SXM", "B200"))
+CITED = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
+
+
+def test_each_record_is_cited_with_its_hash_and_is_that_file_where_it_is_kept():
+    cited = [record for found in speeds.fitted().values() for record in found.records]
+    assert cited
+    for text in cited:
+        name, problems, digest = CITED.fullmatch(text).groups()
+        assert int(problems) > 0
+        path = ROOT / "bench" / "results" / f"{name}.json"
+        if path.exists():
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == digest, name
+
+
+def test_a_gpu_gets_its_own_constants_or_those_of_its_arch_scaled():
+    own, scaled = speeds.of(H200), speeds.of(H100)
+    assert (str(own), str(scaled)) == ("fitted on H200 SXM", "scaled from H200 SXM to H100 SXM")
+    assert speeds.of(B200) is None
+    ratio = H100.memory_gbs / H200.memory_gbs
+    few, fewer = own.few_tokens["w4a8_small"], scaled.few_tokens["w4a8_small"]
+    assert fewer == replace(few, memory=pytest.approx(few.memory * ratio))
+    half = replace(H200, name="half", clock_mhz=H200.clock_mhz / 2)
+    slow = speeds.of(half).few_tokens["w4a8_small"]
+    assert slow.start == pytest.approx(2 * few.start)
+    assert slow.memory == few.memory
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row.update(name="H300"), "is no GPU model"),
+        (lambda row: row["few_tokens"].update(w9={}), "is no kernel for few tokens"),
+        (lambda row: row["few_tokens"]["w4a8_small"].update(own=[7]), "no tile has so many tokens"),
+        (
+            lambda row: row["few_tokens"]["w4a8_small"].update(tiles=[[1, 1, 1, 1, 1.0, 1.0]]),
+            "is no tile that is built",
+        ),
+        (lambda row: row["few_tokens"]["w4a8_small"].update(memory=0.0), "must be more than 0"),
+        (lambda row: row["cublaslt"].update(tiles=[1.0]), "needs 6 tiles, found 1"),
+        (lambda row: row.pop("unfold"), "key 'unfold' is missing"),
+    ],
+)
+def test_a_wrong_file_is_refused(change, said):
+    data = strict_toml.load(speeds.FILE)
+    change(data["gpu"][0])
+    with pytest.raises(FlagsError, match=said):
+        speeds.load(data)
+
+
+def test_resident_ctas_are_limited_by_registers_and_by_shared_memory():
+    kernel = KERNELS["w4a8_small"]
+    assert kernel.threads(FewTokensShape(64, 1, 2, 1, 1, 2, 2)) == 320
+    assert kernel.resident(FewTokensShape(64, 1, 2, 1, 1, 2, 2), SM90) == 1  # 320 threads of 112 registers
+    assert kernel.resident(FewTokensShape(32, 1, 2, 1, 1, 2, 2), SM90) == 2
+    assert KERNELS["w8a8_small"].resident(FewTokensShape(64, 1, 2, 1, 1, 7, 7), SM90) == 1  # 230 KB
+
+
+def test_few_tokens_take_a_shape_that_fits_one_wave_where_k_needs_no_sharing():
+    """Two tiles of tokens of 40 row blocks: a cluster of 4 would be 320 CTAs on 132 SMs, and took twice as long."""
+    found = predict.few_tokens("w4a8_small", Problem("nvfp4_gemm", 85, 2560, 3072, "fp8"), speeds.of(H200))
+    assert found.shape.cluster == 1
+    assert 5.5 < found.us < 8  # 6.4 us was measured
+    assert predict.few_tokens("w4a8_small", Problem("nvfp4_gemm", 129, 2560, 3072, "fp8"), speeds.of(H200)) is None
+
+
+def test_the_kernels_own_choice_stays_where_it_was_as_good():
+    asked = Problem("nvfp4_gemm", 8, 4096, 4096, "bf16")
+    found = speeds.of(H200)
+    speed = found.few_tokens["w4a16_small"]
+    assert 8 in speed.own
+    assert predict.few_tokens("w4a16_small", asked, found) is not None
+    assert predict.few_tokens_shape("w4a16_small", asked, found) is None
+    assert predict.few_tokens_shape("w4a16_small", replace(asked, m=24), found) is not None
+
+
+def test_more_waves_and_slower_memory_take_longer():
+    usable = speeds.of(H200).many_tokens.usable
+    speed = speeds.of(H200).few_tokens["w8a8_small"]
+    shape = FewTokensShape(64, 1, 2, 1, 1, 3, 3)
+
+    def us(n, speed=speed):
+        return few_tokens_model.microseconds("w8a8_small", speed, shape, 64, n, 4096, usable)
+
+    assert us(64 * 264) < us(64 * 265) < us(64 * 600)
+    assert us(16384, replace(speed, memory=speed.memory / 2)) > us(16384)
