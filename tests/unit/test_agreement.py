@@ -7,6 +7,15 @@ import multiprocessing
 
 import pytest
 
+from fp4dispatch.backends import registry
+from fp4dispatch.dispatch import predicted
+from fp4dispatch.machine.nvml import Gpu
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy.resolve import resolve
+from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import SM90
+from fp4dispatch.problem.prediction import PredictedTime, Predictions
+from fp4dispatch.tune import agreement
 from tests import rank_scenarios
 
 SHUT = ("first", "fp8_gemm", "sm_90")
@@ -149,3 +158,21 @@ def test_times_that_differ_are_measured_anew(found):
 def test_ranks_that_tune_different_things_are_told_so(found):
     for text in found["ranks_tune_different_tokens"]:
         assert text.startswith("InputError: ranks tune different shapes or numbers of tokens: pass group=")
+
+
+def test_ranks_with_other_gpus_do_not_use_predicted_times():
+    system = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+    system = System(**(vars(system) | {"gpus": (Gpu(0, "NVIDIA H200", "GPU-1", SM90),)}))
+    problem = Problem("nvfp4_gemm", 64, 4096, 4096)
+    times = Predictions((PredictedTime("w4a8", "fp8", 9.0), PredictedTime("w4a16", "bf16", 1.0)), "fitted on X")
+    here, there = (resolve(problem, system, registry.backends(), predicted=found) for found in (times, None))
+    assert (here.backend, there.backend) == ("w4a16", "w4a8")
+    mine = {"layer": ((64, here),)}
+    everyone = [agreement._summary(each) for each in (mine, {"layer": ((64, there),)})]
+    assert predicted.find(problem, system, registry.backends()) is not None
+    try:
+        assert agreement._take_over(agreement.Ranks(alone=True), mine, everyone)
+        assert predicted.find(problem, system, registry.backends()) is None
+        assert predicted.find(Problem("nvfp4_gemm", 64, 4096, 8192), system, registry.backends()) is not None
+    finally:
+        predicted.reset()
