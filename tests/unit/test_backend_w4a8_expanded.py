@@ -525,7 +525,7 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
     monkeypatch.setenv(COPY, "1")
     made = layer(shards)
     few, more, many = made.bind().spec.routes
-    assert [(r.m_max, r.backend) for r in (few, more)] == [(16, "w4a16"), (128, "w4a8")]
+    assert [(r.m_max, r.backend) for r in (few, more)] == [(8, "w4a16"), (128, "w4a8")]
     assert (many.backend, many.activation) == ("w4a8_expanded", "fp8")
     assert (few.start, few.stop) == (more.start, more.stop) != (many.start, many.stop)
     assert made.nbytes() - plain.nbytes() == N * K + 4 * N
