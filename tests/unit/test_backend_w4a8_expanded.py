@@ -531,10 +531,10 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
     assert made.nbytes() - plain.nbytes() == N * K + 4 * N
     assert list(made.state_dict()) == list(plain.state_dict())
     dense = contract.dequantised(made.weights())
-    for m in (1, 16, 17, 128, 129, 768, 769):
+    for m in (1, 8, 9, 16, 17, 128, 129, 768, 769):
         x = torch.randn(m, K).bfloat16()
         want = x.double() @ dense.t() + made.bias.double()
-        assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 16 else 0.05)
+        assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 8 else 0.05)
     multiplied = [name for name, *_ in (*hopper.w8.launched, *hopper.launched) if name in (FEW, MANY, "scaled_mm")]
     assert multiplied == [MANY, MANY, "scaled_mm"]
     assert "then w4a8 (fp8) up to M=128, then w4a8_expanded (fp8)" in repr(made)

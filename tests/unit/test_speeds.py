@@ -6,12 +6,18 @@ import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fp4dispatch import strict_toml
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.own import compiled
+from fp4dispatch.backends.own.compiled import Layout, Loaded
 from fp4dispatch.backends.own.tiling import few_tokens_model, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
+from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
@@ -103,3 +109,29 @@ def test_more_waves_and_slower_memory_take_longer():
 
     assert us(64 * 264) < us(64 * 265) < us(64 * 600)
     assert us(16384, replace(speed, memory=speed.memory / 2)) > us(16384)
+
+
+def test_a_plan_for_every_m_takes_the_shape_of_its_tokens(monkeypatch):
+    calls = []
+    module = SimpleNamespace(
+        w8a16_small=lambda *operands: calls.append("own"),
+        w8a16_small_shaped=lambda *operands: calls.append(operands[-2]),
+    )
+    monkeypatch.setattr(compiled, "launch_numbers", tuple)
+    shapes = W8A16Backend()._shape(
+        Problem("fp8_gemm", 1, 4096, 4096, "bf16", "row"), Layout(4096, 4096, 4096, 4096), ("w8a16_small", "bf16"),
+        speeds.of(H200),
+    )  # fmt: skip
+    gemm = compiled._shaped(Loaded("w8a16_small", module, True), shapes)
+    for m in (1, 8, 9, 33, 64, 65):
+        gemm(torch.zeros(m, 1), "w", "scale", None, "out", True)
+    assert [shape if shape == "own" else shape[0] for shape in calls] == [8, 8, 16, 32, 32, "own"]
+    assert calls[0] is calls[1]
+
+
+def test_every_backend_of_ours_takes_the_constants():
+    for name in ("w4a16", "w4a8", "w8a16", "w8a8", "cutlass"):
+        backend = registry.instance(name)
+        op = next(iter(backend.activations))
+        asked = Problem(op, 64, 4096, 4096, backend.activations[op][0], "nvfp4" if op == "nvfp4_gemm" else "row")
+        assert isinstance(backend._kernels(asked, H200.arch, 132, speeds.of(H200)), tuple)

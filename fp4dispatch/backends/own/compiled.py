@@ -246,7 +246,7 @@ class CompiledBackend(Backend):
         for name, build in self.with_quantizer(problem, gemm):
             kernel = jit.load(name, build, arch)
             numbers = launch_shape(speed_of(name, build), problem.m, layout.np, layout.kp, sms)
-            if shape is not None and not loaded and numbers is not None:
+            if shape is not None and not isinstance(shape, ByTokens) and not loaded and numbers is not None:
                 numbers = launch_numbers(shape)
             loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), numbers))
         state = self._state(problem, layout, device, tuple(loaded))

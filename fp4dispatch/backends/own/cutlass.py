@@ -14,6 +14,7 @@ from fp4dispatch.backends.base import LinearWeights, Plan, Prepared, QuantizedAc
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.operands import aligned, per_column
+from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
@@ -43,7 +44,7 @@ class CutlassBackend(CompiledBackend):
     name = "cutlass"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("nvfp4",), "fp8_gemm": ("fp8",)}
 
-    def _kernels(self, problem: Problem, arch: Arch, sms: int) -> tuple[Build, ...]:
+    def _kernels(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds | None = None) -> tuple[Build, ...]:
         """Return the builds of the first row of ``cutlass_tiles.toml`` that serves a problem."""
         tile = tile_for(problem, arch, sms)
         return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))

@@ -140,7 +140,9 @@ def _speeds(row: Any) -> Speeds:
     if model is None or model.name != row["name"]:
         raise FlagsError(f"{where}: is no GPU model of gpu_models.toml")
     many = _numbers(f"{where} many_tokens", row["many_tokens"], GPU_CONSTANTS)
-    facts = replace(launch_model.gpu_with(model.sms), l2_bytes=int(model.l2_mib * 2**20), **many)
+    usual = launch_model.gpu_with(model.sms)
+    l2_bytes = int(model.l2_mib * 2**20)
+    facts = launch_model.Gpu(sms=usual.sms, l2_bytes=l2_bytes, usable=usual.usable, **many)
     strict_toml.check(f"{where} quantisers", row["quantisers"], dict.fromkeys(QUANTISERS, dict))
     quantisers = {
         name: QuantiserSpeed(**_numbers(f"{where} {name}", each, _names(QuantiserSpeed)))
