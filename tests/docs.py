@@ -123,6 +123,13 @@ def soak() -> str:
     return "\n".join(lines)
 
 
+def tensor_parallel() -> str:
+    """Return the table of layers cut among GPUs, of every run that is kept."""
+    from bench import tensor_parallel as script
+
+    return "\n\n".join(f"{origin(result)}.\n\n{script.table(result)}" for result in kept("tensor parallel"))
+
+
 def sanitizer() -> str:
     """Return what compute-sanitizer found in the kernel tests."""
     lines = ["| GPU | commit | tool | sees a planted fault | tests run | found |", "|---|---|---|---|---|---|"]
@@ -499,7 +506,8 @@ def host_cost() -> str:
 
     parts = []
     for result in kept("host cost"):
-        parts += [f"{origin(result)}. {result['host_cost']['method']}.", script.table(result)]
+        subject = f" ({result['subject']})" if result.get("subject") else ""
+        parts += [f"{origin(result)}{subject}. {result['host_cost']['method']}.", script.table(result)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 
@@ -549,6 +557,7 @@ def generate() -> dict[Path, str]:
         ("gpu tests", gpu_tests),
         ("race", race),
         ("soak", soak),
+        ("tensor parallel", tensor_parallel),
         ("sanitizer", sanitizer),
         ("cold jit", cold_jit),
         ("cold model", cold_model),

@@ -126,7 +126,8 @@ def write(path: Path, kind: str, facts: Mapping[str, Any], body: Mapping[str, An
     ValueError
         If it lacks something.
     """
-    record = {"kind": kind, **({"subject": subject} if subject else {}), "facts": dict(facts), **body}
+    made = {"kind": kind, **({"subject": subject} if subject else {}), "facts": dict(facts), **body}
+    record = json.loads(json.dumps(made))  # as it is read: a tuple becomes a list
     if wrong := faults(record):
         raise ValueError(f"not a record: {'; '.join(wrong)}")
     if path.is_dir():
