@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import verify_race
 from fp4dispatch.errors import Fp4DispatchError, ToolchainError
-from fp4dispatch.jit import prove
+from fp4dispatch.jit import packages, prove
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.compiler.toolchain import Disassembler, disassembler
 from fp4dispatch.jit.kernels import caches
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"only stored proofs are shown: {note}")
     for row in checked:
         print(text(row))
+    for line in packages.ignored():
+        print(line)
     if not checked:
         print(f"no finished kernel in {', '.join(str(cache.root) for cache in searched)}")
         print("  fix: fp4dispatch build --arch 12.0 (or any capability)")
