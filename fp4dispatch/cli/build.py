@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError
+from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError, ToolchainError
 from fp4dispatch.jit import kernels, packing
 from fp4dispatch.jit.catalog.manifest import CHECK_OPS, OPS, Catalog, installed
 from fp4dispatch.jit.compiler.compile import Job
+from fp4dispatch.jit.compiler.toolchain import disassembler, locate
 from fp4dispatch.jit.store.cache import Cache, default_folder
 from fp4dispatch.machine import system as machine
 from fp4dispatch.problem.arch import Arch
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     failure: Fp4DispatchError | None = None
     try:
+        _check_tools(jobs, catalog, cache)
         kernels.build_all(jobs, catalog, cache=cache, pinned=args.out is not None, quiet=args.json)
     except Fp4DispatchError as error:
         failure = error
@@ -87,6 +89,24 @@ def run(args: argparse.Namespace) -> int:
         if wheel is not None:
             _print_wheel(wheel)
     return 0 if ok else 1
+
+
+def _check_tools(jobs: list[Job], catalog: Catalog, cache: Cache) -> None:
+    """Raise ToolchainError with all that is missing, for every target of a kernel that is not finished."""
+    done = kernels.finished(jobs, catalog, cache)
+    todo = [job for job, built in zip(jobs, done, strict=True) if built is None]
+    found: dict[str, None] = {}
+    for job in {(job.record.target, job.kernel.cutlass): job for job in todo}.values():
+        try:
+            locate(job.record, job.common, needs_cutlass=job.kernel.cutlass)
+        except ToolchainError as error:
+            found[str(error)] = None
+        try:
+            disassembler(job.common.minimum["disassembler"])
+        except ToolchainError as error:
+            found[str(error)] = None
+    if found:
+        raise ToolchainError("\n".join([*found, f"nothing was compiled; {len(todo)} kernels are missing"]))
 
 
 def _print_wheel(wheel: Path) -> None:

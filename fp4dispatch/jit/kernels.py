@@ -222,9 +222,9 @@ def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Cat
 def _finished(kernel: str, variant: str, target: str, catalog: Catalog) -> bool:
     """Whether a kernel need not be compiled. One of an installed wheel is loaded, to know that it can be."""
     found = find(kernel, variant, target, catalog=catalog)
-    while found is not None and found.entry.installed and _packaged(found) is None:
-        found = find(kernel, variant, target, catalog=catalog)
-    return found is not None
+    if found is None or not found.entry.installed or _packaged(found) is not None:
+        return found is not None
+    return _finished(kernel, variant, target, catalog)  # a refused entry is not found again
 
 
 def _with_chain(names: Iterable[tuple[str, str]], catalog: Catalog) -> list[tuple[str, str]]:

@@ -102,6 +102,8 @@ class PackagedKernels(Cache):
 
 def unusable(entry: Entry) -> str:
     """Return why an entry may not be used here; empty if it may. The hash of the library is not checked here."""
+    if entry.folder in _refused:
+        return _refused[entry.folder]
     return _not_ours(entry) or _other_inputs(entry) or _not_proven(entry) or _needs_driver(entry)
 
 

@@ -188,6 +188,8 @@ def test_the_owner_of_the_code_is_trusted_as_the_code_is(site, monkeypatch):
 )
 def test_an_entry_point_without_kernels_is_reported(site, value, words):
     distribution(site, value)
+    (site / "a" / "package" / "kernels").mkdir(parents=True)
+    (site / "a" / "__init__.py").write_text("raise RuntimeError('looking for kernels must not import anything')\n")
     assert words in report().package.fault
     assert words in packages.ignored()[0]
     assert kernels.caches()[1:] == []
