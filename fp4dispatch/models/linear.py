@@ -13,7 +13,7 @@ from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.problem import Op, Scaling
+from fp4dispatch.problem import Activation, Op, Scaling
 from fp4dispatch.run import routes
 
 
@@ -51,10 +51,14 @@ class FP4Linear(QuantizedLinear):
         bias: bool = True,
         *,
         shard_rows: Sequence[int] = (),
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        **kwargs: Any,
+        name: str = "",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        super().__init__(in_features, out_features, bias, device=device, **options)
         if in_features % formats.NVFP4_BLOCK:
             raise InputError(
                 f"{self._label()}: in_features={in_features} is not a multiple of 16, the NVFP4 block: pad the weight "
@@ -75,9 +79,18 @@ class FP4Linear(QuantizedLinear):
 
     @classmethod
     def from_weights(
-        cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+        cls,
+        weights: LinearWeights,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        name: str = "",
     ) -> FP4Linear:
-        """Make a layer from canonical weights. It takes the tensors over without a copy.
+        """Make a layer from canonical weights. It takes the tensors over, without a copy.
+
+        Other arguments as of the class.
 
         Raises
         ------
@@ -90,7 +103,8 @@ class FP4Linear(QuantizedLinear):
         if weights.global_scale is None:
             raise InputError("FP4Linear needs global_scale, f32 [S]; got None")
         shards = weights.shard_rows if len(weights.shard_rows) > 1 else ()
-        layer = cls(weights.k, weights.n, False, shard_rows=shards, dtype=dtype, device="meta", **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        layer = cls(weights.k, weights.n, False, shard_rows=shards, device="meta", **options)
         return layer.fill(weights, bias)
 
     def fill(self, weights: LinearWeights, bias: Tensor | None = None) -> FP4Linear:
@@ -116,7 +130,16 @@ class FP4Linear(QuantizedLinear):
         )
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, global_scale: Tensor | None = None, **kwargs: Any) -> FP4Linear:
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        global_scale: Tensor | None = None,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        name: str = "",
+    ) -> FP4Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
 
         Parameters
@@ -124,6 +147,10 @@ class FP4Linear(QuantizedLinear):
         global_scale
             f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
             :func:`fp4dispatch.models.replacing.fusion.shared_scale`. None: computed from this weight.
+        activation, backend, name
+            As of the class.
+        dtype
+            As of the class. None: that of ``linear``.
 
         Raises
         ------
@@ -134,12 +161,13 @@ class FP4Linear(QuantizedLinear):
         """
         weight = _weight_of(cls, linear)
         n, k = weight.shape
-        kwargs.setdefault("dtype", _dtype_of(weight))
+        dtype = _dtype_of(weight) if dtype is None else dtype
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
         if k % formats.NVFP4_BLOCK or weight.is_meta:
-            return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # raises for this K
+            return cls(k, n, linear.bias is not None, device=weight.device, **options)  # raises for this K
         q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
         canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
-        return cls.from_weights(canonical, linear.bias, **kwargs)
+        return cls.from_weights(canonical, linear.bias, **options)
 
     def weights(self) -> LinearWeights:
         """Return the canonical tensors as :class:`LinearWeights`, without copies."""
@@ -207,10 +235,14 @@ class FP8Linear(QuantizedLinear):
         bias: bool = True,
         *,
         scaling: Scaling = "tensor",
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        **kwargs: Any,
+        name: str = "",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        super().__init__(in_features, out_features, bias, device=device, **options)
         if scaling not in ("tensor", "row", "block128"):
             raise InputError(f"scaling={scaling!r} is not known; use 'tensor', 'row' or 'block128'")
         if self.activation == "nvfp4":
@@ -227,9 +259,18 @@ class FP8Linear(QuantizedLinear):
 
     @classmethod
     def from_weights(
-        cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+        cls,
+        weights: LinearWeights,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        name: str = "",
     ) -> FP8Linear:
-        """Make a layer from canonical weights. It takes the tensors over without a copy.
+        """Make a layer from canonical weights. It takes the tensors over, without a copy.
+
+        Other arguments as of the class.
 
         Raises
         ------
@@ -239,7 +280,8 @@ class FP8Linear(QuantizedLinear):
         _check_weights(weights)
         if weights.op != "fp8_gemm":
             raise InputError(f"FP8Linear takes fp8_gemm weights, not {weights.op}: use FP4Linear")
-        layer = cls(weights.k, weights.n, False, scaling=weights.scaling, dtype=dtype, device="meta", **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        layer = cls(weights.k, weights.n, False, scaling=weights.scaling, device="meta", **options)
         return layer.fill(weights, bias)
 
     def fill(self, weights: LinearWeights, bias: Tensor | None = None) -> FP8Linear:
@@ -259,7 +301,15 @@ class FP8Linear(QuantizedLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, scaling: Scaling = "tensor", scale: Tensor | None = None, **kwargs: Any
+        cls,
+        linear: nn.Linear,
+        *,
+        scaling: Scaling = "tensor",
+        scale: Tensor | None = None,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        name: str = "",
     ) -> FP8Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
 
@@ -268,6 +318,10 @@ class FP8Linear(QuantizedLinear):
         scale
             f32 in the shape that ``scaling`` needs. Below amax / 448 the largest weights saturate. None: computed from
             this weight.
+        activation, backend, name
+            As of the class.
+        dtype
+            As of the class. None: that of ``linear``.
 
         Raises
         ------
@@ -278,11 +332,13 @@ class FP8Linear(QuantizedLinear):
         """
         weight = _weight_of(cls, linear)
         n, k = weight.shape
-        kwargs.setdefault("dtype", _dtype_of(weight))
+        dtype = _dtype_of(weight) if dtype is None else dtype
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
         if scaling not in ("tensor", "row", "block128") or weight.is_meta:
-            return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **kwargs)
+            return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **options)
         q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
-        return cls.from_weights(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale), linear.bias, **kwargs)
+        canonical = LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale)
+        return cls.from_weights(canonical, linear.bias, **options)
 
     def weights(self) -> LinearWeights:
         """Return the canonical tensors as :class:`LinearWeights`, without copies."""
@@ -319,11 +375,18 @@ class FP8Linear(QuantizedLinear):
         return (f"fp8 {self.scaling}", f"activation={self.activation}", *static)
 
 
-def layer_of(weights: LinearWeights, bias: Tensor | None = None, **kwargs: Any) -> QuantizedLinear:
+def layer_of(
+    weights: LinearWeights,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation = "any",
+    backend: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "",
+) -> QuantizedLinear:
     """Make the layer for canonical weights of any format; arguments and errors as those of ``from_weights``."""
-    kind = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
-    made: QuantizedLinear = kind.from_weights(weights, bias, **kwargs)
-    return made
+    kind: type[FP4Linear] | type[FP8Linear] = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
+    return kind.from_weights(weights, bias, activation=activation, backend=backend, dtype=dtype, name=name)
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:

@@ -142,9 +142,9 @@ def report(model: nn.Module, *, large: int = LARGE) -> ModelReport:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear)]
-    groups = _grouped([_layer(name, layer) for name, layer in layers], ("nbytes",))
+    groups = grouped([_layer(name, layer) for name, layer in layers], ("nbytes",))
     found = _left(model)
-    left = _grouped([one for one in found if one.nbytes >= large], ("nbytes",))
+    left = grouped([one for one in found if one.nbytes >= large], ("nbytes",))
     total = model_bytes(model)
     named = sum(group.nbytes for group in groups) + sum(one.nbytes for one in left)
     return ModelReport(tuple(groups), tuple(left), max(0, total - named), total)
@@ -166,7 +166,7 @@ def _layer(name: str, layer: QuantizedLinear) -> LayerGroup:
     backend, rule, reason = decision_text(layer)
     kind = f"fp8 {layer.scaling}" if isinstance(layer, FP8Linear) else "nvfp4"
     size = (layer.out_features, layer.in_features)
-    return LayerGroup(_pattern(name), 1, kind, *size, layer.activation, backend, rule, reason, layer.nbytes())
+    return LayerGroup(pattern_of(name), 1, kind, *size, layer.activation, backend, rule, reason, layer.nbytes())
 
 
 def _left(model: nn.Module) -> list[LeftAlone]:
@@ -190,15 +190,15 @@ def _left(model: nn.Module) -> list[LeftAlone]:
 def _parameter(name: str, parameter: torch.Tensor, reason: str) -> LeftAlone:
     dtype = str(parameter.dtype).removeprefix("torch.")
     nbytes = parameter.numel() * parameter.element_size()
-    return LeftAlone(_pattern(name), 1, tuple(parameter.shape), dtype, nbytes, reason)
+    return LeftAlone(pattern_of(name), 1, tuple(parameter.shape), dtype, nbytes, reason)
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """Return a name with ``*`` in place of the numbers of blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _grouped(items: Iterable[Any], sums: Sequence[str]) -> list[Any]:
+def grouped(items: Iterable[Any], sums: Sequence[str]) -> list[Any]:
     """Add up items that are equal but for their counts and bytes."""
     groups: dict[Any, list[Any]] = {}
     for item in items:

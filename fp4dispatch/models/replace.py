@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
+from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
-from fp4dispatch.models.model_report import decision_text
+from fp4dispatch.models.model_report import decision_text, pattern_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, why_no_linear
@@ -23,6 +26,7 @@ from fp4dispatch.run.prebuild import Ask
 
 __all__ = ["FORMATS", "LayerReport", "ReplaceReport", "replace_linears", "warmup"]
 
+_DEFAULT = "nvfp4"
 _log = logging.getLogger("fp4dispatch")
 
 
@@ -106,26 +110,34 @@ class ReplaceReport:
         }
 
     def __str__(self) -> str:
-        head = ("layer", "format", "N x K", "MB before", "after", "backend", "why")
+        """Return a table in which equal layers, whose names differ only in numbers, are one row."""
+        head = ("layers", "", "format", "N x K", "MB before", "after", "backend", "why")
+        groups = Counter[LayerReport]()
+        for layer in self.layers:
+            groups[replace(layer, name=pattern_of(layer.name))] += 1
         rows = [
             (
-                layer.name,
-                layer.format,
-                f"{layer.n} x {layer.k}",
-                f"{layer.bytes_before / 1e6:.2f}",
-                f"{layer.bytes_after / 1e6:.2f}",
-                layer.backend,
-                f"{layer.rule}: {layer.reason}" if layer.rule else layer.reason,
+                group.name,
+                str(count),
+                group.format,
+                f"{group.n} x {group.k}",
+                f"{count * group.bytes_before / 1e6:.2f}",
+                f"{count * group.bytes_after / 1e6:.2f}",
+                group.backend,
+                f"{group.rule}: {group.reason}" if group.rule else group.reason,
             )
-            for layer in self.layers
+            for group, count in groups.items()
         ]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
         ]
         lines += self.totals()
-        lines += [f"  left alone: {name}: {reason}" for name, reason in self.skipped]
-        lines += [f"  left alone: {o.name} ({o.nbytes / 1e6:.2f} MB): {o.reason}" for o in self.others]
+        left = Counter((pattern_of(name), reason) for name, reason in self.skipped)
+        lines += [f"  left alone: {name}: {reason}{_times(count)}" for (name, reason), count in left.items()]
+        others = Counter((pattern_of(o.name), o.nbytes, o.reason) for o in self.others)
+        for (name, nbytes, reason), count in others.items():
+            lines.append(f"  left alone: {name} ({count * nbytes / 1e6:.2f} MB): {reason}{_times(count)}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -150,6 +162,7 @@ def replace_linears(
     activation: Activation = "any",
     backend: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    format: str | Mapping[str, str | None] | None = None,
 ) -> ReplaceReport:
     """Replace the ``nn.Linear`` modules of a model by quantised ones, in place, all or nothing.
 
@@ -173,7 +186,10 @@ def replace_linears(
     activation, backend
         Pinned for every layer, see :class:`~fp4dispatch.models.linear.FP4Linear`.
     progress
-        Called with (done, total, name) before each layer and once at the end.
+        Called with (done, total, name) before each layer and once at the end. None: a bar on a terminal; elsewhere a
+        line on stderr every ten seconds, so none for short work.
+    format
+        Another name of ``config``; give one of the two.
 
     Returns
     -------
@@ -193,6 +209,10 @@ def replace_linears(
         If the backend never runs such layers, or if a layer on a GPU cannot run there. For a layer on a CPU this is
         only reported: it may move to a GPU later.
     """
+    if format is not None:
+        if config != _DEFAULT:
+            raise InputError(f"config={config!r} and format={format!r} mean the same: give one of them")
+        config = format
     chosen = choose_layers(model, config, include, exclude)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
         check_request(PROBLEM[str(fmt)][0], backend)
@@ -202,12 +222,13 @@ def replace_linears(
     reports = []
     prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
     shared = _shared_scales(plan)
-    for done, (name, linear, fmt) in enumerate(plan):
-        if progress:
-            progress(done, len(plan), name)
-        if id(linear) not in new:
-            new[id(linear)] = _quantise(name, linear, fmt, activation, backend, shared.get(name, {}))
-            reports.append(_report(name, linear, fmt, new[id(linear)]))
+    with ExitStack() as shown:
+        say = progress or _bar(shown, len(plan))
+        for done, (name, linear, fmt) in enumerate(plan):
+            say(done, len(plan), name)
+            if id(linear) not in new:
+                new[id(linear)] = _quantise(name, linear, fmt, activation, backend, shared.get(name, {}))
+                reports.append(_report(name, linear, fmt, new[id(linear)]))
     for name, linear, _ in plan:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new[id(linear)])
@@ -221,6 +242,16 @@ def replace_linears(
     if not plan:
         _log.warning("replace_linears: nothing was replaced in %s; %s", type(model).__name__, report)
     return report
+
+
+def _times(count: int) -> str:
+    return f" ({count} of these)" if count > 1 else ""
+
+
+def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
+    """Return what shows the progress until ``shown`` is closed."""
+    bar = shown.enter_context(Progress("quantising", total, unit="layers"))
+    return lambda done, total, name: bar.update(done, total, note=name)
 
 
 def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: str | None) -> list[Ask]:
