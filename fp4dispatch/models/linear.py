@@ -139,14 +139,20 @@ class FP4Linear(QuantizedLinear):
             return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # raises for this K
         q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
         canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
-        return cls.from_weights(canonical, linear.bias, **kwargs)
+        layer = cls.from_weights(canonical, linear.bias, **kwargs)
+        del q, canonical
+        layer._hold_once()
+        return layer
 
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
+    def weights(self, *, lend: bool = True) -> LinearWeights:
+        """Return the canonical tensors as :class:`LinearWeights`. Copies only weights that the layer dropped.
+
+        ``lend=False``: the caller will not write to them. The layer then does not keep such copies.
+        """
         n, k = self.out_features, self.in_features
         rows = self.shard_rows if len(self.shard_rows) > 1 else (n,)
         global_scale = self.weight_scale_2.reshape(-1)
-        with self._restored():
+        with self._restored(lend=lend):
             return LinearWeights(
                 "nvfp4_gemm", "nvfp4", n, k, self.weight, self.weight_scale, global_scale, rows, self.input_scale
             )
@@ -284,8 +290,8 @@ class FP8Linear(QuantizedLinear):
         q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
         return cls.from_weights(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale), linear.bias, **kwargs)
 
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
+    def weights(self, *, lend: bool = True) -> LinearWeights:
+        """Return the canonical tensors as :class:`LinearWeights`, without copies; ``lend`` changes nothing."""
         return LinearWeights(
             "fp8_gemm",
             self.scaling,
