@@ -308,7 +308,8 @@ def _build(
 ) -> tuple[nn.Module, int]:
     fused, stored = _read(layer, checkpoint, part)
     old = layer.module
-    target = device if old.weight.is_meta else old.weight.device
+    place = old.device if isinstance(old, QuantizedLinear) else old.weight.device
+    target = device if place.type == "meta" else place
     weights = _owned(fused, target)
     bias = None if old.bias is None or old.bias.is_meta else old.bias.detach().clone()
     if part is not None:
@@ -327,8 +328,9 @@ def _build(
     carry_over(old, module)
     if part is not None:
         become(module, part)
-    held = (weights.weight, weights.scale, weights.global_scale, weights.input_scale, bias)
-    return module, sum(t.numel() * t.element_size() for t in held if t is not None)
+    del weights  # so that no other code holds what the layer can drop
+    module._hold_once()
+    return module, module.stored_nbytes()
 
 
 def layer_options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:

@@ -16,8 +16,9 @@ A write to a stored tensor must never be lost:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,9 +27,31 @@ from torch import Tensor, nn
 from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.dispatch import choose
 from fp4dispatch.machine import capture
-from fp4dispatch.models.stored_weights import CANONICAL, Seen, StoredWeights, held_elsewhere, lock, never, plain, same_bytes
+from fp4dispatch.models.stored_weights import (
+    CANONICAL,
+    Seen,
+    StoredWeights,
+    held_elsewhere,
+    lock,
+    never,
+    plain,
+    same_bytes,
+)
 
 _log = logging.getLogger("fp4dispatch")
+
+
+_only_held: ContextVar[bool] = ContextVar("only_held", default=False)
+
+
+@contextmanager
+def without_dropped() -> Iterator[None]:
+    """Leave tensors that layers dropped out of each ``state_dict()`` that is made inside, instead of unpacking them."""
+    token = _only_held.set(True)
+    try:
+        yield
+    finally:
+        _only_held.reset(token)
 
 
 class CompactWeights(StoredWeights):
@@ -40,6 +63,8 @@ class CompactWeights(StoredWeights):
 
     keep_stored: bool = False
     """Whether the layer keeps its canonical weights beside a layout that holds them too."""
+    in_features: int
+    out_features: int
     _due: bool
     """Whether :meth:`_hold_once` has to look at this layer."""
     _prepared: dict[str, Prepared]
@@ -71,6 +96,12 @@ class CompactWeights(StoredWeights):
         held = self._buffers.keys()
         n, k = self.out_features, self.in_features
         return 0 if not self._dropped or "weight" in held else n * k // 2 + n * k // 16
+
+    def stored_nbytes(self) -> int:
+        """Return the bytes of what ``state_dict`` has: the parameters and all stored tensors, also dropped ones."""
+        held = {name: tensor for name, tensor in self._buffers.items() if name not in self._non_persistent_buffers_set}
+        tensors = [tensor for tensor in (*self._parameters.values(), *held.values()) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + self.dropped_nbytes()
 
     def _hold_once(self) -> None:
         """Drop the canonical weights if a layout holds them exactly and no other code holds them.
@@ -120,7 +151,7 @@ class CompactWeights(StoredWeights):
         return freed or 0
 
     def _try_drop(self) -> int | None:
-        """Drop the canonical weights, return their bytes. 0: they differ from the layout. None: no layout holds them."""
+        """Drop the canonical weights, return their bytes. 0: they differ from the layout. None: no layout has them."""
         differs = False
         held = self._canonical()
         for layout, prepared in self._prepared.items():
@@ -233,6 +264,9 @@ class CompactWeights(StoredWeights):
         super().__delattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if _only_held.get():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
         with self._restored(lend=True):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -262,10 +296,3 @@ def compact(model: nn.Module) -> int:
         During CUDA graph capture.
     """
     return sum(module.compact() for module in model.modules() if isinstance(module, CompactWeights))
-
-
-def hold_once(layers: Iterable[nn.Module]) -> None:
-    """Let each layer drop weights that it holds twice, see :meth:`CompactWeights._hold_once`."""
-    for layer in layers:
-        if isinstance(layer, CompactWeights):
-            layer._hold_once()

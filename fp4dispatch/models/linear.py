@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats.amax import largest
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.run import routes
+
+_AT_A_TIME = 1 << 23
+"""Elements that are quantised at a time."""
 
 
 class FP4Linear(QuantizedLinear):
@@ -137,10 +141,9 @@ class FP4Linear(QuantizedLinear):
         kwargs.setdefault("dtype", _dtype_of(weight))
         if k % formats.NVFP4_BLOCK or weight.is_meta:
             return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # raises for this K
-        q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
-        canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
+        canonical = _quantised(weight, None if global_scale is None else global_scale.to(weight.device))
         layer = cls.from_weights(canonical, linear.bias, **kwargs)
-        del q, canonical
+        del canonical  # so that no other code holds what the layer can drop
         layer._hold_once()
         return layer
 
@@ -330,6 +333,15 @@ def layer_of(weights: LinearWeights, bias: Tensor | None = None, **kwargs: Any) 
     kind = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     made: QuantizedLinear = kind.from_weights(weights, bias, **kwargs)
     return made
+
+
+def _quantised(weight: Tensor, global_scale: Tensor | None) -> LinearWeights:
+    """Quantise to NVFP4, some rows at a time: the float32 intermediates are several times as large as the weight."""
+    n, k = weight.shape
+    scale = formats.nvfp4_global_scale(largest(weight)) if global_scale is None else global_scale
+    parts = [formats.nvfp4_quantize(rows, scale) for rows in weight.split(max(1, _AT_A_TIME // k))]
+    codes, sf = torch.cat([part.data for part in parts]), torch.cat([part.sf.view(torch.uint8) for part in parts])
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), scale.reshape(1), (n,))
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:

@@ -304,6 +304,7 @@ def _look(tensor: Tensor | None) -> Seen | None:
 
 
 def plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own: it is no subclass and not under vmap."""
     return type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
