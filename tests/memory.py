@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Count the storages of a model's tensors, and of all tensors that operators return inside the block."""
+    """Count the storages of a model's tensors and those beside, and of all that operators return inside the block."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *beside: torch.Tensor) -> None:
         super().__init__()
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*model.parameters(), *model.buffers(), *beside):
             self._add(tensor)
         self.before = self.peak = self.now()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp4dispatch import report, warmup
+from fp4dispatch.backends.own.tensors import w4_layout
 from fp4dispatch.checkpoints import load_quantized, save_quantized
 from fp4dispatch.errors import FormatError, NoBackendError
 from fp4dispatch.models import linear, replace
@@ -18,17 +19,20 @@ from tests import w4_fake
 from tests.hopper import seems_to_be_here
 from tests.memory import Alive
 
-LAYERS, SIZE = 12, 512
+LAYERS, SIZE = 6, 512
 DENSE = 2 * SIZE * SIZE
 STORED = SIZE * SIZE // 2 + SIZE * SIZE // 16
+ROOM = 1.25 * DENSE
+"""A layer, and what it takes to pack it."""
 CHUNK = 1 << 14
-"""Elements that are quantised at a time here: a few per cent of a layer."""
+"""Elements and bytes that are quantised and packed at a time here: a few per cent of a layer."""
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     w4_fake.install(monkeypatch)
     monkeypatch.setattr(linear, "_AT_A_TIME", CHUNK)
+    monkeypatch.setattr(w4_layout, "STEP_BYTES", CHUNK)
     with seems_to_be_here(monkeypatch):
         yield
 
@@ -39,10 +43,10 @@ def dense(device="cpu", count=LAYERS):
     return nn.ModuleDict({"model": nn.ModuleDict(layers)})
 
 
-def measured(model, do):
+def measured(model, do, beside=()):
     """What ``do`` returns, and bytes: before, at the peak, after."""
     gc.collect()
-    with Alive(model) as alive:
+    with Alive(model, *beside) as alive:
         made = do()
         gc.collect()
         return made, alive.before, alive.peak, alive.now()
@@ -52,16 +56,15 @@ def test_replacing_needs_the_model_and_one_layer():
     model = dense()
     found, before, peak, after = measured(model, lambda: replace_linears(model))
     assert before == LAYERS * DENSE
-    assert peak < before + 1.5 * DENSE, f"{peak / before:.2f} of the model"
+    assert peak < before + ROOM, f"{(peak - before) / DENSE:.2f} layers more than the model"
     assert LAYERS * STORED <= after < 1.03 * LAYERS * STORED
     assert len(found.layers) == LAYERS
 
 
 def test_keep_stored_holds_both():
     model = dense()
-    found, _, peak, after = measured(model, lambda: replace_linears(model, keep_stored=True))
+    found, _, _, after = measured(model, lambda: replace_linears(model, keep_stored=True))
     assert 2 * LAYERS * STORED <= after < 2.06 * LAYERS * STORED
-    assert peak < LAYERS * DENSE + 1.5 * DENSE
     assert found.bytes_dropped == 0
     assert all(layer.keep_stored for layer in model["model"].values())
 
@@ -75,9 +78,9 @@ def test_loading_needs_the_model_and_one_layer(tmp_path):
     _, before, peak, after = measured(empty, lambda: load_quantized(empty, tmp_path / "out"))
     assert before == 0
     assert LAYERS * STORED <= after < 1.03 * LAYERS * STORED
-    assert peak < after + 1.5 * DENSE
+    assert peak < after + ROOM
     again, _, peak, after = measured(empty, lambda: load_quantized(empty, tmp_path / "out"))
-    assert peak < 2 * LAYERS * STORED * 1.03 + 1.5 * DENSE, "all or nothing: the old model and the new one"
+    assert peak < 2 * after + ROOM, "all or nothing: the old model and the new one"
     assert after < 1.03 * LAYERS * STORED
     assert again.layers[0].nbytes == STORED + 4
 
@@ -87,9 +90,9 @@ def test_loading_in_place_needs_one_layer():
     replace_linears(model)
     replace_linears(other)
     state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    _, before, peak, after = measured(model, lambda: model.load_state_dict(state))
+    _, before, peak, after = measured(model, lambda: model.load_state_dict(state), state.values())
     assert after < before + STORED // 8
-    assert peak < before + 2.5 * DENSE
+    assert peak < before + ROOM
 
 
 def test_warming_up_needs_one_layer():
@@ -98,9 +101,9 @@ def test_warming_up_needs_one_layer():
         model = dense(count=count)
         replace_linears(model)
         _, before, peak, after = measured(model, lambda model=model: warmup(model, tokens=[1, 64]))
-        more[count] = peak - before
-        assert after < before + STORED // 8
-    assert more[LAYERS] < more[2] + STORED // 8
+        more[count] = peak - before, after - before  # with scratch that all layers share
+    assert more[LAYERS][0] < more[2][0] + STORED // 8
+    assert more[LAYERS][1] < more[2][1] + STORED // 8
 
 
 def test_saving_leaves_the_model_as_small_as_it_was(tmp_path):
@@ -156,8 +159,8 @@ def test_what_interrupts_leaves_whole_layers_and_can_be_continued(monkeypatch, c
     monkeypatch.setattr(replace, "_quantise", quantise)
     with caplog.at_level(logging.WARNING, "fp4dispatch"), pytest.raises(NoBackendError):
         replace_linears(model)
-    assert "stopped before model.4: 4 layers are replaced, 8 are not" in caplog.text
-    assert [type(layer) is nn.Linear for layer in model["model"].values()] == 4 * [False] + 8 * [True]
+    assert "stopped before model.4: 4 layers are replaced, 2 are not" in caplog.text
+    assert [type(layer) is nn.Linear for layer in model["model"].values()] == 4 * [False] + 2 * [True]
     replace_linears(model)
     x = torch.randn(3, SIZE).bfloat16()
     for one, other in zip(model["model"].values(), want["model"].values(), strict=True):
