@@ -26,8 +26,8 @@ from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
 from fp4dispatch.errors import CheckpointError
-from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.compact_weights import without_dropped
+from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups
 from fp4dispatch.problem import Activation, Scaling

@@ -330,6 +330,4 @@ def _report(name: str, linear: nn.Linear, fmt: str, layer: QuantizedLinear) -> L
     before = sum(p.numel() * p.element_size() for p in linear.parameters())
     backend, rule, reason = decision_text(layer)
     after, dropped = layer.nbytes(), layer.dropped_nbytes()
-    return LayerReport(
-        name, fmt, layer.out_features, layer.in_features, before, after, backend, rule, reason, dropped
-    )
+    return LayerReport(name, fmt, layer.out_features, layer.in_features, before, after, backend, rule, reason, dropped)

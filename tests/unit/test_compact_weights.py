@@ -17,6 +17,7 @@ from fp4dispatch import compact, warmup
 from fp4dispatch.backends.own import w4
 from fp4dispatch.checkpoints import load_quantized, save_quantized
 from fp4dispatch.errors import CaptureError
+from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from tests import w4_fake
@@ -313,6 +314,21 @@ def test_a_write_that_torch_does_not_count_is_not_lost():
     assert is_dropped(made)
     made.weights().weight.zero_()
     assert torch.equal(made(x), made.bias.expand(70, N))
+
+
+def test_a_watch_sees_what_happens_to_a_layer_that_was_read_since():
+    made, *_ = dropped()
+    watch = Watch([nn.Sequential(made)])
+    assert watch.moved() == ""
+    assert not made.weight.is_meta
+    assert watch.moved() == ""
+    assert is_dropped(made)
+    new = layer(seed=9)
+    made.weight.copy_(new.weight)
+    assert watch.moved() == ""  # packed again, in place
+    assert torch.equal(made.weights().weight, new.weight)
+    made.weight = new.weight.clone()
+    assert watch.moved().startswith("layout")
 
 
 def test_what_is_put_into_the_buffers_is_not_lost():
