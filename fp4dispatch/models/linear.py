@@ -339,7 +339,7 @@ def _quantised(weight: Tensor, global_scale: Tensor | None) -> LinearWeights:
     """Quantise to NVFP4, some rows at a time: the float32 intermediates are several times as large as the weight."""
     n, k = weight.shape
     scale = formats.nvfp4_global_scale(largest(weight)) if global_scale is None else global_scale
-    parts = [formats.nvfp4_quantize(rows, scale) for rows in weight.split(max(1, _AT_A_TIME // k))]
+    parts = [formats.nvfp4_quantize(rows, scale) for rows in torch.split(weight, max(1, _AT_A_TIME // k))]
     codes, sf = torch.cat([part.data for part in parts]), torch.cat([part.sf.view(torch.uint8) for part in parts])
     return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), scale.reshape(1), (n,))
 

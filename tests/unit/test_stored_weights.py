@@ -625,6 +625,19 @@ def test_weights_held_while_they_are_dropped_are_looked_after(hopper):
     assert layer.weight is weight
 
 
+def test_memory_that_is_exchanged_in_a_dropped_tensor_is_noticed(hopper):
+    layer, new, x = make("w4a16", keep_stored=True), make("w4a16", seed=7), tokens()
+    old = layer(x)
+    weight = layer.weight
+    assert layer.compact()
+    weight.data = new.weight.clone()
+    got = layer(x)
+    assert not torch.equal(got, old)
+    assert torch.equal(layer.weight, new.weight)
+    layer.weight = new.weight.clone()
+    assert torch.equal(layer(x), got)
+
+
 def test_what_is_written_and_not_packed_yet_is_not_dropped(hopper):
     layer, new, x = make("w4a16", keep_stored=True), make("w4a16", seed=7), tokens()
     layer(x)
