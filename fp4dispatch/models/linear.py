@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats.amax import largest
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation, Op, Scaling
 from fp4dispatch.run import routes
+
+_AT_A_TIME = 1 << 23
+"""Elements that are quantised at a time."""
 
 
 class FP4Linear(QuantizedLinear):
@@ -30,7 +34,7 @@ class FP4Linear(QuantizedLinear):
         K, a multiple of 16.
     shard_rows
         Rows of each shard fused into this layer; empty for one.
-    out_features, bias, activation, backend, dtype, device, name
+    out_features, bias, activation, backend, dtype, device, name, keep_stored
         As in :class:`QuantizedLinear`.
 
     Raises
@@ -56,8 +60,10 @@ class FP4Linear(QuantizedLinear):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         name: str = "",
+        keep_stored: bool = False,
     ) -> None:
         options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         super().__init__(in_features, out_features, bias, device=device, **options)
         if in_features % formats.NVFP4_BLOCK:
             raise InputError(
@@ -87,6 +93,7 @@ class FP4Linear(QuantizedLinear):
         backend: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         name: str = "",
+        keep_stored: bool = False,
     ) -> FP4Linear:
         """Make a layer from canonical weights. It takes the tensors over, without a copy.
 
@@ -104,6 +111,7 @@ class FP4Linear(QuantizedLinear):
             raise InputError("FP4Linear needs global_scale, f32 [S]; got None")
         shards = weights.shard_rows if len(weights.shard_rows) > 1 else ()
         options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         layer = cls(weights.k, weights.n, False, shard_rows=shards, device="meta", **options)
         return layer.fill(weights, bias)
 
@@ -139,6 +147,7 @@ class FP4Linear(QuantizedLinear):
         backend: str | None = None,
         dtype: torch.dtype | None = None,
         name: str = "",
+        keep_stored: bool = False,
     ) -> FP4Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
 
@@ -147,7 +156,7 @@ class FP4Linear(QuantizedLinear):
         global_scale
             f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
             :func:`fp4dispatch.models.replacing.fusion.shared_scale`. None: computed from this weight.
-        activation, backend, name
+        activation, backend, name, keep_stored
             As of the class.
         dtype
             As of the class. None: that of ``linear``.
@@ -163,18 +172,24 @@ class FP4Linear(QuantizedLinear):
         n, k = weight.shape
         dtype = _dtype_of(weight) if dtype is None else dtype
         options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         if k % formats.NVFP4_BLOCK or weight.is_meta:
             return cls(k, n, linear.bias is not None, device=weight.device, **options)  # raises for this K
-        q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
-        canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
-        return cls.from_weights(canonical, linear.bias, **options)
+        canonical = _quantised(weight, None if global_scale is None else global_scale.to(weight.device))
+        layer = cls.from_weights(canonical, linear.bias, **options)
+        del canonical  # so that no other code holds what the layer can drop
+        layer._hold_once()
+        return layer
 
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
+    def weights(self, *, lend: bool = True) -> LinearWeights:
+        """Return the canonical tensors as :class:`LinearWeights`. Copies only weights that the layer dropped.
+
+        ``lend=False``: the caller will not write to them. The layer then does not keep such copies.
+        """
         n, k = self.out_features, self.in_features
         rows = self.shard_rows if len(self.shard_rows) > 1 else (n,)
         global_scale = self.weight_scale_2.reshape(-1)
-        with self._restored():
+        with self._restored(lend=lend):
             return LinearWeights(
                 "nvfp4_gemm", "nvfp4", n, k, self.weight, self.weight_scale, global_scale, rows, self.input_scale
             )
@@ -214,7 +229,7 @@ class FP8Linear(QuantizedLinear):
     ----------
     scaling
         ``tensor``, ``row`` or ``block128``.
-    in_features, out_features, bias, activation, backend, dtype, device, name
+    in_features, out_features, bias, activation, backend, dtype, device, name, keep_stored
         As in :class:`QuantizedLinear`; any sizes, padding is the backend's.
 
     Raises
@@ -240,8 +255,10 @@ class FP8Linear(QuantizedLinear):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         name: str = "",
+        keep_stored: bool = False,
     ) -> None:
         options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         super().__init__(in_features, out_features, bias, device=device, **options)
         if scaling not in ("tensor", "row", "block128"):
             raise InputError(f"scaling={scaling!r} is not known; use 'tensor', 'row' or 'block128'")
@@ -267,6 +284,7 @@ class FP8Linear(QuantizedLinear):
         backend: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         name: str = "",
+        keep_stored: bool = False,
     ) -> FP8Linear:
         """Make a layer from canonical weights. It takes the tensors over, without a copy.
 
@@ -281,6 +299,7 @@ class FP8Linear(QuantizedLinear):
         if weights.op != "fp8_gemm":
             raise InputError(f"FP8Linear takes fp8_gemm weights, not {weights.op}: use FP4Linear")
         options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         layer = cls(weights.k, weights.n, False, scaling=weights.scaling, device="meta", **options)
         return layer.fill(weights, bias)
 
@@ -310,6 +329,7 @@ class FP8Linear(QuantizedLinear):
         backend: str | None = None,
         dtype: torch.dtype | None = None,
         name: str = "",
+        keep_stored: bool = False,
     ) -> FP8Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
 
@@ -318,7 +338,7 @@ class FP8Linear(QuantizedLinear):
         scale
             f32 in the shape that ``scaling`` needs. Below amax / 448 the largest weights saturate. None: computed from
             this weight.
-        activation, backend, name
+        activation, backend, name, keep_stored
             As of the class.
         dtype
             As of the class. None: that of ``linear``.
@@ -334,14 +354,15 @@ class FP8Linear(QuantizedLinear):
         n, k = weight.shape
         dtype = _dtype_of(weight) if dtype is None else dtype
         options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         if scaling not in ("tensor", "row", "block128") or weight.is_meta:
             return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **options)
         q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
         canonical = LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale)
         return cls.from_weights(canonical, linear.bias, **options)
 
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
+    def weights(self, *, lend: bool = True) -> LinearWeights:
+        """Return the canonical tensors as :class:`LinearWeights`, without copies; ``lend`` changes nothing."""
         return LinearWeights(
             "fp8_gemm",
             self.scaling,
@@ -383,10 +404,21 @@ def layer_of(
     backend: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     name: str = "",
+    keep_stored: bool = False,
 ) -> QuantizedLinear:
     """Make the layer for canonical weights of any format; arguments and errors as those of ``from_weights``."""
     kind: type[FP4Linear] | type[FP8Linear] = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
-    return kind.from_weights(weights, bias, activation=activation, backend=backend, dtype=dtype, name=name)
+    options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+    return kind.from_weights(weights, bias, keep_stored=keep_stored, **options)
+
+
+def _quantised(weight: Tensor, global_scale: Tensor | None) -> LinearWeights:
+    """Quantise to NVFP4, some rows at a time: the float32 intermediates are several times as large as the weight."""
+    n, k = weight.shape
+    scale = formats.nvfp4_global_scale(largest(weight)) if global_scale is None else global_scale
+    parts = [formats.nvfp4_quantize(rows, scale) for rows in torch.split(weight, max(1, _AT_A_TIME // k))]
+    codes, sf = torch.cat([part.data for part in parts]), torch.cat([part.sf.view(torch.uint8) for part in parts])
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), scale.reshape(1), (n,))
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:
