@@ -116,7 +116,14 @@ class FP4Linear(QuantizedLinear):
         )
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, global_scale: Tensor | None = None, **kwargs: Any) -> FP4Linear:
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        global_scale: Tensor | None = None,
+        calibrate: formats.Calibration = "max",
+        **kwargs: Any,
+    ) -> FP4Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
 
         Parameters
@@ -124,20 +131,25 @@ class FP4Linear(QuantizedLinear):
         global_scale
             f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
             :func:`fp4dispatch.models.replacing.fusion.shared_scale`. None: computed from this weight.
+        calibrate
+            ``max``, or ``mse``: search each block scale for the least squared error.
 
         Raises
         ------
         InputError
-            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, or K is not a multiple of 16.
+            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, K is not a multiple of 16, or for an
+            unknown calibration.
         FormatError
             If the weight holds NaN or Inf.
         """
+        formats.check_calibration(calibrate, nvfp4=True)
         weight = _weight_of(cls, linear)
         n, k = weight.shape
         kwargs.setdefault("dtype", _dtype_of(weight))
         if k % formats.NVFP4_BLOCK or weight.is_meta:
             return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # raises for this K
-        q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
+        scale = None if global_scale is None else global_scale.to(weight.device)
+        q = formats.nvfp4_quantize_calibrated(weight, scale, calibrate)
         canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
         return cls.from_weights(canonical, linear.bias, **kwargs)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats import Calibration, check_calibration
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
 from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -149,6 +150,7 @@ def replace_linears(
     *,
     activation: Activation = "any",
     backend: str | None = None,
+    calibrate: Calibration = "max",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> ReplaceReport:
     """Replace the ``nn.Linear`` modules of a model by quantised ones, in place, all or nothing.
@@ -172,6 +174,10 @@ def replace_linears(
         The report's ``notes`` list each ``exclude`` pattern that matches nothing.
     activation, backend
         Pinned for every layer, see :class:`~fp4dispatch.models.linear.FP4Linear`.
+    calibrate
+        How NVFP4 block scales are chosen. ``max``: the largest magnitude of a block maps to 6. ``mse``: the scale of
+        least squared error, from a search of about nine times the work
+        (:func:`fp4dispatch.formats.nvfp4_quantize_mse`).
     progress
         Called with (done, total, name) before each layer and once at the end.
 
@@ -183,8 +189,9 @@ def replace_linears(
     Raises
     ------
     InputError
-        For an argument of a wrong type, an unknown format, a pattern that is no regular expression or (``include``,
-        ``config``) names no linear layer, a model without any ``nn.Linear``, or a model on the meta device.
+        For an argument of a wrong type, an unknown format or calibration, a calibration that no layer could use, a
+        pattern that is no regular expression or (``include``, ``config``) names no linear layer, a model without any
+        ``nn.Linear``, or a model on the meta device.
     FormatError
         If a weight holds NaN or Inf; the message names the layer.
     UnknownBackendError, SettingsError
@@ -197,16 +204,20 @@ def replace_linears(
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
         check_request(PROBLEM[str(fmt)][0], backend)
     plan = list(chosen.layers)
+    asked = config.values() if isinstance(config, Mapping) else [config]
+    check_calibration(calibrate, nvfp4="nvfp4" in asked)
     before = model_bytes(model)
     new: dict[int, QuantizedLinear] = {}
     reports = []
     prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
     shared = _shared_scales(plan)
+    searched: dict[str, Any] = {"calibrate": calibrate} if calibrate != "max" else {}
     for done, (name, linear, fmt) in enumerate(plan):
         if progress:
             progress(done, len(plan), name)
         if id(linear) not in new:
-            new[id(linear)] = _quantise(name, linear, fmt, activation, backend, shared.get(name, {}))
+            scales = shared.get(name, {}) | (searched if fmt == "nvfp4" else {})
+            new[id(linear)] = _quantise(name, linear, fmt, activation, backend, scales)
             reports.append(_report(name, linear, fmt, new[id(linear)]))
     for name, linear, _ in plan:
         parent, _, child = name.rpartition(".")
@@ -235,10 +246,10 @@ def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: st
     return asks
 
 
-def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Tensor]]:
+def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Any]]:
     """Return the shared scales of layers that engines fuse: the model may be saved for such an engine."""
     linears = {name: (linear, fmt) for name, linear, fmt in plan if not linear.weight.is_meta}
-    shared: dict[str, dict[str, Tensor]] = {}
+    shared: dict[str, dict[str, Any]] = {}
     for names in fusion_groups({name: (fmt, linear.in_features) for name, (linear, fmt) in linears.items()}):
         scaling = PROBLEM[linears[names[0]][1]][1]
         scale = shared_scale((linears[name][0].weight for name in names), scaling)
@@ -248,11 +259,11 @@ def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str
 
 
 def _quantise(
-    name: str, linear: nn.Linear, fmt: str, activation: Activation, backend: str | None, scale: dict[str, Tensor]
+    name: str, linear: nn.Linear, fmt: str, activation: Activation, backend: str | None, scales: dict[str, Any]
 ) -> QuantizedLinear:
     if linear.weight.is_meta:
         raise InputError(f"{name} is on the meta device and has no weights to quantise: load them first")
-    layer = FORMATS[fmt](linear, activation=activation, backend=backend, name=name, **scale)
+    layer = FORMATS[fmt](linear, activation=activation, backend=backend, name=name, **scales)
     if layer.weight.is_cuda:
         layer.bind()
     carry_over(linear, layer)

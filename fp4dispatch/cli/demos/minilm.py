@@ -145,7 +145,7 @@ def _device(text: str | None) -> torch.device:
 
 def sentence_pairs() -> list[tuple[str, str]]:
     """Return the built-in pairs, from close paraphrase to unrelated."""
-    file = Path(__file__).with_name("demo_pairs.toml")
+    file = Path(__file__).with_name("sentence_pairs.toml")
     table = strict_toml.load(file)
     strict_toml.check(str(file), table, {"pairs": list})
     return [(first, second) for first, second in table["pairs"]]
