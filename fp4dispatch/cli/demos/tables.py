@@ -31,8 +31,9 @@ def render(result: dict[str, Any], width: int | None = None) -> str:
     if width is None:
         width = min(WIDTH, Console().width) if terminal else WIDTH
     colours = terminal and not settings.no_color
+    out = io.StringIO()
     console = Console(
-        file=io.StringIO(),
+        file=out,
         width=width,
         force_terminal=colours,
         color_system="auto" if colours else None,
@@ -63,7 +64,7 @@ def render(result: dict[str, Any], width: int | None = None) -> str:
     console.print(f"  fp4dispatch explain {op} -m 1 -n {example['n']} -k {example['k']} --arch 9.0 --cuda 13.0")
     other = "nvfp4" if result["format"] != "nvfp4" else "fp8_row"
     console.print(f"  fp4dispatch demo --format {other}")
-    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 
 def _table(*heads: tuple[str, str]) -> Table:
@@ -92,7 +93,7 @@ def _answers(result: dict[str, Any]) -> Table:
 def _numbers(result: dict[str, Any]) -> Table:
     before, after, size = result["before"], result["after"], result["bytes"]
     quality = before["quality"], after["quality"]
-    made = _table(("", "left"), ("before", "right"), ("after", "right"), ("", "left"))
+    made = _table(("", "left"), ("16 bits", "right"), (result["format"], "right"), ("", "left"))
 
     def mb(count: int) -> str:
         return f"{count / 1e6:.1f} MB"
@@ -105,10 +106,9 @@ def _numbers(result: dict[str, Any]) -> Table:
     made.add_row("perplexity", *(f"{q['perplexity']:.2f}" for q in quality), change)
     made.add_row("KL divergence", "0", f"{quality[1]['kl']:.4f}", "nats a token, from the original")
     made.add_row("same most likely token", "", f"{100 * quality[1]['same_top']:.1f} %", "of the tokens")
-    read, wrote = (f"{before[key]:,.0f}" for key in ("read_per_s", "written_per_s"))
-    made.add_row("tokens/s, reading", read, f"{after['read_per_s']:,.0f}", "")
-    decode = f"{before['written_per_s']:,.1f}", f"{after['written_per_s']:,.1f}"
-    made.add_row("tokens/s, writing", *decode, "transformers' generate, one request" if wrote else "")
+    made.add_row("tokens/s, reading", *(f"{side['read_per_s']:,.0f}" for side in (before, after)), "one request")
+    wrote = (f"{side['written_per_s']:,.1f}" for side in (before, after))
+    made.add_row("tokens/s, writing", *wrote, "one request, generate() of transformers")
     return made
 
 
@@ -127,7 +127,9 @@ def _backends(result: dict[str, Any]) -> Table:
 
 
 def _why(group: dict[str, Any]) -> str:
-    return f"{group['rule']}: {group['reason']}" if group["rule"] else str(group["reason"])
+    """Return the reason of a choice, without the sizes of the layer, so that equal ones are told once."""
+    reason = str(group["reason"]).replace(f" N={group['n']} K={group['k']}", "")
+    return f"{group['rule']}: {reason}" if group["rule"] else reason
 
 
 def _numbered(result: dict[str, Any]) -> dict[str, int]:
