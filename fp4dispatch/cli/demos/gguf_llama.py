@@ -69,7 +69,7 @@ def load(file: Path, dtype: torch.dtype) -> torch.nn.Module:
     values = {key: fields[name] for key, name in CONFIG.items()}
     rope = {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]}
     config = LlamaConfig(**values, rope_parameters=rope, tie_word_embeddings=True, dtype=dtype)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
     state: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
         prefix, _, last = tensor.name.removesuffix(".weight").rpartition(".")

@@ -175,4 +175,4 @@ def _bytes_in_16_bits(model: Any) -> int:
         for t in (*model.parameters(), *model.buffers())
         if t.dtype == torch.float32 and id(t) not in quantised
     }
-    return model_bytes(model) - sum(wide.values())
+    return int(model_bytes(model) - sum(wide.values()))

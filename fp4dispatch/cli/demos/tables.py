@@ -49,6 +49,7 @@ def render(result: dict[str, Any], width: int | None = None) -> str:
     console.print(_numbers(result))
     console.print()
     console.print(_backends(result))
+    console.print()
     for line in _reasons(result):
         console.print(line)
     console.print()
