@@ -253,6 +253,28 @@ def sm90() -> str:
     return "\n".join(lines)
 
 
+def accuracy() -> str:
+    """Return what each format costs a language model, of every run that is kept."""
+    parts = []
+    for result in kept("accuracy"):
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        names = list(result["texts"])
+        sizes = "; ".join(f"{name}, {result['texts'][name]['tokens']:,} tokens" for name in names)
+        heads = [cell for name in names for cell in (f"perplexity: {name}", "KL", "same")]
+        lines = [
+            f"| by | weights | activations | weight error | {' | '.join(heads)} | ran on |",
+            "|---|---|---|---:|" + "---:|" * len(heads) + "---|",
+        ]
+        for row in result["rows"]:
+            error = f"{100 * row['weight_error']:.2f} %" if row["weight_error"] is not None else ""
+            cells = [row["by"], row["weights"], row["activations"], error]
+            for found in (row["texts"][name] for name in names):
+                cells += [f"{found['perplexity']:.2f}", f"{found['kl']:.4f}", f"{100 * found['same_top']:.1f} %"]
+            lines.append(f"| {' | '.join([*cells, row['backends']])} |")
+        parts += [f"{result['model']} on {origin(result)}; {versions}. Texts: {sizes}.", "\n".join(lines)]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
 def demo() -> str:
     """Return what the demo found on hardware."""
     lines = [
@@ -580,6 +602,7 @@ def generate() -> dict[Path, str]:
     return {
         readme: fill(fill(text, "support", support()), "speed", speed()),
         measured: numbers,
+        ROOT / "docs" / "accuracy.md": fill((ROOT / "docs" / "accuracy.md").read_text(), "accuracy", accuracy()),
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
         ROOT / "docs" / "proof.md": proof(),
     }

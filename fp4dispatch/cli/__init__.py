@@ -31,7 +31,7 @@ HELP: dict[str, str] = {
     "bench": "check and time our layers beside their peers",
     "build": "compile kernels ahead of time, for any GPU",
     "cache": "list or clear the compiled kernels",
-    "demo": "quantise a real embedding model, show the backend of each layer and why, compare the outputs",
+    "demo": "quantise a real language model: answer, quality, memory, speed, and who runs each layer and why",
     "doctor": "check this machine: every failing check says how to fix it",
     "env": "print versions, GPUs and settings, ready to paste into an issue",
     "explain": "show which backend would run a GEMM, on this machine or any other, and why",

@@ -143,6 +143,7 @@ class FP4Linear(QuantizedLinear):
         linear: nn.Linear,
         *,
         global_scale: Tensor | None = None,
+        calibrate: formats.Calibration = "max",
         activation: Activation = "any",
         backend: str | None = None,
         dtype: torch.dtype | None = None,
@@ -156,6 +157,8 @@ class FP4Linear(QuantizedLinear):
         global_scale
             f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
             :func:`fp4dispatch.models.replacing.fusion.shared_scale`. None: computed from this weight.
+        calibrate
+            ``max``, or ``mse``: search each block scale for the least squared error.
         activation, backend, name, keep_stored
             As of the class.
         dtype
@@ -164,10 +167,12 @@ class FP4Linear(QuantizedLinear):
         Raises
         ------
         InputError
-            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, or K is not a multiple of 16.
+            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, K is not a multiple of 16, or for an
+            unknown calibration.
         FormatError
             If the weight holds NaN or Inf.
         """
+        formats.check_calibration(calibrate, nvfp4=True)
         weight = _weight_of(cls, linear)
         n, k = weight.shape
         dtype = _dtype_of(weight) if dtype is None else dtype
@@ -175,7 +180,7 @@ class FP4Linear(QuantizedLinear):
         options["keep_stored"] = keep_stored
         if k % formats.NVFP4_BLOCK or weight.is_meta:
             return cls(k, n, linear.bias is not None, device=weight.device, **options)  # raises for this K
-        canonical = _quantised(weight, None if global_scale is None else global_scale.to(weight.device))
+        canonical = _quantised(weight, None if global_scale is None else global_scale.to(weight.device), calibrate)
         layer = cls.from_weights(canonical, linear.bias, **options)
         del canonical  # so that no other code holds what the layer can drop
         layer._hold_once()
@@ -412,11 +417,12 @@ def layer_of(
     return kind.from_weights(weights, bias, keep_stored=keep_stored, **options)
 
 
-def _quantised(weight: Tensor, global_scale: Tensor | None) -> LinearWeights:
+def _quantised(weight: Tensor, global_scale: Tensor | None, calibrate: formats.Calibration) -> LinearWeights:
     """Quantise to NVFP4, some rows at a time: the float32 intermediates are several times as large as the weight."""
     n, k = weight.shape
     scale = formats.nvfp4_global_scale(largest(weight)) if global_scale is None else global_scale
-    parts = [formats.nvfp4_quantize(rows, scale) for rows in torch.split(weight, max(1, _AT_A_TIME // k))]
+    some_rows = torch.split(weight, max(1, _AT_A_TIME // k))
+    parts = [formats.nvfp4_quantize_calibrated(rows, scale, calibrate) for rows in some_rows]
     codes, sf = torch.cat([part.data for part in parts]), torch.cat([part.sf.view(torch.uint8) for part in parts])
     return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), scale.reshape(1), (n,))
 

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats import Calibration, check_calibration
 from fp4dispatch.formats.amax import largest
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
@@ -180,6 +181,7 @@ def replace_linears(
     activation: Activation = "any",
     backend: str | None = None,
     keep_stored: bool = False,
+    calibrate: Calibration = "max",
     progress: Callable[[int, int, str], None] | None = None,
     format: str | Mapping[str, str | None] | None = None,
 ) -> ReplaceReport:
@@ -210,6 +212,10 @@ def replace_linears(
     keep_stored
         Whether NVFP4 layers keep their stored tensors beside a layout that holds the same bits, see
         :class:`~fp4dispatch.models.linear.FP4Linear`.
+    calibrate
+        How NVFP4 block scales are chosen. ``max``: the largest magnitude of a block maps to 6. ``mse``: the scale of
+        least squared error, from a search of about nine times the work
+        (:func:`fp4dispatch.formats.nvfp4_quantize_mse`).
     progress
         Called with (done, total, name) before each layer and once at the end. None: a bar on a terminal; elsewhere a
         line on stderr every ten seconds, so none for short work.
@@ -224,8 +230,9 @@ def replace_linears(
     Raises
     ------
     InputError
-        For an argument of a wrong type, an unknown format, a pattern that is no regular expression or (``include``,
-        ``config``) names no linear layer, a model without any ``nn.Linear``, or a model on the meta device.
+        For an argument of a wrong type, an unknown format or calibration, a calibration that no layer could use, a
+        pattern that is no regular expression or (``include``, ``config``) names no linear layer, a model without any
+        ``nn.Linear``, or a model on the meta device.
     FormatError
         If a weight holds NaN or Inf; the message names the layer.
     UnknownBackendError, SettingsError
@@ -241,12 +248,18 @@ def replace_linears(
     chosen = choose_layers(model, config, include, exclude)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
         check_request(PROBLEM[str(fmt)][0], backend)
+    asked = config.values() if isinstance(config, Mapping) else [config]
+    check_calibration(calibrate, nvfp4="nvfp4" in asked)
     skipped, notes, plan = chosen.skipped, chosen.notes, list(chosen.layers)
     del chosen  # each old layer is to be freed as soon as it is replaced
     before = model_bytes(model)
     options = {"activation": activation, "backend": backend, "keep_stored": keep_stored}
     prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
     shared = _shared_scales(plan)
+    if calibrate != "max":
+        for name, _, fmt in plan:
+            if fmt == "nvfp4":
+                shared.setdefault(name, {})["calibrate"] = calibrate
     _check(plan, options, shared)
     with ExitStack() as shown:
         reports = _replace(model, plan, options, shared, progress or _bar(shown, len(plan)))
@@ -270,7 +283,7 @@ def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
     return lambda done, total, name: bar.update(done, total, note=name)
 
 
-def _check(plan: list[_Planned], options: dict[str, Any], shared: dict[str, dict[str, Tensor]]) -> None:
+def _check(plan: list[_Planned], options: dict[str, Any], shared: dict[str, dict[str, Any]]) -> None:
     """Raise what would stop the replacing: weights that are not finite, and kinds of layers that cannot run here."""
     kinds = set()
     for name, linear, fmt in plan:
@@ -286,7 +299,7 @@ def _replace(
     model: nn.Module,
     plan: list[_Planned],
     options: dict[str, Any],
-    shared: dict[str, dict[str, Tensor]],
+    shared: dict[str, dict[str, Any]],
     progress: Callable[[int, int, str], None],
 ) -> list[LayerReport]:
     """Replace each layer at all its places, and free it. Empties ``plan``."""
@@ -332,10 +345,10 @@ def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: st
     return asks
 
 
-def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Tensor]]:
+def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Any]]:
     """Return the shared scales of layers that engines fuse: the model may be saved for such an engine."""
     linears = {name: (linear, fmt) for name, linear, fmt in plan if not linear.weight.is_meta}
-    shared: dict[str, dict[str, Tensor]] = {}
+    shared: dict[str, dict[str, Any]] = {}
     for names in fusion_groups({name: (fmt, linear.in_features) for name, (linear, fmt) in linears.items()}):
         scaling = PROBLEM[linears[names[0]][1]][1]
         scale = shared_scale((linears[name][0].weight for name in names), scaling)
@@ -345,7 +358,7 @@ def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str
 
 
 def _quantise(
-    name: str, linear: nn.Linear, fmt: str, options: dict[str, Any], shared: dict[str, dict[str, Tensor]]
+    name: str, linear: nn.Linear, fmt: str, options: dict[str, Any], shared: dict[str, dict[str, Any]]
 ) -> QuantizedLinear:
     if linear.weight.is_meta:
         raise InputError(f"{name} is on the meta device and has no weights to quantise: load them first")

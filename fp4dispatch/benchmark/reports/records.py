@@ -14,6 +14,7 @@ from typing import Any
 FACTS = ("commit", "date", "device", "driver", "torch", "cuda")
 """What every record says about its origin; ``driver``, ``torch`` and ``cuda`` are None where there was none."""
 KINDS: Mapping[str, tuple[str, ...]] = {
+    "accuracy": ("model", "versions", "texts", "rows"),
     "activations": ("method", "problems"),
     "bench": ("schema", "suite", "peaks", "methods", "measured"),
     "breakable graphs": ("models",),
