@@ -5,11 +5,15 @@
 
 ``BUNDLE_KERNELS=DIR pip wheel .`` puts the kernels that ``fp4dispatch build --out DIR`` made into the wheel, as
 ``fp4dispatch/prebuilt``, where they are found without any compiler. That wheel is for one platform; it needs Linux.
+
+The page of an index shows the README without the repository. ``PROJECT_URL=https://HOST/OWNER/fp4dispatch`` makes its
+links absolute, to the tag of this version; without it, only their text stays.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+PROJECT_URL = os.environ.get("PROJECT_URL", "").rstrip("/")
 BUNDLE = os.environ.get("BUNDLE_KERNELS", "")
 
 
@@ -47,6 +52,20 @@ def bundled(version: str) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise refuse(f"{entry} is no finished kernel ({type(error).__name__}: {error})") from error
     return entries
+
+
+def long_description(version: str) -> str:
+    """Return the README, with no link that is relative to the repository."""
+    text = Path("README.md").read_text("utf-8")
+    absolute = rf"[\1]({PROJECT_URL}/blob/v{version}/\2)" if PROJECT_URL else r"\1"
+    return re.sub(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)", absolute, text)
+
+
+def project_version() -> str:
+    """Return the version that pyproject.toml names."""
+    found = re.search(r'^version = "([^"]+)"', Path("pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert found
+    return found[1]
 
 
 class BuildPy(build_py):
@@ -89,6 +108,8 @@ class Bundle(Distribution):
 
 
 setup(
+    long_description=long_description(project_version()),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["fp4dispatch", "fp4dispatch.*"]), "fp4dispatch.csrc", "fp4dispatch.jit_flags"],
     package_dir={"fp4dispatch.csrc": "csrc", "fp4dispatch.jit_flags": "jit_flags"},
     cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},

@@ -11,9 +11,10 @@ runs without one. Attention is PyTorch's without cuDNN's, whose decode steps hav
     python bench/decoder.py --json out.json --commit HASH
     python bench/decoder.py --tiny --device cpu            # a small model, no graph: that the script works
 
-A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation. ``--compact`` drops
-weights that a layer would hold twice (``fp4dispatch.compact``) before anything is timed: the table then has the memory
-with and without it, and logits that are not bit for bit what they were print WRONG.
+A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation. ``--compact`` first
+keeps what a layer drops by default (``keep_stored=True``) and drops it (``fp4dispatch.compact``) before anything is
+timed: the table then has the memory with and without it. Logits that are not bit for bit what they were print WRONG.
+``replace_peak_gb`` is the most that was allocated while the linear layers were replaced.
 """
 
 from __future__ import annotations
@@ -116,13 +117,13 @@ def build(sizes: dict[str, Any], device: torch.device, seed: int = 0, family: st
     return model
 
 
-def quantise(model: nn.Module, fmt: str) -> dict[str, int]:
+def quantise(model: nn.Module, fmt: str, *, keep_stored: bool = False) -> dict[str, int]:
     """Replace the linear layers, one decoder layer at a time; return how many layers each choice of backends runs."""
     name, _, activation = fmt.partition(":")
     if name == "bf16":
         return {}
     for layer in model.model.layers:
-        fp4dispatch.replace_linears(layer, name, activation=activation or "any")
+        fp4dispatch.replace_linears(layer, name, activation=activation or "any", keep_stored=keep_stored)
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     return dict(Counter(layer.backend_text() for layer in layers))
 
@@ -285,9 +286,13 @@ def run_format(
     vocabulary = sizes["vocab_size"]
     began = time.perf_counter()
     model = build(sizes, device)
-    backends = quantise(model, fmt)
-    gc.collect()
     if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    backends = quantise(model, fmt, keep_stored=arguments.compact)
+    gc.collect()
+    replace_peak = {}
+    if device.type == "cuda":
+        replace_peak = {"replace_peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     built = time.perf_counter() - began
@@ -298,6 +303,7 @@ def run_format(
         "weights_gb": held_bytes(model) / 1e9,
         "logits": against(logits, logits if reference is None else reference),
     }
+    result |= replace_peak
     if backends:
         fp4dispatch.warmup(model, tokens=[*arguments.batches, arguments.prefill])
     if backends and arguments.compact:
@@ -364,7 +370,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt that is timed")
-    parser.add_argument("--compact", action="store_true", help="drop weights that are held twice, before timing")
+    parser.add_argument("--compact", action="store_true", help="hold weights twice first, and drop them before timing")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--device", help="cuda or cpu; the GPU where torch sees one, by default")
     parser.add_argument("--commit", default="unknown")

@@ -105,7 +105,7 @@ def joined(before: dict[str, Any] | None, result: dict[str, Any], facts: dict[st
 
 def run_demo(fmt: str) -> dict[str, Any]:
     """Run the demo and return what it found, less the long parts."""
-    command = [sys.executable, "-m", "fp4dispatch", "demo", "--json", "--format", fmt]
+    command = [sys.executable, "-m", "fp4dispatch", "demo", "--model", "minilm", "--json", "--format", fmt]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if not done.stdout.strip():
         return {"format": fmt, "ok": False, "error": done.stderr[-2000:]}

@@ -30,11 +30,12 @@ from fp4dispatch.benchmark.methods.peers import HummingNvfp4
 from fp4dispatch.benchmark.methods.roster import everything
 from fp4dispatch.benchmark.problems import shapes
 from fp4dispatch.benchmark.problems.operands import Entering, Format, Operands
-from fp4dispatch.benchmark.reports import report
+from fp4dispatch.benchmark.reports import records, report
 from fp4dispatch.checkpoints.schemes import SCHEMES, from_linear
 from fp4dispatch.cli.bench import parse_shape
 
 REAL = importlib.util.find_spec("vllm") is not None
+SUBJECT = "layers of vllm"
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 2048)
 
 
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", default=[], metavar="NxK")
     parser.add_argument("-m", type=int, action="append", default=[])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file or folder of the record")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     if not REAL:
@@ -175,7 +176,7 @@ def main() -> None:
             measured = measure(args)
     print(report.text(measured))
     if args.json:
-        args.json.write_text(report.json_text(measured))
+        records.write(args.json, "bench", measured["facts"], measured, SUBJECT)
 
 
 if __name__ == "__main__":

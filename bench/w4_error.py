@@ -33,7 +33,7 @@ from fp4dispatch.backends.base import LinearWeights  # noqa: E402
 from fp4dispatch.backends.reference import ReferenceBackend  # noqa: E402
 from fp4dispatch.benchmark import machine  # noqa: E402
 from fp4dispatch.benchmark.reports import records  # noqa: E402
-from fp4dispatch.cli import demo  # noqa: E402
+from fp4dispatch.cli.demos import minilm as demo  # noqa: E402
 from fp4dispatch.models.replace import replace_linears  # noqa: E402
 from fp4dispatch.problem import Problem  # noqa: E402
 

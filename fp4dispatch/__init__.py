@@ -156,4 +156,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    """Return the public names alone: ``help(fp4dispatch)`` and completion show what this lists."""
+    return sorted({*__all__, "graphs", *(name for name in globals() if name.startswith("__"))})

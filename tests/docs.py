@@ -123,6 +123,13 @@ def soak() -> str:
     return "\n".join(lines)
 
 
+def tensor_parallel() -> str:
+    """Return the table of layers cut among GPUs, of every run that is kept."""
+    from bench import tensor_parallel as script
+
+    return "\n\n".join(f"{origin(result)}.\n\n{script.table(result)}" for result in kept("tensor parallel"))
+
+
 def sanitizer() -> str:
     """Return what compute-sanitizer found in the kernel tests."""
     lines = ["| GPU | commit | tool | sees a planted fault | tests run | found |", "|---|---|---|---|---|---|"]
@@ -244,6 +251,28 @@ def sm90() -> str:
     for name in result["quantise"][0]["us"]:
         lines.append(f"| {name} | " + " | ".join(f"{r['us'][name]:.1f}" for r in result["quantise"]) + " |")
     return "\n".join(lines)
+
+
+def accuracy() -> str:
+    """Return what each format costs a language model, of every run that is kept."""
+    parts = []
+    for result in kept("accuracy"):
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        names = list(result["texts"])
+        sizes = "; ".join(f"{name}, {result['texts'][name]['tokens']:,} tokens" for name in names)
+        heads = [cell for name in names for cell in (f"perplexity: {name}", "KL", "same")]
+        lines = [
+            f"| by | weights | activations | weight error | {' | '.join(heads)} | ran on |",
+            "|---|---|---|---:|" + "---:|" * len(heads) + "---|",
+        ]
+        for row in result["rows"]:
+            error = f"{100 * row['weight_error']:.2f} %" if row["weight_error"] is not None else ""
+            cells = [row["by"], row["weights"], row["activations"], error]
+            for found in (row["texts"][name] for name in names):
+                cells += [f"{found['perplexity']:.2f}", f"{found['kl']:.4f}", f"{100 * found['same_top']:.1f} %"]
+            lines.append(f"| {' | '.join([*cells, row['backends']])} |")
+        parts += [f"{result['model']} on {origin(result)}; {versions}. Texts: {sizes}.", "\n".join(lines)]
+    return "\n\n".join(parts) or "No run is kept yet."
 
 
 def demo() -> str:
@@ -499,7 +528,8 @@ def host_cost() -> str:
 
     parts = []
     for result in kept("host cost"):
-        parts += [f"{origin(result)}. {result['host_cost']['method']}.", script.table(result)]
+        subject = f" ({result['subject']})" if result.get("subject") else ""
+        parts += [f"{origin(result)}{subject}. {result['host_cost']['method']}.", script.table(result)]
     return "\n\n".join(parts) or "No run is kept yet."
 
 
@@ -549,6 +579,7 @@ def generate() -> dict[Path, str]:
         ("gpu tests", gpu_tests),
         ("race", race),
         ("soak", soak),
+        ("tensor parallel", tensor_parallel),
         ("sanitizer", sanitizer),
         ("cold jit", cold_jit),
         ("cold model", cold_model),
@@ -571,6 +602,7 @@ def generate() -> dict[Path, str]:
     return {
         readme: fill(fill(text, "support", support()), "speed", speed()),
         measured: numbers,
+        ROOT / "docs" / "accuracy.md": fill((ROOT / "docs" / "accuracy.md").read_text(), "accuracy", accuracy()),
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
         ROOT / "docs" / "proof.md": proof(),
     }

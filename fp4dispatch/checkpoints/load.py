@@ -102,6 +102,7 @@ def load_quantized(
     device: torch.device | str | None = None,
     activation: Activation | None = None,
     tp: Any = None,
+    keep_stored: bool = False,
 ) -> LoadReport:
     """Replace a model's ``nn.Linear`` modules by the quantised layers of a checkpoint, and fill everything else.
 
@@ -134,6 +135,9 @@ def load_quantized(
         Cut the layers among ranks, and read this rank's part of them only: a
         :class:`~fp4dispatch.models.parallel.plan.TensorParallel`, or a ``DeviceMesh`` or ``ProcessGroup`` for the plan
         that the model has. A collective call then. The layers of ``model`` are whole; build it on the meta device.
+    keep_stored
+        Whether NVFP4 layers keep their stored tensors beside a layout that holds the same bits, see
+        :class:`~fp4dispatch.models.linear.FP4Linear`. Layers that were made with it keep it.
 
     Raises
     ------
@@ -156,7 +160,7 @@ def load_quantized(
     ranks = Ranks(members.group if members else None, alone=members is None)
     staged = ranks.attempt(
         "loading the checkpoint",
-        lambda: _prepare(model, path, strict, torch.device(device or "cpu"), activation, wanted, members),
+        lambda: _prepare(model, path, strict, torch.device(device or "cpu"), activation, keep_stored, wanted, members),
     )
     checkpoint, plan, layers = staged.checkpoint, staged.plan, staged.layers
     _commit(staged.swaps)
@@ -213,6 +217,7 @@ def _prepare(
     strict: bool,
     device: torch.device,
     activation: Activation | None,
+    keep_stored: bool,
     tp: TensorParallel | None,
     members: Team | None,
 ) -> _Staged:
@@ -223,7 +228,7 @@ def _prepare(
         parts = parts_for(model, plan, tp, members)
         plain = PlainParts(plan, parts)
         carried = collect_carried(plan, checkpoint, config)
-        swaps, layers = _stage(model, plan, checkpoint, device, activation, parts, plain)
+        swaps, layers = _stage(model, plan, checkpoint, device, activation, keep_stored, parts, plain)
     return _Staged(checkpoint, plan, carried, swaps, layers, plain)
 
 
@@ -233,6 +238,7 @@ def _stage(
     checkpoint: Checkpoint,
     device: torch.device,
     activation: Activation | None,
+    keep_stored: bool,
     parts: dict[str, Part],
     plain: PlainParts,
 ) -> tuple[list[Swap], list[LoadedLayer]]:
@@ -249,6 +255,8 @@ def _stage(
             swaps.extend((place, key, weight) for place, key in slot.slots)
             continue
         options = layer_options(layer, activation, stated.get(layer.names[0]))
+        if keep_stored:
+            options["keep_stored"] = True
         module, nbytes = _build(layer, checkpoint, device, options, parts.get(layer.names[0]))
         for name in layer.names:
             parent, _, last = name.rpartition(".")
@@ -308,7 +316,8 @@ def _build(
 ) -> tuple[nn.Module, int]:
     fused, stored = _read(layer, checkpoint, part)
     old = layer.module
-    target = device if old.weight.is_meta else old.weight.device
+    place = old.device if isinstance(old, QuantizedLinear) else old.weight.device
+    target = device if place.type == "meta" else place
     weights = _owned(fused, target)
     bias = None if old.bias is None or old.bias.is_meta else old.bias.detach().clone()
     if part is not None:
@@ -327,8 +336,9 @@ def _build(
     carry_over(old, module)
     if part is not None:
         become(module, part)
-    held = (weights.weight, weights.scale, weights.global_scale, weights.input_scale, bias)
-    return module, sum(t.numel() * t.element_size() for t in held if t is not None)
+    del weights  # so that no other code holds what the layer can drop
+    module._hold_once()
+    return module, module.stored_nbytes()
 
 
 def layer_options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:
@@ -340,7 +350,8 @@ def layer_options(layer: LayerPlan, asked: Activation | None, stated: Activation
     if isinstance(old, QuantizedLinear):
         if asked is None and old.activation not in ("any", stated):
             activation = old.activation
-        return {"dtype": old.dtype, "activation": activation, "backend": old.backend}
+        kept = {"backend": old.backend, "keep_stored": old.keep_stored}
+        return {"dtype": old.dtype, "activation": activation, **kept}
     dtype = old.weight.dtype if old.weight.dtype in (torch.float32, torch.float16) else torch.bfloat16
     return {"dtype": dtype, "activation": activation}
 

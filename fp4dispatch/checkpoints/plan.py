@@ -137,6 +137,8 @@ def places(
     for prefix, module in model.named_modules(remove_duplicate=False):
         if id(module) in replaced:
             continue
+        if isinstance(module, QuantizedLinear):
+            module._restore()  # a tensor that the layer dropped has its place too
         for slots in (module._parameters, module._buffers):
             for key, tensor in slots.items():
                 if tensor is None:

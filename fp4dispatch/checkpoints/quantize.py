@@ -23,7 +23,13 @@ from fp4dispatch.checkpoints.save import DEFAULT_SHARD_BYTES, layer_entries, pro
 from fp4dispatch.checkpoints.schemes import Scheme, from_linear
 from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
 from fp4dispatch.errors import CheckpointError
-from fp4dispatch.formats import NVFP4_BLOCK, fp8_quantize, nvfp4_quantize
+from fp4dispatch.formats import (
+    NVFP4_BLOCK,
+    Calibration,
+    check_calibration,
+    fp8_quantize,
+    nvfp4_quantize_calibrated,
+)
 from fp4dispatch.models.replacing.fusion import SharedScales
 from fp4dispatch.problem import Scaling
 
@@ -83,6 +89,7 @@ def quantize_checkpoint(
     *,
     excluded: Collection[str] = (),
     survey: Survey | None = None,
+    calibrate: Calibration = "max",
     overwrite: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
@@ -108,6 +115,9 @@ def quantize_checkpoint(
     survey
         What is known of the model (:func:`fp4dispatch.checkpoints.survey.survey`): which layers must stay and why, and
         what the modules are called in memory. Without it every other weight is excluded by its name in the checkpoint.
+    calibrate
+        How NVFP4 block scales are chosen: ``max``, or ``mse``, a search for the least squared error
+        (:func:`fp4dispatch.formats.nvfp4_quantize_mse`). Readers see no difference.
     overwrite
         Whether an existing checkpoint directory may be replaced.
     max_shard_bytes
@@ -120,9 +130,12 @@ def quantize_checkpoint(
     CheckpointError
         A source that is broken, already quantised, or holds NaN or Inf; nothing to quantise; an output
         that exists or cannot be written.
+    InputError
+        For an unknown calibration, or one that the format cannot use.
     """
     source, out = Path(source), Path(out)
     method, scaling = FORMATS[format]
+    check_calibration(calibrate, nvfp4=scaling == "nvfp4")
     scheme = scheme_for(method, scaling)
     with open_checkpoint(source) as checkpoint:
         _check_source(checkpoint, out)
@@ -143,7 +156,8 @@ def quantize_checkpoint(
         with atomic_directory(out, overwrite=overwrite) as directory:
             copy_companions(checkpoint.path, directory)
             write_configs(directory, checkpoint.config(CONFIG_FILE) or {}, configs)
-            files = write_tensors(directory, entries, _stream(checkpoint, scheme, layers, progress), max_shard_bytes)
+            stream = _stream(checkpoint, scheme, layers, calibrate, progress)
+            files = write_tensors(directory, entries, stream, max_shard_bytes)
         return QuantizeReport(
             out,
             format,
@@ -248,7 +262,11 @@ def _would_exclude(pattern: str, layer: str, method: str) -> bool:
 
 
 def _stream(
-    checkpoint: Checkpoint, scheme: Scheme, layers: dict[str, TensorInfo], progress: Progress | None
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    layers: dict[str, TensorInfo],
+    calibrate: Calibration,
+    progress: Progress | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
     kinds = {name: (scheme.scaling, info.shape[1]) for name, info in layers.items()}
@@ -257,7 +275,7 @@ def _stream(
         info = checkpoint[name]
         parent = name.removesuffix(".weight")
         if name.endswith(".weight") and parent in layers:
-            weights = _quantize(checkpoint.tensor(name), scheme.scaling, info, scales.of(parent))
+            weights = _quantize(checkpoint.tensor(name), scheme.scaling, info, scales.of(parent), calibrate)
             for suffix, part in from_linear(scheme, weights).items():
                 yield f"{parent}.{suffix}", part
         else:
@@ -269,7 +287,9 @@ def _stream(
             progress(name, done, checkpoint.nbytes)
 
 
-def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo, scale: torch.Tensor | None) -> LinearWeights:
+def _quantize(
+    weight: torch.Tensor, scaling: Scaling, info: TensorInfo, scale: torch.Tensor | None, calibrate: Calibration
+) -> LinearWeights:
     n, k = weight.shape
     if not bool(torch.isfinite(weight).all()):
         raise CheckpointError(
@@ -277,7 +297,7 @@ def _quantize(weight: torch.Tensor, scaling: Scaling, info: TensorInfo, scale: t
             "or the training that wrote it diverged"
         )
     if scaling == "nvfp4":
-        packed = nvfp4_quantize(weight, scale)
+        packed = nvfp4_quantize_calibrated(weight, scale, calibrate)
         global_scale = packed.global_scale.reshape(1)
         return LinearWeights("nvfp4_gemm", "nvfp4", n, k, packed.data, packed.sf, global_scale, (n,))
     fp8 = fp8_quantize(weight, scaling, scale)

@@ -26,6 +26,7 @@ from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
 from fp4dispatch.errors import CheckpointError
+from fp4dispatch.models.compact_weights import without_dropped
 from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups
@@ -209,7 +210,7 @@ def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
             continue
-        weights = module.weights()
+        weights = module.weights(lend=False)
         scheme = scheme_for(format, weights.scaling)
         if inverse and scheme.name == "fp8-tensor":
             scheme = SCHEMES["fp8-tensor-inv"]
@@ -233,7 +234,9 @@ def _other_tensors(model: nn.Module, inside: tuple[str, ...]) -> dict[str, torch
     """Return persistent tensors outside quantised layers. Tied tensors appear once: the model restores the tie."""
     others: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    with without_dropped():
+        state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         if (inside and name.startswith(inside)) or id(tensor) in seen:
             continue
         seen.add(id(tensor))

@@ -84,6 +84,10 @@ def run(args: argparse.Namespace) -> int:
     from fp4dispatch.benchmark import machine
     from fp4dispatch.benchmark.reports import compare, report
 
+    if args.plot:  # before a run is wasted on it
+        from fp4dispatch.benchmark.reports import plot
+
+        plot.check(args.plot)
     streams = formats_to_print(args)
     bench_random.check(args)
     if args.suite == bench_random.SUITE:

@@ -1,8 +1,4 @@
-"""``fp4dispatch build``: compile and prove kernels ahead of time, for any GPU. No GPU is needed.
-
-Without ``--out`` the kernels go into the user's cache. A folder written by ``--out`` can be copied into a container
-image and used there as ``FP4DISPATCH_CACHE_DIR``. Its kernels need neither nvcc nor CUTLASS.
-"""
+"""``fp4dispatch build``: compile and prove kernels ahead of time, for any GPU. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,10 +10,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError
-from fp4dispatch.jit import kernels
+from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError, ToolchainError
+from fp4dispatch.jit import kernels, packing
 from fp4dispatch.jit.catalog.manifest import CHECK_OPS, OPS, Catalog, installed
 from fp4dispatch.jit.compiler.compile import Job
+from fp4dispatch.jit.compiler.toolchain import disassembler, locate
 from fp4dispatch.jit.store.cache import Cache, default_folder
 from fp4dispatch.machine import system as machine
 from fp4dispatch.problem.arch import Arch
@@ -27,17 +24,26 @@ if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
 _ALL_OPS = (*OPS, *CHECK_OPS)
+_ABOUT = """Compile kernels ahead of time and prove their barriers in the machine code. No GPU is needed.
+Without --out the kernels go into the user's cache. A folder made by --out needs neither nvcc nor CUTLASS where it is
+used: set FP4DISPATCH_CACHE_DIR to it, or install the wheel that --wheel makes of it."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command's arguments."""
-    parser = subparsers.add_parser("build", help="compile kernels ahead of time", description=__doc__)
+    parser = subparsers.add_parser("build", help="compile kernels ahead of time", description=_ABOUT)
     parser.add_argument(
         "--arch", type=_archs, metavar="9.0,12.0", help="capabilities to build for (default: of the GPUs here)"
     )
     parser.add_argument("--ops", type=_ops, default=_ALL_OPS, metavar="OP,...", help=f"default: {','.join(_ALL_OPS)}")
     parser.add_argument("--variant", action="append", metavar="ID", help="only variants of this id; may be repeated")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the finished kernels (default: the cache)")
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        metavar="DIST",
+        help="also put the finished kernels into a wheel in this folder, e.g. fp4dispatch-kernels-sm90; needs --out",
+    )
     parser.add_argument("--verbose", action="store_true", help="print the whole log of a file that fails")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -49,11 +55,15 @@ def run(args: argparse.Namespace) -> int:
     if not archs:
         print("no GPU is visible here; say what to build for, e.g. fp4dispatch build --arch 9.0,12.0", file=sys.stderr)
         return 2
+    if args.wheel and not args.out:
+        print("--wheel needs --out DIR: a wheel is made of kernels that hold for any machine", file=sys.stderr)
+        return 2
     jobs = _jobs(catalog, archs, args.ops, args.variant)
     cache = Cache(args.out, portable=True) if args.out else Cache(default_folder())
     started = time.monotonic()
     failure: Fp4DispatchError | None = None
     try:
+        _check_tools(jobs, catalog, cache)
         kernels.build_all(jobs, catalog, cache=cache, pinned=args.out is not None, quiet=args.json)
     except Fp4DispatchError as error:
         failure = error
@@ -69,12 +79,42 @@ def run(args: argparse.Namespace) -> int:
         for job, built in zip(jobs, done, strict=True)
     ]
     ok = failure is None and all(row["built"] and row["proven"] for row in rows)
+    wheel = packing.pack([built for built in done if built], archs, args.wheel) if ok and args.wheel else None
     if args.json:
         error_text = str(failure) if failure else None
-        print(json.dumps({"ok": ok, "error": error_text, "folder": str(cache.root), "kernels": rows}, indent=2))
+        made = {"wheel": str(wheel)} if wheel else {}
+        print(json.dumps({"ok": ok, "error": error_text, "folder": str(cache.root), **made, "kernels": rows}, indent=2))
     else:
         _print(rows, cache.root, time.monotonic() - started, failure, verbose=args.verbose)
+        if wheel is not None:
+            _print_wheel(wheel)
     return 0 if ok else 1
+
+
+def _check_tools(jobs: list[Job], catalog: Catalog, cache: Cache) -> None:
+    """Raise ToolchainError with all that is missing, for every target of a kernel that is not finished."""
+    done = kernels.finished(jobs, catalog, cache)
+    todo = [job for job, built in zip(jobs, done, strict=True) if built is None]
+    found: dict[str, None] = {}
+    for job in {(job.record.target, job.kernel.cutlass): job for job in todo}.values():
+        try:
+            locate(job.record, job.common, needs_cutlass=job.kernel.cutlass)
+        except ToolchainError as error:
+            found[str(error)] = None
+        try:
+            disassembler(job.common.minimum["disassembler"])
+        except ToolchainError as error:
+            found[str(error)] = None
+    if found:
+        raise ToolchainError("\n".join([*found, f"nothing was compiled; {len(todo)} kernels are missing"]))
+
+
+def _print_wheel(wheel: Path) -> None:
+    size = wheel.stat().st_size / 1e6
+    print(
+        f"{wheel}  {size:.1f} MB"
+        + (f", more than the {packing.LARGEST_MB:.0f} aimed for" * (size > packing.LARGEST_MB))
+    )
 
 
 def _print(

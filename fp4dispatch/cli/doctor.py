@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli.checks import CHECKS, Check, Child, Facts, Kept
+from fp4dispatch.jit import packages
 from fp4dispatch.jit.store.cache import default_folder
 from fp4dispatch.machine import system as machine
 from fp4dispatch.settings import SETTINGS, settings
@@ -103,6 +104,7 @@ def gather() -> Facts:
             selfcheck_folder=quarantine.store.folder(),
             selfcheck_off=values["selfcheck"] == "off",
             library_path=environment.get("LD_LIBRARY_PATH", ""),
+            kernels=packages.reports(),
         )
 
 

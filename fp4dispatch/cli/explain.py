@@ -7,7 +7,9 @@ import json
 from typing import TYPE_CHECKING
 
 from fp4dispatch.backends import registry
+from fp4dispatch.cli import explain_text
 from fp4dispatch.dispatch.explain import explain
+from fp4dispatch.jit import packages
 from fp4dispatch.problem import ACTIVATIONS, CAPTURE_MODES, OPS, OUT_DTYPES, SCALINGS, SF_LAYOUTS
 
 if TYPE_CHECKING:
@@ -68,7 +70,10 @@ def add_parser(subparsers: Subparsers) -> None:
         default=None,
         help="as if FP4DISPATCH_FP8_COPY=1 allowed NVFP4 layers a second copy of their weights",
     )
-    parser.add_argument("--json", action="store_true", help="print the decision as JSON")
+    parser.add_argument(
+        "--all", action="store_true", help="also say why backends are not for this problem or not for this GPU"
+    )
+    parser.add_argument("--json", action="store_true", help="print the decision as JSON, with every candidate")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +100,12 @@ def run(args: argparse.Namespace) -> int:
         fp8_copy=args.fp8_copy,
         gpu=args.gpu,
     )
-    print(json.dumps(decision.to_dict(), indent=2) if args.json else decision.text())
+    if args.json:
+        print(json.dumps(decision.to_dict(), indent=2))
+    else:
+        here = args.gpu is None and not any(facts.values())
+        notes = packages.ignored() if here else ()
+        explain_text.show(explain_text.lines(decision, everything=args.all, notes=notes))
     return 0 if decision.backend else 1
 
 

@@ -17,6 +17,7 @@ from fp4dispatch.checkpoints.config.patterns import matches
 from fp4dispatch.checkpoints.survey import Survey, survey
 from fp4dispatch.cli import HELP, OK
 from fp4dispatch.errors import CheckpointError
+from fp4dispatch.formats import CALIBRATIONS
 from fp4dispatch.machine.progress import Progress
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=list(FORMATS),
         help="modelopt: NVFP4; compressed-tensors: NVFP4 (nvfp4-pack-quantized); fp8: one scale per tensor, "
         "fp8-channel: one per row (both compressed-tensors); fp8-block: 128x128 (Hugging Face, DeepSeek)",
+    )
+    parser.add_argument(
+        "--calibrate",
+        choices=CALIBRATIONS,
+        default="max",
+        help="NVFP4 block scales: max maps the largest weight of a block to 6; mse searches the scale of least squared "
+        "error, which takes longer (default: max)",
     )
     parser.add_argument(
         "--exclude",
@@ -89,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             linears,
             excluded=excluded,
             survey=known,
+            calibrate=args.calibrate,
             overwrite=args.overwrite,
             max_shard_bytes=args.max_shard_size,
             progress=lambda name, done, total: shown.update(done, total, name),

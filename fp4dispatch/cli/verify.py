@@ -5,7 +5,7 @@ self-check verdicts for this machine are printed: of the small problems of each 
 code 1 if a kernel is damaged, unproven or breaks a promise, if a backend failed its self-check, or if there is nothing
 to verify.
 
-``--race`` instead runs the race that the barriers prevent, on a GPU (:mod:`fp4dispatch.cli.verify_race`).
+``--race`` instead runs the race that the barriers prevent, on a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import verify_race
+from fp4dispatch.cli.demangle import demangled
 from fp4dispatch.errors import Fp4DispatchError, ToolchainError
-from fp4dispatch.jit import prove
+from fp4dispatch.jit import packages, prove
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.compiler.toolchain import Disassembler, disassembler
 from fp4dispatch.jit.kernels import caches
@@ -86,8 +88,11 @@ def run(args: argparse.Namespace) -> int:
         return 0 if ok else 1
     if note:
         print(f"only stored proofs are shown: {note}")
+    names = demangled(kernel.name for row in checked if row.proof for kernel in row.proof.kernels)
     for row in checked:
-        print(text(row))
+        print(text(row, names))
+    for line in packages.ignored():
+        print(line)
     if not checked:
         print(f"no finished kernel in {', '.join(str(cache.root) for cache in searched)}")
         print("  fix: fp4dispatch build --arch 12.0 (or any capability)")
@@ -133,11 +138,13 @@ def check(cache: Cache, entry: Entry, tools: Disassembler | None) -> Checked:
     return Checked(entry, seen, tuple(faults))
 
 
-def text(row: Checked) -> str:
-    """Return one entry as text: one line, then one line per kernel and per fault."""
+def text(row: Checked, names: Mapping[str, str] | None = None) -> str:
+    """Return one entry as text: one line, then one line per kernel and per fault; ``names`` are the readable ones."""
     state = "FAILED" if row.faults else "proven"
     lines = [f"{row.entry.name}  {state}{', PDL allowed' if row.pdl_allowed else ''}"]
-    lines += [f"    {_line(kernel)}" for kernel in (row.proof.kernels if row.proof else ())]
+    readable = names or {}
+    kernels = row.proof.kernels if row.proof else ()
+    lines += [f"    {_line(kernel)}  {readable.get(kernel.name, kernel.short)}" for kernel in kernels]
     lines += [f"    FAULT {fault}" for fault in row.faults]
     return "\n".join(lines)
 
@@ -147,5 +154,5 @@ def _line(kernel: KernelProof) -> str:
     order = f", {len(kernel.unguarded)} BEFORE THE BARRIER" if kernel.unguarded else ""
     return (
         f"ACQBULK {kernel.wait}, PREEXIT {kernel.signal}{order}; {mma}; {kernel.registers} registers, "
-        f"{kernel.spills} spill instructions, {kernel.shared} B static shared memory  {kernel.short}"
+        f"{kernel.spills} spill instructions, {kernel.shared} B static shared memory"
     )

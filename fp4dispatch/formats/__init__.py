@@ -23,10 +23,18 @@ from fp4dispatch.formats.nvfp4 import (
     nvfp4_global_scale,
     nvfp4_quantize,
 )
+from fp4dispatch.formats.nvfp4_mse import (
+    CALIBRATIONS,
+    Calibration,
+    check_calibration,
+    nvfp4_quantize_calibrated,
+    nvfp4_quantize_mse,
+)
 from fp4dispatch.formats.sf_layout import expand_shards, from_128x4, round_up, to_128x4, zero_pad
 from fp4dispatch.problem import NVFP4_BLOCK
 
 __all__ = [
+    "CALIBRATIONS",
     "E2M1_MAX",
     "E2M1_VALUES",
     "E4M3_MAX",
@@ -34,9 +42,11 @@ __all__ = [
     "FP8_SCALINGS",
     "NVFP4_BLOCK",
     "NVFP4_MAX",
+    "Calibration",
     "FP8Scaling",
     "FP8Tensor",
     "NVFP4Tensor",
+    "check_calibration",
     "check_fp8",
     "check_fp8_meta",
     "check_nvfp4",
@@ -50,6 +60,8 @@ __all__ = [
     "nvfp4_dequantize",
     "nvfp4_global_scale",
     "nvfp4_quantize",
+    "nvfp4_quantize_calibrated",
+    "nvfp4_quantize_mse",
     "pack_e2m1",
     "round_up",
     "to_128x4",

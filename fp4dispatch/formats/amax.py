@@ -26,6 +26,14 @@ def finite_amax(x: Tensor, dim: tuple[int, ...] = ()) -> Tensor:
     return magnitude.amax(dim=dim).float()
 
 
+def largest(x: Tensor) -> Tensor:
+    """Return the largest magnitude as f32 []: NaN or Inf if there is one, 0 if ``x`` is empty. Needs no memory."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(-low, high).float()
+
+
 def amax_scale(amax: Tensor, target: float) -> Tensor:
     """Return the f32 scale ``amax / target``: at least ``MIN_SCALE``, and 1.0 where ``amax`` is 0."""
     scale = (amax / torch.full_like(amax, target)).clamp(min=MIN_SCALE)

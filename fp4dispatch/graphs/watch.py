@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 
 _Held = tuple[Mapping[str, Tensor | None], str, Tensor, int]
+_Layout = tuple[nn.Module, str, Tensor, int]
 
 
 class Watch:
@@ -21,6 +22,7 @@ class Watch:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._quantized: list[QuantizedLinear] = []
         self._held: list[_Held] = []
+        self._layouts: list[_Layout] = []
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
         done: set[int] = set()
         for module in modules:
@@ -31,16 +33,24 @@ class Watch:
                 self._children += [(child._modules, name, each) for name, each in child._modules.items() if each]
                 if isinstance(child, QuantizedLinear):
                     self._quantized.append(child)
-                    self._hold(child, lambda name: name == "bias" or name.startswith("layout"))
+                    self._hold_layouts(child)
                 else:
                     self._hold(child)
 
-    def _hold(self, module: nn.Module, wanted: object = None) -> None:
+    def _hold(self, module: nn.Module) -> None:
         owners: tuple[Mapping[str, Tensor | None], ...] = (module._parameters, module._buffers)
         for owner in owners:
             for name, tensor in owner.items():
-                if tensor is not None and (not callable(wanted) or wanted(name)):
+                if tensor is not None:
                     self._held.append((owner, name, tensor, tensor.data_ptr()))
+
+    def _hold_layouts(self, layer: QuantizedLinear) -> None:
+        """Hold what kernels read. A layer that drops or restores weights gets a new dictionary of buffers."""
+        if layer.bias is not None:
+            self._held.append((layer._parameters, "bias", layer.bias, layer.bias.data_ptr()))
+        for name, tensor in layer._buffers.items():
+            if tensor is not None and name.startswith("layout"):
+                self._layouts.append((layer, name, tensor, tensor.data_ptr()))
 
     def moved(self) -> str:
         """Return the name of a tensor or module that is not where it was; empty if all are.
@@ -52,13 +62,17 @@ class Watch:
         InputError, FormatError
             If the written weights do not fit the format.
         """
-        for layer in self._quantized:
-            if not layer._unchanged(layer._buffers):
-                layer._update_layouts()
+        for each in self._quantized:
+            if not each._unchanged(each._buffers):
+                each._update_layouts()
+                each._hold_once()
         for modules, name, child in self._children:
             if modules.get(name) is not child:
                 return name
         for owner, name, tensor, address in self._held:
             if owner.get(name) is not tensor or tensor.data_ptr() != address:
+                return name
+        for layer, name, tensor, address in self._layouts:
+            if layer._buffers.get(name) is not tensor or tensor.data_ptr() != address:
                 return name
         return ""

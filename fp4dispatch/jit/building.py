@@ -26,6 +26,7 @@ from fp4dispatch.jit.store.cache import Cache
 from fp4dispatch.jit.store.digests import Identity, digest, identity, snapshot
 from fp4dispatch.jit.store.entries import LOG, OWN, PROOF, SYSTEM, Entry
 from fp4dispatch.machine import capture
+from fp4dispatch.machine.progress import Progress
 from fp4dispatch.settings import settings
 
 _log = logging.getLogger("fp4dispatch")
@@ -194,8 +195,14 @@ def _compile(
         if failed:
             failures.append(_compile_error(failed, len(outcomes), time.time() - inputs.started, cache))
         # Threads suffice: most of the time is spent in the disassembler, a separate process.
-        with ThreadPoolExecutor(limits().cores) as pool:
-            proofs = list(pool.map(_proof_or_error, outcomes))
+        proofs: list[Proof | Exception] = []
+        with (
+            ThreadPoolExecutor(limits().cores) as pool,
+            Progress("proving the machine code", len(outcomes), unit="files", quiet=quiet) as progress,
+        ):
+            for proof in pool.map(_proof_or_error, outcomes):
+                proofs.append(proof)
+                progress.step()
         for (index, _, toolchain), outcome, proof in zip(todo, outcomes, proofs, strict=True):
             if outcome.errors:
                 continue

@@ -1,23 +1,22 @@
 """Builds, finds and loads kernels: the public functions of :mod:`fp4dispatch.jit`.
 
-A kernel is looked up in the user's cache, then in the folder of finished kernels that a wheel may carry. It is compiled
-only if neither has it. The result carries its proof; a caller may use PDL only if ``pdl_allowed`` is true. All of this
-is host work: never do it while a CUDA graph is being captured.
+A kernel is looked up in the user's cache, then among the finished kernels that installed wheels carry
+(:mod:`fp4dispatch.jit.packages`). It is compiled only if neither has it. The result carries its proof; a caller may use
+PDL only if ``pdl_allowed`` is true. All of this is host work: never do it while a CUDA graph is being captured.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
+from fp4dispatch.jit import packages
 from fp4dispatch.jit.building import Built, build_missing, builds_done, compiled, find_built, request
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.jit.compiler.compile import Job
@@ -126,6 +125,10 @@ def _load(catalog: Catalog, kernel: str, variant: str, arch: Arch) -> LoadedKern
     built = next((found for target in targets if (found := find(kernel, variant, target, catalog=catalog))), None)
     if built is None:
         built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog)
+    if built.entry.installed:
+        loaded = _packaged(built)
+        # Refused entries are not found again, so the next call finds another one, or compiles.
+        return LoadedKernel(loaded, built, built.pdl_allowed) if loaded else _load(catalog, kernel, variant, arch)
     loaded = None
     with guard.optional(str(built.entry.library)):
         loaded = module(built.entry)
@@ -133,6 +136,15 @@ def _load(catalog: Catalog, kernel: str, variant: str, arch: Arch) -> LoadedKern
         built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog, cache=Cache(guard.temporary()))
         loaded = module(built.entry)
     return LoadedKernel(loaded, built, built.pdl_allowed)
+
+
+def _packaged(built: Built) -> Any:
+    """Load a kernel of an installed wheel; None, with a warning, where it cannot be loaded here."""
+    try:
+        return module(built.entry)
+    except (CacheError, CompileError, OSError) as error:  # damaged, or linked for a newer C++ runtime
+        packages.refuse(built.entry, error)
+        return None
 
 
 def build_all(
@@ -184,7 +196,8 @@ def build_all(
 def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Catalog | None = None) -> None:
     """Compile the missing ones of these (kernel, variant) pairs in parallel, before :func:`load` needs them one by one.
 
-    Build errors are not raised here; :func:`load` raises them. Each pair is looked up once per process.
+    Kernels of installed wheels are loaded here already. Build errors are not raised here; :func:`load` raises them.
+    Each pair is looked up once per process.
     """
     catalog = catalog or installed()
     folder = default_folder()
@@ -195,7 +208,7 @@ def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Cat
             continue
         _asked.add(key)
         targets = [t for t in catalog.kernel(name).targets if arch in catalog.record(t).archs]
-        if targets and not any(find(name, variant, target, catalog=catalog) for target in targets):
+        if targets and not any(_finished(name, variant, target, catalog) for target in targets):
             wanted = job(catalog, name, variant, _buildable(targets, catalog))
             jobs += [wanted] if _toolchain_or_none(wanted) else []
     if not jobs:
@@ -204,6 +217,14 @@ def build_together(names: Iterable[tuple[str, str]], arch: Arch, *, catalog: Cat
         build_all(jobs, catalog)
     except (CacheError, CompileError, FlagsError, ProofError, ToolchainError) as error:
         _log.debug("not everything could be compiled ahead: %s", error)
+
+
+def _finished(kernel: str, variant: str, target: str, catalog: Catalog) -> bool:
+    """Whether a kernel need not be compiled. One of an installed wheel is loaded, to know that it can be."""
+    found = find(kernel, variant, target, catalog=catalog)
+    if found is None or not found.entry.installed or _packaged(found) is not None:
+        return found is not None
+    return _finished(kernel, variant, target, catalog)  # a refused entry is not found again
 
 
 def _with_chain(names: Iterable[tuple[str, str]], catalog: Catalog) -> list[tuple[str, str]]:
@@ -219,16 +240,8 @@ def finished(jobs: Iterable[Job], catalog: Catalog, cache: Cache) -> list[Built 
 
 
 def caches() -> list[Cache]:
-    """Return the caches to search: the user's, the kernels bundled with this installation, the temporary one.
-
-    The last two only if they exist.
-    """
-    found = [Cache(default_folder())]
-    spec = importlib.util.find_spec("fp4dispatch")
-    for location in (spec.submodule_search_locations or ()) if spec else ():
-        bundled = Path(location) / "prebuilt"
-        if bundled.is_dir():
-            found.append(Cache(bundled, installed=True))
+    """Return the caches to search: the user's, those of installed wheels, and the temporary one if it exists."""
+    found = [Cache(default_folder()), *packages.caches()]
     own = guard.made()
     return [*found, Cache(own)] if own is not None and own != found[0].root else found
 

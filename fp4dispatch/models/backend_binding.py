@@ -56,7 +56,12 @@ class BackendBinding(StateLoading):
         BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, InputError, CaptureError
             As ``forward``. During CUDA graph capture always CaptureError.
         """
-        dtype = self.dtype if dtype is None else dtype
+        bound = self._bind(self.dtype if dtype is None else dtype)
+        self._hold_once()
+        return bound
+
+    def _bind(self, dtype: torch.dtype) -> routes.Bound:
+        """Bind as :meth:`bind`, and keep the stored tensors."""
         self._update_layouts()
         declared = _capture.declared()
         found = self._bounds(declared).get(dtype)
@@ -99,7 +104,9 @@ class BackendBinding(StateLoading):
         bounds = self._bounds(declared)
         if dtype not in bounds:
             return self.bind(dtype)
-        return self._replace_bound(self._choose(dtype, declared or (self.capture, self.m_min)), bounds)
+        bound = self._replace_bound(self._choose(dtype, declared or (self.capture, self.m_min)), bounds)
+        self._hold_once()
+        return bound
 
     def _replace_bound(self, fresh: routes.Bound, bounds: dict[torch.dtype, routes.Bound]) -> routes.Bound:
         old = bounds[fresh.dtype]
@@ -141,6 +148,7 @@ class BackendBinding(StateLoading):
             raise
         for bound in fresh:
             self._replace_bound(bound, self._bound)
+        self._hold_once()
 
     def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
         """Whether the policy still chooses the bound backends. Needs no weights: they may be dropped."""
@@ -156,7 +164,7 @@ class BackendBinding(StateLoading):
 
     def _choose(self, dtype: torch.dtype, mode: tuple[CaptureMode, int]) -> routes.Bound:
         return binding.bind(
-            self.weights(),
+            self.weights(lend=False),
             dtype=dtype,
             bias=self.bias,
             activation=self.activation,
@@ -208,7 +216,7 @@ class BackendBinding(StateLoading):
             delattr(self, name)
         owners.forget(self, self.__dict__.get("_keys", ()))
         self._prepared, self._bound, self._graph_bound, self._names, self._captured = {}, {}, {}, {}, []
-        self._dropped, self._lent, self._keys = "", {}, []
+        self._dropped, self._order, self._due, self._lent, self._keys = "", (), True, {}, []
         self._seen, self._unchanged = {}, never
 
     def _refresh(self) -> None:
@@ -224,8 +232,11 @@ class BackendBinding(StateLoading):
             except Fp4DispatchError:
                 self._forget()
 
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as :class:`LinearWeights`. Copies only weights that :func:`compact` dropped."""
+    def weights(self, *, lend: bool = True) -> LinearWeights:
+        """Return the canonical tensors as :class:`LinearWeights`. Copies only weights that the layer dropped.
+
+        ``lend=False``: the caller will not write to them. The layer then does not keep such copies.
+        """
         raise NotImplementedError
 
     def _kind(self) -> tuple[Op, Scaling]:

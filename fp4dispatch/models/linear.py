@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats.amax import largest
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.problem import Op, Scaling
+from fp4dispatch.problem import Activation, Op, Scaling
 from fp4dispatch.run import routes
+
+_AT_A_TIME = 1 << 23
+"""Elements that are quantised at a time."""
 
 
 class FP4Linear(QuantizedLinear):
@@ -30,7 +34,7 @@ class FP4Linear(QuantizedLinear):
         K, a multiple of 16.
     shard_rows
         Rows of each shard fused into this layer; empty for one.
-    out_features, bias, activation, backend, dtype, device, name
+    out_features, bias, activation, backend, dtype, device, name, keep_stored
         As in :class:`QuantizedLinear`.
 
     Raises
@@ -51,10 +55,16 @@ class FP4Linear(QuantizedLinear):
         bias: bool = True,
         *,
         shard_rows: Sequence[int] = (),
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        **kwargs: Any,
+        name: str = "",
+        keep_stored: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
+        super().__init__(in_features, out_features, bias, device=device, **options)
         if in_features % formats.NVFP4_BLOCK:
             raise InputError(
                 f"{self._label()}: in_features={in_features} is not a multiple of 16, the NVFP4 block: pad the weight "
@@ -75,9 +85,19 @@ class FP4Linear(QuantizedLinear):
 
     @classmethod
     def from_weights(
-        cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+        cls,
+        weights: LinearWeights,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        name: str = "",
+        keep_stored: bool = False,
     ) -> FP4Linear:
-        """Make a layer from canonical weights. It takes the tensors over without a copy.
+        """Make a layer from canonical weights. It takes the tensors over, without a copy.
+
+        Other arguments as of the class.
 
         Raises
         ------
@@ -90,7 +110,9 @@ class FP4Linear(QuantizedLinear):
         if weights.global_scale is None:
             raise InputError("FP4Linear needs global_scale, f32 [S]; got None")
         shards = weights.shard_rows if len(weights.shard_rows) > 1 else ()
-        layer = cls(weights.k, weights.n, False, shard_rows=shards, dtype=dtype, device="meta", **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
+        layer = cls(weights.k, weights.n, False, shard_rows=shards, device="meta", **options)
         return layer.fill(weights, bias)
 
     def fill(self, weights: LinearWeights, bias: Tensor | None = None) -> FP4Linear:
@@ -116,7 +138,18 @@ class FP4Linear(QuantizedLinear):
         )
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, global_scale: Tensor | None = None, **kwargs: Any) -> FP4Linear:
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        global_scale: Tensor | None = None,
+        calibrate: formats.Calibration = "max",
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        name: str = "",
+        keep_stored: bool = False,
+    ) -> FP4Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
 
         Parameters
@@ -124,29 +157,44 @@ class FP4Linear(QuantizedLinear):
         global_scale
             f32 with one element. Below amax / 2688 the largest weights saturate. For layers that share a scale see
             :func:`fp4dispatch.models.replacing.fusion.shared_scale`. None: computed from this weight.
+        calibrate
+            ``max``, or ``mse``: search each block scale for the least squared error.
+        activation, backend, name, keep_stored
+            As of the class.
+        dtype
+            As of the class. None: that of ``linear``.
 
         Raises
         ------
         InputError
-            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, or K is not a multiple of 16.
+            If ``linear`` is not an ``nn.Linear`` with a floating-point weight, K is not a multiple of 16, or for an
+            unknown calibration.
         FormatError
             If the weight holds NaN or Inf.
         """
+        formats.check_calibration(calibrate, nvfp4=True)
         weight = _weight_of(cls, linear)
         n, k = weight.shape
-        kwargs.setdefault("dtype", _dtype_of(weight))
+        dtype = _dtype_of(weight) if dtype is None else dtype
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         if k % formats.NVFP4_BLOCK or weight.is_meta:
-            return cls(k, n, linear.bias is not None, device=weight.device, **kwargs)  # raises for this K
-        q = formats.nvfp4_quantize(weight, None if global_scale is None else global_scale.to(weight.device))
-        canonical = LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, q.global_scale.reshape(1), (n,))
-        return cls.from_weights(canonical, linear.bias, **kwargs)
+            return cls(k, n, linear.bias is not None, device=weight.device, **options)  # raises for this K
+        canonical = _quantised(weight, None if global_scale is None else global_scale.to(weight.device), calibrate)
+        layer = cls.from_weights(canonical, linear.bias, **options)
+        del canonical  # so that no other code holds what the layer can drop
+        layer._hold_once()
+        return layer
 
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
+    def weights(self, *, lend: bool = True) -> LinearWeights:
+        """Return the canonical tensors as :class:`LinearWeights`. Copies only weights that the layer dropped.
+
+        ``lend=False``: the caller will not write to them. The layer then does not keep such copies.
+        """
         n, k = self.out_features, self.in_features
         rows = self.shard_rows if len(self.shard_rows) > 1 else (n,)
         global_scale = self.weight_scale_2.reshape(-1)
-        with self._restored():
+        with self._restored(lend=lend):
             return LinearWeights(
                 "nvfp4_gemm", "nvfp4", n, k, self.weight, self.weight_scale, global_scale, rows, self.input_scale
             )
@@ -186,7 +234,7 @@ class FP8Linear(QuantizedLinear):
     ----------
     scaling
         ``tensor``, ``row`` or ``block128``.
-    in_features, out_features, bias, activation, backend, dtype, device, name
+    in_features, out_features, bias, activation, backend, dtype, device, name, keep_stored
         As in :class:`QuantizedLinear`; any sizes, padding is the backend's.
 
     Raises
@@ -207,10 +255,16 @@ class FP8Linear(QuantizedLinear):
         bias: bool = True,
         *,
         scaling: Scaling = "tensor",
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
-        **kwargs: Any,
+        name: str = "",
+        keep_stored: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
+        super().__init__(in_features, out_features, bias, device=device, **options)
         if scaling not in ("tensor", "row", "block128"):
             raise InputError(f"scaling={scaling!r} is not known; use 'tensor', 'row' or 'block128'")
         if self.activation == "nvfp4":
@@ -227,9 +281,19 @@ class FP8Linear(QuantizedLinear):
 
     @classmethod
     def from_weights(
-        cls, weights: LinearWeights, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16, **kwargs: Any
+        cls,
+        weights: LinearWeights,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        name: str = "",
+        keep_stored: bool = False,
     ) -> FP8Linear:
-        """Make a layer from canonical weights. It takes the tensors over without a copy.
+        """Make a layer from canonical weights. It takes the tensors over, without a copy.
+
+        Other arguments as of the class.
 
         Raises
         ------
@@ -239,7 +303,9 @@ class FP8Linear(QuantizedLinear):
         _check_weights(weights)
         if weights.op != "fp8_gemm":
             raise InputError(f"FP8Linear takes fp8_gemm weights, not {weights.op}: use FP4Linear")
-        layer = cls(weights.k, weights.n, False, scaling=weights.scaling, dtype=dtype, device="meta", **kwargs)
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
+        layer = cls(weights.k, weights.n, False, scaling=weights.scaling, device="meta", **options)
         return layer.fill(weights, bias)
 
     def fill(self, weights: LinearWeights, bias: Tensor | None = None) -> FP8Linear:
@@ -259,7 +325,16 @@ class FP8Linear(QuantizedLinear):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, scaling: Scaling = "tensor", scale: Tensor | None = None, **kwargs: Any
+        cls,
+        linear: nn.Linear,
+        *,
+        scaling: Scaling = "tensor",
+        scale: Tensor | None = None,
+        activation: Activation = "any",
+        backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        name: str = "",
+        keep_stored: bool = False,
     ) -> FP8Linear:
         """Quantise the weight of an ``nn.Linear``, on its device; its bias is shared.
 
@@ -268,6 +343,10 @@ class FP8Linear(QuantizedLinear):
         scale
             f32 in the shape that ``scaling`` needs. Below amax / 448 the largest weights saturate. None: computed from
             this weight.
+        activation, backend, name, keep_stored
+            As of the class.
+        dtype
+            As of the class. None: that of ``linear``.
 
         Raises
         ------
@@ -278,14 +357,17 @@ class FP8Linear(QuantizedLinear):
         """
         weight = _weight_of(cls, linear)
         n, k = weight.shape
-        kwargs.setdefault("dtype", _dtype_of(weight))
+        dtype = _dtype_of(weight) if dtype is None else dtype
+        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+        options["keep_stored"] = keep_stored
         if scaling not in ("tensor", "row", "block128") or weight.is_meta:
-            return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **kwargs)
+            return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **options)
         q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
-        return cls.from_weights(LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale), linear.bias, **kwargs)
+        canonical = LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale)
+        return cls.from_weights(canonical, linear.bias, **options)
 
-    def weights(self) -> LinearWeights:
-        """Return the canonical tensors as :class:`LinearWeights`, without copies."""
+    def weights(self, *, lend: bool = True) -> LinearWeights:
+        """Return the canonical tensors as :class:`LinearWeights`, without copies; ``lend`` changes nothing."""
         return LinearWeights(
             "fp8_gemm",
             self.scaling,
@@ -319,11 +401,30 @@ class FP8Linear(QuantizedLinear):
         return (f"fp8 {self.scaling}", f"activation={self.activation}", *static)
 
 
-def layer_of(weights: LinearWeights, bias: Tensor | None = None, **kwargs: Any) -> QuantizedLinear:
+def layer_of(
+    weights: LinearWeights,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation = "any",
+    backend: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "",
+    keep_stored: bool = False,
+) -> QuantizedLinear:
     """Make the layer for canonical weights of any format; arguments and errors as those of ``from_weights``."""
-    kind = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
-    made: QuantizedLinear = kind.from_weights(weights, bias, **kwargs)
-    return made
+    kind: type[FP4Linear] | type[FP8Linear] = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
+    options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
+    return kind.from_weights(weights, bias, keep_stored=keep_stored, **options)
+
+
+def _quantised(weight: Tensor, global_scale: Tensor | None, calibrate: formats.Calibration) -> LinearWeights:
+    """Quantise to NVFP4, some rows at a time: the float32 intermediates are several times as large as the weight."""
+    n, k = weight.shape
+    scale = formats.nvfp4_global_scale(largest(weight)) if global_scale is None else global_scale
+    some_rows = torch.split(weight, max(1, _AT_A_TIME // k))
+    parts = [formats.nvfp4_quantize_calibrated(rows, scale, calibrate) for rows in some_rows]
+    codes, sf = torch.cat([part.data for part in parts]), torch.cat([part.sf.view(torch.uint8) for part in parts])
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), scale.reshape(1), (n,))
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:

@@ -41,6 +41,8 @@ class LayerGroup:
         Why.
     nbytes
         Bytes of them all, backend layouts included.
+    dropped_bytes
+        Bytes of stored tensors that they do not hold, as a backend layout holds the same bits.
     """
 
     name: str
@@ -53,6 +55,7 @@ class LayerGroup:
     rule: str
     reason: str
     nbytes: int
+    dropped_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ class ModelReport:
     small_bytes: int
     model_bytes: int
 
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of stored tensors that no layer holds, as a backend layout holds the same bits."""
+        return sum(group.dropped_bytes for group in self.groups)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can carry."""
         return {
@@ -95,6 +103,7 @@ class ModelReport:
             "left": [asdict(left) | {"shape": list(left.shape)} for left in self.left],
             "small_bytes": self.small_bytes,
             "model_bytes": self.model_bytes,
+            "dropped_bytes": self.dropped_bytes,
         }
 
     def to_html(self) -> str:
@@ -142,9 +151,9 @@ def report(model: nn.Module, *, large: int = LARGE) -> ModelReport:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear)]
-    groups = _grouped([_layer(name, layer) for name, layer in layers], ("nbytes",))
+    groups = grouped([_layer(name, layer) for name, layer in layers], ("nbytes", "dropped_bytes"))
     found = _left(model)
-    left = _grouped([one for one in found if one.nbytes >= large], ("nbytes",))
+    left = grouped([one for one in found if one.nbytes >= large], ("nbytes",))
     total = model_bytes(model)
     named = sum(group.nbytes for group in groups) + sum(one.nbytes for one in left)
     return ModelReport(tuple(groups), tuple(left), max(0, total - named), total)
@@ -166,7 +175,8 @@ def _layer(name: str, layer: QuantizedLinear) -> LayerGroup:
     backend, rule, reason = decision_text(layer)
     kind = f"fp8 {layer.scaling}" if isinstance(layer, FP8Linear) else "nvfp4"
     size = (layer.out_features, layer.in_features)
-    return LayerGroup(_pattern(name), 1, kind, *size, layer.activation, backend, rule, reason, layer.nbytes())
+    held, dropped = layer.nbytes(), layer.dropped_nbytes()
+    return LayerGroup(pattern_of(name), 1, kind, *size, layer.activation, backend, rule, reason, held, dropped)
 
 
 def _left(model: nn.Module) -> list[LeftAlone]:
@@ -190,15 +200,15 @@ def _left(model: nn.Module) -> list[LeftAlone]:
 def _parameter(name: str, parameter: torch.Tensor, reason: str) -> LeftAlone:
     dtype = str(parameter.dtype).removeprefix("torch.")
     nbytes = parameter.numel() * parameter.element_size()
-    return LeftAlone(_pattern(name), 1, tuple(parameter.shape), dtype, nbytes, reason)
+    return LeftAlone(pattern_of(name), 1, tuple(parameter.shape), dtype, nbytes, reason)
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """Return a name with ``*`` in place of the numbers of blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _grouped(items: Iterable[Any], sums: Sequence[str]) -> list[Any]:
+def grouped(items: Iterable[Any], sums: Sequence[str]) -> list[Any]:
     """Add up items that are equal but for their counts and bytes."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
@@ -240,4 +250,8 @@ def _tables(found: ModelReport) -> list[Any]:
     total = (
         f"whole model: {found.model_bytes / 1e6:.2f} MB, {found.small_bytes / 1e6:.2f} MB of them in small parameters"
     )
+    if found.dropped_bytes:
+        total += (
+            f"\nheld once: {found.dropped_bytes / 1e6:.2f} MB of stored tensors are in the layout of the kernels alone"
+        )
     return [layers, *([left] if found.left else []), total]

@@ -3,7 +3,7 @@
 The canonical checkpoint tensors are buffers with ModelOpt's names. They are the ``state_dict``, which therefore works
 with any backend and machine. Backends prepare non-persistent buffers ``layout0``, ``layout1``, ... from them. A tensor
 that a backend uses unchanged gets no second buffer. Layouts are rebuilt after a move and a load. If a layout holds all
-bits of the canonical tensors, :mod:`fp4dispatch.models.compact_weights` can drop these.
+bits of the canonical tensors, the layer drops these (:mod:`fp4dispatch.models.compact_weights`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from fp4dispatch.run import ops, routes
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
 _REBUILT = frozenset(
-    ("_prepared", "_bound", "_graph_bound", "_names", "_captured", "_dropped", "_seen", "_lent", "_keys", "_unchanged")
+    (
+        *("_prepared", "_bound", "_graph_bound", "_names", "_captured"),
+        *("_dropped", "_order", "_due", "_seen", "_lent", "_keys", "_unchanged"),
+    )
 )
 """Attributes that :meth:`QuantizedLinear._forget` sets. A pickle does not hold them."""
 
@@ -51,6 +54,10 @@ class QuantizedLinear(BackendBinding):
         Device of the tensors; ``meta`` allocates nothing.
     name
         Name of the layer in messages.
+    keep_stored
+        Whether the layer keeps its stored tensors beside a layout that holds the same bits (NVFP4 on ``w4a16`` and
+        ``w4a8``): 4.5 bits a weight more. By default it drops them when it is bound, and unpacks them for who reads
+        them (:mod:`fp4dispatch.models.compact_weights`).
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class QuantizedLinear(BackendBinding):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         name: str = "",
+        keep_stored: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -77,6 +85,7 @@ class QuantizedLinear(BackendBinding):
             raise InputError(f"in_features={in_features}, out_features={out_features}; both need to be at least 1")
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.backend, self.dtype, self.name = activation, backend, dtype, name
+        self.keep_stored = keep_stored
         zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
         self.register_buffer("input_scale", None)
@@ -155,6 +164,8 @@ class QuantizedLinear(BackendBinding):
             return self._traced(x)
         x = _autocast(x)
         bound = self.bound_to(x.dtype)
+        if self._due:
+            self._hold_once()
         if type(x) is Tensor and not _wants_grad(x):
             return ops.run_bound(x, bound, self.bias)
         return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
@@ -181,7 +192,7 @@ class QuantizedLinear(BackendBinding):
         A compiled call passes the tensors of the layer's own mode. Its operator asks which mode is declared.
         """
         with capture.mode("none"):
-            return bool(self.bind(dtype))
+            return bool(self._bind(dtype))  # drops no tensor that the trace may have seen
 
     # --------------------------------------------------------------------------------------------------------- weights
 

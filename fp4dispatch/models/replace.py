@@ -1,18 +1,24 @@
-"""``replace_linears``: quantise a model's linear layers in place."""
+"""``replace_linears``: quantise a model's linear layers in place, one at a time."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats import Calibration, check_calibration
+from fp4dispatch.formats.amax import largest
+from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
-from fp4dispatch.models.model_report import decision_text
+from fp4dispatch.models.model_report import decision_text, pattern_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, why_no_linear
@@ -23,12 +29,20 @@ from fp4dispatch.run.prebuild import Ask
 
 __all__ = ["FORMATS", "LayerReport", "ReplaceReport", "replace_linears", "warmup"]
 
+_DEFAULT = "nvfp4"
 _log = logging.getLogger("fp4dispatch")
+
+_Planned = tuple[str, nn.Linear, str]
+"""Name, layer and format."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One replaced layer. ``backend`` has the choice for each range of M; ``rule`` and ``reason`` tell why."""
+    """One replaced layer. ``backend`` has the choice for each range of M; ``rule`` and ``reason`` tell why.
+
+    ``bytes_after`` counts all that it holds now, backend layouts included. ``bytes_dropped`` are of stored tensors that
+    it does not hold beside their layout.
+    """
 
     name: str
     format: str
@@ -39,6 +53,7 @@ class LayerReport:
     backend: str
     rule: str
     reason: str
+    bytes_dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,11 @@ class ReplaceReport:
         return sum(layer.bytes_after for layer in self.layers)
 
     @property
+    def bytes_dropped(self) -> int:
+        """Bytes of stored tensors that the layers do not hold, as a backend layout holds the same bits."""
+        return sum(layer.bytes_dropped for layer in self.layers)
+
+    @property
     def saved_percent(self) -> float:
         """Reduction of the whole model's bytes in percent. Negative if backend layouts made it larger."""
         return 100 * (1 - self.model_bytes_after / self.model_bytes_before) if self.model_bytes_before else 0.0
@@ -98,6 +118,7 @@ class ReplaceReport:
             "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            "bytes_dropped": self.bytes_dropped,
             "others": [asdict(other) for other in self.others],
             "model_bytes_before": self.model_bytes_before,
             "model_bytes_after": self.model_bytes_after,
@@ -106,26 +127,34 @@ class ReplaceReport:
         }
 
     def __str__(self) -> str:
-        head = ("layer", "format", "N x K", "MB before", "after", "backend", "why")
+        """Return a table in which equal layers, whose names differ only in numbers, are one row."""
+        head = ("layers", "", "format", "N x K", "MB before", "after", "backend", "why")
+        groups = Counter[LayerReport]()
+        for layer in self.layers:
+            groups[replace(layer, name=pattern_of(layer.name))] += 1
         rows = [
             (
-                layer.name,
-                layer.format,
-                f"{layer.n} x {layer.k}",
-                f"{layer.bytes_before / 1e6:.2f}",
-                f"{layer.bytes_after / 1e6:.2f}",
-                layer.backend,
-                f"{layer.rule}: {layer.reason}" if layer.rule else layer.reason,
+                group.name,
+                str(count),
+                group.format,
+                f"{group.n} x {group.k}",
+                f"{count * group.bytes_before / 1e6:.2f}",
+                f"{count * group.bytes_after / 1e6:.2f}",
+                group.backend,
+                f"{group.rule}: {group.reason}" if group.rule else group.reason,
             )
-            for layer in self.layers
+            for group, count in groups.items()
         ]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
         ]
         lines += self.totals()
-        lines += [f"  left alone: {name}: {reason}" for name, reason in self.skipped]
-        lines += [f"  left alone: {o.name} ({o.nbytes / 1e6:.2f} MB): {o.reason}" for o in self.others]
+        left = Counter((pattern_of(name), reason) for name, reason in self.skipped)
+        lines += [f"  left alone: {name}: {reason}{_times(count)}" for (name, reason), count in left.items()]
+        others = Counter((pattern_of(o.name), o.nbytes, o.reason) for o in self.others)
+        for (name, nbytes, reason), count in others.items():
+            lines.append(f"  left alone: {name} ({count * nbytes / 1e6:.2f} MB): {reason}{_times(count)}")
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -134,10 +163,12 @@ class ReplaceReport:
         left = f"{len(self.skipped)} linear layers left alone"
         if self.others:
             left += f", and {len(self.others)} other parameters ({sum(o.nbytes for o in self.others) / 1e6:.2f} MB)"
+        once = f"held once: {self.bytes_dropped / 1e6:.2f} MB of stored tensors are in the layout of the kernels alone"
         return [
             f"{len(self.layers)} layers: {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB; {left}",
             f"whole model: {self.model_bytes_before / 1e6:.2f} MB -> {self.model_bytes_after / 1e6:.2f} MB "
             f"({self.saved_percent:.1f} % saved)",
+            *([once] if self.bytes_dropped else []),
         ]
 
 
@@ -149,13 +180,19 @@ def replace_linears(
     *,
     activation: Activation = "any",
     backend: str | None = None,
+    keep_stored: bool = False,
+    calibrate: Calibration = "max",
     progress: Callable[[int, int, str], None] | None = None,
+    format: str | Mapping[str, str | None] | None = None,
 ) -> ReplaceReport:
-    """Replace the ``nn.Linear`` modules of a model by quantised ones, in place, all or nothing.
+    """Replace the ``nn.Linear`` modules of a model by quantised ones, in place, one at a time.
 
-    All new layers are made before the first one replaces an old one. So memory must hold the quantised weights beside
-    the originals, and an error leaves the model unchanged. Forward hooks and attributes move to the new module. A
-    module that is used at several places stays shared. The report lists the layers that were not replaced, and why.
+    First everything is checked: names, all weights, and one layer of each kind on its device. An error of these checks
+    leaves the model unchanged. Then each new layer replaces the old one as soon as it is made, so memory must hold the
+    model and one layer more. If that is interrupted or runs out of memory, each layer is the old one or the new one, a
+    WARNING says how many are new, and another call replaces the rest. Forward hooks and attributes move to the new
+    module. A module that is used at several places stays shared. The report lists the layers that were not replaced,
+    and why.
 
     Parameters
     ----------
@@ -172,8 +209,18 @@ def replace_linears(
         The report's ``notes`` list each ``exclude`` pattern that matches nothing.
     activation, backend
         Pinned for every layer, see :class:`~fp4dispatch.models.linear.FP4Linear`.
+    keep_stored
+        Whether NVFP4 layers keep their stored tensors beside a layout that holds the same bits, see
+        :class:`~fp4dispatch.models.linear.FP4Linear`.
+    calibrate
+        How NVFP4 block scales are chosen. ``max``: the largest magnitude of a block maps to 6. ``mse``: the scale of
+        least squared error, from a search of about nine times the work
+        (:func:`fp4dispatch.formats.nvfp4_quantize_mse`).
     progress
-        Called with (done, total, name) before each layer and once at the end.
+        Called with (done, total, name) before each layer and once at the end. None: a bar on a terminal; elsewhere a
+        line on stderr every ten seconds, so none for short work.
+    format
+        Another name of ``config``; give one of the two.
 
     Returns
     -------
@@ -183,8 +230,9 @@ def replace_linears(
     Raises
     ------
     InputError
-        For an argument of a wrong type, an unknown format, a pattern that is no regular expression or (``include``,
-        ``config``) names no linear layer, a model without any ``nn.Linear``, or a model on the meta device.
+        For an argument of a wrong type, an unknown format or calibration, a calibration that no layer could use, a
+        pattern that is no regular expression or (``include``, ``config``) names no linear layer, a model without any
+        ``nn.Linear``, or a model on the meta device.
     FormatError
         If a weight holds NaN or Inf; the message names the layer.
     UnknownBackendError, SettingsError
@@ -193,34 +241,96 @@ def replace_linears(
         If the backend never runs such layers, or if a layer on a GPU cannot run there. For a layer on a CPU this is
         only reported: it may move to a GPU later.
     """
+    if format is not None:
+        if config != _DEFAULT:
+            raise InputError(f"config={config!r} and format={format!r} mean the same: give one of them")
+        config = format
     chosen = choose_layers(model, config, include, exclude)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
         check_request(PROBLEM[str(fmt)][0], backend)
-    plan = list(chosen.layers)
+    asked = config.values() if isinstance(config, Mapping) else [config]
+    check_calibration(calibrate, nvfp4="nvfp4" in asked)
+    skipped, notes, plan = chosen.skipped, chosen.notes, list(chosen.layers)
+    del chosen  # each old layer is to be freed as soon as it is replaced
     before = model_bytes(model)
-    new: dict[int, QuantizedLinear] = {}
-    reports = []
+    options = {"activation": activation, "backend": backend, "keep_stored": keep_stored}
     prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
     shared = _shared_scales(plan)
-    for done, (name, linear, fmt) in enumerate(plan):
-        if progress:
-            progress(done, len(plan), name)
-        if id(linear) not in new:
-            new[id(linear)] = _quantise(name, linear, fmt, activation, backend, shared.get(name, {}))
-            reports.append(_report(name, linear, fmt, new[id(linear)]))
-    for name, linear, _ in plan:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new[id(linear)])
-    if progress:
-        progress(len(plan), len(plan), "")
+    if calibrate != "max":
+        for name, _, fmt in plan:
+            if fmt == "nvfp4":
+                shared.setdefault(name, {})["calibrate"] = calibrate
+    _check(plan, options, shared)
+    with ExitStack() as shown:
+        reports = _replace(model, plan, options, shared, progress or _bar(shown, len(plan)))
     others = tuple(
         LeftParameter(key, tuple(p.shape), p.numel() * p.element_size(), why_no_linear(key, owner, p))
         for key, owner, p in leftover(model)
     )
-    report = ReplaceReport(tuple(reports), chosen.skipped, others, before, model_bytes(model), chosen.notes)
-    if not plan:
+    report = ReplaceReport(tuple(reports), skipped, others, before, model_bytes(model), notes)
+    if not reports:
         _log.warning("replace_linears: nothing was replaced in %s; %s", type(model).__name__, report)
     return report
+
+
+def _times(count: int) -> str:
+    return f" ({count} of these)" if count > 1 else ""
+
+
+def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
+    """Return what shows the progress until ``shown`` is closed."""
+    bar = shown.enter_context(Progress("quantising", total, unit="layers"))
+    return lambda done, total, name: bar.update(done, total, note=name)
+
+
+def _check(plan: list[_Planned], options: dict[str, Any], shared: dict[str, dict[str, Any]]) -> None:
+    """Raise what would stop the replacing: weights that are not finite, and kinds of layers that cannot run here."""
+    kinds = set()
+    for name, linear, fmt in plan:
+        weight, bias = linear.weight, linear.bias
+        finite = weight.is_meta or bool(torch.isfinite(largest(weight)))
+        shape = (fmt, weight.shape, weight.dtype, weight.device, None if bias is None else (bias.dtype, bias.shape))
+        if not finite or weight.is_meta or (weight.is_cuda and shape not in kinds):
+            _quantise(name, linear, fmt, options, shared)  # raises, or shows that such a layer runs
+        kinds.add(shape)
+
+
+def _replace(
+    model: nn.Module,
+    plan: list[_Planned],
+    options: dict[str, Any],
+    shared: dict[str, dict[str, Any]],
+    progress: Callable[[int, int, str], None],
+) -> list[LayerReport]:
+    """Replace each layer at all its places, and free it. Empties ``plan``."""
+    reports: list[LayerReport] = []
+    places: dict[int, list[str]] = {}
+    for name, linear, _ in plan:
+        places.setdefault(id(linear), []).append(name)
+    count = len(plan)
+    try:
+        for done in range(count):
+            name, linear, fmt = plan[0]
+            progress(done, count, name)
+            if id(linear) in places:
+                new = _quantise(name, linear, fmt, options, shared)
+                carry_over(linear, new)
+                reports.append(_report(name, linear, fmt, new))
+                for place in places.pop(id(linear)):
+                    parent, _, child = place.rpartition(".")
+                    setattr(model.get_submodule(parent), child, new)
+                del new
+            plan.pop(0)
+            del linear
+    except BaseException:
+        if reports:
+            _log.warning(
+                "replace_linears stopped before %s: %d layers are replaced, %d are not; another call replaces these",
+                plan[0][0] if plan else "the end", len(reports), len(places),
+            )  # fmt: skip
+        raise
+    progress(count, count, "")
+    return reports
 
 
 def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: str | None) -> list[Ask]:
@@ -235,10 +345,10 @@ def _asks(plan: list[tuple[nn.Linear, str]], activation: Activation, backend: st
     return asks
 
 
-def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Tensor]]:
+def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str, Any]]:
     """Return the shared scales of layers that engines fuse: the model may be saved for such an engine."""
     linears = {name: (linear, fmt) for name, linear, fmt in plan if not linear.weight.is_meta}
-    shared: dict[str, dict[str, Tensor]] = {}
+    shared: dict[str, dict[str, Any]] = {}
     for names in fusion_groups({name: (fmt, linear.in_features) for name, (linear, fmt) in linears.items()}):
         scaling = PROBLEM[linears[names[0]][1]][1]
         scale = shared_scale((linears[name][0].weight for name in names), scaling)
@@ -248,18 +358,18 @@ def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str
 
 
 def _quantise(
-    name: str, linear: nn.Linear, fmt: str, activation: Activation, backend: str | None, scale: dict[str, Tensor]
+    name: str, linear: nn.Linear, fmt: str, options: dict[str, Any], shared: dict[str, dict[str, Any]]
 ) -> QuantizedLinear:
     if linear.weight.is_meta:
         raise InputError(f"{name} is on the meta device and has no weights to quantise: load them first")
-    layer = FORMATS[fmt](linear, activation=activation, backend=backend, name=name, **scale)
-    if layer.weight.is_cuda:
+    layer = FORMATS[fmt](linear, name=name, **options, **shared.get(name, {}))
+    if layer.device.type == "cuda":
         layer.bind()
-    carry_over(linear, layer)
     return layer
 
 
 def _report(name: str, linear: nn.Linear, fmt: str, layer: QuantizedLinear) -> LayerReport:
     before = sum(p.numel() * p.element_size() for p in linear.parameters())
     backend, rule, reason = decision_text(layer)
-    return LayerReport(name, fmt, layer.out_features, layer.in_features, before, layer.nbytes(), backend, rule, reason)
+    after, dropped = layer.nbytes(), layer.dropped_nbytes()
+    return LayerReport(name, fmt, layer.out_features, layer.in_features, before, after, backend, rule, reason, dropped)

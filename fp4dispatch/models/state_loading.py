@@ -93,6 +93,8 @@ class StateLoading(CompactWeights):
                 return
             self._check_values(new, assign)
         self._set_tensors(new, assign)
+        del new
+        self._hold_once()
 
     def _placeholders(self, input_scale: bool) -> _Tensors:
         """Return a placeholder on the meta device for each tensor that a state can have."""

@@ -31,6 +31,9 @@ from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.run import owners
 from fp4dispatch.run.routes import Bound
 
+CANONICAL = ("weight", "weight_scale")
+"""Buffers that can be dropped. Global scales and input scales are a few bytes and stay."""
+
 lock = ForkSafeLock()
 """Hold it to replace layouts or stored tensors of a layer."""
 
@@ -56,9 +59,13 @@ class StoredWeights(nn.Module):
     _names: dict[torch.dtype, tuple[list[str], list[str], str]]
     """By dtype, for compiled calls: names of prepared buffers, names of stored buffers, and the spec text."""
     _seen: dict[str, Seen | None]
-    """Stored tensors that the layouts were prepared from, by name. Without tensors that :meth:`compact` dropped."""
+    """Stored tensors that the layouts were prepared from, by name. Without tensors that the layer dropped."""
+    _order: tuple[str, ...]
+    """Names of the buffers in their order before the last drop."""
+    _dropped: str
+    """Name of the layout that holds the dropped tensors; empty if the layer holds all itself."""
     _lent: dict[str, Seen]
-    """Weights that :meth:`compact` dropped while other code held references. That code may write to them."""
+    """Weights that the layer dropped while other code held references. That code may write to them."""
     _unchanged: Callable[[Buffers], bool]
     """Whether the stored tensors are unchanged since the layouts were prepared."""
     _keys: list[owners.Key]
@@ -66,8 +73,10 @@ class StoredWeights(nn.Module):
     # What the layer provides.
     bind: Callable[..., Bound]
     check: Callable[[], None]
-    weights: Callable[[], LinearWeights]
+    weights: Callable[..., LinearWeights]
+    _bind: Callable[[torch.dtype], Bound]
     _forget: Callable[[], None]
+    _hold_once: Callable[[], None]
     _restore: Callable[[], None]
     _label: Callable[[], str]
 
@@ -82,6 +91,7 @@ class StoredWeights(nn.Module):
             During CUDA graph capture.
         """
         self._update_layouts(force=True)
+        self._hold_once()
 
     def _update_layouts(self, *, force: bool = False, check: bool = True) -> None:
         """Prepare the layouts again if the stored tensors changed, or if ``force``. Synchronises in that case.
@@ -89,18 +99,20 @@ class StoredWeights(nn.Module):
         The writes must end before the next launch: with PDL, a kernel reads weights before it waits.
         """
         if self._lent:
-            self._check_lent()
-        if not self._bound or (not force and self._matches(self._buffers)):
+            self._forget_lent()
+        if not self._bound or (not force and self._current()):
             return
-        if torch.compiler.is_compiling() and not all(map(_plain, self._stored())):
+        if torch.compiler.is_compiling() and not all(map(plain, self._stored())):
             return  # the buffers hold tensors of a tracer
         capture.forbid_in_capture(
             f"the weights of {self._label()} were written or replaced, and preparing them anew",
             "fp4dispatch.refresh(model), or call the layer once",
         )
         with lock:
-            if not force and self._matches(self._buffers):  # another thread was faster
+            if not force and self._current():  # another thread was faster
                 return
+            if self._dropped and not self._current():
+                self._restore()
             self._require_plain_tensors()
             if check:
                 self.check()
@@ -110,7 +122,7 @@ class StoredWeights(nn.Module):
     def _rewrite(self) -> bool:
         """Copy new layouts into the old ones. Return False, and change nothing, if they do not fit."""
         seen = {name: _look(tensor) for name, tensor in self._stored_by_name()}
-        weights = self.weights()
+        weights = self.weights(lend=False)
         fresh: dict[str, Prepared] = {}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for bound in (*self._every_bound(), *self._captured):
@@ -146,7 +158,7 @@ class StoredWeights(nn.Module):
         self._captured = captured
         with capture.mode("none"):  # for other modes, the next call inside binds
             for dtype in dtypes:
-                self.bind(dtype)
+                self._bind(dtype)
 
     def _every_bound(self) -> list[Bound]:
         """Return what is bound, for the layer's own mode and for declared ones; not what was replaced."""
@@ -172,7 +184,7 @@ class StoredWeights(nn.Module):
     def _record(self, seen: dict[str, Seen | None]) -> None:
         """Set the record of stored tensors, and register them for compiled calls."""
         self._seen = seen
-        self._unchanged = never if self._lent else _matcher(seen)
+        self._unchanged = _matcher(seen, CANONICAL if self._dropped else (), tuple(self._lent.values()))
         stored = [name for name, found in seen.items() if found is not None]
         addresses = [found.address for found in seen.values() if found is not None]
         owners.forget(self, self._keys)
@@ -182,7 +194,7 @@ class StoredWeights(nn.Module):
         owners.register(self, self._keys)
 
     def _matches(self, buffers: Buffers) -> bool:
-        return _matcher(self._seen)(buffers)
+        return _matcher(self._seen, CANONICAL if self._dropped else ())(buffers)
 
     def _written_in_place(self) -> bool:
         """Whether all stored tensors are the same objects at the same addresses; their values may differ."""
@@ -192,18 +204,20 @@ class StoredWeights(nn.Module):
                 return False
         return True
 
-    def _check_lent(self) -> None:
-        """Check dropped weights that other code still holds. If they were written, restore them into the layer."""
+    def _current(self) -> bool:
+        """Whether no stored tensor was written or replaced, also none that the layer dropped and other code holds."""
+        return self._matches(self._buffers) and all(map(_unwritten, self._lent.values()))
+
+    def _forget_lent(self) -> None:
+        """Forget dropped weights that other code does not hold any more."""
         with lock:
-            if any(seen.tensor._version != seen.version for seen in self._lent.values()):
-                self._restore()
-            elif not any(map(held_elsewhere, self._lent.values())):
+            if all(map(_unwritten, self._lent.values())) and not any(map(held_elsewhere, self._lent.values())):
                 self._lent = {}
                 self._record(self._seen)
 
     def _require_plain_tensors(self) -> None:
         for name, tensor in self._stored_by_name():
-            if tensor is not None and not _plain(tensor):
+            if tensor is not None and not plain(tensor):
                 raise InputError(
                     f"{self._label()}: {name} is a {type(tensor).__name__} that holds no memory of its own (a tensor "
                     "subclass, or one under vmap); need a plain torch.Tensor"
@@ -220,7 +234,7 @@ class StoredWeights(nn.Module):
 
     def stores(self, addresses: Sequence[int]) -> bool:
         """Whether all these addresses are addresses of stored tensors."""
-        return {tensor.data_ptr() for tensor in self._stored() if _plain(tensor)}.issuperset(addresses)
+        return {tensor.data_ptr() for tensor in self._stored() if plain(tensor)}.issuperset(addresses)
 
     def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
         """Whether the layer is bound for a dtype with this spec, or with its first packed tensor at this address."""
@@ -276,18 +290,26 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def held_elsewhere(seen: Seen) -> bool:
-    """Whether other code references this tensor or its storage. The base of a view does not count."""
+def held_elsewhere(seen: Seen, own: int = 0) -> bool:
+    """Whether other code references this tensor or its storage. The base of a view does not count.
+
+    ``own``: number of references of the layer beside this record.
+    """
     users = int(torch._C._storage_Use_Count(seen.tensor.untyped_storage()._cdata))
-    return sys.getrefcount(seen.tensor) > _REFERENCES or users > 2 + seen.tensor._is_view()
+    return sys.getrefcount(seen.tensor) > _REFERENCES + own or users > 2 + seen.tensor._is_view()
 
 
 def _look(tensor: Tensor | None) -> Seen | None:
     return None if tensor is None else Seen(tensor, tensor._version, tensor.data_ptr())
 
 
-def _plain(tensor: Tensor) -> bool:
+def plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own: it is no subclass and not under vmap."""
     return type(tensor) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _unwritten(seen: Seen) -> bool:
+    return seen.tensor._version == seen.version and seen.tensor.data_ptr() == seen.address
 
 
 def _same_place(seen: Seen, tensor: Tensor | None) -> bool:
@@ -314,17 +336,25 @@ def never(_: Buffers) -> bool:
     return False
 
 
-def _matcher(seen: Mapping[str, Seen | None]) -> Callable[[Buffers], bool]:
+def _matcher(
+    seen: Mapping[str, Seen | None], dropped: tuple[str, ...] = (), lent: tuple[Seen, ...] = ()
+) -> Callable[[Buffers], bool]:
     """Return a function that tells whether buffers are the recorded ones. It is on the eager fast path.
 
-    Layers with two or three stored tensors get unrolled code, which is faster than a loop. Versions only grow, so
+    ``dropped`` names must not be there. ``lent`` tensors must be unwritten, and other code must still hold one.
+    Layers with one to three stored tensors get unrolled code, which is faster than a loop. Versions only grow, so
     equal sums mean that each version is equal.
     """
     absent = tuple(name for name, found in seen.items() if found is None)
     held = tuple((name, *found) for name, found in seen.items() if found is not None)
-    if absent == ("input_scale",) and len(held) == 2:
+    if lent:
+        rest = _matcher(seen, dropped)
+        return lambda buffers: rest(buffers) and all(map(_unwritten, lent)) and any(map(held_elsewhere, lent))
+    if absent == ("input_scale",) and len(held) == 1 and dropped == CANONICAL:
+        return _match_dropped(*held)
+    if absent == ("input_scale",) and len(held) == 2 and not dropped:
         return _match_two(*held)
-    if absent == ("input_scale",) and len(held) == 3:
+    if absent == ("input_scale",) and len(held) == 3 and not dropped:
         return _match_three(*held)
 
     def matches(buffers: Buffers) -> bool:
@@ -337,12 +367,32 @@ def _matcher(seen: Mapping[str, Seen | None]) -> Callable[[Buffers], bool]:
                     return False
         except KeyError:
             return False
-        return True
+        return not any(name in buffers for name in dropped)
 
     return matches
 
 
 _Held = tuple[str, Tensor, int, int]
+
+
+def _match_dropped(first: _Held) -> Callable[[Buffers], bool]:
+    a, x, version, address = first
+    weight, scale = CANONICAL
+
+    def matches(buffers: Buffers) -> bool:
+        try:
+            return (
+                buffers[a] is x
+                and buffers["input_scale"] is None
+                and x._version == version
+                and x.data_ptr() == address
+                and weight not in buffers
+                and scale not in buffers
+            )
+        except KeyError:
+            return False
+
+    return matches
 
 
 def _match_two(first: _Held, second: _Held) -> Callable[[Buffers], bool]:

@@ -177,6 +177,7 @@ def _run(subjects: _Subjects, rows: list[int]) -> int:
                 seen.add(key)
                 with torch.inference_mode():
                     layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.device))
+        layer._hold_once()
     return len(seen)
 
 
@@ -209,4 +210,4 @@ def _tune(ranks: Ranks, subjects: _Subjects, rows: list[int]) -> None:
             "e.g. the tensor-parallel group"
         )
     for problem, layer in todo.items():
-        tuning.tune(problem, layer.weights(), gpu=routes.gpu_of(layer.device), ranks=ranks)
+        tuning.tune(problem, layer.weights(lend=False), gpu=routes.gpu_of(layer.device), ranks=ranks)

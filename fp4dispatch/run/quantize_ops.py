@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -11,22 +13,49 @@ from fp4dispatch.run.operands import check_types
 from fp4dispatch.run.register import define
 
 
-def nvfp4_quantize(x: Tensor, global_scale: Tensor, sf_layout: SfLayout = "128x4") -> tuple[Tensor, Tensor]:
+@overload
+def nvfp4_quantize(x: Tensor, global_scale: None = None, sf_layout: SfLayout | None = None) -> formats.NVFP4Tensor: ...
+
+
+@overload
+def nvfp4_quantize(x: Tensor, global_scale: Tensor, sf_layout: SfLayout | None = None) -> tuple[Tensor, Tensor]: ...
+
+
+def nvfp4_quantize(
+    x: Tensor, global_scale: Tensor | None = None, sf_layout: SfLayout | None = None
+) -> formats.NVFP4Tensor | tuple[Tensor, Tensor]:
     """Quantise ``x`` [M, K] with :func:`fp4dispatch.formats.nvfp4_quantize`, as one operator. Safe to capture.
+
+    ``nvfp4_dequantize(*nvfp4_quantize(x))`` is ``x``, rounded to NVFP4.
+
+    Parameters
+    ----------
+    x
+        float32, bfloat16 or float16 [M, K], K a multiple of 16.
+    global_scale
+        f32 with one element. None: :func:`~fp4dispatch.nvfp4_global_scale` of ``x``, which is then returned too.
+    sf_layout
+        ``linear`` or ``128x4``. None: ``128x4``, which kernels read, with ``global_scale``; ``linear``, which
+        :func:`~fp4dispatch.nvfp4_dequantize` reads, without.
 
     Returns
     -------
     tuple of Tensor
         Data uint8 [M, K/2], contiguous, even element in the low nibble; block scales float8_e4m3fn, [M, K/16] in
-        ``linear`` or [pad128(M), pad4(K/16)] in ``128x4`` layout with zero padding.
+        ``linear`` or [pad128(M), pad4(K/16)] in ``128x4`` layout with zero padding. Without ``global_scale``: an
+        :class:`~fp4dispatch.formats.NVFP4Tensor` of these and of the global scale, f32 [].
 
     Raises
     ------
     InputError
         For wrong operands.
     """
-    check_types("nvfp4_quantize", {"x": x, "global_scale": global_scale})
-    data, sf = torch.ops.fp4dispatch.nvfp4_quantize.default(x, global_scale, sf_layout)
+    check_types("nvfp4_quantize", {"x": x} if global_scale is None else {"x": x, "global_scale": global_scale})
+    if global_scale is None:
+        found = formats.nvfp4_global_scale(x)
+        data, sf = torch.ops.fp4dispatch.nvfp4_quantize.default(x, found, sf_layout or "linear")
+        return formats.NVFP4Tensor(data, sf, found)
+    data, sf = torch.ops.fp4dispatch.nvfp4_quantize.default(x, global_scale, sf_layout or "128x4")
     return data, sf
 
 

@@ -296,7 +296,8 @@ def w4a16():
     if reasons:
         raise CannotTry("; ".join(map(str, reasons)))
     torch.manual_seed(0)
-    layer = FP4Linear.from_linear(nn.Linear(K, N).to("cuda", torch.bfloat16), backend="w4a16")
+    linear = nn.Linear(K, N).to("cuda", torch.bfloat16)
+    layer = FP4Linear.from_linear(linear, backend="w4a16", keep_stored=True)
     layer.bind()
     return layer
 
@@ -309,7 +310,7 @@ def weights_that_are_dropped_in_capture():
     assert fp4dispatch.compact(layer) == N * K // 2 + N * K // 16
 
 
-@case(without("unpacking weights that compact() dropped"), "was not refused")
+@case(without("unpacking weights that the layer dropped"), "was not refused")
 def weights_that_are_unpacked_in_capture():
     """They would be in the graph's memory, and there only once it is replayed."""
     layer = w4a16()

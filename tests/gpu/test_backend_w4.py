@@ -46,7 +46,8 @@ def test_a_layer_changes_with_m_and_holds_its_packed_weights_once():
     assert (few.start, few.stop) == (many.start, many.stop)
     canonical = sum(t.numel() * t.element_size() for t in lin.state_dict().values())
     packed = (-(-N // 64)) * (-(-K // 64)) * 2304
-    assert lin.nbytes() == canonical + packed
+    assert lin.nbytes() == canonical + packed - lin.dropped_nbytes()
+    assert lin.dropped_nbytes() == N * K // 2 + N * K // 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp4dispatch import compact, warmup
+from fp4dispatch import compact, refresh, warmup
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.models.linear import FP4Linear
 from tests.gpu.backend_cases import captured
@@ -20,10 +20,11 @@ K, N = 2048, 4096
 SIZES = (1, 33, 200, 1000)
 
 
-def layers(count=3):
+def layers(count=3, *, keep_stored=True):
     torch.manual_seed(0)
     return nn.ModuleList(
-        FP4Linear.from_linear(nn.Linear(K, N).to("cuda", torch.bfloat16), name=f"layer{i}") for i in range(count)
+        FP4Linear.from_linear(nn.Linear(K, N).to("cuda", torch.bfloat16), name=f"layer{i}", keep_stored=keep_stored)
+        for i in range(count)
     )
 
 
@@ -59,6 +60,50 @@ def test_memory_is_freed_and_nothing_is_lost():
             assert torch.equal(net[i](xs[m]), out)
 
 
+def test_layers_drop_their_weights_themselves():
+    kept, net = layers(), layers(keep_stored=False)
+    state = {name: tensor.cpu() for name, tensor in kept.state_dict().items()}
+    xs = {m: torch.randn(m, K, device="cuda", dtype=torch.bfloat16) for m in SIZES}
+    assert all("weight" not in layer._buffers for layer in net)
+    assert compact(net) == 0
+    with torch.inference_mode():
+        for one, other in zip(kept, net, strict=True):
+            assert all(torch.equal(one(x), other(x)) for x in xs.values())
+    assert same({name: tensor.cpu() for name, tensor in net.state_dict().items()}, state)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    moved = copy.deepcopy(net)
+    with torch.inference_mode():
+        for one, other in zip(moved, net, strict=True):
+            assert torch.equal(one(xs[33]), other(xs[33]))
+    assert all("weight" not in layer._buffers for layer in moved)
+    assert torch.cuda.memory_allocated() - before < 1.1 * sum(layer.nbytes() for layer in net)
+    assert same(dict(net.cpu().state_dict()), state)
+    net.cuda()
+    assert all("weight" not in layer._buffers for layer in net)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_layers_stay_small_and_see_writes(mode):
+    torch._dynamo.reset()
+    layer, new = layers(1, keep_stored=False)[0], layers(2, keep_stored=False)[1]
+    new.name = layer.name
+    x = torch.randn(33, K, device="cuda", dtype=torch.bfloat16)
+    warmup(nn.ModuleList([layer, new]), tokens=[33])
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    with torch.inference_mode():
+        for _ in range(4):
+            assert torch.equal(compiled(x), layer(x))
+        assert "weight" not in layer._buffers
+        for name in ("weight", "weight_scale", "weight_scale_2"):
+            getattr(layer, name).copy_(getattr(new, name))
+        layer.bias.copy_(new.bias)
+        if mode == "reduce-overhead":  # replays run no host code
+            refresh(layer)
+        for _ in range(4):
+            assert torch.equal(compiled(x), new(x))
+
+
 def test_graphs_captured_before_and_after_replay_the_same():
     net = layers(1)
     warmup(net, tokens=SIZES)
@@ -77,7 +122,7 @@ def test_graphs_captured_before_and_after_replay_the_same():
     with pytest.raises(CaptureError, match="unpacking weights"):
         captured(lambda: net[0].weight)
     assert "weight" not in net[0]._buffers
-    weight = net[0].weight  # for good
+    weight = net[0].weight
     with torch.inference_mode():
         graphs[1][0].replay()
         assert torch.equal(graphs[1][1], want)

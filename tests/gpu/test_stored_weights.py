@@ -59,7 +59,7 @@ def tokens(m):
 
 
 def stored(layer):
-    return {name: tensor for name, tensor in layer.named_buffers() if not name.startswith("layout")}
+    return {name: tensor for name in layer.quantized if (tensor := getattr(layer, name, None)) is not None}
 
 
 def write(layer, new, late=0):

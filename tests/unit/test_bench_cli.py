@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -81,6 +82,26 @@ def test_a_plot(planted, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib (extra `bench`) is not installed")
     assert cli.main([*SMALL, "--plot", str(tmp_path / "x.svg")]) == 0
     assert (tmp_path / "x.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("picture", "words"),
+    [
+        ("x.svg", "--plot needs matplotlib"),
+        ("x.doc", "matplotlib knows"),
+        ("no/such/x.svg", "there is no folder"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_measuring(
+    picture, words, planted, tmp_path, capsys, monkeypatch
+):
+    if "matplotlib knows" in words or "folder" in words:
+        pytest.importorskip("matplotlib", reason="matplotlib (extra `bench`) is not installed")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: pytest.fail("it measured first"))
+    assert cli.main([*SMALL, "--plot", str(tmp_path / picture)]) == 1
+    assert words in capsys.readouterr().err
 
 
 def test_ours_wrong_is_exit_1_and_no_time(planted, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import fp4dispatch
 from fp4dispatch import cli
+from fp4dispatch.cli import help_text
 from fp4dispatch.errors import NoBackendError
 
 FOLDER = Path(cli.__file__).parent
@@ -135,3 +137,45 @@ def test_a_command_does_not_import_the_others(name: str) -> None:
     others = {"torch", *(f"fp4dispatch.cli.{other}" for other in cli.HELP if other != name)}
     loaded = [m for m in eval(done.stderr) if m in others]
     assert loaded == []
+
+
+@pytest.mark.parametrize("name", sorted(cli.HELP))
+def test_help_is_plain_text_with_examples_that_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    out = capsys.readouterr().out
+    assert "`" not in out
+    assert ":mod:" not in out
+    assert help_text.EXAMPLES[name]
+    for example in help_text.EXAMPLES[name]:
+        assert example in out
+        program, *words = shlex.split(example)
+        assert program == "fp4dispatch"
+        assert cli._parser((name,)).parse_args(words).command == name
+
+
+def test_help_keeps_paragraphs_and_loses_marks() -> None:
+    text = "``fp4dispatch verify``: look at ``x`` and :func:`~a.b`.\n\nSecond\nparagraph.\n\n  kept  as it is"
+    parser = argparse.ArgumentParser(formatter_class=help_text.Formatter, description=help_text.plain(text))
+    assert "Look at x and a.b.\n\nSecond paragraph.\n\n  kept  as it is\n" in parser.format_help()
+
+
+def test_a_completion_script_knows_every_command_and_option(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab", reason="shtab (extra `completion`) is not installed")
+    assert cli.main(["--print-completion", "bash"]) == 0
+    out = capsys.readouterr().out
+    for word in (*cli.HELP, "--wheel", "--budget-s", "--max-shard-size"):
+        assert word in out
+    assert cli.main(["--print-completion", "cmd.exe"]) == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_without_shtab_the_fix_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["--print-completion", "bash"]) == 1
+    assert "pip install 'shtab" in capsys.readouterr().err
+
+
+def test_only_public_names_are_listed_by_dir() -> None:
+    listed = {name for name in dir(fp4dispatch) if not name.startswith("__")}
+    assert listed == {name for name in fp4dispatch.__all__ if not name.startswith("__")} | {"graphs"}

@@ -17,6 +17,7 @@ from fp4dispatch import compact, warmup
 from fp4dispatch.backends.own import w4
 from fp4dispatch.checkpoints import load_quantized, save_quantized
 from fp4dispatch.errors import CaptureError
+from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from tests import w4_fake
@@ -44,9 +45,10 @@ def dropped(**options):
     state = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     x = torch.randn(70, K).bfloat16()
     wants = {m: made(x[:m]) for m in (1, 70)}
-    before = made.nbytes()
-    assert made.compact() == FREED
-    assert before - made.nbytes() == FREED
+    whole = layer(keep_stored=True, **options)
+    whole(x)
+    assert not is_dropped(whole)
+    assert whole.nbytes() - made.nbytes() == FREED == made.dropped_nbytes()
     assert is_dropped(made)
     return made, state, x, wants
 
@@ -81,12 +83,38 @@ def test_a_layer_holds_its_packed_copy_alone_and_computes_the_same():
     assert is_dropped(made)
 
 
-def test_what_nobody_else_holds_is_freed_at_once():
-    made = layer()
-    made(torch.randn(1, K).bfloat16())
+@pytest.mark.parametrize("keep_stored", [False, True])
+def test_what_nobody_else_holds_is_freed_at_once(keep_stored):
+    made = layer(keep_stored=keep_stored)
     held = [weakref.ref(made.weight), weakref.ref(made.weight_scale)]
-    assert made.compact() == FREED
+    made(torch.randn(1, K).bfloat16())
+    assert is_dropped(made) is not keep_stored
+    assert made.compact() == (FREED if keep_stored else 0)
     assert [found() for found in held] == [None, None]
+
+
+def test_layers_made_of_linears_never_hold_their_weights_twice():
+    made = FP4Linear.from_linear(nn.Linear(K, N).bfloat16())
+    assert is_dropped(made)  # bound, and not called yet
+    assert not is_dropped(FP4Linear.from_linear(nn.Linear(K, N).bfloat16(), keep_stored=True))
+
+
+def test_what_other_code_holds_is_dropped_when_it_lets_go():
+    weights = w4_fake.weights(N, K)
+    made = FP4Linear.from_weights(weights)
+    x = torch.randn(3, K).bfloat16()
+    want = made(x)
+    assert not is_dropped(made)
+    view = weights.weight.view(-1)[3:]
+    del weights
+    made(torch.randn(4, K).bfloat16())
+    assert not is_dropped(made), "a view shares the memory"
+    assert made._unchanged(made._buffers), "calls take the fast path meanwhile"
+    view.fill_(0x11)
+    assert not torch.equal(made(x), want)
+    del view
+    made(torch.randn(5, K).bfloat16())
+    assert is_dropped(made)
 
 
 @pytest.mark.parametrize("options", [{}, {"shards": (40, 32, 24)}, {"static": True}])
@@ -100,15 +128,26 @@ def test_the_state_is_the_same_to_the_byte_and_in_the_same_order(options):
     assert is_dropped(made)
 
 
-def test_what_is_read_comes_back_to_stay():
+def test_what_is_read_comes_back_until_the_next_call():
     for name in ("weight", "weight_scale"):
         made, state, x, wants = dropped()
         assert same(getattr(made, name), state[name])
         assert not is_dropped(made)
         assert getattr(made, name) is getattr(made, name)
         assert same_state(made.state_dict(), state)
+        held = getattr(made, name)
         assert answers(made, x, wants)
-        assert made.compact() == FREED
+        assert not is_dropped(made)
+        assert getattr(made, name) is held
+        del held
+        made(x[:2])
+        assert is_dropped(made)
+        kept = layer(keep_stored=True)
+        kept(x)
+        assert kept.compact() == FREED
+        assert same(getattr(kept, name), state[name])
+        kept(x)
+        assert not is_dropped(kept)
     with pytest.raises(AttributeError):
         made.no_such_thing  # noqa: B018
 
@@ -120,8 +159,12 @@ def test_what_is_set_is_kept():
     assert made.weight is other
     assert same(made.state_dict()["weight"], other)
     made._refresh()
-    assert made.compact() == FREED
-    assert same(made.state_dict()["weight"], other)
+    assert not is_dropped(made)
+    want = other.clone()
+    del other
+    made(torch.randn(1, K).bfloat16())
+    assert is_dropped(made)
+    assert same(made.state_dict()["weight"], want)
 
 
 def test_weights_for_backends_and_saving_are_there_for_a_moment():
@@ -157,13 +200,13 @@ def test_copies_are_whole_and_their_own(copier):
     made, state, x, wants = dropped()
     other = copier(made)
     assert is_dropped(made)
-    assert not is_dropped(other)
     assert same_state(other.state_dict(), state)
     other.weight.zero_()
-    other._refresh()
+    other(x)
+    assert is_dropped(other)
+    assert not other.weight.any()
     assert answers(made, x, wants)
     assert same_state(made.state_dict(), state)
-    assert other.compact() == FREED
 
 
 def _torch_save(module):
@@ -180,23 +223,23 @@ def test_loading_another_state_loads_it():
     made.load_state_dict(other.state_dict())
     assert same_state(made.state_dict(), other.state_dict())
     assert torch.equal(made(x), other(x))
-    made.compact()
+    assert is_dropped(made)
     third, *_ = dropped(seed=7)
-    third.load_state_dict(made.state_dict(), assign=True)
+    third.load_state_dict({name: tensor.clone() for name, tensor in made.state_dict().items()}, assign=True)
     assert torch.equal(third(x), other(x))
-    assert third.compact() == FREED
+    assert is_dropped(third)
 
 
 def test_moves_and_casts_lose_nothing():
     made, state, x, wants = dropped()
     made.to("cpu")
     assert same_state(made.state_dict(), state)
+    assert is_dropped(made)  # bound again
     assert answers(made, x, wants)
-    made.compact()
     made.to(torch.float16)
+    assert is_dropped(made)
     assert same(made.weight, state["weight"])
     assert made.bias.dtype == torch.float16
-    made.compact()
     assert made.to("meta").weight.is_meta
 
 
@@ -227,7 +270,7 @@ def test_weights_that_a_backend_reads_are_kept():
         before = made.nbytes()
         assert made.compact() == 0
         assert made.nbytes() == before
-    both = layer()
+    both = layer(keep_stored=True)
     x = torch.randn(2, K)
     both(x.bfloat16())
     want = both(x)  # float32 is the reference's, on the tensors themselves: dropping them would free nothing
@@ -239,8 +282,9 @@ def test_weights_that_a_backend_reads_are_kept():
     assert fresh.compact() == 0  # nothing is bound
 
 
-def test_a_layout_that_is_not_exact_is_not_trusted(monkeypatch, caplog):
-    made = layer()
+@pytest.mark.parametrize("keep_stored", [False, True])
+def test_a_layout_that_is_not_exact_is_not_trusted(monkeypatch, caplog, keep_stored):
+    made = layer(keep_stored=keep_stored)
     real = w4.unpack_w4p
 
     def off(packed, n, k):
@@ -249,14 +293,62 @@ def test_a_layout_that_is_not_exact_is_not_trusted(monkeypatch, caplog):
         return codes, scale
 
     monkeypatch.setattr(w4, "unpack_w4p", off)
-    assert made.compact() == 0
+    if keep_stored:
+        assert made.compact() == 0
+    x = torch.randn(3, K).bfloat16()
+    assert torch.equal(made(x), layer(keep_stored=True)(x))
     assert not is_dropped(made)
-    assert "both are kept" in caplog.text
+    assert caplog.text.count("both are kept") == 1
+    made(x[:2])
+    assert caplog.text.count("both are kept") == 1
+
+
+def test_a_write_that_torch_does_not_count_is_not_lost():
+    made, _, x, _ = dropped()
+    new = layer(seed=9)
+    made.weight.data.copy_(new.weight)
+    made.weight_scale.data.copy_(new.weight_scale)
+    new.weight_scale_2 = made.weight_scale_2.clone()
+    new.bias = made.bias
+    assert torch.equal(made(x), new(x))
+    assert is_dropped(made)
+    made.weights().weight.zero_()
+    assert torch.equal(made(x), made.bias.expand(70, N))
+
+
+def test_a_watch_sees_what_happens_to_a_layer_that_was_read_since():
+    made, *_ = dropped()
+    watch = Watch([nn.Sequential(made)])
+    assert watch.moved() == ""
+    assert not made.weight.is_meta
+    assert watch.moved() == ""
+    assert is_dropped(made)
+    new = layer(seed=9)
+    made.weight.copy_(new.weight)
+    assert watch.moved() == ""  # packed again, in place
+    assert torch.equal(made.weights().weight, new.weight)
+    made.weight = new.weight.clone()
+    assert watch.moved().startswith("layout")
+
+
+def test_what_is_put_into_the_buffers_is_not_lost():
+    made, _, x, wants = dropped()
+    new = layer(seed=9)
+    made._buffers["weight"] = new.weight
+    got = made(x)
+    assert not torch.equal(got, wants[70])
+    del made.weight
+    with pytest.raises(AttributeError):
+        made.weight  # noqa: B018
 
 
 def test_nothing_is_dropped_or_unpacked_during_capture(monkeypatch):
     made, _, x, wants = dropped()
     whole = layer(seed=3)
+    whole(x)
+    read = layer(seed=3)
+    read(x)
+    assert not read.weight.is_meta
     with monkeypatch.context() as patch:
         patch.setattr(capture, "is_capturing", lambda: True)
         assert answers(made, x, wants)
@@ -265,6 +357,10 @@ def test_nothing_is_dropped_or_unpacked_during_capture(monkeypatch):
                 what()
         with pytest.raises(CaptureError, match="dropping canonical weights"):
             whole.compact()
+        assert torch.equal(read(x), whole(x))
+        assert not is_dropped(read)  # it waits
+    read(x)
+    assert is_dropped(read)
     assert is_dropped(made)
     assert answers(made, x, wants)
 
@@ -273,9 +369,11 @@ def test_a_checkpoint_of_a_compact_model_is_the_same_file(tmp_path):
     files = []
     for small in (False, True):
         torch.manual_seed(0)
-        model = nn.ModuleDict({"one": layer(seed=1), "two": layer(seed=2), "norm": nn.LayerNorm(8)})
+        layers = {name: layer(seed=seed, keep_stored=True) for name, seed in (("one", 1), ("two", 2))}
+        model = nn.ModuleDict({**layers, "norm": nn.LayerNorm(8)})
         if small:
             assert compact(model) == 2 * FREED
+            assert all(map(is_dropped, layers.values()))
         save_quantized(model, tmp_path / str(small), format="modelopt")
         files.append({p.name: p.read_bytes() for p in sorted((tmp_path / str(small)).iterdir())})
     assert files[0] == files[1]

@@ -17,6 +17,7 @@ from fp4dispatch import cli
 from fp4dispatch.cli import doctor
 from fp4dispatch.cli.checks import CHECKS, Check, Child, Facts, Kept, gpus, state
 from fp4dispatch.errors import SettingsError
+from fp4dispatch.jit.packages import Package, Report
 from fp4dispatch.machine.system import System
 from fp4dispatch.settings import SETTINGS
 
@@ -63,7 +64,7 @@ def only(checks: list[Check]) -> Check:
 def test_a_healthy_machine(examine: Any) -> None:
     checks = examine()
     assert [check for check in checks if check.status not in ("ok", "skip")] == []
-    assert len(checks) >= len(CHECKS) == 15
+    assert len(checks) >= len(CHECKS) == 16
     assert next(c for c in checks if c.name == "nvcc").text.endswith("builds for sm_120")
 
 
@@ -106,6 +107,12 @@ CASES: list[tuple[str, str, str, dict[str, Any]]] = [
     ),
     ("nvidia-ml-py", "warn", "not installed", {"facts": {"distributions": frozenset({"apache-tvm-ffi", "ninja"})}}),
     ("plug-ins", "fail", "mine cannot", {"child": {"plugins": {"mine": "mine cannot be loaded: boom", "fine": None}}}),
+    (
+        "kernels",
+        "warn",
+        "3 kernels are ignored: built by another",
+        {"facts": {"kernels": (Report(Package("a-wheel", "1.0", None), (), {"built by another": 3}),)}},
+    ),
     ("visible devices", "warn", "listed", {"notes": ["CUDA_VISIBLE_DEVICES='0,0': '0' names a GPU that is listed"]}),
     ("visible devices", "warn", "MIG mode", {"notes": ["NVIDIA H200 is in MIG mode: CUDA shows one MIG device only"]}),
     ("visible devices", "warn", "different GPUs", {"notes": ["different GPUs in one machine: CUDA's order"]}),

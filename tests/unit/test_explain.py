@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
 import pytest
 
 from fp4dispatch.backends import registry
-from fp4dispatch.cli import HELP, main
+from fp4dispatch.cli import HELP, explain_text, main
 from fp4dispatch.dispatch import choose
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import InputError, SettingsError
+from fp4dispatch.jit import packages
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.rules import rules
 from fp4dispatch.problem.arch import SM90, SM120
@@ -32,13 +34,67 @@ def test_text(capsys):
     out = capsys.readouterr().out
     for part in (
         "nvfp4_gemm M=16 N=4096 K=4096 (nvfp4) -> bfloat16 on sm_120 (CUDA 12.8, cuDNN 9.7.1)",
-        "cublaslt, auto".replace(",", " (nvfp4 activations),"),
+        "  auto: w4a4",
         "cutlass",
-        "LIBRARY     FlashInfer not found (needs 0.6)",
-        "UNPROVEN    on sm_120/121",
+        "LIBRARY  FlashInfer not found (needs 0.6)",
+        "UNPROVEN  on sm_120/121",
         "https://github.com/sgl-project/sglang/issues/20043",
     ):
         assert part in out
+    assert out.startswith("cublaslt, with nvfp4 activations, runs nvfp4_gemm M=16 N=4096 K=4096")
+    assert "\x1b" not in out
+
+
+def test_candidates_are_grouped_and_foreign_ones_only_named(capsys):
+    here = [*ASK, "--arch", "12.0", "--cuda", "13.0", "--nvcc", "13.0", "--proven", "none"]
+    assert main(here) == 0
+    out = capsys.readouterr().out
+    titles = [line for line in out.splitlines() if line and not line.startswith(" ")]
+    assert titles[1:4] == [
+        "could run too, in order of preference",
+        "run only where they are named",
+        "cannot run here, but could",
+    ]
+    named, missing = out.split("run only where they are named")[1].split("cannot run here, but could")
+    assert "cutlass " in named
+    assert "flashinfer_cutlass" in missing.split("not for this problem")[0]
+    assert "not for this problem or GPU: w4a8, w4a8_expanded, w8a16, w8a8" in out
+    assert "needs sm_90" not in out
+    assert main([*here, "--all"]) == 0
+    assert re.search(r"w4a8 +ARCH  GPU is sm_120, needs sm_90", capsys.readouterr().out)
+
+
+def test_every_candidate_is_in_exactly_one_group():
+    decision = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="12.8", cudnn="9.7.1")
+    labels = [line.label.strip() for line in explain_text.lines(decision, everything=True) if line.label.strip()]
+    assert sorted([*labels, decision.backend]) == sorted(verdict.backend for verdict in decision.verdicts)
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_its_width_and_colours_unless_no_color(monkeypatch, no_color):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    decision = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="12.8", cudnn="9.7.1")
+    explain_text.show(explain_text.lines(decision))
+    out = screen.getvalue()
+    assert ("\x1b[" in out) is not bool(no_color)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
+    assert max(len(line) for line in plain.splitlines() if "://" not in line) <= 60
+    words = " ".join(line.label + line.text for line in explain_text.lines(decision)).split()
+    assert plain.split() == words
+
+
+def test_ignored_kernels_of_a_wheel_are_told_of_this_machine_only(capsys, monkeypatch):
+    monkeypatch.setattr(packages, "ignored", lambda: ["3 kernels of a wheel are ignored: why"])
+    monkeypatch.setattr("fp4dispatch.cli.explain.explain", lambda *a, **kw: explain("nvfp4_gemm", 1, 64, 64))
+    main(ASK)
+    assert "note: 3 kernels of a wheel are ignored: why" in capsys.readouterr().out
+    main([*ASK, "--arch", "9.0"])
+    assert "ignored" not in capsys.readouterr().out
 
 
 def test_json(capsys):
@@ -62,12 +118,12 @@ def test_a_backend_that_is_not_there_is_listed_and_never_chosen(capsys, monkeypa
 
 def test_nothing_can_run_it_is_exit_code_1(capsys):
     assert main([*ASK, "--arch", "9.0", "--backend", "cublaslt"]) == 1
-    assert "ARCH        GPU is sm_90" in capsys.readouterr().out
+    assert "ARCH  GPU is sm_90" in capsys.readouterr().out
 
 
 def test_an_alias_and_a_misspelt_name(capsys):
     assert main([*ASK, "--arch", "9.0", "--backend", "emulation"]) == 0
-    assert ": reference" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("reference, ")
     assert main([*ASK, "--arch", "9.0", "--backend", "cudn"]) == 1
     assert "Did you mean cudnn?" in capsys.readouterr().err
 
@@ -201,9 +257,9 @@ def test_a_proof_that_build_has_made_is_seen_for_the_machine_that_is_asked_about
     assert after.backend == "cutlass"
     assert after.notes == ("built and proven for sm_120 on this machine, and taken to be there: nvfp4_gemm",)
     assert main([*ASK, *facts]) == 0
-    assert "cutlass (nvfp4 activations)" in capsys.readouterr().out
+    assert "cutlass, with nvfp4 activations" in capsys.readouterr().out
     assert main([*ASK, *facts, "--proven", "none"]) == 0
-    assert "cublaslt (nvfp4 activations)" in capsys.readouterr().out
+    assert "cublaslt, with nvfp4 activations" in capsys.readouterr().out
     other = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.1", cuda="13.0", nvcc="13.0")
     assert other.backend == "cublaslt"
     assert explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", proven=False).backend == "cublaslt"

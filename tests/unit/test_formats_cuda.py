@@ -32,6 +32,7 @@ def everything(x, gs):
     return [
         *q,
         *s,
+        *f.nvfp4_quantize_mse(x),
         f.nvfp4_dequantize(*q),
         f.nvfp4_dequantize(s.data, s.sf, rows, sf_layout="128x4", dtype=torch.bfloat16),
         *(part for scaling in f.FP8_SCALINGS for part in f.fp8_quantize(x, scaling)),

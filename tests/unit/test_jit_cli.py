@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,24 @@ def test_without_a_toolchain_the_fix_is_printed_and_json_stays_json(
     assert (code, report["ok"]) == (1, False)
     assert "fix:" in report["error"]
     assert {row["op"] for row in report["kernels"]} == {"nvfp4_gemm"}
+
+
+def test_all_that_is_missing_is_said_at_once_for_every_target(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FP4DISPATCH_NVCC", str(tmp_path / "nvcc"))
+    monkeypatch.setattr(kernels, "build_all", lambda *_, **__: pytest.fail("it began to build"))
+    code, _, err = run(capsys, "build", "--arch", "9.0,12.0", "--ops", "nvfp4_gemm,w8_gemm")
+    assert code == 1
+    assert "cannot compile for target 90a" in err
+    assert "cannot compile for target 120f" in err
+    assert re.search(r"nothing was compiled; \d+ kernels are missing", err)
+
+
+def test_a_wheel_needs_a_folder_of_kernels_for_any_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "build", "--arch", "9.0", "--wheel", "dist")
+    assert code == 2
+    assert "--wheel needs --out DIR" in err
 
 
 def test_an_arch_without_kernels_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

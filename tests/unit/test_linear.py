@@ -1,6 +1,7 @@
 """FP4Linear and FP8Linear: numbers, shapes, moves, state, pickling, compile."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -416,3 +417,21 @@ def test_export_keeps_the_operator():
     layer = make("nvfp4")
     program = torch.export.export(layer, (torch.randn(2, K, dtype=torch.bfloat16),))
     assert any("fp4dispatch.linear" in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize("cls", [FP4Linear, FP8Linear])
+@pytest.mark.parametrize("name", ["__init__", "from_linear", "from_weights"])
+def test_constructors_say_every_argument(cls, name):
+    parameters = inspect.signature(getattr(cls, name)).parameters
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    assert {"activation", "backend", "dtype", "name"} <= set(parameters)
+
+
+@pytest.mark.parametrize("cls", [FP4Linear, FP8Linear])
+def test_constructors_hand_every_argument_on(cls):
+    linear = torch.nn.Linear(32, 16)
+    given = {"activation": "bf16", "backend": "reference", "dtype": torch.float16, "name": "mine"}
+    first = cls.from_linear(linear, **given)
+    for layer in (first, cls.from_weights(first.weights(), linear.bias, **given), cls(32, 16, **given)):
+        assert {key: getattr(layer, key) for key in given} == given
+    assert cls.from_linear(linear.bfloat16()).dtype == torch.bfloat16

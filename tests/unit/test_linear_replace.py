@@ -59,12 +59,36 @@ def test_replaces_in_place_and_reports():
     assert first.backend == "reference (bf16)"
     assert "slow reference backend" in first.reason
     text = str(report)
-    assert "layers.0.qkv" in text
-    assert "192 x 64" in text
+    row = next(line for line in text.splitlines() if line.startswith("layers.*.qkv")).split()
+    assert row[:6] == ["layers.*.qkv", "2", "nvfp4", "192", "x", "64"]
+    assert float(row[6]) == round(2 * first.bytes_before / 1e6, 2)
+    assert "layers.0.qkv" not in text
+    assert "left alone: layers.*.odd: in_features=20 is not a multiple of 16, the NVFP4 block (2 of these)" in text
     assert "left alone: lm_head: excluded by name" in text
     data = report.to_dict()
     assert data["layers"][0]["format"] == "nvfp4"
     assert data["skipped"][0]["name"] == "layers.0.odd"
+
+
+def test_layers_that_differ_are_not_grouped():
+    m = model()
+    m.layers[1].qkv = nn.Linear(64, 208)
+    rows = [line.split()[:6] for line in str(replace_linears(m)).splitlines() if line.startswith("layers.*.qkv")]
+    assert [(row[1], row[3]) for row in rows] == [("1", "192"), ("1", "208")]
+
+
+def test_format_is_another_name_of_config():
+    assert {layer.format for layer in replace_linears(model(), format="fp8_row").layers} == {"fp8_row"}
+    with pytest.raises(InputError, match="mean the same"):
+        replace_linears(model(), "fp8", format="fp8_row")
+
+
+def test_long_work_shows_its_progress(monkeypatch, capsys):
+    monkeypatch.setattr("fp4dispatch.machine.progress.SECONDS_BETWEEN_LINES", 0.0)
+    replace_linears(model())
+    assert "quantising: 1 of 4 layers" in capsys.readouterr().err
+    replace_linears(model(), progress=lambda *_: None)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("config", "scaling"), [("fp8", "tensor"), ("fp8_row", "row"), ("fp8_block", "block128")])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fp4dispatch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import Plan
 from fp4dispatch.backends.reference import ReferenceBackend
@@ -379,3 +380,23 @@ def test_backends_may_change_with_m(monkeypatch):
     with torch.no_grad():
         assert bool((compiled(torch.ones(16, K)) == 7).all())
         assert not bool((compiled(torch.ones(17, K)) == 7).all())
+
+
+def test_nvfp4_quantize_finds_its_scale_and_round_trips():
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    q = fp4dispatch.nvfp4_quantize(x)
+    assert torch.equal(q.global_scale, fp4dispatch.nvfp4_global_scale(x))
+    back = fp4dispatch.nvfp4_dequantize(*q)
+    assert torch.equal(back, formats.nvfp4_dequantize(*formats.nvfp4_quantize(x)))
+    assert 0 < (back - x.float()).norm() / x.float().norm() < 0.12  # a step of e2m1 is at most a third of a value
+    # With a scale: as kernels want it, and without it in the answer.
+    data, sf = fp4dispatch.nvfp4_quantize(x, q.global_scale)
+    assert torch.equal(data, q.data)
+    assert torch.equal(formats.from_128x4(sf, 5, 4).view(torch.uint8), q.sf.view(torch.uint8))
+    assert fp4dispatch.nvfp4_quantize(x, sf_layout="128x4").sf.shape == sf.shape
+
+
+def test_nvfp4_quantize_without_a_scale_compiles_whole():
+    x = torch.randn(4, 64)
+    compiled = torch.compile(lambda x: fp4dispatch.nvfp4_dequantize(*fp4dispatch.nvfp4_quantize(x)), fullgraph=True)
+    assert torch.equal(compiled(x), fp4dispatch.nvfp4_dequantize(*fp4dispatch.nvfp4_quantize(x)))

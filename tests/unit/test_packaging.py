@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import site
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -124,7 +126,7 @@ def test_the_wheel_is_for_any_platform_and_holds_every_file(source: Path, instal
         *("csrc/cutlass_gemm/nvfp4_gemm_sm120.cu", "csrc/common/gdc_guard.h", "csrc/kernels.toml"),
         "jit_flags/sm120f.toml",
         *("policy/rules.toml", "policy/capabilities.toml", "backends/own/tiling/cutlass_tiles.toml"),
-        *("cli/demo_pairs.toml", "py.typed"),
+        *("cli/demos/sentence_pairs.toml", "py.typed"),
     ):
         assert f"fp4dispatch/{name}" in names
     assert not any(name.startswith(("tests/", "bench/", "fp4dispatch/prebuilt")) for name in names)
@@ -258,3 +260,63 @@ def test_another_folder_is_refused(source: Path, made_ahead: Path, tmp_path: Pat
     assert words in done.stderr
     assert "fix: make it with `fp4dispatch build" in done.stderr
     assert not (tmp_path / "lib" / "fp4dispatch" / "prebuilt").exists()
+
+
+# ------------------------------------------------------------------------------------------------- what an index shows
+
+
+def metadata(built: Path) -> str:
+    with zipfile.ZipFile(built) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return archive.read(name).decode()
+
+
+def links(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)]+)\)", text)
+
+
+def test_the_page_of_an_index_has_no_link_into_the_repository(
+    source: Path, installed_wheel: tuple[Path, Path], tmp_path: Path
+) -> None:
+    page = metadata(installed_wheel[0])
+    assert "Description-Content-Type: text/markdown" in page
+    assert "## Use it" in page
+    assert [link for link in links(page) if not link.startswith(("https://", "#"))] == []
+    done = wheel(source, tmp_path / "out", PROJECT_URL="https://example.org/us/fp4dispatch/")
+    assert done.returncode == 0, done.stderr[-4000:]
+    (built,) = (tmp_path / "out").glob("*.whl")
+    there = [link for link in links(metadata(built)) if "example.org" in link]
+    base = f"https://example.org/us/fp4dispatch/blob/v{version('fp4dispatch')}/"
+    assert there
+    for link in there:
+        assert link.startswith(base)
+        assert (source / link.removeprefix(base).partition("#")[0]).exists(), link
+
+
+def test_tools_of_an_index_accept_wheel_and_sdist(
+    source: Path, installed_wheel: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for tool in ("build", "twine", "check_wheel_contents"):
+        pytest.importorskip(tool, reason=f"{tool} (extra `test`) is not installed")
+    isolated = [] if isolation() == [] else ["--no-isolation"]
+    must([sys.executable, "-m", "build", "--sdist", *isolated, "-o", str(tmp_path), str(source)], tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    must([sys.executable, "-m", "twine", "check", "--strict", str(installed_wheel[0]), str(archive)], tmp_path)
+    must([sys.executable, "-m", "check_wheel_contents", str(installed_wheel[0])], tmp_path)
+    with tarfile.open(archive) as held:
+        names = {name.partition("/")[2] for name in held.getnames()}
+    for name in ("LICENSE", "setup.py", "csrc/kernels.toml", "jit_flags/sm90a.toml", "fp4dispatch/policy/rules.toml"):
+        assert name in names
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert re.search(rf"^version: {re.escape(version('fp4dispatch'))}$", text, re.MULTILINE)
+    assert re.search(r"^license: Apache-2.0$", text, re.MULTILINE)
+
+
+def test_each_python_of_the_classifiers_is_one_that_is_allowed() -> None:
+    page = (ROOT / "pyproject.toml").read_text("utf-8")
+    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', page)
+    assert named == ["10", "11", "12", "13"]
+    assert 'requires-python = ">=3.10"' in page

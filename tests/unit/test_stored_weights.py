@@ -17,6 +17,7 @@ from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError, FormatError, InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.stored_weights import CANONICAL
 from fp4dispatch.run import owners
 from tests import w4_fake, w8_fake
 from tests.hopper import seems_to_be_here
@@ -93,7 +94,8 @@ def bytes_of(tensor):
 
 
 def stored(layer):
-    return [name for name in layer.quantized if layer._buffers.get(name) is not None]
+    dropped = CANONICAL if layer._dropped else ()
+    return [name for name in layer.quantized if name in dropped or layer._buffers.get(name) is not None]
 
 
 def copy_in_place(layer, new):
@@ -375,7 +377,7 @@ def test_refresh_prepares_what_torch_did_not_count(kind):
 
 
 def test_a_write_that_is_announced_is_noticed(kind):
-    layer, new, x = make(kind), make(kind, seed=7), tokens()
+    layer, new, x = make(kind, keep_stored=True), make(kind, seed=7), tokens()
     layer(x)
     unseen(layer, new)
     with torch.no_grad():
@@ -469,18 +471,48 @@ def test_a_compiled_functional_call_uses_equal_weights_and_refuses_others(few):
         assert torch.equal(compiled(layer, "aot_eager")(x), old)
 
 
-def test_a_write_costs_no_new_graph(hopper):
+@pytest.mark.parametrize(("keep_stored", "graphs"), [(True, 1), (False, 2)])
+def test_writes_cost_at_most_one_graph_for_weights_that_were_read(hopper, keep_stored, graphs):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    layer, x = make("w4a16"), tokens()
+    layer, x = make("w4a16", keep_stored=keep_stored), tokens()
     fn = compiled(layer, counter)
     with torch.no_grad():
+        layer(x)
         fn(x)
         for seed in range(3):
-            copy_in_place(layer, make("w4a16", seed=seed))
-            fn(x)
-    assert counter.frame_count == 1
+            new = make("w4a16", seed=seed)
+            take_over(copy_in_place, layer, new)
+            assert torch.equal(fn(x), new(x))
+            layer(x)
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("names", [("weight", "weight_scale", "weight_scale_2"), ("weight",)], ids=len)
+@pytest.mark.parametrize("read", [True, False], ids=["read", "dropped"])
+@pytest.mark.parametrize("fullgraph", [True, False], ids=["fullgraph", "breaks"])
+def test_a_functional_call_of_a_compact_layer_uses_other_weights_or_refuses(hopper, names, read, fullgraph):
+    layer, x = compact_layer(), tokens()
+    old = layer(x)
+    other = {name: getattr(make("w4a16", seed=11), name).clone() for name in names}
+    torch._dynamo.reset()
+    fn = torch.compile(
+        lambda weights, x: torch.func.functional_call(layer, weights, (x,)), backend="aot_eager", fullgraph=fullgraph
+    )
+    with torch.no_grad():
+        want = torch.func.functional_call(layer, other, (x,))
+        assert not torch.equal(want, old)
+        assert torch.equal(layer(x), old)
+        assert layer._dropped
+        if read:
+            assert layer.weight.numel()
+        try:
+            got = fn(other, x)
+        except (InputError, torch._dynamo.exc.Unsupported):
+            got = want
+        assert torch.equal(got, want)
+        assert torch.equal(layer(x), old)
 
 
 def test_layers_that_share_all_tensors_are_told_apart_or_are_equal(hopper):
@@ -522,7 +554,7 @@ def test_nothing_is_kept_of_layers_that_are_gone(hopper):
 def compact_layer(**options):
     layer = make("w4a16", **options)
     layer(tokens())
-    assert layer.compact()
+    assert layer._dropped
     return layer
 
 
@@ -541,8 +573,12 @@ def test_a_compact_layer_multiplies_what_was_written(hopper, way, call):
         assert torch.equal(fn(x), new(x))
         if way is write_state:  # only what the layer still holds has been written so far
             assert torch.equal(layer.weight, new.weight)
-        assert layer.compact()
+        gc.collect()
+        layer(x)
+        assert layer._dropped or call == "compiled"  # Dynamo holds what it compiled with
         assert torch.equal(fn(x), new(x))
+        if way is write_state:
+            assert torch.equal(layer.weight, new.weight)
 
 
 def test_a_compact_layer_looks_after_weights_that_others_hold(hopper):
@@ -574,11 +610,13 @@ def test_a_compact_layer_lets_go_when_others_do(hopper):
 
 
 def test_weights_held_while_they_are_dropped_are_looked_after(hopper):
-    layer, new, x = make("w4a16"), make("w4a16", seed=7), tokens()
+    layer, new, x = make("w4a16", keep_stored=True), make("w4a16", seed=7), tokens()
     layer(x)
     weight, scale = layer.weight, layer.weight_scale
     assert layer.compact()
     assert layer._lent
+    layer(x)
+    layer._unchanged(layer._buffers)
     weight.copy_(new.weight)
     scale.copy_(new.weight_scale)
     layer.weight_scale_2.copy_(new.weight_scale_2)
@@ -587,8 +625,21 @@ def test_weights_held_while_they_are_dropped_are_looked_after(hopper):
     assert layer.weight is weight
 
 
+def test_memory_that_is_exchanged_in_a_dropped_tensor_is_noticed(hopper):
+    layer, new, x = make("w4a16", keep_stored=True), make("w4a16", seed=7), tokens()
+    old = layer(x)
+    weight = layer.weight
+    assert layer.compact()
+    weight.data = new.weight.clone()
+    got = layer(x)
+    assert not torch.equal(got, old)
+    assert torch.equal(layer.weight, new.weight)
+    layer.weight = new.weight.clone()
+    assert torch.equal(layer(x), got)
+
+
 def test_what_is_written_and_not_packed_yet_is_not_dropped(hopper):
-    layer, new, x = make("w4a16"), make("w4a16", seed=7), tokens()
+    layer, new, x = make("w4a16", keep_stored=True), make("w4a16", seed=7), tokens()
     layer(x)
     take_over(copy_in_place, layer, new)
     assert layer.compact()  # packed first

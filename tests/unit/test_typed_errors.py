@@ -134,7 +134,7 @@ def quantised():
 
 CALLS = {
     "nvfp4_quantize with a float scale": lambda: ops.nvfp4_quantize(x(), 1.0),
-    "nvfp4_quantize without a scale": lambda: ops.nvfp4_quantize(x(), None),
+    "nvfp4_quantize of None": lambda: ops.nvfp4_quantize(None),
     "formats.nvfp4_quantize with a float scale": lambda: formats.nvfp4_quantize(x(), 1.0),
     "formats.nvfp4_quantize of None": lambda: formats.nvfp4_quantize(None),
     "formats.nvfp4_quantize of a sparse matrix": lambda: formats.nvfp4_quantize(x().to_sparse()),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fp4dispatch import cli
 from fp4dispatch.backends import registry
+from fp4dispatch.cli import demangle
 from fp4dispatch.machine import system as machine
 from fp4dispatch.trust import facts, quarantine, race
 from fp4dispatch.trust.race import CaseCount, RaceReport
@@ -158,6 +160,7 @@ def test_a_failed_verdict_alone_fails_verify(kept: Any, monkeypatch: pytest.Monk
 
     class Row:
         faults = ()
+        proof = None
 
     class OneEntry:
         root = "nowhere"
@@ -168,7 +171,7 @@ def test_a_failed_verdict_alone_fails_verify(kept: Any, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(verify, "caches", lambda: [OneEntry()])
     monkeypatch.setattr(verify, "check", lambda *_: Row())
-    monkeypatch.setattr(verify, "text", lambda _: "")
+    monkeypatch.setattr(verify, "text", lambda *_: "")
     kept()
     assert cli.main(["verify"]) == 0
     kept("a tile is NaN")
@@ -190,3 +193,32 @@ def test_doctor_shows_verdicts_and_fails_on_quarantine(kept: Any, monkeypatch: p
     monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
     (check,) = (check for check in doctor.diagnose(doctor.gather()) if check.name == "self-check")
     assert (check.status, check.fix) == ("warn", "unset FP4DISPATCH_SELFCHECK")
+
+
+# ---------------------------------------------------------------------------------------------------- readable names
+
+MANGLED = "_ZN4fp4d14produce_kernelEPK5uint4PS0_ll"
+
+
+def test_kernels_have_readable_names_where_a_tool_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "c++filt"
+    tool.write_text("#!/bin/sh\nsed s/_ZN4fp4d14/fp4d::/\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(demangle.libraries, "nvcc", lambda: (None, ()))
+    long = "_ZN" + "x" * 5000
+    found = demangle.demangled([MANGLED, long, MANGLED])
+    assert found[MANGLED] == "fp4d::produce_kernelEPK5uint4PS0_ll"
+    assert len(found[long]) == demangle.LONGEST
+
+
+@pytest.mark.parametrize("script", [None, "exit 1", "/bin/cat; echo one more"])
+def test_names_stay_as_they_are_without_a_tool_that_works(
+    script: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if script:
+        (tmp_path / "c++filt").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "c++filt").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(demangle.libraries, "nvcc", lambda: (None, ()))
+    assert demangle.demangled([MANGLED]) == {MANGLED: MANGLED}

@@ -14,18 +14,36 @@ PANELS = 12
 """Largest number of shapes drawn; suites list the most important ones first."""
 
 
+def check(path: Path) -> None:
+    """Refuse a picture that could not be drawn. Call it before measuring.
+
+    Raises
+    ------
+    InputError
+        If matplotlib is not installed or does not know the ending, or the folder is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise InputError(f"--plot needs matplotlib ({error})\n  fix: pip install matplotlib") from error
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise InputError(f"--plot {path}: the ending says the format, and matplotlib knows {', '.join(sorted(known))}")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {path.parent}")
+
+
 def draw(doc: Document, path: Path) -> None:
     """Write a picture; the format follows the file's ending (png, svg, pdf).
 
     Raises
     ------
     InputError
-        If matplotlib is not installed, does not know the ending, or nothing with a baseline was measured.
+        As :func:`check`, or if nothing with a baseline was measured.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(f"--plot needs matplotlib ({error})\n  fix: pip install matplotlib") from error
+    check(path)
+    from matplotlib.figure import Figure
+
     shapes = [shape for shape in shapes_of(doc) if _lines(doc, *shape)][:PANELS]
     if not shapes:
         raise InputError(f"nothing to draw: no method was measured beside {BASELINE}")

@@ -14,6 +14,7 @@ from typing import Any
 FACTS = ("commit", "date", "device", "driver", "torch", "cuda")
 """What every record says about its origin; ``driver``, ``torch`` and ``cuda`` are None where there was none."""
 KINDS: Mapping[str, tuple[str, ...]] = {
+    "accuracy": ("model", "versions", "texts", "rows"),
     "activations": ("method", "problems"),
     "bench": ("schema", "suite", "peaks", "methods", "measured"),
     "breakable graphs": ("models",),
@@ -126,7 +127,8 @@ def write(path: Path, kind: str, facts: Mapping[str, Any], body: Mapping[str, An
     ValueError
         If it lacks something.
     """
-    record = {"kind": kind, **({"subject": subject} if subject else {}), "facts": dict(facts), **body}
+    made = {"kind": kind, **({"subject": subject} if subject else {}), "facts": dict(facts), **body}
+    record = json.loads(json.dumps(made))  # as it is read: a tuple becomes a list
     if wrong := faults(record):
         raise ValueError(f"not a record: {'; '.join(wrong)}")
     if path.is_dir():

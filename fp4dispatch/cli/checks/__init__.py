@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from fp4dispatch.cli.checks import gpus, libraries, state
+from fp4dispatch.cli.checks import gpus, kernels, libraries, state
 from fp4dispatch.cli.checks.facts import Check, Child, Facts, Kept
 
 __all__ = ["CHECKS", "Check", "Child", "Facts", "Kept"]
@@ -21,6 +21,7 @@ CHECKS: tuple[Callable[[Facts], Iterable[Check]], ...] = (
     libraries.check_nvcc,
     libraries.check_jit_extra,
     libraries.check_cutlass,
+    kernels.check_kernels,
     state.check_cache,
     state.check_settings,
     state.check_plugins,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fp4dispatch.jit.packages import Report
 from fp4dispatch.machine.system import System
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -61,6 +62,8 @@ class Facts:
     selfcheck_off: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
     """The settings that could be parsed, by key."""
+    kernels: tuple[Report, ...] = ()
+    """What installed wheels of finished kernels offer here."""
 
     @property
     def fp8_copy(self) -> bool:

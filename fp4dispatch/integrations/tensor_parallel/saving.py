@@ -92,7 +92,7 @@ def _whole(name: str, layer: ParallelLinear, part: Part) -> nn.Module:
         bias = join(biases, 0, part.cuts) if dim == "N" else biases[0]
     if not isinstance(layer, QuantizedLinear):
         return _whole_plain(layer, join(everyone(layer.weight), 0 if dim == "N" else 1, part.cuts), bias)  # type: ignore[arg-type]
-    mine = layer.weights()
+    mine = layer.weights(lend=False)
     weights = [
         _on_cpu(mine, weight, scale) for weight, scale in zip(everyone(mine.weight), everyone(mine.scale), strict=True)
     ]

@@ -99,7 +99,8 @@ class NewLayers:
         layers = [layer for layer, _ in self.layers.values()]
         prebuild.together(Ask(layer.problem(1), layer.backend, routes.gpu_of(layer.device)) for layer in layers)
         for layer in layers:
-            layer.fill(layer.weights(), layer.bias)
+            layer.fill(layer.weights(lend=False), layer.bias)
+            layer._hold_once()
 
 
 class Quantise(ConversionOps):  # type: ignore[misc,unused-ignore]

@@ -21,6 +21,7 @@ from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise, expect_plain
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
 from fp4dispatch.integrations.transformers.supported import check_version
+from fp4dispatch.models.compact_weights import without_dropped
 from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import leftover, why_no_linear
@@ -134,7 +135,9 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         refuse_cut(model, "save_pretrained")
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantizedLinear)}
         state: dict[str, torch.Tensor] = {}
-        for name, tensor in model.state_dict().items():
+        with without_dropped():
+            held = model.state_dict()
+        for name, tensor in held.items():
             parent, _, last = name.rpartition(".")
             if parent not in layers or last == "bias":
                 state[name] = tensor
@@ -145,7 +148,7 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         return state, {}
 
     def _saved(self, name: str, layer: QuantizedLinear) -> dict[str, torch.Tensor]:
-        weights, planned = layer.weights(), self._schemes.get(name)
+        weights, planned = layer.weights(lend=False), self._schemes.get(name)
         if planned is None:
             tensors = from_linear(SCHEMES[_OWN_SCHEMES[weights.scaling]], weights)
             # Layers may share a scale tensor, and safetensors refuses tensors in common.

@@ -112,8 +112,8 @@ class StoredLayers:
         for planned, layer in zip(self.plan.layers, self.layers, strict=True):
             for suffix, divisor in _settle(self.path, planned, layer).items():
                 self.divisors |= {(name, suffix): divisor for name in planned.names}
-            nbytes = sum(t.numel() * t.element_size() for t in layer.state_dict().values())
-            loaded.append(LoadedLayer(planned.names[0], planned.scheme.name, (planned.shards[0].name,), nbytes))
+            shard, nbytes = planned.shards[0].name, layer.stored_nbytes()
+            loaded.append(LoadedLayer(planned.names[0], planned.scheme.name, (shard,), nbytes))
         carry(model, self.carried)
         plan = self.plan
         ignored = tuple(plan.kv_cache + plan.ignored + plan.unexpected)
@@ -272,7 +272,10 @@ def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> dict[str,
             check_e4m3(info, stored[suffix], scheme, suffix == scheme.weight)
         raise CheckpointError(f"{path}: layer {planned.names[0]!r}: {error}") from error
     divisors = (scheme.global_scale, scheme.input_scale) if scheme.divides else ()
-    return {suffix: stored[suffix].clone() for suffix in divisors if suffix in stored}
+    kept = {suffix: stored[suffix].clone() for suffix in divisors if suffix in stored}
+    del stored, weights  # so that no other code holds what the layer can drop
+    layer._hold_once()
+    return kept
 
 
 def _place(layer: QuantizedLinear) -> torch.device:

@@ -199,7 +199,7 @@ def cut_layer(layer: nn.Module, part: Part) -> None:
     """
     dim = dim_of(part.kind)
     if isinstance(layer, QuantizedLinear):
-        weights, bias = cut_weights(layer.weights(), dim, part.mine), cut_bias(layer.bias, part)
+        weights, bias = cut_weights(layer.weights(lend=False), dim, part.mine), cut_bias(layer.bias, part)
         layer._forget()
         become(layer, part)
         assert isinstance(layer, (FP4Linear, FP8Linear))
@@ -207,6 +207,8 @@ def cut_layer(layer: nn.Module, part: Part) -> None:
         if isinstance(layer, FP4Linear):
             layer.shard_rows = weights.shard_rows if len(weights.shard_rows) > 1 else ()
         layer.fill(weights, bias)
+        del weights
+        layer._hold_once()
         return
     assert isinstance(layer, nn.Linear)
     keep = layer.weight.requires_grad

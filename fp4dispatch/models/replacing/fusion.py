@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 import torch
 
 from fp4dispatch.formats import fp8_quantize, nvfp4_global_scale
+from fp4dispatch.formats.amax import largest
 from fp4dispatch.problem import Scaling
 
 FUSED_BY_ENGINES: tuple[tuple[str, ...], ...] = (
@@ -76,7 +77,7 @@ def shared_scale(weights: Iterable[torch.Tensor], scaling: Scaling) -> torch.Ten
     """
     if scaling not in ("nvfp4", "tensor"):
         return None
-    amax = torch.stack([weight.detach().abs().amax().float().cpu() for weight in weights]).amax()
+    amax = torch.stack([largest(weight).cpu() for weight in weights]).amax()
     if not bool(torch.isfinite(amax)):
         return None
     return nvfp4_global_scale(amax) if scaling == "nvfp4" else fp8_quantize(amax.reshape(1, 1), "tensor").scale
