@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +85,11 @@ def source_row(case: cases.Planted) -> list[Row]:
 def wanted(part: str, cached: bool) -> dict[str, Callable[[], list[Row]]]:
     """Return what makes the rows of a part, by the id of one of them. ``cached``: no build that must be compiled."""
     if part == "small":
-        return {f"good/{target}": lambda t=target: small_rows(t) for target in cases.SMALL_TARGETS}
+        return {f"good/{target}": partial(small_rows, target) for target in cases.SMALL_TARGETS}
     if part == "builds":
         found = [build for build in cases.builds() if not cached or kernels.find(*build)]
-        return {build.id: lambda b=build: build_row(b) for build in found}
-    return {case.id: lambda c=case: source_row(c) for case in cases.spread(cases.planted())}
+        return {build.id: partial(build_row, build) for build in found}
+    return {case.id: partial(source_row, case) for case in cases.spread(cases.planted())}
 
 
 def stored(path: Path) -> dict[str, dict[str, Row]]:
@@ -109,7 +111,7 @@ def run(
     """Make the rows of ``todo``, and write the record after each."""
     todo, facts = iter(todo), machine.facts(machine.card("cpu"), commit)
     end, running = time.monotonic() + seconds, dict[Future[list[Row]], str]()
-    with ThreadPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # the proof is work in Python
         while True:
             while len(running) < jobs and time.monotonic() < end and (following := next(todo, None)):
                 running[pool.submit(following[1])] = following[0]
@@ -131,7 +133,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
     parser.add_argument("--cached", action="store_true", help="of the libraries, those alone that a cache holds")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing new after this time")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at once")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     rows = stored(arguments.out)

@@ -22,6 +22,17 @@ from fp4dispatch.run.routes import OUT_DTYPE, Bound, LayerSpec
 from fp4dispatch.trust import quarantine, selfcheck
 
 
+def forbid_in_capture(layer: str) -> None:
+    """Refuse to bind a layer while a CUDA graph is captured.
+
+    Raises
+    ------
+    CaptureError
+        If the current stream is being captured; it names the call that binds before.
+    """
+    capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", capture.warmup_call("..."))
+
+
 def bind(
     weights: LinearWeights,
     *,
@@ -71,7 +82,7 @@ def bind(
     CaptureDeniedError
         Inside :func:`fp4dispatch.machine.capture.mode`, if a rule about capture forbids a backend that was named.
     """
-    capture.forbid_in_capture(f"choosing backends for {layer or 'a layer'}", capture.warmup_call("..."))
+    forbid_in_capture(layer)
     prepared = {} if prepared is None else prepared
     gpu = routes.gpu_of(weights.weight.device)
     any_m = Problem(

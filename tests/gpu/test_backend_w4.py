@@ -39,7 +39,7 @@ def runs_here():
 
 
 @needs_sm90
-def test_a_layer_changes_with_m_and_holds_its_packed_weights_once():
+def test_a_layer_changes_with_m_and_holds_its_packed_weights_once(rules_alone):
     lin = layer()
     few, many = lin.bind().spec.routes
     assert [(r.backend, r.activation) for r in (few, many)] == [("w4a16", "bf16"), ("w4a8", "fp8")]

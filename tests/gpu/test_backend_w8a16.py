@@ -39,7 +39,7 @@ def layer(k=K, n=N, dtype=torch.bfloat16, bias=True, seed=0, scaling="row", **op
 
 @needs_sm90
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_a_layer_changes_with_m_and_holds_its_weight_once(scaling):
+def test_a_layer_changes_with_m_and_holds_its_weight_once(scaling, rules_alone):
     lin = layer(scaling=scaling, n=528)
     found = lin.bind().spec.routes
     assert [(r.backend, r.activation) for r in found] == [("w8a16", "bf16"), ("w8a8", "fp8"), ("cublaslt", "fp8")]

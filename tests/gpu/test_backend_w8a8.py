@@ -13,7 +13,6 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
-from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.jit.proven import forget
 from fp4dispatch.machine import system
@@ -25,18 +24,10 @@ from tests.gpu import backend_cases, layers
 from tests.gpu.layers import ERROR, K, N, error, exact, tokens
 from tests.gpu.sm90 import needs_sm90
 
-pytestmark = [pytest.mark.gpu, needs_sm90]
+pytestmark = [pytest.mark.gpu, needs_sm90, pytest.mark.usefixtures("rules_alone")]
 
 SIZES = (1, 16, 17, 33, 64, 65, 128, 200)
 """Tokens of both kernels."""
-
-
-@pytest.fixture(autouse=True)
-def rules_alone(monkeypatch):
-    """Choices here are those of the rules: predicted times of this GPU would move them."""
-    bounds.rules_alone(monkeypatch)
-    yield
-    choose.decide_anew()
 
 
 @pytest.fixture(autouse=True)
