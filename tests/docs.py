@@ -302,6 +302,33 @@ def bench() -> str:
     return "\n\n".join(report.summary(result) for result in kept("bench")) or "No run is kept yet."
 
 
+def random_suite() -> str:
+    """Return the tables of every run on random problems that is kept."""
+    from fp4dispatch.benchmark.reports import random_report
+
+    return "\n\n".join(map(random_report.markdown, kept("random suite"))) or "No run is kept yet."
+
+
+def vllm_layers() -> str:
+    """Return what a layer called through vLLM's interface takes, beside Humming and bf16 cuBLAS."""
+    methods = ("torch/bf16", "humming/nvfp4", "FP4Linear", "vllm/apply")
+    parts = []
+    for result in kept("bench", "layers of vllm"):
+        us = {(row["n"], row["k"], row["m"], row["method"]): row["us"] for row in result["measured"]}
+        lines = [
+            origin(result),
+            "",
+            f"| N x K | M | {' | '.join(f'{name}, us' for name in methods)} | Humming / ours |",
+        ]
+        lines.append("|---|" + "---:|" * (len(methods) + 2))
+        for n, k, m in dict.fromkeys(key[:3] for key in us):
+            times = [us[n, k, m, name] for name in methods]
+            ratio = us[n, k, m, "humming/nvfp4"] / us[n, k, m, "vllm/apply"]
+            lines.append(f"| {n} x {k} | {m} | {' | '.join(f'{each:.1f}' for each in times)} | {ratio:.2f} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
 ANY = range(1, 1 << 20)
 SPEED = (
     (
@@ -590,6 +617,8 @@ def generate() -> dict[Path, str]:
         ("w4 large", w4_large),
         ("ncu", profiler),
         ("bench", bench),
+        ("random suite", random_suite),
+        ("vllm layers", vllm_layers),
         ("decoder", decoder),
         ("breakable graphs", breakable),
         ("generated text", generated_text),

@@ -35,12 +35,8 @@ def test_what_is_kept_is_a_record(path):
     assert path.read_text() == records.text(record), "written by hand: use records.write"
 
 
-TO_COME = {"random suite"}
-"""Kinds that have not run on a GPU yet."""
-
-
 def test_evidence_is_there():
-    assert {json.loads(path.read_text())["kind"] for path in FILES} == set(records.KINDS) - TO_COME
+    assert {json.loads(path.read_text())["kind"] for path in FILES} == set(records.KINDS)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import stat
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -57,6 +59,28 @@ def store(problem=PROBLEM, system=HERE, fast="cudnn", slow="cutlass"):
 def new_process():
     tuned.reset()
     choose.reset()
+
+
+class Held:
+    """What a caller has in a local variable."""
+
+
+def test_looking_for_a_record_that_is_absent_leaves_nothing_of_its_callers():
+    """Since Python 3.12 a generator that converts an exception keeps the frames of its callers until a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        held = Held()
+        gone = weakref.ref(held)
+
+        def look(held):
+            assert tuned.store.find("0" * 40) is None
+
+        look(held)
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def files():

@@ -16,8 +16,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from fp4dispatch.errors import CacheError
@@ -34,13 +33,20 @@ _said: set[str] = set()
 _temporary: Path | None = None
 
 
-@contextmanager
-def optional(what: str) -> Iterator[None]:
+class optional:  # noqa: N801 - used like a function
     """Suppress a fault of a store in the body, with one warning per process. ``what`` is then unavailable."""
-    try:
-        yield
-    except (CacheError, OSError, RecursionError) as error:
-        fault(what, error)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, (CacheError, OSError, RecursionError)):
+            return False
+        fault(self._what, error)
+        return True
 
 
 def fault(what: str, error: BaseException) -> None:

@@ -15,8 +15,6 @@ import errno
 import functools
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from fp4dispatch.errors import CacheError
@@ -205,21 +203,31 @@ def make_folder(path: Path, mode: int) -> None:
             path.chmod(mode)
 
 
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Convert OSError into a CacheError with the fix."""
-    try:
-        yield
-    except OSError as error:
+class explained:  # noqa: N801 - used like a function
+    """Convert OSError in the body into a CacheError with the fix.
+
+    No generator: since Python 3.12 an exception that a generator's body converts keeps the frames of all callers, and
+    so the tensors in them, until the garbage collector runs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError):
+            return
         if error.errno in _FULL:
-            raise full(path) from error
+            raise full(self._path) from error
         if error.errno in _REFUSED:
             raise CacheError(
-                f"the kernel cache at {path} cannot be written or read ({error.strerror})\n"
+                f"the kernel cache at {self._path} cannot be written or read ({error.strerror})\n"
                 f"  fix: make it yours, {ELSEWHERE}; kernels that are finished and can be read still load"
             ) from error
         raise CacheError(
-            f"the kernel cache cannot be at {path} ({error.strerror or error})\n  fix: {ELSEWHERE[3:]}"
+            f"the kernel cache cannot be at {self._path} ({error.strerror or error})\n  fix: {ELSEWHERE[3:]}"
         ) from error
 
 
