@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ FEW_START = {
 }
 TILE_START = (0.2, 0.08)
 LT_START, LT_MEMORY, LT_STAGE = 4.0, 4.3e6, 0.36
+FEW = 8
+"""Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
 DIGITS = 4
 
 
@@ -103,14 +105,14 @@ def fit_few(kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blo
     return FewTokensSpeed(*map(rounded, x[:count]), tiles=tuple(rows))
 
 
-def own_as_good(problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool) -> list[int]:
-    """Return the tokens of tiles for which the kernel's own shapes are as good as the model's.
+Regrets = dict[int, list[tuple[float, float, float]]]
+"""By tokens of the tile that is chosen: times over the best with any ring, with the shallowest, in the kernel's own."""
 
-    Fitted to every other (N, K), judged on the others, and the other way round.
-    """
+
+def held_out(problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool) -> Regrets:
+    """Return what choices cost. Fitted to every other (N, K), judged on the others, and the other way round."""
     sizes = sorted({(p["n"], p["k"]) for p in problems})
-    mine: dict[int, list[float]] = {}
-    theirs: dict[int, list[float]] = {}
+    found: Regrets = {}
     for half in (0, 1):
         fitted = [p for p in problems if sizes.index((p["n"], p["k"])) % 2 == half]
         others = [p for p in problems if sizes.index((p["n"], p["k"])) % 2 != half]
@@ -118,20 +120,52 @@ def own_as_good(problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[i
         if not some:
             continue
         speed = fit_few(kernel, some, usable, blocks=blocks)
+        shallow = replace(speed, shallow=tuple({tile[0] for tile, *_ in speed.tiles}))
         for p in others:
             launches = few_launches([p], kernel, blocks=blocks)
             own = own_time(p, kernel, blocks=blocks)
-            times = [
-                (few_tokens_model.microseconds(kernel, speed, s, m, n, k, usable, blocks), us, s.tokens)
-                for (n, k, m), s, us in launches
-                if s[:4] in speed.of_tile
-            ]
-            if times and own is not None:
+            any_ring, two = (chosen(kernel, each, launches, usable, blocks=blocks) for each in (speed, shallow))
+            if any_ring is not None and two is not None and own is not None:
                 best = min(own, min(us for *_, us in launches))
-                _, us, tokens = min(times)
-                mine.setdefault(tokens, []).append(us / best)
-                theirs.setdefault(tokens, []).append(own / best)
-    return [tokens for tokens in sorted(mine) if statistics.fmean(theirs[tokens]) <= statistics.fmean(mine[tokens])]
+                found.setdefault(any_ring[1], []).append((any_ring[0] / best, two[0] / best, own / best))
+    return found
+
+
+def means(times: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Return the mean of each column."""
+    any_ring, two, own = map(statistics.fmean, zip(*times, strict=True))
+    return any_ring, two, own
+
+
+def few_tokens(
+    problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool
+) -> dict[str, Any] | None:
+    """Fit a kernel for few tokens; None if it was never launched."""
+    some = few_launches(problems, kernel, blocks=blocks)
+    if not some:
+        return None
+    speed = fit_few(kernel, some, usable, blocks=blocks)
+    skipped = ("tiles", *speeds.OF_TILES)
+    found: dict[str, Any] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name not in skipped}
+    found |= {"own": [], "shallow": []}
+    for tokens, each in sorted(held_out(problems, kernel, usable, blocks=blocks).items()):
+        any_ring, two, own = means(each)
+        found["own"] += [tokens] if own <= min(any_ring, two) else []
+        found["shallow"] += [tokens] if two < any_ring else []
+    found["tiles"] = [[*tile, alone, full] for tile, alone, full in speed.tiles]
+    return found
+
+
+def chosen(
+    kernel: str, speed: FewTokensSpeed, launches: Sequence[Launch], usable: tuple[int, ...], *, blocks: bool
+) -> tuple[float, int] | None:
+    """Return the time of the launch that the model chooses, and the tokens of its tile."""
+    times = [
+        (few_tokens_model.microseconds(kernel, speed, s, m, n, k, usable, blocks), us, s.tokens)
+        for (n, k, m), s, us in launches
+        if speed.covers(s)
+    ]
+    return min(times)[1:] if times else None
 
 
 def own_time(p: dict[str, Any], kernel: str, *, blocks: bool) -> float | None:
@@ -250,31 +284,27 @@ def many_tokens(records: Sequence[dict[str, Any]]) -> tuple[dict[str, float], di
 def fit(records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, Any]:
     """Return the [[gpu]] of speeds.toml as plain data."""
     problems = [p for record in records for p in record["problems"]]
+    more = [p for p in problems if p["m"] > FEW]
     device = records[0]["facts"]["device"]
     model = gpu_models.named(device)
     if model is None:
         raise SystemExit(f"{device} is not in gpu_models.toml: add it first")
     usable = launch_model.gpu_with(model.sms).usable
-    gpu, builds = many_tokens(records)
+    gpu, builds = many_tokens([{**records[0], "problems": more}])
     few: dict[str, Any] = {}
     for kernel in KERNELS:
         for blocks in (False, True):
-            some = few_launches(problems, kernel, blocks=blocks)
-            if some:
-                name = f"{kernel} {speeds.BLOCKS}" if blocks else kernel
-                speed = fit_few(kernel, some, usable, blocks=blocks)
-                skipped = ("tiles", "own")
-                few[name] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name not in skipped}
-                few[name]["own"] = own_as_good(problems, kernel, usable, blocks=blocks)
-                few[name]["tiles"] = [[*tile, alone, full] for tile, alone, full in speed.tiles]
+            row = few_tokens(problems, kernel, usable, blocks=blocks)
+            if row is not None:
+                few[f"{kernel} {speeds.BLOCKS}" if blocks else kernel] = row
     return {
         "name": model.name,
         "records": list(named),
         "many_tokens": gpu,
         "builds": builds,
         "quantisers": quantisers(problems),
-        "cublaslt": fit_cublaslt(problems, model.sms),
-        "unfold": fit_unfold(problems),
+        "cublaslt": fit_cublaslt(more, model.sms),
+        "unfold": fit_unfold(more),
         "few_tokens": few,
     }
 

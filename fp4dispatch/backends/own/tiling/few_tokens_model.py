@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fp4dispatch.backends.own.tiling.few_tokens import (
+    FEW_STAGES,
     KERNELS,
     ROWS,
     SM90,
@@ -50,6 +51,9 @@ class FewTokensSpeed:
         group on a full SM.
     own
         Tokens of tiles for which the kernel's own choice of a shape was as good on problems that were not fitted to.
+    shallow
+        Tokens of tiles for which only the shallowest ring is considered: on problems that were not fitted to, that was
+        better than to compare rings by prediction.
     """
 
     start: float
@@ -63,6 +67,7 @@ class FewTokensSpeed:
     overlap: float
     tiles: TileSpeeds
     own: tuple[int, ...] = ()
+    shallow: tuple[int, ...] = ()
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
@@ -75,6 +80,10 @@ class FewTokensSpeed:
             l2=self.l2 * clock,
             tiles=tuple((tile, alone / clock, full / clock) for tile, alone, full in self.tiles),
         )
+
+    def covers(self, shape: FewTokensShape) -> bool:
+        """Whether a launch shape is considered."""
+        return shape[:4] in self.of_tile and (shape.tokens not in self.shallow or shape.stages == FEW_STAGES[0])
 
     @functools.cached_property
     def of_tile(self) -> dict[tuple[int, ...], tuple[float, float]]:
@@ -140,7 +149,7 @@ def best(
     found = [
         FewTokensPrediction(shape, microseconds(kernel, speed, shape, m, n, k, usable, block_scales))
         for shape in candidates(kernel, m, n, k, usable[0], block_scales=block_scales)
-        if shape[:4] in speed.of_tile
+        if speed.covers(shape)
     ]
     return min(found, key=lambda each: each.us, default=None)
 
