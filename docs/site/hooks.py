@@ -1,0 +1,88 @@
+"""Hooks of ``mkdocs build``: what stands outside of docs/ and belongs to the site.
+
+- README.md, CONTRIBUTING.md and the other pages of ``PAGES`` become pages. They stay where they are.
+- A link to any other file of the repository leads to a copy of that file, as text. So links are right in the repository
+  and on the site, for the commit that the site was built from, and without a network.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = "docs/"
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "bench/NOTES.md": "project/notes.md",
+    **{f"bench/notes/{path.name}": f"project/notes/{path.name}" for path in (ROOT / "bench" / "notes").glob("*.md")},
+}
+"""Path in the repository -> path in the site, of pages outside of docs/."""
+
+FENCE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)[^\S\n]*$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.DOTALL)
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
+
+
+def origin(uri: str) -> str:
+    """Return where a page of the site stands in the repository."""
+    return next((path for path, page in PAGES.items() if page == uri), DOCS + uri)
+
+
+def place(path: str) -> str:
+    """Return where a file of the repository stands in the site."""
+    if path in PAGES:
+        return PAGES[path]
+    return path.removeprefix(DOCS) if path.startswith(DOCS) else f"source/{path}.txt"
+
+
+def code(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where code stands in a page: nothing in it is a link."""
+    blocks = [match.span() for match in FENCE.finditer(text)]
+    yield from blocks
+    for match in CODE.finditer(text):
+        if not any(start <= match.start() < end for start, end in blocks):
+            yield match.span()
+
+
+def links(text: str, uri: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Yield each link of a page to a file of the repository, and that file's path in it."""
+    spans = list(code(text))
+    for match in LINK.finditer(text):
+        if not any(start <= match.start() < end for start, end in spans):
+            yield match, posixpath.normpath(posixpath.join(posixpath.dirname(origin(uri)), match["target"]))
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add pages from outside of docs/, and every file that a page links to."""
+    for path, uri in PAGES.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for page in list(files.documentation_pages()):
+        for _, path in links(page.content_string, page.src_uri):
+            uri = place(path)
+            if uri in files.src_uris:
+                continue
+            if not (ROOT / path).is_file():
+                raise PluginError(f"{origin(page.src_uri)} links to {path}, which is no file of the repository")
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links between files of the repository into links between files of the site."""
+    uri, parts, end = page.file.src_uri, [], 0
+    for match, path in links(markdown, uri):
+        parts += [markdown[end : match.start()], posixpath.relpath(place(path), posixpath.dirname(uri) or ".")]
+        parts.append(match["anchor"] or "")
+        end = match.end()
+    return "".join([*parts, markdown[end:]])
