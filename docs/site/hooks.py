@@ -1,6 +1,7 @@
 """Hooks of ``mkdocs build``: what stands outside of docs/ and belongs to the site.
 
 - README.md, CONTRIBUTING.md and the other pages of ``PAGES`` become pages. They stay where they are.
+- A rule that docs/incidents.md names becomes a link to it.
 - A link to any other file of the repository leads to a copy of that file, as text. So links are right in the repository
   and on the site, for the commit that the site was built from, and without a network.
 """
@@ -17,6 +18,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from fp4dispatch.policy.rules import rules
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = "docs/"
 PAGES = {
@@ -31,6 +34,7 @@ PAGES = {
 
 FENCE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)[^\S\n]*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.DOTALL)
+RULE = re.compile(rf"`({'|'.join(re.escape(rule.id) for rule in rules())})`")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 
 
@@ -85,4 +89,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         parts += [markdown[end : match.start()], posixpath.relpath(place(path), posixpath.dirname(uri) or ".")]
         parts.append(match["anchor"] or "")
         end = match.end()
-    return "".join([*parts, markdown[end:]])
+    text = "".join([*parts, markdown[end:]])
+    return RULE.sub(r"[`\1`](reference/auto.md#\1)", text) if uri == "incidents.md" else text
