@@ -47,7 +47,8 @@ def place(path: str) -> str:
     """Return where a file of the repository stands in the site."""
     if path in PAGES:
         return PAGES[path]
-    return path.removeprefix(DOCS) if path.startswith(DOCS) else f"source/{path}.txt"
+    shown = path.startswith(DOCS) and not path.endswith(".py")
+    return path.removeprefix(DOCS) if shown else f"source/{path}.txt"
 
 
 def code(text: str) -> Iterator[tuple[int, int]]:
