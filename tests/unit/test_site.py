@@ -264,6 +264,16 @@ def test_a_line_is_where_its_numbers_are():
     assert "note & more" in texts_of(picture)
 
 
+def test_a_bar_is_as_high_as_its_number():
+    series = [svg.Series("a", {"x": 2.0, "y": 1.0}), svg.Series("b", {"y": 0.5})]
+    picture = svg.draw([svg.Chart("t", ["x", "y"], series, "z", digits=2)], "note", lines=False)
+    bars = [node for node in ElementTree.fromstring(picture).iter() if (node.get("class") or "")[0:1] == "f"]
+    heights = [float(bar.get("height")) for bar in bars[2:]]  # the first two are the legend's
+    assert heights[0] == pytest.approx(2 * heights[1], abs=0.2)
+    assert heights[0] == pytest.approx(4 * heights[2], abs=0.4)
+    assert {"2.00", "1.00", "0.50"} <= set(texts_of(picture))
+
+
 def test_colours_can_be_read_on_their_background():
     def light(colour: str) -> float:
         channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
