@@ -302,73 +302,6 @@ def bench() -> str:
     return "\n\n".join(report.summary(result) for result in kept("bench")) or "No run is kept yet."
 
 
-ANY = range(1, 1 << 20)
-SPEED = {
-    "FP4Linear": ("`FP4Linear`", ANY),
-    "FP4Linear/w4a8_expanded": ("`FP4Linear`, `FP4DISPATCH_FP8_COPY=1`", range(129, 1 << 20)),
-    "FP8Linear/row": ("`FP8Linear`, by row", ANY),
-    "FP8Linear/block128": ("`FP8Linear`, 128x128 blocks", range(1, 385)),
-    "torch/row+q": ("`torch._scaled_mm` by row, our quantiser", ANY),
-    "flashinfer/block128+q": ("FlashInfer's DeepGEMM, 128x128 blocks", ANY),
-    "humming/nvfp4": ("Humming, NVFP4", ANY),
-}
-"""What the table of speed-ups shows: methods, under which names, for how many tokens: those for which a layer still
-runs what it ran then."""
-
-
-def speed() -> str:
-    """Return what layers and their peers are over bf16 cuBLAS, of each card that a run is kept of."""
-    from fp4dispatch.benchmark.reports import report, targets
-    from tests.site import figures
-
-    parts = []
-    for record in figures.runs("targets"):
-        tokens = report.tokens_of(record)
-        lines = [f"| tokens | {' | '.join(map(str, tokens))} |", "|---|" + "---:|" * len(tokens)]
-        for method, (shown, serves) in SPEED.items():
-            for run in figures.of_card(record):
-                means = report.speedups(run, report.TARGET_SHAPES).get(method)
-                if means:
-                    cells = [
-                        targets.mean_text(means.get(m) if m in serves else None, len(report.TARGET_SHAPES))
-                        for m in tokens
-                    ]
-                    other = "" if run is record else " (another run)"
-                    lines.append(f"| {' | '.join([shown + other, *cells])} |")
-                    break
-        parts += [f"{origin(record)}.", "\n".join(lines)]
-    return "\n\n".join(parts) or "No run is kept yet."
-
-
-def headline() -> str:
-    """Return what the layers gain, in one line for each card: few tokens and many, and a whole decoder."""
-    from fp4dispatch.benchmark.reports import report
-    from tests.site import figures
-
-    lines = []
-    for record in figures.runs("targets"):
-        means = report.speedups(record, report.TARGET_SHAPES)["FP4Linear"]
-        few, many = min(means), max(means)
-        text = f"**{figures.card(record)}: NVFP4 linear layers are {means[few][0]:.1f} times as fast as bf16** "
-        text += f"at {few} token, and {means[many][0]:.1f} times at {many:,}"
-        for run in kept("decoder"):
-            if run["facts"]["device"] == record["facts"]["device"]:
-                text += f". {_decoder_line(run)}"
-        lines.append(f"{text} ([all results](docs/guide/benchmarks.md)).")
-    return "\n\n".join(lines) or "No run is kept yet."
-
-
-def _decoder_line(run: dict) -> str:
-    """Return what a whole decoder gains at batch 1, and in memory."""
-    base, mine = (next(f for f in run["formats"] if f["format"] == name) for name in ("bf16", "nvfp4"))
-    slow, fast = (each["decode"][0]["tokens_per_s"] for each in (base, mine))
-    held = mine.get("compact", mine)["weights_gb"]
-    return (
-        f"A decoder of the size of Llama-3.1-8B goes from {slow:.0f} to {fast:.0f} tokens/s at batch 1, "
-        f"and its weights from {base['weights_gb']:.1f} to {held:.1f} GB"
-    )
-
-
 def decoder() -> str:
     """Return the table of every end-to-end run that is kept, with the backends of each format."""
     from bench import decoder as script
@@ -601,7 +534,7 @@ def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
     from fp4dispatch.graphs import conditions
-    from tests.site import figures, policy
+    from tests.site import figures, policy, speed
 
     graphs = ROOT / "docs" / "graphs.md"
     measured = ROOT / "docs" / "measurements.md"
@@ -634,9 +567,9 @@ def generate() -> dict[Path, str]:
         measured: numbers,
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
         ROOT / "docs" / "proof.md": proof(),
-        **filled("README.md", headline=headline()),
+        **filled("README.md", headline=speed.headline()),
         **filled("docs/accuracy.md", accuracy=accuracy()),
-        **filled("docs/guide/benchmarks.md", speed=speed()),
+        **filled("docs/guide/benchmarks.md", speed=speed.table()),
         **filled("docs/reference/auto.md", **{"policy order": policy.order(), "policy": policy.policy()}),
         **filled("docs/reference/settings.md", settings=settings.markdown_table()),
         **filled("docs/reference/support.md", support=support()),

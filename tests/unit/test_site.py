@@ -21,7 +21,7 @@ import pytest
 import fp4dispatch
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.policy.rules import rules
-from tests.site import figures, policy, svg
+from tests.site import figures, policy, speed, svg
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -286,7 +286,7 @@ def test_colours_can_be_read_on_their_background():
             assert (high + 0.05) / (low + 0.05) > 4, colour
 
 
-def test_the_picture_of_speeds_takes_every_card_that_a_record_is_of(tmp_path, monkeypatch):
+def test_speeds_are_of_every_card_that_a_record_is_of(tmp_path, monkeypatch):
     (first,) = (run for run in figures.runs("targets") if "H200" in run["facts"]["device"])
     for record in (first, *figures.runs("targets all peers")):
         for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
@@ -299,6 +299,8 @@ def test_the_picture_of_speeds_takes_every_card_that_a_record_is_of(tmp_path, mo
     assert panels == ["H100", "H200"]
     assert said.count("NVFP4, ours") == 2
     assert said.count("NVFP4, Humming") == 1  # its run is of one card
+    assert [line.split(":")[0] for line in speed.headline().split("\n\n")] == ["**H100", "**H200"]
+    assert speed.table().count("| `FP4Linear` |") == 2
 
 
 @pytest.mark.parametrize(
