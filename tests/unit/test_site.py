@@ -181,10 +181,13 @@ def test_links_in_code_are_no_links():
 
 
 def test_docstrings_become_markdown():
-    head = "Use :func:`~a.b.c` or :class:`D`.\n\nParameters\n----------\n"
-    shown = module("docstrings").markdown(f"{head}include, exclude\n    Patterns.\nlast\n    Other.\n")
+    head, rule = "Use :func:`~a.b.c` or :class:`D`::", "Parameters\n----------\n"
+    whole = {"a.b.c": "a.b.c", "D": "x.D"}.__getitem__
+    docstring = f"{head}\n\n{rule}include, exclude\n    Patterns.\nlast\n    Other.\n"
+    shown = module("docstrings").markdown(docstring, whole)
+    link = '<autoref optional identifier="{}"><code>{}</code></autoref>'
     parameters = "include\n    Patterns.\nexclude\n    Patterns.\n\nlast\n    Other."
-    assert shown == f"Use `c` or `D`.\n\nParameters\n----------\n{parameters}"
+    assert shown == f"Use {link.format('a.b.c', 'c')} or {link.format('x.D', 'D')}:\n\n{rule}{parameters}"
 
 
 def test_every_public_name_is_in_the_reference():
@@ -192,6 +195,7 @@ def test_every_public_name_is_in_the_reference():
     named = re.findall(r"^::: (\S+)(?:\n    options: \{heading: (\S+)\})?$", text, re.MULTILINE)
     wanted = {f"fp4dispatch.{name}" for name in fp4dispatch.__all__ if name != "__version__"}
     wanted |= {f"fp4dispatch.graphs.{name}" for name in fp4dispatch.graphs.__all__}
+    wanted.add("QuantizedLinear")  # what both layers have
     assert sorted(heading or name for name, heading in named) == sorted(wanted)
 
 
