@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -39,9 +40,15 @@ def commits(found: Iterable[dict]) -> str:
     return ", ".join(dict.fromkeys(record["facts"]["commit"] for record in found))
 
 
-def runs(subject: str) -> list[dict]:
+@functools.cache
+def kept(folder: Path, kind: str, subject: str | None = None) -> tuple[dict, ...]:
+    """Return the records of a kind, one for each card. All files are read to find them, so once."""
+    return tuple(records.kept(folder, kind, subject))
+
+
+def runs(subject: str) -> tuple[dict, ...]:
     """Return the benchmark runs of a subject: one for each card."""
-    return list(records.kept(RESULTS, "bench", subject))
+    return kept(RESULTS, "bench", subject)
 
 
 def of_card(record: dict) -> list[dict]:
@@ -79,8 +86,8 @@ def speed() -> str:
 def decoder() -> str:
     """Return tokens per second of a whole decoder over bf16, of every card that a run is kept of."""
     charts = []
-    kept = list(records.kept(RESULTS, "decoder"))
-    for record in kept:
+    found = kept(RESULTS, "decoder")
+    for record in found:
         first, *others = record["formats"]
         series = []
         for each in others:
@@ -97,15 +104,15 @@ def decoder() -> str:
         places = [{"fp8_row": 1, "nvfp4": 0}.get(each["format"], i) for i, each in enumerate(others)]
         base = DECODER.get(first["format"], first["format"])
         charts.append(Chart(title, x, series, f"times {base}", "", 1.0, "", 2, places))
-    note = f"One CUDA graph a step; attention and output head stay in bf16. Commits: {commits(kept)}."
+    note = f"One CUDA graph a step; attention and output head stay in bf16. Commits: {commits(found)}."
     return draw(charts, note, lines=False)
 
 
 def accuracy() -> str:
     """Return the KL divergence of formats from the original model, of every machine that a run is kept of."""
     charts = []
-    kept = list(records.kept(RESULTS, "accuracy"))
-    for record in kept:
+    found = kept(RESULTS, "accuracy")
+    for record in found:
         rows = {(row["by"], row["weights"], row["activations"]): row for row in record["rows"]}
         series = [
             Series(shown, {text: rows[key]["texts"][text]["kl"] for text in record["texts"]})
@@ -114,7 +121,7 @@ def accuracy() -> str:
         ]
         title = f"{record['model']} on {card(record)}: KL divergence from the original model"
         charts.append(Chart(title, list(record["texts"]), series, "nats a token", digits=2, places=[0, 2, 4, 1, 3]))
-    note = f"Weights x activations; lower is better. Commits: {commits(kept)}."
+    note = f"Weights x activations; lower is better. Commits: {commits(found)}."
     return draw(charts, note, lines=False, height=200)
 
 

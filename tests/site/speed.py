@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp4dispatch.benchmark.reports import records, report, targets
+from fp4dispatch.benchmark.reports import report, targets
 from tests.docs import origin
 from tests.site import figures
 
@@ -49,7 +49,7 @@ def headline() -> str:
         few, many = min(means), max(means)
         text = f"**{figures.card(record)}: NVFP4 linear layers are {means[few][0]:.1f} times as fast as bf16** "
         text += f"at {few} token{'s' * (few > 1)}, and {means[many][0]:.1f} times at {many:,}"
-        for run in records.kept(figures.RESULTS, "decoder"):
+        for run in figures.kept(figures.RESULTS, "decoder"):
             if run["facts"]["device"] == record["facts"]["device"]:
                 text += _decoder_line(run)
         lines.append(f"{text} ([all results](docs/guide/benchmarks.md)).")
