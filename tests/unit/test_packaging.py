@@ -282,7 +282,7 @@ def test_the_page_of_an_index_has_no_link_into_the_repository(
     assert "Description-Content-Type: text/markdown" in page
     assert "## Use it" in page
     assert [link for link in links(page) if not link.startswith(("https://", "#"))] == []
-    assert "![" not in page
+    assert not re.search(r"^!", page, re.MULTILINE)  # a picture, or what is left of one
     done = wheel(source, tmp_path / "out", PROJECT_URL="https://example.org/us/fp4dispatch/")
     assert done.returncode == 0, done.stderr[-4000:]
     (built,) = (tmp_path / "out").glob("*.whl")
