@@ -1,7 +1,7 @@
 """Hooks of ``mkdocs build``: what stands outside of docs/ and belongs to the site.
 
 - README.md, CONTRIBUTING.md and the other pages of ``PAGES`` become pages. They stay where they are.
-- A rule that docs/incidents.md names becomes a link to it.
+- A rule that docs/incidents.md names becomes a link to it, and an upstream number such as ``vLLM#34948`` to its thread.
 - A link to any other file of the repository leads to a copy of that file, as text. So links are right in the repository
   and on the site, for the commit that the site was built from, and without a network.
 """
@@ -35,6 +35,17 @@ PAGES = {
 FENCE = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)[^\S\n]*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.DOTALL)
 RULE = re.compile(rf"`({'|'.join(re.escape(rule.id) for rule in rules())})`")
+REPOSITORIES = {
+    "": "flashinfer-ai/flashinfer",
+    "CUTLASS": "NVIDIA/cutlass",
+    "TensorRT-LLM": "NVIDIA/TensorRT-LLM",
+    "TransformerEngine": "NVIDIA/TransformerEngine",
+    "pytorch": "pytorch/pytorch",
+    "sglang": "sgl-project/sglang",
+    "vLLM": "vllm-project/vllm",
+}
+"""What docs/incidents.md calls a repository -> its name on GitHub; a number alone is FlashInfer's."""
+THREAD = re.compile(r"(?<![\w`/#-])(?P<name>[A-Za-z][\w-]*|)#(?P<number>\d+)\b(?!`)")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?=\))")
 
 
@@ -91,4 +102,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         parts.append(match["anchor"] or "")
         end = match.end()
     text = "".join([*parts, markdown[end:]])
-    return RULE.sub(r"[`\1`](reference/auto.md#\1)", text) if uri == "incidents.md" else text
+    return threads(RULE.sub(r"[`\1`](reference/auto.md#\1)", text)) if uri == "incidents.md" else text
+
+
+def threads(text: str) -> str:
+    """Return a page with a link at each upstream number. GitHub leads from an issue's address to a pull request."""
+
+    def link(match: re.Match[str]) -> str:
+        return f"[{match[0]}](https://github.com/{REPOSITORIES[match['name']]}/issues/{match['number']})"
+
+    return THREAD.sub(link, text)

@@ -180,6 +180,14 @@ def test_links_in_code_are_no_links():
     assert [path for _, path in hooks.links("[a](../../README.md)", "guide/x.md")] == ["README.md"]
 
 
+def test_upstream_numbers_become_links():
+    hooks, text = module("hooks"), (DOCS / "incidents.md").read_text("utf-8")
+    shown = hooks.threads(text)
+    assert "[#2708](https://github.com/flashinfer-ai/flashinfer/issues/2708)" in shown
+    assert "[vLLM#34948](https://github.com/vllm-project/vllm/issues/34948)" in shown
+    assert shown.count("](https://github.com/") == len(re.findall(r"#\d", text))
+
+
 def test_docstrings_become_markdown():
     head, rule = "Use :func:`~a.b.c` or :class:`D`::", "Parameters\n----------\n"
     whole = {"a.b.c": "a.b.c", "D": "x.D"}.__getitem__
