@@ -7,7 +7,7 @@
 ``fp4dispatch/prebuilt``, where they are found without any compiler. That wheel is for one platform; it needs Linux.
 
 The page of an index shows the README without the repository. ``PROJECT_URL=https://HOST/OWNER/fp4dispatch`` makes its
-links absolute, to the tag of this version; without it, only their text stays.
+links and pictures absolute, to the tag of this version; without it, only the text of links stays.
 """
 
 import hashlib
@@ -55,8 +55,10 @@ def bundled(version: str) -> list[Path]:
 
 
 def long_description(version: str) -> str:
-    """Return the README, with no link that is relative to the repository."""
+    """Return the README, with no link and no picture that is relative to the repository."""
     text = Path("README.md").read_text("utf-8")
+    picture = rf"![\1]({PROJECT_URL}/raw/v{version}/\2)\n" if PROJECT_URL else ""
+    text = re.sub(r"!\[([^\]]+)\]\((?!https?://)([^)]+)\)\n", picture, text)
     absolute = rf"[\1]({PROJECT_URL}/blob/v{version}/\2)" if PROJECT_URL else r"\1"
     return re.sub(r"\[([^\]]+)\]\((?!https?://|#)([^)]+)\)", absolute, text)
 

@@ -3,7 +3,7 @@
     python bench/evidence.py --commit HASH --out bench/results
 
 Exits with 1 if a test or the demo failed, or time ran out before all tests had run: what had is kept, and the file says
-so. The support matrix of the README is generated from the files this writes.
+so. The matrix of docs/reference/support.md is generated from the files this writes.
 """
 
 from __future__ import annotations

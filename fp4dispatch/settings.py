@@ -23,7 +23,7 @@ _OURS = (PREFIX, "FP4_GEMM_")
 
 @dataclass(frozen=True)
 class Setting:
-    """One environment variable: name, parser, default as text, and one sentence for the README."""
+    """One environment variable: name, parser, default as text, and one sentence for docs/reference/settings.md."""
 
     name: str
     parse: Callable[[str, str], Any]
@@ -233,7 +233,7 @@ settings = Settings()
 
 
 def markdown_table() -> str:
-    """Return the settings as the table that the README carries."""
+    """Return the settings as the table of docs/reference/settings.md."""
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     rows += [f"| `{s.name}` | {f'`{s.default}`' if s.default else ''} | {s.doc} |" for s in SETTINGS.values()]
     return "\n".join(rows)

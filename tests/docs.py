@@ -329,42 +329,6 @@ def vllm_layers() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
-ANY = range(1, 1 << 20)
-SPEED = (
-    (
-        "targets",
-        {
-            "FP4Linear": ("`FP4Linear`", ANY),
-            "FP4Linear/w4a8_expanded": ("`FP4Linear`, `FP4DISPATCH_FP8_COPY=1`", range(129, 1 << 20)),
-            "FP8Linear/row": ("`FP8Linear`, by row", ANY),
-            "FP8Linear/block128": ("`FP8Linear`, 128x128 blocks", range(1, 385)),
-            "torch/row+q": ("`torch._scaled_mm` by row, our quantiser", ANY),
-            "flashinfer/block128+q": ("FlashInfer's DeepGEMM, 128x128 blocks", ANY),
-        },
-    ),
-    ("targets all peers", {"humming/nvfp4": ("Humming, NVFP4 (another run)", ANY)}),
-)
-"""What the README shows: runs, and of each which methods, under which names, for how many tokens: those for which a
-layer still runs what it ran then."""
-
-
-def speed() -> str:
-    """Return what layers and their peers are over bf16 cuBLAS, from the runs of SPEED."""
-    from fp4dispatch.benchmark.reports import report, targets
-
-    lines: list[str] = []
-    for name, methods in SPEED:
-        doc = records.one(RESULTS, "bench", name)
-        found, tokens = report.speedups(doc, report.TARGET_SHAPES), report.tokens_of(doc)
-        if not lines:
-            lines += [f"| tokens | {' | '.join(map(str, tokens))} |", "|---|" + "---:|" * len(tokens)]
-        for method, (shown, serves) in methods.items():
-            means = (found[method][m] if m in serves else None for m in tokens)
-            cells = [shown, *(targets.mean_text(mean, len(report.TARGET_SHAPES)) for mean in means)]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def decoder() -> str:
     """Return the table of every end-to-end run that is kept, with the backends of each format."""
     from bench import decoder as script
@@ -597,10 +561,10 @@ def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
     from fp4dispatch.graphs import conditions
+    from tests.site import figures, policy, speed
 
     graphs = ROOT / "docs" / "graphs.md"
-    readme, measured = ROOT / "README.md", ROOT / "docs" / "measurements.md"
-    text = fill(readme.read_text(), "settings", settings.markdown_table())
+    measured = ROOT / "docs" / "measurements.md"
     numbers = measured.read_text()
     for name, make in (
         ("gpu tests", gpu_tests),
@@ -629,12 +593,25 @@ def generate() -> dict[Path, str]:
     ):
         numbers = fill(numbers, name, make())
     return {
-        readme: fill(fill(text, "support", support()), "speed", speed()),
         measured: numbers,
-        ROOT / "docs" / "accuracy.md": fill((ROOT / "docs" / "accuracy.md").read_text(), "accuracy", accuracy()),
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
         ROOT / "docs" / "proof.md": proof(),
+        **filled("README.md", headline=speed.headline()),
+        **filled("docs/accuracy.md", accuracy=accuracy()),
+        **filled("docs/guide/benchmarks.md", speed=speed.table()),
+        **filled("docs/reference/auto.md", **{"policy order": policy.order(), "policy": policy.policy()}),
+        **filled("docs/reference/settings.md", settings=settings.markdown_table()),
+        **filled("docs/reference/support.md", support=support()),
+        **{ROOT / "docs" / "images" / name: text for name, text in figures.all_figures()},
     }
+
+
+def filled(path: str, **blocks: str) -> dict[Path, str]:
+    """Return a page with its generated blocks replaced."""
+    text = (ROOT / path).read_text("utf-8")
+    for name, body in blocks.items():
+        text = fill(text, name, body)
+    return {ROOT / path: text}
 
 
 if __name__ == "__main__":

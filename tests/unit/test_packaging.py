@@ -282,15 +282,20 @@ def test_the_page_of_an_index_has_no_link_into_the_repository(
     assert "Description-Content-Type: text/markdown" in page
     assert "## Use it" in page
     assert [link for link in links(page) if not link.startswith(("https://", "#"))] == []
+    assert not re.search(r"^!", page, re.MULTILINE)  # a picture, or what is left of one
     done = wheel(source, tmp_path / "out", PROJECT_URL="https://example.org/us/fp4dispatch/")
     assert done.returncode == 0, done.stderr[-4000:]
     (built,) = (tmp_path / "out").glob("*.whl")
     there = [link for link in links(metadata(built)) if "example.org" in link]
-    base = f"https://example.org/us/fp4dispatch/blob/v{version('fp4dispatch')}/"
+    base = "https://example.org/us/fp4dispatch"
+    at = re.compile(rf"{base}/(blob|raw)/v{re.escape(version('fp4dispatch'))}/([^#]+)(#.*)?")
     assert there
     for link in there:
-        assert link.startswith(base)
-        assert (source / link.removeprefix(base).partition("#")[0]).exists(), link
+        found = at.fullmatch(link)
+        assert found, link
+        assert found[1] == ("raw" if found[2].endswith(".svg") else "blob"), link
+        assert (source / found[2]).exists(), link
+    assert f"]({base}/raw/" in metadata(built)
 
 
 def test_tools_of_an_index_accept_wheel_and_sdist(

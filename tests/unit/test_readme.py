@@ -1,4 +1,4 @@
-"""Every command and snippet of the README runs, and its generated parts are up to date."""
+"""Every command and snippet of the README and of docs/guide runs, and generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
+from importlib.metadata import metadata
+from pathlib import Path
 
 import pytest
 
 from fp4dispatch import cli
 from fp4dispatch.benchmark.reports import report
-from tests import bench_cases, docs
+from tests import bench_cases, docs, transformers_cases
 from tests.readme import README, commands
 
-TEXT = README.read_text()
-SNIPPETS = re.findall(r"<!-- snippet -->\s*```python\n(.*?)```", TEXT, re.DOTALL)
-BLOCKS = re.findall(r"(<!-- [\w: -]+ -->\s*)?```(\w+)\n(.*?)```", TEXT, re.DOTALL)
+TEXT = README.read_text("utf-8")
+PAGES = {
+    path.name: path.read_text("utf-8") for path in (README, *sorted((README.parent / "docs" / "guide").glob("*.md")))
+}
+SNIPPETS = [
+    pytest.param(body, id=f"{page}-{name or i}")
+    for page, text in PAGES.items()
+    for i, (name, body) in enumerate(re.findall(r"<!-- snippet(?:: (\w+))? -->\s*```python\n(.*?)```", text, re.DOTALL))
+]
+BLOCKS = [
+    block
+    for text in PAGES.values()
+    for block in re.findall(r"(<!-- [\w: -]+ -->\s*)?```(\w+)\n(.*?)```", text, re.DOTALL)
+]
 COMMANDS = [line for _, kind, body in BLOCKS if kind == "bash" for line in body.strip().splitlines()]
 PLAIN = [
     line
@@ -50,15 +64,61 @@ def test_every_block_is_of_a_kind_that_is_tested():
         assert kind in ("bash", "python"), body
         if kind == "python":
             assert "snippet" in marker, f"a python block that no test runs:\n{body}"
-    assert len(SNIPPETS) >= 2
+    assert len(SNIPPETS) >= 5
     assert set(commands()) == {"demo", "test"}
 
 
-@pytest.mark.parametrize("code", SNIPPETS, ids=range(len(SNIPPETS)))
+def llama() -> str:
+    """The folder of a tiny Llama with a tokenizer of words."""
+    transformers = pytest.importorskip("transformers", reason="transformers (extra `demo`) is not installed")
+    pytest.importorskip("accelerate", reason="accelerate, which Transformers needs for device_map, is not installed")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"why": 0, "sky": 1, "[UNK]": 2}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = transformers_cases.plain("Llama")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
+    return str(folder)
+
+
+def quantised() -> str:
+    """The folder of a tiny Llama, as `fp4dispatch quantize` writes it."""
+    pytest.importorskip("transformers", reason="transformers (extra `demo`) is not installed")
+    folder = Path(tempfile.mkdtemp()) / "quantised"
+    line = f"fp4dispatch quantize {transformers_cases.plain('Llama')} {folder} --format modelopt"
+    done = run_line(line)
+    assert done.returncode == 0, done.stderr
+    return str(folder)
+
+
+PLACES = {"meta-llama/Llama-3.1-8B-Instruct": llama, "QUANTISED": quantised}
+"""What a snippet reads -> what makes a small one in its place."""
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
 def test_snippet_runs(code, tmp_path):
+    for name, make in PLACES.items():
+        if f'"{name}"' in code:
+            code = code.replace(f'"{name}"', repr(make()))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_recipe_is_ten_lines():
+    (recipe,) = re.findall(r"<!-- snippet: llama -->\s*```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len([line for line in recipe.splitlines() if line]) <= 10
+
+
+def test_the_first_page_is_short():
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_extras_of_the_first_page_are_those_of_the_package():
+    extras = set(metadata("fp4dispatch").get_all("Provides-Extra"))
+    table = TEXT[TEXT.index("| extra | for |") :].split("\n\n", 1)[0]
+    named = {name for row in table.splitlines()[2:] for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert named == extras - {"test", "dev", "docs"}
 
 
 @pytest.mark.parametrize("line", PLAIN)

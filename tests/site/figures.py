@@ -1,0 +1,132 @@
+"""The pictures of README.md and docs/, from the records of bench/results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from fp4dispatch.benchmark.reports import records, report
+from tests.site.svg import Chart, Series, draw
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+OURS = {
+    "FP4Linear": ("NVFP4, ours", False),
+    "FP8Linear/row": ("FP8 by row, ours", False),
+}
+PEERS = {
+    "torch/row+q": ("FP8 by row, torch._scaled_mm", True),
+    "humming/nvfp4": ("NVFP4, Humming", True),
+}
+"""Methods of a run -> name in the picture, and whether its line is dashed."""
+DECODER = {"bf16": "bf16", "fp8_row": "FP8 by row", "nvfp4": "NVFP4"}
+KL = {
+    ("fp4dispatch", "nvfp4", "bf16"): "NVFP4 x 16 bits",
+    ("fp4dispatch", "nvfp4", "fp8"): "NVFP4 x FP8",
+    ("fp4dispatch", "nvfp4", "nvfp4"): "NVFP4 x NVFP4",
+    ("fp4dispatch", "fp8_row", "bf16"): "FP8 x 16 bits",
+    ("fp4dispatch", "fp8_row", "fp8"): "FP8 x FP8",
+}
+"""Rows of the accuracy record -> weights x activations, as the picture names them."""
+
+
+def card(record: dict) -> str:
+    """Return the name of a card without the maker's."""
+    return record["facts"]["device"].removeprefix("NVIDIA ").split(" 80GB")[0]
+
+
+def commits(found: Iterable[dict]) -> str:
+    """Return the commits that records were measured at, each once."""
+    return ", ".join(dict.fromkeys(record["facts"]["commit"] for record in found))
+
+
+@functools.cache
+def kept(folder: Path, kind: str, subject: str | None = None) -> tuple[dict, ...]:
+    """Return the records of a kind, one for each card. All files are read to find them, so once."""
+    return tuple(records.kept(folder, kind, subject))
+
+
+def runs(subject: str) -> tuple[dict, ...]:
+    """Return the benchmark runs of a subject: one for each card."""
+    return kept(RESULTS, "bench", subject)
+
+
+def of_card(record: dict) -> list[dict]:
+    """Return a card's run of the targets, and its run of them beside all peers where one is kept."""
+    peers = [run for run in runs("targets all peers") if run["facts"]["device"] == record["facts"]["device"]]
+    return [record, *peers]
+
+
+def speedups(record: dict) -> list[Series]:
+    """Return ours and the peers of the card's runs, as times over bf16 at each number of tokens."""
+    found: list[Series] = []
+    for name, (shown, dashed) in (OURS | PEERS).items():
+        for run in of_card(record):
+            means = report.speedups(run, report.TARGET_SHAPES).get(name)
+            if means:
+                values = {str(m): mean for m, (mean, _) in means.items()}
+                found.append(Series(shown, values, dashed))
+                break
+    return found
+
+
+def speed() -> str:
+    """Return the speed-up of layers over bf16, by tokens, of every card that a run is kept of."""
+    charts = []
+    for record in runs("targets"):
+        title = f"{card(record)}: how many times as fast as bf16 cuBLAS a linear layer is"
+        tokens = [str(m) for m in report.tokens_of(record)]
+        series = speedups(record)
+        places = [[shown for shown, *_ in (OURS | PEERS).values()].index(one.name) for one in series]
+        charts.append(Chart(title, tokens, series, "times bf16", "tokens", 1.0, "bf16 cuBLAS", places=places))
+    made = commits(run for record in runs("targets") for run in of_card(record))
+    return draw(charts, f"Geometric means over Llama-like layers, quantisation included. Commits: {made}.", lines=True)
+
+
+def decoder() -> str:
+    """Return tokens per second of a whole decoder over bf16, of every card that a run is kept of."""
+    charts = []
+    found = kept(RESULTS, "decoder")
+    for record in found:
+        first, *others = record["formats"]
+        series = []
+        for each in others:
+            done = {
+                f"decode, batch {base['batch']}": mine["tokens_per_s"] / base["tokens_per_s"]
+                for mine, base in zip(each["decode"], first["decode"], strict=True)
+                if mine["status"] == base["status"] == "ok"
+            }
+            name, tokens = DECODER.get(each["format"], each["format"]), each["prefill"]["tokens"]
+            done[f"prefill, {tokens} tokens"] = each["prefill"]["tokens_per_s"] / first["prefill"]["tokens_per_s"]
+            series.append(Series(name, done))
+        title = f"{card(record)}: tokens/s of a decoder with the layer sizes of Llama-3.1-8B"
+        x = list(dict.fromkeys(name for one in series for name in one.values))
+        places = [{"fp8_row": 1, "nvfp4": 0}.get(each["format"], i) for i, each in enumerate(others)]
+        base = DECODER.get(first["format"], first["format"])
+        charts.append(Chart(title, x, series, f"times {base}", "", 1.0, "", 2, places))
+    note = f"One CUDA graph a step; attention and output head stay in bf16. Commits: {commits(found)}."
+    return draw(charts, note, lines=False)
+
+
+def accuracy() -> str:
+    """Return the KL divergence of formats from the original model, of every machine that a run is kept of."""
+    charts = []
+    found = kept(RESULTS, "accuracy")
+    for record in found:
+        rows = {(row["by"], row["weights"], row["activations"]): row for row in record["rows"]}
+        series = [
+            Series(shown, {text: rows[key]["texts"][text]["kl"] for text in record["texts"]})
+            for key, shown in KL.items()
+            if key in rows
+        ]
+        title = f"{record['model']} on {card(record)}: KL divergence from the original model"
+        charts.append(Chart(title, list(record["texts"]), series, "nats a token", digits=2, places=[0, 2, 4, 1, 3]))
+    note = f"Weights x activations; lower is better. Commits: {commits(found)}."
+    return draw(charts, note, lines=False, height=200)
+
+
+def all_figures() -> Iterator[tuple[str, str]]:
+    """Yield the file name of each picture in docs/images, and its text."""
+    yield "speed.svg", speed()
+    yield "decoder.svg", decoder()
+    yield "accuracy.svg", accuracy()

@@ -1,0 +1,70 @@
+"""How fast the layers are, as a table and as one line, from the records of bench/results."""
+
+from __future__ import annotations
+
+from fp4dispatch.benchmark.reports import report, targets
+from tests.docs import origin
+from tests.site import figures
+
+ANY = range(1, 1 << 20)
+SPEED = {
+    "FP4Linear": ("`FP4Linear`", ANY),
+    "FP4Linear/w4a8_expanded": ("`FP4Linear`, `FP4DISPATCH_FP8_COPY=1`", range(129, 1 << 20)),
+    "FP8Linear/row": ("`FP8Linear`, by row", ANY),
+    "FP8Linear/block128": ("`FP8Linear`, 128x128 blocks", range(1, 385)),
+    "torch/row+q": ("`torch._scaled_mm` by row, our quantiser", ANY),
+    "flashinfer/block128+q": ("FlashInfer's DeepGEMM, 128x128 blocks", ANY),
+    "humming/nvfp4": ("Humming, NVFP4", ANY),
+}
+"""What the table of speed-ups shows: methods, under which names, for how many tokens: those for which a layer still
+runs what it ran then."""
+
+
+def table() -> str:
+    """Return what layers and their peers are over bf16 cuBLAS, of each card that a run is kept of."""
+    parts = []
+    for record in figures.runs("targets"):
+        tokens = report.tokens_of(record)
+        lines = [f"| tokens | {' | '.join(map(str, tokens))} |", "|---|" + "---:|" * len(tokens)]
+        for method, (shown, serves) in SPEED.items():
+            for run in figures.of_card(record):
+                means = report.speedups(run, report.TARGET_SHAPES).get(method)
+                if means:
+                    cells = [
+                        targets.mean_text(means.get(m) if m in serves else None, len(report.TARGET_SHAPES))
+                        for m in tokens
+                    ]
+                    other = "" if run is record else " (another run)"
+                    lines.append(f"| {' | '.join([shown + other, *cells])} |")
+                    break
+        parts += [f"{origin(record)}.", "\n".join(lines)]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
+def headline() -> str:
+    """Return what the layers gain, in one line for each card: few tokens and many, and a whole decoder."""
+    lines = []
+    for record in figures.runs("targets"):
+        means = report.speedups(record, report.TARGET_SHAPES)["FP4Linear"]
+        few, many = min(means), max(means)
+        text = f"**{figures.card(record)}: NVFP4 linear layers are {means[few][0]:.1f} times as fast as bf16** "
+        text += f"at {few} token{'s' * (few > 1)}, and {means[many][0]:.1f} times at {many:,}"
+        for run in figures.kept(figures.RESULTS, "decoder"):
+            if run["facts"]["device"] == record["facts"]["device"]:
+                text += _decoder_line(run)
+        lines.append(f"{text} ([all results](docs/guide/benchmarks.md)).")
+    return "\n\n".join(lines) or "No run is kept yet."
+
+
+def _decoder_line(run: dict) -> str:
+    """Return what a whole decoder gains at the smallest batch, and in memory; nothing where a step was wrong."""
+    formats = {each["format"]: each for each in run["formats"]}
+    base, mine = (formats[name] for name in ("bf16", "nvfp4"))
+    slow, fast = (each["decode"][0] for each in (base, mine))
+    if slow["status"] != "ok" or fast["status"] != "ok":
+        return ""
+    held = mine.get("compact", mine)["weights_gb"]
+    return (
+        f". A decoder of the size of Llama-3.1-8B goes from {slow['tokens_per_s']:.0f} to {fast['tokens_per_s']:.0f} "
+        f"tokens/s at batch {slow['batch']}, and its weights from {base['weights_gb']:.1f} to {held:.1f} GB"
+    )
