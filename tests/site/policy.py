@@ -30,8 +30,6 @@ def condition(when: When) -> str:
     parts = [f"{name} {' or '.join(f'`{value}`' for value in values)}" for name, values in lists if values]
     bounds = (
         ("M at most {:,}", when.m_max),
-        ("at most {:,} output tiles of 128x128", when.tiles_max),
-        ("M N K at most {:,}", when.work_max),
         ("smallest captured M at most {:,}", when.m_min_max),
     )
     parts += [text.format(value) for text, value in bounds if value is not None]
