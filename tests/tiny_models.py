@@ -118,9 +118,10 @@ _SPREAD = {"q_proj": 0.5, "k_proj": 0.25, "up_proj": 0.4, "lm_head": 0.5}
 """Factors that give the shards of fused layers different global scales."""
 
 
-def _for_engines(name: str) -> Callable[[Any], Any]:
+def _for_engines(name: str, **more: int) -> Callable[[Any], Any]:
     """Make a model of sizes that vLLM runs, whose predictions depend on its weights."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "vocab_size": 256, "initializer_range": 0.2}
+    sizes |= more
 
     def make(transformers: Any) -> Any:
         model = _causal(name, **sizes)(transformers)
@@ -134,7 +135,7 @@ def _for_engines(name: str) -> Callable[[Any], Any]:
 
 ENGINE_MODELS: dict[str, Callable[[Any], Any]] = {
     f"{name} for engines": _for_engines(name) for name in ("Llama", "Qwen2", "Qwen3")
-}
+} | {"Llama in blocks": _for_engines("Llama", hidden_size=256, intermediate_size=384, head_dim=64)}
 
 
 def build(name: str, transformers: Any, dtype: torch.dtype = torch.float32) -> Any:

@@ -55,6 +55,18 @@ def plain(name: str) -> Path:
     return out
 
 
+@functools.cache
+def in_blocks(name: str) -> Path:
+    """Save with FP8 weights in blocks of 128x128, as Hugging Face and DeepSeek do: ``weight_scale_inv``."""
+    import fp4dispatch
+
+    model = source(name)
+    fp4dispatch.replace_linears(model, "fp8_block", exclude="lm_head")
+    out = _folder("blocks")
+    fp4dispatch.save_quantized(model, out / "saved", "fp8")
+    return out / "saved"
+
+
 def rewritten(path: Path, to: Path, **changes: Any) -> Path:
     """Copy a checkpoint with another quantization_config."""
     to.mkdir()

@@ -351,6 +351,60 @@ def check_fp8():
     torch.testing.assert_close(layer(x)[0], x @ torch.cat(exact).t(), rtol=1e-5, atol=1e-5)
 
 
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def check_fp8_blocks():
+    ct = compressed({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]})
+    modelopt = MODELOPT | {"quant_algo": "FP8_PB_WO"}
+    for block, name, shape in (
+        (BLOCKS, "weight_scale_inv", (2, 3)),
+        (ct, "weight_scale", (2, 3)),
+        (modelopt, "weight_scale", (2, 1, 3, 1)),
+    ):
+        config, exact = config_of(block), []
+        layer = make(linear.MergedColumnParallelLinear, config, 384, [256, 256], prefix="m.gate_up_proj")
+        for shard, scale in ((0, 1.0), (1, 0.01)):
+            q = formats.fp8_quantize(random(256, 384, scale), "block128")
+            load(layer, {"weight": q.data, name: q.scale.reshape(shape)}, shard)
+            exact.append(formats.fp8_dequantize(q.data, q.scale, "block128"))
+        assert finish(layer).fp4dispatch.scaling == "block128"
+        x = random(4, 384)
+        torch.testing.assert_close(layer(x)[0], x @ torch.cat(exact).t(), rtol=1e-5, atol=1e-5)
+
+
+def check_fp8_blocks_of_each_rank():
+    exact = formats.fp8_quantize(random(512, 512), "block128")
+    whole = formats.fp8_dequantize(exact.data, exact.scale, "block128")
+    tensors, x = {"weight": exact.data, "weight_scale_inv": exact.scale}, random(3, 512)
+    for rank in range(2):
+        on_ranks(2, rank)
+        mine = slice(rank * 256, (rank + 1) * 256)
+        column = make(linear.ColumnParallelLinear, config_of(BLOCKS), 512, 512, prefix="m.up_proj")
+        load(column, tensors)
+        torch.testing.assert_close(finish(column)(x)[0], x @ whole[mine].t(), rtol=1e-5, atol=1e-4)
+        row = make(linear.RowParallelLinear, config_of(BLOCKS), 512, 512, prefix="m.down_proj", reduce_results=False)
+        load(row, tensors)
+        torch.testing.assert_close(finish(row)(x[:, mine])[0], x[:, mine] @ whole[:, mine].t(), rtol=1e-5, atol=1e-4)
+
+
+def check_fp8_blocks_that_would_be_split():
+    config, merged = config_of(BLOCKS), linear.MergedColumnParallelLinear
+    with raises(InputError, "m.gate_up_proj: a shard has 192 rows", "192, 192 of N=384", "need a multiple of 128"):
+        make(merged, config, 256, [192, 192], prefix="m.gate_up_proj")
+    make(merged, config, 256, [256, 192], prefix="m.gate_up_proj")  # a ragged end splits no block
+    make(linear.ColumnParallelLinear, config, 320, 320, prefix="m.up_proj")
+    on_ranks(2, 0)
+    with raises(InputError, "m.up_proj: a shard has 192 rows on each rank (192 of N=384)"):
+        make(linear.ColumnParallelLinear, config, 256, 384, prefix="m.up_proj")
+    with raises(InputError, "m.down_proj: K=384 on 2 ranks is 192 a rank", "tensor-parallel size of 1, 3"):
+        make(linear.RowParallelLinear, config, 384, 256, prefix="m.down_proj")
+    layer = make(linear.ColumnParallelLinear, config, 256, 512, prefix="m.up_proj")
+    load(layer, {"weight": torch.zeros(512, 256).to(torch.float8_e4m3fn)})
+    with raises(CheckpointError, "m.up_proj: tensor 'weight_scale_inv' is missing or holds NaN"):
+        finish(layer)
+
+
 def check_a_quantised_head():
     head = vocab_parallel_embedding.ParallelLMHead(
         70, K, quant_config=config_of(MODELOPT | {"ignore": []}), prefix="lm_head", params_dtype=torch.float32

@@ -12,6 +12,7 @@ from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine import system as _system
+from fp4dispatch.models.offloading import Offload
 from fp4dispatch.models.state_loading import StateLoading
 from fp4dispatch.models.stored_weights import never
 from fp4dispatch.problem import CaptureMode, Op, Problem, Scaling
@@ -35,6 +36,8 @@ class BackendBinding(StateLoading):
     capture: CaptureMode = "none"
     """Capture mode for which backends are chosen outside of :func:`fp4dispatch.machine.capture.mode`.
     :meth:`choose_for` sets it."""
+    offload: Offload | None = None
+    """Set for a layer whose tensors wait elsewhere, and come to a device for each call."""
     m_min: int = 1
     """Smallest M that the caller guarantees in a capture. For M == 0 a layer returns before any launch."""
     _prepared: dict[str, Prepared]
@@ -82,6 +85,18 @@ class BackendBinding(StateLoading):
             self._record_stored()
         with _capture.mode("none"):
             return self._set_bound(self._choose(dtype, (self.capture, self.m_min)), self._bound)
+
+    def _bind_as(self, choices: binding.Choices) -> None:
+        """Bind with the choices of an earlier binding; with none, choose. The first call raises the errors of that."""
+        self._record_stored()
+        weights = self.weights(lend=False)
+        found = {dtype: binding.again(weights, choice, dtype, self.bias) for dtype, choice in choices.items()}
+        if not found or None in found.values():
+            self._refresh()
+            return
+        for bound in found.values():
+            assert bound is not None
+            self._set_bound(bound, self._bound)
 
     def _bind_declared(self, declared: _capture.Declared, own: routes.Bound) -> routes.Bound:
         """Bind for a declared capture mode. The same choice shares spec, plans and tensors with ``own``."""

@@ -161,6 +161,9 @@ def report(model: nn.Module, *, large: int = LARGE) -> ModelReport:
 
 def decision_text(layer: QuantizedLinear) -> tuple[str, str, str]:
     """Return backend, rule and reason of a layer. A layer that cannot run here has its error as the reason."""
+    if layer.offload is not None:
+        reason = f"offloaded to {layer.offload.place}: moved to {layer.offload.device} for each call"
+        return layer.offload.backend or "chosen at the first call", "", reason
     try:
         last = layer.decisions()[-1][1]
     except Fp4DispatchError as error:

@@ -247,7 +247,7 @@ class StoredWeights(nn.Module):
         return len(mine) == len(stored) and all(map(same_bytes, mine, stored))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.quantized and isinstance(value, nn.Parameter):
+        if name in self.quantized and isinstance(value, nn.Parameter) and name not in self._parameters:
             value = value.detach()  # stored tensors are buffers; the two count versions together
         super().__setattr__(name, value)
 

@@ -43,7 +43,8 @@ def warmup(
     Parameters
     ----------
     model
-        A module with ``FP4Linear`` or ``FP8Linear`` in it, on the device that it will run on.
+        A module with ``FP4Linear`` or ``FP8Linear`` in it, on the device that it will run on. Offloaded layers are left
+        out: they are bound at each call, and cannot be captured.
     tokens
         Numbers of rows (M) to prepare, e.g. the batch sizes to capture; or one number.
     dtype
@@ -75,8 +76,8 @@ def warmup(
     Raises
     ------
     InputError
-        If the model has no quantised layer, a number of tokens is not positive, the capture mode is unknown or not
-        the declared one, or ranks tune different shapes.
+        If the model has no quantised layer or only offloaded ones, a number of tokens is not positive, the capture
+        mode is unknown or not the declared one, or ranks tune different shapes.
     CaptureError
         If a CUDA graph is being captured already.
     BackendUnsupportedError, NoBackendError
@@ -109,7 +110,13 @@ def _subjects(model: nn.Module, tokens: Iterable[int] | int, dtype: torch.dtype 
         raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
     if dtype is not None and dtype not in routes.OUT_DTYPE:
         raise InputError(f"dtype={dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
-    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    found = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    layers = [layer for layer in found if layer.offload is None]  # no graph can capture the others
+    if found and not layers:
+        raise InputError(
+            f"all {len(found)} quantised layers of {type(model).__name__} are offloaded and prepared at each call: "
+            "there is nothing to warm up: load some of them on a GPU"
+        )
     if not layers:
         raise InputError(
             f"{type(model).__name__} contains no FP4Linear or FP8Linear: call replace_linears(model) first"

@@ -21,6 +21,12 @@ from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.routes import OUT_DTYPE, Bound, LayerSpec
 from fp4dispatch.trust import quarantine, selfcheck
 
+Choice = tuple[LayerSpec, tuple[tuple[int, Decision], ...]]
+"""What :func:`bind` chose: the routes, and the largest M and the Decision of each range of M."""
+
+Choices = dict[torch.dtype, Choice]
+"""By output dtype."""
+
 
 def forbid_in_capture(layer: str) -> None:
     """Refuse to bind a layer while a CUDA graph is captured.
@@ -166,6 +172,35 @@ def _spec(
         separators=(",", ":"),
     )
     return LayerSpec.parse(text), tuple(tensors)
+
+
+def again(weights: LinearWeights, choice: Choice, dtype: torch.dtype, bias: Tensor | None) -> Bound | None:
+    """Bind weights as others of their format and sizes were bound, without asking the policy.
+
+    Parameters
+    ----------
+    weights, dtype, bias
+        As :func:`bind`.
+    choice
+        Of a layer that :func:`bind` bound, which thereby was checked.
+
+    Returns
+    -------
+    Bound or None
+        None if the weights have another layout than those.
+    """
+    spec, decisions = choice
+    prepared: dict[str, Prepared] = {}
+    tensors: list[Tensor] = []
+    for route in spec.routes:
+        backend = choose.instance(route.backend)
+        if backend.layout_name in prepared:
+            continue
+        made = prepared[backend.layout_name] = backend.prepare(weights)
+        if tuple(made.layout) != route.layout or (len(tensors), len(tensors) + len(made.tensors)) != route[3:5]:
+            return None
+        tensors += made.tensors
+    return Bound(spec, tuple(tensors), decisions, dtype, bias)
 
 
 def still_chosen(bound: Bound, any_m: Problem, backend: str | None, layer: str) -> bool:

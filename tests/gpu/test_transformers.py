@@ -58,6 +58,32 @@ def test_it_generates_with_a_compiled_static_cache():
         torch.testing.assert_close(logits, model(IDS.cuda()).logits.float(), rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("config", ["NVFP4_DEFAULT_CFG", "W4A16_NVFP4_CFG", "FP8_DEFAULT_CFG"])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_layers(tmp_path, config, place):
+    path = modelopt("Llama", config)
+    whole = load(path)
+    places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "model.layers.0", "lm_head"], 0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, device_map=places | {"model.layers.1": place}, offload_folder=tmp_path
+    )
+    away = [layer for name, layer in quantised_modules(model).items() if name.startswith("model.layers.1.")]
+    for tokens in (1, 16, 1):
+        ids = IDS[:, :tokens].cuda()
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, whole(ids).logits)
+        assert {tensor.device.type for layer in away for tensor in layer.buffers()} == {"cpu"}
+    for name, layer in quantised_modules(whole).items():
+        offload = model.get_submodule(name).offload
+        assert offload is None or offload.backend == layer.backend_text()
+    before = torch.cuda.memory_allocated()
+    model(IDS.cuda())
+    assert torch.cuda.memory_allocated() <= before
+    model.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert torch.equal(again(IDS.cuda()).logits, whole(IDS.cuda()).logits)
+
+
 def test_quantised_while_loading():
     from fp4dispatch.integrations.transformers import Fp4DispatchConfig
 

@@ -15,7 +15,7 @@ from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, Inpu
 from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
 from fp4dispatch.integrations.engines.parameters import loaded, register_parameters
 from fp4dispatch.integrations.engines.refusals import READABLE, Host, check_readable
-from fp4dispatch.integrations.engines.shards import check_split, weights_of_shards
+from fp4dispatch.integrations.engines.shards import check_blocks, check_split, weights_of_shards
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 
 ROWS = [32, 16, 16]
@@ -155,8 +155,31 @@ def test_formats_that_engines_have_no_parameters_for():
         CheckpointUnsupportedError, match=r"here: the format fp8-block-ct of modelopt .* in vLLM.*leave it"
     ):
         check_readable(modelopt(quant_algo="FP8_PB_WO"), HOST)
-    with pytest.raises(CheckpointUnsupportedError, match="here: the format fp8 of fp8 is not supported in vLLM"):
-        check_readable(replace(modelopt(), method="fp8"), HOST)
+    blocks = read_block({"quant_method": "fp8", "weight_block_size": [128, 128]}, "here")
+    with pytest.raises(CheckpointUnsupportedError, match="here: the format fp8-block of fp8 is not supported in vLLM"):
+        check_readable(blocks, HOST)
+    able = replace(HOST, blocks=True)
+    check_readable(blocks, able)
+    check_readable(modelopt(quant_algo="FP8_PB_WO"), able)
+    check_readable(modelopt(), able)
+    for odd in ({"quant_method": "fp8", "weight_block_size": None}, {"quant_method": "fbgemm_fp8"}):
+        with pytest.raises(CheckpointUnsupportedError, match=r"format (fp8-tensor-inv|fbgemm_fp8|fp8-channel) of .*expected .*fp8-block"):
+            check_readable(read_block(odd, "here"), able)
+    with pytest.raises(CheckpointUnsupportedError, match="here: the format other of other is not supported in vLLM"):
+        check_readable(replace(modelopt(), method="other"), able)
+
+
+def test_blocks_are_not_split():
+    for rows, n, k, part in (([128, 256], 384, 256, 256), ([256, 100], 356, 200, 200), ([100], 100, 64, 64)):
+        check_blocks("x", rows, n, k, part)
+    for rows, n, k, part, text in (
+        ([100, 256], 356, 256, 256, r"100 rows on each rank \(100, 256 of N=356\).*need a multiple of 128"),
+        ([100], 200, 256, 256, r"100 rows on each rank \(100 of N=200\)"),
+        ([128], 128, 384, 192, "K=384 on 2 ranks is 192 a rank.*tensor-parallel size of 1, 3"),
+        ([128], 128, 320, 160, "K=320 is not a multiple of 128, the FP8 block"),
+    ):
+        with pytest.raises(InputError, match=text):
+            check_blocks("x", rows, n, k, part)
 
 
 def modelopt(**more):

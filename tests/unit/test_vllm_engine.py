@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import tiny_models, vllm_cases
-from tests.transformers_cases import compressed, modelopt, plain, reference, rewritten, source
+from tests.transformers_cases import compressed, in_blocks, modelopt, plain, reference, rewritten, source
 from tests.vllm_cases import Job, kl
 
 pytest.importorskip("transformers")
@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 LLAMA, QWEN2, QWEN3 = (f"{name} for engines" for name in ("Llama", "Qwen2", "Qwen3"))
+BLOCKS = "Llama in blocks"
 LIMIT = 5e-4
 OURS = {"quantization": "fp4dispatch", "dtype": "bfloat16"}
 EAGER = OURS | {"enforce_eager": True}
@@ -31,6 +32,7 @@ STORED = {
     "qwen3-compressed-w4a4": lambda: (QWEN3, compressed(QWEN3, "NVFP4")),
     "llama-compressed-ignore": lambda: (LLAMA, compressed(LLAMA, ignore=("lm_head", "re:.*layers\\.0\\..*"))),
     "llama-compressed-fp8": lambda: (LLAMA, compressed(LLAMA, "FP8")),
+    "llama-blocks": lambda: (BLOCKS, in_blocks(BLOCKS)),
     "llama-compressed-fp8-dynamic": lambda: (LLAMA, compressed(LLAMA, "FP8_DYNAMIC")),
 }
 """Name of a job -> the model, and the checkpoint that a tool wrote."""
@@ -40,7 +42,8 @@ STORED = {
 def eager(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eager")
     head = rewritten(modelopt(LLAMA), folder / "head", ignore=["lm_head", "model.layers.0.self_attn.k_proj"])
-    old = rewritten(modelopt(LLAMA), folder / "block", quant_algo="FP8_PB_WO")
+    single = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "dynamic"}
+    old = rewritten(in_blocks(BLOCKS), folder / "single", **single)
     jobs = [Job(name, str(make()[1]), EAGER) for name, make in STORED.items()]
     jobs += [
         Job("on-the-fly", str(plain(LLAMA)), EAGER),
@@ -101,8 +104,8 @@ def test_what_cannot_be_run_is_refused_by_name(eager):
     assert "k_proj: not quantised" in part
     assert "q_proj: modelopt-nvfp4" in part
     unsupported = eager[0]["unsupported"]["error"]
-    assert "the format fp8-block-ct of modelopt is not supported in vLLM" in unsupported
-    assert "expected modelopt-nvfp4, nvfp4-pack-quantized, fp8-tensor, fp8-channel" in unsupported
+    assert "the format fp8-tensor-inv of fp8 is not supported in vLLM" in unsupported
+    assert "expected modelopt-nvfp4, nvfp4-pack-quantized, fp8-tensor, fp8-channel, fp8-block" in unsupported
 
 
 def test_a_backend_that_the_environment_names_is_honoured_or_refused(eager):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4dispatch.checkpoints.schemes import Scheme
-from fp4dispatch.formats import NVFP4_BLOCK
+from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK
 
 
 def register_parameters(
@@ -38,6 +38,11 @@ def register_parameters(
     if nvfp4:
         unset = torch.full((n, k // NVFP4_BLOCK), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # NaN
         layer.register_parameter(scheme.scale, kinds.GroupQuantScaleParameter(data=unset, **both))
+    elif scheme.scaling == "block128":
+        blocks = (sum(_blocks(size) for size in rows), _blocks(k))
+        scales = kinds.BlockQuantScaleParameter(data=_nan(*blocks), **both | {"weight_loader": _matrix(loader)})
+        layer.register_parameter(scheme.scale, scales)
+        layer.weight_block_size = [FP8_BLOCK, FP8_BLOCK]  # the engines' loaders ask for it
     elif scheme.scaling == "row":
         scales = kinds.ChannelQuantScaleParameter(data=_nan(n, 1), output_dim=0, weight_loader=_column(loader))
         layer.register_parameter(scheme.scale, scales)
@@ -54,6 +59,10 @@ def loaded(layer: nn.Module, scheme: Scheme) -> dict[str, Tensor]:
     return {name: getattr(layer, name).detach().as_subclass(Tensor) for name in scheme.names if hasattr(layer, name)}
 
 
+def _blocks(size: int) -> int:
+    return -(-size // FP8_BLOCK)
+
+
 def _nan(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan, dtype=torch.float32)
 
@@ -63,5 +72,14 @@ def _column(loader: Callable[..., Any]) -> Callable[..., Any]:
 
     def load(parameter: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return loader(parameter, tensor.reshape(-1, 1), *args, **kwargs)
+
+    return load
+
+
+def _matrix(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loader that takes one scale a block: [N/128, K/128], or [N/128, 1, K/128, 1] as ModelOpt writes it."""
+
+    def load(parameter: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return loader(parameter, tensor.reshape(tensor.shape[0], -1), *args, **kwargs)
 
     return load

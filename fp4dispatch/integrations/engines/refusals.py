@@ -8,10 +8,13 @@ from fp4dispatch.checkpoints.config.quant_config import QuantConfig
 from fp4dispatch.errors import CheckpointUnsupportedError, IntegrationError
 
 READABLE = ("modelopt-nvfp4", "nvfp4-pack-quantized", "fp8-tensor", "fp8-channel")
-"""Schemes of :mod:`fp4dispatch.checkpoints.schemes` that layers of engines can have."""
+"""Schemes of :mod:`fp4dispatch.checkpoints.schemes` that layers of every engine can have."""
 
-METHODS = ("modelopt", "compressed-tensors")
-"""Tools whose checkpoints engines can load with this package."""
+BLOCKS = ("fp8-block", "fp8-block-ct")
+"""Schemes with a scale for each 128x128 values."""
+
+METHODS = {"modelopt": "ModelOpt", "compressed-tensors": "compressed-tensors"}
+"""Tools whose checkpoints every engine can load with this package."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,13 @@ class Host:
         Its name.
     leave_out
         How to run the model without this package; the end of errors.
+    blocks
+        Whether its layers can have FP8 in blocks of 128x128 too, also as Hugging Face and DeepSeek store it.
     """
 
     name: str
     leave_out: str
+    blocks: bool = False
 
 
 def check_readable(config: QuantConfig, host: Host) -> None:
@@ -38,11 +44,15 @@ def check_readable(config: QuantConfig, host: Host) -> None:
     CheckpointUnsupportedError
         The text names the format that was found, and those that are supported.
     """
-    odd = [name for group in config.groups for name in group.schemes if name not in READABLE]
-    if odd or config.method not in METHODS:
+    readable = (*READABLE, *(BLOCKS if host.blocks else ()))
+    methods = METHODS | ({"fp8": "Hugging Face (blocks only)"} if host.blocks else {})
+    odd = [name for group in config.groups for name in group.schemes if name not in readable]
+    if not odd and config.method == "fp8":
+        odd = [name for group in config.groups for name in group.schemes if name not in BLOCKS]
+    if odd or config.method not in methods:
         raise CheckpointUnsupportedError(
             f"{config.source}: the format {odd[0] if odd else config.method} of {config.method} is not supported in "
-            f"{host.name}: expected {', '.join(READABLE)}, of ModelOpt or compressed-tensors: {host.leave_out}"
+            f"{host.name}: expected {', '.join(readable)}, of {' or '.join(methods.values())}: {host.leave_out}"
         )
 
 

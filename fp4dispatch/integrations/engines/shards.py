@@ -10,6 +10,7 @@ from torch import Tensor
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.schemes import Scheme, logical_k
 from fp4dispatch.errors import CheckpointError, InputError
+from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK
 
 MAX_SIZE = 64
 """Largest tensor-parallel size that an error names."""
@@ -40,8 +41,8 @@ def check_split(layer: str, k: int, part: int, block: int) -> None:
     works = [size for size in range(1, MAX_SIZE + 1) if k % (size * block) == 0]
     if not works:
         raise InputError(
-            f"{layer}: K={k} is not a multiple of {block}, the NVFP4 block: leave this layer unquantised in the "
-            "checkpoint"
+            f"{layer}: K={k} is not a multiple of {block}, the {'NVFP4' if block == NVFP4_BLOCK else 'FP8'} block: "
+            "leave this layer unquantised in the checkpoint"
         )
     raise InputError(
         f"{layer}: K={k} on {k // part} ranks is {part} a rank, which splits a block of {block} values that share a "
@@ -49,14 +50,45 @@ def check_split(layer: str, k: int, part: int, block: int) -> None:
     )
 
 
+def check_blocks(layer: str, rows: Sequence[int], n: int, k: int, part: int) -> None:
+    """Refuse a layer in FP8 blocks of 128x128 whose shards, or parts on the ranks, do not begin and end at a block.
+
+    Parameters
+    ----------
+    layer
+        Name for the error.
+    rows
+        Rows of each shard on this rank.
+    n, k
+        Of the whole layer.
+    part
+        This rank's part of K.
+
+    Raises
+    ------
+    InputError
+        With the sizes that were found and needed.
+    """
+    inner = rows if sum(rows) != n else rows[:-1]  # only the last rows of a whole layer may be part of a block
+    odd = next((size for size in inner if size % FP8_BLOCK), None)
+    if odd is not None:
+        raise InputError(
+            f"{layer}: a shard has {odd} rows on each rank ({', '.join(map(str, rows))} of N={n}), which splits a "
+            f"block of {FP8_BLOCK} rows that share a scale: need a multiple of {FP8_BLOCK}: use fewer ranks, or leave "
+            "this layer unquantised in the checkpoint"
+        )
+    if part != k:
+        check_split(layer, k, part, FP8_BLOCK)
+
+
 def weights_of_shards(
     scheme: Scheme, tensors: Mapping[str, Tensor], rows: Sequence[int], *, static: bool | None, layer: str
 ) -> LinearWeights:
     """Put the tensors of a layer together, exactly.
 
-    NVFP4 keeps the global scale of each shard. FP8 shards with different scales get one scale a row, and dynamic
-    activation scales. Static activation scales of the shards describe one input: the largest is kept, so no more values
-    saturate than before.
+    NVFP4 keeps the global scale of each shard. Shards in blocks of 128x128 keep their scales (:func:`check_blocks`).
+    Other FP8 shards with different scales get one scale a row, and dynamic activation scales. Static activation scales
+    of the shards describe one input: the largest is kept, so no more values saturate than before.
 
     Parameters
     ----------
@@ -89,6 +121,8 @@ def weights_of_shards(
         if bool((global_scale == global_scale[0]).all()):
             global_scale, shards = global_scale[:1].clone(), (n,)
         return LinearWeights("nvfp4_gemm", "nvfp4", n, k, weight, scale, global_scale, shards, input_scale)
+    if scheme.scaling == "block128":
+        return LinearWeights("fp8_gemm", "block128", n, k, weight, scale.float())
     if scheme.scaling == "row":
         return LinearWeights("fp8_gemm", "row", n, k, weight, scale.reshape(n), input_scale=input_scale)
     scale = scale.reshape(-1)

@@ -29,8 +29,6 @@ from fp4dispatch.run import routes
 
 _log = logging.getLogger("fp4dispatch")
 
-_OFFLOAD = ("cpu", "disk", "meta")
-
 _OWN_SCHEMES = {"nvfp4": "modelopt-nvfp4", "tensor": "fp8-tensor", "row": "fp8-channel", "block128": "fp8-block"}
 """How layers are saved that no checkpoint has stored in another way: under the names that they have."""
 
@@ -58,10 +56,15 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     # --------------------------------------------------------------------------------------------------------- checks
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse other versions of Transformers, and devices that the layers cannot be on."""
+        """Refuse other versions of Transformers, and to offload layers that are quantised while they are loaded."""
         check_version()
-        if isinstance(device_map, Mapping):
-            _check_devices(device_map)
+        away = _offloads(device_map) if isinstance(device_map, Mapping) else []
+        if away and not self.pre_quantized:
+            raise InputError(
+                f"device_map puts parts of the model on {', '.join(away)}, and the checkpoint is not quantised: "
+                "Transformers would read the unquantised weights again for each call: quantise it first (fp4dispatch "
+                "quantize, or from_pretrained and save_pretrained without offloading), then load the result"
+            )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Refuse dtypes of the model that the layers do not compute with."""
@@ -115,7 +118,6 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         return weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        _check_devices(getattr(model, "hf_device_map", {}))
         if self._stored is not None:
             self.report = self._stored.finish(model)
             self._divisors = self._stored.divisors
@@ -216,15 +218,10 @@ def _log_new(new: NewLayers) -> None:
         _log.warning("%s", note)
 
 
-def _check_devices(device_map: Mapping[str, Any]) -> None:
-    """Refuse offloading: accelerate moves parameters, and the weights of quantised layers are buffers."""
+def _offloads(device_map: Mapping[str, Any]) -> list[str]:
+    """Return the places of a device_map from which parts of the model are moved to another device for each call."""
     devices = {str(device) for device in device_map.values()}
-    away = sorted(device for device in devices if device in _OFFLOAD)
-    if away and (len(devices) > 1 or away != ["cpu"]):
-        raise InputError(
-            f"device_map puts parts of the model on {', '.join(away)} (all: {', '.join(sorted(devices))}): "
-            "offloaded quantised layers are not supported: use GPUs only, or device_map='cpu'"
-        )
+    return sorted(devices & ({"disk"} if devices <= {"cpu", "disk"} else {"cpu", "disk"}))
 
 
 def _say_what_is_left(model: nn.Module) -> None:

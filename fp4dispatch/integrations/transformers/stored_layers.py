@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
+
+if TYPE_CHECKING:
+    from fp4dispatch.integrations.transformers.offloaded import Offloaded
 
 _log = logging.getLogger("fp4dispatch")
 
@@ -110,7 +113,8 @@ class StoredLayers:
         loaded = []
         prebuild.together(Ask(layer.problem(1), layer.backend, routes.gpu_of(_place(layer))) for layer in self.layers)
         for planned, layer in zip(self.plan.layers, self.layers, strict=True):
-            for suffix, divisor in _settle(self.path, planned, layer).items():
+            away = _taken_away(layer)
+            for suffix, divisor in _settle(self.path, planned, layer, away).items():
                 self.divisors |= {(name, suffix): divisor for name in planned.names}
             shard, nbytes = planned.shards[0].name, layer.stored_nbytes()
             loaded.append(LoadedLayer(planned.names[0], planned.scheme.name, (shard,), nbytes))
@@ -236,8 +240,8 @@ def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig) -> Quant
     untie(model, planned.names)
     for name in new.quantized:
         new._buffers.pop(name, None)
-    for suffix, info in planned.shards[0].tensors.items():
-        new.register_buffer(suffix, info.on_meta())
+    for suffix, info in planned.shards[0].tensors.items():  # parameters: accelerate offloads those by default
+        new.register_parameter(suffix, nn.Parameter(info.on_meta(), requires_grad=False))
     return new
 
 
@@ -253,11 +257,14 @@ def untie(model: Any, names: Sequence[str]) -> None:
         model.config.tie_word_embeddings = False
 
 
-def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> dict[str, torch.Tensor]:
+def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear, away: Offloaded | None) -> dict[str, torch.Tensor]:
     """Make the stored tensors the layer's own. Return those that are stored as reciprocals of them."""
     scheme, infos = planned.scheme, planned.shards[0].tensors
+    if away is not None:
+        away.take_from(layer)
+    held = {name: p.data for name, p in layer._parameters.items() if p is not None} if away is None else away.tensors
     # On the CPU they are views of the mapped file: the layer must outlive it, and must not change when the file does.
-    stored = {suffix: t.clone() if t.is_cpu else t for suffix in infos if (t := getattr(layer, suffix)) is not None}
+    stored = {suffix: held[suffix].clone() if held[suffix].is_cpu else held[suffix] for suffix in infos}
     for suffix, info in infos.items():
         check_scales(info, stored[suffix], scheme)
     weights = to_linear(scheme, stored)
@@ -266,20 +273,39 @@ def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear) -> dict[str,
     for name in own_tensors(layer):
         layer.register_buffer(name, None)
     try:
-        layer.fill(weights, layer.bias)
+        layer.fill(weights, None if layer.bias is None else held["bias"])
     except FormatError as error:  # find the bad tensor only now: the check reads all elements
         for suffix, info in infos.items():
             check_e4m3(info, stored[suffix], scheme, suffix == scheme.weight)
         raise CheckpointError(f"{path}: layer {planned.names[0]!r}: {error}") from error
     divisors = (scheme.global_scale, scheme.input_scale) if scheme.divides else ()
     kept = {suffix: stored[suffix].clone() for suffix in divisors if suffix in stored}
-    del stored, weights  # so that no other code holds what the layer can drop
+    del stored, weights, held  # so that no other code holds what the layer can drop
+    if away is not None:
+        away.bring_for_calls(layer)
     layer._hold_once()
     return kept
 
 
+def _hook_of(layer: nn.Module) -> Any:
+    """Return accelerate's hook of a layer that it offloads, or None."""
+    hook = getattr(layer, "_hf_hook", None)
+    return next((one for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)), None)
+
+
+def _taken_away(layer: nn.Module) -> Offloaded | None:
+    hook = _hook_of(layer)
+    if hook is None:
+        return None
+    from fp4dispatch.integrations.transformers.offloaded import Offloaded  # needs accelerate, which is optional
+
+    return Offloaded(layer, hook)
+
+
 def _place(layer: QuantizedLinear) -> torch.device:
-    return next(tensor.device for tensor in layer.buffers())
+    """Return where a layer that is being loaded will run."""
+    hook = _hook_of(layer)
+    return next(layer.parameters()).device if hook is None else torch.device(hook.execution_device)
 
 
 def own_tensors(layer: QuantizedLinear) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from fp4dispatch.integrations.vllm.stored import Fp4DispatchLinearMethod
 from fp4dispatch.run import routes
 
 _log = init_logger("vllm.fp4dispatch")
-_HOST = Host("vLLM", f"leave quantization={OWN_METHOD!r} out, so that vLLM runs the model by itself")
+_HOST = Host("vLLM", f"leave quantization={OWN_METHOD!r} out, so that vLLM runs the model by itself", blocks=True)
 
 _THEIRS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "MIXED_PRECISION": "modelopt_mixed"}
 """ModelOpt's ``quant_algo`` -> vLLM's own method, where that is not ``modelopt_fp4``."""
@@ -37,9 +37,10 @@ _THEIRS = {"FP8": "modelopt", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt", "MIXED_PR
 class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
     """Run the linear layers of a model on this package: ``LLM(..., quantization="fp4dispatch")``.
 
-    For a checkpoint of ModelOpt or compressed-tensors, the layers that it holds quantised. What is not a linear layer
-    stays with vLLM's own method for that checkpoint: experts, and the scales of the KV cache. For a checkpoint that is
-    not quantised, each linear layer but the head is quantised to NVFP4 while it is loaded.
+    For a checkpoint of ModelOpt or compressed-tensors, or in FP8 blocks of 128x128 as DeepSeek has it, the layers that
+    it holds quantised. What is not a linear layer stays with vLLM's own method for that checkpoint: experts, and the
+    scales of the KV cache. For a checkpoint that is not quantised, each linear layer but the head is quantised to NVFP4
+    while it is loaded.
 
     Parameters
     ----------

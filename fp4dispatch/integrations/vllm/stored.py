@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 from fp4dispatch.checkpoints.schemes import Scheme
 from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.integrations.engines.parameters import loaded, register_parameters
-from fp4dispatch.integrations.engines.shards import weights_of_shards
+from fp4dispatch.integrations.engines.shards import check_blocks, weights_of_shards
 from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.linear_method import EngineLinearMethod
 from fp4dispatch.models.linear import layer_of
@@ -55,9 +55,11 @@ class Fp4DispatchLinearMethod(EngineLinearMethod):
         Raises
         ------
         InputError
-            As :meth:`expect`.
+            As :meth:`expect`; or parts that split a block of 128x128.
         """
         rows, k, scheme = output_partition_sizes, input_size_per_partition, self.scheme
+        if scheme.scaling == "block128":
+            check_blocks(self.prefix, rows, output_size, input_size, k)
         self.expect(layer, rows, k, input_size, params_dtype, NVFP4_BLOCK if scheme.op == "nvfp4_gemm" else 1)
         register_parameters(layer, parameter, scheme, rows, k, extra_weight_attrs["weight_loader"])
 
