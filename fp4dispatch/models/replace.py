@@ -16,11 +16,13 @@ from fp4dispatch.formats import Calibration, check_calibration
 from fp4dispatch.formats.amax import largest
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
+from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FuseReport
+from fp4dispatch.models.fusing.fuse import fuse as _fuse
 from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.replacing.replace_report import LayerReport, LeftParameter, ReplaceReport
-from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, why_no_linear
+from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, untie, why_no_linear
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.run import prebuild, routes
@@ -45,6 +47,8 @@ def replace_linears(
     backend: str | None = None,
     keep_stored: bool = False,
     calibrate: Calibration = "max",
+    fuse: bool = False,
+    lm_head: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
     format: str | Mapping[str, str | None] | None = None,
 ) -> ReplaceReport:
@@ -79,6 +83,12 @@ def replace_linears(
         How NVFP4 block scales are chosen. ``max``: the largest magnitude of a block maps to 6. ``mse``: the scale of
         least squared error, from a search of about nine times the work
         (:func:`fp4dispatch.formats.nvfp4_quantize_mse`).
+    fuse
+        Whether to make q, k and v projections one layer then, and gate and up projections another, where that is exact
+        (:func:`fp4dispatch.fuse`). The report has the fused layers, and those that were not, with the reason.
+    lm_head
+        Whether to quantise the output head too, which ``exclude`` leaves out by default. A head that is tied to the
+        embedding is untied: the embedding keeps its weight, and a note tells the bytes of both.
     progress
         Called with (done, total, name) before each layer and once at the end. None: a bar on a terminal; elsewhere a
         line on stderr every ten seconds, so none for short work.
@@ -108,7 +118,7 @@ def replace_linears(
         if config != _DEFAULT:
             raise InputError(f"config={config!r} and format={format!r} mean the same: give one of them")
         config = format
-    chosen = choose_layers(model, config, include, exclude)
+    chosen = choose_layers(model, config, include, exclude, lm_head=lm_head)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
         check_request(PROBLEM[str(fmt)][0], backend)
     asked = config.values() if isinstance(config, Mapping) else [config]
@@ -126,14 +136,34 @@ def replace_linears(
     _check(plan, options, shared)
     with ExitStack() as shown:
         reports = _replace(model, plan, options, shared, progress or _bar(shown, len(plan)))
+    fusing = _fuse(model) if fuse else NOTHING_FUSED
+    reports = _with_fused(model, reports, fusing)
     others = tuple(
         LeftParameter(key, tuple(p.shape), p.numel() * p.element_size(), why_no_linear(key, owner, p))
         for key, owner, p in leftover(model)
     )
-    report = ReplaceReport(tuple(reports), skipped, others, before, model_bytes(model), notes)
+    report = ReplaceReport(tuple(reports), skipped, others, before, model_bytes(model), notes, fusing)
     if not reports:
         _log.warning("replace_linears: nothing was replaced in %s; %s", type(model).__name__, report)
     return report
+
+
+def _with_fused(model: nn.Module, reports: list[LayerReport], fusing: FuseReport) -> list[LayerReport]:
+    """Return the reports with one of each fused layer in place of those of its shards."""
+    found = {report.name: report for report in reports}
+    first = {fused.shards[0]: fused for fused in fusing.fused if fused.shards[0] in found}
+    inside = {shard for fused in first.values() for shard in fused.shards}
+    result = []
+    for report in reports:
+        fused = first.get(report.name)
+        if fused is not None:
+            layer = model.get_submodule(fused.name)
+            assert isinstance(layer, QuantizedLinear)
+            before = sum(found[shard].bytes_before for shard in fused.shards)
+            result.append(_report(fused.name, before, report.format, layer, fused.shards))
+        elif report.name not in inside:
+            result.append(report)
+    return result
 
 
 def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
@@ -174,7 +204,9 @@ def _replace(
             if id(linear) in places:
                 new = _quantise(name, linear, fmt, options, shared)
                 carry_over(linear, new)
-                reports.append(_report(name, linear, fmt, new))
+                before = sum(p.numel() * p.element_size() for p in linear.parameters())
+                reports.append(_report(name, before, fmt, new))
+                untie(model, places[id(linear)])
                 for place in places.pop(id(linear)):
                     parent, _, child = place.rpartition(".")
                     setattr(model.get_submodule(parent), child, new)
@@ -227,8 +259,7 @@ def _quantise(
     return layer
 
 
-def _report(name: str, linear: nn.Linear, fmt: str, layer: QuantizedLinear) -> LayerReport:
-    before = sum(p.numel() * p.element_size() for p in linear.parameters())
+def _report(name: str, before: int, fmt: str, layer: QuantizedLinear, shards: tuple[str, ...] = ()) -> LayerReport:
     backend, rule, reason = decision_text(layer)
-    after, dropped = layer.nbytes(), layer.dropped_nbytes()
-    return LayerReport(name, fmt, layer.out_features, layer.in_features, before, after, backend, rule, reason, dropped)
+    size, after, dropped = (layer.out_features, layer.in_features), layer.nbytes(), layer.dropped_nbytes()
+    return LayerReport(name, fmt, *size, before, after, backend, rule, reason, dropped, shards)

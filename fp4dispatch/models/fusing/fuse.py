@@ -86,6 +86,9 @@ class FuseReport:
         return "\n".join(self.lines()) or "nothing to fuse"
 
 
+NOTHING_FUSED = FuseReport()
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """Layers of one module that may become one."""

@@ -44,7 +44,7 @@ def join(shards: Sequence[LinearWeights]) -> LinearWeights:
 
 
 def split(weights: LinearWeights, rows: Sequence[int]) -> list[LinearWeights]:
-    """Cut a layer into shards of these rows: the inverse of :func:`join`. Copies nothing."""
+    """Cut a layer into shards of these rows: the inverse of :func:`join`. Copies only scales of the whole layer."""
     scale = weights.scale
     if weights.sf_layout == "128x4":
         scale = from_128x4(scale, weights.n, weights.k // NVFP4_BLOCK)
@@ -57,6 +57,7 @@ def split(weights: LinearWeights, rows: Sequence[int]) -> list[LinearWeights]:
             scale=part[_scale_name(weights)],
             global_scale=part["weight_scale_2"].reshape(1) if "weight_scale_2" in part else None,
             shard_rows=(n,) if weights.op == "nvfp4_gemm" else (),
+            input_scale=part.get("input_scale"),
             sf_layout="linear",
         )
         for n, part in zip(rows, parts, strict=True)

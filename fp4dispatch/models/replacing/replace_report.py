@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FuseReport
 from fp4dispatch.models.model_report import pattern_of
 
 
@@ -14,7 +15,7 @@ class LayerReport:
     """One replaced layer. ``backend`` has the choice for each range of M; ``rule`` and ``reason`` tell why.
 
     ``bytes_after`` counts all that it holds now, backend layouts included. ``bytes_dropped`` are of stored tensors that
-    it does not hold beside their layout.
+    it does not hold beside their layout. ``shards``: the layers that were fused into this one.
     """
 
     name: str
@@ -27,6 +28,7 @@ class LayerReport:
     rule: str
     reason: str
     bytes_dropped: int = 0
+    shards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class ReplaceReport:
         Bytes of all parameters and buffers of the model.
     notes
         Notes for the caller, e.g. an exclude pattern that matches nothing.
+    fusing
+        With ``fuse=True``: which layers are one layer now, and which are not, with the reason.
     """
 
     layers: tuple[LayerReport, ...]
@@ -63,6 +67,7 @@ class ReplaceReport:
     model_bytes_before: int = 0
     model_bytes_after: int = 0
     notes: tuple[str, ...] = ()
+    fusing: FuseReport = NOTHING_FUSED
 
     @property
     def bytes_before(self) -> int:
@@ -97,6 +102,7 @@ class ReplaceReport:
             "model_bytes_after": self.model_bytes_after,
             "saved_percent": self.saved_percent,
             "notes": list(self.notes),
+            "fusing": self.fusing.to_dict(),
         }
 
     def __str__(self) -> str:
@@ -104,7 +110,7 @@ class ReplaceReport:
         head = ("layers", "", "format", "N x K", "MB before", "after", "backend", "why")
         groups = Counter[LayerReport]()
         for layer in self.layers:
-            groups[replace(layer, name=pattern_of(layer.name))] += 1
+            groups[replace(layer, name=pattern_of(layer.name), shards=())] += 1
         rows = [
             (
                 group.name,
@@ -128,6 +134,7 @@ class ReplaceReport:
         others = Counter((pattern_of(o.name), o.nbytes, o.reason) for o in self.others)
         for (name, nbytes, reason), count in others.items():
             lines.append(f"  left alone: {name} ({count * nbytes / 1e6:.2f} MB): {reason}{_times(count)}")
+        lines += [f"  {line}" for line in self.fusing.lines()]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
