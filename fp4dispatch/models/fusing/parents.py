@@ -9,6 +9,7 @@ others.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -87,6 +88,8 @@ class FusedProjections(nn.Module):
             assert isinstance(layer, QuantizedLinear)
             try:
                 joined = join_tensors([_shaped(part, layer) for part in found], self._fused_rows[fused])
+                if joined.get("weight_scale_2") is not None:
+                    joined["weight_scale_2"] = _like_held(joined["weight_scale_2"], layer)
             except (FormatError, RuntimeError) as error:
                 error_msgs.append(f"{prefix}{fused} is fused from {', '.join(shards)} and cannot hold this: {error}")
                 continue
@@ -96,13 +99,13 @@ class FusedProjections(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the class from before: that of this module has no name to import it by."""
-        made, arguments, *rest = super().__reduce_ex__(max(2, int(protocol)))
+        reduced: Any = super().__reduce_ex__(max(2, int(protocol)))
+        made, arguments, *rest = reduced
         if arguments[:1] != (type(self),):
             return (made, arguments, *rest)
-        return (_empty, (self.fused_base, self.fused_groups), *rest)
+        return (empty_module, (self.fused_base, self.fused_groups), *rest)
 
 
-@functools.cache
 def fused_class(base: type[nn.Module], groups: Groups) -> type[nn.Module]:
     """Return the subclass of a module's class with these fused layers.
 
@@ -111,6 +114,13 @@ def fused_class(base: type[nn.Module], groups: Groups) -> type[nn.Module]:
     CannotFuse
         If the source of its ``forward`` does not show that the results stay the same.
     """
+    key: Any = base  # a class is hashable, which mypy does not see
+    return _made(key, groups, inspect.getattr_static(base, "forward", None))
+
+
+@functools.cache
+def _made(base: type[nn.Module], groups: Groups, forward: object) -> type[nn.Module]:
+    """Return the class for the ``forward`` that its base has now."""
     body = {
         "forward": fused_forward(base, groups),
         "fused_base": base,
@@ -141,7 +151,8 @@ def shards_in(model: nn.Module) -> dict[str, dict[str, int]]:
     }
 
 
-def _empty(base: type[nn.Module], groups: Groups) -> nn.Module:
+def empty_module(base: type[nn.Module], groups: Groups) -> nn.Module:
+    """Return a module to restore a pickle or a copy into. Pickles name this function."""
     cls = fused_class(base, groups)
     made: nn.Module = cls.__new__(cls)
     return made
@@ -155,6 +166,17 @@ def _taken(state: dict[str, Any], prefix: str) -> dict[str, Tensor]:
     """Take the tensors under a prefix out of a state."""
     keys = [key for key in state if key.startswith(prefix) and isinstance(state[key], torch.Tensor)]
     return {key.removeprefix(prefix): state.pop(key) for key in keys}
+
+
+def _like_held(scales: Tensor, layer: QuantizedLinear) -> Tensor:
+    """Return global scales, one a shard, in the number that the layer has."""
+    held = layer._buffers["weight_scale_2"]
+    if held is None or held.ndim == 1:
+        return scales
+    if not bool((scales == scales[0]).all()):
+        found = ", ".join(f"{float(scale):g}" for scale in scales)
+        raise FormatError(f"the layer has one global scale, and these are {found}: load the state, then fuse")
+    return scales[0].clone()
 
 
 def _shaped(part: Mapping[str, Tensor], layer: nn.Module) -> dict[str, Tensor]:

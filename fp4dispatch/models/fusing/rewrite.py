@@ -49,7 +49,6 @@ class CannotFuse(Exception):
     """Layers that stay as they are; the text is the reason."""
 
 
-@functools.lru_cache(maxsize=256)
 def fused_forward(cls: type[nn.Module], groups: tuple[tuple[str, tuple[str, ...]], ...]) -> FunctionType:
     """Return the ``forward`` of a class with fused layers.
 
@@ -94,8 +93,12 @@ def uses_of_others(cls: type[nn.Module], names: Collection[str]) -> Iterator[tup
         if mentioned(function.__code__).isdisjoint(names):
             continue
         node = definition_of(function)
-        for part in ast.walk(node) if node is not None else ():
-            if isinstance(part, ast.Attribute) and part.attr in names and not isinstance(part.value, ast.Name):
+        if node is None:
+            continue
+        me = node.args.args[0].arg if node.args.args else ""
+        for part in ast.walk(node):
+            mine = isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == me
+            if isinstance(part, ast.Attribute) and part.attr in names and not mine:
                 yield label, part.attr
 
 

@@ -16,7 +16,8 @@ from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, from_128x4
 def join(shards: Sequence[LinearWeights]) -> LinearWeights:
     """Return one layer with the rows of all shards, in memory of its own.
 
-    NVFP4 keeps the global scale of each shard.
+    NVFP4 shards keep their own global scales. If these are equal, the layer has one, as layers without shards: some
+    backends launch one kernel for each scale.
 
     Parameters
     ----------
@@ -32,13 +33,16 @@ def join(shards: Sequence[LinearWeights]) -> LinearWeights:
     first = shards[0]
     state = [_tensors(shard) for shard in shards]
     joined = join_tensors(state, [shard.n for shard in shards])
+    n, rows, scales = sum(shard.n for shard in shards), tuple(shard.n for shard in shards), joined.get("weight_scale_2")
+    if scales is not None and bool((scales == scales[0]).all()):
+        rows, scales = (n,), scales[:1].clone()
     return replace(
         first,
-        n=sum(shard.n for shard in shards),
+        n=n,
         weight=joined["weight"],
         scale=joined[_scale_name(first)],
-        global_scale=joined.get("weight_scale_2"),
-        shard_rows=tuple(shard.n for shard in shards) if first.op == "nvfp4_gemm" else (),
+        global_scale=scales,
+        shard_rows=rows if first.op == "nvfp4_gemm" else (),
         input_scale=joined.get("input_scale"),
     )
 
