@@ -103,7 +103,7 @@ class ModelReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can carry."""
         return {
-            "groups": [asdict(group) for group in self.groups],
+            "groups": [asdict(group) | {"shards": list(group.shards)} for group in self.groups],
             "left": [asdict(left) | {"shape": list(left.shape)} for left in self.left],
             "small_bytes": self.small_bytes,
             "model_bytes": self.model_bytes,

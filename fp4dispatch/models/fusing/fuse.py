@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,8 +23,6 @@ from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
 
-_log = logging.getLogger("fp4dispatch")
-
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -37,8 +35,6 @@ _HOOKS = (
 )
 _SAME = ("activation", "backend", "dtype", "keep_stored", "capture", "m_min", "in_features", "device")
 """Attributes that all layers of a group must have in common."""
-_OWN = frozenset({*vars(FP4Linear(16, 1, device="meta")), *vars(FP8Linear(16, 1, device="meta")), *_SAME, "_strict"})
-"""Attributes of every quantised layer. Others were set by other code."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +321,15 @@ def _base(parent: nn.Module) -> type[nn.Module]:
 
 def _extra(layer: QuantizedLinear) -> dict[str, Any]:
     """Return the attributes that other code set on a layer."""
-    return {key: value for key, value in vars(layer).items() if key not in _OWN}
+    return {key: value for key, value in vars(layer).items() if key not in _own()}
+
+
+@functools.cache
+def _own() -> frozenset[str]:
+    """Return the attributes of every quantised layer."""
+    return frozenset(
+        {*vars(FP4Linear(16, 1, device="meta")), *vars(FP8Linear(16, 1, device="meta")), *_SAME, "_strict"}
+    )
 
 
 def _equal(a: Any, b: Any) -> bool:
