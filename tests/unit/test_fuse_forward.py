@@ -164,14 +164,28 @@ class SetBetween(Base):
 
 class HandedOn(Base):
     def forward(self, x):
-        q = F.relu(x, True)
-        return torch.cat([self.q_proj(x), self.k_proj(x), F.relu(x, True)[..., :1], self.v_proj(x) + q[..., :1]], -1)
+        return torch.cat([self.q_proj(x), self.k_proj(x), F.relu(x), self.v_proj(x)], -1)
 
 
 class InPlaceKeyword(Base):
     def forward(self, x):
         y = x
         return torch.cat([self.q_proj(x), F.relu(y, inplace=True), self.k_proj(x), self.v_proj(x)], -1)
+
+
+class InPlaceArgument(Base):
+    def forward(self, x):
+        y = x
+        return torch.cat([self.q_proj(x), F.relu(y, True), self.k_proj(x), self.v_proj(x)], -1)
+
+
+relu_ = F.relu_
+
+
+class InPlaceFunction(Base):
+    def forward(self, x):
+        y = x
+        return torch.cat([self.q_proj(x), relu_(y), self.k_proj(x), self.v_proj(x)], -1)
 
 
 class Conditional(Base):
@@ -254,7 +268,9 @@ Wrapped.forward = twice(Wrapped.forward)
         (AddedBetween, "has `y += 1` between its calls"),
         (SetBetween, "writes to y[0] between its calls"),
         (HandedOn, "uses x in another way between its calls"),
-        (InPlaceKeyword, "has a call that writes in place between its calls"),
+        (InPlaceKeyword, "calls relu, which may write in place, between its calls"),
+        (InPlaceArgument, "calls relu, which may write in place, between its calls"),
+        (InPlaceFunction, "calls relu_, which writes in place between its calls"),
         (Conditional, "calls k_proj under a condition"),
         (ShortCircuit, "calls k_proj under a condition"),
         (Twice, "calls q_proj more than once"),

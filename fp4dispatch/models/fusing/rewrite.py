@@ -11,8 +11,8 @@ way, modules ``q_proj`` and ``k_proj`` that share the result of a call through a
 
 A ``forward`` is rewritten only if its source shows that the results are the same: each layer is called once, in
 one block of statements, on one local name, and no statement between the first call and the last one may change what
-the name holds. All else is refused with :class:`CannotFuse`. Rewritten code keeps file and line numbers, so tracebacks
-point to the library's source.
+the name holds. Writes in place to any name are refused there: it may be of the same memory. All else is refused too,
+with :class:`CannotFuse`. Rewritten code keeps file and line numbers, so tracebacks point to the library's source.
 """
 
 from __future__ import annotations
@@ -230,11 +230,12 @@ def _may_change(statements: Sequence[ast.stmt], name: str, calls: set[int]) -> s
             if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
                 return f"writes to {ast.unparse(node)}"
             if isinstance(node, ast.Call):
-                called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if called.endswith("_") and not called.endswith("__"):
                     return f"calls {called}, which writes in place"
-                if any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
-                    return "has a call that writes in place"
+                flags = [arg for arg in node.args if isinstance(arg, ast.Constant) and arg.value is True]
+                if flags or any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
+                    return f"calls {called}, which may write in place,"
     return ""
 
 
