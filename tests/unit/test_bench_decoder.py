@@ -77,7 +77,7 @@ def test_starting_again_forgets_everything(model):
     assert decoder.difference(decoder.run_steps(steps, steps.step, 3), first) == 0
 
 
-def test_fused_layers_and_the_head_are_formats_of_their_own(model, capsys, tmp_path):
+def test_fused_layers_and_the_head_are_formats_of_their_own(model):
     both = {"fuse": True, "head": True}
     assert decoder.variants(["bf16", "nvfp4:bf16"], **both) == [
         *("bf16", "nvfp4:bf16", "nvfp4:bf16+fuse", "nvfp4:bf16+head", "nvfp4:bf16+fuse+head")
@@ -88,6 +88,9 @@ def test_fused_layers_and_the_head_are_formats_of_their_own(model, capsys, tmp_p
     assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
     with pytest.raises(SystemExit, match="heads is not known"):
         decoder.quantise(model, "nvfp4+heads")
+
+
+def test_fused_layers_are_measured_in_the_same_run(capsys, tmp_path):
     small = ["--tiny", "--device", "cpu", "--formats", "nvfp4", "--batches", "1", "--steps", "1", "--prefill", "8"]
     assert decoder.main([*small, "--fuse", "--json", str(tmp_path / "out.json")]) == 0
     apart, fused = json.loads((tmp_path / "out.json").read_text())["formats"]
