@@ -26,7 +26,7 @@ from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.formats.checks import check_content
 from fp4dispatch.machine.collectives import Team
 from fp4dispatch.machine.ranks import Ranks
-from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FuseReport
+from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer, FuseReport
 from fp4dispatch.models.fusing.fuse import fuse as _fuse
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.parallel.layers import Part, become, cut_bias
@@ -199,21 +199,15 @@ def load_quantized(
 
 
 def with_fused(model: nn.Module, layers: Sequence[LoadedLayer], fusing: FuseReport) -> tuple[LoadedLayer, ...]:
-    """Return the loaded layers with each fused one in place of its shards."""
-    found = {layer.name: layer for layer in layers}
-    first = {fused.shards[0]: fused for fused in fusing.fused if all(shard in found for shard in fused.shards)}
-    inside = {shard for fused in first.values() for shard in fused.shards}
-    result = []
-    for layer in layers:
-        fused = first.get(layer.name)
-        if fused is not None:
-            module = model.get_submodule(fused.name)
-            assert isinstance(module, QuantizedLinear)
-            sources = tuple(source for shard in fused.shards for source in found[shard].sources)
-            result.append(LoadedLayer(fused.name, layer.scheme, sources, module.stored_nbytes()))
-        elif layer.name not in inside:
-            result.append(layer)
-    return tuple(result)
+    """Return the loaded layers, with each fused one in place of its shards."""
+
+    def one(fused: FusedLayer, parts: list[LoadedLayer]) -> LoadedLayer:
+        layer = model.get_submodule(fused.name)
+        assert isinstance(layer, QuantizedLinear)
+        sources = tuple(source for part in parts for source in part.sources)
+        return LoadedLayer(fused.name, parts[0].scheme, sources, layer.stored_nbytes())
+
+    return tuple(fusing.merged(layers, one))
 
 
 Swap = tuple[dict[str, Any], str, Any]

@@ -16,7 +16,7 @@ from fp4dispatch.formats import Calibration, check_calibration
 from fp4dispatch.formats.amax import largest
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
-from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FuseReport
+from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer
 from fp4dispatch.models.fusing.fuse import fuse as _fuse
 from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -137,7 +137,7 @@ def replace_linears(
     with ExitStack() as shown:
         reports = _replace(model, plan, options, shared, progress or _bar(shown, len(plan)))
     fusing = _fuse(model) if fuse else NOTHING_FUSED
-    reports = _with_fused(model, reports, fusing)
+    reports = fusing.merged(reports, lambda fused, parts: _fused_report(model, fused, parts))
     others = tuple(
         LeftParameter(key, tuple(p.shape), p.numel() * p.element_size(), why_no_linear(key, owner, p))
         for key, owner, p in leftover(model)
@@ -146,24 +146,6 @@ def replace_linears(
     if not reports:
         _log.warning("replace_linears: nothing was replaced in %s; %s", type(model).__name__, report)
     return report
-
-
-def _with_fused(model: nn.Module, reports: list[LayerReport], fusing: FuseReport) -> list[LayerReport]:
-    """Return the reports with one of each fused layer in place of those of its shards."""
-    found = {report.name: report for report in reports}
-    first = {fused.shards[0]: fused for fused in fusing.fused if fused.shards[0] in found}
-    inside = {shard for fused in first.values() for shard in fused.shards}
-    result = []
-    for report in reports:
-        fused = first.get(report.name)
-        if fused is not None:
-            layer = model.get_submodule(fused.name)
-            assert isinstance(layer, QuantizedLinear)
-            before = sum(found[shard].bytes_before for shard in fused.shards)
-            result.append(_report(fused.name, before, report.format, layer, fused.shards))
-        elif report.name not in inside:
-            result.append(report)
-    return result
 
 
 def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
@@ -257,6 +239,12 @@ def _quantise(
     if layer.device.type == "cuda":
         layer.bind()
     return layer
+
+
+def _fused_report(model: nn.Module, fused: FusedLayer, parts: list[LayerReport]) -> LayerReport:
+    layer = model.get_submodule(fused.name)
+    assert isinstance(layer, QuantizedLinear)
+    return _report(fused.name, sum(part.bytes_before for part in parts), parts[0].format, layer, fused.shards)
 
 
 def _report(name: str, before: int, fmt: str, layer: QuantizedLinear, shards: tuple[str, ...] = ()) -> LayerReport:

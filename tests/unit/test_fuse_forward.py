@@ -295,6 +295,31 @@ def test_what_may_change_the_result_is_left_with_the_reason(kind, reason):
     assert type(made[0]) is kind
 
 
+class Registered(Plain):
+    def __init_subclass__(cls, *, key):
+        super().__init_subclass__()
+
+
+class Interrupted(Plain):
+    def __setattr__(self, name, value):
+        if name == "__class__" and value is not Interrupted:
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_a_class_that_cannot_change_leaves_the_module_whole():
+    made = nn.Sequential(Registered())
+    report = fp4dispatch.replace_linears(made, fuse=True)
+    assert "Registered cannot have a subclass: " in str(report)
+    made = nn.Sequential(Interrupted())
+    fp4dispatch.replace_linears(made)
+    want = made(torch.ones(1, K))
+    with pytest.raises(KeyboardInterrupt):
+        fp4dispatch.fuse(made)
+    assert list(dict(made[0].named_children())) == ["q_proj", "k_proj", "v_proj"]
+    assert torch.equal(made(torch.ones(1, K)), want)
+
+
 class Reaches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,14 @@ _HOOKS = (
 )
 _SAME = ("activation", "backend", "dtype", "keep_stored", "capture", "m_min", "in_features", "device")
 """Attributes that all layers of a group must have in common."""
+
+
+class _HasName(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Named = TypeVar("_Named", bound=_HasName)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,21 @@ class FuseReport:
             "fused": [asdict(layer) | {"shards": list(layer.shards)} for layer in self.fused],
             "left": [{"name": name, "reason": reason} for name, reason in self.left],
         }
+
+    def merged(self, layers: Iterable[_Named], make: Callable[[FusedLayer, list[_Named]], _Named]) -> list[_Named]:
+        """Return descriptions of layers, with one of each fused layer in place of those of its shards.
+
+        ``make`` gets a fused layer and the descriptions of its shards.
+        """
+        found = {layer.name: layer for layer in layers}
+        fused = [one for one in self.fused if found.keys() >= set(one.shards)]
+        first = {one.shards[0]: one for one in fused}
+        inside = {shard for one in fused for shard in one.shards[1:]}
+        return [
+            make(first[name], [found[shard] for shard in first[name].shards]) if name in first else layer
+            for name, layer in found.items()
+            if name not in inside
+        ]
 
     def lines(self) -> list[str]:
         """Return the lines of ``str()``."""
@@ -257,8 +280,11 @@ def _fuse(candidate: _Candidate) -> FusedLayer:
     parent, layers = candidate.parent, candidate.layers()
     before = tuple(parent.fused_groups) if isinstance(parent, FusedProjections) else ()
     groups: Groups = (*before, (candidate.fused, candidate.shards))
-    cls = fused_class(_base(parent), groups)
     first = layers[0]
+    try:
+        cls = fused_class(_base(parent), groups)
+    except TypeError as error:  # __init_subclass__, or a metaclass
+        raise CannotFuse(f"{type(parent).__name__} cannot have a subclass: {error}") from None
     try:
         layer = _joined(candidate, layers)
         if layer.device.type == "cuda":
@@ -270,27 +296,32 @@ def _fuse(candidate: _Candidate) -> FusedLayer:
     layer.train(first.training)
     for key, value in _extra(first).items():
         object.__setattr__(layer, key, value)
-    modules: dict[str, nn.Module | None] = {}
-    for name, child in parent._modules.items():
-        if name == candidate.shards[0]:
-            modules[candidate.fused] = layer
-        if name not in candidate.shards:
-            modules[name] = child
-    rows = {**vars(parent).get("_fused_rows", {}), candidate.fused: [each.out_features for each in layers]}
-    held, was = dict(vars(parent)), type(parent)
-    try:
-        vars(parent).update(_modules=modules, _fused_rows=rows)
-        parent.__class__ = cls
-    except BaseException:  # an interrupt: not one without the other
-        vars(parent).update({"_fused_rows": {}, **held})
-        parent.__class__ = was
-        raise
+    _put_in(candidate, layer, cls, [each.out_features for each in layers])
     return FusedLayer(
         candidate.name,
         tuple(f"{candidate.path}.{shard}" if candidate.path else shard for shard in candidate.shards),
         layer.out_features,
         layer.in_features,
     )
+
+
+def _put_in(candidate: _Candidate, layer: QuantizedLinear, cls: type[nn.Module], rows: list[int]) -> None:
+    """Put the layer in the place of the first shard, remove the shards, and change the class: all, or nothing."""
+    parent = candidate.parent
+    modules: dict[str, nn.Module | None] = {}
+    for name, child in parent._modules.items():
+        if name == candidate.shards[0]:
+            modules[candidate.fused] = layer
+        if name not in candidate.shards:
+            modules[name] = child
+    held, was = dict(vars(parent)), type(parent)
+    try:
+        vars(parent).update(_modules=modules, _fused_rows={**held.get("_fused_rows", {}), candidate.fused: rows})
+        parent.__class__ = cls
+    except BaseException:  # an interrupt
+        vars(parent).update({"_fused_rows": {}, **held})
+        parent.__class__ = was
+        raise
 
 
 def _joined(candidate: _Candidate, layers: list[QuantizedLinear]) -> QuantizedLinear:
