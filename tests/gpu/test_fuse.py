@@ -32,8 +32,10 @@ SIZES = decoder.SIZES | {
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FORMATS = ["nvfp4:bf16", "nvfp4:fp8", "nvfp4", "fp8_row", "fp8"]
 TOKENS = (1, 3, 16, 33, 64, 200, 777)
-ROUNDING = 4e-3
-"""Of bfloat16 results whose sums were added up in another order."""
+ROUNDING = {"bf16": 4e-3, "fp8": 1e-2}
+"""Of bfloat16 results whose sums were added up in another order, or by another kernel, by activation format."""
+PACKING = 1 << 28
+"""What it takes to pack a layer, some rows at a time."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def pairs(apart, fused):
 
 def route(layer, m):
     bound = layer.bound_to(torch.bfloat16)
-    return next((r.backend, r.activation) for r in bound.spec.routes if r.m_max is None or m <= r.m_max)
+    return next((r for r in bound.spec.routes if m <= r.m_max), bound.spec.routes[-1])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -70,11 +72,11 @@ def test_a_fused_layer_computes_what_its_shards_do(fmt):
         for m in TOKENS:
             x = tokens(m, m, layer.in_features)
             got, want = layer(x), torch.cat([shard(x) for shard in shards], -1)
-            formats = {route(each, m)[1] for each in (layer, *shards)}
+            formats = {route(each, m).activation for each in (layer, *shards)}
             # The policy may choose another activation format for the fused size: then both are near the exact result.
-            limit = ROUNDING if len(formats) == 1 else 0.06
+            limit = ROUNDING[formats.pop()] if len(formats) == 1 else 0.06
             assert relative_error(got, want) < limit, (fmt, m, formats)
-            checked += len(formats) == 1
+            checked += limit < 0.06
     assert checked, "the policy chose other activations for each fused layer: nothing was compared closely"
     for name, tensor in apart.state_dict().items():
         mine = fused.state_dict()[name]
@@ -95,7 +97,7 @@ def test_shards_keep_their_own_global_scales():
     for m in TOKENS:
         x = tokens(m, m, 1024)
         for got, shard in zip(attention(x), shards, strict=True):
-            assert relative_error(got, shard(x)) < ROUNDING
+            assert relative_error(got, shard(x)) < ROUNDING["bf16"]
 
 
 class Attention(nn.Module):
@@ -110,10 +112,12 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma"])
 def test_decoding_in_a_cuda_graph_is_that_of_separate_layers(family):
     sizes = dict(SIZES) if family == "Llama" else {k: v for k, v in SIZES.items() if k != "rope_parameters"}
-    sizes |= {"head_dim": 64}
+    sizes |= {"head_dim": 64, **({"sliding_window": None} if family == "Mistral" else {})}
     apart, fused = models("nvfp4:bf16", sizes, family)
+    agree = 0
     for batch in (1, 16):
-        prompts = torch.randint(sizes["vocab_size"], (batch, 32), device="cuda")
+        generator = torch.Generator("cuda").manual_seed(batch)
+        prompts = torch.randint(sizes["vocab_size"], (batch, 32), device="cuda", generator=generator)
         found = {}
         for name, model in (("apart", apart), ("fused", fused)):
             fp4dispatch.warmup(model, tokens=[batch, batch * 32])
@@ -121,9 +125,13 @@ def test_decoding_in_a_cuda_graph_is_that_of_separate_layers(family):
             eager = decoder.run_steps(steps, steps.step, 4)
             graph = decoder.run_steps(steps, steps.captured(), 4)
             assert decoder.difference(graph, eager) == 0, (name, batch)
-            found[name] = graph
-        got, want = found["fused"][0][0], found["apart"][0][0]
-        assert relative_error(got, want) < 0.03, batch
+            steps.start()
+            found[name] = steps.token.flatten().clone(), graph[0][0]
+        (token, want), (other, got) = found["apart"], found["fused"]
+        same = token == other  # rounding may choose another first token, and then all that follows differs
+        agree += int(same.sum())
+        assert not same.any() or relative_error(got[same], want[same]) < 0.03, batch
+    assert agree >= 10, "of 17 first tokens"
 
 
 def test_a_compiled_model_has_no_graph_breaks_and_other_inputs_work():
@@ -150,7 +158,7 @@ def test_weights_are_held_once_and_fusing_needs_little_memory():
     torch.cuda.synchronize()
     group = 2 * 14336 * 4096 * 9 // 16
     assert torch.cuda.memory_allocated() <= before + 2**20
-    assert torch.cuda.max_memory_allocated() <= before + 5 * group
+    assert torch.cuda.max_memory_allocated() <= before + 4 * group + PACKING
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     fp4dispatch.warmup(model, tokens=[1])
     if fp4dispatch.gpu_arch == fp4dispatch.Arch(9, 0):
