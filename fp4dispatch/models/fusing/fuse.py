@@ -205,7 +205,7 @@ def _named_elsewhere(model: nn.Module) -> dict[str, str]:
     """Return which code of the model reaches for these layers of another module, by the last part of their names."""
     names = {shard for shards in GROUPS.values() for shard in shards}
     found: dict[str, str] = {}
-    for cls in {_base(module) for module in model.modules()}:
+    for cls in dict.fromkeys(_base(module) for module in model.modules()):
         for where, name in uses_of_others(cls, names):
             found[name] = f"{where} uses {name} of another module"
     return found
@@ -215,9 +215,9 @@ def _why_not(candidate: _Candidate, places: Mapping[int, int], foreign: Mapping[
     """Return why layers cannot be fused, empty if they can. Does not look at values of tensors."""
     layers = candidate.layers()
     if len(layers) < len(candidate.shards):
-        absent = next(s for s, layer in ((s, candidate.parent._modules.get(s)) for s in candidate.shards)
-                      if not isinstance(layer, QuantizedLinear))  # fmt: skip
-        there = candidate.parent._modules.get(absent)
+        here = candidate.parent._modules
+        absent = next(shard for shard in candidate.shards if not isinstance(here.get(shard), QuantizedLinear))
+        there = here.get(absent)
         return f"there is no {absent}" if there is None else f"{absent} is a {type(there).__name__}, not quantised"
     for shard, layer in zip(candidate.shards, layers, strict=True):
         if isinstance(layer, ParallelLinear):
@@ -239,7 +239,13 @@ def _why_not(candidate: _Candidate, places: Mapping[int, int], foreign: Mapping[
         return f"the forward of the {type(parent).__name__} was replaced"
     if hasattr(parent, candidate.fused):
         return f"the {type(parent).__name__} has another {candidate.fused}"
-    return _differ(candidate, layers) or uses_outside_forward(_base(parent), candidate.shards)
+    why = _differ(candidate, layers) or uses_outside_forward(_base(parent), candidate.shards)
+    if not why:
+        try:
+            _class_for(candidate)
+        except CannotFuse as error:
+            return str(error)
+    return why
 
 
 def _differ(candidate: _Candidate, layers: list[QuantizedLinear]) -> str:
@@ -277,14 +283,8 @@ def _fuse(candidate: _Candidate) -> FusedLayer:
     CannotFuse
         If the class does not allow it, or one layer cannot hold the weights or cannot run here.
     """
-    parent, layers = candidate.parent, candidate.layers()
-    before = tuple(parent.fused_groups) if isinstance(parent, FusedProjections) else ()
-    groups: Groups = (*before, (candidate.fused, candidate.shards))
+    layers, cls = candidate.layers(), _class_for(candidate)
     first = layers[0]
-    try:
-        cls = fused_class(_base(parent), groups)
-    except TypeError as error:  # __init_subclass__, or a metaclass
-        raise CannotFuse(f"{type(parent).__name__} cannot have a subclass: {error}") from None
     try:
         layer = _joined(candidate, layers)
         if layer.device.type == "cuda":
@@ -303,6 +303,17 @@ def _fuse(candidate: _Candidate) -> FusedLayer:
         layer.out_features,
         layer.in_features,
     )
+
+
+def _class_for(candidate: _Candidate) -> type[nn.Module]:
+    """Return the class that the module gets. Raises CannotFuse if there can be none."""
+    parent = candidate.parent
+    before = parent.fused_groups if isinstance(parent, FusedProjections) else ()
+    groups: Groups = (*before, (candidate.fused, candidate.shards))
+    try:
+        return fused_class(_base(parent), groups)
+    except TypeError as error:  # __init_subclass__, or a metaclass
+        raise CannotFuse(f"{type(parent).__name__} cannot have a subclass: {error}") from None
 
 
 def _put_in(candidate: _Candidate, layer: QuantizedLinear, cls: type[nn.Module], rows: list[int]) -> None:
