@@ -11,7 +11,9 @@ runs without one. Attention is PyTorch's without cuDNN's, whose decode steps hav
     python bench/decoder.py --json out.json --commit HASH
     python bench/decoder.py --tiny --device cpu            # a small model, no graph: that the script works
 
-A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation. ``--compact`` first
+A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation, and ``+fuse`` for
+one layer in place of q, k and v and one in place of gate and up, and ``+head`` to quantise the head too. ``--fuse`` and
+``--head`` measure each format without and with it, in the same run. ``--compact`` first
 keeps what a layer drops by default (``keep_stored=True``) and drops it (``fp4dispatch.compact``) before anything is
 timed: the table then has the memory with and without it. Logits that are not bit for bit what they were print WRONG.
 ``replace_peak_gb`` is the most that was allocated while the linear layers were replaced.
@@ -117,13 +119,28 @@ def build(sizes: dict[str, Any], device: torch.device, seed: int = 0, family: st
     return model
 
 
+def variants(formats: Sequence[str], *, fuse: bool, head: bool) -> list[str]:
+    """Return the formats, each followed by those with fused layers and a quantised head where that is asked for."""
+    more = ["", *(["+fuse"] if fuse else []), *(["+head"] if head else []), *(["+fuse+head"] if fuse and head else [])]
+    return list(dict.fromkeys(f"{fmt}{way}" for fmt in formats for way in ([""] if fmt == "bf16" else more)))
+
+
 def quantise(model: nn.Module, fmt: str, *, keep_stored: bool = False) -> dict[str, int]:
     """Replace the linear layers, one decoder layer at a time; return how many layers each choice of backends runs."""
-    name, _, activation = fmt.partition(":")
+    kind, *ways = fmt.split("+")
+    unknown = set(ways) - {"fuse", "head"}
+    if unknown:
+        raise SystemExit(f"format {fmt!r}: {', '.join(sorted(unknown))} is not known; add +fuse or +head")
+    name, _, activation = kind.partition(":")
     if name == "bf16":
         return {}
+    options: dict[str, Any] = {"activation": activation or "any", "keep_stored": keep_stored}
     for layer in model.model.layers:
-        fp4dispatch.replace_linears(layer, name, activation=activation or "any", keep_stored=keep_stored)
+        report = fp4dispatch.replace_linears(layer, name, fuse="fuse" in ways, **options)
+        if report.fusing.left:
+            raise SystemExit(f"format {fmt!r}: {report.fusing}")
+    if "head" in ways:
+        fp4dispatch.replace_linears(model, name, lm_head=True, **options)
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     return dict(Counter(layer.backend_text() for layer in layers))
 
@@ -370,6 +387,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt that is timed")
+    parser.add_argument("--fuse", action="store_true", help="measure each format with fused layers too")
+    parser.add_argument("--head", action="store_true", help="measure each format with a quantised head too")
     parser.add_argument("--compact", action="store_true", help="hold weights twice first, and drop them before timing")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--device", help="cuda or cpu; the GPU where torch sees one, by default")
@@ -385,7 +404,7 @@ def main(words: Sequence[str] | None = None) -> int:
     document: dict[str, Any] = {"tiny": arguments.tiny, "prompt": PROMPT, "formats": []}
     reference: Tensor | None = None
     with torch.inference_mode(), repeatable_attention():
-        for fmt in arguments.formats:
+        for fmt in variants(arguments.formats, fuse=arguments.fuse, head=arguments.head):
             result, logits = run_format(fmt, arguments, card, reference)
             reference = logits if reference is None else reference
             document["formats"].append(result)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # the names in _LAZY, for type checkers and editors
     from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize, nvfp4_global_scale
     from fp4dispatch.integrations import register
     from fp4dispatch.models.compact_weights import compact
+    from fp4dispatch.models.fusing.fuse import fuse
     from fp4dispatch.models.linear import FP4Linear, FP8Linear
     from fp4dispatch.models.model_report import report
     from fp4dispatch.models.replace import replace_linears, warmup
@@ -78,6 +79,7 @@ _LAZY: dict[str, str] = {
     "quantize_checkpoint": "checkpoints",
     "save_quantized": "checkpoints",
     "compact": "models.compact_weights",
+    "fuse": "models.fusing.fuse",
     "replace_linears": "models.replace",
     "warmup": "models.replace",
     "refresh": "models.stored_weights",
@@ -124,6 +126,7 @@ __all__ = [
     "fp8_dequantize",
     "fp8_gemm",
     "fp8_quantize",
+    "fuse",
     "gpu_arch",
     "gpus",
     "load_quantized",

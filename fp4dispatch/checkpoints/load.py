@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,6 +26,8 @@ from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.formats.checks import check_content
 from fp4dispatch.machine.collectives import Team
 from fp4dispatch.machine.ranks import Ranks
+from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer, FuseReport
+from fp4dispatch.models.fusing.fuse import fuse as _fuse
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.parallel.layers import Part, become, cut_bias
 from fp4dispatch.models.parallel.plan import TensorParallel
@@ -67,6 +70,8 @@ class LoadReport:
     dequantized
         (name, reason) of each layer that is stored quantised but cannot be a quantised layer, e.g. because other code
         of the model reads its weight. It keeps its class and gets the dequantised weight.
+    fusing
+        With ``fuse=True``: which layers are one layer now, and which are not, with the reason.
     model_bytes
         Bytes of all parameters and buffers of the model now.
     """
@@ -78,6 +83,7 @@ class LoadReport:
     missing: tuple[str, ...]
     dequantized: tuple[tuple[str, str], ...] = ()
     model_bytes: int = 0
+    fusing: FuseReport = NOTHING_FUSED
 
     def __str__(self) -> str:
         schemes = ", ".join(sorted({layer.scheme for layer in self.layers}))
@@ -88,6 +94,7 @@ class LoadReport:
             f"model's {self.model_bytes / 1e6:.2f} MB"
         ]
         lines += [f"  dequantised: {name}: {reason}" for name, reason in self.dequantized]
+        lines += [f"  {line}" for line in self.fusing.lines()]
         if self.missing:
             lines.append(f"  NOT FILLED, still with their old values: {len(self.missing)} parameters or buffers:")
             lines += [f"    {name}" for name in self.missing]
@@ -103,6 +110,7 @@ def load_quantized(
     activation: Activation | None = None,
     tp: Any = None,
     keep_stored: bool = False,
+    fuse: bool = False,
 ) -> LoadReport:
     """Replace a model's ``nn.Linear`` modules by the quantised layers of a checkpoint, and fill everything else.
 
@@ -138,6 +146,9 @@ def load_quantized(
     keep_stored
         Whether NVFP4 layers keep their stored tensors beside a layout that holds the same bits, see
         :class:`~fp4dispatch.models.linear.FP4Linear`. Layers that were made with it keep it.
+    fuse
+        Whether to make q, k and v projections one layer then, and gate and up projections another, where that is exact
+        (:func:`fp4dispatch.fuse`). Layers that are cut among ranks stay apart.
 
     Raises
     ------
@@ -174,15 +185,29 @@ def load_quantized(
         )  # fmt: skip
     for name, reason in dequantized:
         _log.warning("%s is stored quantised and was dequantised: %s", name, reason)
+    fusing = _fuse(model) if fuse else NOTHING_FUSED
     return LoadReport(
         checkpoint.path,
-        tuple(layers),
+        with_fused(model, layers, fusing),
         tuple(plan.excluded),
         tuple(plan.kv_cache + plan.ignored + plan.unexpected),
         tuple(plan.missing),
         dequantized,
         model_bytes(model),
+        fusing,
     )
+
+
+def with_fused(model: nn.Module, layers: Sequence[LoadedLayer], fusing: FuseReport) -> tuple[LoadedLayer, ...]:
+    """Return the loaded layers, with each fused one in place of its shards."""
+
+    def one(fused: FusedLayer, parts: list[LoadedLayer]) -> LoadedLayer:
+        layer = model.get_submodule(fused.name)
+        assert isinstance(layer, QuantizedLinear)
+        sources = tuple(source for part in parts for source in part.sources)
+        return LoadedLayer(fused.name, parts[0].scheme, sources, layer.stored_nbytes())
+
+    return tuple(fusing.merged(layers, one))
 
 
 Swap = tuple[dict[str, Any], str, Any]
@@ -254,7 +279,8 @@ def _stage(
             weight = _like(slot.old, dense)
             swaps.extend((place, key, weight) for place, key in slot.slots)
             continue
-        options = layer_options(layer, activation, stated.get(layer.names[0]))
+        name = layer.names[0] if layer.names[0] in stated else layer.shards[0].name  # it may have been fused since
+        options = layer_options(layer, activation, stated.get(name))
         if keep_stored:
             options["keep_stored"] = True
         module, nbytes = _build(layer, checkpoint, device, options, parts.get(layer.names[0]))

@@ -24,9 +24,11 @@ from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.publish import atomic_directory
 from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
-from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, split_shards, written_shape
+from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, written_shape
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.compact_weights import without_dropped
+from fp4dispatch.models.fusing.parents import shards_in
+from fp4dispatch.models.fusing.rows import split
 from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups
@@ -127,7 +129,9 @@ def save_quantized(
     layers = list(_layers(model, format))
     if not layers:
         raise CheckpointError("the model has no quantised layer: use fp4dispatch.replace_linears first")
-    inside = tuple(_below(name, "") for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
+    quantised = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    fused = [shard for shards in shards_in(model).values() for shard in shards]
+    inside = tuple(_below(name, "") for name in (*quantised, *fused))
     others = _other_tensors(model, inside) | _kv_tensors(model)
     _warn_of_separate_scales(layers)
     entries = [e for layer in layers for e in layer.entries()]
@@ -206,6 +210,7 @@ def _below(name: str, suffix: str) -> str:
 
 
 def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
+    fused = shards_in(model)
     inverse = format == "fp8" and any(carried.inverse_scales for _, carried in all_carried(model))
     for name, module in model.named_modules():
         if not isinstance(module, QuantizedLinear):
@@ -214,11 +219,11 @@ def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
         scheme = scheme_for(format, weights.scaling)
         if inverse and scheme.name == "fp8-tensor":
             scheme = SCHEMES["fp8-tensor-inv"]
-        rows = weights.shard_rows
+        rows = tuple(fused[name].values()) if name in fused else weights.shard_rows
         if len(rows) < 2:
             yield _Layer(name, scheme, weights, module.bias, module.activation)
             continue
-        names = shard_names(name)
+        names = tuple(fused[name]) if name in fused else shard_names(name)
         if len(names) != len(rows):
             raise CheckpointError(
                 f"layer {name!r} is fused from {len(rows)} shards with their own global scales, and the names of its "
@@ -226,7 +231,7 @@ def _layers(model: nn.Module, format: str) -> Iterator[_Layer]:
                 "global scale a layer"
             )
         biases = [None] * len(rows) if module.bias is None else list(torch.split(module.bias, list(rows)))
-        for shard_name, shard, bias in zip(names, split_shards(weights), biases, strict=True):
+        for shard_name, shard, bias in zip(names, split(weights, rows), biases, strict=True):
             yield _Layer(shard_name, scheme, shard, bias, module.activation)
 
 

@@ -16,13 +16,14 @@ Sources: ModelOpt 0.47 ``torch/export``, compressed-tensors 0.20 ``compressors``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, from_128x4
+from fp4dispatch.models.fusing.rows import split
 from fp4dispatch.problem import Op, Scaling
 
 
@@ -210,26 +211,7 @@ def written_shape(scheme: Scheme, name: str, n: int, k: int) -> tuple[int, ...]:
 
 def split_shards(weights: LinearWeights) -> list[LinearWeights]:
     """Cut a fused NVFP4 layer into its shards along N, exactly: the inverse of :func:`fuse_shards`; copies nothing."""
-    scale = weights.scale
-    if weights.sf_layout == "128x4":
-        scale = from_128x4(scale, weights.n, weights.k // NVFP4_BLOCK)
-    globals_ = weights.scale.new_empty(0, dtype=torch.float32) if weights.global_scale is None else weights.global_scale
-    shards, start = [], 0
-    for index, rows in enumerate(weights.shard_rows):
-        part = slice(start, start + rows)
-        shards.append(
-            replace(
-                weights,
-                n=rows,
-                weight=weights.weight[part],
-                scale=scale[part],
-                global_scale=globals_[index : index + 1],
-                shard_rows=(rows,),
-                sf_layout="linear",
-            )
-        )
-        start += rows
-    return shards
+    return split(weights, weights.shard_rows)
 
 
 def fuse_shards(shards: list[LinearWeights]) -> LinearWeights:

@@ -60,7 +60,12 @@ class Chosen:
 
 
 def choose_layers(
-    model: nn.Module, config: str | Mapping[str, str | None], include: Patterns, exclude: Patterns
+    model: nn.Module,
+    config: str | Mapping[str, str | None],
+    include: Patterns,
+    exclude: Patterns,
+    *,
+    lm_head: bool = False,
 ) -> Chosen:
     """Choose as :func:`~fp4dispatch.models.replace.replace_linears` does; arguments as there. Works on the meta device.
 
@@ -68,7 +73,8 @@ def choose_layers(
     ------
     InputError
         For an argument of a wrong type, an unknown format, a pattern that is no regular expression or (``include``,
-        ``config``) names no linear layer, or a model without any ``nn.Linear``.
+        ``config``) names no linear layer, or a model without any ``nn.Linear``. With ``lm_head``, if there is no output
+        head, or it cannot be quantised.
     """
     _check_types(model, config, include, exclude)
     pick = picker(config, include, exclude)
@@ -85,14 +91,50 @@ def choose_layers(
     left, tied = why_left(model), ties(model)
     skipped: list[tuple[str, str]] = []
     layers: list[tuple[str, nn.Linear, str]] = []
+    heads: dict[str, str] = {}
+    if lm_head:
+        heads, told = _heads(model, picker(config, "*", () if exclude is EXCLUDE else exclude), left, tied)
+        notes += told
     for name, linear in found.items():
-        fmt = pick(name)
+        fmt = heads.get(name) or pick(name)
         reason = "excluded by name" if fmt is None else left.get(id(linear)) or _unfit(linear, fmt, tied)
+        reason = "" if name in heads else reason
         if reason or fmt is None:
             skipped.append((name, reason))
         else:
             layers.append((name, linear, fmt))
     return Chosen(tuple(layers), tuple(skipped), notes)
+
+
+def _heads(
+    model: nn.Module, pick: Callable[[str], str | None], left: Mapping[int, str], tied: Mapping[int, str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the output heads to quantise, with their formats, and a note for each that is tied."""
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if _is_head(name)]
+    heads = [(name, module) for name, module in named if isinstance(module, nn.Linear)]
+    if not heads and not any(isinstance(module, QuantizedLinear) for _, module in named):
+        raise InputError(
+            f"lm_head=True, but {type(model).__name__} has no linear layer of that name: name its head in include"
+        )
+    found: dict[str, str] = {}
+    notes = []
+    for name, linear in heads:
+        fmt = pick(name)
+        why = left.get(id(linear)) or (_unfit(linear, fmt, {}) if fmt else "config or exclude leaves it out")
+        if fmt is None or why:
+            raise InputError(f"lm_head=True, but {name} cannot be quantised: {why}")
+        found[name] = fmt
+        if id(linear) in tied:
+            mb = linear.weight.numel() * linear.weight.element_size() / 1e6
+            notes.append(
+                f"{name} was tied to {tied[id(linear)]}, and has {fmt} weights of its own now, besides the {mb:.2f} MB "
+                "that the embedding keeps"
+            )
+    return found, tuple(notes)
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] == "lm_head"
 
 
 def _check_types(model: object, config: object, include: object, exclude: object) -> None:

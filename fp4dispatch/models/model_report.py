@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.errors import Fp4DispatchError, InputError
+from fp4dispatch.models.fusing.parents import shards_in
 from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import leftover, model_bytes, ties, why_left, why_no_linear
@@ -43,6 +44,8 @@ class LayerGroup:
         Bytes of them all, backend layouts included.
     dropped_bytes
         Bytes of stored tensors that they do not hold, as a backend layout holds the same bits.
+    shards
+        The layers that were fused into each (:func:`fp4dispatch.fuse`), by the last part of their names.
     """
 
     name: str
@@ -56,6 +59,7 @@ class LayerGroup:
     reason: str
     nbytes: int
     dropped_bytes: int = 0
+    shards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class ModelReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can carry."""
         return {
-            "groups": [asdict(group) for group in self.groups],
+            "groups": [asdict(group) | {"shards": list(group.shards)} for group in self.groups],
             "left": [asdict(left) | {"shape": list(left.shape)} for left in self.left],
             "small_bytes": self.small_bytes,
             "model_bytes": self.model_bytes,
@@ -151,7 +155,8 @@ def report(model: nn.Module, *, large: int = LARGE) -> ModelReport:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear)]
-    groups = grouped([_layer(name, layer) for name, layer in layers], ("nbytes", "dropped_bytes"))
+    fused = {name: tuple(shard.rpartition(".")[2] for shard in shards) for name, shards in shards_in(model).items()}
+    groups = grouped([_layer(name, layer, fused.get(name, ())) for name, layer in layers], ("nbytes", "dropped_bytes"))
     found = _left(model)
     left = grouped([one for one in found if one.nbytes >= large], ("nbytes",))
     total = model_bytes(model)
@@ -174,12 +179,12 @@ def decision_text(layer: QuantizedLinear) -> tuple[str, str, str]:
     return layer.backend_text(), rule, reason
 
 
-def _layer(name: str, layer: QuantizedLinear) -> LayerGroup:
+def _layer(name: str, layer: QuantizedLinear, shards: tuple[str, ...]) -> LayerGroup:
     backend, rule, reason = decision_text(layer)
     kind = f"fp8 {layer.scaling}" if isinstance(layer, FP8Linear) else "nvfp4"
     size = (layer.out_features, layer.in_features)
     held, dropped = layer.nbytes(), layer.dropped_nbytes()
-    return LayerGroup(pattern_of(name), 1, kind, *size, layer.activation, backend, rule, reason, held, dropped)
+    return LayerGroup(pattern_of(name), 1, kind, *size, layer.activation, backend, rule, reason, held, dropped, shards)
 
 
 def _left(model: nn.Module) -> list[LeftAlone]:
@@ -242,7 +247,8 @@ def _tables(found: ModelReport) -> list[Any]:
     for group in found.groups:
         why = f"{group.rule}: {group.reason}" if group.rule else group.reason
         size, mb = f"{group.n} x {group.k}", f"{group.nbytes / 1e6:.2f}"
-        cells = (group.name, str(group.count), group.format, size, group.activation, mb, group.backend, why)
+        name = f"{group.name} = {' + '.join(group.shards)}" if group.shards else group.name
+        cells = (name, str(group.count), group.format, size, group.activation, mb, group.backend, why)
         layers.add_row(*map(escape, cells))
     left = Table(title="left alone", title_justify="left")
     for head in ("parameters", "", "shape", "dtype", "MB", "why"):

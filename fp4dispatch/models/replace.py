@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +16,13 @@ from fp4dispatch.formats import Calibration, check_calibration
 from fp4dispatch.formats.amax import largest
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
-from fp4dispatch.models.model_report import decision_text, pattern_of
+from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer
+from fp4dispatch.models.fusing.fuse import fuse as _fuse
+from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
-from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, why_no_linear
+from fp4dispatch.models.replacing.replace_report import LayerReport, LeftParameter, ReplaceReport
+from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, untie, why_no_linear
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.run import prebuild, routes
@@ -36,142 +37,6 @@ _Planned = tuple[str, nn.Linear, str]
 """Name, layer and format."""
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """One replaced layer. ``backend`` has the choice for each range of M; ``rule`` and ``reason`` tell why.
-
-    ``bytes_after`` counts all that it holds now, backend layouts included. ``bytes_dropped`` are of stored tensors that
-    it does not hold beside their layout.
-    """
-
-    name: str
-    format: str
-    n: int
-    k: int
-    bytes_before: int
-    bytes_after: int
-    backend: str
-    rule: str
-    reason: str
-    bytes_dropped: int = 0
-
-
-@dataclass(frozen=True)
-class LeftParameter:
-    """A parameter with two or more dimensions that is not in a linear layer. It is not changed."""
-
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReplaceReport:
-    """What :func:`replace_linears` did; ``str()`` is a table.
-
-    Parameters
-    ----------
-    layers
-        The layers that are quantised now.
-    skipped
-        (name, reason) of each linear layer that was left alone.
-    others
-        Other weights that were not quantised: experts in one tensor, convolutions, embeddings, ``Conv1D`` of GPT-2.
-    model_bytes_before, model_bytes_after
-        Bytes of all parameters and buffers of the model.
-    notes
-        Notes for the caller, e.g. an exclude pattern that matches nothing.
-    """
-
-    layers: tuple[LayerReport, ...]
-    skipped: tuple[tuple[str, str], ...]
-    others: tuple[LeftParameter, ...] = ()
-    model_bytes_before: int = 0
-    model_bytes_after: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def bytes_before(self) -> int:
-        """Bytes of the replaced layers before."""
-        return sum(layer.bytes_before for layer in self.layers)
-
-    @property
-    def bytes_after(self) -> int:
-        """Bytes of the replaced layers now, backend layouts included."""
-        return sum(layer.bytes_after for layer in self.layers)
-
-    @property
-    def bytes_dropped(self) -> int:
-        """Bytes of stored tensors that the layers do not hold, as a backend layout holds the same bits."""
-        return sum(layer.bytes_dropped for layer in self.layers)
-
-    @property
-    def saved_percent(self) -> float:
-        """Reduction of the whole model's bytes in percent. Negative if backend layouts made it larger."""
-        return 100 * (1 - self.model_bytes_after / self.model_bytes_before) if self.model_bytes_before else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for ``--json``."""
-        return {
-            "layers": [asdict(layer) for layer in self.layers],
-            "skipped": [{"name": name, "reason": reason} for name, reason in self.skipped],
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "bytes_dropped": self.bytes_dropped,
-            "others": [asdict(other) for other in self.others],
-            "model_bytes_before": self.model_bytes_before,
-            "model_bytes_after": self.model_bytes_after,
-            "saved_percent": self.saved_percent,
-            "notes": list(self.notes),
-        }
-
-    def __str__(self) -> str:
-        """Return a table in which equal layers, whose names differ only in numbers, are one row."""
-        head = ("layers", "", "format", "N x K", "MB before", "after", "backend", "why")
-        groups = Counter[LayerReport]()
-        for layer in self.layers:
-            groups[replace(layer, name=pattern_of(layer.name))] += 1
-        rows = [
-            (
-                group.name,
-                str(count),
-                group.format,
-                f"{group.n} x {group.k}",
-                f"{count * group.bytes_before / 1e6:.2f}",
-                f"{count * group.bytes_after / 1e6:.2f}",
-                group.backend,
-                f"{group.rule}: {group.reason}" if group.rule else group.reason,
-            )
-            for group, count in groups.items()
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
-        ]
-        lines += self.totals()
-        left = Counter((pattern_of(name), reason) for name, reason in self.skipped)
-        lines += [f"  left alone: {name}: {reason}{_times(count)}" for (name, reason), count in left.items()]
-        others = Counter((pattern_of(o.name), o.nbytes, o.reason) for o in self.others)
-        for (name, nbytes, reason), count in others.items():
-            lines.append(f"  left alone: {name} ({count * nbytes / 1e6:.2f} MB): {reason}{_times(count)}")
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
-
-    def totals(self) -> list[str]:
-        """Return the lines with the sums: of the layers, and of the whole model."""
-        left = f"{len(self.skipped)} linear layers left alone"
-        if self.others:
-            left += f", and {len(self.others)} other parameters ({sum(o.nbytes for o in self.others) / 1e6:.2f} MB)"
-        once = f"held once: {self.bytes_dropped / 1e6:.2f} MB of stored tensors are in the layout of the kernels alone"
-        return [
-            f"{len(self.layers)} layers: {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB; {left}",
-            f"whole model: {self.model_bytes_before / 1e6:.2f} MB -> {self.model_bytes_after / 1e6:.2f} MB "
-            f"({self.saved_percent:.1f} % saved)",
-            *([once] if self.bytes_dropped else []),
-        ]
-
-
 def replace_linears(
     model: nn.Module,
     config: str | Mapping[str, str | None] = "nvfp4",
@@ -182,6 +47,8 @@ def replace_linears(
     backend: str | None = None,
     keep_stored: bool = False,
     calibrate: Calibration = "max",
+    fuse: bool = False,
+    lm_head: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
     format: str | Mapping[str, str | None] | None = None,
 ) -> ReplaceReport:
@@ -216,6 +83,12 @@ def replace_linears(
         How NVFP4 block scales are chosen. ``max``: the largest magnitude of a block maps to 6. ``mse``: the scale of
         least squared error, from a search of about nine times the work
         (:func:`fp4dispatch.formats.nvfp4_quantize_mse`).
+    fuse
+        Whether to make q, k and v projections one layer then, and gate and up projections another, where that is exact
+        (:func:`fp4dispatch.fuse`). The report has the fused layers, and those that were not, with the reason.
+    lm_head
+        Whether to quantise the output head too, which ``exclude`` leaves out by default. A head that is tied to the
+        embedding is untied: the embedding keeps its weight, and a note tells the bytes of both.
     progress
         Called with (done, total, name) before each layer and once at the end. None: a bar on a terminal; elsewhere a
         line on stderr every ten seconds, so none for short work.
@@ -245,7 +118,7 @@ def replace_linears(
         if config != _DEFAULT:
             raise InputError(f"config={config!r} and format={format!r} mean the same: give one of them")
         config = format
-    chosen = choose_layers(model, config, include, exclude)
+    chosen = choose_layers(model, config, include, exclude, lm_head=lm_head)
     for fmt in {config} if isinstance(config, str) else set(config.values()) - {None}:
         check_request(PROBLEM[str(fmt)][0], backend)
     asked = config.values() if isinstance(config, Mapping) else [config]
@@ -263,18 +136,16 @@ def replace_linears(
     _check(plan, options, shared)
     with ExitStack() as shown:
         reports = _replace(model, plan, options, shared, progress or _bar(shown, len(plan)))
+    fusing = _fuse(model) if fuse else NOTHING_FUSED
+    reports = fusing.merged(reports, lambda fused, parts: _fused_report(model, fused, parts))
     others = tuple(
         LeftParameter(key, tuple(p.shape), p.numel() * p.element_size(), why_no_linear(key, owner, p))
         for key, owner, p in leftover(model)
     )
-    report = ReplaceReport(tuple(reports), skipped, others, before, model_bytes(model), notes)
+    report = ReplaceReport(tuple(reports), skipped, others, before, model_bytes(model), notes, fusing)
     if not reports:
         _log.warning("replace_linears: nothing was replaced in %s; %s", type(model).__name__, report)
     return report
-
-
-def _times(count: int) -> str:
-    return f" ({count} of these)" if count > 1 else ""
 
 
 def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
@@ -315,7 +186,9 @@ def _replace(
             if id(linear) in places:
                 new = _quantise(name, linear, fmt, options, shared)
                 carry_over(linear, new)
-                reports.append(_report(name, linear, fmt, new))
+                before = sum(p.numel() * p.element_size() for p in linear.parameters())
+                reports.append(_report(name, before, fmt, new))
+                untie(model, places[id(linear)])
                 for place in places.pop(id(linear)):
                     parent, _, child = place.rpartition(".")
                     setattr(model.get_submodule(parent), child, new)
@@ -368,8 +241,13 @@ def _quantise(
     return layer
 
 
-def _report(name: str, linear: nn.Linear, fmt: str, layer: QuantizedLinear) -> LayerReport:
-    before = sum(p.numel() * p.element_size() for p in linear.parameters())
+def _fused_report(model: nn.Module, fused: FusedLayer, parts: list[LayerReport]) -> LayerReport:
+    layer = model.get_submodule(fused.name)
+    assert isinstance(layer, QuantizedLinear)
+    return _report(fused.name, sum(part.bytes_before for part in parts), parts[0].format, layer, fused.shards)
+
+
+def _report(name: str, before: int, fmt: str, layer: QuantizedLinear, shards: tuple[str, ...] = ()) -> LayerReport:
     backend, rule, reason = decision_text(layer)
-    after, dropped = layer.nbytes(), layer.dropped_nbytes()
-    return LayerReport(name, fmt, layer.out_features, layer.in_features, before, after, backend, rule, reason, dropped)
+    size, after, dropped = (layer.out_features, layer.in_features), layer.nbytes(), layer.dropped_nbytes()
+    return LayerReport(name, fmt, *size, before, after, backend, rule, reason, dropped, shards)

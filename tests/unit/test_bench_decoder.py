@@ -77,6 +77,29 @@ def test_starting_again_forgets_everything(model):
     assert decoder.difference(decoder.run_steps(steps, steps.step, 3), first) == 0
 
 
+def test_fused_layers_and_the_head_are_formats_of_their_own(model):
+    both = {"fuse": True, "head": True}
+    assert decoder.variants(["bf16", "nvfp4:bf16"], **both) == [
+        *("bf16", "nvfp4:bf16", "nvfp4:bf16+fuse", "nvfp4:bf16+head", "nvfp4:bf16+fuse+head")
+    ]
+    assert decoder.variants(["bf16", "fp8_row", "fp8_row"], fuse=False, head=False) == ["bf16", "fp8_row"]
+    decoder.quantise(model, "nvfp4+fuse+head")
+    names = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
+    with pytest.raises(SystemExit, match="heads is not known"):
+        decoder.quantise(model, "nvfp4+heads")
+
+
+def test_fused_layers_are_measured_in_the_same_run(capsys, tmp_path):
+    small = ["--tiny", "--device", "cpu", "--formats", "nvfp4", "--batches", "1", "--steps", "1", "--prefill", "8"]
+    assert decoder.main([*small, "--fuse", "--json", str(tmp_path / "out.json")]) == 0
+    apart, fused = json.loads((tmp_path / "out.json").read_text())["formats"]
+    assert [apart["format"], fused["format"]] == ["nvfp4", "nvfp4+fuse"]
+    assert sum(fused["backends"].values()) == 4 / 7 * sum(apart["backends"].values())
+    assert fused["logits"]["relative_error"] < 0.02
+    assert "| nvfp4+fuse |" in capsys.readouterr().out
+
+
 def test_the_state_stays_where_a_graph_reads_and_writes_it(model):
     def places():
         layer = steps.cache.layers[0]

@@ -126,6 +126,21 @@ def test_the_caller_may_pin_activations_against_the_checkpoint():
     assert {(layer.activation, layer.backend) for layer in quantised_modules(model).values()} == {("any", "reference")}
 
 
+def test_static_activation_scales_of_fused_layers_are_saved_for_each(tmp_path):
+    from fp4dispatch.integrations.transformers import Fp4DispatchConfig
+
+    path = modelopt("Llama")
+    apart, fused = load(path), load(path, quantization_config=Fp4DispatchConfig(fuse=True))
+    layer = fused.model.layers[0].self_attn.qkv_proj
+    assert torch.equal(layer.input_scale, apart.model.layers[0].self_attn.k_proj.input_scale)
+    torch.testing.assert_close(tiny_models.logits(fused), tiny_models.logits(apart))
+    fused.save_pretrained(tmp_path / "out")
+    stored, saved = (load_file(p / "model.safetensors") for p in (path, tmp_path / "out"))
+    assert saved.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(saved[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
 def test_a_tied_head_stays_tied_and_a_quantised_one_is_untied(tmp_path):
     tied = load(modelopt("Gemma-3 text"))
     assert tied.lm_head.weight is tied.model.embed_tokens.weight

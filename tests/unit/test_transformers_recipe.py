@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from safetensors.torch import load_file
 
 from tests.transformers_cases import compressed, modelopt, plain
 
@@ -46,7 +47,8 @@ def test_snippets_run(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("FP4Linear(") == 2
     assert "torch.Size([1, 16, 128])" in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("OUT", "QUANTISED", "FOR_ENGINES", "COMPRESSED_AGAIN", "OFFLOAD_DIR"),
-    }
+    assert "fused: model.layers.*.self_attn.qkv_proj = q_proj + k_proj + v_proj (2 of these)" in done.stdout
+    written = {"OUT", "QUANTISED", "FOR_ENGINES", "UNFUSED", "COMPRESSED_AGAIN", "OFFLOAD_DIR"}
+    assert {path.name for path in tmp_path.iterdir()} == written
+    assert not any("qkv_proj" in name for name in load_file(tmp_path / "UNFUSED" / "model.safetensors"))
     assert "offloaded to disk: moved to cpu" in done.stdout

@@ -73,6 +73,24 @@ def test_what_compressed_tensors_wrote(tmp_path, name, preset, activation):
     check_saved(model, path, tmp_path / "out")
 
 
+@pytest.mark.usefixtures("taken")
+@pytest.mark.parametrize("preset", ["NVFP4A16", "NVFP4", "FP8_DYNAMIC"])
+def test_fused_layers_are_saved_as_they_were_stored(tmp_path, preset):
+    from fp4dispatch.integrations.transformers import Fp4DispatchConfig
+
+    path = compressed("Llama", preset)
+    apart = load(path, dtype=torch.float32)
+    fused = load(path, dtype=torch.float32, quantization_config=Fp4DispatchConfig(fuse=True))
+    report = fused.hf_quantizer.report.fusing
+    assert len(report.fused) == 4, report
+    torch.testing.assert_close(tiny_models.logits(fused), tiny_models.logits(apart), rtol=1e-4, atol=1e-5)
+    fused.save_pretrained(tmp_path / "out")
+    stored, saved = (load_file(p / "model.safetensors") for p in (path, tmp_path / "out"))
+    assert saved.keys() == stored.keys()
+    for name in (name for name in stored if "_proj." in name):
+        assert torch.equal(saved[name].reshape(-1).view(torch.uint8), stored[name].reshape(-1).view(torch.uint8)), name
+
+
 def test_without_it_transformers_decompresses():
     """What this is for. Both have the same numbers."""
     path = compressed("Llama")

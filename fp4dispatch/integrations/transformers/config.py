@@ -22,7 +22,7 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
     """Quantise the linear layers of a 16- or 32-bit checkpoint while Transformers loads it.
 
     Pass it as ``from_pretrained(..., quantization_config=Fp4DispatchConfig())``. For a checkpoint that is quantised
-    already only ``activation`` and ``backend`` count, and replace what the checkpoint says.
+    already only ``activation``, ``backend`` and ``fuse`` count, and replace what the checkpoint says.
 
     Parameters
     ----------
@@ -33,6 +33,9 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
         Pins the activation format of all layers. None: ``any``, or what the checkpoint says.
     backend
         Pins the backend of all layers. It is not saved.
+    fuse
+        As of :func:`fp4dispatch.replace_linears`: one layer for q, k and v, and one for gate and up, where that is
+        exact. It is not saved: checkpoints hold the layers apart.
 
     Raises
     ------
@@ -48,6 +51,7 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
         *,
         activation: Activation | None = None,
         backend: str | None = None,
+        fuse: bool = False,
     ) -> None:
         if activation is not None and activation not in ACTIVATIONS:
             raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
@@ -55,6 +59,7 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
         self.format, self.include, self.exclude = format, include, exclude
         self.activation: Activation | None = activation
         self.backend = backend
+        self.fuse = fuse
         self.block: dict[str, Any] | None = None
         """What a tool wrote into the configuration of a checkpoint; None where this package wrote it."""
 
@@ -102,5 +107,5 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return what a caller may say about a checkpoint that is quantised already."""
-        asked = {"activation": self.activation, "backend": self.backend}
+        asked = {"activation": self.activation, "backend": self.backend, "fuse": self.fuse or None}
         return {key: value for key, value in asked.items() if value is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
+from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.carried import all_carried
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
-from fp4dispatch.checkpoints.load import LoadReport
+from fp4dispatch.checkpoints.load import LoadReport, with_fused
 from fp4dispatch.checkpoints.plan import LayerPlan
 from fp4dispatch.checkpoints.schemes import SCHEMES, from_linear
 from fp4dispatch.errors import InputError
@@ -22,9 +24,12 @@ from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
 from fp4dispatch.integrations.transformers.supported import check_version
 from fp4dispatch.models.compact_weights import without_dropped
+from fp4dispatch.models.fusing.fuse import fuse
+from fp4dispatch.models.fusing.parents import shards_in
+from fp4dispatch.models.fusing.rows import split
 from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import leftover, why_no_linear
+from fp4dispatch.models.replacing.replaceable import leftover, model_bytes, why_no_linear
 from fp4dispatch.run import routes
 
 _log = logging.getLogger("fp4dispatch")
@@ -127,8 +132,18 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             self._new.finish()
             _log_new(self._new)
             self._new = None
+        if self.quantization_config.fuse:
+            self._fuse(model)
         _say_what_is_left(model)
         return model
+
+    def _fuse(self, model: Any) -> None:
+        fusing = fuse(model)
+        for line in fusing.lines():
+            _log.info("%s", line)
+        if self.report is not None:
+            layers, size = with_fused(model, self.report.layers, fusing), model_bytes(model)
+            self.report = replace(self.report, layers=layers, model_bytes=size, fusing=fusing)
 
     # --------------------------------------------------------------------------------------------------------- saving
 
@@ -136,21 +151,29 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         """Return the tensors to save, quantised ones under the names of the checkpoint that they came from."""
         refuse_cut(model, "save_pretrained")
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantizedLinear)}
+        fused = shards_in(model)
+        apart = {*layers, *(shard for shards in fused.values() for shard in shards)}
         state: dict[str, torch.Tensor] = {}
         with without_dropped():
             held = model.state_dict()
         for name, tensor in held.items():
             parent, _, last = name.rpartition(".")
-            if parent not in layers or last == "bias":
+            if parent not in apart or last == "bias":
                 state[name] = tensor
         for name, layer in layers.items():
-            state |= self._saved(name, layer)
+            weights = layer.weights(lend=False)
+            shards = fused.get(name)
+            if shards is None:
+                state |= self._saved(name, weights)
+                continue
+            for shard, part in zip(shards, split(weights, list(shards.values())), strict=True):
+                state |= self._saved(shard, part)
         for prefix, carried in all_carried(model):
             state |= {prefix + name: tensor for name, tensor in carried.tensors.items()}
         return state, {}
 
-    def _saved(self, name: str, layer: QuantizedLinear) -> dict[str, torch.Tensor]:
-        weights, planned = layer.weights(lend=False), self._schemes.get(name)
+    def _saved(self, name: str, weights: LinearWeights) -> dict[str, torch.Tensor]:
+        planned = self._schemes.get(name)
         if planned is None:
             tensors = from_linear(SCHEMES[_OWN_SCHEMES[weights.scaling]], weights)
             # Layers may share a scale tensor, and safetensors refuses tensors in common.

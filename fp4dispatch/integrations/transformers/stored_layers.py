@@ -37,7 +37,7 @@ from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, Form
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes
+from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes, untie
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
 
@@ -243,18 +243,6 @@ def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig) -> Quant
     for suffix, info in planned.shards[0].tensors.items():  # parameters: accelerate offloads those by default
         new.register_parameter(suffix, nn.Parameter(info.on_meta(), requires_grad=False))
     return new
-
-
-def untie(model: Any, names: Sequence[str]) -> None:
-    """Forget the ties of layers that have weights of their own now, e.g. of a quantised output head."""
-    mine = {f"{name}.weight" for name in names}
-    tied: dict[str, str] = model.all_tied_weights_keys
-    cut = [target for target, source in tied.items() if target in mine or source in mine]
-    for target in cut:
-        del tied[target]
-    if cut and not tied:
-        model.config.get_text_config(decoder=True).tie_word_embeddings = False
-        model.config.tie_word_embeddings = False
 
 
 def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear, away: Offloaded | None) -> dict[str, torch.Tensor]:

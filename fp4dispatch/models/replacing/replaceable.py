@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -85,6 +88,23 @@ def ties(model: nn.Module) -> dict[int, str]:
             if isinstance(module, nn.Linear) and other is not None:
                 found[id(module)] = other
     return found
+
+
+def untie(model: nn.Module, names: Iterable[str]) -> None:
+    """Make models of Transformers forget the ties of layers that have weights of their own now."""
+    for prefix, module in model.named_modules():
+        tied = vars(module).get("all_tied_weights_keys")
+        if not isinstance(tied, dict):
+            continue
+        start = f"{prefix}." if prefix else ""
+        mine = {f"{name}.weight".removeprefix(start) for name in names if name.startswith(start)}
+        cut = [target for target, source in tied.items() if target in mine or source in mine]
+        for target in cut:
+            del tied[target]
+        config: Any = getattr(module, "config", None)
+        if cut and not tied and config is not None:
+            config.get_text_config(decoder=True).tie_word_embeddings = False
+            config.tie_word_embeddings = False
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:

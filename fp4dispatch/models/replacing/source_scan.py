@@ -143,6 +143,12 @@ def _file(name: str) -> Mapping[tuple[str, int], ast.FunctionDef]:
     return {(f.name, min([f.lineno, *(d.lineno for d in f.decorator_list)])): f for f in functions}
 
 
+def definition_of(function: FunctionType) -> ast.FunctionDef | None:
+    """Return the syntax tree of a function, with the lines of its file; None without source. Shared: copy to change."""
+    code = function.__code__
+    return _file(code.co_filename).get((code.co_name, code.co_firstlineno))
+
+
 @dataclass
 class _Scan:
     """All functions of one class."""
@@ -158,7 +164,7 @@ class _Scan:
             return self.results[key]
         self.results[key] = frozenset()  # for recursion
         code = function.__code__
-        node = _file(code.co_filename).get((code.co_name, code.co_firstlineno))
+        node = definition_of(function)
         parameters = dict(bound)
         if code.co_argcount and not bound:
             parameters = {code.co_varnames[0]: frozenset({()})}

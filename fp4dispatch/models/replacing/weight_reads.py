@@ -17,8 +17,9 @@ from torch import nn
 from fp4dispatch.models.replacing.source_scan import Path, Read, functions_of, mentioned, reads_of
 
 _ENTRY = re.compile(r"forward|__call__|(get_\w+_features|generate|prepare_inputs|encode|decode|predict|sample)\w*")
-_NEVER = frozenset({"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr", "__repr__"})
-_FOREIGN = ("torch.nn.", "transformers.modeling_utils", "transformers.generation.")
+NEVER = frozenset({"__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr", "__repr__"})
+"""Methods that do not run in a forward."""
+FOREIGN = ("torch.nn.", "transformers.modeling_utils", "transformers.generation.")
 """Modules whose classes are not scanned: they name no child of a model. ``replaceable.py`` lists the exceptions."""
 
 
@@ -64,17 +65,17 @@ def _resolve(module: nn.Module, path: Path) -> Iterator[nn.Module]:
 def _methods(cls: type, names: set[str]) -> Iterator[FunctionType]:
     """Yield the methods and properties of a class and its bases with these names, and its entry points."""
     for base in cls.__mro__:
-        if f"{base.__module__}.".startswith(_FOREIGN) or base is object:
+        if f"{base.__module__}.".startswith(FOREIGN) or base is object:
             continue
         for name, member in vars(base).items():
             # The others get no module; calls of them are followed.
             bound = not isinstance(member, (staticmethod, classmethod))
-            if bound and name not in _NEVER and (name in names or _ENTRY.fullmatch(name)):
+            if bound and name not in NEVER and (name in names or _ENTRY.fullmatch(name)):
                 yield from functions_of(member)
 
 
 def _patched(module: nn.Module) -> Iterator[Read]:
     """Yield the reads of a ``forward`` that was put on the module itself."""
     for function in functions_of(vars(module).get("forward")):
-        if not f"{function.__module__}.".startswith(_FOREIGN):
+        if not f"{function.__module__}.".startswith(FOREIGN):
             yield from reads_of(type(module), (function,))
