@@ -14,6 +14,7 @@ block scales are not built: they need a sum of their own for every 128 k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -32,8 +33,8 @@ from fp4dispatch.backends.own.compiled import (
     State,
     Weights,
 )
-from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
-from fp4dispatch.backends.own.tiling import predict
+from fp4dispatch.backends.own.tensors.operands import await_writes, gpu_of, speeds_on, stored_rows
+from fp4dispatch.backends.own.tiling import launches, predict
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.formats import round_up, zero_pad
@@ -43,6 +44,9 @@ from fp4dispatch.problem.arch import Arch
 KERNEL = "w8a16_small"
 BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
 """Build of :data:`KERNEL` by output dtype."""
+
+MOST_TOKENS = KERNELS[KERNEL].most_tokens()
+"""The most tokens for which a launch shape of ours takes the place of the kernel's own."""
 
 _K_MULTIPLE = 16  # the kernel reads rows of the weight that start on 16 bytes
 _STEP_BYTES = 1 << 24
@@ -65,12 +69,29 @@ class W8A16Backend(CompiledBackend):
         """Name the same build."""
         return () if arch is None else self._kernels(problem, arch, sms)
 
-    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens | None:
+    def _chosen(
+        self, problem: Problem, layout: Layout, device: torch.device
+    ) -> tuple[Build, Sequence[int] | ByTokens | None] | None:
+        """Return the build, and launch shapes for all M: each timed, predicted or the kernel's own."""
+        builds = self._kernels(problem, *gpu_of(device))
+        if not builds:
+            return None
+        speeds = speeds_on(device)
+        shapes = ByTokens([None] * (MOST_TOKENS // predict.TOKENS_APART))
+        if speeds is not None:
+            shapes = self._shape(problem, layout, builds[0], speeds)
+        for i in range(len(shapes)):
+            at = replace(problem, m=(i + 1) * predict.TOKENS_APART)
+            timed = launches.tuned(self.name, at, device.index or 0)
+            if timed is not None and (launch := self._timed(timed, at, layout, device)) is not None:
+                shapes[i] = launch.shape
+        return builds[0], shapes if any(shapes) else None
+
+    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens:
         """Return launch shapes for all M: the plan serves every M."""
-        most = KERNELS[KERNEL].most_tokens()
         return ByTokens(
             predict.few_tokens_shape(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
-            for m in range(predict.TOKENS_APART, most + 1, predict.TOKENS_APART)
+            for m in range(predict.TOKENS_APART, MOST_TOKENS + 1, predict.TOKENS_APART)
         )
 
     def prepare(self, weights: LinearWeights) -> Prepared:
