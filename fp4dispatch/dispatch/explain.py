@@ -154,7 +154,7 @@ def _of_times(decision: Decision, system: System, bucket: Problem) -> list[str]:
     if void is not None:
         old, facts = void
         notes.append(
-            f"times and launch shapes of {old.date} are not used: measured with another {', '.join(facts)}. "
+            f"times and launch shapes of {old.date} are not used, as these facts were others: {', '.join(facts)}. "
             "fp4dispatch tune measures again"
         )
     if why := shipped.why_not(system):

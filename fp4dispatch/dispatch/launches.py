@@ -92,7 +92,7 @@ def _candidates(problem: Problem, system: System) -> Iterator[Measurement]:
     for m in tokens:
         for activation in dict.fromkeys((problem.activation, "any")):
             for bias in (problem.bias, not problem.bias):
-                asked = replace(plain, m=m, activation=activation, bias=bias)  # type: ignore[arg-type]
+                asked = replace(plain, m=m, activation=activation, bias=bias)
                 if (found := tuned.own(asked, system, backends)) is not None:
                     yield found
     for m in tokens:

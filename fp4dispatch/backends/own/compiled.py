@@ -29,6 +29,7 @@ from fp4dispatch.backends.own.tensors.operands import (
     taken_as_is,
 )
 from fp4dispatch.backends.own.tiling import launch_model, launches, predict
+from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.speeds import of as speeds_of
 from fp4dispatch.backends.own.tiling.tiles import speed_of
@@ -135,6 +136,10 @@ class ByTokens(list[Sequence[int] | None]):
         return self[index] if index < len(self) else None
 
 
+Chosen = tuple[Build, "Sequence[int] | ByTokens | None"]
+"""A build and its launch shape."""
+
+
 def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., None]:
     """Return the function of a kernel for few tokens with a launch shape of ours in place of its own."""
     function = getattr(loaded.module, f"{loaded.kernel}_shaped")
@@ -157,6 +162,11 @@ def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., No
         function(*operands[:-1], numbers, operands[-1])  # the last one is whether to launch with PDL
 
     return gemm
+
+
+def _gpu(device: torch.device) -> tuple[Arch, int, Speeds | None]:
+    """Return the arch of a GPU, its number of SMs, and the constants of its time models."""
+    return *gpu_of(device), speeds_on(device)
 
 
 class CompiledBackend(Backend):
@@ -228,10 +238,9 @@ class CompiledBackend(Backend):
     def launches(self, problem: Problem, prepared: Prepared) -> tuple[LaunchConfig, ...]:
         """Return the launches that are worth timing: first what the models or the rules alone choose, then others."""
         device, layout = prepared.tensors[0].device, Layout(*prepared.layout)
-        arch, sms = gpu_of(device)
-        speeds = speeds_on(device)
+        arch, sms, speeds = _gpu(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
-        found = [self._untuned(problem, layout, arch, sms, known) for known in dict.fromkeys((speeds, None))]
+        found = [self._untuned(problem, layout, arch, sms, known) for known in (speeds, None)]
         gemms = self.gemms(problem, arch, sms)
         best = [] if speeds is None else launches.worth_timing(gemms, padded, speeds)
         without = [LaunchConfig(*gemm) for gemm in gemms if not launches.has_shapes(*gemm)]
@@ -241,26 +250,24 @@ class CompiledBackend(Backend):
         """Make a plan of one of :meth:`launches`; errors as of :meth:`plan_with`."""
         return self.plan_with(problem, prepared, (launch.kernel, launch.build), launch.shape)
 
-    def _chosen(
-        self, problem: Problem, layout: Layout, device: torch.device
-    ) -> tuple[Build, Sequence[int] | ByTokens | None] | None:
+    def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
         """Return the build and the launch shape for a plan: timed ones first, then predicted ones, then the rules'."""
         timed = launches.tuned(self.name, problem, device.index or 0)
         if timed is not None and (launch := self._timed(timed, problem, layout, device)) is not None:
             return (launch.kernel, launch.build), launch.shape
-        arch, sms = gpu_of(device)
-        speeds = speeds_on(device)
+        return self._predicted(problem, layout, device)
+
+    def _predicted(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
+        """Return the build and the launch shape that the models or the rules choose."""
+        arch, sms, speeds = _gpu(device)
         builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
             return None
         return builds[0], None if speeds is None else self._shape(problem, layout, builds[0], speeds)
 
-    def _timed(
-        self, timed: launches.Tuned, problem: Problem, layout: Layout, device: torch.device
-    ) -> LaunchConfig | None:
+    def _timed(self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device) -> LaunchConfig | None:
         """Return the fastest of timed launches for a problem; None where none fits it."""
-        arch, sms = gpu_of(device)
-        speeds = speeds_on(device)
+        arch, sms, speeds = _gpu(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
         gpu = launch_model.gpu_with(sms) if speeds is None else speeds.many_tokens
         return launches.fastest(timed, padded, self.gemms(problem, arch, sms), speeds, gpu)

@@ -14,7 +14,6 @@ block scales are not built: they need a sum of their own for every 128 k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -26,6 +25,7 @@ from fp4dispatch.backends.own.compiled import (
     N_MULTIPLE,
     Build,
     ByTokens,
+    Chosen,
     CompiledBackend,
     Launch,
     Layout,
@@ -33,9 +33,10 @@ from fp4dispatch.backends.own.compiled import (
     State,
     Weights,
 )
-from fp4dispatch.backends.own.tensors.operands import await_writes, gpu_of, speeds_on, stored_rows
+from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
 from fp4dispatch.backends.own.tiling import launches, predict
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
+from fp4dispatch.backends.own.tiling.predict import TOKENS_APART
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
@@ -69,29 +70,25 @@ class W8A16Backend(CompiledBackend):
         """Name the same build."""
         return () if arch is None else self._kernels(problem, arch, sms)
 
-    def _chosen(
-        self, problem: Problem, layout: Layout, device: torch.device
-    ) -> tuple[Build, Sequence[int] | ByTokens | None] | None:
+    def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
         """Return the build, and launch shapes for all M: each timed, predicted or the kernel's own."""
-        builds = self._kernels(problem, *gpu_of(device))
-        if not builds:
+        chosen = self._predicted(problem, layout, device)
+        if chosen is None:
             return None
-        speeds = speeds_on(device)
-        shapes = ByTokens([None] * (MOST_TOKENS // predict.TOKENS_APART))
-        if speeds is not None:
-            shapes = self._shape(problem, layout, builds[0], speeds)
+        gemm, predicted = chosen
+        shapes = predicted if isinstance(predicted, ByTokens) else ByTokens([None] * (MOST_TOKENS // TOKENS_APART))
         for i in range(len(shapes)):
-            at = replace(problem, m=(i + 1) * predict.TOKENS_APART)
+            at = replace(problem, m=(i + 1) * TOKENS_APART)
             timed = launches.tuned(self.name, at, device.index or 0)
             if timed is not None and (launch := self._timed(timed, at, layout, device)) is not None:
                 shapes[i] = launch.shape
-        return builds[0], shapes if any(shapes) else None
+        return gemm, shapes if any(shapes) else None
 
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens:
         """Return launch shapes for all M: the plan serves every M."""
         return ByTokens(
             predict.few_tokens_shape(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
-            for m in range(predict.TOKENS_APART, MOST_TOKENS + 1, predict.TOKENS_APART)
+            for m in range(TOKENS_APART, MOST_TOKENS + 1, TOKENS_APART)
         )
 
     def prepare(self, weights: LinearWeights) -> Prepared:
