@@ -55,7 +55,7 @@ def measured(problem: Problem, system: System, backend: str) -> Measurement | No
     backend
         The backend that is to run.
     """
-    found = _candidates(problem, system)
+    found = _candidates(problem, system) if tuned.anything(system) else iter(())
     return next((each for each in found if each.launches(backend, problem.activation)), None)
 
 
@@ -117,9 +117,7 @@ class _Launches:
 
     def _look(self, backend: str, problem: Problem, gpu: int) -> Tuned | None:
         machine = here.machine()
-        if gpu >= len(machine.gpus):
-            return None
-        found = measured(problem, here.seen_from(machine, gpu), backend)
+        found = measured(problem, here.seen_from(machine, gpu), backend) if gpu < len(machine.gpus) else None
         if found is None:
             return None
         rows = found.launches(backend, problem.activation)

@@ -49,6 +49,11 @@ def table(problem: Problem, system: System) -> Measurement | None:
     return None if _silent(problem, system) else shipped.find(problem, system)
 
 
+def anything(system: System) -> bool:
+    """Whether there is any measurement, whatever it is of: a cheap question."""
+    return bool(_known or store.names()) or shipped.of(system) is not None
+
+
 def _silent(problem: Problem, system: System) -> bool:
     return settings.tuned == "off" or not system.gpus or _any_m(problem) in _ignored
 
@@ -57,8 +62,13 @@ def own(problem: Problem, system: System, backends: Mapping[str, object]) -> Mea
     """Return what this user has measured for a problem; None as for :func:`find`. Reads its file once a process."""
     if _silent(problem, system):
         return None
+    kept = store.names()
+    if not kept and not _known:
+        return None
     name = name_of(problem, facts(system, backends))
     if name not in _known:
+        if name not in kept:
+            return None
         found = store.find(name)
         with _lock:
             _known.setdefault(name, found)
