@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(said) if args.json else f"{path}: {done} layers measured, {said['left']} left")
     for why in wrong:
-        print(f"WRONG {why}")
+        print(f"WRONG {why}", file=sys.stderr)
     return FAILED if wrong else OK
 
 

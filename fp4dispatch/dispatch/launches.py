@@ -55,7 +55,7 @@ def measured(problem: Problem, system: System, backend: str) -> Measurement | No
     backend
         The backend that is to run.
     """
-    found = _candidates(problem, system) if tuned.anything(system) else iter(())
+    found = _candidates(problem, system) if tuned.launches_hold(problem, system) else iter(())
     return next((each for each in found if each.launches(backend, problem.activation)), None)
 
 

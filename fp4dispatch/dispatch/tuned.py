@@ -14,16 +14,20 @@ from fp4dispatch.dispatch import shipped
 from fp4dispatch.jit.store.records import Store
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.machine.system import System
-from fp4dispatch.problem import Problem
+from fp4dispatch.problem import Op, Problem, Scaling
 from fp4dispatch.problem.measurement import SCHEMA, Measurement, name_of
 from fp4dispatch.settings import settings
 from fp4dispatch.trust.facts import code_of, of_machine
+
+Layer = tuple[Op, Scaling, int, int]
+"""Op, scaling, N, K."""
 
 store = Store("tuning", SCHEMA, "tuned times", Measurement.from_dict)
 
 _lock = ForkSafeLock()
 _known: dict[str, Measurement | None] = {}
 _ignored: set[Problem] = set()
+_without_launches: set[Layer] = set()
 _changes = 0
 
 
@@ -47,11 +51,6 @@ def find(problem: Problem, system: System, backends: Mapping[str, object]) -> Me
 def table(problem: Problem, system: System) -> Measurement | None:
     """Return the measurement of the shipped table of the GPU model; None as for :func:`find`."""
     return None if _silent(problem, system) else shipped.find(problem, system)
-
-
-def anything(system: System) -> bool:
-    """Whether there is any measurement, whatever it is of: a cheap question."""
-    return bool(_known or store.names()) or shipped.of(system) is not None
 
 
 def _silent(problem: Problem, system: System) -> bool:
@@ -80,14 +79,30 @@ def remember(measurement: Measurement) -> None:
     with _lock:
         _known[measurement.name] = measurement
         _ignored.discard(_any_m(measurement.problem))
+        _without_launches.discard(_layer(measurement.problem))
         _changed()
 
 
 def ignore(problem: Problem) -> None:
-    """Do not use the times of a problem, for any M, in this process: not every rank has them."""
+    """Do not use the times of a problem, for any M, in this process: not every rank has them.
+
+    Nor any launches of its layer: those of a problem serve others with the same weights.
+    """
     with _lock:
         _ignored.add(_any_m(problem))
+        _without_launches.add(_layer(problem))
         _changed()
+
+
+def launches_hold(problem: Problem, system: System) -> bool:
+    """Whether there may be timed launches of a layer, shipped or this user's own. A cheap question."""
+    if settings.tuned == "off" or not system.gpus or _layer(problem) in _without_launches:
+        return False
+    return bool(_known or store.names()) or shipped.of(system) is not None
+
+
+def _layer(problem: Problem) -> Layer:
+    return problem.op, problem.scaling, problem.n, problem.k
 
 
 def _changed() -> None:
@@ -109,6 +124,7 @@ def reset() -> None:
     with _lock:
         _known.clear()
         _ignored.clear()
+        _without_launches.clear()
         _changed()
 
 

@@ -425,3 +425,16 @@ def test_launches_that_one_rank_has_are_used_by_none(kernels):
     assert launched(kernels, "w4a16", FP4) == good.shape
     assert agreement._take_over(ranks, mine, [here, there])
     assert launched(kernels, "w4a16", replace(FP4, activation="bf16")) == usual.shape
+    assert agreement._summary(mine)["launches"] == {"layer": ""}
+
+
+def test_ignored_launches_do_not_come_back_from_another_problem_of_the_layer(kernels):
+    """Ranks would never agree: each round would ignore the same problem, and find the launch of the other one."""
+    usual, good = another("w4a16", FP4)
+    kernels.us = {good: 10.0}
+    for problem in (FP4, replace(FP4, bias=True), replace(FP4, activation="bf16")):
+        tune(problem)
+    tuned.ignore(FP4)
+    assert launched(kernels, "w4a16", FP4) == usual.shape
+    tune(FP4, force=True)
+    assert launched(kernels, "w4a16", FP4) == good.shape
