@@ -139,6 +139,7 @@ def _tune(args: argparse.Namespace) -> int:
     from fp4dispatch.dispatch.whatif import default_scaling
     from fp4dispatch.tune import tuning
     from fp4dispatch.tune.agreement import Ranks
+    from fp4dispatch.tune.session import WRONG
 
     device = gpu()
     scaling = args.scaling or default_scaling(args.op)
@@ -159,7 +160,7 @@ def _tune(args: argparse.Namespace) -> int:
             found = tuning.tune_at(problem, weights, gpu=device.index, ranks=ranks, force=args.force)
             rows.append((found, choose.select(found.problem, backend="auto", gpu=device.index)))
             progress.step()
-    wrong = [why for found, _ in rows for _, why in found.left_out if why.startswith("wrong")]
+    wrong = [why for found, _ in rows for _, why in found.left_out if why.startswith(WRONG)]
     if args.json:
         print(json.dumps({"ok": not wrong, "shapes": [_plain(*row) for row in rows]}, indent=2))
     else:

@@ -33,6 +33,7 @@ from fp4dispatch.settings import did_you_mean, settings
 from fp4dispatch.trust import facts
 from fp4dispatch.tune import tuning
 from fp4dispatch.tune.agreement import Ranks
+from fp4dispatch.tune.session import WRONG
 
 FORMATS: tuple[tuple[Op, Scaling], ...] = (("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "row"), ("fp8_gemm", "block128"))
 """What is measured unless an op or a scaling is given."""
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             op, scaling, n, k = key
             progress.note(f"{op} {scaling} N={n} K={k}")
             found = measure(key, args.m or tokens(), device.index, args.force)
-            wrong += [why for each in found for _, why in each.left_out if why.startswith("wrong")]
+            wrong += [why for each in found for _, why in each.left_out if why.startswith(WRONG)]
             table = shipped.with_layer(table, key, [each for each in found if each.timings])
             write(path, table, found)
             done += 1

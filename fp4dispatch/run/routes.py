@@ -124,7 +124,8 @@ class LayerSpec:
         for key, launch in list(self._launches.items()):
             if key[3] == device:
                 index = self.index(key[0]) if key[0] > 0 else -key[0] - 1
-                plan = plan_for(choose.instance(launch.route.backend), launch.plan.problem, weights(index))
+                problem = self._problem(max(key[0], 1), key[1], key[2], launch.route)
+                plan = plan_for(choose.instance(launch.route.backend), problem, weights(index))
                 self._launches[key] = launch._replace(plan=plan)
 
     def _build(
@@ -140,10 +141,13 @@ class LayerSpec:
         backend = choose.instance(route.backend)
         if not backend.plans_by_m:
             key = (-index - 1, dtype, bias, device)
-        problem = Problem(self.op, m, self.n, self.k, route.activation, self.scaling, OUT_DTYPE[dtype], bias)
+        problem = self._problem(m, dtype, bias, route)
         launch = _Launch(ranged(backend, problem), plan_for(backend, problem, weights), route)
         self._launches[key] = launch
         return launch
+
+    def _problem(self, m: int, dtype: torch.dtype, bias: bool, route: Route) -> Problem:
+        return Problem(self.op, m, self.n, self.k, route.activation, self.scaling, OUT_DTYPE[dtype], bias)
 
 
 READY_M = 512

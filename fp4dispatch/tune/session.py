@@ -38,6 +38,8 @@ LONG_US = 5000.0
 HOPELESS, SHORT_US = 3.0, 100.0
 """A launch that takes so many times the candidate's fastest, and longer than this, is not timed further."""
 SHARE_OF_FREE_MEMORY = 0.5
+WRONG = "wrong"
+"""How a reason begins that is about numbers."""
 
 Candidate = tuple[str, Activation]
 
@@ -107,7 +109,9 @@ class Session:
         self._build(launch for _, launches in contenders for launch in launches)
         for name, launches in contenders:
             for launch in launches or (None,):
-                self._enter(Contender(*name, launch), usual=launch in (None, *launches[:1]))
+                usual = launch in (None, *launches[:1])
+                if self._enter(Contender(*name, launch), usual=usual) == WRONG and usual:
+                    break
         return tuple(self._entries)
 
     def _launches(self, name: str, activation: Activation, rivals: int) -> tuple[LaunchConfig, ...]:
@@ -127,7 +131,8 @@ class Session:
         if names and arch is not None:
             jit.build_together(names, arch)
 
-    def _enter(self, contender: Contender, *, usual: bool) -> None:
+    def _enter(self, contender: Contender, *, usual: bool) -> str:
+        """Check and record one contender; return :data:`WRONG` if its numbers are."""
         try:
             entry = self._recorded(contender, usual=usual)
         except CaptureError:
@@ -136,9 +141,10 @@ class Session:
             entry = f"{type(error).__name__}: {error}"
         if isinstance(entry, _Entry):
             self._entries[contender] = entry
-        else:
-            which = f" (launch {contender.launch})" if contender.launch and not usual else ""
-            self.left_out.append((contender.backend, f"{entry}{which}"))
+            return ""
+        which = f" (launch {contender.launch})" if contender.launch and not usual else ""
+        self.left_out.append((contender.backend, f"{entry}{which}"))
+        return WRONG if entry.startswith(WRONG) else ""
 
     def _recorded(self, contender: Contender, *, usual: bool) -> _Entry | str:
         """Plan, check and record one contender; return a text where its numbers are wrong."""
@@ -163,7 +169,7 @@ class Session:
         call(0)
         took = engine.once(call)
         if (fastest := self._once.setdefault(contender[:2], took)) * HOPELESS < took and took > SHORT_US:
-            return f"not timed: one call takes {took:.0f} us, another launch {fastest:.0f} us"
+            return f"one call takes {took:.0f} us, another launch {fastest:.0f} us"
         self._once[contender[:2]] = min(fastest, took)
         rotating = min(len(copies), max(2, int(LONG_US / took)))
         calls = timing.calls_for(rotating, None, took, engine.replay_us)
@@ -182,7 +188,7 @@ class Session:
         finding = Finding(size, kind, f"is off by {worst.error:.0%} of the reference", worst.tile)
         if condemn:
             selfcheck.condemn(backend, problem, choose.facts(self.gpu), finding)
-        return f"wrong at this size: {finding}"
+        return f"{WRONG} at this size: {finding}"
 
     def _answer(self, activation: Activation) -> Tensor:
         """Return the reference output for an activation format, f32 [M, N]; computed once."""
