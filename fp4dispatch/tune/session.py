@@ -168,12 +168,18 @@ class Session:
 
         call(0)
         took = engine.once(call)
-        if (fastest := self._once.setdefault(contender[:2], took)) * HOPELESS < took and took > SHORT_US:
-            return f"one call takes {took:.0f} us, another launch {fastest:.0f} us"
-        self._once[contender[:2]] = min(fastest, took)
-        rotating = min(len(copies), max(2, int(LONG_US / took)))
+        if self._hopeless(contender, took):
+            took = min(took, engine.once(call))  # a host that was busy for a moment is no reason
+            if self._hopeless(contender, took):
+                return f"one call takes {took:.0f} us, another launch {self._once[contender[:2]]:.0f} us"
+        self._once[contender[:2]] = min(self._once.get(contender[:2], took), took)
+        rotating = min(len(copies), max(2, int(LONG_US / max(took, 0.1))))
         calls = timing.calls_for(rotating, None, took, engine.replay_us)
         return _Entry(backend, plan, calls, engine.record(call, calls, rotating), call)
+
+    def _hopeless(self, contender: Contender, took: float) -> bool:
+        """Whether one call takes so long that the launch cannot be its candidate's fastest."""
+        return took > max(SHORT_US, HOPELESS * self._once.get(contender[:2], took))
 
     def _fault(self, backend: Backend, problem: Problem, *, condemn: bool) -> str:
         """Return what is wrong with the output, tile by tile; empty if nothing is.
