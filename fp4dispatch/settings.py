@@ -102,7 +102,7 @@ SETTINGS: dict[str, Setting] = {
         PREFIX + "TUNED",
         _choice("off", "auto"),
         "auto",
-        "`off` ignores the times that `tune` has stored; `auto` lets a faster backend replace the rules' choice.",
+        "`off` ignores tuned times, shipped ones too; `auto` lets what is faster replace the rules' choice.",
     ),
     "fp8_copy": Setting(
         PREFIX + "FP8_COPY",

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
 from fp4dispatch.problem.decision import Reason
+from fp4dispatch.problem.measurement import LaunchConfig
 
 if TYPE_CHECKING:
     import torch
@@ -187,6 +188,17 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Do all host work for a problem (``problem.activation`` is resolved, not ``any``). Refused during capture."""
+
+    def launches(self, problem: Problem, prepared: Prepared) -> tuple[LaunchConfig, ...]:
+        """Return the launches of its own kernels that ``tune`` should time, first the one that :meth:`plan` chooses.
+
+        Empty where there is nothing to choose: then the plan of :meth:`plan` is timed.
+        """
+        return ()
+
+    def plan_launch(self, problem: Problem, prepared: Prepared, launch: LaunchConfig) -> Plan:
+        """Make the plan of one of :meth:`launches`. Errors as of :meth:`plan`; ``run`` may refuse what does not fit."""
+        raise NotImplementedError(f"{self.name} lists no launches")
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
         """Return the key of a plan: a plan made for one problem serves every problem of the same key."""

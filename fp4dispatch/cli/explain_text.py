@@ -88,7 +88,7 @@ def _notes(verdict: Verdict) -> Iterator[str]:
         fix = f" -> {hit.fix}" if hit.fix else ""
         yield f"{hit.code}  {hit.because} [{hit.id}; {hit.source}, checked {hit.checked}]{fix}"
     if verdict.measured:
-        yield f"measured {verdict.measured}"
+        yield f"tuned: {verdict.measured}"
     if verdict.predicted:
         yield f"predicted {verdict.predicted}"
 

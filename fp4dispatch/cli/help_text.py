@@ -35,6 +35,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "tune": (
         "fp4dispatch tune fp8_gemm --nk 4096x4096 --nk 14336x4096 -m 1,16,64 --scaling row",
+        "fp4dispatch tune --model-shapes Llama-3.1-8B --out tables --seconds 300",
         "fp4dispatch tune --list",
     ),
     "verify": ("fp4dispatch verify", "fp4dispatch verify --race --rounds 10"),

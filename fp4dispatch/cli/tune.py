@@ -1,16 +1,20 @@
-"""``fp4dispatch tune``: time the backends that may run a GEMM on this GPU, and let ``auto`` use the fastest.
+"""``fp4dispatch tune``: time the backends that may run a GEMM on this GPU, and the launches of our own kernels.
 
-Times are stored in the cache folder under the GPU model, the versions and the code. They are invalid after a change of
-any of these. A backend replaces the rules' choice only if it is faster by more than the noise, and never if it is
-denied, quarantined or uses a coarser activation format. FP4DISPATCH_TUNED=off ignores stored times.
+``auto`` then uses the fastest backend, and our kernels their fastest build and launch shape. Times are stored in the
+cache folder under the GPU model, the versions and the code. They are invalid after a change of any of these. A backend
+replaces the rules' choice only if it is faster by more than the noise, and never if it is denied, quarantined or uses a
+coarser activation format. FP4DISPATCH_TUNED=off ignores stored times and shipped tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import FAILED, HELP, OK
@@ -19,11 +23,15 @@ from fp4dispatch.machine.progress import Progress
 from fp4dispatch.problem import ACTIVATIONS, OPS, OUT_DTYPES, SCALINGS, Problem
 
 if TYPE_CHECKING:
+    import torch
+
+    from fp4dispatch.backends.base import LinearWeights
     from fp4dispatch.cli import Subparsers
     from fp4dispatch.problem.decision import Decision
     from fp4dispatch.problem.measurement import Measurement
 
 TOKENS = (1, 16, 64, 256, 1024)
+MOST_TOKENS = 8192
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -34,7 +42,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--nk", action="append", type=_sizes, metavar="NxK", help="sizes of a weight, e.g. 4096x14336; may be repeated"
     )
     parser.add_argument(
-        "-m", type=_tokens, default=TOKENS, metavar="M,...", help=f"tokens (default: {','.join(map(str, TOKENS))})"
+        "-m",
+        type=_tokens,
+        metavar="M,...",
+        help=f"tokens (default: {','.join(map(str, TOKENS))}; with --model-shapes 1 to {MOST_TOKENS})",
     )
     parser.add_argument("--scaling", choices=SCALINGS)
     parser.add_argument(
@@ -45,6 +56,15 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16")
     parser.add_argument("--bias", action="store_true", help="tune for layers with a bias")
+    parser.add_argument(
+        "--model-shapes",
+        nargs="*",
+        metavar="MODEL",
+        help="tune the layers of these models of shapes.toml (default: all) and write a table that can ship",
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the table; a table that is there is continued")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="with --model-shapes: start no layer after")
+    parser.add_argument("--commit", default="", help="with --model-shapes: what the table says was measured")
     parser.add_argument("--force", action="store_true", help="measure again, even if times are stored")
     parser.add_argument("--list", action="store_true", help="print the stored times that are valid on this machine")
     parser.add_argument("--clear", action="store_true", help="remove all stored times")
@@ -54,8 +74,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 if there is no GPU, or a candidate gave wrong results."""
+    if args.model_shapes is not None:
+        return _model_shapes(args)
+    if args.out is not None or args.commit or args.seconds != math.inf:
+        args.wrong_usage("--out, --seconds and --commit go with --model-shapes")
     if sum((args.list, args.clear, args.op is not None)) != 1:
-        args.wrong_usage("say one of: an op and --nk, --list, --clear")
+        args.wrong_usage("say one of: an op and --nk, --model-shapes, --list, --clear")
     if (args.op is None) != (not args.nk):
         args.wrong_usage("an op and --nk go together, e.g. fp4dispatch tune fp8_gemm --nk 4096x4096")
     if args.clear:
@@ -63,6 +87,14 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _list(args.json)
     return _tune(args)
+
+
+def _model_shapes(args: argparse.Namespace) -> int:
+    from fp4dispatch.cli import tune_tables
+
+    if args.out is None or args.nk or args.list or args.clear or args.bias or args.activation != "any":
+        args.wrong_usage("--model-shapes needs --out, and goes with an op, --scaling, -m, --force, --seconds, --commit")
+    return tune_tables.run(args)
 
 
 def _clear(as_json: bool) -> int:
@@ -80,39 +112,55 @@ def _clear(as_json: bool) -> int:
 
 def _list(as_json: bool) -> int:
     from fp4dispatch.backends import registry
-    from fp4dispatch.dispatch import choose, tuned
+    from fp4dispatch.dispatch import choose, shipped, tuned
 
-    found = sorted(tuned.holding(choose.facts(), registry.backends()), key=lambda m: str(m.problem))
+    system = choose.facts()
+    found = sorted(tuned.holding(system, registry.backends()), key=lambda m: str(m.problem))
     if as_json:
         print(json.dumps([_plain(m, None) for m in found], indent=2))
     else:
         print("\n".join(m.text() for m in found) or f"nothing in {tuned.store.folder()} holds on this machine")
+        if (table := shipped.of(system)) is not None:
+            print(shipped.why_not(system) or f"{table}, of {table.date}: {len(table.layers)} layers")
     return OK
 
 
-def _tune(args: argparse.Namespace) -> int:
+def gpu() -> torch.device:
+    """Return the device to measure on; InputError where there is none."""
     import torch
-
-    from fp4dispatch.dispatch import choose
-    from fp4dispatch.dispatch.whatif import default_scaling
-    from fp4dispatch.tune import tuning
 
     if not torch.cuda.is_available():
         raise InputError("tune measures on a GPU, and torch sees none\n  fix: `fp4dispatch doctor` says why")
-    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from fp4dispatch.dispatch import choose
+    from fp4dispatch.dispatch.whatif import default_scaling
+    from fp4dispatch.tune import tuning
+    from fp4dispatch.tune.agreement import Ranks
+    from fp4dispatch.tune.session import WRONG
+
+    device = gpu()
     scaling = args.scaling or default_scaling(args.op)
     rows: list[tuple[Measurement, Decision]] = []
-    with Progress("tuning", len(args.nk) * len(args.m), unit="shapes", announce=True, quiet=args.json) as progress:
-        for n, k in args.nk:
-            weights = None
-            for m in args.m:
-                problem = Problem(args.op, m, n, k, args.activation, scaling, args.out_dtype, args.bias)
-                progress.note(f"M={m} N={n} K={k}")
-                weights = weights or tuning.make_weights(problem, device)
-                found = tuning.tune(problem, weights, gpu=device.index, force=args.force)
-                rows.append((found, choose.select(found.problem, backend="auto", gpu=device.index)))
-                progress.step()
-    wrong = [why for found, _ in rows for _, why in found.left_out if why.startswith("wrong")]
+    asked = [
+        Problem(args.op, m, n, k, args.activation, scaling, args.out_dtype, args.bias)
+        for n, k in args.nk
+        for m in args.m or TOKENS
+    ]
+    problems = dict.fromkeys(replace(each, m=m) for each in asked for m in choose.measured_at(each, device.index))
+    with Progress("tuning", len(problems), unit="shapes", announce=True, quiet=args.json) as progress:
+        weights: LinearWeights | None = None
+        for problem in problems:
+            progress.note(f"M={problem.m} N={problem.n} K={problem.k}")
+            if weights is None or (weights.n, weights.k) != (problem.n, problem.k):
+                weights = tuning.make_weights(problem, device)
+            ranks = Ranks(alone=True)
+            found = tuning.tune_at(problem, weights, gpu=device.index, ranks=ranks, force=args.force)
+            rows.append((found, choose.select(found.problem, backend="auto", gpu=device.index)))
+            progress.step()
+    wrong = [why for found, _ in rows for _, why in found.left_out if why.startswith(WRONG)]
     if args.json:
         print(json.dumps({"ok": not wrong, "shapes": [_plain(*row) for row in rows]}, indent=2))
     else:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own.tiling import speeds
 from fp4dispatch.backends.predictions import predictions
-from fp4dispatch.dispatch import here, predicted, tuned
+from fp4dispatch.dispatch import here, launches, predicted, shipped, tuned
 from fp4dispatch.dispatch.choose import left_out
 from fp4dispatch.dispatch.request import SETTING, canonical_all, requested
 from fp4dispatch.dispatch.whatif import ABSENT, default_scaling, what_if
@@ -137,7 +137,29 @@ def explain(
         measured=tuned.find(bucket, system, backends) if measurable and decide else None,
         predicted=times,
     )
+    if measurable and not raw and settings.tuned != "off":
+        notes += _of_times(decision, system, bucket)
     return replace(decision, notes=tuple(notes))
+
+
+def _of_times(decision: Decision, system: System, bucket: Problem) -> list[str]:
+    """Return notes on timed launches: which measurement serves this very M, and which ones are not used."""
+    notes = []
+    problem = replace(decision.problem, activation=decision.activation)
+    found = launches.measured(problem, system, decision.backend or "") if system.gpus else None
+    if found is not None and found.problem.m != bucket.m:
+        fastest = found.launches(str(decision.backend), decision.activation)[0]
+        notes.append(f"launches for M={problem.m} are tuned at M={found.problem.m}: {fastest}, on {found.date}")
+    void = tuned.void(bucket, system, registry.backends())
+    if void is not None:
+        old, facts = void
+        notes.append(
+            f"times and launch shapes of {old.date} are not used, as these facts were others: {', '.join(facts)}. "
+            "fp4dispatch tune measures again"
+        )
+    if why := shipped.why_not(system):
+        notes.append(why)
+    return notes
 
 
 def _named(gpu: str | None, arch: str | None) -> GpuModel | None:

@@ -60,9 +60,10 @@ def warmup(
         before any launch. An engine whose captured pieces read M at replay passes 0. Then no backend is chosen that
         builds TMA descriptors from M.
     tune
-        Measure the allowed backends for each shape first (:mod:`fp4dispatch.tune.tuning`), unless stored times of this
-        GPU model exist. Use the fastest if it beats the rules' choice by more than the noise. Layers with a named
-        backend are not tuned. On a CPU nothing is measured.
+        Measure the allowed backends, and the launches of our own kernels, for each shape first
+        (:mod:`fp4dispatch.tune.tuning`), unless stored times of this GPU model exist. Use the fastest backend if it
+        beats the rules' choice by more than the noise, and its fastest launch. Layers with a named backend are not
+        tuned. On a CPU nothing is measured.
     group
         The ranks that run this model together. By default those that its layers are cut among, if they are; else all.
     agree
@@ -97,6 +98,7 @@ def warmup(
         _tune(ranks, subjects, rows)
     if tune or ranks.size > 1:
         agreement.settle(ranks, lambda: _decisions(subjects))
+        ranks.attempt("planning", lambda: _plan_anew(subjects))
     return ranks.attempt("warming up", lambda: _run(subjects, rows))
 
 
@@ -186,6 +188,12 @@ def _run(subjects: _Subjects, rows: list[int]) -> int:
                     layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.device))
         layer._hold_once()
     return len(seen)
+
+
+def _plan_anew(subjects: _Subjects) -> None:
+    """Plan again what has other launches now, also for numbers of tokens that are not warmed up this time."""
+    for layer, dtype in subjects:
+        layer.bind(dtype).plan_anew()
 
 
 def _decisions(subjects: _Subjects) -> Mapping[str, Decisions]:

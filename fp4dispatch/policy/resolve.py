@@ -197,12 +197,16 @@ def _judge(
 
 def _timed(verdict: Verdict, measured: Measurement | None, predicted: Predictions | None) -> Verdict:
     timing = measured.of(verdict.backend, verdict.activation) if measured is not None else None
-    if timing is not None:
-        verdict = replace(verdict, measured=str(timing))
+    if timing is not None and measured is not None:
+        verdict = replace(verdict, measured=f"{timing}, on {measured.date}{_table(measured)}")
     time = predicted.of(verdict.backend, verdict.activation) if predicted is not None and verdict.can_run else None
     if time is None or predicted is None:
         return verdict
     return replace(verdict, predicted=f"{time.us:.1f} us, {predicted.source}")
+
+
+def _table(measured: Measurement) -> str:
+    return f", {measured.table}" if measured.table else ""
 
 
 def _predicted(
@@ -230,9 +234,11 @@ def _tuned(
         return default, rule
     new, old = found
     by = f" by {rule.id}" if rule is not None else ""
-    because = f"measured here: {new}; {old.backend} ({old.activation}), preferred{by}, {old}"
+    where = measured.table or "measured here"
+    because = f"{where}: {new}; {old.backend} ({old.activation}), preferred{by}, {old}"
     ranks = f", {measured.ranks} ranks" if measured.ranks > 1 else ""
-    hit = RuleHit(TUNED, "prefer", because, f"fp4dispatch tune, {measured.name[:12]}{ranks}", measured.date)
+    source = measured.table or f"fp4dispatch tune, {measured.name[:12]}{ranks}"
+    hit = RuleHit(TUNED, "prefer", because, source, measured.date)
     return accepted[new.backend, new.activation], hit
 
 

@@ -74,7 +74,8 @@ class Verdict:
     """The policy's verdict on one candidate backend.
 
     ``reasons`` (capability) and ``denied`` (safety) are kept apart: a denied backend that has no reasons may still be
-    named explicitly, a backend with reasons may not. ``measured`` is its time here, where ``tune`` took it.
+    named explicitly, a backend with reasons may not. ``measured`` is its time where ``tune`` took it, and
+    its launch shape.
     ``predicted`` is what time models say of a call, quantiser included.
     """
 
@@ -146,7 +147,7 @@ class Decision:
             if verdict.backend == self.backend:
                 notes.insert(0, "chosen")
             if verdict.measured:
-                notes.append(f"measured {verdict.measured}")
+                notes.append(f"tuned: {verdict.measured}")
             if verdict.predicted:
                 notes.append(f"predicted {verdict.predicted}")
             notes = notes or ["can run"]

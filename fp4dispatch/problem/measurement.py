@@ -1,5 +1,8 @@
 """What ``tune`` measured for one problem, and whether it moves a choice: pure data and one pure rule.
 
+A candidate is a backend with an activation format. Our own kernels are timed in several launch configurations of each
+candidate; the fastest one stands for it, and later plans launch it.
+
 Statistics: the time of a candidate is the median of its interleaved repeats, its noise the distance of the quartiles.
 A candidate replaces the choice of the rules only where its median is lower by more than the noise of either, and by
 more than ``FLOOR`` of that choice's time. Clocks and addresses make two processes differ by more than the repeats
@@ -12,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4dispatch.problem import Activation, Problem
 
@@ -22,8 +25,9 @@ FLOOR = 0.02
 EXACTNESS: dict[Activation, int] = {"nvfp4": 0, "fp8": 1, "bf16": 2}
 """Rank of each activation format. Speed may move a layer to a finer format than the rules chose, never to a coarser."""
 
-SCHEMA = 1
+SCHEMA = 2
 _ROUNDED = 3
+_MOST_NUMBERS = 16
 
 
 def name_of(problem: Problem, facts: Mapping[str, str]) -> str:
@@ -32,30 +36,69 @@ def name_of(problem: Problem, facts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:40]
 
 
+class LaunchConfig(NamedTuple):
+    """How one of our kernels is launched.
+
+    ``kernel``, ``build``: as in ``kernels.toml``. ``shape``: the numbers of its launch shape, for the M that it was
+    measured with; None for the one that the kernel chooses itself, or for a kernel that has none.
+    """
+
+    kernel: str
+    build: str
+    shape: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        numbers = " " + ",".join(map(str, self.shape)) if self.shape else ""
+        return f"{self.kernel}/{self.build}{numbers}"
+
+    @classmethod
+    def from_list(cls, data: Any) -> LaunchConfig:
+        """Read ``[kernel, build, numbers or None]`` back.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is not that.
+        """
+        kernel, build, shape = data
+        if not (isinstance(kernel, str) and isinstance(build, str) and kernel and build):
+            raise ValueError(f"{data!r} is no launch: need the names of a kernel and of its build")
+        if shape is None:
+            return cls(kernel, build)
+        if not 0 < len(shape) <= _MOST_NUMBERS or not all(type(each) is int and 0 <= each < 1 << 31 for each in shape):
+            raise ValueError(f"{data!r} is no launch: {shape!r} are not the numbers of a launch shape")
+        return cls(kernel, build, tuple(shape))
+
+
 @dataclass(frozen=True)
 class Timing:
-    """One candidate: ``us`` is the median time of a call, ``noise_us`` the distance of the quartiles."""
+    """One candidate: ``us`` is the median time of a call, ``noise_us`` the distance of the quartiles.
+
+    ``launch``: the launch configuration, for our own kernels.
+    """
 
     backend: str
     activation: Activation
     us: float
     noise_us: float
     repeats: int
+    launch: LaunchConfig | None = None
 
     def __str__(self) -> str:
-        return f"{self.us:.1f} us (quartiles {self.noise_us:.1f} us apart, {self.repeats} repeats)"
+        shape = f", launch shape {self.launch}" if self.launch else ""
+        return f"{self.us:.1f} us{shape} (quartiles {self.noise_us:.1f} us apart, {self.repeats} repeats)"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of every candidate of one problem on one machine.
+    """The times of every candidate of one problem on one machine, or on the GPU model of a shipped table.
 
     Parameters
     ----------
     problem
         M is the largest of its bucket; ``activation`` is the format that was asked for, usually ``any``.
     timings
-        Fastest first.
+        Fastest first. Several of one candidate differ in their launch.
     left_out
         Candidates without a time, and why.
     date
@@ -66,6 +109,8 @@ class Measurement:
         How many ranks measured; then each time is the median of theirs, each noise the largest.
     facts
         Under which it holds; a change of any makes it void.
+    table
+        The shipped table that it is from, in words; empty for what was measured on this machine.
     """
 
     problem: Problem
@@ -75,6 +120,7 @@ class Measurement:
     method: str = ""
     ranks: int = 1
     facts: dict[str, str] = field(default_factory=dict)
+    table: str = ""
 
     @property
     def name(self) -> str:
@@ -82,8 +128,21 @@ class Measurement:
         return name_of(self.problem, self.facts)
 
     def of(self, backend: str, activation: Activation) -> Timing | None:
-        """Return the time of a candidate; None where it has none."""
+        """Return the time of a candidate, in its fastest launch; None where it has none."""
         return next((t for t in self.timings if (t.backend, t.activation) == (backend, activation)), None)
+
+    def best(self) -> tuple[Timing, ...]:
+        """Return the fastest launch of each candidate, fastest first."""
+        found: dict[tuple[str, Activation], Timing] = {}
+        for timing in self.timings:
+            found.setdefault((timing.backend, timing.activation), timing)
+        return tuple(found.values())
+
+    def launches(self, backend: str, activation: Activation) -> tuple[Timing, ...]:
+        """Return the timed launches of a candidate, fastest first; empty for a backend that has none."""
+        return tuple(
+            t for t in self.timings if (t.backend, t.activation) == (backend, activation) and t.launch is not None
+        )
 
     def faster(
         self, default: tuple[str, Activation], accepted: Iterable[tuple[str, Activation]]
@@ -114,7 +173,8 @@ class Measurement:
     def text(self) -> str:
         """Return it as text: the problem, then one line for each candidate."""
         width = max((len(t.backend) for t in self.timings), default=0)
-        rows = [f"{self.problem}, measured {self.date}" + (f" on {self.ranks} ranks" if self.ranks > 1 else "")]
+        where = f", {self.table}" if self.table else f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        rows = [f"{self.problem}, measured {self.date}{where}"]
         rows += [f"  {t.backend:<{width}} ({t.activation})  {t}" for t in self.timings]
         rows += [f"  {backend}: not timed: {why}" for backend, why in self.left_out]
         return "\n".join(rows)
@@ -125,6 +185,8 @@ class Measurement:
         data["timings"] = [
             {k: round(v, _ROUNDED) if isinstance(v, float) else v for k, v in row.items()} for row in data["timings"]
         ]
+        for row, timing in zip(data["timings"], self.timings, strict=True):
+            row["launch"] = list(timing.launch) if timing.launch else None
         data["left_out"] = [list(pair) for pair in self.left_out]
         return data
 
@@ -137,16 +199,28 @@ class Measurement:
         TypeError, ValueError, KeyError
             If it is not that.
         """
-        timings = tuple(Timing(**row) for row in data["timings"])
-        for t in timings:
-            numbers = (t.us, t.noise_us)
-            if not all(isinstance(v, int | float) and 0 <= v < 1e12 for v in numbers) or t.us <= 0:
-                raise ValueError(f"{t.backend}: {numbers} are no times")
-            if t.activation not in EXACTNESS or not isinstance(t.backend, str) or not isinstance(t.repeats, int):
-                raise ValueError(f"{t} is no timing")
-        texts = (data["date"], data["method"], *data["facts"], *data["facts"].values())
+        timings = tuple(checked(**row) for row in data["timings"])
+        texts = (data["date"], data["method"], data["table"], *data["facts"], *data["facts"].values())
         left_out = tuple((str(backend), str(why)) for backend, why in data["left_out"])
         if not all(isinstance(text, str) for text in texts) or not isinstance(data["ranks"], int):
             raise ValueError("not a measurement")
         problem = Problem(**data["problem"])
-        return cls(problem, timings, left_out, data["date"], data["method"], data["ranks"], dict(data["facts"]))
+        where = data["date"], data["method"], data["ranks"], dict(data["facts"]), data["table"]
+        return cls(problem, timings, left_out, *where)
+
+
+def checked(backend: Any, activation: Any, us: Any, noise_us: Any, repeats: Any, launch: Any = None) -> Timing:
+    """Return a timing that was read from a file.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is none.
+    """
+    numbers = (us, noise_us)
+    if not all(isinstance(v, int | float) and 0 <= v < 1e12 for v in numbers) or us <= 0:
+        raise ValueError(f"{backend}: {numbers} are no times")
+    if activation not in EXACTNESS or not isinstance(backend, str) or not isinstance(repeats, int):
+        raise ValueError(f"{backend} ({activation}), {repeats} repeats: is no timing")
+    how = None if launch is None else LaunchConfig.from_list(launch)
+    return Timing(backend, activation, us, noise_us, repeats, how)

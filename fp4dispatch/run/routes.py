@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from bisect import bisect_left
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +115,19 @@ class LayerSpec:
         """Return each M that has a plan. For a backend whose plans serve every M: the largest M of the route."""
         return sorted({m if m > 0 else self.routes[-m - 1].m_max for m, *_ in self._launches})
 
+    def plan_anew(self, weights: Callable[[int], Prepared], device: torch.device) -> None:
+        """Make the plans of a device again where other launches have been timed since. CUDA graphs keep their plans.
+
+        ``weights`` returns the prepared weights of a route.
+        """
+        capture.forbid_in_capture(f"planning {self.op} N={self.n} K={self.k} anew", capture.warmup_call("..."))
+        for key, launch in list(self._launches.items()):
+            if key[3] == device:
+                index = self.index(key[0]) if key[0] > 0 else -key[0] - 1
+                problem = self._problem(max(key[0], 1), key[1], key[2], launch.route)
+                plan = plan_for(choose.instance(launch.route.backend), problem, weights(index))
+                self._launches[key] = launch._replace(plan=plan)
+
     def _build(
         self, key: tuple[int, torch.dtype, bool, torch.device], index: int, route: Route, weights: Prepared
     ) -> _Launch:
@@ -128,10 +141,13 @@ class LayerSpec:
         backend = choose.instance(route.backend)
         if not backend.plans_by_m:
             key = (-index - 1, dtype, bias, device)
-        problem = Problem(self.op, m, self.n, self.k, route.activation, self.scaling, OUT_DTYPE[dtype], bias)
+        problem = self._problem(m, dtype, bias, route)
         launch = _Launch(ranged(backend, problem), plan_for(backend, problem, weights), route)
         self._launches[key] = launch
         return launch
+
+    def _problem(self, m: int, dtype: torch.dtype, bias: bool, route: Route) -> Problem:
+        return Problem(self.op, m, self.n, self.k, route.activation, self.scaling, OUT_DTYPE[dtype], bias)
 
 
 READY_M = 512
@@ -191,6 +207,11 @@ class Bound:
                 ready = _on_its_device(ready, found.backend, found.plan, prepared)
             self.ready[m] = (ready, found.plan, prepared)
         return found.backend, found.plan, prepared
+
+    def plan_anew(self) -> None:
+        """Plan again what ``tune`` has found a faster launch for. Refused during capture."""
+        self.spec.plan_anew(self._prepared.__getitem__, self.device)
+        self.ready.clear()
 
 
 def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:

@@ -66,6 +66,13 @@ def _cublas() -> str:
 
 
 @functools.cache
+def kernel_sources() -> str:
+    """Identify the sources of our kernels and their compiler flags: a shipped table of times holds for these alone."""
+    csrc = manifest.installed().csrc
+    return sources_sha256([csrc, csrc.parent / "jit_flags"])[:32]
+
+
+@functools.cache
 def _own_code() -> str:
     return hash_of_sources(Path(__file__).parents[1], manifest.installed().csrc)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
-from fp4dispatch.dispatch import choose, predicted, tuned
+from fp4dispatch.dispatch import choose, launches, predicted, tuned
 from fp4dispatch.errors import RankError
 from fp4dispatch.machine.ranks import Group as Group
 from fp4dispatch.machine.ranks import Ranks as Ranks
@@ -35,7 +36,8 @@ def settle(ranks: Ranks, decide: Callable[[], Mapping[str, Decisions]]) -> Mappi
     """Decide until all ranks with the same problem run the same backends for it. A collective call.
 
     Each round shares three things. A backend that failed its self-check goes into quarantine on every rank. A backend
-    that one rank cannot run is excluded from ``auto`` on all. Tuned times that some rank lacks are not used.
+    that one rank cannot run is excluded from ``auto`` on all. Tuned times and launches that some rank lacks are not
+    used.
     Ranks with different GPUs may still differ in the end, with a warning.
 
     Parameters
@@ -107,9 +109,16 @@ def _summary(decisions: Mapping[str, Decisions]) -> dict[str, Any]:
         "chosen": {name: tuple((m, d.backend, d.activation) for m, d in ranges) for name, ranges in decisions.items()},
         "refused": refused,
         "judged": {name: {v.backend for _, d in ranges for v in d.verdicts} for name, ranges in decisions.items()},
+        "launches": {name: _launches(ranges) for name, ranges in decisions.items()},
         **{rule: sorted(n for n, r in decisions.items() if _by(rule, r)) for rule in (TUNED, PREDICTED)},
         "failed": sorted(_failed()),
     }
+
+
+def _launches(ranges: Decisions) -> str:
+    """Return a hash of the timed launches of a problem; empty where it has none."""
+    backends = [(m, str(d.backend), replace(d.problem, activation=d.activation)) for m, d in ranges]
+    return launches.digest(backends, choose.facts())
 
 
 def _by(rule: str, ranges: Decisions) -> bool:
@@ -136,7 +145,7 @@ def _take_over(ranks: Ranks, mine: Mapping[str, Decisions], everyone: list[dict[
     differ = [
         name
         for name in sorted({name for one in everyone for name in one["chosen"]})
-        if len({one["chosen"][name] for one in everyone if name in one["chosen"]}) > 1
+        if len({(one["chosen"][name], one["launches"][name]) for one in everyone if name in one["chosen"]}) > 1
     ]
     for name in differ:
         changed |= (
@@ -170,8 +179,8 @@ def _exclude(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, 
 
 
 def _drop_times(name: str, mine: Mapping[str, Decisions], everyone: list[dict[str, Any]]) -> bool:
-    """Ignore tuned times of a problem for which they make ranks differ."""
-    holders = [rank for rank, one in enumerate(everyone) if name in one["tuned"]]
+    """Ignore tuned times of a problem for which they make ranks differ, in the backend or in its launch."""
+    holders = [rank for rank, one in enumerate(everyone) if name in one[TUNED] or one["launches"].get(name)]
     if not holders:
         return False
     if name in mine:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import gc
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from fp4dispatch.backends import registry
+from fp4dispatch.backends.own.compiled import ByTokens, CompiledBackend, Layout
+from fp4dispatch.backends.own.tensors.operands import speeds_on
+from fp4dispatch.backends.own.tiling import launches as tiling
 from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
 from fp4dispatch.policy.capability import offered
 from fp4dispatch.problem import Problem
-from fp4dispatch.trust import quarantine
-from fp4dispatch.tune import tuning
+from fp4dispatch.problem.measurement import LaunchConfig
+from fp4dispatch.trust import facts, quarantine
+from fp4dispatch.trust.tilecheck import worst_tile
+from fp4dispatch.tune import session, tuning
+from fp4dispatch.tune.session import Contender
+from tests.gpu.sm90 import needs_sm90
 
 pytestmark = pytest.mark.gpu
 
@@ -132,3 +141,171 @@ def test_graphs_captured_before_tuning_stay_valid():
         graph.replay()
         assert torch.equal(out, want)
     assert len(poison) == 4
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
+
+FORMATS = [("nvfp4_gemm", "nvfp4", "w4a16"), ("nvfp4_gemm", "nvfp4", "w4a8"), ("fp8_gemm", "row", "w8a8")]
+FORMATS += [("fp8_gemm", "row", "w8a16"), ("fp8_gemm", "block128", "w8a8")]
+SECONDS = 5.0
+"""For one layer shape at ten numbers of tokens, kernels compiled and self-checks passed before."""
+TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 1024, 2048)
+
+
+def slowest(backend, problem, weights):
+    """The launch that the models call slowest, of the build that they choose."""
+    prepared = backend.prepare(weights)
+    usual = next(each for each in backend.launches(problem, prepared) if each.shape is not None)
+    known = speeds_on(weights.weight.device)
+    every = [each for each in tiling._launches(usual.kernel, usual.build, problem, known) if each.shape is not None]
+    return max(every, key=lambda each: tiling.microseconds(each, problem, known)), prepared
+
+
+def mislead(monkeypatch, kind, problem, gemm, shape):
+    """Let a backend predict this build and shape for a problem; checks of other problems go on as ever."""
+    kernels, shapes = kind._kernels, kind._shape
+
+    def meant(p):
+        return (p.n, p.k) == (problem.n, problem.k) and (p.m == problem.m or not kind.plans_by_m)
+
+    def _kernels(self, p, *facts, **more):
+        return self.with_quantizer(p, gemm) if meant(p) else kernels(self, p, *facts, **more)
+
+    def _shape(self, p, *facts):
+        return shape if meant(p) else shapes(self, p, *facts)
+
+    monkeypatch.setattr(kind, "_kernels", _kernels)
+    monkeypatch.setattr(kind, "_shape", _shape)
+
+
+def times_of(launches, name, problem, weights):
+    """The microseconds of launches of a backend, taken in turns."""
+    timed = session.Session(problem, weights, 0, tuning._engine(weights.weight.device))
+    try:
+        for launch in launches:
+            timed._enter(Contender(name, problem.activation, launch), usual=False)
+        assert timed.left_out == []
+        return {each.launch: each.us for each in timed.time(tuple(timed._entries))}
+    finally:
+        timed.close()
+
+
+@needs_sm90
+@pytest.mark.parametrize("m", [16, 384])
+@pytest.mark.parametrize(("op", "scaling", "name"), FORMATS)
+def test_a_bad_predicted_launch_is_beaten_by_the_tuned_one(monkeypatch, op, scaling, name, m):
+    """The models are made to choose the launch that they call slowest; tuning finds a faster one, and it runs."""
+    if name == "w8a16" and m > 64:
+        pytest.skip("w8a16 chooses its own launch shape above 64 tokens")
+    backend = registry.instance(name)
+    any_format = Problem(op, m, N, K, scaling=scaling)
+    assert m in choose.measured_at(any_format, 0)
+    problem = replace(any_format, activation=backend.activation_for(any_format))
+    weights = tuning.make_weights(problem, "cuda")
+    device = weights.weight.device
+    bad, prepared = slowest(backend, problem, weights)
+    given = ByTokens([bad.shape] * 8) if name == "w8a16" else bad.shape
+    mislead(monkeypatch, type(backend), problem, bad[:2], given)
+    assert backend.launches(problem, prepared)[0] == bad
+    before = backend.plan(problem, prepared)
+    assert backend._chosen(problem, Layout(*prepared.layout), device) == (bad[:2], given)
+
+    tuning.tune(any_format, weights, gpu=0)
+    found = tuned.own(any_format, choose.facts(0), registry.backends())
+    best = found.of(name, problem.activation)
+    assert best.launch not in (None, bad), found.text()
+    us = times_of([bad, best.launch], name, problem, weights)
+    assert us[best.launch] < us[bad], (us, found.text())
+
+    build, shape = backend._chosen(problem, Layout(*prepared.layout), device)
+    shape = shape.at(m) if isinstance(shape, ByTokens) else shape
+    assert LaunchConfig(*build, None if shape is None else tuple(shape)) == best.launch
+    x = torch.randn(m, K, device=device, dtype=torch.bfloat16)
+    outs = [torch.full((m, N), torch.nan, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    for plan, out in zip((before, backend.plan(problem, prepared)), outs, strict=True):
+        backend.run(plan, prepared, x, out)
+    assert worst_tile(outs[1], outs[0].float()).error < 0.02
+    if m == 16:
+        said = explain(op, m, N, K, scaling=scaling).verdict(name).measured
+    else:  # between two decisions: the launch is tuned at this M, the backend at 512
+        (said,) = explain(op, m, N, K, scaling=scaling, backend=name).notes
+    assert f"launch shape {best.launch} (" in said
+    assert said.endswith(f", on {found.date}")
+
+
+@needs_sm90
+@pytest.mark.parametrize(("op", "scaling"), [("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "row"), ("fp8_gemm", "block128")])
+def test_tuned_layers_are_right_at_every_m(op, scaling):
+    """Also at the M that no measurement was taken at, where launches are laid out anew."""
+    linear = nn.Linear(K, N, bias=False).to("cuda", torch.bfloat16)
+    layer = FP4Linear.from_linear(linear) if op == "nvfp4_gemm" else FP8Linear.from_linear(linear, scaling=scaling)
+    tokens = (1, 7, 33, 100, 300, 777, 2000)
+    warmup(layer, tokens=tokens, tune=True)
+    assert not quarantine.quarantined()
+    oracle = registry.instance("reference")
+    weights = layer.weights(lend=False)
+    for m in (*tokens, 3, 48, 90, 290, 600, 1900):
+        x = torch.randn(m, K, device=weights.weight.device, dtype=torch.bfloat16)
+        backend, plan, _ = layer.bind().launch(m, False)
+        problem = replace(layer.problem(m), activation=plan.problem.activation, out_dtype="float32")
+        want, held = torch.empty(m, N, device=x.device, dtype=torch.float32), oracle.prepare(weights)
+        oracle.run(oracle.plan(problem, held), held, x, want)
+        assert worst_tile(layer(x), want).error < session.TILE_ERROR, (m, backend.name)
+
+
+@needs_sm90
+def test_a_stored_launch_of_other_kernels_is_ignored_with_words(monkeypatch):
+    problem = Problem("nvfp4_gemm", 16, N, K)
+    weights = tuning.make_weights(problem, "cuda")
+    found = tuning.tune(problem, weights, gpu=0)
+    assert any(t.launch for t in found.timings)
+    monkeypatch.setattr(facts, "_own_code", lambda: "another build")
+    for forget in (tuned.reset, choose.reset):
+        forget()
+    decision = explain("nvfp4_gemm", 16, N, K)
+    assert decision.rule is None or decision.rule.id != "tuned"
+    assert any(
+        f"times and launch shapes of {found.date} are not used" in note and "kernels" in note for note in decision.notes
+    )
+    for backend in ("w4a16", "w4a8"):
+        own = registry.instance(backend)
+        assert isinstance(own, CompiledBackend)
+        pinned = replace(problem, activation=own.activation_for(problem))
+        assert tiling.tuned(backend, pinned, 0) is None
+
+
+@needs_sm90
+@pytest.mark.parametrize(("op", "scaling"), [("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "block128")])
+def test_a_layer_shape_is_tuned_in_seconds(op, scaling):
+    """Also what the kernels' own launches take; plans of libraries (cuDNN: 0.1 s each) are not counted."""
+    problem = Problem(op, 1, 4096, 4096, scaling=scaling)
+    weights = tuning.make_weights(problem, "cuda")
+    for m in TOKENS:  # compiles and checks
+        tuning.tune(replace(problem, m=m), weights, gpu=0)
+    started = time.perf_counter()
+    launches = sum(len(tuning.tune(replace(problem, m=m), weights, gpu=0, force=True).timings) for m in TOKENS)
+    took = time.perf_counter() - started
+    print(f"{op} {scaling}: {launches} launches at {len(TOKENS)} numbers of tokens in {took:.2f} s")
+    assert took < SECONDS
+
+
+@needs_sm90
+def test_nothing_is_timed_during_capture_and_graphs_keep_their_launch(monkeypatch):
+    layer = FP4Linear.from_linear(nn.Linear(K, N, bias=False).to("cuda", torch.bfloat16))
+    x = torch.randn(16, K, device="cuda", dtype=torch.bfloat16)
+    warmup(layer, tokens=[16])
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = layer(x)
+    graph.replay()
+    want = out.clone()
+    warmup(layer, tokens=[16], tune=True)
+    monkeypatch.setattr(tuning, "_measure", lambda *a: pytest.fail("measured"))
+    again = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(again):
+        tuned_out = layer(x)
+    again.replay()
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, want)
+    assert torch.equal(tuned_out, layer(x))

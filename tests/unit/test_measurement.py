@@ -48,8 +48,8 @@ def test_a_faster_candidate_is_chosen_and_the_decision_cites_the_measurement():
         assert part in decision.rule.because
     assert decision.verdict("cudnn").measured.startswith("10.0 us")
     text = decision.text()
-    assert "measured 10.0 us" in text
-    assert "measured 12.0 us" in text
+    assert "tuned: 10.0 us" in text
+    assert "tuned: 12.0 us" in text
     assert "tuned: measured here: 10.0 us" in decision.line()
     assert json.loads(json.dumps(decision.to_dict()))["rule"]["id"] == "tuned"
     assert decision.warnings == ()

@@ -7,7 +7,7 @@ the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from fp4dispatch.backends.own.tensors.operands import (
     speeds_on,
     taken_as_is,
 )
-from fp4dispatch.backends.own.tiling import launch_model, predict
+from fp4dispatch.backends.own.tiling import launch_model, launches, predict
+from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.speeds import of as speeds_of
 from fp4dispatch.backends.own.tiling.tiles import speed_of
@@ -39,6 +40,7 @@ from fp4dispatch.policy.capability import check
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.problem.decision import Reason
+from fp4dispatch.problem.measurement import LaunchConfig
 
 N_MULTIPLE = 8
 """Columns of the output that a kernel stores at a time: 16 bytes."""
@@ -128,6 +130,15 @@ class State:
 class ByTokens(list[Sequence[int] | None]):
     """Launch shapes for up to 8, 16, 24 ... tokens, of a kernel whose plan serves every M; None: the kernel's own."""
 
+    def at(self, m: int) -> Sequence[int] | None:
+        """Return the launch shape for M tokens."""
+        index = (m - 1) // predict.TOKENS_APART
+        return self[index] if index < len(self) else None
+
+
+Chosen = tuple[Build, "Sequence[int] | ByTokens | None"]
+"""A build and its launch shape."""
+
 
 def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., None]:
     """Return the function of a kernel for few tokens with a launch shape of ours in place of its own."""
@@ -151,6 +162,11 @@ def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., No
         function(*operands[:-1], numbers, operands[-1])  # the last one is whether to launch with PDL
 
     return gemm
+
+
+def _gpu(device: torch.device) -> tuple[Arch, int, Speeds | None]:
+    """Return the arch of a GPU, its number of SMs, and the constants of its time models."""
+    return *gpu_of(device), speeds_on(device)
 
 
 class CompiledBackend(Backend):
@@ -181,7 +197,8 @@ class CompiledBackend(Backend):
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
         """Name the kernels that a plan will load."""
-        return self._kernels(problem, *gpu_of(device), speeds_on(device))
+        chosen = self._chosen(problem, Layout(problem.n, problem.k, problem.n, problem.k), device)
+        return () if chosen is None else self.with_quantizer(problem, chosen[0])
 
     def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
         """Return what the models say of the build that serves a problem; None for a GPU or a build without a model."""
@@ -204,15 +221,75 @@ class CompiledBackend(Backend):
             If no kernel serves the problem.
         """
         device = prepared.tensors[0].device
-        arch, sms = gpu_of(device)
-        speeds = speeds_on(device)
+        chosen = self._chosen(problem, Layout(*prepared.layout), device)
+        if chosen is None:
+            raise InputError(
+                f"{self.name} has no kernel for {problem} on {gpu_of(device)[0]}; "
+                "fp4dispatch explain lists what can run it"
+            )
+        return self.plan_with(problem, prepared, *chosen)
+
+    def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
+        """Return the key of a plan. Other launches that ``tune`` has timed need another plan."""
+        gpu = device.index or 0
+        timed = launches.tuned(self.name, problem, gpu) if self.plans_by_m else launches.version()
+        return super().plan_key(problem, device), timed
+
+    def launches(self, problem: Problem, prepared: Prepared) -> tuple[LaunchConfig, ...]:
+        """Return the launches that are worth timing: first what the models or the rules alone choose, then others."""
+        device, layout = prepared.tensors[0].device, Layout(*prepared.layout)
+        arch, sms, speeds = _gpu(device)
+        padded = replace(problem, n=layout.np, k=layout.kp)
+        found = [self._untuned(problem, layout, arch, sms, known) for known in (speeds, None)]
+        gemms = self.gemms(problem, arch, sms)
+        best = [] if speeds is None else launches.worth_timing(gemms, padded, speeds)
+        without = [LaunchConfig(*gemm) for gemm in gemms if not launches.has_shapes(*gemm)]
+        return tuple(dict.fromkeys(launch for launch in (*found, *best, *without) if launch is not None))
+
+    def plan_launch(self, problem: Problem, prepared: Prepared, launch: LaunchConfig) -> Plan:
+        """Make a plan of one of :meth:`launches`; errors as of :meth:`plan_with`."""
+        return self.plan_with(problem, prepared, (launch.kernel, launch.build), launch.shape)
+
+    def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
+        """Return the build and the launch shape for a plan: timed ones first, then predicted ones, then the rules'."""
+        timed = launches.tuned(self.name, problem, device.index or 0)
+        if timed is not None and (launch := self._timed(timed, problem, layout, device)) is not None:
+            return (launch.kernel, launch.build), launch.shape
+        return self._predicted(problem, layout, device)
+
+    def _predicted(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
+        """Return the build and the launch shape that the models or the rules choose."""
+        arch, sms, speeds = _gpu(device)
         builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
-            raise InputError(
-                f"{self.name} has no kernel for {problem} on {arch}; fp4dispatch explain lists what can run it"
-            )
-        shape = None if speeds is None else self._shape(problem, Layout(*prepared.layout), builds[0], speeds)
-        return self.plan_with(problem, prepared, builds[0], shape)
+            return None
+        return builds[0], None if speeds is None else self._shape(problem, layout, builds[0], speeds)
+
+    def _timed(self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device) -> LaunchConfig | None:
+        """Return the fastest of timed launches for a problem; None where none fits it."""
+        arch, sms, speeds = _gpu(device)
+        padded = replace(problem, n=layout.np, k=layout.kp)
+        gpu = launch_model.gpu_with(sms) if speeds is None else speeds.many_tokens
+        return launches.fastest(timed, padded, self.gemms(problem, arch, sms), speeds, gpu)
+
+    def _untuned(
+        self, problem: Problem, layout: Layout, arch: Arch, sms: int, speeds: Speeds | None
+    ) -> LaunchConfig | None:
+        """Return the launch for a problem without timed ones; without ``speeds`` that of the rules."""
+        builds = self._kernels(problem, arch, sms, speeds)
+        if not builds:
+            return None
+        gemm, shape = builds[0], None
+        if speeds is not None:
+            shape = self._shape_at(problem, layout, gemm, speeds)
+        elif (tile := speed_of(*gemm)) is not None:
+            shape = launch_model.best(tile, problem.m, layout.np, layout.kp, launch_model.gpu_with(sms)).shape
+        return LaunchConfig(*gemm, None if shape is None else tuple(shape))
+
+    def _shape_at(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | None:
+        """Return the predicted launch shape for the problem's M alone."""
+        shape = self._shape(problem, layout, gemm, speeds)
+        return shape.at(problem.m) if isinstance(shape, ByTokens) else shape
 
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | ByTokens | None:
         """Return the launch shape that the models say is fastest; None for a kernel that is given none."""

@@ -25,6 +25,7 @@ from fp4dispatch.backends.own.compiled import (
     N_MULTIPLE,
     Build,
     ByTokens,
+    Chosen,
     CompiledBackend,
     Launch,
     Layout,
@@ -33,8 +34,9 @@ from fp4dispatch.backends.own.compiled import (
     Weights,
 )
 from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
-from fp4dispatch.backends.own.tiling import predict
+from fp4dispatch.backends.own.tiling import launches, predict
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
+from fp4dispatch.backends.own.tiling.predict import TOKENS_APART
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
@@ -43,6 +45,9 @@ from fp4dispatch.problem.arch import Arch
 KERNEL = "w8a16_small"
 BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
 """Build of :data:`KERNEL` by output dtype."""
+
+MOST_TOKENS = KERNELS[KERNEL].most_tokens()
+"""The most tokens for which a launch shape of ours takes the place of the kernel's own."""
 
 _K_MULTIPLE = 16  # the kernel reads rows of the weight that start on 16 bytes
 _STEP_BYTES = 1 << 24
@@ -65,12 +70,25 @@ class W8A16Backend(CompiledBackend):
         """Name the same build."""
         return () if arch is None else self._kernels(problem, arch, sms)
 
-    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens | None:
+    def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
+        """Return the build, and launch shapes for all M: each timed, predicted or the kernel's own."""
+        chosen = self._predicted(problem, layout, device)
+        if chosen is None:
+            return None
+        gemm, predicted = chosen
+        shapes = predicted if isinstance(predicted, ByTokens) else ByTokens([None] * (MOST_TOKENS // TOKENS_APART))
+        for i in range(len(shapes)):
+            at = replace(problem, m=(i + 1) * TOKENS_APART)
+            timed = launches.tuned(self.name, at, device.index or 0)
+            if timed is not None and (launch := self._timed(timed, at, layout, device)) is not None:
+                shapes[i] = launch.shape
+        return gemm, shapes if any(shapes) else None
+
+    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens:
         """Return launch shapes for all M: the plan serves every M."""
-        most = KERNELS[KERNEL].most_tokens()
         return ByTokens(
             predict.few_tokens_shape(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
-            for m in range(predict.TOKENS_APART, most + 1, predict.TOKENS_APART)
+            for m in range(TOKENS_APART, MOST_TOKENS + 1, TOKENS_APART)
         )
 
     def prepare(self, weights: LinearWeights) -> Prepared:

@@ -57,6 +57,7 @@ class Store(Generic[R]):
         if folder not in FOLDERS:
             raise ValueError(f"{folder!r} is not in FOLDERS: {', '.join(FOLDERS)}")
         self._folder, self._schema, self._what, self._from_dict = folder, schema, what, from_dict
+        self._listed: tuple[Path, int, frozenset[str]] = (Path(), 0, frozenset())
 
     def folder(self) -> Path:
         """Return where the records are."""
@@ -82,6 +83,17 @@ class Store(Generic[R]):
             return record if record.name == path.stem else None
         except guard.UNREADABLE:
             return None
+
+    def names(self) -> frozenset[str]:
+        """Return the names of what may be there: one look at the folder, until something changes in it."""
+        folder = self.folder()
+        try:
+            changed = folder.stat().st_mtime_ns
+        except OSError:
+            return frozenset()
+        if self._listed[:2] != (folder, changed):
+            self._listed = folder, changed, frozenset(path.stem for path in paths(folder))
+        return self._listed[2]
 
     def all(self) -> Iterator[R]:
         """Yield every readable record, of any machine and version."""

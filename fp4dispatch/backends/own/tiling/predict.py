@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
-from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensPrediction
-from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape, candidates
+from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensPrediction, FewTokensSpeed
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import BLOCKS, Speeds
 from fp4dispatch.problem import Problem
 
@@ -29,26 +31,75 @@ def gemm(kernel: str, build: str, tile: TileSpeed | None, problem: Problem, spee
     speeds
         The constants of the GPU.
     """
+    return launch(kernel, build, tile, None, problem, speeds)
+
+
+def launch(
+    kernel: str, build: str, tile: TileSpeed | None, shape: Sequence[int] | None, problem: Problem, speeds: Speeds
+) -> float | None:
+    """Return the microseconds of a GEMM in one launch shape; None where the models do not cover it.
+
+    Parameters
+    ----------
+    kernel, build, tile, problem, speeds
+        As of :func:`gemm`.
+    shape
+        Numbers of the launch shape; None for the best one.
+    """
     m, n, k = problem.m, problem.n, problem.k
     if tile is not None:
         if tile.tokens > TILES_ABOVE * max(m, LEAST_TILE):
             return None
         gpu = speeds.many_tokens
-        return launch_model.best(tile, m, n, k, gpu).microseconds(gpu) * speeds.builds.get(f"{kernel}/{build}", 1.0)
+        if shape is None:
+            clocks = launch_model.best(tile, m, n, k, gpu).clocks
+        else:
+            clocks = launch_model.clocks(tile, LaunchShape(*shape), m, n, k, gpu)
+        return clocks / gpu.clock_mhz * speeds.builds.get(f"{kernel}/{build}", 1.0)
     if kernel == UNFOLD:
         return float(speeds.unfold.microseconds(n, k)) + cublaslt(problem, speeds)
-    found = few_tokens(kernel, problem, speeds)
-    return None if found is None else found.us
+    if shape is None:
+        found = few_tokens(kernel, problem, speeds)
+        return None if found is None else found.us
+    return _few_tokens_shape_us(kernel, FewTokensShape(*shape), problem, speeds)
+
+
+def _few_tokens_shape_us(kernel: str, shape: FewTokensShape, problem: Problem, speeds: Speeds) -> float | None:
+    speed = _few_tokens_speed(kernel, problem, speeds)
+    if speed is None or shape[:4] not in speed.of_tile:
+        return None
+    m, usable, blocks = _whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
+    return few_tokens_model.microseconds(kernel, speed, shape, m, problem.n, problem.k, usable, blocks)
+
+
+def few_tokens_shapes(kernel: str, problem: Problem, speeds: Speeds) -> Iterator[FewTokensShape]:
+    """Yield the launch shapes of a kernel for few tokens that are worth a prediction."""
+    speed = _few_tokens_speed(kernel, problem, speeds)
+    if speed is None or problem.m > KERNELS[kernel].most_tokens():
+        return
+    blocks, sms = problem.scaling == BLOCKS, speeds.many_tokens.usable[0]
+    for shape in candidates(kernel, _whole(problem.m), problem.n, problem.k, sms, block_scales=blocks):
+        if shape[:4] in speed.of_tile:
+            yield shape
+
+
+def _few_tokens_speed(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensSpeed | None:
+    if kernel not in KERNELS:
+        return None
+    return speeds.few_tokens.get(f"{kernel} {BLOCKS}" if problem.scaling == BLOCKS else kernel)
+
+
+def _whole(m: int) -> int:
+    return TOKENS_APART * -(-m // TOKENS_APART)
 
 
 def few_tokens(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensPrediction | None:
     """Return the best launch shape of a kernel for few tokens; None where the model does not cover it."""
-    blocks = problem.scaling == "block128"
-    speed = speeds.few_tokens.get(f"{kernel} {BLOCKS}" if blocks else kernel)
-    if kernel not in KERNELS or speed is None:
+    speed = _few_tokens_speed(kernel, problem, speeds)
+    if speed is None:
         return None
-    m = TOKENS_APART * -(-problem.m // TOKENS_APART)
-    return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, speeds.many_tokens.usable, blocks)
+    m, usable, blocks = _whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
+    return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, usable, blocks)
 
 
 def few_tokens_shape(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensShape | None:

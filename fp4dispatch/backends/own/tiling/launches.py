@@ -1,0 +1,178 @@
+"""Launch configurations of our kernels: which are worth timing, and which timed one serves an M. No torch.
+
+The launch models choose what ``tune`` times. A measurement is taken at some M and serves smaller ones too, down to the
+next measurement. There a launch is laid out anew, and each measured time is scaled by what the models say of the two M,
+so that tiles that a ragged M leaves empty count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from fp4dispatch.backends.own.tiling import launch_model, predict
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
+from fp4dispatch.backends.own.tiling.speeds import Speeds
+from fp4dispatch.backends.own.tiling.tiles import speed_of
+from fp4dispatch.problem import Problem
+from fp4dispatch.problem.measurement import LaunchConfig
+
+MOST = 8
+"""Launches of a candidate that are timed. The fastest of so many is within 0.4 % of the fastest of all in the mean
+(bench/notes/tuning.md)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """The timed launches of one of our backends, in microseconds at ``m`` tokens, quantiser included; fastest first."""
+
+    m: int
+    times: tuple[tuple[LaunchConfig, float], ...]
+
+
+class Source(Protocol):
+    """Where timed launches are kept. The room that stores them comes after this one."""
+
+    def find(self, backend: str, problem: Problem, gpu: int) -> Tuned | None:
+        """Return those that serve a problem on a GPU of this machine; the same object until they change."""
+
+    def version(self) -> Hashable:
+        """Return a value that changes where any of them do."""
+
+
+_sources: list[Source] = []
+
+
+def provide(source: Source) -> None:
+    """Say where timed launches are kept."""
+    _sources[:] = [source]
+
+
+def tuned(backend: str, problem: Problem, gpu: int) -> Tuned | None:
+    """Return the timed launches that serve a problem, activation resolved, on a GPU; None where there are none."""
+    return _sources[0].find(backend, problem, gpu) if _sources else None
+
+
+def version() -> Hashable:
+    """Return a value that changes where any timed launches do."""
+    return _sources[0].version() if _sources else None
+
+
+def has_shapes(kernel: str, build: str) -> bool:
+    """Whether a build is launched in a shape that can be chosen."""
+    return kernel in KERNELS or speed_of(kernel, build) is not None
+
+
+def worth_timing(gemms: Iterable[tuple[str, str]], problem: Problem, speeds: Speeds) -> list[LaunchConfig]:
+    """Return the launches of these builds that the models say are fastest, fastest first.
+
+    Parameters
+    ----------
+    gemms
+        Kernel and build of every GEMM that runs the problem.
+    problem
+        N and K padded as the kernels take them; the activation is resolved.
+    speeds
+        The constants of the GPU.
+    """
+    timed = [
+        (us, i, launch)
+        for i, gemm in enumerate(gemms)
+        for launch in _launches(*gemm, problem, speeds)
+        if (us := microseconds(launch, problem, speeds)) is not None
+    ]
+    return [launch for *_, launch in sorted(timed, key=lambda each: each[:2])[:MOST]]
+
+
+def _launches(kernel: str, build: str, problem: Problem, speeds: Speeds) -> Iterable[LaunchConfig]:
+    m, n, k = problem.m, problem.n, problem.k
+    tile = speed_of(kernel, build)
+    if tile is not None:
+        for shape in launch_model.candidates(tile, m, n, k, speeds.many_tokens):
+            yield LaunchConfig(kernel, build, tuple(shape))
+        return
+    yield LaunchConfig(kernel, build)
+    if kernel in KERNELS:
+        for small in predict.few_tokens_shapes(kernel, problem, speeds):
+            yield LaunchConfig(kernel, build, tuple(small))
+
+
+def microseconds(launch: LaunchConfig, problem: Problem, speeds: Speeds) -> float | None:
+    """Return the predicted time of a launch with its quantiser; None where the models do not cover it.
+
+    A kernel for few tokens that chooses its own shape counts like its best one.
+    """
+    us = predict.launch(
+        launch.kernel,
+        launch.build.replace("fp16", "bf16"),
+        speed_of(launch.kernel, launch.build),
+        launch.shape,
+        problem,
+        speeds,
+    )
+    return None if us is None else us + predict.quantiser(problem, speeds, packed=launch.kernel != predict.UNFOLD)
+
+
+def laid_out(launch: LaunchConfig, problem: Problem, gpu: launch_model.Gpu) -> LaunchConfig | None:
+    """Return a launch that was measured at another M, for this one; None where it does not fit."""
+    tile = speed_of(launch.kernel, launch.build)
+    if tile is not None:
+        return _many_tokens(launch, tile, problem, gpu)
+    about = KERNELS.get(launch.kernel)
+    if about is None or launch.shape is None:
+        return launch if launch.shape is None else None
+    fits = launch.shape[:4] in about.instances and problem.m <= about.most_tokens()
+    return launch if fits else None
+
+
+def _many_tokens(launch: LaunchConfig, tile: TileSpeed, problem: Problem, gpu: launch_model.Gpu) -> LaunchConfig | None:
+    if launch.shape is None or len(launch.shape) != len(LaunchShape._fields):
+        return None
+    m, n, k = problem.m, problem.n, problem.k
+    old = LaunchShape(*launch.shape)
+    for shape in launch_model.candidates(tile, m, n, k, gpu):
+        if (shape.multicast, shape.split, shape.sharing) == (old.multicast, old.split, old.sharing):
+            return launch._replace(shape=tuple(shape))
+    return None
+
+
+def fastest(
+    timed: Tuned, problem: Problem, gemms: Sequence[tuple[str, str]], speeds: Speeds | None, gpu: launch_model.Gpu
+) -> LaunchConfig | None:
+    """Return the timed launch that is fastest for a problem; None where none of them fits it.
+
+    Parameters
+    ----------
+    timed
+        As :func:`tuned` returns it. Times of bfloat16 serve float16 too.
+    problem, gemms
+        As of :func:`worth_timing`.
+    speeds
+        The constants of the GPU; without them the times at ``timed.m`` decide.
+    gpu
+        The facts with which launches are laid out.
+    """
+    found: list[tuple[float, int, LaunchConfig]] = []
+    for i, (measured, us) in enumerate(timed.times):
+        launch = laid_out(_for_dtype(measured, gemms), problem, gpu)
+        if launch is None or (launch.kernel, launch.build) not in gemms:
+            continue
+        then = now = None
+        if speeds is not None and problem.m != timed.m:
+            then = microseconds(measured, replace(problem, m=timed.m), speeds)
+            now = microseconds(launch, problem, speeds)
+        found.append((us * now / then if now and then else us, i, launch))
+    return min(found)[2] if found else None
+
+
+def _for_dtype(launch: LaunchConfig, gemms: Sequence[tuple[str, str]]) -> LaunchConfig:
+    """Return a launch with the build of these, if the one that was measured is for the other 16-bit dtype."""
+    if (launch.kernel, launch.build) in gemms:
+        return launch
+    for old, new in (("bf16", "fp16"), ("fp16", "bf16")):
+        build = launch.build.replace(old, new)
+        if build != launch.build and (launch.kernel, build) in gemms:
+            return launch._replace(build=build)
+    return launch
