@@ -163,7 +163,10 @@ def test_formats_that_engines_have_no_parameters_for():
     check_readable(modelopt(quant_algo="FP8_PB_WO"), able)
     check_readable(modelopt(), able)
     for odd in ({"quant_method": "fp8", "weight_block_size": None}, {"quant_method": "fbgemm_fp8"}):
-        with pytest.raises(CheckpointUnsupportedError, match=r"format (fp8-tensor-inv|fbgemm_fp8|fp8-channel) of .*expected .*fp8-block"):
+        with pytest.raises(
+            CheckpointUnsupportedError,
+            match=r"format (fp8-tensor-inv|fbgemm_fp8|fp8-channel) of .*expected .*fp8-block",
+        ):
             check_readable(read_block(odd, "here"), able)
     with pytest.raises(CheckpointUnsupportedError, match="here: the format other of other is not supported in vLLM"):
         check_readable(replace(modelopt(), method="other"), able)
