@@ -449,6 +449,30 @@ def check_the_operator():
     torch.testing.assert_close(compiled(x), x @ torch.cat(exact).t(), rtol=1e-5, atol=1e-5)
 
 
+def check_the_operator_as_graphs_need_it():
+    """No mutation, no alias, a right fake, any number of tokens: what PIECEWISE and FULL graphs rely on."""
+    layer, _ = loaded_qkv()
+    operator_ = torch.ops.fp4dispatch.engine_linear.default
+    assert not operator_._schema.is_mutable
+    assert not any(argument.alias_info for argument in (*operator_._schema.arguments, *operator_._schema.returns))
+    for bias in (None, torch.zeros(256)):
+        given = (random(4, K), layer.weight, bias)
+        before = [None if tensor is None else tensor.clone() for tensor in given]
+        out = operator_(*given, 256)  # not by opcheck, which passes copies: the key names its layer by its address
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = operator_(mode.from_tensor(given[0]), *given[1:], 256)
+        assert (fake.shape, fake.dtype, fake.stride()) == (out.shape, out.dtype, out.stride())
+        for tensor, was in zip(given, before, strict=True):
+            assert tensor is None or torch.equal(tensor, was)
+            assert tensor is None or tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    graphs = []
+    keep = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+    compiled = torch.compile(lambda x: layer.quant_method.apply(layer, x), fullgraph=True, dynamic=True, backend=keep)
+    for tokens in (3, 7, 16):
+        assert torch.equal(compiled(random(tokens, K)), layer(random(tokens, K))[0])
+    assert len(graphs) == 1, "one graph for all numbers of tokens"
+
+
 def check_compiled_graphs_do_not_depend_on_the_choice():
     """VLLM stores them under a key that the choice is no part of."""
     layer, _ = loaded_qkv()

@@ -42,7 +42,7 @@ def register_parameters(
         blocks = (sum(_blocks(size) for size in rows), _blocks(k))
         scales = kinds.BlockQuantScaleParameter(data=_nan(*blocks), **both | {"weight_loader": _matrix(loader)})
         layer.register_parameter(scheme.scale, scales)
-        setattr(layer, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])  # noqa: B010 - no tensor; the engines' loaders ask for it
+        vars(layer)["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]  # the engines' loaders ask for it
     elif scheme.scaling == "row":
         scales = kinds.ChannelQuantScaleParameter(data=_nan(n, 1), output_dim=0, weight_loader=_column(loader))
         layer.register_parameter(scheme.scale, scales)
