@@ -234,14 +234,12 @@ def check_experts_and_the_kv_cache_stay_with_vllm():
 
 def check_unknown_formats_are_refused():
     int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
-    block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
     for bad, text in (
         (MODELOPT | {"quant_algo": "MXFP8"}, "quant_algo 'MXFP8' is not supported"),
-        (MODELOPT | {"quant_algo": "FP8_PB_WO"}, "fp8-block-ct of modelopt is not supported in vLLM"),
-        (compressed(block), "fp8-block-ct of compressed-tensors is not supported in vLLM"),
         (compressed(int4), "weights of type 'int', num_bits 4, strategy 'group', group_size 128 are not supported"),
         ({"quant_method": "awq"}, "quant_method 'awq' is not supported (AWQ, integers of 4 bits)"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        (BLOCKS | {"weight_block_size": None}, "fp8-tensor-inv of fp8 is not supported in vLLM"),
+        (BLOCKS | {"weight_block_size": [64, 128]}, "weight_block_size [64, 128] is not supported"),
     ):
         with raises(CheckpointUnsupportedError, text, "expected"):
             Fp4DispatchConfig.from_config(bad)
