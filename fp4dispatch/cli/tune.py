@@ -18,20 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import FAILED, HELP, OK
-from fp4dispatch.errors import InputError
+from fp4dispatch.dispatch.launches import MOST_TOKENS
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.problem import ACTIVATIONS, OPS, OUT_DTYPES, SCALINGS, Problem
 
 if TYPE_CHECKING:
-    import torch
-
     from fp4dispatch.backends.base import LinearWeights
     from fp4dispatch.cli import Subparsers
     from fp4dispatch.problem.decision import Decision
     from fp4dispatch.problem.measurement import Measurement
 
 TOKENS = (1, 16, 64, 256, 1024)
-MOST_TOKENS = 8192
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -125,21 +122,13 @@ def _list(as_json: bool) -> int:
     return OK
 
 
-def gpu() -> torch.device:
-    """Return the device to measure on; InputError where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InputError("tune measures on a GPU, and torch sees none\n  fix: `fp4dispatch doctor` says why")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _tune(args: argparse.Namespace) -> int:
     from fp4dispatch.dispatch import choose
     from fp4dispatch.dispatch.whatif import default_scaling
     from fp4dispatch.tune import tuning
     from fp4dispatch.tune.agreement import Ranks
     from fp4dispatch.tune.session import WRONG
+    from fp4dispatch.tune.timing import gpu
 
     device = gpu()
     scaling = args.scaling or default_scaling(args.op)

@@ -19,9 +19,8 @@ import torch
 
 from fp4dispatch.benchmark.problems import shapes
 from fp4dispatch.cli import FAILED, OK
-from fp4dispatch.cli import tune as command
 from fp4dispatch.dispatch import choose, shipped
-from fp4dispatch.dispatch.launches import point
+from fp4dispatch.dispatch.launches import MOST_TOKENS, point
 from fp4dispatch.dispatch.shipped import Layer, Table
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import gpu_models
@@ -34,6 +33,7 @@ from fp4dispatch.trust import facts
 from fp4dispatch.tune import tuning
 from fp4dispatch.tune.agreement import Ranks
 from fp4dispatch.tune.session import WRONG
+from fp4dispatch.tune.timing import gpu
 
 FORMATS: tuple[tuple[Op, Scaling], ...] = (("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "row"), ("fp8_gemm", "block128"))
 """What is measured unless an op or a scaling is given."""
@@ -42,7 +42,7 @@ FACTS = ("driver", "cuda", "torch", "cublas", "cudnn", "flashinfer", "fp4dispatc
 
 def run(args: argparse.Namespace) -> int:
     """Measure what the table lacks, writing after every layer; 1 if a candidate gave wrong results."""
-    device = command.gpu()
+    device = gpu()
     if settings.tuned == "off":
         raise InputError("FP4DISPATCH_TUNED=off: times would not be kept\n  fix: unset it")
     system = choose.facts(device.index)
@@ -106,7 +106,7 @@ def _formats(scaling: Scaling | None) -> tuple[tuple[Op, Scaling], ...]:
 def tokens() -> tuple[int, ...]:
     """Return every number of tokens at which launches are timed, up to ``MOST_TOKENS``."""
     found, m = [], 0
-    while m < command.MOST_TOKENS:
+    while m < MOST_TOKENS:
         m = point(m + 1)
         found.append(m)
     return tuple(found)

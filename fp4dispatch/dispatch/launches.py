@@ -22,6 +22,8 @@ from fp4dispatch.problem import m_bucket as power_of_two
 from fp4dispatch.problem.measurement import Measurement
 from fp4dispatch.settings import settings
 
+MOST_TOKENS = 8192
+"""Up to so many tokens, tables of launches that ship are made."""
 HALVES_FROM = 16
 """Above so many tokens, launches are also timed half way between two powers of two."""
 ONE_TILE = 8

@@ -19,6 +19,8 @@ from typing import TypeVar
 
 import torch
 
+from fp4dispatch.errors import InputError
+
 K = TypeVar("K")
 Call = Callable[[int], object]
 """One call of a method, on copy ``i`` of its weights."""
@@ -52,6 +54,13 @@ class Sample:
     low: float
     spread: float
     rounds: int
+
+
+def gpu() -> torch.device:
+    """Return the current GPU, to measure on; InputError where torch sees none."""
+    if not torch.cuda.is_available():
+        raise InputError("tune measures on a GPU, and torch sees none\n  fix: `fp4dispatch doctor` says why")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def summarise(times: Sequence[float]) -> Sample:
