@@ -22,7 +22,7 @@ SNIPPETS = [body for kind, body in BLOCKS if kind == "python"]
 
 def test_every_block_is_of_a_kind_that_is_tested():
     assert [body for kind, body in BLOCKS if kind != "python"] == ["pip install 'fp4dispatch[transformers]'\n"]
-    assert len(SNIPPETS) == 6
+    assert len(SNIPPETS) == 7
 
 
 def test_the_page_states_the_supported_versions():
