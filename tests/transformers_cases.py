@@ -6,6 +6,8 @@ import copy
 import functools
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,28 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fp4dispatch
 from tests import tiny_models
 from tests.checkpoint_cases import dequantised
 
 IDS = torch.arange(1, 17).view(1, 16)
+
+
+@contextmanager
+def taken_over(*methods: str) -> Iterator[None]:
+    """Register with Transformers, and give back: other tests look at what Transformers itself does."""
+    from transformers.quantizers import auto
+
+    fp4dispatch.register()  # importing the integration does it once: that stays
+    mappings = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
+    before = [dict(mapping) for mapping in mappings]
+    fp4dispatch.register(take_over=methods)
+    try:
+        yield
+    finally:
+        for mapping, old in zip(mappings, before, strict=True):
+            mapping.clear()
+            mapping.update(old)
 
 
 def _folder(name: str) -> Path:

@@ -17,7 +17,7 @@ import fp4dispatch
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError
 from tests import tiny_models
 from tests.llmcompressor_cases import CASES, STORED, source, write
-from tests.transformers_cases import IDS, kl, quantised_modules, reference
+from tests.transformers_cases import IDS, kl, quantised_modules, reference, taken_over
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,16 +26,8 @@ DENSE = ("llama-nvfp4", "llama-nvfp4a16", "qwen3-nvfp4", "gemma3-nvfp4a16", "phi
 
 @pytest.fixture
 def taken():
-    """Take over, and give back: other tests look at what Transformers itself does."""
-    from transformers.quantizers import auto
-
-    mappings = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
-    before = [dict(mapping) for mapping in mappings]
-    fp4dispatch.register(take_over=["compressed-tensors"])
-    yield
-    for mapping, old in zip(mappings, before, strict=True):
-        mapping.clear()
-        mapping.update(old)
+    with taken_over("compressed-tensors"):
+        yield
 
 
 def load(path, **options):

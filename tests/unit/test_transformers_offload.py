@@ -14,7 +14,7 @@ from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.models.offloading import offload, on_disk
 from tests import tiny_models
-from tests.transformers_cases import IDS, compressed, modelopt, plain, quantised_modules
+from tests.transformers_cases import IDS, compressed, modelopt, plain, quantised_modules, taken_over
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="accelerate, which Transformers needs for device_map, is not installed")
@@ -31,7 +31,8 @@ BESIDE_A_GPU = dict.fromkeys(ON_DISK, "cpu:0") | {"model.layers.1": "cpu"}
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    fp4dispatch.register(take_over=["compressed-tensors"])
+    with taken_over("compressed-tensors"):
+        yield
 
 
 @pytest.fixture

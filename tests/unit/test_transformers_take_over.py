@@ -11,7 +11,7 @@ from fp4dispatch.checkpoints import save_quantized
 from fp4dispatch.errors import CheckpointError, InputError
 from fp4dispatch.models.replace import replace_linears
 from tests import tiny_models
-from tests.transformers_cases import IDS, compressed, kl, quantised_modules, reference, rewritten, source
+from tests.transformers_cases import IDS, compressed, kl, quantised_modules, reference, rewritten, source, taken_over
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -19,17 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture
 def taken():
-    """Take over, and give back: other tests look at what Transformers itself does."""
-    from transformers.quantizers import auto
-
-    mappings = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
-    before = [dict(mapping) for mapping in mappings]
-    fp4dispatch.register(take_over=["compressed-tensors", "fp8"])
-    fp4dispatch.register(take_over=["compressed-tensors"])  # a second time changes nothing
-    yield
-    for mapping, old in zip(mappings, before, strict=True):
-        mapping.clear()
-        mapping.update(old)
+    with taken_over("compressed-tensors", "fp8"):
+        fp4dispatch.register(take_over=["compressed-tensors"])  # a second time changes nothing
+        yield
 
 
 def load(path, **options):
