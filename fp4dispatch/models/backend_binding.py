@@ -178,7 +178,7 @@ class BackendBinding(StateLoading):
         return Problem(op, m, n, k, self.activation, scaling, out_dtype, self.bias is not None, capture, m_min)
 
     def _choose(self, dtype: torch.dtype, mode: tuple[CaptureMode, int]) -> routes.Bound:
-        binding.forbid_in_capture(self.name)  # before weights are unpacked for it
+        binding.refuse_in_capture(self.name)  # before weights are unpacked for it
         return binding.bind(
             self.weights(lend=False),
             dtype=dtype,

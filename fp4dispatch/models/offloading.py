@@ -77,7 +77,7 @@ class Offload:
         """
         label = f'layer "{layer.name}"' if layer.name else "a layer"
         capture.forbid_in_capture(
-            f"{label} is offloaded to {self.place}, and moving it", "load the layers to capture on GPUs, then capture"
+            f"moving {label}, which is offloaded to {self.place},", "load the layers to capture on GPUs, then capture"
         )
         if self._waiting is not None:
             return

@@ -28,7 +28,7 @@ Choices = dict[torch.dtype, Choice]
 """By output dtype."""
 
 
-def forbid_in_capture(layer: str) -> None:
+def refuse_in_capture(layer: str) -> None:
     """Refuse to bind a layer while a CUDA graph is captured.
 
     Raises
@@ -88,7 +88,7 @@ def bind(
     CaptureDeniedError
         Inside :func:`fp4dispatch.machine.capture.mode`, if a rule about capture forbids a backend that was named.
     """
-    forbid_in_capture(layer)
+    refuse_in_capture(layer)
     prepared = {} if prepared is None else prepared
     gpu = routes.gpu_of(weights.weight.device)
     any_m = Problem(

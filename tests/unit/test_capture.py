@@ -137,6 +137,8 @@ def test_every_refusal_is_taken_away_in_a_case_of_the_gpu_tests() -> None:
         "making scratch memory for eager launches",  # reached by no launch; tests/unit/test_cutlass_run.py
         "the PDL trial of",  # tests/unit/test_pdl.py
         "loading weights",  # tests/unit/test_state_loading.py
+        "fusing layers",  # tests/unit/test_fuse.py
+        "moving",  # an offloaded layer: tests/unit/test_transformers_offload.py
         "the weights of",  # tests/gpu/test_stored_weights.py
         "cutting the layers of a model",  # tests/unit/test_tensor_parallel_cut.py
         "waiting for writes to packed weights",  # tests/unit/test_stored_weights.py
