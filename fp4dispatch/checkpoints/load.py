@@ -20,7 +20,7 @@ from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_ch
 from fp4dispatch.checkpoints.parts import PlainParts, Stored, asked, members_of, parts_for, read_bias, read_layer
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan
 from fp4dispatch.checkpoints.planner import plan_load
-from fp4dispatch.checkpoints.schemes import Scheme, split_shards
+from fp4dispatch.checkpoints.schemes import Scheme
 from fp4dispatch.errors import CheckpointError, FormatError, InputError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.formats.checks import check_content
@@ -28,6 +28,7 @@ from fp4dispatch.machine.collectives import Team
 from fp4dispatch.machine.ranks import Ranks
 from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer, FuseReport
 from fp4dispatch.models.fusing.fuse import fuse as _fuse
+from fp4dispatch.models.fusing.rows import split
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.parallel.layers import Part, become, cut_bias
 from fp4dispatch.models.parallel.plan import TensorParallel
@@ -330,7 +331,7 @@ def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype
         # One global scale a shard: they are dequantised apart.
         parts = [
             nvfp4_dequantize(shard.weight, shard.scale, shard.global_scale, dtype=dtype)
-            for shard in split_shards(weights)
+            for shard in split(weights, weights.shard_rows)
             if shard.global_scale is not None
         ]
         return torch.cat(parts).to(device)

@@ -23,7 +23,7 @@ import torch
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, from_128x4
-from fp4dispatch.models.fusing.rows import split
+from fp4dispatch.models.fusing.rows import concatenate
 from fp4dispatch.problem import Op, Scaling
 
 
@@ -209,13 +209,8 @@ def written_shape(scheme: Scheme, name: str, n: int, k: int) -> tuple[int, ...]:
     return scheme.specs(n, k)[name].shapes[0] or scheme.scalar
 
 
-def split_shards(weights: LinearWeights) -> list[LinearWeights]:
-    """Cut a fused NVFP4 layer into its shards along N, exactly: the inverse of :func:`fuse_shards`; copies nothing."""
-    return split(weights, weights.shard_rows)
-
-
 def fuse_shards(shards: list[LinearWeights]) -> LinearWeights:
-    """Concatenate shards along N into one layer, exactly.
+    """Concatenate shards along N into one layer, exactly. :func:`fp4dispatch.models.fusing.rows.split` is the inverse.
 
     NVFP4 keeps one global scale per shard. FP8 shards with different per-tensor scales become one scale per row, with
     dynamic activation scales. Static activation scales of the shards describe the same input. The largest is kept,
@@ -247,25 +242,19 @@ def fuse_shards(shards: list[LinearWeights]) -> LinearWeights:
         scaling, input_scale = "row", None
         scale = torch.cat([s.scale.expand(s.n) for s in shards])
     elif scaling != "tensor":
-        scale = _cat([s.scale for s in shards])
+        scale = concatenate([s.scale for s in shards])
     globals_ = [s.global_scale for s in shards if s.global_scale is not None]
     return LinearWeights(
         first.op,
         scaling,
         sum(rows),
         first.k,
-        _cat([s.weight for s in shards]),
+        concatenate([s.weight for s in shards]),
         scale,
         torch.cat(globals_) if globals_ else None,
         rows if first.op == "nvfp4_gemm" else (),
         input_scale,
     )
-
-
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    if parts[0].element_size() == 1:  # not every torch build concatenates float8
-        return torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype)
-    return torch.cat(parts)
 
 
 def _convert_scale(scale: torch.Tensor, divides: bool) -> torch.Tensor:

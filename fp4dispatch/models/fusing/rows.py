@@ -89,7 +89,7 @@ def join_tensors(shards: Sequence[Mapping[str, Tensor]], rows: Sequence[int]) ->
                 raise FormatError(f"{what} differ: {', '.join(f'{float(part):g}' for part in parts)}")
             joined[name] = parts[0].clone()
         else:
-            joined[name] = _cat(parts)
+            joined[name] = concatenate(parts)
     return joined
 
 
@@ -125,7 +125,8 @@ def _scale_name(weights: LinearWeights) -> str:
     return "weight_scale_inv" if weights.scaling == "block128" else "weight_scale"
 
 
-def _cat(parts: Sequence[Tensor]) -> Tensor:
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one dtype, one below the other."""
     if parts[0].element_size() == 1:  # not every torch build concatenates float8
         return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
     return torch.cat(list(parts))
