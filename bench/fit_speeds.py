@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,20 @@ Launch = tuple[tuple[int, int, int], FewTokensShape, float]
 
 def few_launches(problems: Iterable[dict[str, Any]], kernel: str, *, blocks: bool) -> list[Launch]:
     """Return the timed launches of a kernel for few tokens: (n, k, m), shape, microseconds."""
-    found = []
-    for p in problems:
-        for name, launches in p["launches"].items():
-            launched, _, build = name.partition(" ")[2].partition("/")
-            if launched == kernel and build.startswith("block_") == blocks:
-                problem = p["n"], p["k"], p["m"]
-                found += [(problem, FewTokensShape(*s), us) for s, us in launches if s is not None]
-    return found
+    return [
+        ((p["n"], p["k"], p["m"]), FewTokensShape(*shape), us)
+        for p in problems
+        for shape, us in timed(p, kernel, blocks=blocks)
+        if shape is not None
+    ]
+
+
+def timed(p: dict[str, Any], kernel: str, *, blocks: bool) -> Iterator[tuple[Sequence[int] | None, float]]:
+    """Yield the launches of a kernel that were timed for a problem: shape, or None for its own; microseconds."""
+    for name, launches in p["launches"].items():
+        launched, _, build = name.partition(" ")[2].partition("/")
+        if launched == kernel and build.startswith("block_") == blocks:
+            yield from launches
 
 
 def fit_few(kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blocks: bool) -> FewTokensSpeed:
@@ -170,11 +176,7 @@ def chosen(
 
 def own_time(p: dict[str, Any], kernel: str, *, blocks: bool) -> float | None:
     """Return the time of a kernel in the shape that it chooses itself; None where it was not timed."""
-    for name, launches in p["launches"].items():
-        launched, _, build = name.partition(" ")[2].partition("/")
-        if launched == kernel and build.startswith("block_") == blocks:
-            return next((us for shape, us in launches if shape is None), None)
-    return None
+    return next((us for shape, us in timed(p, kernel, blocks=blocks) if shape is None), None)
 
 
 def stacked(works: Sequence[Work]) -> Work:

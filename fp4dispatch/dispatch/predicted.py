@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from fp4dispatch.backends.predictions import predictions
 from fp4dispatch.machine import gpu_models
@@ -21,7 +20,7 @@ def find(problem: Problem, system: System, backends: Mapping[str, object]) -> Pr
 
     The same facts give the same times: ranks with equal GPUs choose alike.
     """
-    if not system.gpus or _any_m(problem) in _ignored:
+    if not system.gpus or problem.any_m() in _ignored:
         return None
     model = gpu_models.of(system.gpus[0])
     return None if model is None else predictions(problem, model, backends)
@@ -30,14 +29,10 @@ def find(problem: Problem, system: System, backends: Mapping[str, object]) -> Pr
 def ignore(problem: Problem) -> None:
     """Do not use predictions for a problem, for any M, in this process: ranks have different GPUs."""
     with _lock:
-        _ignored.add(_any_m(problem))
+        _ignored.add(problem.any_m())
 
 
 def reset() -> None:
     """Use all predictions again."""
     with _lock:
         _ignored.clear()
-
-
-def _any_m(problem: Problem) -> Problem:
-    return replace(problem, m=1, m_min=1, capture="none")

@@ -54,7 +54,7 @@ def table(problem: Problem, system: System) -> Measurement | None:
 
 
 def _silent(problem: Problem, system: System) -> bool:
-    return settings.tuned == "off" or not system.gpus or _any_m(problem) in _ignored
+    return settings.tuned == "off" or not system.gpus or problem.any_m() in _ignored
 
 
 def own(problem: Problem, system: System, backends: Mapping[str, object]) -> Measurement | None:
@@ -78,7 +78,7 @@ def remember(measurement: Measurement) -> None:
     """Take a measurement into this process; it replaces an older one."""
     with _lock:
         _known[measurement.name] = measurement
-        _ignored.discard(_any_m(measurement.problem))
+        _ignored.discard(measurement.problem.any_m())
         _without_launches.discard(_layer(measurement.problem))
         _changed()
 
@@ -89,7 +89,7 @@ def ignore(problem: Problem) -> None:
     Nor any launches of its layer: those of a problem serve others with the same weights.
     """
     with _lock:
-        _ignored.add(_any_m(problem))
+        _ignored.add(problem.any_m())
         _without_launches.add(_layer(problem))
         _changed()
 
@@ -113,10 +113,6 @@ def _changed() -> None:
 def changes() -> int:
     """Return a number that grows whenever what :func:`find` returns may have changed."""
     return _changes
-
-
-def _any_m(problem: Problem) -> Problem:
-    return replace(problem, m=1, m_min=1, capture="none")
 
 
 def reset() -> None:

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fp4dispatch.problem import Activation, Problem
 
@@ -28,6 +28,36 @@ EXACTNESS: dict[Activation, int] = {"nvfp4": 0, "fp8": 1, "bf16": 2}
 SCHEMA = 2
 _ROUNDED = 3
 _MOST_NUMBERS = 16
+
+
+class Candidate(Protocol):
+    """A backend with an activation format, and its time in microseconds."""
+
+    @property
+    def backend(self) -> str:
+        """Its name."""
+
+    @property
+    def activation(self) -> Activation:
+        """Its format."""
+
+    @property
+    def us(self) -> float:
+        """Its time."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def fastest(times: Iterable[C], old: C, accepted: Iterable[tuple[str, Activation]]) -> C:
+    """Return the fastest candidate that may run in place of ``old``: accepted, and no coarser; ``old`` without any."""
+    may_run = set(accepted)
+    fit = [
+        t
+        for t in times
+        if (t.backend, t.activation) in may_run and EXACTNESS[t.activation] >= EXACTNESS[old.activation]
+    ]
+    return min(fit, key=lambda t: t.us, default=old)
 
 
 def name_of(problem: Problem, facts: Mapping[str, str]) -> str:
@@ -159,16 +189,8 @@ class Measurement:
         old = self.of(*default)
         if old is None:
             return None
-        may_run = set(accepted)
-        fit = [
-            t
-            for t in self.timings
-            if (t.backend, t.activation) in may_run and EXACTNESS[t.activation] >= EXACTNESS[old.activation]
-        ]
-        new = min(fit, key=lambda t: t.us, default=None)
-        if new is None or old.us - new.us <= max(old.noise_us, new.noise_us, FLOOR * old.us):
-            return None
-        return new, old
+        new = fastest(self.timings, old, accepted)
+        return (new, old) if old.us - new.us > max(old.noise_us, new.noise_us, FLOOR * old.us) else None
 
     def text(self) -> str:
         """Return it as text: the problem, then one line for each candidate."""

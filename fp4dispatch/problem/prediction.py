@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp4dispatch.problem import Activation
-from fp4dispatch.problem.measurement import EXACTNESS
+from fp4dispatch.problem.measurement import fastest
 
 MARGIN = 0.03
 """Least predicted gain that counts, as a share of the time of the choice of the rules."""
@@ -57,11 +57,5 @@ class Predictions:
         old = self.of(*default)
         if old is None:
             return None
-        may_run = set(accepted)
-        fit = [
-            t
-            for t in self.times
-            if (t.backend, t.activation) in may_run and EXACTNESS[t.activation] >= EXACTNESS[old.activation]
-        ]
-        new = min(fit, key=lambda t: t.us, default=old)
+        new = fastest(self.times, old, accepted)
         return (new, old) if new.us < (1 - MARGIN) * old.us else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from fp4dispatch.errors import InputError
@@ -94,6 +94,10 @@ class Problem:
 
     def __str__(self) -> str:
         return self.text(f"M={self.m}")
+
+    def any_m(self) -> Problem:
+        """Return the problem of the layer, for any number of tokens and any capture."""
+        return replace(self, m=1, m_min=1, capture="none")
 
     def text(self, tokens: str) -> str:
         """Return the problem in words, with these words for M."""

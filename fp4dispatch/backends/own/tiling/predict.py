@@ -73,7 +73,10 @@ def _few_tokens_shape_us(kernel: str, shape: FewTokensShape, problem: Problem, s
 
 
 def few_tokens_shapes(kernel: str, problem: Problem, speeds: Speeds) -> Iterator[FewTokensShape]:
-    """Yield the launch shapes of a kernel for few tokens that are worth a prediction."""
+    """Yield the launch shapes of a kernel for few tokens that are worth timing.
+
+    With every ring: times tell rings apart where the model does not (bench/notes/tuning.md).
+    """
     speed = _few_tokens_speed(kernel, problem, speeds)
     if speed is None or problem.m > KERNELS[kernel].most_tokens():
         return
@@ -107,8 +110,9 @@ def few_tokens_shape(kernel: str, problem: Problem, speeds: Speeds) -> FewTokens
     found = few_tokens(kernel, problem, speeds)
     if found is None:
         return None
-    own = speeds.few_tokens[f"{kernel} {BLOCKS}" if problem.scaling == "block128" else kernel].own
-    return None if found.shape.tokens in own else found.shape
+    speed = _few_tokens_speed(kernel, problem, speeds)
+    assert speed is not None
+    return None if found.shape.tokens in speed.own else found.shape
 
 
 def quantiser(problem: Problem, speeds: Speeds, *, packed: bool = True) -> float:
