@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ class Timed:
 class Sampler:
     """Times one problem after the other."""
 
-    def __init__(self, card: Card, engine: Engine) -> None:
-        self.card, self.engine = card, engine
+    def __init__(self, card: Card, engine: Engine, families: Sequence[Family] = FAMILIES) -> None:
+        self.card, self.engine, self.families = card, engine, families
 
     def record(self, call: Call, copies: int) -> Timed:
         """Record calls on rotating copies."""
@@ -86,7 +86,7 @@ class Sampler:
     def shape(self, layer: sampling.Drawn, ms: tuple[int, ...], over: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         """Yield the record of each number of tokens."""
         operands = Operands(layer.n, layer.k, self.card.device)
-        launcher = Launcher(operands, self.engine.cache_bytes, self.card)
+        launcher = Launcher(operands, self.engine.cache_bytes, self.card, self.families)
         copies = {fmt: timing.copies_for(operands.n * operands.k * size, self.engine.cache_bytes) for fmt, size in SIZE}
         layers = {each.name: each.prepare(operands, copies[each.format], self.card) for each in LAYERS}
         dense = [operands.bf16, *(operands.bf16.clone() for _ in range(copies["bf16"] - 1))]
@@ -139,6 +139,11 @@ class Sampler:
         worst = check.worst_tile(out, truth.want(family.format, family.entering))
         limit = tolerance(family.format, family.entering, truth.operands.k)
         return "" if worst.error <= limit else f"WRONG: tile {worst.tile} is off by {worst.error:.2g}"
+
+
+def name_of(family: Family) -> str:
+    """Return how records and options call a family."""
+    return f"{family.backend} {family.format}"
 
 
 SIZE = (("bf16", 2.0), ("nvfp4", 0.5625), ("row", 1.0), ("block128", 1.0))
@@ -209,7 +214,7 @@ def summary(us: dict[Any, float]) -> dict[str, Any]:
 
 
 def _named(us: dict[Family, float]) -> dict[str, float]:
-    return {f"{family.backend} {family.format}": time_ for family, time_ in us.items()}
+    return {name_of(family): time_ for family, time_ in us.items()}
 
 
 # ---- Report ----
@@ -306,23 +311,25 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--m", type=int, nargs=2, default=(17, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--seconds", type=float, default=280.0)
+    parser.add_argument("--families", nargs="+", choices=[name_of(f) for f in FAMILIES], help="all by default")
     parser.add_argument("--device")
     args = parser.parse_args()
+    families = [f for f in FAMILIES if args.families is None or name_of(f) in args.families]
     ends = time.monotonic() + args.seconds
     card = machine.card(args.device)
     engine = machine.engine_for(card)
     if card.device.type == "cuda" and card.arch is not None:
         start = time.monotonic()
-        jit.build_together(builds(FAMILIES), card.arch)
-        for build in builds(FAMILIES):
+        jit.build_together(builds(families), card.arch)
+        for build in builds(families):
             jit.load(*build, card.arch)
-        print(f"{len(builds(FAMILIES))} builds: {time.monotonic() - start:.1f} s", flush=True)
+        print(f"{len(builds(families))} builds: {time.monotonic() - start:.1f} s", flush=True)
     facts, gpu = machine.facts(card, args.commit), gpu_facts(card, engine)
     drawn = sampling.sample(args.seed, args.problems, least_m=args.m[0], most_m=args.m[1], each=EACH)
     path = args.out / records.name({"kind": KIND, "subject": f"seed {args.seed}", "facts": facts})
     found = before(path, args.seed, args.commit, facts["device"])
     done = {(p["n"], p["k"], p["m"]) for p in found}
-    sampler = Sampler(card, engine)
+    sampler = Sampler(card, engine, families)
     for layer, ms in drawn.shapes:
         left = tuple(m for m in ms if (layer.n, layer.k, m) not in done)
         if time.monotonic() > ends:

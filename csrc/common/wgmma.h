@@ -36,11 +36,19 @@ __device__ __forceinline__ void wgmma_wait() {
 #define FP4D_R32                                                           \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FP4D_R48 \
+  FP4D_R32       \
+  ", "           \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define FP4D_R64                                                                     \
   FP4D_R32                                                                           \
   ", "                                                                               \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FP4D_R80 \
+  FP4D_R64       \
+  ", "           \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define FP4D_R88                                                                                         \
   FP4D_R64                                                                                               \
   ", "                                                                                                   \
@@ -59,6 +67,7 @@ __device__ __forceinline__ void wgmma_wait() {
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FP4D_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FP4D_D16(i) FP4D_D4(i), FP4D_D4(i + 4), FP4D_D4(i + 8), FP4D_D4(i + 12)
 #define FP4D_D32(i)                                                                              \
   FP4D_D4(i), FP4D_D4(i + 4), FP4D_D4(i + 8), FP4D_D4(i + 12), FP4D_D4(i + 16), FP4D_D4(i + 20), \
       FP4D_D4(i + 24), FP4D_D4(i + 28)
@@ -99,7 +108,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // d[64 rows][T tokens] = A[64][32] B[T][32]^T, or += that; places as below.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
-  static_assert(T == 16 || T == 32 || T == 64 || T == 128 || T == 176);
+  static_assert(T == 16 || T == 32 || T == 64 || T == 96 || T == 128 || T == 160 || T == 176);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3("m64n16k32", FP4D_R8, "{%8, %9, %10, %11}, %12", "%13", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 32) {
@@ -107,18 +116,23 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
                     FP4D_D4(8), FP4D_D4(12));
   } else if constexpr (T == 64) {
     FP4D_WGMMA_E4M3("m64n64k32", FP4D_R32, "{%32, %33, %34, %35}, %36", "%37", FP4D_D32(0));
+  } else if constexpr (T == 96) {
+    FP4D_WGMMA_E4M3("m64n96k32", FP4D_R48, "{%48, %49, %50, %51}, %52", "%53", FP4D_D32(0), FP4D_D16(32));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));
+  } else if constexpr (T == 160) {
+    FP4D_WGMMA_E4M3("m64n160k32", FP4D_R80, "{%80, %81, %82, %83}, %84", "%85", FP4D_D32(0), FP4D_D32(32),
+                    FP4D_D16(64));
   } else if constexpr (T == 176) {
     FP4D_WGMMA_E4M3("m64n176k32", FP4D_R88, "{%88, %89, %90, %91}, %92", "%93", FP4D_D32(0), FP4D_D32(32),
-                    FP4D_D4(64), FP4D_D4(68), FP4D_D4(72), FP4D_D4(76), FP4D_D4(80), FP4D_D4(84));
+                    FP4D_D16(64), FP4D_D4(80), FP4D_D4(84));
   }
 }
 
 // Both operands in shared memory, rows of 128 bytes as operand_b() describes them.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uint64_t b_at, int add) {
-  static_assert(T == 16 || T == 32 || T == 64 || T == 128);
+  static_assert(T == 16 || T == 32 || T == 64 || T == 96 || T == 128 || T == 160 || T == 192);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3_SHARED("m64n16k32", FP4D_R8, "%8", "%9", "%10", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 32) {
@@ -126,8 +140,16 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uin
                            FP4D_D4(12));
   } else if constexpr (T == 64) {
     FP4D_WGMMA_E4M3_SHARED("m64n64k32", FP4D_R32, "%32", "%33", "%34", FP4D_D32(0));
+  } else if constexpr (T == 96) {
+    FP4D_WGMMA_E4M3_SHARED("m64n96k32", FP4D_R48, "%48", "%49", "%50", FP4D_D32(0), FP4D_D16(32));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3_SHARED("m64n128k32", FP4D_R64, "%64", "%65", "%66", FP4D_D32(0), FP4D_D32(32));
+  } else if constexpr (T == 160) {
+    FP4D_WGMMA_E4M3_SHARED("m64n160k32", FP4D_R80, "%80", "%81", "%82", FP4D_D32(0), FP4D_D32(32),
+                           FP4D_D16(64));
+  } else if constexpr (T == 192) {
+    FP4D_WGMMA_E4M3_SHARED("m64n192k32", FP4D_R96, "%96", "%97", "%98", FP4D_D32(0), FP4D_D32(32),
+                           FP4D_D32(64));
   }
 }
 
@@ -180,11 +202,14 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_WGMMA_E4M3_SHARED
 #undef FP4D_A
 #undef FP4D_D32
+#undef FP4D_D16
 #undef FP4D_D4
 #undef FP4D_R128
 #undef FP4D_R96
 #undef FP4D_R88
+#undef FP4D_R80
 #undef FP4D_R64
+#undef FP4D_R48
 #undef FP4D_R32
 #undef FP4D_R16
 #undef FP4D_R8

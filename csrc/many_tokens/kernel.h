@@ -32,7 +32,7 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
   using Weights = typename Tile::Weights;
   constexpr int T = Tile::kTokens;
   // Alpha, bias and scales are asked for before a tile's stages where there are registers for them.
-  constexpr bool kEarly = kFp8 && T == 128;
+  constexpr bool kEarly = kFp8 && T >= 96 && T <= 128;
   Output<Tile> output{p, warpgroup, warp, lane, ring.base + Tile::kOutAt + warpgroup * 2 * Tile::kPieceBytes};
   typename Weights::template Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
   int const items = place.whole + place.parts;

@@ -46,6 +46,8 @@ SHAPES = (
 )
 AT_176 = ((175, 136, 208), (176, 264, 400), (177, 72, 1040), (361, 136, 528))
 """Around the ends of a tile of 176 tokens, which it writes 16 at a time; 361 ends in a piece of 9."""
+AT_96 = ((95, 136, 208), (96, 264, 400), (97, 72, 1040), (201, 136, 528))
+AT_160 = ((159, 136, 208), (160, 264, 400), (161, 72, 1040), (329, 136, 528))
 FEW = ((7, 200, 144), (16, 136, 528), (17, 264, 1040), (32, 520, 2064), (33, 264, 400), (64, 136, 1040))
 
 
@@ -98,7 +100,7 @@ def test_packing_bit_for_bit(dtype, m, k):
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tile_and_the_same_bits_twice(variant, launch):
-    for m, n, k in (*SHAPES, *{"32": FEW, "176": AT_176}.get(variant.split("_")[2], ())):
+    for m, n, k in (*SHAPES, *{"32": FEW, "96": AT_96, "160": AT_160, "176": AT_176}.get(variant.split("_")[2], ())):
         if launch is not None and launch[1] > most_split(variant, k):
             continue
         problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
@@ -129,7 +131,9 @@ def test_whole_tiles_and_then_parts_of_k_and_the_same_bits_twice(variant, launch
     problem.check(f"{variant} {launch} {rounds} rounds, {parts} parts")
 
 
-@pytest.mark.parametrize("variant", ["a8_bf16_128", "a8_bf16_176", "a16_bf16_128x128", "a16_bf16_256"])
+@pytest.mark.parametrize(
+    "variant", ["a8_bf16_96", "a8_bf16_128", "a8_bf16_160", "a8_bf16_176", "a16_bf16_128x128", "a16_bf16_256"]
+)
 def test_a_plan_that_does_whole_tiles_first(variant):
     m, n = many_tokens.whole_tiles_first(gemm(variant).tile, (1, 2), sms(), 4, "few")
     k = 4112

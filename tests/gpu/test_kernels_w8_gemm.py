@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp4dispatch.jit.catalog.manifest import installed
+from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
 from tests.gpu.tiles import sees_one_wrong_element
 from tests.gpu.w4_packed import (
@@ -43,6 +44,9 @@ SHAPES = (
     *((1, 8, 16), (9, 72, 128), (65, 72, 48), (77, 136, 208), (100, 64, 144), (127, 264, 1040), (128, 128, 128)),
     *((129, 520, 2064), (200, 392, 528), (255, 136, 272), (256, 256, 256), (257, 200, 1040), (300, 648, 2064)),
 )
+TILES = (96, 128, 160, 192)
+"""Tokens, of builds for scales by row. Block scales have 128."""
+AT_ENDS = tuple((tile + more, 200, 528) for tile in TILES for more in (-1, 0, 1, 9))
 # Whole tiles first, once and twice, and what is left of them in parts of K.
 LEFT = (
     *(((1, 2, 8, 1), (300, 6016, 512)), ((1, 2, 8, 1), (300, 12160, 528)), ((1, 3, 8, 1), (300, 6016, 528))),
@@ -53,23 +57,25 @@ LEFT = (
 
 def test_the_builds_are_those_that_are_tested() -> None:
     """Those for block scales in test_kernels_w8_blocks.py."""
-    builds = {f"{kind.build}{dtype}_128" for kind in (Problem, Blocks) for dtype in OUT_DTYPES}
+    tiles = {Problem: TILES, Blocks: (128,)}
+    builds = {f"{kind.build}{dtype}_{tile}" for kind in tiles for dtype in OUT_DTYPES for tile in tiles[kind]}
     assert set(installed().kernel("w8_gemm_sm90").variants) == builds
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("variant", OUT_DTYPES)
-def test_every_tile_and_the_same_bits_twice(variant: str, launch: tuple[int, ...] | None) -> None:
+def test_every_tile_and_the_same_bits_twice(variant: str, tile: int, launch: tuple[int, ...] | None) -> None:
     checked = 0
-    for m, n, k in SHAPES:
+    for m, n, k in (*SHAPES, *AT_ENDS):
         if launch is not None and launch[1] > -(-k // 128):  # each part of K has a stage
             continue
         problem = Problem(OUT_DTYPES[variant], (m, n, k))
         if launch is None:
-            problem.run(gemm(variant).planned)
+            problem.run(gemm(variant, tile).planned)
         else:
-            problem.run(gemm(variant).shaped, list(launch))
-        problem.check(f"{variant} {launch}")
+            problem.run(gemm(variant, tile).shaped, list(launch))
+        problem.check(f"{variant} {tile} {launch}")
         checked += 1
     assert checked >= 4
 
@@ -79,6 +85,16 @@ def test_whole_tiles_and_then_parts_of_k(launch: tuple[int, ...], mnk: tuple[int
     problem = Problem(torch.bfloat16, mnk)
     problem.run(gemm().shaped, list(launch))
     problem.check(launch)
+
+
+@pytest.mark.parametrize("split", [2, 3, 4, 8])
+@pytest.mark.parametrize("tile", TILES)
+def test_each_build_does_whole_tiles_and_then_parts_of_k(tile: int, split: int) -> None:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    m, n = many_tokens.whole_tiles_first(gemm("bf16", tile).tile, (1, split), sms, 2, "few")
+    problem = Problem(torch.bfloat16, (m, n, 1040))
+    problem.run(gemm("bf16", tile).shaped, [1, split, 8, 1], times=3)
+    problem.check(f"{tile} {split}")
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -118,20 +134,23 @@ def test_nan_among_the_weights_makes_its_column_nan_and_no_other() -> None:
     check_nan_among_the_weights(gemm().planned, 133)
 
 
-def test_repeats_bit_for_bit() -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_repeats_bit_for_bit(tile: int) -> None:
     for mnk in ((128, 4096, 4096), (256, 4096, 1040), (200, 1032, 2064)):
-        Problem(torch.bfloat16, mnk).run(gemm().planned, times=20)
+        Problem(torch.bfloat16, mnk).run(gemm("bf16", tile).planned, times=20)
 
 
-def test_a_token_has_the_same_bits_whoever_shares_its_tile() -> None:
-    check_a_token_alone_and_with_others(gemm().planned, weight(1032, 2064), activations)
+@pytest.mark.parametrize("tile", TILES)
+def test_a_token_has_the_same_bits_whoever_shares_its_tile(tile: int) -> None:
+    check_a_token_alone_and_with_others(gemm("bf16", tile).planned, weight(1032, 2064), activations)
 
 
-def test_long_k_and_more_tiles_than_multiprocessors() -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_long_k_and_more_tiles_than_multiprocessors(tile: int) -> None:
     """A persistent grid's ring runs on into the next tile."""
     for mnk in ((1024, 5120, 512), (300, 256, 28672), (128, 28672, 512), (256, 28672, 1040)):
         problem = Problem(torch.bfloat16, mnk, alpha=2.0**-12)
-        problem.run(gemm().planned)
+        problem.run(gemm("bf16", tile).planned)
         problem.check()
 
 
@@ -141,9 +160,10 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
 
 @pytest.mark.parametrize("static", [None, 0.01])
 @pytest.mark.parametrize("m", [65, 128, 200, 512])
-def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
+@pytest.mark.parametrize("tile", TILES)
+def test_a_chain_under_pdl_has_the_bits_of_one_without(tile: int, m: int, static: float | None) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
-    check_pdl_chain(gemm().planned, m, static)
+    check_pdl_chain(gemm("bf16", tile).planned, m, static)
 
 
 def test_a_graph_replays_what_an_eager_call_wrote() -> None:

@@ -27,9 +27,9 @@ def kernel(variant: str = "bf16") -> Any:
 
 
 @functools.cache
-def gemm(variant: str = "bf16") -> Any:
-    """The one for many."""
-    build, sms = f"{variant}_128", torch.cuda.get_device_properties(0).multi_processor_count
+def gemm(variant: str = "bf16", tile: int = 128) -> Any:
+    """The one for many, with tiles of so many tokens."""
+    build, sms = f"{variant}_{tile}", torch.cuda.get_device_properties(0).multi_processor_count
     return many_tokens.Gemm(jit.load("w8_gemm_sm90", build, SM90).module, "w8_gemm_sm90", build, sms)
 
 

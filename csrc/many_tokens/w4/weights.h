@@ -49,16 +49,16 @@ struct W4Weights {
   }
   // Stages after which FP8 sums are added to f32 ones. Accuracy against time: sums of one sign end up 0.18 % low after
   // 256 k (2 stages) and 0.51 % after 512 k (measured on an H200).
-  static constexpr int promote_stages(int tokens) { return tokens >= 128 ? 3 : 2; }
+  static constexpr int promote_stages(int tokens) { return tokens >= 96 ? 3 : 2; }
   // Clocks by which the first warpgroup runs ahead of the second where a CTA does many tiles: one multiplies while the
   // other stores. Measured on an H200 (bench/NOTES.md).
   static constexpr int head_start(int tokens) {
-    return !kFp8 ? 0 : tokens == 128 ? 2000 : tokens == 176 ? 800 : 0;
+    return !kFp8 || tokens < 96 ? 0 : tokens <= 128 ? 2000 : tokens == 160 ? 1200 : 800;
   }
   // Whether a CTA leaves registers for the kernel that packs the next launch's activations (packed_activations.cu). That
   // kernel then already waits on the same multiprocessor when this launch ends.
   static constexpr bool leaves_registers(int tokens, int consumers) {
-    return kFp8 && tokens == 128 && consumers == 2;
+    return kFp8 && tokens >= 96 && tokens <= 128 && consumers == 2;
   }
   static constexpr int ctas(int tokens) { return kFp8 && tokens <= 64 ? 2 : 1; }
 
