@@ -117,6 +117,7 @@ Regrets = dict[int, list[tuple[float, float, float]]]
 
 def held_out(problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool) -> Regrets:
     """Return what choices cost. Fitted to every other (N, K), judged on the others, and the other way round."""
+    problems = [p for p in problems if few_launches([p], kernel, blocks=blocks)]
     sizes = sorted({(p["n"], p["k"]) for p in problems})
     found: Regrets = {}
     for half in (0, 1):
