@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -50,8 +51,7 @@ def test_weights_are_scaled_and_the_same_every_time(model):
         assert torch.equal(parameter, again.get_parameter(name)), name
         if parameter.ndim > 1:
             into_residual = "o_proj" in name or "down_proj" in name
-            std = decoder.INIT_STD * (4096 / decoder.TINY["hidden_size"]) ** 0.5
-            wanted = 1.0 if "embed" in name else std / (2 if into_residual else 1)  # sqrt(2 * 2 layers)
+            wanted = 1.0 if "embed" in name else decoder.INIT_STD / (2 if into_residual else 1)  # sqrt(2 * 2 layers)
             assert float(parameter.float().std()) == pytest.approx(wanted, rel=0.1), name
     assert torch.get_default_dtype() == torch.float32
     logits = decoder.probe(model, CPU, VOCABULARY)
@@ -238,7 +238,7 @@ def test_the_script(tmp_path, capsys, monkeypatch):
         assert all(d["tokens_per_s"] > 0 for d in each["decode"])
     errors = [each["logits"]["relative_error"] for each in document["formats"]]
     assert errors[0] == 0
-    assert 0.01 < errors[1] < errors[2] < 0.4
+    assert 0.001 < errors[1] < errors[2] < 0.1
     sizes = [each["weights_gb"] for each in document["formats"]]
     assert sizes[0] > sizes[1] > sizes[2]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
@@ -319,13 +319,17 @@ def test_weights_that_compact_lost_are_seen(monkeypatch, capsys):
 def traced(monkeypatch):
     """Dynamo alone: what it traces, and how often, is what can be wrong here."""
     monkeypatch.setattr(decoder.compiled_step, "BACKEND", "eager")
-    monkeypatch.setattr(decoder, "TINY", decoder.TINY | {"num_hidden_layers": 4})
+    sizes = decoder.TINY | {"num_hidden_layers": 4}
+    # Layers of this width change the stream as much as those of 4096 do.
+    std = decoder.INIT_STD * (4096 / sizes["hidden_size"]) ** 0.5
+    monkeypatch.setattr(decoder, "TINY", sizes)
+    monkeypatch.setattr(decoder, "build", functools.partial(decoder.build, std=std))
     decoder.compiled_step.forget()
     yield
     decoder.compiled_step.forget()
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "nvfp4+fuse", "fp8_row"])
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4+fuse"])
 def test_all_layers_share_one_compiled_graph(traced, fmt):
     model = decoder.build(decoder.TINY, CPU)
     decoder.quantise(model, fmt)
@@ -355,7 +359,7 @@ def test_one_wrong_layer_of_a_compiled_step_is_seen(traced, monkeypatch, fmt, pa
     monkeypatch.setattr(decoder.compiled_step.CompiledStep, "__call__", without_it)
     found = decoder.decode(model, 1, 2, CPU, VOCABULARY, True)
     assert found["status"] == "WRONG"
-    assert found["compiled"]["off"] > found["compiled"]["tolerance"]
+    assert found["compiled"]["off"] > 2 * found["compiled"]["tolerance"]
     assert "tokens_per_s" not in found
 
 
