@@ -19,7 +19,14 @@ PEERS = {
     "humming/nvfp4": ("NVFP4, Humming", True),
 }
 """Methods of a run -> name in the picture, and whether its line is dashed."""
-DECODER = {"bf16": "bf16", "fp8_row": "FP8 by row", "nvfp4": "NVFP4"}
+DECODER = {
+    "bf16": "bf16",
+    "fp8_row": "FP8 by row",
+    "nvfp4": "NVFP4",
+    "fp8_row+fuse+head": "FP8 by row, fused, with head",
+    "nvfp4+fuse+head": "NVFP4, fused, with head",
+}
+"""Formats of a decoder -> name in the picture. A compiled run has more formats than a picture has colours."""
 KL = {
     ("fp4dispatch", "nvfp4", "bf16"): "NVFP4 x 16 bits",
     ("fp4dispatch", "nvfp4", "fp8"): "NVFP4 x FP8",
@@ -89,6 +96,8 @@ def decoder() -> str:
     found = kept(RESULTS, "decoder")
     for record in found:
         first, *others = record["formats"]
+        compiled = record.get("compiled", False)
+        others = [each for each in others if each["format"] in DECODER or not compiled]
         series = []
         for each in others:
             done = {
@@ -96,15 +105,23 @@ def decoder() -> str:
                 for mine, base in zip(each["decode"], first["decode"], strict=True)
                 if mine["status"] == base["status"] == "ok"
             }
-            name, tokens = DECODER.get(each["format"], each["format"]), each["prefill"]["tokens"]
-            done[f"prefill, {tokens} tokens"] = each["prefill"]["tokens_per_s"] / first["prefill"]["tokens_per_s"]
-            series.append(Series(name, done))
+            if "prefill" in each and not compiled:  # prefill is not compiled
+                speeds = [one["prefill"]["tokens_per_s"] for one in (each, first)]
+                done[f"prefill, {each['prefill']['tokens']} tokens"] = speeds[0] / speeds[1]
+            if done:
+                series.append(Series(DECODER.get(each["format"], each["format"]), done))
+        if not series:
+            continue
         title = f"{card(record)}: tokens/s of a decoder with the layer sizes of Llama-3.1-8B"
+        title += ", torch.compile" if compiled else ""
         x = list(dict.fromkeys(name for one in series for name in one.values))
-        places = [{"fp8_row": 1, "nvfp4": 0}.get(each["format"], i) for i, each in enumerate(others)]
+        names = [one.name for one in series]
+        fixed = {"FP8 by row": 1, "NVFP4": 0} if len(names) < 3 else {}
+        places = [fixed.get(name, i) for i, name in enumerate(names)]
         base = DECODER.get(first["format"], first["format"])
         charts.append(Chart(title, x, series, f"times {base}", "", 1.0, "", 2, places))
-    note = f"One CUDA graph a step; attention and output head stay in bf16. Commits: {commits(found)}."
+    head = "output head (where not named)" if any(record.get("compiled") for record in found) else "output head"
+    note = f"One CUDA graph a step; attention and {head} stay in bf16. Commits: {commits(found)}."
     return draw(charts, note, lines=False)
 
 

@@ -49,9 +49,10 @@ def headline() -> str:
         few, many = min(means), max(means)
         text = f"**{figures.card(record)}: NVFP4 linear layers are {means[few][0]:.1f} times as fast as bf16** "
         text += f"at {few} token{'s' * (few > 1)}, and {means[many][0]:.1f} times at {many:,}"
-        for run in figures.kept(figures.RESULTS, "decoder"):
-            if run["facts"]["device"] == record["facts"]["device"]:
-                text += _decoder_line(run)
+        decoders = figures.kept(figures.RESULTS, "decoder")
+        mine = [run for run in decoders if run["facts"]["device"] == record["facts"]["device"]]
+        for run in [run for run in mine if run.get("compiled")] or mine:
+            text += _decoder_line(run)
         lines.append(f"{text} ([all results](docs/guide/benchmarks.md)).")
     return "\n\n".join(lines) or "No run is kept yet."
 
@@ -59,12 +60,18 @@ def headline() -> str:
 def _decoder_line(run: dict) -> str:
     """Return what a whole decoder gains at the smallest batch, and in memory; nothing where a step was wrong."""
     formats = {each["format"]: each for each in run["formats"]}
-    base, mine = (formats[name] for name in ("bf16", "nvfp4"))
+    best = "nvfp4+fuse+head" if run.get("compiled") and "nvfp4+fuse+head" in formats else "nvfp4"
+    if "bf16" not in formats or best not in formats:
+        return ""
+    base, mine = formats["bf16"], formats[best]
     slow, fast = (each["decode"][0] for each in (base, mine))
     if slow["status"] != "ok" or fast["status"] != "ok":
         return ""
     held = mine.get("compact", mine)["weights_gb"]
+    compiled = " under `torch.compile`" if run.get("compiled") else ""
+    merged = ", with fused projections and a quantised head" if best != "nvfp4" else ""
     return (
         f". A decoder of the size of Llama-3.1-8B goes from {slow['tokens_per_s']:.0f} to {fast['tokens_per_s']:.0f} "
-        f"tokens/s at batch {slow['batch']}, and its weights from {base['weights_gb']:.1f} to {held:.1f} GB"
+        f"tokens/s at batch {slow['batch']}{compiled}, and its weights from {base['weights_gb']:.1f} to {held:.1f} GB"
+        + merged
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -309,3 +310,108 @@ def test_weights_that_compact_lost_are_seen(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "compact() changed the logits: ['nvfp4']" in out
     assert "| WRONG |" in out
+
+
+# ------------------------------------------------------------------------------------------------------------ --compile
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Dynamo alone: what it traces, and how often, is what can be wrong here."""
+    monkeypatch.setattr(decoder.compiled_step, "BACKEND", "eager")
+    sizes = decoder.TINY | {"num_hidden_layers": 4}
+    # Layers of this width change the stream as much as those of 4096 do.
+    std = decoder.INIT_STD * (4096 / sizes["hidden_size"]) ** 0.5
+    monkeypatch.setattr(decoder, "TINY", sizes)
+    monkeypatch.setattr(decoder, "build", functools.partial(decoder.build, std=std))
+    decoder.compiled_step.forget()
+    yield
+    decoder.compiled_step.forget()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4+fuse"])
+def test_all_layers_share_one_compiled_graph(traced, fmt):
+    model = decoder.build(decoder.TINY, CPU)
+    decoder.quantise(model, fmt)
+    for batch in (1, 3):
+        found = decoder.decode(model, batch, 2, CPU, VOCABULARY, True)
+        assert found["status"] == "ok"
+        assert found["tokens_per_s"] > 0
+        # Attention adds the mask in place of choosing by it.
+        assert 0 <= found["compiled"]["off"] < 0.02
+        assert found["compiled"]["compilations"] == 3  # before the layers, a layer, after them
+    assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_one_wrong_layer_of_a_compiled_step_is_seen(traced, monkeypatch, fmt, part):
+    model = decoder.build(decoder.TINY, CPU)
+    decoder.quantise(model, fmt)
+    piece = model.model.layers[2].get_submodule(part)
+    real = decoder.compiled_step.CompiledStep.__call__
+
+    def without_it(step):
+        with monkeypatch.context() as patch:
+            patch.setattr(piece, "forward", lambda x: x.new_zeros(*x.shape[:-1], piece.out_features))
+            real(step)
+
+    monkeypatch.setattr(decoder.compiled_step.CompiledStep, "__call__", without_it)
+    found = decoder.decode(model, 1, 2, CPU, VOCABULARY, True)
+    assert found["status"] == "WRONG"
+    assert found["compiled"]["off"] > 2 * found["compiled"]["tolerance"]
+    assert "tokens_per_s" not in found
+
+
+def test_a_compiled_step_that_chooses_another_token_is_wrong(traced, model, monkeypatch):
+    real = decoder.compiled_step._after
+
+    def _after(norm, head, hidden, logits, token):
+        real(norm, head, hidden, logits, token)
+        token.copy_((-logits).argmax(-1, keepdim=True))
+
+    monkeypatch.setattr(decoder.compiled_step, "_after", _after)
+    found = decoder.decode(model, 1, 2, CPU, VOCABULARY, True)
+    assert not found["compiled"]["greedy"]
+    assert found["status"] == "WRONG"
+
+
+def test_the_tolerance_is_that_of_the_activations():
+    for fmt, wanted in (("bf16", "bf16"), ("nvfp4:bf16", "bf16"), ("nvfp4:fp8", "fp8")):
+        model = decoder.build(decoder.TINY, CPU)
+        decoder.quantise(model, fmt)
+        assert decoder.activations(model, 1) == wanted, fmt
+
+
+def test_the_script_compiles_and_quantises_the_head_of_the_same_model(traced, monkeypatch, capsys, tmp_path):
+    built = []
+    real = decoder.build
+    monkeypatch.setattr(decoder, "build", lambda *a: built.append(1) or real(*a))
+    path = tmp_path / "out.json"
+    words = ["--tiny", "--device", "cpu", "--prefill", "0", "--batches", "1", "--steps", "1", "--compile"]
+    words += ["--fuse", "--head", "--formats", "bf16", "nvfp4", "--json", str(path)]
+    assert decoder.main(words) == 0
+    document = json.loads(path.read_text())
+    assert (document["compiled"], document["subject"]) == (True, "compiled")
+    assert [each["format"] for each in document["formats"]] == ["bf16", "nvfp4", "nvfp4+fuse", "nvfp4+fuse+head"]
+    assert len(built) == 3
+    made = [each["decode"][0]["compiled"]["compilations"] for each in document["formats"]]
+    assert made == [3, 3, 3, 1]  # with the quantised head only what follows the layers is new
+    _, fused, head = document["formats"][1:]
+    assert sum(head["backends"].values()) == sum(fused["backends"].values()) + 1
+    assert head["weights_gb"] < fused["weights_gb"]
+    assert "prefill" not in capsys.readouterr().out
+
+
+def test_a_format_that_fails_loses_nothing_of_the_others(monkeypatch, capsys, tmp_path):
+    def quantise(model, fmt, **_):
+        if fmt == "nvfp4":
+            raise RuntimeError("out of memory\nand so on")
+        return real(model, fmt)
+
+    real = decoder.quantise
+    monkeypatch.setattr(decoder, "quantise", quantise)
+    path = tmp_path / "out.json"
+    assert small(monkeypatch, "--formats", "bf16", "nvfp4", "fp8_row", "--json", str(path)) == 1
+    assert [each["format"] for each in json.loads(path.read_text())["formats"]] == ["bf16", "fp8_row"]
+    assert "FAILED: nvfp4: out of memory" in capsys.readouterr().out

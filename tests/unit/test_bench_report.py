@@ -224,3 +224,40 @@ def test_plots_that_cannot_be(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(InputError, match="fix: pip install matplotlib"):
         plot.draw(document(), tmp_path / "x.png")
+
+
+def test_a_compiled_run_says_so_beside_one_that_is_not(monkeypatch, tmp_path):
+    """The documentation has both; the headline is of the compiled one, with all that makes it faster."""
+    from tests.site import figures, speed
+
+    def entry(fmt, weights, *speeds, compiled):
+        steps = [{"batch": b, "status": "ok", "tokens_per_s": v} for b, v in zip((1, 16), speeds, strict=True)]
+        if compiled:
+            steps = [s | {"compiled": {"off": 0.0123, "same_tokens": 0.96, "right": True}} for s in steps]
+        logits = dict.fromkeys(("relative_error", "cosine", "top1", "kl"), 0.5)
+        found = {"format": fmt, "backends": {}, "weights_gb": weights, "logits": logits, "decode": steps}
+        return found if compiled else found | {"prefill": {"tokens": 4096, "tokens_per_s": 1e4}}
+
+    (first,) = (run for run in figures.runs("targets") if "H200" in run["facts"]["device"])
+    for compiled, times in ((False, 1), (True, 2)):
+        ways = ("bf16", "nvfp4", *(("nvfp4+fuse", "nvfp4+fuse+head") if compiled else ()))
+        made = [entry(fmt, 16.1 - 4 * i, (100 + 50 * i) * times, 1000, compiled=compiled) for i, fmt in enumerate(ways)]
+        record = {"kind": "decoder", "facts": first["facts"], "formats": made, "prompt": 128, "tiny": False}
+        record |= {"subject": "compiled", "compiled": True} if compiled else {}
+        (tmp_path / records.name(record)).write_text(records.text(record))
+    (tmp_path / records.name(first)).write_text(records.text(first))
+    monkeypatch.setattr(docs, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    compiled, plain = docs.decoder().split("\n\nNVIDIA")
+    assert "compiled with `torch.compile`" in compiled
+    assert "at most 0.012 from eager ones, and at least 96% of tokens" in compiled
+    assert "| nvfp4+fuse+head | 4.1 | - | 500 (2.50x) | 1000 (1.00x) | 0.5000 |" in compiled
+    assert "torch.compile" not in plain
+    assert "| nvfp4 | 12.1 | - | 150 (1.50x) | 1000 (1.00x) | 10000 (1.00x) |" in plain
+    line = speed.headline()
+    assert "from 200 to 500 tokens/s at batch 1 under `torch.compile`, and its weights from 16.1 to 4.1 GB" in line
+    assert line.count("A decoder") == 1
+    picture = figures.decoder()
+    assert picture.count("torch.compile<") == 1
+    assert "NVFP4, fused, with head" in picture
+    assert "nvfp4+fuse<" not in picture
