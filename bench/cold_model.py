@@ -1,12 +1,17 @@
 """Time from an empty kernel cache to a model that is warmed up, and of the slowest kernel file alone on two cores.
 
     python bench/cold_model.py --commit HASH --json bench/results/cold-model-CARD.json
+    python bench/cold_model.py --commit HASH --json FILE --wheel --kernels-in build/kernels --wheel-limit 5
 
 A model of nn.Linear in bfloat16, with the sizes of Llama-3.1-8B's layers, is quantised by ``replace_linears`` and
 warmed up for the numbers of tokens that a server captures, 1 to 4096: in a fresh process with an empty cache, then in
 another with what the first has left. ``cold`` is what both calls take together in the first, self-checks included; the
 difference to ``again`` is what compiling and checking cost. Each kernel is listed with its own compile seconds; how
 many compiled at once is their sum over the time. A kernel of another output dtype than the model's is an error.
+
+``--wheel`` measures each format once more on a machine without a compiler: the same fresh process and empty cache, a
+wheel of finished kernels installed, no nvcc to be found. If the wheel is not given, the documented command makes it
+first. It is an error if such a start compiles anything, loads a kernel from elsewhere, or loads none.
 
 ``one_file`` compiles the slowest of them again, alone, in a process that may use two cores, proof included.
 
@@ -23,11 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import finished_kernels  # noqa: E402
+
 FORMATS = ("nvfp4", "fp8_row", "fp8_block")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """N x K of a block: qkv, out, gate and up, down."""
@@ -42,22 +51,25 @@ _START = time.perf_counter()
 # ----------------------------------------------------------------------------------------- in processes of their own
 
 
-def model(shapes: Sequence[tuple[int, int]], device: str) -> Any:
-    """Return one block of linear layers, random, in bfloat16."""
+def model(shapes: Sequence[tuple[int, int]], device: str, blocks: int = 1) -> Any:
+    """Return blocks of linear layers, random, in bfloat16."""
     import torch
 
-    layers = [torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16) for n, k in shapes]
+    every = [*shapes] * blocks
+    layers = [torch.nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16) for n, k in every]
     return torch.nn.ModuleList(layers)
 
 
-def warm(fmt: str, shapes: Sequence[tuple[int, int]], tokens: Sequence[int], device: str) -> dict[str, Any]:
+def warm(
+    fmt: str, shapes: Sequence[tuple[int, int]], tokens: Sequence[int], device: str, blocks: int = 1
+) -> dict[str, Any]:
     """Quantise the model, warm it up and say how long that took; with what was compiled meanwhile."""
     import torch
 
     from fp4dispatch import replace_linears, warmup
     from fp4dispatch.jit import kernels
 
-    net = model(shapes, device)
+    net = model(shapes, device, blocks)
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -93,7 +105,12 @@ def one(name: str) -> dict[str, Any]:
 
 
 def fresh(
-    folder: str, arguments: Sequence[str], cores: int | None = None, *, limit_s: float | None = None
+    folder: str,
+    arguments: Sequence[str],
+    cores: int | None = None,
+    *,
+    limit_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run this file in a process of its own with a cache folder; return what it reports.
 
@@ -107,14 +124,17 @@ def fresh(
         How many it may use, compilers included; all by default.
     limit_s
         Seconds after which it is ended, and its compilers with it.
+    environment
+        Its environment, instead of this one's.
 
     Raises
     ------
     RuntimeError
         With the end of its output, if it failed or was ended.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = dict(os.environ, FP4DISPATCH_CACHE_DIR=folder, PYTHONPATH=path)
+    base = os.environ if environment is None else environment
+    path = os.pathsep.join(filter(None, (str(ROOT), base.get("PYTHONPATH"))))
+    env = dict(base, FP4DISPATCH_CACHE_DIR=folder, PYTHONPATH=path)
     command = [sys.executable, str(Path(__file__).resolve()), *arguments]
     allowed = sorted(os.sched_getaffinity(0))
     few = None if cores is None else set(allowed[:cores])
@@ -140,14 +160,22 @@ def fresh(
     return found
 
 
-def measure_model(fmt: str, asked: Sequence[str], limit_s: float | None = None) -> dict[str, Any]:
-    """Return one format's cold and repeated start, and the kernels that the cold one compiled."""
+def measure_model(
+    fmt: str, asked: Sequence[str], limit_s: float | None = None, *, site: Path | None = None
+) -> dict[str, Any]:
+    """Return one format's cold and repeated start, and the kernels that the cold one compiled.
+
+    ``site`` is the folder that a wheel of finished kernels is installed into; then no nvcc can be found.
+    """
+    words = ["--warm", fmt, *asked, *(["--site", str(site)] if site else [])]
+    environment = finished_kernels.without_nvcc(site) if site else None
     with tempfile.TemporaryDirectory() as folder:
-        cold = fresh(folder, ["--warm", fmt, *asked], limit_s=limit_s)
-        again = fresh(folder, ["--warm", fmt, *asked], limit_s=limit_s)
+        cold = fresh(folder, words, limit_s=limit_s, environment=environment)
+        again = fresh(folder, words, limit_s=limit_s, environment=environment)
     compiled = cold["kernels"]
     return {
         "format": fmt,
+        **({"wheel": True} | {name: cold[name] for name in ("from_wheel", "from_elsewhere", "nvcc")} if site else {}),
         "cold_s": round(cold["total_s"], 2),
         "again_s": round(again["total_s"], 2),
         "replace_s": round(cold["replace_s"], 2),
@@ -170,10 +198,17 @@ def measure_one(names: Sequence[str], cores: int, limit_s: float | None = None) 
     return {"jobs": cores, **max(rows, key=lambda row: float(row["wall_s"])), "each": rows}
 
 
-def faults(result: dict[str, Any], limit: float | None, one_limit: float | None) -> list[str]:
+def faults(
+    result: dict[str, Any], limit: float | None, one_limit: float | None, wheel_limit: float | None = None
+) -> list[str]:
     """Return a sentence for all that is not as it should be."""
     found = list(result["failed"])
     for row in result["models"]:
+        if row.get("wheel"):
+            found += finished_kernels.faults(row)
+            if wheel_limit is not None and row["cold_s"] > wheel_limit:
+                found.append(f"{label(row)}: {row['cold_s']} s from an empty cache, limit {wheel_limit}")
+            continue
         wrong = [name for name in row["kernels"] if OTHER["bfloat16"] in name]
         if wrong:
             found.append(f"{row['format']}: compiled for float16, which this model does not use: {', '.join(wrong)}")
@@ -187,6 +222,11 @@ def faults(result: dict[str, Any], limit: float | None, one_limit: float | None)
     return found
 
 
+def label(row: dict[str, Any]) -> str:
+    """Return what a row is about."""
+    return f"{row['format']} with wheel" if row.get("wheel") else str(row["format"])
+
+
 def table(result: dict[str, Any]) -> str:
     """Return the record as markdown."""
     lines = []
@@ -197,8 +237,12 @@ def table(result: dict[str, Any]) -> str:
         ]
     for row in result["models"]:
         at_once = row["compile_s"] / row["cold_s"] if row["cold_s"] else 0.0
-        cells = [row["format"], row["cold_s"], row["again_s"], row["replace_s"], row["warmup_s"], len(row["kernels"])]
+        needed = len(row["from_wheel"] if row.get("wheel") else row["kernels"])
+        cells = [label(row), row["cold_s"], row["again_s"], row["replace_s"], row["warmup_s"], needed]
         lines.append(f"| {' | '.join(map(str, [*cells, row['compile_s'], f'{at_once:.1f}']))} |")
+    if result.get("wheel"):
+        said = "With wheel: finished kernels are installed, no nvcc can be found, and nothing was compiled."
+        lines += ["", f"{said} {finished_kernels.sentence(result['wheel'])}"]
     slowest: dict[str, float] = {}
     for row in result["models"]:
         slowest |= row["kernels"]
@@ -212,8 +256,11 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure(arguments: argparse.Namespace, gpu: bool, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Return all that this machine can measure; ``keep`` is given what there is after each step, failures included."""
+def measure(arguments: argparse.Namespace, gpu: str | None, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Return all that this machine can measure; ``keep`` is given what there is after each step, failures included.
+
+    ``gpu`` is the GPU's compute capability.
+    """
     result: dict[str, Any] = {"models": [], "one_file": None, "failed": []}
 
     def step(work: Callable[[], None]) -> None:
@@ -224,18 +271,29 @@ def measure(arguments: argparse.Namespace, gpu: bool, keep: Callable[[dict[str, 
             print(error, flush=True)
         keep(result)
 
-    def start(fmt: str) -> None:
-        row = measure_model(fmt, asked, arguments.step_limit)
+    def start(fmt: str, site: Path | None = None) -> None:
+        row = measure_model(fmt, asked, arguments.step_limit, **({"site": site} if site else {}))
         result["models"].append(row)
-        print(fmt, row["cold_s"], "s,", len(row["kernels"]), "kernels", flush=True)
+        print(f"{label(row)}: {row['cold_s']} s, {len(row['kernels'])} kernels compiled", flush=True)
+
+    def wheel(site: Path) -> None:
+        result["wheel"] = finished_kernels.made(
+            arguments.wheel, str(gpu), arguments.kernels_in, site, arguments.step_limit
+        )
+        print(finished_kernels.sentence(result["wheel"]), flush=True)
 
     def alone() -> None:
         result["one_file"] = measure_one(slowest, arguments.jobs, arguments.step_limit)
 
-    asked = ["--tokens", *map(str, arguments.tokens), "--shapes", *arguments.shapes]
+    asked = ["--tokens", *map(str, arguments.tokens), "--shapes", *arguments.shapes, "--blocks", str(arguments.blocks)]
     if gpu:
         for fmt in arguments.formats:
             step(lambda: start(fmt))  # noqa: B023  (run at once)
+        if arguments.wheel is not None:
+            with tempfile.TemporaryDirectory(prefix="fp4dispatch-") as site:
+                step(lambda: wheel(Path(site)))
+                for fmt in arguments.formats if result.get("wheel") else ():
+                    step(lambda: start(fmt, Path(site)))  # noqa: B023
     else:
         print("No GPU: a model that is warmed up from an empty cache cannot be measured here, single files can.")
     seconds = {name: s for row in result["models"] for name, s in row["kernels"].items()}
@@ -253,6 +311,10 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=("nvfp4", "fp8", "fp8_row", "fp8_block"))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{k}" for n, k in SHAPES], help="NxK")
+    parser.add_argument("--blocks", type=int, default=1, help="how often the shapes are there; 32 make the whole model")
+    parser.add_argument("--wheel", nargs="?", const="", metavar="FILE", help="also start with it; made if not given")
+    parser.add_argument("--kernels-in", type=Path, metavar="DIR", help="keep the wheel's kernels, and use them again")
+    parser.add_argument("--wheel-limit", type=float, metavar="S", help="seconds of a model with it; exit with 1 beyond")
     parser.add_argument("--jobs", type=int, default=2, help="cores of one_file")
     parser.add_argument("--alone", type=int, default=2, help="how many of the slowest files are compiled alone")
     parser.add_argument("--kernels", nargs="*", default=list(KERNELS), help="kernel/variant-target, without a GPU")
@@ -261,31 +323,40 @@ def main() -> int:
     parser.add_argument("--one-limit", type=float, help="seconds of one file; exit with 1 beyond")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--site", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     shapes = [(int(n), int(k)) for n, _, k in (text.partition("x") for text in arguments.shapes)]
     if arguments.warm:
-        print(json.dumps(warm(arguments.warm, shapes, arguments.tokens, arguments.device)))
+        found = warm(arguments.warm, shapes, arguments.tokens, arguments.device, arguments.blocks)
+        print(json.dumps(found | (finished_kernels.used(arguments.site) if arguments.site else {})))
         return 0
     if arguments.one:
         print(json.dumps(one(arguments.one)))
         return 0
     if not arguments.commit or not arguments.json:
         parser.error("--commit and --json are needed")
+    if arguments.wheel is None and (arguments.wheel_limit is not None or arguments.kernels_in):
+        parser.error("--wheel-limit and --kernels-in need --wheel")
+    if arguments.wheel and (arguments.kernels_in or not Path(arguments.wheel).is_file()):
+        parser.error(f"--wheel {arguments.wheel}: needs a file, and no --kernels-in, as nothing is built")
     from fp4dispatch.benchmark import machine
     from fp4dispatch.benchmark.reports import records
 
     card = machine.card()
+    if arguments.wheel is not None and card.arch is None:
+        parser.error("--wheel: torch sees no GPU here, so no kernel of a wheel would run")
     facts = machine.facts(card, arguments.commit)
-    result = {"cores": len(os.sched_getaffinity(0)), "shapes": shapes, "tokens": arguments.tokens}
+    cores = len(os.sched_getaffinity(0))
+    result = {"cores": cores, "shapes": shapes, "blocks": arguments.blocks, "tokens": arguments.tokens}
 
     def keep(found: dict[str, Any]) -> None:
         result["cold_model"] = found
         records.write(arguments.json, "cold model", facts, result)
 
-    keep(measure(arguments, card.device.type == "cuda", keep))
+    keep(measure(arguments, card.arch.capability if card.arch else None, keep))
     print(table(result["cold_model"]))
-    wrong = faults(result["cold_model"], arguments.limit, arguments.one_limit)
+    wrong = faults(result["cold_model"], arguments.limit, arguments.one_limit, arguments.wheel_limit)
     print("\n".join(wrong))
     return 1 if wrong else 0
 

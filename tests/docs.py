@@ -569,7 +569,7 @@ def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
     from fp4dispatch.graphs import conditions
-    from tests.site import figures, policy, speed
+    from tests.site import cli, figures, policy, speed
 
     graphs = ROOT / "docs" / "graphs.md"
     measured = ROOT / "docs" / "measurements.md"
@@ -608,6 +608,7 @@ def generate() -> dict[Path, str]:
         **filled("docs/accuracy.md", accuracy=accuracy()),
         **filled("docs/guide/benchmarks.md", speed=speed.table()),
         **filled("docs/reference/auto.md", **{"policy order": policy.order(), "policy": policy.policy()}),
+        **filled("docs/reference/cli.md", commands=cli.commands()),
         **filled("docs/reference/settings.md", settings=settings.markdown_table()),
         **filled("docs/reference/support.md", support=support()),
         **{ROOT / "docs" / "images" / name: text for name, text in figures.all_figures()},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fp4dispatch
-from tests import tiny_models
+from tests import scratch, tiny_models
 from tests.checkpoint_cases import dequantised
 
 IDS = torch.arange(1, 17).view(1, 16)
@@ -40,10 +39,6 @@ def taken_over(*methods: str) -> Iterator[None]:
             mapping.update(old)
 
 
-def _folder(name: str) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"{name}-"))
-
-
 def source(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return the unquantised model, with the architecture in its configuration."""
     transformers = pytest.importorskip("transformers")
@@ -61,7 +56,7 @@ def modelopt(name: str, config: str = "NVFP4_DEFAULT_CFG", leave: str = "") -> P
     if leave:
         chosen["quant_cfg"].append({"quantizer_name": leave, "enable": False})
     model = mtq.quantize(source(name), chosen, lambda m: m(IDS))
-    out = _folder("modelopt")
+    out = scratch.folder("modelopt")
     with torch.inference_mode():
         export.export_hf_checkpoint(model, export_dir=str(out))
     return out
@@ -70,7 +65,7 @@ def modelopt(name: str, config: str = "NVFP4_DEFAULT_CFG", leave: str = "") -> P
 @functools.cache
 def plain(name: str) -> Path:
     """Save the unquantised model with Transformers."""
-    out = _folder("plain")
+    out = scratch.folder("plain")
     source(name).save_pretrained(out)
     return out
 
@@ -82,7 +77,7 @@ def in_blocks(name: str) -> Path:
 
     model = source(name)
     fp4dispatch.replace_linears(model, "fp8_block", exclude="lm_head")
-    out = _folder("blocks")
+    out = scratch.folder("blocks")
     fp4dispatch.save_quantized(model, out / "saved", "fp8")
     return out / "saved"
 
@@ -160,7 +155,7 @@ def compressed(name: str, preset: str = "NVFP4A16", ignore: tuple[str, ...] = ("
             _calibrate(module, scheme, helpers)
     compressor = compressors.ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    out = _folder("compressed")
+    out = scratch.folder("compressed")
     model.config.save_pretrained(out)
     state = {k: t.contiguous() for k, t in model.state_dict().items() if not (_tied(model) and k == "lm_head.weight")}
     save_file(state, out / "model.safetensors", {"format": "pt"})

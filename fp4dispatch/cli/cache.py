@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command's arguments."""
     parser = subparsers.add_parser("cache", help="list, prune or clear the compiled kernels", description=__doc__)
-    parser.add_argument("action", choices=("list", "prune", "clear", "path"))
+    parser.add_argument("action", choices=("list", "prune", "clear", "path"), help="what to do; path: print the folder")
     parser.add_argument("--max-age", type=_age, metavar="TIME", help="prune: not used for longer, such as 12h or 30d")
     parser.add_argument("--max-size", type=_size, metavar="SIZE", help="prune: all together, such as 500MB or 2GB")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -35,9 +35,13 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Which backend would run D[M,N] = A[M,K] @ B[N,K]^T, and why. Without options for a machine it "
         "means this one. With at least one such option, it means another machine that has only what is given.",
     )
-    parser.add_argument("op", choices=OPS)
-    for size in ("m", "n", "k"):
-        parser.add_argument(f"-{size}", type=int, required=True, metavar=size.upper())
+    parser.add_argument("op", choices=OPS, help="by the format of the weights")
+    for size, text in (
+        ("m", "tokens: rows of A and D"),
+        ("n", "outputs: rows of B"),
+        ("k", "inputs: columns of A and B"),
+    ):
+        parser.add_argument(f"-{size}", type=int, required=True, metavar=size.upper(), help=text)
     parser.add_argument("--gpu", metavar="NAME", help="GPU model, e.g. 'H100 SXM': says the arch, predicts times")
     for name, text in _FACTS.items():
         parser.add_argument(f"--{name}", metavar="VERSION", help=text)
@@ -56,14 +60,21 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--disable", type=_names, metavar="NAMES", help="backends that are never used")
     parser.add_argument("--backend", metavar="NAME", help="ask for one backend by name")
-    parser.add_argument("--activation", choices=ACTIVATIONS, default="any")
-    parser.add_argument("--scaling", choices=SCALINGS)
-    parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--activation",
+        choices=ACTIVATIONS,
+        default="any",
+        help="what A may become before it is multiplied, as a layer's activation= (default: any)",
+    )
+    parser.add_argument(
+        "--scaling", choices=SCALINGS, help="scales of the weights (default: nvfp4 of nvfp4_gemm, tensor of fp8_gemm)"
+    )
+    parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16", help="of D (default: bfloat16)")
     parser.add_argument("--capture", choices=CAPTURE_MODES, default="none", help="CUDA graph capture mode")
     parser.add_argument("--m-min", type=int, default=1, help="smallest M that the caller promises")
     parser.add_argument("--sf-layout", choices=SF_LAYOUTS, help="layout of block scales handed in (raw operands)")
     parser.add_argument("--raw", action="store_true", help="operands are quantised already (raw operators)")
-    parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--bias", action="store_true", help="the layer has a bias")
     parser.add_argument(
         "--fp8-copy",
         action="store_true",

@@ -44,14 +44,16 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="M,...",
         help=f"tokens (default: {','.join(map(str, TOKENS))}; with --model-shapes 1 to {MOST_TOKENS})",
     )
-    parser.add_argument("--scaling", choices=SCALINGS)
+    parser.add_argument(
+        "--scaling", choices=SCALINGS, help="scales of the weights (default: nvfp4 of nvfp4_gemm, tensor of fp8_gemm)"
+    )
     parser.add_argument(
         "--activation",
         choices=ACTIVATIONS,
         default="any",
         help="as pinned by the layer's activation=",
     )
-    parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16")
+    parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16", help="of the output (default: bfloat16)")
     parser.add_argument("--bias", action="store_true", help="tune for layers with a bias")
     parser.add_argument(
         "--model-shapes",

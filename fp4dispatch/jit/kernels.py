@@ -41,6 +41,7 @@ __all__ = [
     "finished",
     "job",
     "load",
+    "loaded",
     "request",
 ]
 
@@ -116,6 +117,11 @@ def load(kernel: str, variant: str, arch: Arch, *, catalog: Catalog | None = Non
     return _loaded[key]
 
 
+def loaded() -> tuple[Built, ...]:
+    """Return every kernel that this process has loaded, in order, with where it was found."""
+    return tuple(kernel.built for kernel in _loaded.values())
+
+
 def _load(catalog: Catalog, kernel: str, variant: str, arch: Arch) -> LoadedKernel:
     known = catalog.kernel(kernel)
     targets = [target for target in known.targets if arch in catalog.record(target).archs]
@@ -126,16 +132,16 @@ def _load(catalog: Catalog, kernel: str, variant: str, arch: Arch) -> LoadedKern
     if built is None:
         built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog)
     if built.entry.installed:
-        loaded = _packaged(built)
+        ready = _packaged(built)
         # Refused entries are not found again, so the next call finds another one, or compiles.
-        return LoadedKernel(loaded, built, built.pdl_allowed) if loaded else _load(catalog, kernel, variant, arch)
-    loaded = None
+        return LoadedKernel(ready, built, built.pdl_allowed) if ready else _load(catalog, kernel, variant, arch)
+    ready = None
     with guard.optional(str(built.entry.library)):
-        loaded = module(built.entry)
-    if loaded is None:
+        ready = module(built.entry)
+    if ready is None:
         built = build(kernel, variant, _buildable(targets, catalog), catalog=catalog, cache=Cache(guard.temporary()))
-        loaded = module(built.entry)
-    return LoadedKernel(loaded, built, built.pdl_allowed)
+        ready = module(built.entry)
+    return LoadedKernel(ready, built, built.pdl_allowed)
 
 
 def _packaged(built: Built) -> Any:

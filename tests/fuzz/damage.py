@@ -13,6 +13,7 @@ import torch
 
 from fp4dispatch.checkpoints import load_quantized, open_checkpoint
 from fp4dispatch.errors import CheckpointError
+from tests import scratch
 from tests.checkpoint_cases import CONFIGS, ROWS, Net, assert_untouched, state_of, tensors_of, write
 
 VALUES: tuple[object, ...] = (
@@ -40,7 +41,7 @@ class Source:
 @cache
 def corpus() -> tuple[tuple[str, Path], ...]:
     """Valid checkpoints of every format, in one file and in two."""
-    root = Path(tempfile.mkdtemp(prefix="fp4dispatch-fuzz-"))
+    root = scratch.folder("fuzz")
     made = []
     for row in ROWS:
         for shards in (1, 2):

@@ -70,7 +70,8 @@ def test_the_cache_is_empty_and_the_cores_are_few(tmp_path, monkeypatch):
 
 def options(**changes):
     asked = {"tokens": [1], "shapes": ["64x64"], "formats": ["nvfp4"], "alone": 2, "jobs": 2, "kernels": ["k"]}
-    return argparse.Namespace(**asked | {"step_limit": 50} | changes)
+    wheel = {"blocks": 1, "wheel": None, "kernels_in": None}
+    return argparse.Namespace(**asked | wheel | {"step_limit": 50} | changes)
 
 
 def test_a_step_that_fails_costs_no_other_and_all_is_kept_at_once(monkeypatch):
@@ -84,7 +85,7 @@ def test_a_step_that_fails_costs_no_other_and_all_is_kept_at_once(monkeypatch):
     monkeypatch.setattr(cold_model, "measure_model", start)
     monkeypatch.setattr(cold_model, "measure_one", lambda names, cores, limit_s: {"names": names})
     keep = lambda found: kept.append(json.loads(json.dumps(found)))  # noqa: E731
-    found = cold_model.measure(options(formats=["nvfp4", "fp8_row", "fp8"], alone=1), True, keep)
+    found = cold_model.measure(options(formats=["nvfp4", "fp8_row", "fp8"], alone=1), "9.0", keep)
     assert [(len(each["models"]), each["one_file"]) for each in kept] == [
         *((0, None), (1, None), (2, None)),
         (2, {"names": ["w4a16_small/bf16-90a"]}),
@@ -92,7 +93,7 @@ def test_a_step_that_fails_costs_no_other_and_all_is_kept_at_once(monkeypatch):
     assert kept[0]["failed"] == found["failed"] == ["--warm nvfp4 failed"]
     assert cold_model.faults(result() | {"failed": found["failed"]}, None, None) == ["--warm nvfp4 failed"]
     for alone in (options(alone=0), options(formats=[], alone=2)):  # no file of another machine in the place of ours
-        assert cold_model.measure(alone, True, keep)["one_file"] is None
+        assert cold_model.measure(alone, "9.0", keep)["one_file"] is None
 
 
 def ended(status: Path, limit_s: float = 10) -> bool:
@@ -137,7 +138,8 @@ def test_packages_that_are_found_by_pythonpath_are_found_by_the_process_too(tmp_
 def test_the_slowest_kernels_of_the_models_are_compiled_alone(monkeypatch):
     walls, asked = {"a/one-90a": 5.0, "b/two-90a": 7.0}, []
 
-    def fresh(folder, arguments, cores=None, *, limit_s=None):
+    def fresh(folder, arguments, cores=None, *, limit_s=None, environment=None):
+        assert environment is None  # a compiler is to be found
         assert limit_s == 50
         assert list(Path(folder).iterdir()) == []
         asked.append((arguments, cores))
@@ -146,7 +148,7 @@ def test_the_slowest_kernels_of_the_models_are_compiled_alone(monkeypatch):
         return {"total_s": walls[arguments[1]] / 2, "proven": True}
 
     monkeypatch.setattr(cold_model, "fresh", fresh)
-    found = cold_model.measure(options(), True, lambda _: None)
+    found = cold_model.measure(options(), "9.0", lambda _: None)
     assert [arguments[:2] for arguments, cores in asked if cores == 2] == [
         ["--one", "b/two-90a"],
         ["--one", "a/one-90a"],

@@ -163,6 +163,13 @@ def test_our_loader_gives_the_model_of_transformers(file):
     ids = torch.arange(5, 25).unsqueeze(0)
     with torch.inference_mode():
         assert torch.equal(got(ids).logits, want(ids).logits)
+    tokenizer, _ = smollm2.load(file, torch.device("cpu"))
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    chat, text = [{"role": "user", "content": "Why?"}], smollm2.licence()
+    asked, wanted = (t.apply_chat_template(chat, add_generation_prompt=True) for t in (tokenizer, theirs))
+    assert asked["input_ids"] == wanted["input_ids"]
+    assert tokenizer(text).input_ids == theirs(text).input_ids
+    assert tokenizer.eos_token_id == theirs.eos_token_id
 
 
 @pytest.mark.slow

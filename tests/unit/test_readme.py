@@ -6,15 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import metadata
-from pathlib import Path
 
 import pytest
 
 from fp4dispatch import cli
 from fp4dispatch.benchmark.reports import report
-from tests import bench_cases, docs, transformers_cases
+from tests import bench_cases, docs, scratch, transformers_cases
 from tests.readme import README, commands
 
 TEXT = README.read_text("utf-8")
@@ -84,7 +82,7 @@ def llama() -> str:
 def quantised() -> str:
     """The folder of a tiny Llama, as `fp4dispatch quantize` writes it."""
     pytest.importorskip("transformers", reason="transformers (extra `demo`) is not installed")
-    folder = Path(tempfile.mkdtemp()) / "quantised"
+    folder = scratch.folder("readme") / "quantised"
     line = f"fp4dispatch quantize {transformers_cases.plain('Llama')} {folder} --format modelopt"
     done = run_line(line)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "decoder": ("formats", "prompt", "tiny"),
     "demo": ("demo",),
     "few tokens": ("method", "problems"),
+    "first command": ("first_command", "cores", "memory_gb"),
     "generated text": ("model", "formats"),
     "gpu tests": ("tests", "failed", "skipped", "ran", "ended_by_limit"),
     "host cost": ("host_cost",),

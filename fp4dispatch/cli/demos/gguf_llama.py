@@ -58,7 +58,7 @@ def load(file: Path, dtype: torch.dtype) -> torch.nn.Module:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    reader = gguf.GGUFReader(file)
+    reader = _reader(file)
     fields = {
         name: field.contents() for name, field in reader.fields.items() if not name.endswith(("tokens", "merges"))
     }
@@ -86,6 +86,26 @@ def load(file: Path, dtype: torch.dtype) -> torch.nn.Module:
         raise InputError(f"{file}: missing {found.missing_keys}, unexpected {found.unexpected_keys}")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are computed, not stored
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _reader(file: Path) -> Any:
+    """Return gguf's reader of a file, over a plain array.
+
+    It takes a slice for each word of the vocabulary, and a slice of ``np.memmap`` costs four times as much.
+    """
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        @property
+        def data(self) -> Any:
+            return self.array
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self.array = np.asarray(mapped)
+
+    return Reader(file)
 
 
 def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:

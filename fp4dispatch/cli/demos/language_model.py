@@ -122,6 +122,8 @@ def look(
     """Ask, and let the model predict the text; return what was found, and the logits."""
     which = "original" if original is None else "quantised"
     progress.note(f"the {which} model reads")
+    if model.device.type == "cpu":
+        text_quality.logits(model, ids[:8])  # what is done once: starting threads, first touch of the weights
     logits, reading_s = _timed(lambda: text_quality.logits(model, ids), model.device)
     progress.step()
     progress.note(f"the {which} model answers")

@@ -50,13 +50,16 @@ def load(file: Path, device: torch.device) -> tuple[Any, Any]:
     import torch
 
     try:
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         model = gguf_llama.load(file, torch.bfloat16 if device.type == "cuda" else torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        # AutoTokenizer gives the same, but parses the file once more, and slowly, to learn the model's architecture.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            str(file.parent), gguf_file=file.name, local_files_only=True
+        )
     except ImportError as error:
         raise InputError(
             f"the demo needs transformers and gguf ({error})\n  fix: {installing.of_extras('demo')}"
