@@ -164,7 +164,7 @@ def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., No
     return gemm
 
 
-def _gpu(device: torch.device) -> tuple[Arch, int, Speeds | None]:
+def gpu_and_speeds(device: torch.device) -> tuple[Arch, int, Speeds | None]:
     """Return the arch of a GPU, its number of SMs, and the constants of its time models."""
     return *gpu_of(device), speeds_on(device)
 
@@ -238,7 +238,7 @@ class CompiledBackend(Backend):
     def launches(self, problem: Problem, prepared: Prepared) -> tuple[LaunchConfig, ...]:
         """Return the launches that are worth timing: first what the models or the rules alone choose, then others."""
         device, layout = prepared.tensors[0].device, Layout(*prepared.layout)
-        arch, sms, speeds = _gpu(device)
+        arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
         found = [self._untuned(problem, layout, arch, sms, known) for known in (speeds, None)]
         gemms = self.gemms(problem, arch, sms)
@@ -255,11 +255,12 @@ class CompiledBackend(Backend):
         timed = launches.tuned(self.name, problem, device.index or 0)
         if timed is not None and (launch := self._timed(timed, problem, layout, device)) is not None:
             return (launch.kernel, launch.build), launch.shape
-        return self._predicted(problem, layout, device)
+        return self._predicted(problem, layout, *gpu_and_speeds(device))
 
-    def _predicted(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
-        """Return the build and the launch shape that the models or the rules choose."""
-        arch, sms, speeds = _gpu(device)
+    def _predicted(
+        self, problem: Problem, layout: Layout, arch: Arch, sms: int, speeds: Speeds | None
+    ) -> Chosen | None:
+        """Return the build and the launch shape that the models choose; without ``speeds`` the build of the rules."""
         builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
             return None
@@ -267,7 +268,7 @@ class CompiledBackend(Backend):
 
     def _timed(self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device) -> LaunchConfig | None:
         """Return the fastest of timed launches for a problem; None where none fits it."""
-        arch, sms, speeds = _gpu(device)
+        arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
         gpu = launch_model.gpu_with(sms) if speeds is None else speeds.many_tokens
         return launches.fastest(timed, padded, self.gemms(problem, arch, sms), speeds, gpu)
@@ -275,21 +276,16 @@ class CompiledBackend(Backend):
     def _untuned(
         self, problem: Problem, layout: Layout, arch: Arch, sms: int, speeds: Speeds | None
     ) -> LaunchConfig | None:
-        """Return the launch for a problem without timed ones; without ``speeds`` that of the rules."""
-        builds = self._kernels(problem, arch, sms, speeds)
-        if not builds:
+        """Return the launch for a problem's M without timed ones; without ``speeds`` that of the rules."""
+        chosen = self._predicted(problem, layout, arch, sms, speeds)
+        if chosen is None:
             return None
-        gemm, shape = builds[0], None
-        if speeds is not None:
-            shape = self._shape_at(problem, layout, gemm, speeds)
-        elif (tile := speed_of(*gemm)) is not None:
+        gemm, shape = chosen
+        if isinstance(shape, ByTokens):
+            shape = shape.at(problem.m)
+        if speeds is None and (tile := speed_of(*gemm)) is not None:
             shape = launch_model.best(tile, problem.m, layout.np, layout.kp, launch_model.gpu_with(sms)).shape
         return LaunchConfig(*gemm, None if shape is None else tuple(shape))
-
-    def _shape_at(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | None:
-        """Return the predicted launch shape for the problem's M alone."""
-        shape = self._shape(problem, layout, gemm, speeds)
-        return shape.at(problem.m) if isinstance(shape, ByTokens) else shape
 
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | ByTokens | None:
         """Return the launch shape that the models say is fastest; None for a kernel that is given none."""

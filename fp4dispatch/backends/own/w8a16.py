@@ -32,6 +32,7 @@ from fp4dispatch.backends.own.compiled import (
     Loaded,
     State,
     Weights,
+    gpu_and_speeds,
 )
 from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
 from fp4dispatch.backends.own.tiling import launches, predict
@@ -72,7 +73,7 @@ class W8A16Backend(CompiledBackend):
 
     def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
         """Return the build, and launch shapes for all M: each timed, predicted or the kernel's own."""
-        chosen = self._predicted(problem, layout, device)
+        chosen = self._predicted(problem, layout, *gpu_and_speeds(device))
         if chosen is None:
             return None
         gemm, predicted = chosen
