@@ -561,6 +561,8 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
 
 
 def test_an_m_that_was_never_planned_is_not_captured(hopper, monkeypatch):
+    on(monkeypatch, H200)
+    bounds.cublaslt_for_many(monkeypatch)  # w8a8 for 200 tokens, cublaslt for 2000
     monkeypatch.setenv(COPY, "1")
     made = layer()
     warmup(made, tokens=[200, 2000])
