@@ -203,41 +203,47 @@ def weights_of(problems: Sequence[tuple[int, int, int]], us: np.ndarray) -> np.n
 # ---- Everything else ----
 
 
-def fit_quantiser(samples: Sequence[tuple[int, int, float]], beside: float) -> dict[str, float]:
-    """Fit a quantiser to (m, k, microseconds). ``beside``: what a second launch costs beside both."""
-    m, k, us = np.array(samples, float).T
-    x = least(lambda x: np.log(other_models.QuantiserSpeed(*x).microseconds(m, k) / us), [1.2, 1e-4, 1e-6])
-    return {"start": rounded(x[0] + beside), "row": rounded(x[1]), "element": rounded(x[2])}
+Added = tuple[int, int, float, float]
+"""M, K, the microseconds that a quantiser adds, and those of it and its GEMM together."""
+
+
+def fit_quantiser(samples: Sequence[Added]) -> dict[str, float]:
+    """Fit what a quantiser adds; errors are shares of the whole, because that is what choices compare."""
+    m, k, us, whole = np.array(samples, float).T
+    x = least(lambda x: (other_models.QuantiserSpeed(*x).microseconds(m, k) - us) / whole, [1.2, 1e-4, 1e-6])
+    return {"start": rounded(x[0]), "row": rounded(x[1]), "element": rounded(x[2])}
 
 
 def quantisers(problems: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit the three kinds of quantisers."""
-    of: dict[str, list[tuple[int, int, float]]] = {name: [] for name in speeds.QUANTISERS}
+    """Fit all kinds of quantisers: those of our GEMMs to what a GEMM takes with it and without.
+
+    That is more than a quantiser alone takes: without it, the next GEMM starts while this one ends.
+    """
+    of: dict[str, list[Added]] = {name: [] for name in speeds.QUANTISERS}
     for p in problems:
-        for name, us in p["quantise"].items():
-            _, entering, kernel = name.split()
-            kind = "plain_row" if kernel == predict.UNFOLD else "packed_block" if entering == "1x128" else "packed_row"
-            of[kind].append((p["m"], p["k"], us))
-    beside = second_launch(problems)
-    return {kind: fit_quantiser(samples or of["packed_row"], beside) for kind, samples in of.items()}
+        for family, kind in KINDS.items():
+            whole, alone = p["with_quantiser"].get(family), fastest_of(p, *family.split())
+            if whole is not None and alone is not None:
+                of[kind].append((p["m"], p["k"], whole - alone, whole))
+        plain = p["quantise"].get(f"w4a8 row {predict.UNFOLD}")
+        if plain is not None and "scaled_mm" in p:
+            of["plain_row"].append((p["m"], p["k"], plain, plain + p["scaled_mm"]))
+    return {kind: fit_quantiser(samples or of["w4_row"]) for kind, samples in of.items()}
 
 
-def second_launch(problems: Sequence[dict[str, Any]]) -> float:
-    """Return the microseconds that a GEMM with its quantiser takes beyond those of both alone; at least 0."""
-    beyond = []
-    for p in problems:
-        for name, whole in p["with_quantiser"].items():
-            backend, fmt = name.split()
-            best = min(
-                (launches[0][1], each.partition(" ")[2].partition("/")[0])
-                for each, launches in p["launches"].items()
-                if each.split()[0] == backend and ("block_" in each) == (fmt == "block128")
-            )
-            entering = "1x128" if fmt == "block128" else "row"
-            alone = p["quantise"].get(f"{backend} {entering} {best[1]}")
-            if alone is not None and best[0] < 60:  # of longer ones the GEMM's own noise is more than this
-                beyond.append(whole - best[0] - alone)
-    return max(statistics.median(beyond), 0.0) if beyond else 0.0
+KINDS = {"w4a8 nvfp4": "w4_row", "w8a8 row": "w8_row", "w8a8 block128": "w8_block"}
+"""Quantisers by the families of launches whose activations they quantise."""
+
+
+def fastest_of(p: dict[str, Any], backend: str, fmt: str) -> float | None:
+    """Return the time of a family's fastest GEMM alone; None if it was not launched, or is not a kernel of ours."""
+    found = [
+        (launches[0][1], each)
+        for each, launches in p["launches"].items()
+        if each.split()[0] == backend and ("block_" in each) == (fmt == "block128")
+    ]
+    us, name = min(found, default=(None, ""))
+    return None if predict.UNFOLD in name else us
 
 
 def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]:

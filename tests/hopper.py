@@ -8,10 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from fp4dispatch.dispatch import choose, here
+from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
+from fp4dispatch.problem.arch import SM90
 from fp4dispatch.run import routes
 
 HOPPER = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
+H200 = System(**(vars(HOPPER) | {"gpus": (Gpu(0, "NVIDIA H200", "GPU-1", SM90),)}))
+"""The same machine, with a GPU that time models know."""
 
 
 @contextlib.contextmanager

@@ -10,9 +10,12 @@ from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, Prediction, TileSpeed
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark.reports import records
+from fp4dispatch.jit.catalog.manifest import installed
 
 SWEEPS = {"a8": "many tokens a8", "a16": "many tokens a16"}
 """By the activations of a build of w4_gemm_sm90; w8_gemm_sm90 is with a8, where older builds of a16 are too."""
+SAMPLES = "launch-samples-seed-41-h200.json"
+"""Of bench/launch_samples.py."""
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Shape = tuple[int, ...]
 TOKEN_TILES = 3
@@ -81,6 +84,19 @@ def times(build: str) -> Iterator[tuple[tuple[int, int, int], dict[Shape, float]
         if build in problem["builds"]:
             shapes = {tuple(shape): us for shape, us in problem["builds"][build]}
             yield (problem["m"], problem["n"], problem["k"]), shapes
+
+
+def samples() -> list[dict[str, Any]]:
+    """Return problems drawn at random, with the times of every build for FP8 activations that is worth a try there."""
+    found: list[dict[str, Any]] = records.read(RESULTS / SAMPLES)["problems"]
+    return found
+
+
+def launches(problem: dict[str, Any]) -> dict[str, dict[Shape, float]]:
+    """Return the microseconds of each launch shape of the builds of today, by "kernel/build", of one of ``samples``."""
+    built = {f"{kernel}/{build}" for kernel in FUNCTIONS for build in installed().kernel(kernel).variants}
+    named = ((name.partition(" ")[2], found) for name, found in problem["launches"].items())
+    return {build: {tuple(shape): us for shape, us in found} for build, found in named if build in built}
 
 
 def tile_of(kernel: str, build: str) -> TileSpeed:

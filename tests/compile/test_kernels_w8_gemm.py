@@ -55,16 +55,17 @@ def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> N
 # --------------------------------------------------------------------------------------------------------------- shapes
 
 
-@pytest.mark.parametrize("variant", CI_AND_BLOCK)
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
 def test_the_table_has_the_tile_that_is_built(variant: str) -> None:
     built_kernels.check_tile(module(variant).w8_gemm_tile(), KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", CI_AND_BLOCK)
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
 def test_it_takes_every_launch_shape_that_the_model_considers(variant: str) -> None:
     for m, n, k in ((1, 8, 16), (300, 136, 2064), (1500, 3000, 144), (4096, 4096, 1024), (129, 40 * 128, 4096)):
         given = operands(m, n, k)
-        given = built_kernels.block_scaled(given, m, n, k) if variant == BLOCK else given
+        given["out"] = given["out"].to(torch.bfloat16 if "bf16" in variant else torch.float16)
+        given = built_kernels.block_scaled(given, m, n, k) if variant.startswith("block") else given
         built_kernels.check_takes_shapes(module(variant).w8_gemm, given, KERNEL, variant, (m, n, k))
 
 

@@ -18,7 +18,7 @@ from fp4dispatch.jit.proven import forget
 from fp4dispatch.machine import system
 from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.problem import Problem
-from fp4dispatch.run import ops
+from fp4dispatch.run import ops, routes
 from tests import bounds
 from tests.gpu import backend_cases, layers
 from tests.gpu.layers import ERROR, K, N, error, exact, tokens
@@ -78,15 +78,19 @@ def run(w, x, bias=None):
 # -------------------------------------------------------------------------------------------------------------- layers
 
 
+FEW, REST = (bounds.W8A16, "w8a16", "bf16"), routes.LARGEST_M
+WANTED = {
+    "rules_alone": [FEW, (REST, "w8a8", "fp8")],
+    "cublaslt_for_many": [FEW, (bounds.W8A8, "w8a8", "fp8"), (REST, "cublaslt", "fp8")],
+}
+
+
+@pytest.mark.parametrize("choices", WANTED)
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_a_layer_changes_with_m_and_holds_its_weight_once(scaling):
+def test_a_layer_changes_with_m_and_holds_its_weight_once(scaling, choices, request):
+    request.getfixturevalue(choices)
     lin = layer(scaling=scaling, n=528, activation="any")
-    found = lin.bind().spec.routes
-    assert [(r.m_max, r.backend, r.activation) for r in found[:2]] == [
-        (bounds.W8A16, "w8a16", "bf16"),
-        (bounds.W8A8, "w8a8", "fp8"),
-    ]
-    assert [(r.backend, r.activation) for r in found[2:]] == [("cublaslt", "fp8")]
+    assert [(r.m_max, r.backend, r.activation) for r in lin.bind().spec.routes] == WANTED[choices]
     held = {t.data_ptr() for t in lin.bind().tensors if t.dtype == torch.float8_e4m3fn}
     assert held == {lin.weight.data_ptr()}
     assert lin.nbytes() < lin.weight.numel() + 16 * 528 + 64
@@ -95,9 +99,9 @@ def test_a_layer_changes_with_m_and_holds_its_weight_once(scaling):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ["any", "fp8"])
 @pytest.mark.parametrize(("n", "k"), [(N, K), (517, 1000), (72, 80)])
-def test_every_m_is_right(activation, dtype, n, k):
+def test_every_m_is_right(activation, dtype, n, k, cublaslt_for_many):
     lin = layer(k, n, dtype=dtype, activation=activation)
-    for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 300, bounds.W8A8, 1000, 1025):
+    for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 300, 1000, bounds.W8A8, bounds.W8A8 + 1, 4096):
         x = tokens(m, k, dtype=dtype)
         spec = lin.bind().spec
         route = spec.routes[spec.index(m)]
@@ -136,7 +140,7 @@ def test_results_under_block_scales_are_those_of_cutlass_but_for_sums(n, m):
     assert error(ours(x), theirs(x).double()) < 0.004
 
 
-@pytest.mark.parametrize("m", [1, 17, 64, 65, 130, 4096])
+@pytest.mark.parametrize("m", [1, 17, 64, 65, 97, 130, 193, 4096])
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])
 def test_who_names_it_gets_it_for_every_m(scaling, m):
     lin = layer(scaling=scaling, backend="w8a8")

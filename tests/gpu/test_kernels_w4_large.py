@@ -153,6 +153,7 @@ def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
     ("variant", "m"),
     [
         *(("a8_bf16_32", 1), ("a8_bf16_32", 32), ("a8_bf16_64", 64), ("a8_bf16_128", 200), ("a8_bf16_176", 300)),
+        *(("a8_bf16_96", 65), ("a8_bf16_96", 200), ("a8_bf16_160", 300)),
         *(("a16_bf16_64", 40), ("a16_bf16_128x128", 200)),
     ],
 )
@@ -163,7 +164,7 @@ def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
 def test_long_k_and_many_tiles():
     """More tiles than multiprocessors (a persistent grid's ring runs on into the next tile), and long K."""
     for variant, (m, n, k) in itertools.product(
-        ("a8_bf16_32", "a8_bf16_64", "a8_bf16_128", "a8_bf16_176", "a16_bf16_128", "a16_bf16_128x128"),
+        (*(f"a8_bf16_{tile}" for tile in (32, 64, 96, 128, 160, 176)), "a16_bf16_128", "a16_bf16_128x128"),
         ((1024, 5120, 512), (300, 256, 14336)),
     ):
         x = torch.randn(m, k, generator=torch.Generator("cuda").manual_seed(k), device="cuda").bfloat16()
@@ -181,7 +182,7 @@ def test_long_k_and_many_tiles():
 def test_a_token_that_is_not_finite_stays_alone():
     x = torch.randn(70, 256, device="cuda").bfloat16()
     x[3, 7] = torch.nan
-    for variant in ("a8_bf16_32", "a8_bf16_64", "a8_bf16_176", "a16_bf16_64"):
+    for variant in ("a8_bf16_32", "a8_bf16_64", "a8_bf16_96", "a8_bf16_160", "a8_bf16_176", "a16_bf16_64"):
         given, scale, _ = activations(is_fp8(variant), x)
         out = torch.zeros(70, 128, device="cuda", dtype=torch.bfloat16)
         gemm(variant).planned(given, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)

@@ -163,8 +163,8 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a16", 33, [("w4_gemm_sm90", "a16_bf16_64x128")]),
         ("w4a8", 1, [("w4a8_small", "bf16"), ("w4_activations", "any")]),
         ("w4a8", 64, [("w4a8_small", "bf16"), ("w4_activations", "any")]),
-        ("w4a8", 100, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
-        ("w4a8", 500, [("w4_gemm_sm90", "a8_bf16_128"), ("w4_activations", "any")]),
+        ("w4a8", 65, [("w4_gemm_sm90", "a8_bf16_96"), ("w4_activations", "any")]),
+        ("w4a8", 500, [("w4_gemm_sm90", "a8_bf16_96"), ("w4_activations", "any")]),
         ("w4a8", 8192, [("w4_to_e4m3", "any"), ("fp8_quantize", "any")]),
     ):
         kernels = w4_fake.install(monkeypatch)
@@ -185,9 +185,13 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a8", 28672, 33, 64),
         ("w4a8", 8192, 64, None),
         ("w4a8", 14336, 64, 64),
-        ("w4a8", 8192, 65, 128),
+        ("w4a8", 8192, 65, 96),
         ("w4a8", 28672, 64, 64),
-        ("w4a8", 28672, 65, 128),
+        ("w4a8", 28672, 65, 96),
+        ("w4a8", 28672, 96, 96),
+        ("w4a8", 28672, 97, 128),
+        ("w4a8", 14336, 137, 160),
+        ("w4a8", 16384, 320, 160),
         ("w4a8", 57344, 512, 176),
         ("w4a8", 8192, 384, 128),
         ("w4a8", 28672, 2048, 176),
@@ -203,7 +207,7 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
     ],
 )
 def test_tiles_are_the_fastest_ones_that_were_measured(name, n, m, tokens):
-    # From 128 tokens on, test_many_tokens.py asks for every problem that was.
+    # Above 128 tokens, test_many_tokens.py asks for every problem that was.
     wanted = problem(name, m, n, 4096, out="float16")  # bfloat16 has cuBLASLt for many tokens
     tile = tiles.tile_for(wanted, ARCH["sm_90"], 132, "w4")
     assert tile.kernel == ("w4_gemm_sm90" if tokens else "w4a8_small")

@@ -20,7 +20,6 @@ from fp4dispatch.dispatch import choose
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError, SettingsError
 from fp4dispatch.machine import capture, gpu_models, system
-from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
 from fp4dispatch.models.linear import FP4Linear
 from fp4dispatch.models.replace import replace_linears
@@ -30,8 +29,8 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.run import routes
 from fp4dispatch.trust import selfcheck
-from tests import contract, quantizer_fake, w4_fake, w8_fake
-from tests.hopper import HOPPER, seems_to_be_here
+from tests import bounds, contract, quantizer_fake, w4_fake, w8_fake
+from tests.hopper import H200, HOPPER, seems_to_be_here
 
 BACKEND = W4A8ExpandedBackend()
 (RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
@@ -77,6 +76,14 @@ def ours(kernels, monkeypatch):
     """An H200 with a compiler: w8a8's kernels too."""
     on(monkeypatch, HOPPER)
     return w8_fake.install(monkeypatch)
+
+
+@pytest.fixture
+def both(ours, monkeypatch):
+    """As ``ours``, with predicted times: w8a8 multiplies for up to bounds.W8A8 tokens, then cublaslt."""
+    on(monkeypatch, H200)
+    bounds.cublaslt_for_many(monkeypatch)
+    return ours
 
 
 def planned(m, n=N, k=K, **options):
@@ -196,16 +203,24 @@ def test_bytes_are_eight_bits_a_weight_and_the_scales():
 
 def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(monkeypatch):
     on(monkeypatch, HOPPER)
-    tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 768, 769, 1024, 4096)
-    found = [w4a8_expanded._backend_for(problem(m, 8192, 8192), torch.device("cpu")).name for m in tokens]
-    asked = {"activation": "fp8", "scaling": "row", "system": HOPPER}
-    assert found == [explain("fp8_gemm", m, 8192, 8192, **asked).backend for m in tokens]
-    assert found == ["w8a8" if m <= 768 else "cublaslt" for m in tokens]
+    tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 768, 769, 1024, 1025, 4096)
+
+    def agreed(machine):
+        on(monkeypatch, machine)
+        monkeypatch.setattr(system, "current", lambda: machine)
+        found = [w4a8_expanded._backend_for(problem(m, 8192, 8192), torch.device("cpu")).name for m in tokens]
+        assert found == [explain("fp8_gemm", m, 8192, 8192, activation="fp8", scaling="row").backend for m in tokens]
+        return found
+
+    without = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", quarantined=[("w8a8", "fp8_gemm", "sm_90")])
+    assert agreed(HOPPER) == ["w8a8"] * len(tokens)
+    assert agreed(without) == ["cublaslt"] * len(tokens)
+    bounds.cublaslt_for_many(monkeypatch)
+    assert agreed(H200) == ["w8a8" if m <= bounds.W8A8 else "cublaslt" for m in tokens]
 
 
 def test_predicted_times_choose_who_multiplies(monkeypatch):
-    gpu = Gpu(0, "NVIDIA H200", "GPU-1", SM90)
-    on(monkeypatch, System(**(vars(HOPPER) | {"gpus": (gpu,)})))
+    on(monkeypatch, H200)
     few, many = (w4a8_expanded._backend_for(problem(m, 7168, 12288), torch.device("cpu")).name for m in (64, 1024))
     assert few == many == "w8a8"
     for name, us in (("w8a8", 100.0), ("cublaslt", 50.0)):
@@ -263,11 +278,12 @@ def test_the_gpu_that_is_asked_about_is_that_of_the_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("n", [96, 104, 100])
-def test_both_read_the_one_copy(n, ours, monkeypatch):
-    held, seen = BACKEND.prepare(weights(n)), []
-    for m in (64, 65, 769):
+def test_both_read_the_one_copy(n, both, monkeypatch):
+    held, seen, multiplied = BACKEND.prepare(weights(n)), [], []
+    for m in (64, 65, bounds.W8A8 + 1):
         plan = BACKEND.plan(problem(m, n), held)
         inner = plan.state.backend
+        multiplied.append(inner.name)
         real = inner.run
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -278,8 +294,9 @@ def test_both_read_the_one_copy(n, ours, monkeypatch):
         assert [t.data_ptr() for t in other.tensors] == [t.data_ptr() for t in held.tensors]
         if n % 16 == 0:
             assert other.layout == inner.prepare(of_fp8(weights(n))).layout
+    assert multiplied == ["w8a8", "w8a8", "cublaslt"]
     assert [prepared.tensors[0].data_ptr() for prepared in seen] == [held.tensors[0].data_ptr()] * 3
-    assert [name for name, *_ in ours.launched] == ["w8_quantize_row", FEW, "w8_quantize_row", MANY]
+    assert [name for name, *_ in both.launched] == ["w8_quantize_row", FEW, "w8_quantize_row", MANY]
 
 
 def of_fp8(w):
@@ -359,16 +376,16 @@ def test_nothing_is_planned_in_a_capture_for_w8a8_either(ours, monkeypatch):
     assert [launch[0] for launch in ours.launched] == ["w8_quantize_row", FEW]
 
 
-def test_plans_are_by_m_and_cublaslt_needs_but_one(ours, monkeypatch):
+def test_plans_are_by_m_and_cublaslt_needs_but_one(both, monkeypatch):
     monkeypatch.setattr(routes, "_plans", {})
     prepared = BACKEND.prepare(weights())
-    tokens = (1, 2, 64, 65, 768, 769, 2000, 9000)
+    tokens = (1, 2, 64, 65, bounds.W8A8, bounds.W8A8 + 1, 2000, 9000)
     plans = [routes.plan_for(BACKEND, problem(m), prepared) for m in tokens]
     assert BACKEND.plans_by_m
     assert len({id(plan) for plan in plans[:5]}) == 5
     assert len({id(plan) for plan in plans[5:]}) == 1 == len(set(map(id, plans)) - set(map(id, plans[:5])))
     assert routes.plan_for(BACKEND, problem(2), prepared) is plans[1]
-    assert routes.plan_for(BACKEND, problem(769, bias=True), prepared) is not plans[5]
+    assert routes.plan_for(BACKEND, problem(bounds.W8A8 + 1, bias=True), prepared) is not plans[5]
     for m, plan in zip(tokens, plans, strict=True):
         x, out = torch.randn(m, K).bfloat16(), torch.empty(m, N, dtype=torch.bfloat16)
         BACKEND.run(plan, prepared, x, out)
@@ -378,14 +395,14 @@ def test_plans_are_by_m_and_cublaslt_needs_but_one(ours, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_is_compiled_is_what_an_m_needs(dtype, ours):
-    half, loaded = {"bfloat16": "bf16", "float16": "fp16"}[dtype], ours.loaded
-    few, many = {("w8a8_small", half), PACKER}, {("w8_gemm_sm90", f"{half}_128"), PACKER}
-    for m, names in ((1, few), (64, few), (65, many), (768, many), (769, {("fp8_quantize", "any")})):
+def test_what_is_compiled_is_what_an_m_needs(dtype, both):
+    half, loaded, most = {"bfloat16": "bf16", "float16": "fp16"}[dtype], both.loaded, bounds.W8A8
+    few, many = {("w8a8_small", half), PACKER}, {("w8_gemm_sm90", f"{half}_96"), PACKER}
+    for m, names in ((1, few), (64, few), (65, many), (most, many), (most + 1, {("fp8_quantize", "any")})):
         assert set(BACKEND.builds(problem(m, out_dtype=dtype), torch.device("cpu"))) == names
         loaded.clear()
         planned(m, out_dtype=dtype)
-        assert set(loaded) == (names if m <= 768 else set())  # that quantiser is not loaded through jit here
+        assert set(loaded) == (names if m <= most else set())  # that quantiser is not loaded through jit here
 
 
 def test_what_is_quantised_already_is_refused(kernels):
@@ -522,6 +539,8 @@ def layer(shards=(), **options):
 
 @pytest.mark.parametrize("shards", [(), (40, 56)])
 def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
+    on(monkeypatch, H200)
+    bounds.cublaslt_for_many(monkeypatch)
     plain = layer(shards)
     monkeypatch.setenv(COPY, "1")
     made = layer(shards)
@@ -532,7 +551,7 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
     assert made.nbytes() - plain.nbytes() == N * K + 4 * N
     assert list(made.state_dict()) == list(plain.state_dict())
     dense = contract.dequantised(made.weights())
-    for m in (1, 8, 9, 16, 17, 128, 129, 768, 769):
+    for m in (1, 8, 9, 16, 17, 128, 129, bounds.W8A8, bounds.W8A8 + 1):
         x = torch.randn(m, K).bfloat16()
         want = x.double() @ dense.t() + made.bias.double()
         assert float((made(x).double() - want).norm() / want.norm()) < (0.003 if m <= 8 else 0.05)
@@ -542,6 +561,8 @@ def test_a_layer_holds_two_layouts_and_counts_both(hopper, monkeypatch, shards):
 
 
 def test_an_m_that_was_never_planned_is_not_captured(hopper, monkeypatch):
+    on(monkeypatch, H200)
+    bounds.cublaslt_for_many(monkeypatch)  # w8a8 for 200 tokens, cublaslt for 2000
     monkeypatch.setenv(COPY, "1")
     made = layer()
     warmup(made, tokens=[200, 2000])

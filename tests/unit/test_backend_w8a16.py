@@ -14,8 +14,9 @@ from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS
+from fp4dispatch.run import routes
 from fp4dispatch.trust import selfcheck
-from tests import contract, w8_fake
+from tests import bounds, contract, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
 
 BACKEND = w8a16.W8A16Backend()
@@ -195,15 +196,20 @@ def hopper(monkeypatch):
         yield w8_fake.install(monkeypatch)
 
 
+BY_TIMES = [(8, "w8a16", "bf16"), (bounds.W8A8, "w8a8", "fp8"), (routes.LARGEST_M, "cublaslt", "fp8")]
+BY_RULES = [BY_TIMES[0], (routes.LARGEST_M, "w8a8", "fp8")]
+
+
+@pytest.mark.parametrize("wanted", [BY_RULES, BY_TIMES], ids=["rules", "predicted times"])
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, scaling):
+def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, monkeypatch, scaling, wanted):
+    if wanted is BY_TIMES:
+        bounds.cublaslt_for_many(monkeypatch)
     w = weights(80, 208, scaling)
     layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16())
-    found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[:2] == [(8, "w8a16", "bf16"), (768, "w8a8", "fp8")]
-    assert found[2][1:] == ("cublaslt", "fp8")
+    assert [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes] == wanted
     held = [t for t in layer.bind().tensors if t.dtype == E4M3]
-    assert len(held) == 3
+    assert len(held) == len(wanted)
     assert {t.data_ptr() for t in held} == {layer.weight.data_ptr()}
     assert layer.nbytes() < w.weight.numel() + 4096  # scales and the bias
     assert "w8a16 (bf16) up to M=8, then w8a8 (fp8)" in repr(layer)
@@ -215,10 +221,16 @@ def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, scal
     assert [launch[1] for launch in hopper.launched][-3:] == [1, 7, 8]
 
 
-@pytest.mark.parametrize(("activation", "backends"), [("bf16", ["w8a16"]), ("fp8", ["w8a8", "cublaslt"])])
-def test_a_pinned_activation_holds_for_every_m(hopper, activation, backends):
-    layer = FP8Linear.from_weights(weights(80, 208), activation=activation)
-    assert [route.backend for route in layer.bind().spec.routes] == backends
+@pytest.mark.parametrize(
+    ("activation", "by_rules", "by_times"), [("bf16", ["w8a16"], ["w8a16"]), ("fp8", ["w8a8"], ["w8a8", "cublaslt"])]
+)
+def test_a_pinned_activation_holds_for_every_m(hopper, monkeypatch, activation, by_rules, by_times):
+    def backends():
+        return [r.backend for r in FP8Linear.from_weights(weights(80, 208), activation=activation).bind().spec.routes]
+
+    assert backends() == by_rules
+    bounds.cublaslt_for_many(monkeypatch)
+    assert backends() == by_times
 
 
 def test_a_decision_says_that_activations_are_not_quantised(hopper):

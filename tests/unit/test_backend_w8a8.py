@@ -21,7 +21,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS, SM90
 from fp4dispatch.run import ops, routes
 from fp4dispatch.trust import selfcheck
-from tests import contract, many_tokens, w8_fake
+from tests import bounds, contract, many_tokens, w8_fake
 from tests.hopper import HOPPER, seems_to_be_here
 
 BACKEND = w8a8.W8A8Backend()
@@ -31,6 +31,8 @@ E4M3 = torch.float8_e4m3fn
 FEW, MANY = "w8a8_small", "w8_gemm_sm90"
 DYNAMIC_AND_STATIC = [("row", None), ("row", torch.tensor(0.1)), ("block128", None)]
 """Scaling and static scale: what each way to quantise is for."""
+ROW_TILES = (128, 96, 160, 192)
+"""Tokens of the builds for many tokens, as the table has them; block scales have 128."""
 
 
 def problem(m, n=4096, k=4096, scaling="row", **options):
@@ -144,15 +146,22 @@ def test_emulated_kernels_of_blocks_compute_what_they_define(kernel, build, entr
             gemm(packed, scale, w, wrong, bias, out, True)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(129, 1000, 4100), (300, 2568, 4096)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tokens"), [(190, 1000, 4100, 96), (129, 1000, 4100, 160), (300, 2568, 4096, 128)]
+)
 @pytest.mark.parametrize("scaling", ["row", "block128"])
-def test_a_plan_gives_the_kernel_the_launch_shape_that_the_model_chooses(monkeypatch, m, n, k, scaling):
-    """That of the padded problem."""
+def test_a_plan_gives_the_kernel_the_launch_shape_that_the_model_chooses(monkeypatch, m, n, k, tokens, scaling):
+    """That of the padded problem, by the build for which it is the fastest."""
     kernels = w8_fake.install(monkeypatch)
     w = weights(n, k, scaling)
     w8_fake.run(BACKEND, "fp8", w, torch.randn(m, k).bfloat16())
-    tile = many_tokens.tile_of(MANY, "block_bf16_128" if scaling == "block128" else "bf16_128")
-    assert kernels.shapes == [launch_model.best(tile, m, -(-n // 8) * 8, -(-k // 16) * 16, launch_model.H200).shape]
+    builds = [f"bf16_{each}" for each in ROW_TILES] if scaling == "row" else ["block_bf16_128"]
+    padded = m, -(-n // 8) * 8, -(-k // 16) * 16
+    best = {each: launch_model.best(many_tokens.tile_of(MANY, each), *padded, launch_model.H200) for each in builds}
+    build = min(best, key=lambda each: best[each].clocks)
+    assert build == (f"bf16_{tokens}" if scaling == "row" else "block_bf16_128")
+    assert kernels.loaded[0] == (MANY, build)
+    assert kernels.shapes == [best[build].shape]
 
 
 # ------------------------------------------------------------------------------------------------------------ contract
@@ -188,9 +197,11 @@ def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
     table = tiles.tiles("w8")
     plain, blocks = ("tensor", "row"), ("block128",)
     assert [(tile.kernel, tile.m_max, tile.weights_max, tile.scalings) for tile in table] == [
-        *((FEW, 64, None, plain), (MANY, None, None, plain)),
+        *((FEW, 64, None, plain), *[(MANY, None, None, plain)] * len(ROW_TILES)),
         *((FEW, 64, None, blocks), (FEW, 128, 4096 * 4096, blocks), (MANY, None, None, blocks)),
     ]
+    many = [(tile.speed.tokens, tile.predicted) for tile in table if tile.kernel == MANY]
+    assert many == [*((tokens, True) for tokens in ROW_TILES), (128, False)]
     assert {*plain, *blocks} == set(RECORD.scalings)
     for kernel in (FEW, MANY):
         whole = [tile.builds for tile in table if tile.kernel == kernel and tile.weights_max is None]
@@ -221,7 +232,8 @@ def test_only_what_an_m_needs_is_loaded_and_named(monkeypatch, out_dtype, build,
     build = f"block_{build}" if scaling == "block128" else build
     asked = problem(m, 64, 64, scaling, out_dtype=out_dtype)
     BACKEND.plan(asked, BACKEND.prepare(weights(64, 64, scaling)))
-    gemm = (FEW, build) if m <= most_few(scaling) else (MANY, f"{build}_128")
+    tokens = 128 if scaling == "block128" else 96  # a layer of 64 rows has a multiprocessor for every tile
+    gemm = (FEW, build) if m <= most_few(scaling) else (MANY, f"{build}_{tokens}")
     assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu")) == (gemm, ("w4_activations", "any"))
     assert BACKEND.builds(problem(m, scaling=scaling, out_dtype="float32"), torch.device("cpu")) == ()
     monkeypatch.setattr(compiled, "gpu_of", lambda device: (ARCH["sm_120"], 132))
@@ -534,23 +546,29 @@ def hopper(monkeypatch):
         yield w8_fake.install(monkeypatch)
 
 
+BY_RULES = [(routes.LARGEST_M, "w8a8", "fp8")]
+BY_TIMES = [(bounds.W8A8, "w8a8", "fp8"), (routes.LARGEST_M, "cublaslt", "fp8")]
+
+
+@pytest.mark.parametrize("wanted", [BY_RULES, BY_TIMES], ids=["rules", "predicted times"])
 @pytest.mark.parametrize("static", [None, 0.02])
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_a_small_layer_pinned_to_fp8_runs_up_to_768_tokens_on_its_own_weight(hopper, scaling, static):
+def test_a_small_layer_pinned_to_fp8_runs_on_its_own_weight(hopper, monkeypatch, scaling, static, wanted):
+    if wanted is BY_TIMES:
+        bounds.cublaslt_for_many(monkeypatch)
     w = weights(80, 208, scaling, static=None if static is None else torch.tensor(static))
     layer = FP8Linear.from_weights(w, torch.randn(80).bfloat16(), activation="fp8")
-    found = [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes]
-    assert found[0] == (768, "w8a8", "fp8")
-    assert found[1][1:] == ("cublaslt", "fp8")
+    assert [(r.m_max, r.backend, r.activation) for r in layer.bind().spec.routes] == wanted
     held = [t for t in layer.bind().tensors if t.dtype == E4M3]
     assert {t.data_ptr() for t in held} == {layer.weight.data_ptr()}
-    for m in (1, 7, 16, 17, 64, 65, 300):
+    for m in (1, 7, 16, 17, 64, 65, 300, bounds.W8A8):
         x = torch.randn(m, 208).bfloat16()
         assert w8_fake.error(layer(x), exact(w, x, layer.bias)) < 3e-3
     quantizer = "w8_quantize_row" if static is None else "w8_quantize_tensor"
-    assert [launch[:2] for launch in hopper.launched[-4:]] == [
+    assert [launch[:2] for launch in hopper.launched[-6:]] == [
         *((quantizer, 65), ("w8_gemm", 65)),
         *((quantizer, 300), ("w8_gemm", 300)),
+        *((quantizer, bounds.W8A8), ("w8_gemm", bounds.W8A8)),
     ]
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from fp4dispatch.backends import registry
+from fp4dispatch.dispatch import predicted
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.resolve import resolve
+from fp4dispatch.policy.rules import m_bucket
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Decision
 from fp4dispatch.problem.prediction import PredictedTime, Predictions
 from tests import bounds
+from tests.hopper import H200
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}
 NVCC = {"nvcc": "13.0", "cutlass": "4.5"}
@@ -238,8 +241,9 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_fp8_on_sm_90_is_our_kernel_up_to_768_tokens_unless_predicted_times_say_otherwise(scaling):
-    problem = Problem("fp8_gemm", 512, 8192, 8192, scaling=scaling)
+@pytest.mark.parametrize("m", [9, 512, 769, 32768])
+def test_fp8_on_sm_90_is_our_kernel_unless_predicted_times_say_otherwise(scaling, m):
+    problem = Problem("fp8_gemm", m, 8192, 8192, scaling=scaling)
 
     def asked(ours, theirs):
         times = (PredictedTime("w8a8", "fp8", ours), PredictedTime("cublaslt", "fp8", theirs))
@@ -258,8 +262,8 @@ def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        for m, chosen in ((1, "w8a8"), (768, "w8a8"), (769, "cublaslt")):
-            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
+        for m in (1, 768, 769, 32768):
+            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == "w8a8"
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",
             "w8a16",
@@ -287,6 +291,8 @@ def test_fp8_on_sm_90_few_tokens_go_to_cutlass_where_w8a8_cannot_run():
         resolve(raw, System.fake("9.0", **FULL), registry.backends()),
     ):
         assert (decision.backend, decision.rule.id) == ("cutlass", "fp8-sm90-decode-cutlass")
+    many = ask("fp8_gemm", "row", "9.0", FULL, m=65, disabled=["w8a8"])
+    assert (many.backend, many.rule.id) == ("cublaslt", "fp8-cublaslt-first")
 
 
 @pytest.mark.parametrize("arch", ["8.0", "8.6"])
@@ -304,7 +310,6 @@ def test_before_fp8_tensor_cores_fp8_is_weight_only_for_every_m(arch):
         ("tensor", False, bounds.W8A16, "w8a16", "w8a8"),
         ("row", False, bounds.W8A16, "w8a16", "w8a8"),
         ("nvfp4", False, bounds.W4A16, "w4a16", "w4a8"),
-        ("row", False, bounds.W8A8, "w8a8", "cublaslt"),
         ("nvfp4", True, bounds.W4A16, "w4a16", "w4a8"),
         ("nvfp4", True, bounds.W4A8_BESIDE_A_COPY, "w4a8", "w4a8_expanded"),
     ],
@@ -315,3 +320,19 @@ def test_small_layers_on_sm_90_change_where_gpu_tests_expect_it(scaling, copy, m
         return resolve(problem, System.fake("9.0", **FULL, fp8_copy=copy), registry.backends()).backend
 
     assert [asked(m) for m in (most, most + 1)] == [few, more]
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_cublaslt_has_many_tokens_on_sm_90_where_gpu_tests_are_told_so(monkeypatch, scaling):
+    def asked(m):
+        problem = Problem("fp8_gemm", m, 520, 1040, scaling=scaling)
+        times = predicted.find(problem, H200, registry.backends()) if told else None
+        return resolve(problem, H200, registry.backends(), predicted=times).backend
+
+    few, most = bounds.W8A16, bounds.W8A8
+    told = False
+    assert [asked(m) for m in (few, few + 1, most, most + 1, 32768)] == ["w8a16", *["w8a8"] * 4]
+    told = True
+    bounds.cublaslt_for_many(monkeypatch)
+    assert [asked(m) for m in (few, few + 1, most, most + 1)] == ["w8a16", "w8a8", "w8a8", "cublaslt"]
+    assert m_bucket(most, "fp8_gemm", H200.arch) == most, "a decision is for a whole range of M"

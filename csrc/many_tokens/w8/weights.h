@@ -35,7 +35,7 @@ struct W8Weights {
   static constexpr bool kShares = true;  // CTAs of a cluster may share rows
 
   static constexpr int consumers(int) { return 2; }
-    static constexpr int promote_stages(int) { return 2; }
+  static constexpr int promote_stages(int) { return 2; }
   static constexpr int head_start(int) { return 0; }
   // Registers for the kernel that packs the next activations (many_tokens/w4/weights.h); a gain with block scales only.
   static constexpr bool leaves_registers(int, int) { return kBlocks; }

@@ -116,10 +116,11 @@ def few_tokens_shape(kernel: str, problem: Problem, speeds: Speeds) -> FewTokens
 
 
 def quantiser(problem: Problem, speeds: Speeds, *, packed: bool = True) -> float:
-    """Return the microseconds of quantising the activations of a problem, as our GEMMs or as cuBLASLt read them."""
+    """Return the microseconds that quantising activations adds to a GEMM of ours, or to cuBLASLt's (not ``packed``)."""
     if problem.activation != "fp8":
         return 0.0
-    kind = "plain_row" if not packed else "packed_block" if problem.scaling == "block128" else "packed_row"
+    ours = "w4_row" if problem.op == "nvfp4_gemm" else "w8_block" if problem.scaling == BLOCKS else "w8_row"
+    kind = ours if packed else "plain_row"
     return float(speeds.quantisers[kind].microseconds(problem.m, problem.k))
 
 

@@ -24,8 +24,8 @@ from fp4dispatch.problem.arch import Arch
 FILE = Path(__file__).with_name("speeds.toml")
 BLOCKS = "block128"
 """After the name of a kernel for few tokens: its builds for block scales."""
-QUANTISERS = ("packed_row", "packed_block", "plain_row")
-"""Kinds of quantisers: packed as our GEMMs read it, by token or by 128 k of a token; as cuBLASLt reads it."""
+QUANTISERS = ("w4_row", "w8_row", "w8_block", "plain_row")
+"""Kinds of quantisers: before our GEMMs on NVFP4 weights, on FP8 weights by row and by block; before cuBLASLt."""
 OF_TILES = ("own", "shallow")
 """Of :class:`~fp4dispatch.backends.own.tiling.few_tokens_model.FewTokensSpeed`: what holds tokens of tiles."""
 GPU_CONSTANTS = ("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks")
