@@ -15,8 +15,10 @@ from fp4dispatch.problem.prediction import PredictedTime, Predictions
 
 W8A16 = 8
 """FP8 weights by row or tensor: w8a16, then w8a8."""
+W8A8_BY_RULES = 2048
+"""FP8 weights by row or tensor: w8a8, then cublaslt, by the rules alone."""
 W8A8 = 1024
-"""FP8 weights by row or tensor with :func:`cublaslt_for_many`: w8a8, then cublaslt. The rules alone stay with w8a8."""
+"""The same with :func:`cublaslt_for_many`."""
 W4A16 = 8
 """NVFP4 weights: w4a16, then w4a8."""
 W4A8_BESIDE_A_COPY = 128

@@ -203,7 +203,7 @@ def test_bytes_are_eight_bits_a_weight_and_the_scales():
 
 def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(monkeypatch):
     on(monkeypatch, HOPPER)
-    tokens = (1, 9, 64, 65, 128, 129, 192, 256, 257, 300, 512, 513, 768, 769, 1024, 1025, 4096)
+    tokens = (1, 9, 64, 65, 128, 129, 256, 300, 512, 513, 768, 769, 1024, 1025, 2048, 2049, 4096)
 
     def agreed(machine):
         on(monkeypatch, machine)
@@ -213,7 +213,7 @@ def test_who_multiplies_is_who_the_policy_has_for_an_fp8_layer(monkeypatch):
         return found
 
     without = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", quarantined=[("w8a8", "fp8_gemm", "sm_90")])
-    assert agreed(HOPPER) == ["w8a8"] * len(tokens)
+    assert agreed(HOPPER) == ["w8a8" if m <= bounds.W8A8_BY_RULES else "cublaslt" for m in tokens]
     assert agreed(without) == ["cublaslt"] * len(tokens)
     bounds.cublaslt_for_many(monkeypatch)
     assert agreed(H200) == ["w8a8" if m <= bounds.W8A8 else "cublaslt" for m in tokens]

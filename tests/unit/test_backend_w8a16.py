@@ -197,7 +197,7 @@ def hopper(monkeypatch):
 
 
 BY_TIMES = [(8, "w8a16", "bf16"), (bounds.W8A8, "w8a8", "fp8"), (routes.LARGEST_M, "cublaslt", "fp8")]
-BY_RULES = [BY_TIMES[0], (routes.LARGEST_M, "w8a8", "fp8")]
+BY_RULES = [BY_TIMES[0], (bounds.W8A8_BY_RULES, "w8a8", "fp8"), BY_TIMES[2]]
 
 
 @pytest.mark.parametrize("wanted", [BY_RULES, BY_TIMES], ids=["rules", "predicted times"])
@@ -221,16 +221,15 @@ def test_a_layer_on_hopper_changes_with_m_and_holds_its_weight_once(hopper, monk
     assert [launch[1] for launch in hopper.launched][-3:] == [1, 7, 8]
 
 
-@pytest.mark.parametrize(
-    ("activation", "by_rules", "by_times"), [("bf16", ["w8a16"], ["w8a16"]), ("fp8", ["w8a8"], ["w8a8", "cublaslt"])]
-)
-def test_a_pinned_activation_holds_for_every_m(hopper, monkeypatch, activation, by_rules, by_times):
-    def backends():
-        return [r.backend for r in FP8Linear.from_weights(weights(80, 208), activation=activation).bind().spec.routes]
+def test_a_pinned_activation_holds_for_every_m(hopper, monkeypatch):
+    def backends(activation):
+        layer = FP8Linear.from_weights(weights(80, 208), activation=activation)
+        return [(r.m_max, r.backend) for r in layer.bind().spec.routes]
 
-    assert backends() == by_rules
-    bounds.cublaslt_for_many(monkeypatch)
-    assert backends() == by_times
+    for most in (bounds.W8A8_BY_RULES, bounds.W8A8):
+        assert backends("bf16") == [(routes.LARGEST_M, "w8a16")]
+        assert backends("fp8") == [(most, "w8a8"), (routes.LARGEST_M, "cublaslt")]
+        bounds.cublaslt_for_many(monkeypatch)
 
 
 def test_a_decision_says_that_activations_are_not_quantised(hopper):

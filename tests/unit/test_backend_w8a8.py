@@ -546,7 +546,7 @@ def hopper(monkeypatch):
         yield w8_fake.install(monkeypatch)
 
 
-BY_RULES = [(routes.LARGEST_M, "w8a8", "fp8")]
+BY_RULES = [(bounds.W8A8_BY_RULES, "w8a8", "fp8"), (routes.LARGEST_M, "cublaslt", "fp8")]
 BY_TIMES = [(bounds.W8A8, "w8a8", "fp8"), (routes.LARGEST_M, "cublaslt", "fp8")]
 
 

@@ -241,7 +241,7 @@ def test_before_hopper_nvfp4_is_weight_only_for_every_m(arch):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-@pytest.mark.parametrize("m", [9, 512, 769, 32768])
+@pytest.mark.parametrize("m", [9, 512, 769, 2048])
 def test_fp8_on_sm_90_is_our_kernel_unless_predicted_times_say_otherwise(scaling, m):
     problem = Problem("fp8_gemm", m, 8192, 8192, scaling=scaling)
 
@@ -256,14 +256,29 @@ def test_fp8_on_sm_90_is_our_kernel_unless_predicted_times_say_otherwise(scaling
     ]
 
 
+@pytest.mark.parametrize("m", [2049, 32768])
+def test_fp8_on_sm_90_is_cublaslt_for_many_tokens_unless_predicted_times_say_otherwise(m):
+    problem = Problem("fp8_gemm", m, 8192, 8192, scaling="row")
+
+    def asked(ours, theirs):
+        times = (PredictedTime("w8a8", "fp8", ours), PredictedTime("cublaslt", "fp8", theirs))
+        predicted = Predictions(times, "fitted on X", ("record",))
+        return resolve(problem, System.fake("9.0", **FULL), registry.backends(), predicted=predicted)
+
+    assert resolve(problem, System.fake("9.0", **FULL), registry.backends()).rule.id == "fp8-cublaslt-first"
+    assert [asked(ours, 100.0).backend for ours in (90.0, 96.9, 97.1, 120.0)] == [
+        *("w8a8", "w8a8", "cublaslt", "cublaslt")
+    ]
+
+
 def test_fp8_on_sm_90_leaves_the_activations_of_few_tokens_as_they_are():
     for scaling in ("tensor", "row"):
         for m, chosen, activation in ((1, "w8a16", "bf16"), (8, "w8a16", "bf16"), (9, "w8a8", "fp8")):
             decision = ask("fp8_gemm", scaling, "9.0", FULL, m=m)
             assert (decision.backend, decision.activation) == (chosen, activation)
         assert "activations stay 16-bit and are NOT quantised" in str(ask("fp8_gemm", scaling, "9.0", FULL, m=1))
-        for m in (1, 768, 769, 32768):
-            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == "w8a8"
+        for m, chosen in ((1, "w8a8"), (2048, "w8a8"), (2049, "cublaslt"), (32768, "cublaslt")):
+            assert ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="fp8").backend == chosen
         assert [ask("fp8_gemm", scaling, "9.0", FULL, m=m, activation="bf16").backend for m in (17, 8192)] == [
             "w8a16",
             "w8a16",
@@ -331,7 +346,9 @@ def test_cublaslt_has_many_tokens_on_sm_90_where_gpu_tests_are_told_so(monkeypat
 
     few, most = bounds.W8A16, bounds.W8A8
     told = False
-    assert [asked(m) for m in (few, few + 1, most, most + 1, 32768)] == ["w8a16", *["w8a8"] * 4]
+    rules = bounds.W8A8_BY_RULES
+    assert [asked(m) for m in (few, few + 1, most + 1, rules, rules + 1)] == ["w8a16", *["w8a8"] * 3, "cublaslt"]
+    assert m_bucket(rules, "fp8_gemm", H200.arch) == rules, "a decision is for a whole range of M"
     told = True
     bounds.cublaslt_for_many(monkeypatch)
     assert [asked(m) for m in (few, few + 1, most, most + 1)] == ["w8a16", "w8a8", "w8a8", "cublaslt"]

@@ -29,7 +29,7 @@ from fp4dispatch.problem.arch import SM90
 from fp4dispatch.run import binding, prebuild
 from fp4dispatch.run.prebuild import Ask
 from fp4dispatch.trust import quarantine, selfcheck
-from tests import bounds, w4_fake
+from tests import w4_fake
 
 H200 = System.fake("9.0", cuda="13.0", torch="2.11", nvcc="13.0", cutlass="4.5")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -152,15 +152,17 @@ def test_fp8_rows_need_the_kernels_of_few_and_of_many_tokens(asked):
         ("w8a8_small", "bf16"),
         *(("w8_gemm_sm90", f"bf16_{tokens}") for tokens in (96, 128, 160, 192)),
         ("w4_activations", "any"),
+        ("fp8_quantize", "any"),
     } == names
 
 
-def test_fp8_rows_need_cublaslts_quantiser_too_where_predicted_times_choose_it(asked, monkeypatch):
+def test_only_cublaslt_needs_a_quantiser_of_its_own(asked, monkeypatch):
     prebuild.together([ask("fp8_gemm", "row")])
     prebuild._seen.clear()
-    bounds.cublaslt_for_many(monkeypatch)
+    monkeypatch.setenv("FP4DISPATCH_DISABLE", "cublaslt")
+    choose.decide_anew()
     prebuild.together([ask("fp8_gemm", "row")])
-    (without, _), (named, _) = asked
+    (named, _), (without, _) = asked
     assert named - without == {("fp8_quantize", "any")}
 
 
