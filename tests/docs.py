@@ -596,7 +596,7 @@ def generate() -> dict[Path, str]:
         measured: numbers,
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
         ROOT / "docs" / "proof.md": proof(),
-        **filled("README.md", headline=speed.headline()),
+        **filled("README.md", **{"first command": first.sentence()}, headline=speed.headline()),
         **filled("docs/accuracy.md", accuracy=accuracy()),
         **filled("docs/demo.md", **{"first command": first.first()}),
         **filled("docs/guide/benchmarks.md", speed=speed.table()),

@@ -9,6 +9,18 @@ from fp4dispatch.benchmark.reports import records
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
 
+def sentence() -> str:
+    """Return what the first kept run takes, and where to read on."""
+    record = next(iter(records.kept(RESULTS, "first command")))
+    steps = record["first_command"]["steps"]
+    peak, total = max(step["peak_mb"] for step in steps) / 1e3, sum(step["wall_s"] for step in steps)
+    disk = record["first_command"]["environment_mb"] / 1e3
+    return (
+        f"On {record['cores']} CPU cores this took {total:.0f} s, downloads included, {peak:.1f} GB of memory and "
+        f"{disk:.1f} GB on disk: [what it prints, and what that means](docs/demo.md)."
+    )
+
+
 def first() -> str:
     """Return each kept run: the machine, time and memory of each part, the output."""
     parts = []
