@@ -81,7 +81,8 @@ def picture(name: str, line: str, said: str) -> str:
 
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text(f"$ {line}", style="bold"), soft_wrap=False)
-    console.print(Text.from_ansi(said), "\n", sep="", end="")  # rich cuts the last line at its baseline
+    console.print(Text.from_ansi(said))
+    console.print(" ")  # rich cuts the last line at its baseline
     found = console.export_svg(title="fp4dispatch", unique_id=name)
     found = re.sub(r"@font-face \{.*?\}", "", found, flags=re.DOTALL).replace("Fira Code, monospace", FONT)
     return "\n".join(text.rstrip() for text in found.splitlines() if text.strip()) + "\n"
