@@ -48,11 +48,7 @@ def terminal(line: str, cache: Path) -> str:
     variables: dict[str, str] = {}
     while "=" in words[0]:
         name, _, variables[name] = words.pop(0).partition("=")
-    ours = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("FP4", "NO_COLOR", "COLORTERM", "OMP_"))
-    }
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("FP4", "NO_COLOR", "COLORTERM"))}
     env = ours | {"TERM": "xterm-256color", "COLUMNS": str(WIDTH), "FP4DISPATCH_CACHE_DIR": str(cache)} | variables
     ours_end, its_end = pty.openpty()
     fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", 50, WIDTH, 0, 0))
