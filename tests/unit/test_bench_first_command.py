@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -19,6 +20,8 @@ MAKE = "mkdir .venv && echo kept > .venv/file && cat said.txt"
 @pytest.fixture
 def source(tmp_path):
     """A repository with one commit, and a file that is not in it."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not on PATH")
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "said.txt").write_text("a demo\nok: within the bounds\n\n")
