@@ -80,9 +80,10 @@ def install(wheel: Path, site: Path) -> dict[str, Any]:
 def made(file: str, arch: str, folder: Path | None, site: Path, limit_s: float | None = None) -> dict[str, Any]:
     """Install the wheel ``file``, or one that is built now where ``file`` is empty; return its facts."""
     if file:
-        return install(Path(file), site)
+        return install(Path(file).resolve(), site)
     with tempfile.TemporaryDirectory(prefix="fp4dispatch-") as scratch:
-        found = build(arch, folder or Path(scratch, "kernels"), Path(scratch, "dist"), limit_s)
+        kept = folder.resolve() if folder else Path(scratch, "kernels")
+        found = build(arch, kept, Path(scratch, "dist"), limit_s)
         return install(found.pop("path"), site) | found
 
 

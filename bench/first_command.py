@@ -83,12 +83,13 @@ def main() -> int:
     parser.add_argument("--commit", required=True)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    from fp4dispatch.benchmark import machine
-    from fp4dispatch.benchmark.reports import records
-
     if shutil.which("git") is None:
         parser.error("git, which clones the repository, is not on PATH")
     found = measure(commands()["demo"], ROOT, arguments.commit)
+    # Only now: until it starts its program, a child process counts as large as this one.
+    from fp4dispatch.benchmark import machine
+    from fp4dispatch.benchmark.reports import records
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     here = {"cores": len(os.sched_getaffinity(0)), "memory_gb": round(memory / 1e9)}
     records.write(

@@ -569,7 +569,7 @@ def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
     from fp4dispatch.graphs import conditions
-    from tests.site import cli, figures, policy, speed
+    from tests.site import cli, figures, first, policy, speed
 
     graphs = ROOT / "docs" / "graphs.md"
     measured = ROOT / "docs" / "measurements.md"
@@ -604,8 +604,9 @@ def generate() -> dict[Path, str]:
         measured: numbers,
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
         ROOT / "docs" / "proof.md": proof(),
-        **filled("README.md", headline=speed.headline()),
+        **filled("README.md", **{"first command": first.sentence()}, headline=speed.headline()),
         **filled("docs/accuracy.md", accuracy=accuracy()),
+        **filled("docs/demo.md", **{"first command": first.first()}),
         **filled("docs/guide/benchmarks.md", speed=speed.table()),
         **filled("docs/reference/auto.md", **{"policy order": policy.order(), "policy": policy.policy()}),
         **filled("docs/reference/cli.md", commands=cli.commands()),

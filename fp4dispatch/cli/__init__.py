@@ -30,7 +30,7 @@ COMPLETION = "--print-completion"
 HELP: dict[str, str] = {
     "bench": "check and time our layers beside their peers",
     "build": "compile kernels ahead of time, for any GPU",
-    "cache": "list or clear the compiled kernels",
+    "cache": "list, prune or clear the compiled kernels",
     "demo": "quantise a real language model: answer, quality, memory, speed, and who runs each layer and why",
     "doctor": "check this machine: every failing check says how to fix it",
     "env": "print versions, GPUs and settings, ready to paste into an issue",

@@ -136,13 +136,14 @@ def test_the_wheel_is_made_by_the_documented_command_and_kernels_are_kept(tmp_pa
 
     real = finished_kernels._must
     monkeypatch.setattr(finished_kernels, "_must", must)
-    kept = tmp_path / "kernels"
+    monkeypatch.chdir(tmp_path)
+    kept = Path("kernels")  # the command runs elsewhere
     first = finished_kernels.made("", "9.0", kept, tmp_path / "one", 60)
     second = finished_kernels.made("", "9.0", kept, tmp_path / "two", 60)
     assert (first["finished_before"], second["finished_before"]) == (0, 1)
     assert "build_s" in first
     words, limit_s = asked[0]
-    assert words[1:7] == ["-m", "fp4dispatch", "build", "--arch", "9.0", "--out"]
+    assert words[1:8] == ["-m", "fp4dispatch", "build", "--arch", "9.0", "--out", str(tmp_path / "kernels")]
     assert limit_s == 60
     text = finished_kernels.sentence(first | {"build_s": 90.5, "mb": 31.2})
     assert text == f"`{PACKAGE}-0.1.0-py3-none-any.whl`: 1 kernels, 31.2 MB, made in 90.5 s."

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree import ElementTree
@@ -21,12 +18,11 @@ import pytest
 import fp4dispatch
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.policy.rules import rules
-from tests.site import figures, policy, speed, svg
+from tests.site import figures, policy, screens, speed, svg
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 QUIET = {"NO_MKDOCS_2_WARNING": "1"}
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 
 
 def mkdocs(out: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
@@ -93,26 +89,18 @@ def test_every_page_can_be_reached_from_the_first(site):
     assert {path for path in site.rglob("*.html") if path.name != "404.html"} <= seen
 
 
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        """Say nothing."""
-
-
 @pytest.fixture
 def served(site: Path) -> Iterator[str]:
     """The address of the site on this machine."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
+    with screens.served(site) as address:
+        yield address
 
 
 def test_a_browser_opens_every_page_and_fetches_nothing_from_elsewhere(site, served):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright (extra `test`) is not installed")
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = screens.browser()
     if browser is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is on PATH, e.g. apt-get install chromium")
+        pytest.skip(f"none of {', '.join(screens.BROWSERS)} is on PATH, e.g. apt-get install chromium")
     wrong: list[str] = []
     with playwright.sync_playwright() as driver:
         opened = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
@@ -132,8 +120,11 @@ def test_a_browser_opens_every_page_and_fetches_nothing_from_elsewhere(site, ser
         tab.get_by_placeholder("Search").press_sequentially("fi-cutlass-pdl-no-gdc")
         hit = tab.locator(".md-search-result__link[href$='#fi-cutlass-pdl-no-gdc']").first
         hit.wait_for(timeout=20_000)
+        pictures = dict(screens.pages(served, opened.new_page()))
         opened.close()
     assert wrong == []
+    assert set(pictures) == {f"{name}.png" for name in screens.PAGES}
+    assert all(20_000 < len(data) < 200_000 for data in pictures.values())
 
 
 @pytest.mark.parametrize(
