@@ -266,6 +266,7 @@ def test_fp8_on_sm_90_is_cublaslt_for_many_tokens_unless_predicted_times_say_oth
         return resolve(problem, System.fake("9.0", **FULL), registry.backends(), predicted=predicted)
 
     assert resolve(problem, System.fake("9.0", **FULL), registry.backends()).rule.id == "fp8-cublaslt-first"
+    assert ask("fp8_gemm", "row", "9.0", FULL, m=m, disabled=["cublaslt"]).backend == "w8a8"
     assert [asked(ours, 100.0).backend for ours in (90.0, 96.9, 97.1, 120.0)] == [
         *("w8a8", "w8a8", "cublaslt", "cublaslt")
     ]

@@ -159,7 +159,8 @@ def test_fp8_rows_need_the_kernels_of_few_and_of_many_tokens(asked):
 def test_only_cublaslt_needs_a_quantiser_of_its_own(asked, monkeypatch):
     prebuild.together([ask("fp8_gemm", "row")])
     prebuild._seen.clear()
-    monkeypatch.setenv("FP4DISPATCH_DISABLE", "cublaslt")
+    without_it = replace(H200, quarantined=frozenset({("cublaslt", "fp8_gemm", "sm_90")}))
+    monkeypatch.setattr(_system, "current", lambda: without_it)
     choose.decide_anew()
     prebuild.together([ask("fp8_gemm", "row")])
     (named, _), (without, _) = asked
