@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fp4dispatch.benchmark.reports import records, report
+from fp4dispatch.benchmark.reports import records, standing
 from tests.site.svg import Chart, Series, draw
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -64,30 +64,41 @@ def of_card(record: dict) -> list[dict]:
     return [record, *peers]
 
 
-def speedups(record: dict) -> list[Series]:
-    """Return ours and the peers of the card's runs, as times over bf16 at each number of tokens."""
+def random_runs() -> tuple[dict, ...]:
+    """Return the runs of random problems, by card: the newest of each."""
+    newest: dict[str, dict] = {}
+    for run in sorted(kept(RESULTS, "random suite"), key=lambda run: (run["facts"]["date"], run["seed"])):
+        newest[card(run)] = run
+    return tuple(run for _, run in sorted(newest.items()))
+
+
+def range_names() -> list[str]:
+    """Return the ranges of M as a picture names them."""
+    return [f"{first} to {last:,}" if last < 1 << 20 else f"over {first - 1:,}" for first, last in standing.RANGES]
+
+
+def speedups(run: dict) -> list[Series]:
+    """Return ours and the peers of a run of random problems, as times over bf16 in each range of M."""
     found: list[Series] = []
-    for name, (shown, dashed) in (OURS | PEERS).items():
-        for run in of_card(record):
-            means = report.speedups(run, report.TARGET_SHAPES).get(name)
-            if means:
-                values = {str(m): mean for m, (mean, _) in means.items()}
-                found.append(Series(shown, values, dashed))
-                break
+    for method, (shown, dashed) in (OURS | PEERS).items():
+        means = zip(range_names(), standing.means(run, method, small=False), strict=True)
+        values = {name: mean for name, (mean, problems) in means if problems}
+        if values:
+            found.append(Series(shown, values, dashed))
     return found
 
 
 def speed() -> str:
-    """Return the speed-up of layers over bf16, by tokens, of every card that a run is kept of."""
+    """Return the speed-up of layers over bf16, by tokens, of every card that a run of random problems is kept of."""
     charts = []
-    for record in runs("targets"):
-        title = f"{card(record)}: how many times as fast as bf16 cuBLAS a linear layer is"
-        tokens = [str(m) for m in report.tokens_of(record)]
-        series = speedups(record)
+    for run in random_runs():
+        title = f"{card(run)}: how many times as fast as bf16 cuBLAS a linear layer is"
+        series = speedups(run)
         places = [[shown for shown, *_ in (OURS | PEERS).values()].index(one.name) for one in series]
-        charts.append(Chart(title, tokens, series, "times bf16", "tokens", 1.0, "bf16 cuBLAS", places=places))
-    made = commits(run for record in runs("targets") for run in of_card(record))
-    return draw(charts, f"Geometric means over Llama-like layers, quantisation included. Commits: {made}.", lines=True)
+        measured = [name for name in range_names() if any(name in one.values for one in series)]
+        charts.append(Chart(title, measured, series, "times bf16", "tokens", 1.0, "", 2, places))
+    note = "Random layers of published models; geometric means."
+    return draw(charts, f"{note} Commits: {commits(random_runs())}.", lines=False)
 
 
 def decoder() -> str:

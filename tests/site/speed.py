@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp4dispatch.benchmark.reports import report, targets
+from fp4dispatch.benchmark.reports import report, standing, targets
 from tests.docs import origin
 from tests.site import figures
 
@@ -44,17 +44,20 @@ def table() -> str:
 def headline() -> str:
     """Return what the layers gain, in one line for each card: few tokens and many, and a whole decoder."""
     lines = []
-    for record in figures.runs("targets"):
-        means = report.speedups(record, report.TARGET_SHAPES)["FP4Linear"]
-        few, many = min(means), max(means)
-        text = f"**{figures.card(record)}: NVFP4 linear layers are {means[few][0]:.1f} times as fast as bf16** "
-        text += f"at {few} token{'s' * (few > 1)}, and {means[many][0]:.1f} times at {many:,}"
+    for run in figures.random_runs():
+        means = standing.means(run, "FP4Linear", small=False)
+        gains = [(name, mean) for name, (mean, problems) in zip(figures.range_names(), means, strict=True) if problems]
+        (few, fast), (many, slow) = gains[0], gains[-1]
+        text = f"**{figures.card(run)}: NVFP4 linear layers are {fast:.1f} times as fast as bf16** "
+        text += f"with {few} tokens, and {slow:.1f} times with {many}"
         decoders = figures.kept(figures.RESULTS, "decoder")
-        mine = [run for run in decoders if run["facts"]["device"] == record["facts"]["device"]]
-        for run in [run for run in mine if run.get("compiled")] or mine:
-            text += _decoder_line(run)
-        lines.append(f"{text} ([all results](docs/guide/benchmarks.md)).")
-    return "\n\n".join(lines) or "No run is kept yet."
+        mine = [each for each in decoders if each["facts"]["device"] == run["facts"]["device"]]
+        for each in [each for each in mine if each.get("compiled")] or mine:
+            text += _decoder_line(each)
+        lines.append(f"{text}.")
+    what = "The layers are random ones of published models, with at least 8 million weights"
+    lines.append(f"{what} ([all results](docs/guide/benchmarks.md)).")
+    return "\n\n".join(lines) if len(lines) > 1 else "No run is kept yet."
 
 
 def _decoder_line(run: dict) -> str:

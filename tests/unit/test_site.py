@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 import fp4dispatch
-from fp4dispatch.benchmark.reports import records
+from fp4dispatch.benchmark.reports import records, standing
 from fp4dispatch.policy.rules import rules
 from tests.site import figures, policy, screens, speed, svg
 
@@ -289,7 +289,7 @@ def test_colours_can_be_read_on_their_background():
             assert (high + 0.05) / (low + 0.05) > 4, colour
 
 
-def test_speeds_are_of_every_card_that_a_record_is_of(tmp_path, monkeypatch):
+def test_the_table_of_speeds_is_of_every_card_that_a_record_is_of(tmp_path, monkeypatch):
     (first,) = (run for run in figures.runs("targets") if "H200" in run["facts"]["device"])
     for record in (first, *figures.runs("targets all peers")):
         for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
@@ -297,13 +297,34 @@ def test_speeds_are_of_every_card_that_a_record_is_of(tmp_path, monkeypatch):
                 other = record | {"facts": record["facts"] | {"device": device}}
                 (tmp_path / records.name(other)).write_text(records.text(other))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert speed.table().count("| `FP4Linear` |") == 2
+
+
+def test_the_picture_of_speeds_is_of_the_newest_random_problems_of_every_card(tmp_path, monkeypatch):
+    def keep(run, seed, **more):
+        other = run | {"seed": seed, "subject": f"seed {seed}", "facts": run["facts"] | more}
+        (tmp_path / records.name(other)).write_text(records.text(other))
+
+    ours = next(run for run in figures.random_runs() if figures.card(run) == "H200")
+    without = [row for row in ours["measured"] if row["method"] != "humming/nvfp4"]
+    keep(ours, 1, device="NVIDIA H200", date="2026-01-01", commit="0ldest")
+    keep(ours, 2, device="NVIDIA H200", date="2026-01-02", commit="newest")
+    keep(ours | {"measured": without}, 3, device="NVIDIA H100 80GB HBM3", commit="0ther")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
     said = texts_of(figures.speed())
     panels = [text.split(":")[0] for text in said if "how many times" in text]
     assert panels == ["H100", "H200"]
+    assert "newest" in said[-1]
+    assert "0ldest" not in said[-1]
     assert said.count("NVFP4, ours") == 2
-    assert said.count("NVFP4, Humming") == 1  # its run is of one card
-    assert [line.split(":")[0] for line in speed.headline().split("\n\n")] == ["**H100", "**H200"]
-    assert speed.table().count("| `FP4Linear` |") == 2
+    assert said.count("NVFP4, Humming") == 1
+    mean, problems = standing.means(ours, "FP4Linear", small=False)[0]
+    assert problems > 3
+    assert f"{mean:.2f}" in said
+    *cards, about = speed.headline().split("\n\n")
+    assert [line.split(":")[0] for line in cards] == ["**H100", "**H200"]
+    assert f"{mean:.1f} times as fast as bf16** with 1 to 16 tokens" in cards[1]
+    assert "random" in about
 
 
 @pytest.mark.parametrize("make", [figures.speed, figures.decoder, figures.accuracy])
