@@ -80,7 +80,7 @@ def run(w, x, bias=None):
 
 FEW, REST = (bounds.W8A16, "w8a16", "bf16"), routes.LARGEST_M
 WANTED = {
-    "rules_alone": [FEW, (REST, "w8a8", "fp8")],
+    "rules_alone": [FEW, (bounds.W8A8_BY_RULES, "w8a8", "fp8"), (REST, "cublaslt", "fp8")],
     "cublaslt_for_many": [FEW, (bounds.W8A8, "w8a8", "fp8"), (REST, "cublaslt", "fp8")],
 }
 
