@@ -8,8 +8,7 @@ A whole model of 32 layers compiles for minutes instead. Inductor makes no CUDA 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ Step = tuple[Tensor, Tensor]
 
 
 class LayerCache:
-    """The cache of one decoder layer, for a layer that asks for any number."""
+    """The cache of one decoder layer, whatever its number: code that reads a number is compiled for each."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -70,19 +69,6 @@ def _compiled(piece: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return torch.compile(piece, fullgraph=True, dynamic=False, backend=backend)
 
 
-@contextmanager
-def _one_number(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Give all layers the number 0: Dynamo compiles code for each number that it reads."""
-    numbers = [layer.self_attn.layer_idx for layer in layers]
-    try:
-        for layer in layers:
-            layer.self_attn.layer_idx = 0
-        yield
-    finally:
-        for layer, number in zip(layers, numbers, strict=True):
-            layer.self_attn.layer_idx = number
-
-
 class CompiledStep:
     """Feed the last token and choose the next one; the state is in tensors that the caller made.
 
@@ -108,11 +94,10 @@ class CompiledStep:
         """Run the step."""
         before, layer, after = (_compiled(piece, BACKEND) for piece in (_before, _layer, _after))
         inner, first = self.model.model, self.cache.layers[0]
-        with _one_number(inner.layers):
-            hidden, *rest = before(inner, self.token, first.cumulative_length, first.keys.shape[2])
-            for each, cache in zip(inner.layers, self.caches, strict=True):
-                hidden = layer(each, hidden, *rest, cache)
-            after(inner.norm, self.model.lm_head, hidden, self.logits, self.token)
+        hidden, *rest = before(inner, self.token, first.cumulative_length, first.keys.shape[2])
+        for each, cache in zip(inner.layers, self.caches, strict=True):
+            hidden = layer(each, hidden, *rest, cache)
+        after(inner.norm, self.model.lm_head, hidden, self.logits, self.token)
 
 
 def compilations() -> int:

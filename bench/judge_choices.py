@@ -123,6 +123,10 @@ class Sample:
         gemm = self.record.get("scaled_mm")
         return None if gemm is None else gemm + self.quantiser("w4a8", "row", predict.UNFOLD)
 
+    def covers(self, fmt: Scaling) -> bool:
+        """Whether any launch of a format was timed."""
+        return any(True for family in FAMILIES if family.format == fmt for _ in self.launches(family.backend, fmt))
+
     def time(self, judge: Judge, fmt: Scaling) -> tuple[str, float] | None:
         """Return the backend that is chosen, and its time; None where it was not measured."""
         backend = judge.backend(self.problem(fmt))
@@ -252,9 +256,12 @@ def main() -> None:
     samples = [Sample(p, found) for record in records for p in record["problems"]]
     print(f"{len(samples)} problems on {model.name}; models {found}")
     for fmt in FORMATS:
-        print(f"\n{fmt}")
-        print("\n".join(report(judged(samples, judges, fmt), ["as run", *judges], args.worst)))
-        shapes = sorted({(s.record["n"], s.record["k"]) for s in samples})
+        some = [sample for sample in samples if sample.covers(fmt)]
+        print(f"\n{fmt}: launches of it were timed in {len(some)} of {len(samples)} problems")
+        if not some:
+            continue
+        print("\n".join(report(judged(some, judges, fmt), ["as run", *judges], args.worst)))
+        shapes = sorted({(s.record["n"], s.record["k"]) for s in some})
         bad, pairs = inversions(judges["models"], shapes, fmt)
         print(f"  predicted inversions over 5 %: {bad} of {pairs} pairs of M")
 

@@ -74,7 +74,9 @@ def random_runs() -> tuple[dict, ...]:
 
 def range_names() -> list[str]:
     """Return the ranges of M as a picture names them."""
-    return [f"{first} to {last:,}" if last < 1 << 20 else f"over {first - 1:,}" for first, last in standing.RANGES]
+    return [
+        f"{first} to {last:,}" if last < standing.ANY_MORE else f"over {first - 1:,}" for first, last in standing.RANGES
+    ]
 
 
 def speedups(run: dict) -> list[Series]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fp4dispatch.benchmark.reports import records
 
@@ -12,13 +13,18 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 def sentence() -> str:
     """Return what the first kept run takes, and where to read on."""
     record = next(iter(records.kept(RESULTS, "first command")))
-    steps = record["first_command"]["steps"]
-    peak, total = max(step["peak_mb"] for step in steps) / 1e3, sum(step["wall_s"] for step in steps)
-    disk = record["first_command"]["environment_mb"] / 1e3
+    total, peak, disk = _takes(record)
     return (
         f"On {record['cores']} CPU cores this took {total:.0f} s, downloads included, {peak:.1f} GB of memory and "
         f"{disk:.1f} GB on disk: [what it prints, and what that means](docs/demo.md)."
     )
+
+
+def _takes(record: dict[str, Any]) -> tuple[float, float, float]:
+    """Return seconds, and GB of memory and on disk."""
+    found = record["first_command"]
+    total, peak = sum(step["wall_s"] for step in found["steps"]), max(step["peak_mb"] for step in found["steps"])
+    return total, peak / 1e3, found["environment_mb"] / 1e3
 
 
 def first() -> str:
@@ -26,12 +32,11 @@ def first() -> str:
     parts = []
     for record in records.kept(RESULTS, "first command"):
         facts, found = record["facts"], record["first_command"]
-        total = sum(step["wall_s"] for step in found["steps"])
-        peak = max(step["peak_mb"] for step in found["steps"])
+        total, peak, disk = _takes(record)
         lines = [
             f"{facts['device']}, {record['cores']} cores, {record['memory_gb']} GB of memory, Python "
             f"{facts['python']}, torch {facts['torch']}, commit {facts['commit']}: **{total:.0f} s**, downloads "
-            f"included; at most **{peak / 1e3:.1f} GB** of memory; {found['environment_mb'] / 1e3:.1f} GB on disk.",
+            f"included; at most **{peak:.1f} GB** of memory; {disk:.1f} GB on disk.",
             "",
             "| part | seconds | peak memory |",
             "|---|---|---|",

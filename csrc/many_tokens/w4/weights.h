@@ -51,7 +51,7 @@ struct W4Weights {
   // 256 k (2 stages) and 0.51 % after 512 k (measured on an H200).
   static constexpr int promote_stages(int tokens) { return tokens >= 96 ? 3 : 2; }
   // Clocks by which the first warpgroup runs ahead of the second where a CTA does many tiles: one multiplies while the
-  // other stores. Measured on an H200 (bench/NOTES.md).
+  // other stores. Tuned on an H200 for 128 and 176 tokens (bench/NOTES.md); 96 and 160 tokens take values near these.
   static constexpr int head_start(int tokens) {
     return !kFp8 || tokens < 96 ? 0 : tokens <= 128 ? 2000 : tokens == 160 ? 1200 : 800;
   }

@@ -11,7 +11,7 @@ from fp4dispatch.benchmark.methods.launches import PREFIX
 from fp4dispatch.benchmark.problems.operands import Format
 from fp4dispatch.benchmark.problems.sampling import SMALL, Sample
 from fp4dispatch.benchmark.reports import report, standing
-from fp4dispatch.benchmark.reports.standing import RANGES, Document, Loss, Standing
+from fp4dispatch.benchmark.reports.standing import ANY_MORE, RANGES, Document, Loss, Standing
 from fp4dispatch.benchmark.roofline import Peaks
 from fp4dispatch.benchmark.run import Outcome, Row
 
@@ -108,7 +108,7 @@ def _head(doc: Document) -> str:
 
 
 def _range(first: int, last: int) -> str:
-    return f"M {first}-{last}" if last < 1 << 30 else f"M {first}-"
+    return f"M {first}-{last}" if last < ANY_MORE else f"M {first}-"
 
 
 def _means(doc: Document, method: str, small: bool) -> list[str]:

@@ -24,7 +24,9 @@ Row = Mapping[str, Any]
 Problem = tuple[int, int, int]
 """N, K, M."""
 
-RANGES = ((1, 16), (17, 64), (65, 128), (129, 1024), (1025, 1 << 30))
+ANY_MORE = 1 << 30
+RANGES = ((1, 16), (17, 64), (65, 128), (129, 1024), (1025, ANY_MORE))
+"""Of M: first and last."""
 SUBJECTS = ("FP4Linear", "FP4Linear/w4a8_expanded", "FP8Linear/tensor", "FP8Linear/row", "FP8Linear/block128")
 """Layers as users make them; all other methods are measured to compare these with."""
 TIE = 0.02
