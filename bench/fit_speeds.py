@@ -3,9 +3,9 @@
 Samples come from bench/launch_samples.py. Each of the GPU's facts, kernels for few tokens, quantisers, cuBLASLt and the
 writing out of weights has a few constants; all are fitted by least squares of logarithms in which outliers count less.
 
-    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... [--write]
+    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --few FILE ... [--write]
 
-``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
+Kernels for few tokens are fitted to the samples of ``--few``, everything else to those of ``--fit``. ``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ FEW_START = {
     "memory": 4.3e6,
     "l2": 12e6,
     "overlap": 0.3,
+    "late": 0.5,
+    "late_stage": 0.05,
 }
 TILE_START = (0.2, 0.08)
 LT_START, LT_MEMORY, LT_STAGE = 4.0, 4.3e6, 0.36
@@ -290,9 +292,10 @@ def many_tokens(records: Sequence[dict[str, Any]]) -> tuple[dict[str, float], di
     return gpu, {build: rounded(math.exp(statistics.median(found))) for build, found in sorted(ratios.items())}
 
 
-def fit(records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, Any]:
+def fit(records: Sequence[dict[str, Any]], few_records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, Any]:
     """Return the [[gpu]] of speeds.toml as plain data."""
     problems = [p for record in records for p in record["problems"]]
+    of_few_tokens = [p for record in few_records for p in record["problems"]]
     more = [p for p in problems if p["m"] > FEW]
     device = records[0]["facts"]["device"]
     model = gpu_models.named(device)
@@ -303,7 +306,7 @@ def fit(records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, An
     few: dict[str, Any] = {}
     for kernel in KERNELS:
         for blocks in (False, True):
-            row = few_tokens(problems, kernel, usable, blocks=blocks)
+            row = few_tokens(of_few_tokens, kernel, usable, blocks=blocks)
             if row is not None:
                 few[f"{kernel} {speeds.BLOCKS}" if blocks else kernel] = row
     return {
@@ -374,14 +377,15 @@ def main() -> None:
     """Fit, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", type=Path, nargs="+", required=True)
+    parser.add_argument("--few", type=Path, nargs="+", required=True, help="samples of kernels for few tokens")
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
-    paths = sorted(args.fit, key=lambda path: path.name)
-    records = [json.loads(path.read_text("utf-8")) for path in paths]
-    if len({record["facts"]["device"] for record in records}) != 1:
+    read = {path: json.loads(path.read_text("utf-8")) for path in sorted({*args.fit, *args.few}, key=lambda p: p.name)}
+    if len({record["facts"]["device"] for record in read.values()}) != 1:
         parser.error("samples of several GPU models: fit each alone")
-    row = fit(records, [cited(path, record) for path, record in zip(paths, records, strict=True)])
+    records, few_records = ([read[path] for path in read if path in asked] for asked in (args.fit, args.few))
+    row = fit(records, few_records, [cited(path, record) for path, record in read.items()])
     if args.write or args.to != speeds.FILE:
         written(args.to, row)
     else:

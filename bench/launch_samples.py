@@ -31,7 +31,7 @@ from bench.graphs import watched
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Prepared
 from fp4dispatch.backends.own.compiled import State
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import few_tokens, launch_model
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark import check, machine, roofline
 from fp4dispatch.benchmark.methods.base import Card, tolerance
@@ -68,8 +68,8 @@ class Timed:
 class Sampler:
     """Times one problem after the other."""
 
-    def __init__(self, card: Card, engine: Engine, families: Sequence[Family] = FAMILIES) -> None:
-        self.card, self.engine, self.families = card, engine, families
+    def __init__(self, card: Card, engine: Engine, families: Sequence[Family] = FAMILIES, few: bool = False) -> None:
+        self.card, self.engine, self.families, self.few = card, engine, families, few
 
     def record(self, call: Call, copies: int) -> Timed:
         """Record calls on rotating copies."""
@@ -110,6 +110,8 @@ class Sampler:
             timed["scaled_mm"] = self.record(scaled, copies["row"])
         wrong: dict[str, str] = {}
         for launch in launcher.all(x.shape[0]):
+            if self.few and launch.build[0] not in few_tokens.KERNELS:
+                continue
             try:
                 with watched(f"{launch.name}, M={x.shape[0]} {n}x{truth.operands.k}"):
                     gemm, quantise = parts_of(launcher, launch, x, out)
@@ -312,6 +314,7 @@ def main() -> int:
     parser.add_argument("--m", type=int, nargs=2, default=(17, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--seconds", type=float, default=280.0)
     parser.add_argument("--families", nargs="+", choices=[name_of(f) for f in FAMILIES], help="all by default")
+    parser.add_argument("--few", action="store_true", help="time only kernels for few tokens")
     parser.add_argument("--device")
     args = parser.parse_args()
     families = [f for f in FAMILIES if args.families is None or name_of(f) in args.families]
@@ -329,7 +332,7 @@ def main() -> int:
     path = args.out / records.name({"kind": KIND, "subject": f"seed {args.seed}", "facts": facts})
     found = before(path, args.seed, args.commit, facts["device"])
     done = {(p["n"], p["k"], p["m"]) for p in found}
-    sampler = Sampler(card, engine, families)
+    sampler = Sampler(card, engine, families, args.few)
     for layer, ms in drawn.shapes:
         left = tuple(m for m in ms if (layer.n, layer.k, m) not in done)
         if time.monotonic() > ends:

@@ -119,7 +119,8 @@ Plan plan_of(Instance<Weights> const& used, int64_t row_blocks, int64_t chunks, 
   int64_t stages = stages_that_fit(used, on, most_stages, cluster, resident);
   if (stages < kFewestStages) stages = stages_that_fit(used, on, most_stages, cluster, 1);
   if (stages < kFewestStages) return {};
-  return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, stages};
+  int64_t const trigger = std::max<int64_t>(stages / Weights::kTriggerPart, 1);
+  return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, trigger};
 }
 
 // What a file builds.

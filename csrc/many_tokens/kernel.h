@@ -86,7 +86,6 @@ __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
   Ring<Tile> const ring{shared_address(shared)};
   bool const clustered = p.multicast_log2 + p.sharing_log2 > 0 || p.split > 1;
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  grid_dependency_launch_dependents();
   if (threadIdx.x == 0) {
     ring.init(Place::sources(p));
     barriers_visible();
@@ -120,6 +119,8 @@ __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
     }
     if (clustered) cluster_wait_acquire();
     grid_dependency_wait();
+    // Not earlier: with three grids under way all of them take longer (bench/notes/few-tokens.md).
+    grid_dependency_launch_dependents();
     int const lane = threadIdx.x % 32;
     Place const place(p);
     consume<Tile>(p, place, ring, warp / 4 - 1, warp % 4, lane);

@@ -31,7 +31,8 @@ class FewTokensShape(NamedTuple):
     """The seven numbers of ``Plan`` in ``csrc/few_tokens/launch.h``, in its order.
 
     ``tokens``, ``row_blocks``, ``groups``, ``units``: the tile. ``cluster``: CTAs that share out K. ``stages``: of a
-    ring. ``trigger``: how many stages before its end a CTA lets the next grid start.
+    ring. ``trigger``: how many stages before its end a CTA lets the next grid start, but not before the previous grid
+    has ended.
     """
 
     tokens: int
@@ -66,8 +67,10 @@ class FewTokensKernel:
     table
         Bytes of tables.
     registers
-        Of a thread, as ``registers()`` of the weights says: up to so many tokens, units (0: any), registers. The first
-        row that fits holds.
+        Of a thread, as nvcc 13.0 compiles it: up to so many tokens, units (0: any), registers. The first row that fits
+        holds.
+    trigger_part
+        A CTA lets the next grid start this part of a ring's stages before its end.
     """
 
     instances: tuple[tuple[int, int, int, int], ...]
@@ -77,6 +80,7 @@ class FewTokensKernel:
     reuse: int = 32
     table: int = 0
     registers: Registers = ((64, 1, 80),)
+    trigger_part: int = 1
 
     def most_tokens(self) -> int:
         """Return the most tokens for which shapes are worth a look."""
@@ -138,7 +142,7 @@ KERNELS = {
         weight_bytes=4608,
         x_bytes=2,
         align=16,
-        registers=((64, 1, 80), (8, 4, 82), (16, 4, 100), (64, 4, 136), (16, 2, 72), (64, 2, 96)),
+        registers=((8, 0, 72), (16, 1, 72), (16, 2, 79), (16, 4, 100), (64, 2, 96), (64, 4, 156)),
     ),
     "w8a16_small": FewTokensKernel(
         (
@@ -149,7 +153,8 @@ KERNELS = {
         x_bytes=2,
         align=1024,
         reuse=16,
-        registers=((8, 4, 98), (16, 4, 116), (64, 4, 152), (16, 0, 80), (64, 0, 96)),
+        registers=((8, 0, 72), (16, 2, 71), (16, 4, 96), (64, 2, 92), (64, 4, 148)),
+        trigger_part=2,
     ),
     "w4a8_small": FewTokensKernel(
         ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
@@ -157,14 +162,14 @@ KERNELS = {
         x_bytes=1,
         align=1024,
         table=16384,
-        registers=((32, 0, 80), (64, 0, 112)),
+        registers=((32, 0, 72), (64, 0, 97)),
     ),
     "w8a8_small": FewTokensKernel(
         ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1)),
         weight_bytes=8192,
         x_bytes=1,
         align=1024,
-        registers=((32, 0, 80), (64, 0, 96)),
+        registers=((32, 0, 72), (64, 0, 96)),
     ),
 }
 
@@ -200,7 +205,7 @@ def candidates(
             if ctas < FEWEST_CTAS * sms and not full:
                 continue
             for stages in sorted(_stages(about, first, k, memory, block_scales)):
-                yield first._replace(stages=stages, trigger=stages)
+                yield first._replace(stages=stages, trigger=max(stages // about.trigger_part, 1))
 
 
 def _stages(

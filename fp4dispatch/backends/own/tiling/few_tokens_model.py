@@ -46,6 +46,9 @@ class FewTokensSpeed:
         Bandwidth.
     overlap
         Share of a wave's start and end that shows where an SM has several CTAs.
+    late, late_stage
+        What shows of the first loads, in all and of a stage, where the CTAs of the next launch find no room beside
+        those of this one.
     tiles
         For each tile (tokens, row blocks, groups, units): microseconds of a stage of a CTA alone, and of a stage of one
         group on a full SM.
@@ -65,13 +68,15 @@ class FewTokensSpeed:
     memory: float
     l2: float
     overlap: float
+    late: float
+    late_stage: float
     tiles: TileSpeeds
     own: tuple[int, ...] = ()
     shallow: tuple[int, ...] = ()
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
-        slower = ("start", "wave", "cluster", "doubling", "latency")
+        slower = ("start", "wave", "cluster", "doubling", "latency", "late", "late_stage")
         return replace(
             self,
             **{name: getattr(self, name) / clock for name in slower},
@@ -105,7 +110,8 @@ class Work(NamedTuple):
     ``stages`` of a CTA's group, ``ring`` stages of its ring, ``groups`` of warps; ``waves`` that are full, each like
     ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``weight_bytes`` and ``read_bytes`` of a stage of a CTA;
     ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` of a CTA; ``several`` (0 or 1):
-    an SM runs several CTAs.
+    an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``no_room``: share of the first wave of
+    the next launch that finds no room beside the last wave of this one.
     """
 
     stages: float
@@ -121,6 +127,8 @@ class Work(NamedTuple):
     doublings: float
     sum_bytes: float
     several: float
+    first: float
+    no_room: float
 
 
 class FewTokensPrediction(NamedTuple):
@@ -189,10 +197,12 @@ def work(
         return Wave(count, max(_up(count, sms), 1), min(max(count / sharers, 1.0), token_tiles))
 
     waves, rest = divmod(ctas, at_once)
+    free = at_once - (rest or at_once)
+    stages = _up(_up(k, STAGE_K), shape.cluster * shape.groups)
     weight_bytes = shape.groups * shape.row_blocks * about.weight_bytes
     tokens = min(shape.tokens, m) * STAGE_K * about.x_bytes
     return Work(
-        stages=_up(_up(k, STAGE_K), shape.cluster * shape.groups),
+        stages=stages,
         ring=shape.stages,
         groups=shape.groups,
         waves=waves,
@@ -205,6 +215,8 @@ def work(
         doublings=shape.cluster.bit_length() - 1,
         sum_bytes=4 * shape.groups * shape.tokens * shape.row_blocks * ROWS,
         several=float(resident > 1),
+        first=min(stages, shape.stages),
+        no_room=1 - min(free / min(ctas, at_once), 1.0),
     )
 
 
@@ -224,7 +236,8 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
         return sum(each**NORM for each in times) ** (1 / NORM)
 
     stages = w.stages * (w.waves * stage(w.full) + w.rest * stage(w.last))
-    return speed.start + ends * (1 + more) + stages
+    late = (speed.late + speed.late_stage * w.first) * w.no_room
+    return speed.start + ends * (1 + more) + stages + late
 
 
 def _up(a: int, b: int) -> int:
