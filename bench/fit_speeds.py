@@ -5,7 +5,8 @@ writing out of weights has a few constants; all are fitted by least squares of l
 
     python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --few FILE ... [--write]
 
-Kernels for few tokens are fitted to the samples of ``--few``, everything else to those of ``--fit``. ``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
+Kernels for few tokens are fitted to the samples of ``--few``, everything else to those of ``--fit``. ``--write`` puts
+the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ FEW_START = {
 }
 TILE_START = (0.2, 0.08)
 LT_START, LT_MEMORY, LT_STAGE = 4.0, 4.3e6, 0.36
-FEW = 8
-"""Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
+FEW, MOST_FEW = 8, 64
+"""Up to so many tokens only kernels for few tokens run, and the others are not fitted to these; up to so many mostly
+kernels for few tokens, and quantisers are fitted to what they add to those."""
 DIGITS = 4
 
 
@@ -292,7 +294,9 @@ def many_tokens(records: Sequence[dict[str, Any]]) -> tuple[dict[str, float], di
     return gpu, {build: rounded(math.exp(statistics.median(found))) for build, found in sorted(ratios.items())}
 
 
-def fit(records: Sequence[dict[str, Any]], few_records: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, Any]:
+def fit(
+    records: Sequence[dict[str, Any]], few_records: Sequence[dict[str, Any]], named: Sequence[str]
+) -> dict[str, Any]:
     """Return the [[gpu]] of speeds.toml as plain data."""
     problems = [p for record in records for p in record["problems"]]
     of_few_tokens = [p for record in few_records for p in record["problems"]]
@@ -314,7 +318,7 @@ def fit(records: Sequence[dict[str, Any]], few_records: Sequence[dict[str, Any]]
         "records": list(named),
         "many_tokens": gpu,
         "builds": builds,
-        "quantisers": quantisers(problems),
+        "quantisers": quantisers([*of_few_tokens, *(p for p in problems if p["m"] > MOST_FEW)]),
         "cublaslt": fit_cublaslt(more, model.sms),
         "unfold": fit_unfold(more),
         "few_tokens": few,

@@ -17,7 +17,7 @@
 namespace fp4d {
 
 // tokens, row blocks, groups, units: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
-// stages before its end a CTA lets the next grid start (PDL).
+// stages before its end a CTA lets the next grid start (PDL), though not before the previous grid has ended.
 struct Plan {
   int64_t tokens, row_blocks, groups, units, cluster, stages, trigger;
 };

@@ -40,6 +40,7 @@ def test_every_kernel_is_proved(variant: str) -> None:
         assert kernel.signal >= 1
         assert (kernel.spills, kernel.stack, kernel.local) == (0, 0, 0), instance
         warps = threads(instance) // 32
+        built_kernels.check_registers_of_the_model(NAME, variant, "90a", kernel)
         assert RESIDENT[instance] * warps * -(-kernel.registers // 8) * 256 <= 65536, (instance, kernel.registers)
     built_kernels.check_wgmmas_overlap(built)
 

@@ -50,7 +50,8 @@ def test_candidates_fit_and_fill_the_gpu(kernel, mnk):
         assert shape[:4] in KERNELS[kernel].instances
         assert shape.tokens == KERNELS[kernel].tokens(m)
         assert KERNELS[kernel].shared_bytes(shape) <= SM90.cta
-        assert shape.stages == shape.trigger >= 2
+        assert shape.trigger == max(shape.stages // KERNELS[kernel].trigger_part, 1)
+        assert shape.stages >= 2
         assert shape.stages <= max(2, -(-k // (128 * shape.cluster * shape.groups)))
         assert shape.ctas(m, n) >= 0.45 * 132 or shape.cluster == 8
     assert {shape.cluster for shape in candidates(kernel, 1, 2**20, k, 132)} == {1}

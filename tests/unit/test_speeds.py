@@ -15,7 +15,7 @@ from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.compiled import Layout, Loaded
-from fp4dispatch.backends.own.tiling import few_tokens_model, predict, speeds
+from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
 from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
@@ -80,7 +80,7 @@ def test_a_wrong_file_is_refused(change, said):
 def test_resident_ctas_are_limited_by_registers_and_by_shared_memory():
     kernel = KERNELS["w4a8_small"]
     assert kernel.threads(FewTokensShape(64, 1, 2, 1, 1, 2, 2)) == 320
-    assert kernel.resident(FewTokensShape(64, 1, 2, 1, 1, 2, 2), SM90) == 1  # 320 threads of 112 registers
+    assert kernel.resident(FewTokensShape(64, 1, 2, 1, 1, 2, 2), SM90) == 1  # 320 threads of 104 registers
     assert kernel.resident(FewTokensShape(32, 1, 2, 1, 1, 2, 2), SM90) == 2
     assert KERNELS["w8a8_small"].resident(FewTokensShape(64, 1, 2, 1, 1, 7, 7), SM90) == 1  # 230 KB
 
@@ -106,13 +106,35 @@ def test_the_kernels_own_choice_stays_where_it_was_as_good():
     assert predict.few_tokens_shape("w4a16_small", replace(asked, m=24), found) is not None
 
 
-def test_rings_are_shallow_where_that_was_better():
-    """On an H200 [1, 2752] by [8192, 2752] took 5.5 us with a ring of 2, 8.7 with one of 3, 7.0 with one of 6."""
-    asked = Problem("nvfp4_gemm", 1, 8192, 2752, "bf16")
-    found = speeds.of(H200)
-    assert predict.few_tokens_shape("w4a16_small", asked, found).stages == 2
-    assert predict.few_tokens_shape("w4a16_small", asked, with_few(found, "w4a16_small", shallow=())).stages > 2
-    assert predict.few_tokens_shape("w4a16_small", replace(asked, m=24), found).stages > 2  # a tile of 32
+def test_only_shallow_rings_are_considered_where_that_was_better():
+    asked = Problem("nvfp4_gemm", 8, 8192, 2752, "bf16")
+    speed = replace(speeds.of(H200).few_tokens["w4a16_small"], shallow=(8,))
+    assert {shape.stages for shape in considered(asked, speed)} == {2}
+    assert {shape.stages for shape in considered(asked, replace(speed, shallow=()))} > {2}
+    assert {shape.stages for shape in considered(replace(asked, m=24), speed)} > {2}  # a tile of 32
+
+
+def considered(asked, speed):
+    shapes = few_tokens.candidates("w4a16_small", asked.m, asked.n, asked.k, 132)
+    return [shape for shape in shapes if speed.covers(shape)]
+
+
+def test_a_launch_takes_longer_where_the_next_one_finds_no_room():
+    """264 CTAs of two on an SM: full. 132 leave room for the next 132, whose first loads then do not show."""
+    usable = speeds.of(H200).many_tokens.usable
+    shape, about = FewTokensShape(16, 1, 2, 1, 1, 3, 3), KERNELS["w4a8_small"]
+    assert about.resident(shape, SM90) == 2
+
+    def no_room(ctas):
+        return few_tokens_model.work(about, shape, 16, 64 * ctas, 4096, usable).no_room
+
+    assert [no_room(ctas) for ctas in (66, 132, 198, 264, 330)] == [0, 0, pytest.approx(2 / 3), 1, pytest.approx(0.25)]
+    speed = replace(speeds.of(H200).few_tokens["w4a8_small"], late=1.0, late_stage=0.1)
+    full = few_tokens_model.work(about, shape, 16, 64 * 264, 4096, usable)
+    late = few_tokens_model.time_of(speed, 0.2, 0.1, full) - few_tokens_model.time_of(
+        speed, 0.2, 0.1, full._replace(no_room=0.0)
+    )
+    assert late == pytest.approx(1.3)  # a ring of three stages
 
 
 def test_more_waves_and_slower_memory_take_longer():

@@ -19,7 +19,7 @@ struct W4A16Weights {
   static constexpr int kChunkK = w4::kChunkK, kChunkBytes = w4::kChunkBytes, kStageChunks = 2;
   static constexpr int kAlign = 16;
   static constexpr int kReuseTokens = 32;
-  static constexpr int kTriggerPart = 1;  // of a ring's stages: how many before its end the next grid may start
+  static constexpr int kTriggerPart = 1;  // Plan::trigger: stages / this
   static constexpr float kUnscale = w4::Dequant<Element>::kUnscale;
   static constexpr bool kBlocks = false;
   static constexpr int registers(int tokens, int units) {

@@ -17,7 +17,7 @@ struct W4A8Weights {
   static constexpr int kChunkK = w4::kChunkK, kChunkBytes = w4::kChunkBytes, kStageChunks = 2;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
   static constexpr int kReuseTokens = 32;
-  static constexpr int kTriggerPart = 1;  // of a ring's stages: how many before its end the next grid may start
+  static constexpr int kTriggerPart = 1;  // Plan::trigger: stages / this
   static constexpr float kUnscale = 8.f;
   static constexpr bool kBlocks = false;
   static constexpr int registers(int tokens, int) { return tokens <= 32 ? 80 : 112; }

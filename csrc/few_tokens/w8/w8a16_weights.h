@@ -47,7 +47,7 @@ struct W8A16Weights {
   static constexpr int kChunkK = w8::kStageK, kChunkBytes = w8::kBlockBytes, kStageChunks = 1;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
   static constexpr int kReuseTokens = 16;
-  static constexpr int kTriggerPart = 2;  // of a ring's stages: how many before its end the next grid may start
+  static constexpr int kTriggerPart = 2;  // Plan::trigger: stages / this
   using Activation = Element;
   static constexpr bool kPacked = false;
   static constexpr int kTableBytes = 0;

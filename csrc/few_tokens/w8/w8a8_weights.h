@@ -16,7 +16,7 @@ struct W8A8Weights {
   static constexpr int kChunkK = w8::kStageK, kChunkBytes = w8::kBlockBytes, kStageChunks = 1;
   static constexpr int kAlign = 1024;  // of the swizzle's pattern
   static constexpr int kReuseTokens = 32;
-  static constexpr int kTriggerPart = 1;  // of a ring's stages: how many before its end the next grid may start
+  static constexpr int kTriggerPart = 1;  // Plan::trigger: stages / this
   static constexpr float kUnscale = 1.f;
   static constexpr bool kBlocks =
       FP4D_SCALING == 1;  // a scale for 128x128 weights and one for 128 k of a token

@@ -94,11 +94,11 @@ class FewTokensKernel:
 
     def resident(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> int:
         """Return how many CTAs run on an SM at once, by shared memory, registers and threads; at least 1."""
-        threads, of_thread = self.threads(shape), self._registers(shape)
+        threads, of_thread = self.threads(shape), self.registers_of(shape)
         by_memory = memory.sm // (self.shared_bytes(shape, block_scales=block_scales) + RESERVED)
         return max(1, min(by_memory, SM_REGISTERS // (threads * of_thread), SM_THREADS // threads))
 
-    def _registers(self, shape: FewTokensShape) -> int:
+    def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""
         found = next(r for tokens, units, r in self.registers if shape.tokens <= tokens and units in (0, shape.units))
         return _up(found, 8)

@@ -24,6 +24,9 @@ from fp4dispatch.backends.own.tiling.few_tokens import (
 
 NORM = 4
 """Exponent of the norm that takes the place of the largest of several times: times near each other add up a little."""
+LATE = 0.25
+"""Exponent of the share that finds no room: a launch ends with its last CTA, so a few that are late cost nearly as much
+as many (0.25 chose better than 0.5, 1 and a step, on sizes that were not fitted to)."""
 
 TileSpeeds = tuple[tuple[tuple[int, ...], float, float], ...]
 
@@ -110,8 +113,8 @@ class Work(NamedTuple):
     ``stages`` of a CTA's group, ``ring`` stages of its ring, ``groups`` of warps; ``waves`` that are full, each like
     ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``weight_bytes`` and ``read_bytes`` of a stage of a CTA;
     ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` of a CTA; ``several`` (0 or 1):
-    an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``no_room``: share of the first wave of
-    the next launch that finds no room beside the last wave of this one.
+    an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``no_room``: share of the first wave
+    of the next launch that finds no room beside the last wave of this one.
     """
 
     stages: float
@@ -236,7 +239,7 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
         return sum(each**NORM for each in times) ** (1 / NORM)
 
     stages = w.stages * (w.waves * stage(w.full) + w.rest * stage(w.last))
-    late = (speed.late + speed.late_stage * w.first) * w.no_room
+    late = (speed.late + speed.late_stage * w.first) * w.no_room**LATE
     return speed.start + ends * (1 + more) + stages + late
 
 
