@@ -11,14 +11,14 @@ from tests.site.svg import Chart, Series, draw
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 OURS = {
-    "FP4Linear": ("NVFP4, ours", False),
-    "FP8Linear/row": ("FP8 by row, ours", False),
+    "FP4Linear": "NVFP4, ours",
+    "FP8Linear/row": "FP8 by row, ours",
 }
 PEERS = {
-    "torch/row+q": ("FP8 by row, torch._scaled_mm", True),
-    "humming/nvfp4": ("NVFP4, Humming", True),
+    "torch/row+q": "FP8 by row, torch._scaled_mm",
+    "humming/nvfp4": "NVFP4, Humming",
 }
-"""Methods of a run -> name in the picture, and whether its line is dashed."""
+"""Methods of a run -> name in the picture."""
 DECODER = {
     "bf16": "bf16",
     "fp8_row": "FP8 by row",
@@ -82,11 +82,11 @@ def range_names() -> list[str]:
 def speedups(run: dict) -> list[Series]:
     """Return ours and the peers of a run of random problems, as times over bf16 in each range of M."""
     found: list[Series] = []
-    for method, (shown, dashed) in (OURS | PEERS).items():
+    for method, shown in (OURS | PEERS).items():
         means = zip(range_names(), standing.means(run, method, small=False), strict=True)
         values = {name: mean for name, (mean, problems) in means if problems}
         if values:
-            found.append(Series(shown, values, dashed))
+            found.append(Series(shown, values))
     return found
 
 
@@ -96,11 +96,11 @@ def speed() -> str:
     for run in random_runs():
         title = f"{card(run)}: how many times as fast as bf16 cuBLAS a linear layer is"
         series = speedups(run)
-        places = [[shown for shown, *_ in (OURS | PEERS).values()].index(one.name) for one in series]
+        places = [[*(OURS | PEERS).values()].index(one.name) for one in series]
         measured = [name for name in range_names() if any(name in one.values for one in series)]
         charts.append(Chart(title, measured, series, "times bf16", "tokens", 1.0, "", 2, places))
     note = "Random layers of published models; geometric means."
-    return draw(charts, f"{note} Commits: {commits(random_runs())}.", lines=False)
+    return draw(charts, f"{note} Commits: {commits(random_runs())}.")
 
 
 def decoder() -> str:
@@ -134,7 +134,7 @@ def decoder() -> str:
         base = DECODER.get(first["format"], first["format"])
         charts.append(Chart(title, x, series, f"times {base}", "", 1.0, "", 2, places))
     note = f"A CUDA graph a step; attention, and the head if not named, stay bf16. Commits: {commits(found)}."
-    return draw(charts, note, lines=False)
+    return draw(charts, note)
 
 
 def accuracy() -> str:
@@ -151,7 +151,7 @@ def accuracy() -> str:
         title = f"{record['model']} on {card(record)}: KL divergence from the original model"
         charts.append(Chart(title, list(record["texts"]), series, "nats a token", digits=2, places=[0, 2, 4, 1, 3]))
     note = f"Weights x activations; lower is better. Commits: {commits(found)}."
-    return draw(charts, note, lines=False, height=200)
+    return draw(charts, note, height=200)
 
 
 def all_figures() -> Iterator[tuple[str, str]]:

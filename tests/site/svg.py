@@ -20,11 +20,10 @@ _WIDE = 7.2
 
 @dataclass(frozen=True)
 class Series:
-    """One line or one set of bars: its name, its values by place on the x axis, and how it is drawn."""
+    """One set of bars: its name, and its values by place on the x axis."""
 
     name: str
     values: Mapping[str, float]
-    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def _style() -> str:
         found = [f".back{{fill:{back}}}", f"text{{fill:{text}}}", f".quiet{{fill:{quiet}}}", f".grid{{stroke:{grid}}}"]
         found.append(f".one{{stroke:{quiet}}}")
         for i, colour in enumerate(colours):
-            found.append(f".l{i}{{stroke:{colour};fill:none}}.f{i}{{fill:{colour};stroke:none}}")
+            found.append(f".f{i}{{fill:{colour};stroke:none}}")
         return "".join(found)
 
     light = rules("#ffffff", "#1c2128", "#57606a", "#d8dee4", LIGHT)
@@ -74,28 +73,24 @@ def _step(top: float) -> float:
     return next(step for step in (size / 10, size / 5, size / 2, size, size * 2) if top / step <= 6)
 
 
-def _legend(chart: Chart, colours: Sequence[int], y: float, *, lines: bool) -> tuple[list[str], float]:
+def _legend(chart: Chart, colours: Sequence[int], y: float) -> tuple[list[str], float]:
     """Return the names of the series, in as many rows as they need, and where they end."""
     parts, x = [], 16.0
     for series, colour in zip(chart.series, colours, strict=True):
         width = 42 + _WIDE * len(series.name)
         if x + width > WIDTH and x > 16:
             x, y = 16.0, y + 20
-        if lines:
-            dash = ' stroke-dasharray="5 4"' if series.dashed else ""
-            parts.append(f'<path class="l{colour}" d="M{x:.1f} {y - 4:.1f}h20"{dash}/>')
-        else:
-            parts.append(f'<rect class="f{colour}" x="{x:.1f}" y="{y - 10:.1f}" width="12" height="12" rx="2"/>')
-        parts.append(_text(x + (26 if lines else 18), y, series.name))
+        parts.append(f'<rect class="f{colour}" x="{x:.1f}" y="{y - 10:.1f}" width="12" height="12" rx="2"/>')
+        parts.append(_text(x + 18, y, series.name))
         x += width
     return parts, y
 
 
-def _panel(chart: Chart, top: float, height: float, *, lines: bool) -> tuple[list[str], float]:
+def _panel(chart: Chart, top: float, height: float) -> tuple[list[str], float]:
     """Draw one panel below ``top``; return its elements and where it ends."""
     colours = list(chart.places) or list(range(len(chart.series)))
     parts = [_text(16, top + 24, chart.title, "title")]
-    legend, y = _legend(chart, colours, top + 48, lines=lines)
+    legend, y = _legend(chart, colours, top + 48)
     parts += legend
     left, right, up, down = 52.0, WIDTH - 20.0, y + 44, y + 44 + height
     highest = max(value for series in chart.series for value in series.values.values())
@@ -112,32 +107,16 @@ def _panel(chart: Chart, top: float, height: float, *, lines: bool) -> tuple[lis
     wide = (right - left) / len(chart.x)
     for i, name in enumerate(chart.x):
         parts.append(_text(left + wide * (i + 0.5), down + 18, name, "axis quiet", "middle"))
-    draw = _lines if lines else _bars
     if chart.line is not None:
         parts.append(f'<path class="one" style="stroke-width:1.4" d="M{left} {at(chart.line):.1f}H{right}"/>')
         parts.append(_text(right, at(chart.line) - 5, chart.line_label, "axis quiet", "end"))
-    parts += draw(chart, colours, left, wide, at)
+    parts += _bars(chart, colours, left, wide, at)
     parts.append(_text(16, up - 12, chart.y_label, "axis quiet"))
     end = down + 24
     if chart.x_label:
         parts.append(_text((left + right) / 2, down + 36, chart.x_label, "axis quiet", "middle"))
         end = down + 42
     return parts, end
-
-
-def _lines(chart: Chart, colours: Sequence[int], left: float, wide: float, at: Callable[[float], float]) -> list[str]:
-    parts = []
-    for series, colour in zip(chart.series, colours, strict=True):
-        points = [
-            (left + wide * (i + 0.5), at(series.values[name]))
-            for i, name in enumerate(chart.x)
-            if name in series.values
-        ]
-        dash = ' stroke-dasharray="5 4"' if series.dashed else ""
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        parts.append(f'<path class="l{colour}" d="M{path}"{dash}/>')
-        parts += [f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
-    return parts
 
 
 def _bars(chart: Chart, colours: Sequence[int], left: float, wide: float, at: Callable[[float], float]) -> list[str]:
@@ -156,11 +135,11 @@ def _bars(chart: Chart, colours: Sequence[int], left: float, wide: float, at: Ca
     return parts
 
 
-def draw(charts: Sequence[Chart], note: str, *, lines: bool, height: float = 230) -> str:
+def draw(charts: Sequence[Chart], note: str, *, height: float = 230) -> str:
     """Return one picture: panels below each other, and a line that says where the numbers come from."""
     parts, y = [], 0.0
     for chart in charts:
-        found, y = _panel(chart, y, height, lines=lines)
+        found, y = _panel(chart, y, height)
         parts += found
         y += 6
     parts.append(_text(16, y + 16, note, "axis quiet"))
