@@ -61,7 +61,7 @@ def test_packer_is_proved() -> None:
 
 def test_a_packer_fits_beside_a_tile_of_96_or_128_tokens() -> None:
     """There it waits for the GEMM before it. Registers are dealt out to warps, by 256."""
-    (warps,) = re.findall(r"kMaxWarps = (\d+)", (CSRC / "quantise" / "packed_activations.cu").read_text())
+    (warps,) = re.findall(r"kMaxWarps = (\d+)", (CSRC / "quantise" / "pack_e4m3.h").read_text())
     built = jit.build("w4_activations", "any", "90a")
     assert built.proof is not None
     packers = [kernel for kernel in built.proof.kernels if "quantize_tokens" in kernel.name]
