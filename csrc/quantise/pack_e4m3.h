@@ -17,12 +17,12 @@
 
 namespace fp4d {
 
-constexpr int kWarpBlocks = 4;  // of 128 bytes, that a warp writes at once
+constexpr int64_t kTokenMultiple = 16;  // K is one: whole 16-byte columns
+constexpr int kWarpBlocks = 4;          // of 128 bytes, that a warp writes at once
 // At most 16384 registers a block of quantize_tokens, which is what some tiles of many_tokens/kernel.h leave of a
 // multiprocessor: it waits there for the GEMM before it to end.
 constexpr int kMaxWarps = 8, kMaxThreads = kMaxWarps * 32, kBlocksAtOnce = 4;
 constexpr int kMaxPartsLog2 = 3;  // blocks that share a token
-constexpr int kMostEach = 4;  // times 512 k that a warp keeps in registers between the two passes of a row
 
 // A token's 16-byte column in the first 128 bytes along K.
 __device__ inline uint8_t* column_of(uint8_t* packed, int64_t token, int column) {
@@ -30,10 +30,19 @@ __device__ inline uint8_t* column_of(uint8_t* packed, int64_t token, int column)
          (column ^ int(token % kBlockTokens)) * 16;
 }
 
-// `k` is a multiple of kVector.
-__device__ inline uint4 load_vector(void const* row, int vector, int k) {
-  return vector < k / kVector ? static_cast<uint4 const*>(row)[vector] : uint4{};
-}
+// What is quantised, as a policy of the kernels and their launches: `load` returns 8 of a token's `k` elements, zeros from
+// there on, `check` refuses tensors that it cannot read, and `k_of` returns the elements of a token. `kMostEach`: times 512 k
+// that a warp keeps in registers between the two passes of a row.
+struct Rows {
+  static constexpr int kMostEach = 4;
+  // `k` is a multiple of kVector.
+  template <class T>
+  __device__ static uint4 load(T const* row, int vector, int k) {
+    return vector < k / kVector ? reinterpret_cast<uint4 const*>(row)[vector] : uint4{};
+  }
+  static void check(TensorView x) { check_input(x, kTokenMultiple); }
+  static int64_t k_of(TensorView x) { return x.size(1); }
+};
 
 __device__ inline void store_vector(uint8_t* to, uint4 value) { *reinterpret_cast<uint4*>(to) = value; }
 
@@ -117,7 +126,7 @@ __device__ inline uint4 quantize(uint4 const (&raw)[2], E4m3Divisor divisor, boo
 
 // 2^`parts_log2` blocks a token, a cluster where they look for a scale; their warps take turns along K, 512 k at a
 // time. `blocks` of 128 k.
-template <class T, bool dynamic, bool transposed, int each>
+template <class Source, class T, bool dynamic, bool transposed, int each>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_tokens(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
                     int rows, int k, int blocks, int parts_log2) {
@@ -130,7 +139,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   bool const padding = token >= rows;
   T const* const row = padding ? x : x + token * x_stride;
   int const row_k = padding ? 0 : k, tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
-  auto const load = [&](int tile, int i) { return load_vector(row, (tile * 2 + i) * 32 + lane, row_k); };
+  auto const load = [&](int tile, int i) { return Source::load(row, (tile * 2 + i) * 32 + lane, row_k); };
 
   uint4 cached[2 * each];
 #pragma unroll
@@ -185,7 +194,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
 // A warp a token, eight tokens a block. A lane has `vectors` times 8 elements of a step, which has one scale for 16 /
 // `vectors` lanes: two vectors share what a scale costs, one lets more warps run. `tiles` blocks along K do `each`
 // steps each, of `blocks` of 128 k.
-template <class T, int each, int vectors>
+template <class Source, class T, int each, int vectors>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_blocks(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
                     int rows, int k, int blocks, int tiles) {
@@ -201,7 +210,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   for (int i = 0; i < each; ++i) {
 #pragma unroll
     for (int v = 0; v < vectors; ++v)
-      raw[i][v] = load_vector(row, ((first + i) * 32 + lane) * vectors + v, padding ? 0 : k);
+      raw[i][v] = Source::load(row, ((first + i) * 32 + lane) * vectors + v, padding ? 0 : k);
   }
   uint8_t* const to = column_of(packed, token, lane % kLanes * vectors / 2) + lane * vectors % 2 * 8;
 #pragma unroll
@@ -228,14 +237,15 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   }
 }
 
+template <class Source>
 void check_both(TensorView x, TensorView packed) {
-  check_input(x, 16);
-  check_packed({"packed", packed}, divide_up(x.size(1), 128), x.size(0));
+  Source::check(x);
+  check_packed({"packed", packed}, divide_up(Source::k_of(x), 128), x.size(0));
 }
 
-template <bool dynamic, bool transposed>
+template <class Source, bool dynamic, bool transposed>
 void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  check_both(x, packed);
+  check_both<Source>(x, packed);
   check_dtype({"scale", scale}, {kF32});
   check_numel({"scale", scale}, dynamic ? x.size(0) : 1, dynamic ? "M" : "per tensor");
   check_contiguous({"scale", scale});
@@ -254,9 +264,9 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
     unsigned const parts = 1u << parts_log2;
     int64_t const threads = std::min<int64_t>(kMaxThreads, (warps + parts - 1) / parts * 32);
     Shape const shape{dim3(unsigned(tokens * parts)), dim3(unsigned(threads)), dynamic ? parts : 1u};
-    launch(quantize_tokens<T, dynamic, transposed, each>, shape, device, enable_pdl, data, input_stride(x),
-           data_of<uint8_t>(packed), data_of<float>(scale), packed.size(1), x.size(0), x.size(1), blocks,
-           parts_log2);
+    launch(quantize_tokens<Source, T, dynamic, transposed, each>, shape, device, enable_pdl, data,
+           input_stride(x), data_of<uint8_t>(packed), data_of<float>(scale), packed.size(1), x.size(0),
+           Source::k_of(x), blocks, parts_log2);
   };
   auto const sized = [&](auto const* data) {
     if (wanted <= 1) {
@@ -264,7 +274,7 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
     } else if (wanted <= 2) {
       go(data, std::integral_constant<int, 2>{});
     } else {
-      go(data, std::integral_constant<int, kMostEach>{});
+      go(data, std::integral_constant<int, Source::kMostEach>{});
     }
   };
   if (same(x.dtype(), kBF16)) {
@@ -274,8 +284,9 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   }
 }
 
+template <class Source>
 void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enable_pdl) {
-  check_both(x, packed);
+  check_both<Source>(x, packed);
   check_block_scales({"scale", scale}, packed.size(0), packed.size(1));
   check_contiguous({"scale", scale});
   int const device = check_one_cuda_device({{"x", x}, {"packed", packed}, {"scale", scale}});
@@ -287,9 +298,9 @@ void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enab
     auto const go = [&](auto each, auto vectors) {
       int64_t const tiles = divide_up(blocks, int64_t(2 * each * vectors));
       Shape const shape{dim3(unsigned(token_blocks * tiles)), dim3(kThreads), 1};
-      launch(quantize_blocks<T, each, vectors>, shape, device, enable_pdl, data, input_stride(x),
-             data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0), x.size(1), blocks,
-             tiles);
+      launch(quantize_blocks<Source, T, each, vectors>, shape, device, enable_pdl, data, input_stride(x),
+             data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0), Source::k_of(x),
+             blocks, tiles);
     };
     sized_for_a_wave(tokens * divide_up(blocks, int64_t(2)), tokens * divide_up(blocks, int64_t(4)), true,
                      go);

@@ -16,8 +16,8 @@
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
 #include "quantise/pack_e4m3.h"
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row, (fp4d::quantize_e4m3<true, true>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor, (fp4d::quantize_e4m3<false, true>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_row, (fp4d::quantize_e4m3<true, false>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_tensor, (fp4d::quantize_e4m3<false, false>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_block, fp4d::quantize_block);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row, (fp4d::quantize_e4m3<fp4d::Rows, true, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor, (fp4d::quantize_e4m3<fp4d::Rows, false, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_row, (fp4d::quantize_e4m3<fp4d::Rows, true, false>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_tensor, (fp4d::quantize_e4m3<fp4d::Rows, false, false>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_block, fp4d::quantize_block<fp4d::Rows>);
