@@ -1,7 +1,8 @@
-"""The operators of a layer: ``linear`` and ``linear_stored``."""
+"""The operators of a layer: ``linear``, ``linear_stored`` and ``swiglu_linear``."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fp4dispatch.backends import activations
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
@@ -75,6 +77,40 @@ def linear_stored(
     return result
 
 
+def swiglu_linear(
+    gate_up: Tensor, tensors: Sequence[Tensor], stored: Sequence[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    """Run a layer on ``silu(gate) * up``: the operator behind :meth:`QuantizedLinear.swiglu`.
+
+    The bits are those of :func:`linear_stored` on ``torch.nn.functional.silu(gate) * up``. Where the route for M takes
+    FP8 activations that our kernels pack (w4a8, w8a8), one kernel does both operations and quantises. Elsewhere torch's
+    operations run.
+
+    Parameters
+    ----------
+    gate_up
+        float32, bfloat16 or float16 [..., 2K]: K elements of the gate, then K of up; any strides.
+    tensors, stored, bias, spec
+        As of :func:`linear_stored`.
+
+    Returns
+    -------
+    Tensor
+        [..., N] in the dtype of ``gate_up``. For an empty ``gate_up`` it is empty, and nothing is launched.
+
+    Raises
+    ------
+    InputError
+        As :func:`linear_stored`.
+    CaptureError
+        As :func:`linear_stored`, and where the SwiGLU kernel would have to be loaded: the first such call on a GPU must
+        be outside of a capture. Otherwise the call is safe to capture.
+    """
+    check_types("swiglu_linear", {"gate_up": gate_up} | {f"tensors[{i}]": t for i, t in enumerate(tensors)}, bias)
+    result: Tensor = torch.ops.fp4dispatch.swiglu_linear.default(gate_up, list(tensors), list(stored), bias, spec)
+    return result
+
+
 def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> Tensor:
     """Run as :func:`linear` does, without the dispatch of the torch operator."""
     _check_linear(x, tensors, bias, spec)
@@ -110,16 +146,42 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     return out.reshape(*lead, spec.n)
 
 
-def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
-    check_tensor("linear: x", x)
+def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
+    """Run a bound layer as :func:`swiglu_linear` does, without the torch operator."""
+    spec = bound.spec
+    _check_linear(gate_up, bound.tensors, bias, spec, swiglu=True)
+    lead = gate_up.shape[:-1]
+    m = math.prod(lead)
+    if not m:
+        return gate_up.new_empty(*lead, spec.n)
+    launch = bound.swiglu(m, bias is not None)
+    if launch is None:
+        return run_bound(activations.swiglu(gate_up), bound, bias)
+    out = gate_up.new_empty(m, spec.n)
+    if bound.cuda and capture.stream_is_capturing():
+        bound.captured = True
+    with torch.cuda.device(bound.index) if bound.cuda else contextlib.nullcontext():
+        launch(gate_up.reshape(m, 2 * spec.k), out, bias)
+    return out.reshape(*lead, spec.n)
+
+
+def _check_linear(
+    x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec, *, swiglu: bool = False
+) -> None:
+    what, name = ("swiglu_linear", "gate_up") if swiglu else ("linear", "x")
+    check_tensor(f"{what}: {name}", x)
     if x.dtype not in OUT_DTYPE:
-        raise InputError(f"linear: x is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it")
-    if x.ndim == 0 or x.shape[-1] != spec.k:
-        raise InputError(f"linear: x has shape {list(x.shape)}; need [..., {spec.k}], the layer's in_features")
+        raise InputError(
+            f"{what}: {name} is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it"
+        )
+    k = 2 * spec.k if swiglu else spec.k
+    if x.ndim == 0 or x.shape[-1] != k:
+        means = "twice the layer's in_features" if swiglu else "the layer's in_features"
+        raise InputError(f"{what}: {name} has shape {list(x.shape)}; need [..., {k}], {means}")
     if not tensors or x.device != tensors[0].device:
         where = tensors[0].device if tensors else "no device"
-        raise InputError(f"linear: x is on {x.device}, the weights on {where}: move one with .to(device)")
-    check_bias("linear", bias, spec.n, x.device)
+        raise InputError(f"{what}: {name} is on {x.device}, the weights on {where}: move one with .to(device)")
+    check_bias(what, bias, spec.n, x.device)
 
 
 _awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -150,6 +212,20 @@ def _linear_stored_impl(
     return run_bound(x, owners.bound_for(x.dtype, spec, tensors, stored), bias)
 
 
+def _swiglu_linear_impl(
+    gate_up: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    return run_swiglu(gate_up, owners.bound_for(gate_up.dtype, spec, tensors, stored), bias)
+
+
+def _swiglu_linear_fake(
+    gate_up: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    layer = LayerSpec.parse(spec)
+    _check_linear(gate_up, tensors, bias, layer, swiglu=True)
+    return gate_up.new_empty(*gate_up.shape[:-1], layer.n)
+
+
 def _linear_stored_fake(
     x: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
 ) -> Tensor:
@@ -168,4 +244,10 @@ define(
     "linear_stored(Tensor x, Tensor[] tensors, Tensor[] stored, Tensor? bias, str spec) -> Tensor",
     _linear_stored_impl,
     _linear_stored_fake,
+)
+
+define(
+    "swiglu_linear(Tensor gate_up, Tensor[] tensors, Tensor[] stored, Tensor? bias, str spec) -> Tensor",
+    _swiglu_linear_impl,
+    _swiglu_linear_fake,
 )

@@ -70,7 +70,7 @@ FAMILIES = {
         "  grid_dependency_wait();\n  int64_t const token = blockIdx.x >> parts_log2;\n",
         "reinterpret_cast<float const*>(x)",
         "k",
-        (("w4_activations", "any", "90a"),),
+        (("w4_activations", "any", "90a"), ("swiglu_activations", "any", "90a")),
     ),
     "w4_to_e4m3": Family(
         "weights/w4_to_e4m3.cu",
