@@ -149,7 +149,7 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
 def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     """Run a bound layer as :func:`swiglu_linear` does, without the torch operator."""
     spec = bound.spec
-    _check_linear(gate_up, bound.tensors, bias, spec, swiglu=True)
+    _check_swiglu(gate_up, bound.tensors, bias, spec)
     lead = gate_up.shape[:-1]
     m = math.prod(lead)
     if not m:
@@ -165,23 +165,32 @@ def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     return out.reshape(*lead, spec.n)
 
 
-def _check_linear(
-    x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec, *, swiglu: bool = False
-) -> None:
-    what, name = ("swiglu_linear", "gate_up") if swiglu else ("linear", "x")
-    check_tensor(f"{what}: {name}", x)
+def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
+    check_tensor("linear: x", x)
     if x.dtype not in OUT_DTYPE:
-        raise InputError(
-            f"{what}: {name} is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it"
-        )
-    k = 2 * spec.k if swiglu else spec.k
-    if x.ndim == 0 or x.shape[-1] != k:
-        means = "twice the layer's in_features" if swiglu else "the layer's in_features"
-        raise InputError(f"{what}: {name} has shape {list(x.shape)}; need [..., {k}], {means}")
+        raise InputError(f"linear: x is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it")
+    if x.ndim == 0 or x.shape[-1] != spec.k:
+        raise InputError(f"linear: x has shape {list(x.shape)}; need [..., {spec.k}], the layer's in_features")
     if not tensors or x.device != tensors[0].device:
         where = tensors[0].device if tensors else "no device"
-        raise InputError(f"{what}: {name} is on {x.device}, the weights on {where}: move one with .to(device)")
-    check_bias(what, bias, spec.n, x.device)
+        raise InputError(f"linear: x is on {x.device}, the weights on {where}: move one with .to(device)")
+    check_bias("linear", bias, spec.n, x.device)
+
+
+def _check_swiglu(gate_up: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
+    what = "swiglu_linear: gate_up"
+    check_tensor(what, gate_up)
+    if gate_up.dtype not in OUT_DTYPE:
+        need = "torch.bfloat16, torch.float16 or torch.float32"
+        raise InputError(f"{what} is {gate_up.dtype}; need {need}: convert it")
+    if gate_up.ndim == 0 or gate_up.shape[-1] != 2 * spec.k:
+        raise InputError(
+            f"{what} has shape {list(gate_up.shape)}; need [..., {2 * spec.k}], twice the layer's in_features"
+        )
+    if not tensors or gate_up.device != tensors[0].device:
+        where = tensors[0].device if tensors else "no device"
+        raise InputError(f"{what} is on {gate_up.device}, the weights on {where}: move one with .to(device)")
+    check_bias("swiglu_linear", bias, spec.n, gate_up.device)
 
 
 _awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -222,7 +231,7 @@ def _swiglu_linear_fake(
     gate_up: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
 ) -> Tensor:
     layer = LayerSpec.parse(spec)
-    _check_linear(gate_up, tensors, bias, layer, swiglu=True)
+    _check_swiglu(gate_up, tensors, bias, layer)
     return gate_up.new_empty(*gate_up.shape[:-1], layer.n)
 
 
