@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from types import SimpleNamespace
@@ -214,6 +215,26 @@ def test_compiled_calls_see_written_weights_and_any_number_of_tokens():
     assert not torch.equal(compiled(gate_up(3)), before)
 
 
+def test_a_compiled_call_under_autocast_casts_the_product():
+    lin, x = layer(dtype=torch.float32), gate_up(40, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = lin(swiglu(x))
+        got, found = operators(lin.swiglu, x)
+    assert torch.equal(raw(got), raw(want))
+    assert "fp4dispatch.swiglu_linear.default" not in found
+
+
+def test_a_compiled_layer_with_a_forward_of_its_own_keeps_it():
+    class Doubled(FP4Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    lin, x = layer(), gate_up(3)
+    lin.__class__ = Doubled
+    got, _ = operators(lin.swiglu, x)
+    assert torch.equal(got, 2 * FP4Linear.forward(lin, swiglu(x)))
+
+
 def test_an_exported_program_runs_without_the_layer():
     class Mlp(nn.Module):
         def __init__(self):
@@ -376,6 +397,45 @@ def test_a_layer_takes_the_route_of_each_m(monkeypatch):
         by_operator = ops.swiglu_linear(x, bound.tensors, stored, lin.bias, bound.spec.text)
         assert kernels.launched[0][0] == "w4_swiglu_row"
         assert torch.equal(by_operator, lin(swiglu(x)))
+
+
+def test_our_kernels_are_for_inference_too(monkeypatch):
+    w4_fake.install(monkeypatch)
+    with seems_to_be_here(monkeypatch):
+        lin, x = layer(k=256, n=256), gate_up(100, k=256).requires_grad_()
+        y = lin.swiglu(x)
+        with pytest.raises(BackwardError):
+            y.sum().backward()
+
+
+def test_a_new_plan_gets_a_new_launch(monkeypatch):
+    """``tune`` may find another build or launch shape."""
+    w4_fake.install(monkeypatch)
+    with seems_to_be_here(monkeypatch):
+        lin = layer(k=256, n=256)
+        bound = lin.bind()
+        first = bound.swiglu(100, True)
+        assert bound.swiglu(100, True) is first is not None
+        for key, launch in list(bound.spec._launches.items()):
+            bound.spec._launches[key] = launch._replace(plan=copy.copy(launch.plan))
+        second = bound.swiglu(100, True)
+        assert second is not first
+        assert bound.swiglu(100, True) is second
+
+
+def test_what_a_capture_may_hold_is_kept(monkeypatch):
+    """As after any other captured call: the layer keeps the weights that a graph may read."""
+    w4_fake.install(monkeypatch)
+    with seems_to_be_here(monkeypatch):
+        lin = layer(k=256, n=256)
+        bound = lin.bind()
+        lin.swiglu(gate_up(100, k=256))
+        assert not bound.captured
+        bound.cuda = True
+        monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        ops.run_swiglu(gate_up(100, k=256), bound, lin.bias)
+        assert bound.captured
 
 
 def test_it_is_inside_the_range_of_its_layer(monkeypatch):
