@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 
@@ -160,8 +159,12 @@ def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     out = gate_up.new_empty(m, spec.n)
     if bound.cuda and capture.stream_is_capturing():
         bound.captured = True
-    with torch.cuda.device(bound.index) if bound.cuda else contextlib.nullcontext():
-        launch(gate_up.reshape(m, 2 * spec.k), out, bias)
+    rows = gate_up.reshape(m, 2 * spec.k)
+    if bound.cuda and bound.index != torch.cuda.current_device():
+        with torch.cuda.device(bound.index):
+            launch(rows, out, bias)
+    else:
+        launch(rows, out, bias)
     return out.reshape(*lead, spec.n)
 
 

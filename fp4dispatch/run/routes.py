@@ -170,7 +170,20 @@ class Bound:
     """
 
     __slots__ = (
-        *("_prepared", "_swiglu", "bias", "captured", "cuda", "decisions", "device", "dtype", "index", "ready", "spec"),
+        *(
+            "_prepared",
+            "_swiglu",
+            "apart",
+            "bias",
+            "captured",
+            "cuda",
+            "decisions",
+            "device",
+            "dtype",
+            "index",
+            "ready",
+            "spec",
+        ),
         "tensors",
     )
 
@@ -189,6 +202,8 @@ class Bound:
         """Whether a CUDA graph may hold the addresses of ``tensors``."""
         self.ready: dict[int, tuple[Ready, Plan, Prepared]] = {}
         """Ready launches by M, for each M that ran before. The eager fast path is one lookup here."""
+        self.apart: set[int] = set()
+        """Each M that ran before for which :meth:`swiglu` returns None. Only speed depends on it."""
         self._swiglu: dict[tuple[int, bool], tuple[Plan, Ready | None]] = {}
         self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
 
@@ -223,12 +238,15 @@ class Bound:
             kept = found.plan, found.backend.swiglu(found.plan, prepared)
             if m <= READY_M:
                 self._swiglu[m, bias] = kept
+                if kept[1] is None:
+                    self.apart.add(m)
         return kept[1]
 
     def plan_anew(self) -> None:
         """Plan again what ``tune`` has found a faster launch for. Refused during capture."""
         self.spec.plan_anew(self._prepared.__getitem__, self.device)
         self.ready.clear()
+        self.apart.clear()
 
 
 def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:

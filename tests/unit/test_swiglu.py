@@ -423,6 +423,26 @@ def test_a_new_plan_gets_a_new_launch(monkeypatch):
         assert bound.swiglu(100, True) is second
 
 
+def test_few_tokens_that_ran_before_go_to_the_fast_path(monkeypatch):
+    """Where torch's operations run anyway: nothing is asked of the route. A new plan may have a launch."""
+    w4_fake.install(monkeypatch)
+    with seems_to_be_here(monkeypatch):
+        lin = layer(k=256, n=256)
+        bound = lin.bind()
+        for x in (gate_up(4, k=256), gate_up(2, 2, k=256)):
+            want = lin.swiglu(x)
+            assert bound.apart == {4}
+            with monkeypatch.context() as patch:
+                patch.setattr(type(lin), "bound_to", lambda self, dtype: pytest.fail("asked"))
+                assert torch.equal(lin.swiglu(x), want)
+        with pytest.raises(InputError, match="gate_up has shape"):
+            lin.swiglu(gate_up(8, k=128))
+        lin.swiglu(gate_up(100, k=256))
+        assert bound.apart == {4}
+        bound.plan_anew()
+        assert bound.apart == set()
+
+
 def test_what_a_capture_may_hold_is_kept(monkeypatch):
     """As after any other captured call: the layer keeps the weights that a graph may read."""
     w4_fake.install(monkeypatch)
@@ -434,6 +454,7 @@ def test_what_a_capture_may_hold_is_kept(monkeypatch):
         bound.cuda = True
         monkeypatch.setattr(capture, "stream_is_capturing", lambda: True)
         monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         ops.run_swiglu(gate_up(100, k=256), bound, lin.bias)
         assert bound.captured
 
