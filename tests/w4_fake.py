@@ -12,7 +12,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, scratch
+from fp4dispatch.backends.own import compiled, scratch, swiglu
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
 from fp4dispatch.problem.arch import Arch
@@ -127,8 +127,13 @@ class Kernels:
         self.loaded.append((kernel, build))
         made = {"w4a16_small": self.small, "w4_gemm_sm90": self.large, "w4_activations": self.packer}
         made |= {"w4a8_small": self.small_fp8, "w4_to_e4m3": self.unfolder, "fp8_quantize": self.quantizer}
-        module = made[kernel](build)
+        module = self.swiglu() if kernel == swiglu.KERNEL else made[kernel](build)
         return SimpleNamespace(module=module, pdl_allowed=self.pdl_allowed)
+
+    def swiglu(self):
+        from tests import swiglu_fake
+
+        return swiglu_fake.module(self.launched)
 
     def small(self, build):
         return SimpleNamespace(w4a16_small=self.multiplier_of_rows("w4a16_small", DTYPES[build]))
@@ -254,6 +259,7 @@ def install(monkeypatch, capability="9.0", sms=132, **options):
     monkeypatch.setattr(compiled.jit, "load", kernels.load)
     monkeypatch.setattr(torch, "_scaled_mm", kernels.scaled_mm)
     monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch.parse(capability), sms))
+    monkeypatch.setattr(swiglu, "_known", {})
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)

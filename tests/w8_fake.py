@@ -15,7 +15,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
-from fp4dispatch.backends.own import compiled, scratch
+from fp4dispatch.backends.own import compiled, scratch, swiglu
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
@@ -107,8 +107,14 @@ class Kernels:
             "w8a8_small": functools.partial(self.quantised, "w8a8_small"),
             "w8_gemm_sm90": self.shaped,
             "w4_activations": self.quantizers,
+            swiglu.KERNEL: self.swiglu,
         }
         return SimpleNamespace(module=made[kernel](build), pdl_allowed=self.pdl_allowed)
+
+    def swiglu(self, build):
+        from tests import swiglu_fake
+
+        return swiglu_fake.module(self.launched)
 
     def unquantised(self, build):
         def w8a16_small(x, w, alpha, bias, out, enable_pdl):
@@ -205,6 +211,7 @@ def install(monkeypatch, capability="9.0", **options):
     kernels = Kernels(**options)
     monkeypatch.setattr(compiled.jit, "load", kernels.load)
     monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch.parse(capability), 132))
+    monkeypatch.setattr(swiglu, "_known", {})
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)

@@ -1,4 +1,4 @@
-"""Quantises activations with torch's operations. Shared by the backends."""
+"""Activations by torch's operations: quantised, and SwiGLU. Shared by the backends."""
 
 from __future__ import annotations
 
@@ -49,3 +49,12 @@ def quantize_activation(
     if input_scale is None or scaling == "nvfp4":
         return QuantizedActivation(*formats.fp8_quantize(x, "row"))
     return QuantizedActivation(*formats.fp8_quantize(x, "tensor", input_scale.reshape(())))
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * up`` of ``gate_up`` [..., 2K], the gate first: [..., K], contiguous, in its dtype.
+
+    Two operations, each rounded. No sync; safe to capture.
+    """
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up

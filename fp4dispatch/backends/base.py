@@ -225,6 +225,16 @@ class Backend(abc.ABC):
         """
         return functools.partial(self.run, plan, prepared)
 
+    def swiglu(self, plan: Plan, prepared: Prepared) -> Ready | None:
+        """Return a launch that starts from ``gate_up``, ``launch(gate_up, out, bias)``; None where there is none.
+
+        It gives the bits of :meth:`run` on ``silu(gate) * up`` by torch's two operations
+        (:func:`fp4dispatch.backends.activations.swiglu`). ``gate_up`` [M, 2K] holds K of the gate, then K of up; any
+        strides and alignment, the planned dtype, on the device of the weights, which is the current device. Safe to
+        capture. To make it is host work: it may load a kernel, and raises CaptureError where that comes too late.
+        """
+        return None
+
     def release(self, plan: Plan) -> None:  # noqa: B027  (most plans hold nothing)
         """Give back what this backend itself keeps for a plan. Only for plans that neither a layer nor a graph uses."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fp4dispatch.backends import activations
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats.checks import check_tensor
@@ -157,6 +158,59 @@ class QuantizedLinear(BackendBinding):
             raise
         return self._call(x)
 
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return ``layer(silu(gate) * up)``, with the same bits, for the down projection of an MLP.
+
+        For numbers of tokens that ``w4a8`` or ``w8a8`` serves, one kernel multiplies and quantises. Elsewhere torch's
+        operations run. ``torch.compile`` sees one operator. Hooks of the layer do not run: this is not a call of it.
+
+        Parameters
+        ----------
+        gate_up
+            float32, bfloat16 or float16 [..., 2K] on the layer's device: K elements of the gate, then K of up, as
+            a fused ``gate_up_proj`` returns them. Any strides and alignment. Under autocast the product is cast.
+
+        Returns
+        -------
+        Tensor
+            [..., N], contiguous, in the dtype of ``gate_up``. For an empty one it is empty, and nothing is launched.
+
+        Raises
+        ------
+        InputError
+            For a wrong dtype, shape or device, before any launch.
+        CaptureError
+            As :meth:`forward`, and during capture if the kernel is not loaded yet: call this once before. Otherwise the
+            call is safe to capture.
+        CaptureDeniedError, BackendUnsupportedError, NoBackendError
+            As :meth:`forward`.
+        """
+        if not _dynamo() and type(gate_up) is Tensor:
+            bound = self._bound.get(gate_up.dtype)
+            k = 2 * self.in_features
+            if bound is not None and gate_up.shape[-1:] == (k,) and gate_up.numel() // k in bound.apart:
+                return self.forward(activations.swiglu(gate_up))  # host time decides the speed of few tokens
+        check_tensor(f"{self._label()}: gate_up", gate_up)
+        if gate_up.ndim == 0 or gate_up.shape[-1] != 2 * self.in_features:
+            raise InputError(
+                f"{self._label()}: gate_up has shape {list(gate_up.shape)}; need [..., {2 * self.in_features}], K "
+                f"elements of the gate and K of up, K={self.in_features}"
+            )
+        # Layers of a rank add up behind the GEMM, and autocast casts the product.
+        if type(self).forward is not QuantizedLinear.forward or _autocast_dtype(gate_up) != gate_up.dtype:
+            return self.forward(activations.swiglu(gate_up))
+        if _dynamo() or torch.compiler.is_compiling():
+            return self._traced(gate_up, swiglu=True)
+        bound = self.bound_to(gate_up.dtype)
+        if self._due:
+            self._hold_once()
+        if type(gate_up) is not Tensor or _wants_grad(gate_up):
+            return ops.swiglu_linear(gate_up, bound.tensors, self._stored(), self.bias, bound.spec.text)
+        m = gate_up.shape[:-1].numel()
+        if m and bound.swiglu(m, self.bias is not None) is None:
+            return self.forward(activations.swiglu(gate_up))
+        return ops.run_swiglu(gate_up, bound, self.bias)
+
     def _call(self, x: Tensor) -> Tensor:
         """Run eagerly, with all checks; bind and plan if needed."""
         check_tensor(f"{self._label()}: the input", x)
@@ -170,7 +224,7 @@ class QuantizedLinear(BackendBinding):
             return ops.run_bound(x, bound, self.bias)
         return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
 
-    def _traced(self, x: Tensor) -> Tensor:
+    def _traced(self, x: Tensor, *, swiglu: bool = False) -> Tensor:
         """Run under ``torch.compile`` and ``torch.export``: all tensors are inputs of the graph.
 
         The operator of a compiled call also gets the stored tensors, so it can detect writes to them. An exported
@@ -181,8 +235,11 @@ class QuantizedLinear(BackendBinding):
         names, stored, spec = self._names[x.dtype]
         tensors = [getattr(self, name) for name in names]
         if _exporting():
+            x = activations.swiglu(x) if swiglu else x
             return torch.ops.fp4dispatch.linear.default(x, tensors, self.bias, spec)  # type: ignore[no-any-return]
         kept = [getattr(self, name) for name in stored]
+        if swiglu:
+            return torch.ops.fp4dispatch.swiglu_linear.default(x, tensors, kept, self.bias, spec)  # type: ignore[no-any-return]
         return torch.ops.fp4dispatch.linear_stored.default(x, tensors, kept, self.bias, spec)  # type: ignore[no-any-return]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -323,10 +380,15 @@ _dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 def _autocast(x: Tensor) -> Tensor:
     """Cast to the dtype of ``torch.autocast``. As for ``nn.Linear``, float64 and non-float tensors are not cast."""
+    dtype = _autocast_dtype(x)
+    return x if dtype == x.dtype else x.to(dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
     eligible = x.is_floating_point() and x.dtype != torch.float64 and x.device.type in ("cuda", "cpu")
     if eligible and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def _wants_grad(x: Tensor) -> bool:

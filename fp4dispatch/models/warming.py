@@ -13,6 +13,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture as _capture
+from fp4dispatch.models.fusing.parents import parents, takes_gate_up
 from fp4dispatch.models.parallel.layers import group_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, Problem
@@ -99,7 +100,7 @@ def warmup(
     if tune or ranks.size > 1:
         agreement.settle(ranks, lambda: _decisions(subjects))
         ranks.attempt("planning", lambda: _plan_anew(subjects))
-    return ranks.attempt("warming up", lambda: _run(subjects, rows))
+    return ranks.attempt("warming up", lambda: _run(subjects, rows, _downs(model)))
 
 
 def _group(model: Any, group: Group) -> Group:
@@ -175,9 +176,15 @@ def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, i
     ]
 
 
-def _run(subjects: _Subjects, rows: list[int]) -> int:
-    """Run each shape once for each number of tokens."""
-    seen = set()
+def _downs(model: nn.Module) -> set[int]:
+    """Return the identities of the layers that fused modules give ``gate_up``."""
+    found = (getattr(parent, name, None) for _, parent in parents(model) for name in parent.fused_downs)
+    return {id(layer) for layer in found if takes_gate_up(layer)}
+
+
+def _run(subjects: _Subjects, rows: list[int], downs: set[int]) -> int:
+    """Run each shape once for each number of tokens; ``downs`` from ``gate_up`` too."""
+    seen, gated = set(), set()
     for layer, dtype in subjects:
         bound = layer.bind(dtype)
         for m in rows:
@@ -186,6 +193,10 @@ def _run(subjects: _Subjects, rows: list[int]) -> int:
                 seen.add(key)
                 with torch.inference_mode():
                     layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.device))
+            if id(layer) in downs and key not in gated:
+                gated.add(key)
+                with torch.inference_mode():
+                    layer.swiglu(torch.zeros(m, 2 * layer.in_features, dtype=dtype, device=layer.device))
         layer._hold_once()
     return len(seen)
 

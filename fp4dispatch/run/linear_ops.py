@@ -1,4 +1,4 @@
-"""The operators of a layer: ``linear`` and ``linear_stored``."""
+"""The operators of a layer: ``linear``, ``linear_stored`` and ``swiglu_linear``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fp4dispatch.backends import activations
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
@@ -75,6 +76,40 @@ def linear_stored(
     return result
 
 
+def swiglu_linear(
+    gate_up: Tensor, tensors: Sequence[Tensor], stored: Sequence[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    """Run a layer on ``silu(gate) * up``: the operator behind :meth:`QuantizedLinear.swiglu`.
+
+    The bits are those of :func:`linear_stored` on ``torch.nn.functional.silu(gate) * up``. Where the route for M takes
+    FP8 activations that our kernels pack (w4a8, w8a8), one kernel does both operations and quantises. Elsewhere torch's
+    operations run.
+
+    Parameters
+    ----------
+    gate_up
+        float32, bfloat16 or float16 [..., 2K]: K elements of the gate, then K of up; any strides.
+    tensors, stored, bias, spec
+        As of :func:`linear_stored`.
+
+    Returns
+    -------
+    Tensor
+        [..., N] in the dtype of ``gate_up``. For an empty ``gate_up`` it is empty, and nothing is launched.
+
+    Raises
+    ------
+    InputError
+        As :func:`linear_stored`.
+    CaptureError
+        As :func:`linear_stored`, and where the SwiGLU kernel would have to be loaded: the first such call on a GPU must
+        be outside of a capture. Otherwise the call is safe to capture.
+    """
+    check_types("swiglu_linear", {"gate_up": gate_up} | {f"tensors[{i}]": t for i, t in enumerate(tensors)}, bias)
+    result: Tensor = torch.ops.fp4dispatch.swiglu_linear.default(gate_up, list(tensors), list(stored), bias, spec)
+    return result
+
+
 def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> Tensor:
     """Run as :func:`linear` does, without the dispatch of the torch operator."""
     _check_linear(x, tensors, bias, spec)
@@ -110,6 +145,29 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     return out.reshape(*lead, spec.n)
 
 
+def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
+    """Run a bound layer as :func:`swiglu_linear` does, without the torch operator."""
+    spec = bound.spec
+    _check_swiglu(gate_up, bound.tensors, bias, spec)
+    lead = gate_up.shape[:-1]
+    m = math.prod(lead)
+    if not m:
+        return gate_up.new_empty(*lead, spec.n)
+    launch = bound.swiglu(m, bias is not None)
+    if launch is None:
+        return run_bound(activations.swiglu(gate_up), bound, bias)
+    out = gate_up.new_empty(m, spec.n)
+    if bound.cuda and capture.stream_is_capturing():
+        bound.captured = True
+    rows = gate_up.reshape(m, 2 * spec.k)
+    if bound.cuda and bound.index != torch.cuda.current_device():
+        with torch.cuda.device(bound.index):
+            launch(rows, out, bias)
+    else:
+        launch(rows, out, bias)
+    return out.reshape(*lead, spec.n)
+
+
 def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
     check_tensor("linear: x", x)
     if x.dtype not in OUT_DTYPE:
@@ -120,6 +178,22 @@ def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spe
         where = tensors[0].device if tensors else "no device"
         raise InputError(f"linear: x is on {x.device}, the weights on {where}: move one with .to(device)")
     check_bias("linear", bias, spec.n, x.device)
+
+
+def _check_swiglu(gate_up: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
+    what = "swiglu_linear: gate_up"
+    check_tensor(what, gate_up)
+    if gate_up.dtype not in OUT_DTYPE:
+        need = "torch.bfloat16, torch.float16 or torch.float32"
+        raise InputError(f"{what} is {gate_up.dtype}; need {need}: convert it")
+    if gate_up.ndim == 0 or gate_up.shape[-1] != 2 * spec.k:
+        raise InputError(
+            f"{what} has shape {list(gate_up.shape)}; need [..., {2 * spec.k}], twice the layer's in_features"
+        )
+    if not tensors or gate_up.device != tensors[0].device:
+        where = tensors[0].device if tensors else "no device"
+        raise InputError(f"{what} is on {gate_up.device}, the weights on {where}: move one with .to(device)")
+    check_bias("swiglu_linear", bias, spec.n, gate_up.device)
 
 
 _awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -150,6 +224,20 @@ def _linear_stored_impl(
     return run_bound(x, owners.bound_for(x.dtype, spec, tensors, stored), bias)
 
 
+def _swiglu_linear_impl(
+    gate_up: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    return run_swiglu(gate_up, owners.bound_for(gate_up.dtype, spec, tensors, stored), bias)
+
+
+def _swiglu_linear_fake(
+    gate_up: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
+) -> Tensor:
+    layer = LayerSpec.parse(spec)
+    _check_swiglu(gate_up, tensors, bias, layer)
+    return gate_up.new_empty(*gate_up.shape[:-1], layer.n)
+
+
 def _linear_stored_fake(
     x: Tensor, tensors: list[Tensor], stored: list[Tensor], bias: Tensor | None, spec: str
 ) -> Tensor:
@@ -168,4 +256,10 @@ define(
     "linear_stored(Tensor x, Tensor[] tensors, Tensor[] stored, Tensor? bias, str spec) -> Tensor",
     _linear_stored_impl,
     _linear_stored_fake,
+)
+
+define(
+    "swiglu_linear(Tensor gate_up, Tensor[] tensors, Tensor[] stored, Tensor? bias, str spec) -> Tensor",
+    _swiglu_linear_impl,
+    _swiglu_linear_fake,
 )

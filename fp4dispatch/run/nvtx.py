@@ -94,7 +94,14 @@ class Ranged(Backend):
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the other backend's fast launch inside a range."""
-        inner = self.inner.ready(plan, prepared)
+        return self._inside(self.inner.ready(plan, prepared))
+
+    def swiglu(self, plan: Plan, prepared: Prepared) -> Ready | None:
+        """Return the other backend's launch, if it has one, inside a range."""
+        inner = self.inner.swiglu(plan, prepared)
+        return None if inner is None else self._inside(inner)
+
+    def _inside(self, inner: Ready) -> Ready:
         before, behind = self._before, self._behind
 
         def launch(x: Tensor, out: Tensor, bias: Tensor | None) -> None:

@@ -8,7 +8,7 @@ launch.
 from __future__ import annotations
 
 from fp4dispatch.run.gemm_ops import fp8_gemm, nvfp4_gemm
-from fp4dispatch.run.linear_ops import linear, linear_stored, run_bound, run_linear
+from fp4dispatch.run.linear_ops import linear, linear_stored, run_bound, run_linear, run_swiglu, swiglu_linear
 from fp4dispatch.run.quantize_ops import fp8_quantize, nvfp4_quantize
 
 __all__ = [
@@ -20,4 +20,6 @@ __all__ = [
     "nvfp4_quantize",
     "run_bound",
     "run_linear",
+    "run_swiglu",
+    "swiglu_linear",
 ]

@@ -170,7 +170,21 @@ class Bound:
     """
 
     __slots__ = (
-        *("_prepared", "bias", "captured", "cuda", "decisions", "device", "dtype", "index", "ready", "spec", "tensors"),
+        *(
+            "_prepared",
+            "_swiglu",
+            "apart",
+            "bias",
+            "captured",
+            "cuda",
+            "decisions",
+            "device",
+            "dtype",
+            "index",
+            "ready",
+            "spec",
+        ),
+        "tensors",
     )
 
     def __init__(
@@ -188,6 +202,9 @@ class Bound:
         """Whether a CUDA graph may hold the addresses of ``tensors``."""
         self.ready: dict[int, tuple[Ready, Plan, Prepared]] = {}
         """Ready launches by M, for each M that ran before. The eager fast path is one lookup here."""
+        self.apart: set[int] = set()
+        """Each M that ran before for which :meth:`swiglu` returns None. Only speed depends on it."""
+        self._swiglu: dict[tuple[int, bool], tuple[Plan, Ready | None]] = {}
         self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
 
     def launch(self, m: int, bias: bool) -> tuple[Backend, Plan, Prepared]:
@@ -208,10 +225,28 @@ class Bound:
             self.ready[m] = (ready, found.plan, prepared)
         return found.backend, found.plan, prepared
 
+    def swiglu(self, m: int, bias: bool) -> Ready | None:
+        """Return the launch for M tokens that starts from ``gate_up``; None where the route has none.
+
+        Arguments, host work and errors as of :meth:`launch` and :meth:`fp4dispatch.backends.base.Backend.swiglu`.
+        """
+        index = self.spec.index(m)
+        prepared = self._prepared[index]
+        found = self.spec.launch_on(m, self.dtype, bias, index, prepared)
+        kept = self._swiglu.get((m, bias))
+        if kept is None or kept[0] is not found.plan:
+            kept = found.plan, found.backend.swiglu(found.plan, prepared)
+            if m <= READY_M:
+                self._swiglu[m, bias] = kept
+                if kept[1] is None:
+                    self.apart.add(m)
+        return kept[1]
+
     def plan_anew(self) -> None:
         """Plan again what ``tune`` has found a faster launch for. Refused during capture."""
         self.spec.plan_anew(self._prepared.__getitem__, self.device)
         self.ready.clear()
+        self.apart.clear()
 
 
 def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:

@@ -65,9 +65,9 @@ def test_gemm_is_proved(variant: str) -> None:
 
 
 def control_builds() -> list[Any]:
-    """Each build that the race runs; slow but for two."""
+    """Each build that the race runs; slow but for three."""
     names = dict.fromkeys((case.kernel, case.variant) for case in CASES)
-    quick = {("w4a16_small", "bf16"), ("w4_activations", "any")}
+    quick = {("w4a16_small", "bf16"), ("w4_activations", "any"), ("swiglu_activations", "any")}
     return [pytest.param(*name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 

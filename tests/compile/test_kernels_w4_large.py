@@ -52,21 +52,26 @@ def test_gemm_is_proved(variant: str) -> None:
     assert "setmaxnreg" not in log
 
 
-def test_packer_is_proved() -> None:
-    built = jit.build("w4_activations", "any", "90a")
+packers = pytest.mark.parametrize("packer", ["w4_activations", "swiglu_activations"])
+
+
+@packers
+def test_packer_is_proved(packer: str) -> None:
+    built = jit.build(packer, "any", "90a")
     assert built.pdl_allowed
     assert built.proof is not None
     assert all((k.wait, k.unguarded, k.spills) == (1, (), 0) for k in built.proof.kernels)
 
 
-def test_a_packer_fits_beside_a_tile_of_96_or_128_tokens() -> None:
+@packers
+def test_a_packer_fits_beside_a_tile_of_96_or_128_tokens(packer: str) -> None:
     """There it waits for the GEMM before it. Registers are dealt out to warps, by 256."""
-    (warps,) = re.findall(r"kMaxWarps = (\d+)", (CSRC / "quantise" / "packed_activations.cu").read_text())
-    built = jit.build("w4_activations", "any", "90a")
+    (warps,) = re.findall(r"kMaxWarps = (\d+)", (CSRC / "quantise" / "pack_e4m3.h").read_text())
+    built = jit.build(packer, "any", "90a")
     assert built.proof is not None
-    packers = [kernel for kernel in built.proof.kernels if "quantize_tokens" in kernel.name]
-    assert packers
-    for kernel in packers:
+    of_rows = [kernel for kernel in built.proof.kernels if "quantize_tokens" in kernel.name]
+    assert of_rows
+    for kernel in of_rows:
         assert int(warps) * -(-kernel.registers // 8) * 256 <= 65536 - 384 * BESIDE_A_PACKER, kernel.name
 
 
@@ -230,9 +235,36 @@ def test_a_launch_shape_that_does_not_cover_the_tiles_once_is_refused(shape: lis
             (torch.zeros(9, 200).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(2, 16)),
             "K is 200, needed a multiple of 16",
         ),
+        *(
+            ("w4_swiglu_row", (x, torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(9)), text)
+            for x, text in (
+                (torch.zeros(9, 416).half(), "x: is not on a CUDA device"),
+                (torch.zeros(9, 400).half(), "K is 400, needed a multiple of 32"),
+                (torch.zeros(9, 16).half(), "K is 16, needed at least 32"),
+                (torch.zeros(9, 256).half(), r"packed: size of dimension 0 is 2, needed 1 \(ceil\(K/128\)\)"),
+                (torch.zeros(9, 416), "x: dtype is float32"),
+                (torch.zeros(416, 9).half().t(), "x: the last dimension has stride 9, needed 1"),
+                (torch.zeros(9, 420).half()[:, :416], "row stride of x is 420, needed a multiple of 8"),
+            )
+        ),
+        (
+            "w8_swiglu_row",
+            (torch.zeros(9, 416).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(1)),
+            r"scale: has 1 elements, needed 9 \(M\)",
+        ),
+        (
+            "w8_swiglu_tensor",
+            (torch.zeros(9, 416).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(9)),
+            "scale: has 9 elements, needed 1",
+        ),
+        (
+            "w8_swiglu_block",
+            (torch.zeros(9, 416).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(4, 16)),
+            r"scale: size of dimension 0 is 4, needed 2 \(ceil\(K/128\)\)",
+        ),
     ],
 )
 def test_packer_refuses(function: str, arguments: tuple[Any, ...], message: str) -> None:
-    packer = built_kernels.module("w4_activations", "any")
+    packer = built_kernels.module("swiglu_activations" if "swiglu" in function else "w4_activations", "any")
     with pytest.raises((ValueError, TypeError), match=message):
         getattr(packer, function)(*arguments, False)

@@ -27,7 +27,12 @@ KINDS = {
 }
 """DLPack's code and bits."""
 QUICK = {("w4a16_small", "bf16"), ("w4_activations", "any"), ("fp8_quantize", "any"), ("nvfp4_quantize", "any")}
-QUICK |= {("w8a8_small", "bf16"), ("w8_gemm_sm90", "bf16_128"), ("w4_gemm_sm90", "a16_bf16_128x128")}
+QUICK |= {
+    ("swiglu_activations", "any"),
+    ("w8a8_small", "bf16"),
+    ("w8_gemm_sm90", "bf16_128"),
+    ("w4_gemm_sm90", "a16_bf16_128x128"),
+}
 """As far as may be, builds that test_host_calls.py needs as well."""
 
 

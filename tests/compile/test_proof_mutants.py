@@ -83,7 +83,11 @@ def everything() -> list[Any]:
     quick = {
         *(("w4a16_small", "bf16", "90a"), ("w8a16_small", "bf16", "90a"), ("w8a8_small", "bf16", "90a")),
         *(("w4a8_small", "bf16", "90a"), ("w4_activations", "any", "90a"), ("nvfp4_quantize", "any", "90a")),
-        *(("fp8_quantize", "any", "90a"), ("nvfp4_gemm_sm120", "bf16_128x128", "120f")),
+        *(
+            ("swiglu_activations", "any", "90a"),
+            ("fp8_quantize", "any", "90a"),
+            ("nvfp4_gemm_sm120", "bf16_128x128", "120f"),
+        ),
         *(("fp8_gemm_sm90", "row_bf16_swap_64x16", "90a"),),
     }
     return [

@@ -66,11 +66,11 @@ FAMILIES = {
         (("fp8_quantize", "any", "120f"), ("fp8_quantize", "any", "100f"), ("fp8_quantize", "any", "90a")),
     ),
     "w4_activations": Family(
-        "quantise/packed_activations.cu",
+        "quantise/pack_e4m3.h",
         "  grid_dependency_wait();\n  int64_t const token = blockIdx.x >> parts_log2;\n",
         "reinterpret_cast<float const*>(x)",
         "k",
-        (("w4_activations", "any", "90a"),),
+        (("w4_activations", "any", "90a"), ("swiglu_activations", "any", "90a")),
     ),
     "w4_to_e4m3": Family(
         "weights/w4_to_e4m3.cu",

@@ -69,6 +69,9 @@ def every_op():
     yield "linear", linear_args(FP8Linear.from_linear(torch.nn.Linear(K, N, bias=False), scaling="row"), x)
     yield "linear_stored", stored_args(FP4Linear.from_linear(torch.nn.Linear(K, N)), x)
     yield "linear_stored", stored_args(FP8Linear.from_linear(torch.nn.Linear(K, N), scaling="block128"), x)
+    gate_up = torch.randn(2, 3, 2 * K, dtype=torch.bfloat16)
+    yield "swiglu_linear", stored_args(FP4Linear.from_linear(torch.nn.Linear(K, N)), gate_up)
+    yield "swiglu_linear", stored_args(FP8Linear.from_linear(torch.nn.Linear(K, N, bias=False), scaling="row"), gate_up)
 
 
 @pytest.mark.parametrize(("name", "args"), list(every_op()), ids=lambda v: v if isinstance(v, str) else "")

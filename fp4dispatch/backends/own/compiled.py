@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
+from fp4dispatch.backends.own import swiglu
 from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import eager
 from fp4dispatch.backends.own.tensors.operands import (
@@ -107,6 +108,8 @@ class State:
         Returns the temporaries of one launch, such as the quantised activation and its scales.
     shape
         The launch shape that ``gemm`` takes; None if it takes none.
+    swiglu
+        The function of :mod:`~fp4dispatch.backends.own.swiglu` that can take the place of ``quantize``; empty if none.
     """
 
     m: int | None
@@ -118,6 +121,7 @@ class State:
     quantize_pdl: bool = False
     scratch: Callable[[], tuple[Tensor, ...]] = tuple
     shape: Any = None
+    swiglu: str = ""
     launch: Launch = field(init=False)
     fits: bool = field(init=False)
     """Whether nothing is padded."""
@@ -356,6 +360,29 @@ class CompiledBackend(Backend):
         """Launch on an activation that the caller has quantised; ``d`` and ``bias`` fit."""
         layer = "FP4Linear" if plan.problem.op == "nvfp4_gemm" else "FP8Linear"
         raise InputError(f"{self.name} takes 16-bit activations, not quantised ones: use {layer}")
+
+    def swiglu(self, plan: Plan, prepared: Prepared) -> Ready | None:
+        """Return the launches with SwiGLU in the quantiser, where the GEMM takes packed activations of all K."""
+        s: State = plan.state
+        layout, w = s.layout, prepared.tensors
+        if not s.swiglu or layout.kp != layout.k:
+            return None
+        device = w[0].device
+        front = swiglu.front(s.swiglu, gpu_of(device)[0], device)
+        if front is None:
+            return None
+        both = s.make_launch(replace(s, quantize=front.function, quantize_pdl=front.pdl))
+
+        def launch(gate_up: Tensor, out: Tensor, bias: Tensor | None) -> None:
+            if s.fits and taken_as_is(gate_up, out, bias):
+                both(gate_up, out, bias, w)
+                return
+            d = out if direct(out, layout.np) else out.new_empty(out.shape[0], layout.np)
+            both(aligned(gate_up, 2 * layout.k), d, bias_row(bias, out.dtype, layout.np), w)
+            if d is not out:
+                out.copy_(d[:, : layout.n])
+
+        return launch
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the launches alone, where nothing is padded."""

@@ -91,15 +91,16 @@ class _W4Backend(CompiledBackend):
         function = getattr(gemm.module, entry)
         if problem.activation != "fp8":
             return State(m, layout, launch, function, gemm.pdl, shape=gemm.shape)
-        quantizer, scale = loaded[1], Part((m,), torch.float32)
+        quantizer, scale, swiglu = loaded[1], Part((m,), torch.float32), ""
         if gemm.kernel == UNFOLD:
             quantize = quantizer.module.fp8_quantize_row
             q, w = (Part((rows, layout.k), torch.float8_e4m3fn) for rows in (m, layout.n))
             parts = [q, scale, w]
         else:
             quantize, parts = quantizer.module.w4_quantize_row, [packed_part(m, layout.k), scale]
+            swiglu = "w4_swiglu_row"
         scratch = Scratch(device, parts)
-        return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape)
+        return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape, swiglu)
 
 
 class W4A16Backend(_W4Backend):

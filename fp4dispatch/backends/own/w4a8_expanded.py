@@ -132,6 +132,11 @@ class W4A8ExpandedBackend(Backend):
         s: _State = plan.state
         return s.backend.ready(s.plan, prepared)
 
+    def swiglu(self, plan: Plan, prepared: Prepared) -> Ready | None:
+        """Return the launch of the FP8 backend, if it has one."""
+        s: _State = plan.state
+        return s.backend.swiglu(s.plan, prepared)
+
 
 def _by_row(problem: Problem) -> Problem:
     """Return the FP8 problem that the copy poses."""

@@ -86,16 +86,16 @@ class W8A8Backend(CompiledBackend):
         m, (gemm, quantizer) = problem.m, loaded
         parts = [packed_part(m, layout.kp)]
         if layout.has_input_scale:
-            quantize = quantizer.module.w8_quantize_tensor
+            quantize, swiglu = quantizer.module.w8_quantize_tensor, "w8_swiglu_tensor"
         elif problem.scaling == "block128":
-            quantize = quantizer.module.w8_quantize_block
+            quantize, swiglu = quantizer.module.w8_quantize_block, "w8_swiglu_block"
             parts.append(block_scales_part(m, layout.kp))
         else:
-            quantize = quantizer.module.w8_quantize_row
+            quantize, swiglu = quantizer.module.w8_quantize_row, "w8_swiglu_row"
             parts.append(Part((m,), torch.float32))
         function = getattr(gemm.module, _ENTRY[gemm.kernel])
         scratch = Scratch(device, parts)
-        return State(m, layout, _launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape)
+        return State(m, layout, _launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape, swiglu)
 
 
 def _launch(s: State, weights: Weights = ()) -> Launch:

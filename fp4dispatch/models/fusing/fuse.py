@@ -138,6 +138,10 @@ def fuse(model: nn.Module) -> FuseReport:
     layer gives the results of the separate ones bit for bit where the same kernel adds in the same order, else to the
     rounding of the sums. The policy chooses backends and activation formats for the fused size.
 
+    Where an MLP computes ``down_proj(act_fn(gate) * up)`` with SiLU, the down projection gets the fused result
+    (:meth:`QuantizedLinear.swiglu`): one operator, with the bits of separate ones. Other activations, and modules with
+    hooks, are called as before.
+
     The module around gets a subclass of its class, whose ``forward`` calls the fused layer
     (:mod:`fp4dispatch.models.fusing.rewrite`). It works for any class whose ``forward`` calls the projections once, on
     one input: Llama, Qwen2, Qwen3, Mistral, Gemma and others of Transformers. ``state_dict``, ``load_state_dict``,

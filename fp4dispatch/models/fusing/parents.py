@@ -31,8 +31,20 @@ class FusedProjections(nn.Module):
     fused_base: type[nn.Module]
     """The class that the module had before."""
     fused_groups: Groups
+    fused_downs: tuple[str, ...]
+    """Names of the layers whose call the rewritten ``forward`` makes through :meth:`_fused_down`."""
     _fused_rows: dict[str, list[int]]
     """Rows of the shards of each fused layer, by its name. The rewritten ``forward`` reads it."""
+
+    def _fused_down(self, down: Any, act: Any, gate_up: Tensor, rows: list[int]) -> Any:
+        """Return ``down(act(gate) * up)``, with the same bits; as one operator where ``act`` is SiLU.
+
+        This asks at each call: hooks may come, and modules may be replaced, after the layers were fused.
+        """
+        if is_silu(act) and takes_gate_up(down) and rows == [down.in_features, down.in_features]:
+            return down.swiglu(gate_up)
+        gate, up = gate_up.split(rows, -1)  # type: ignore[no-untyped-call]
+        return down(act(gate) * up)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state with the names of the layers before they were fused; arguments as of ``nn.Module``.
@@ -106,6 +118,38 @@ class FusedProjections(nn.Module):
         return (empty_module, (self.fused_base, self.fused_groups), *rest)
 
 
+def is_silu(act: Any) -> bool:
+    """Whether a module of this kind, or a function, computes ``torch.nn.functional.silu`` and nothing else."""
+    if act is nn.functional.silu:
+        return True
+    cls = type(act)
+    theirs = cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations"
+    return (cls is nn.SiLU or theirs) and _is_called_plainly(act)
+
+
+def takes_gate_up(down: Any) -> bool:
+    """Whether :meth:`QuantizedLinear.swiglu` of a module does all that a call of it does."""
+    return (
+        isinstance(down, QuantizedLinear) and type(down).forward is QuantizedLinear.forward and _is_called_plainly(down)
+    )
+
+
+def _is_called_plainly(module: nn.Module) -> bool:
+    """Whether a call of a module runs the ``forward`` of its class alone: no hooks, nothing wrapped around it."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or module._compiled_call_impl is not None
+        or _any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+_any_global_hook = torch.nn.modules.module._has_any_global_hook
+
+
 def fused_class(base: type[nn.Module], groups: Groups) -> type[nn.Module]:
     """Return the subclass of a module's class with these fused layers.
 
@@ -121,8 +165,10 @@ def fused_class(base: type[nn.Module], groups: Groups) -> type[nn.Module]:
 @functools.cache
 def _made(base: type[nn.Module], groups: Groups, forward: object) -> type[nn.Module]:
     """Return the class for the ``forward`` that its base has now."""
+    forward_of_all, downs = fused_forward(base, groups)
     body = {
-        "forward": fused_forward(base, groups),
+        "forward": forward_of_all,
+        "fused_downs": downs,
         "fused_base": base,
         "fused_groups": groups,
         "__module__": base.__module__,

@@ -4,6 +4,11 @@
 
     (qkv := self.qkv_proj(x).split(self._fused_rows["qkv_proj"], -1))[0]    # then qkv[1], and qkv[2]
 
+In an MLP, ``self.down_proj(self.act_fn(gate) * up)`` around both parts becomes a method of the subclass, which gives
+the fused result to the down projection where that is SwiGLU (``parents.FusedProjections._fused_down``)::
+
+    self._fused_down(self.down_proj, self.act_fn, self.gate_up_proj(x), self._fused_rows["gate_up_proj"])
+
 The rewritten function is a method of a subclass. The class of the model is not changed. Why this way: the code holds no
 state. So ``torch.compile`` traces it like any other code, without graph breaks; CUDA graphs, other inputs, threads
 and exceptions between two calls need no thought; and it follows the ``forward`` of the installed library. The other
@@ -33,6 +38,10 @@ from fp4dispatch.models.replacing.weight_reads import FOREIGN, NEVER
 
 ROWS = "_fused_rows"
 """Attribute of the module: rows of the shards of each fused layer, by its name."""
+DOWN = "_fused_down"
+"""Method of the module that computes ``down(act(gate) * up)``."""
+GATED = ("gate_proj", "up_proj")
+"""The shards of a fused layer that may be followed by a product and a down projection."""
 
 _BRANCHES = (
     *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -49,8 +58,10 @@ class CannotFuse(Exception):
     """Layers that stay as they are; the text is the reason."""
 
 
-def fused_forward(cls: type[nn.Module], groups: tuple[tuple[str, tuple[str, ...]], ...]) -> FunctionType:
-    """Return the ``forward`` of a class with fused layers.
+def fused_forward(
+    cls: type[nn.Module], groups: tuple[tuple[str, tuple[str, ...]], ...]
+) -> tuple[FunctionType, tuple[str, ...]]:
+    """Return the ``forward`` of a class with fused layers, and the names of its layers that may take ``gate_up``.
 
     Parameters
     ----------
@@ -66,8 +77,7 @@ def fused_forward(cls: type[nn.Module], groups: tuple[tuple[str, tuple[str, ...]
     """
     function, node = _source(cls)
     body = copy.deepcopy(node)
-    for fused, shards in groups:
-        _replace_calls(body, cls, fused, shards)
+    downs = [_replace_calls(body, cls, fused, shards) for fused, shards in groups]
     ast.fix_missing_locations(body)
     flags = function.__code__.co_flags & _FUTURE
     code = compile(ast.Module([body], []), function.__code__.co_filename, "exec", flags, dont_inherit=True)
@@ -76,7 +86,7 @@ def fused_forward(cls: type[nn.Module], groups: tuple[tuple[str, tuple[str, ...]
     result: FunctionType = made[node.name]
     inner = inspect.unwrap(result)
     inner.__qualname__ = function.__qualname__
-    return result
+    return result, tuple(down for down in downs if down)
 
 
 def uses_outside_forward(cls: type[nn.Module], names: Collection[str]) -> str:
@@ -130,8 +140,8 @@ def _source(cls: type[nn.Module]) -> tuple[FunctionType, ast.FunctionDef]:
     return function, node
 
 
-def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Sequence[str]) -> None:
-    """Replace the calls of the shards in place."""
+def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Sequence[str]) -> str:
+    """Replace the calls of the shards in place. Return the name of the layer around them that may take ``gate_up``."""
     me, label = function.args.args[0].arg, f"{cls.__name__}.forward"
     calls = _calls(function, me, shards, label)
     blocks = {id(block) for block, _, _ in calls.values()}
@@ -145,17 +155,46 @@ def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Seq
     why = _may_change(between, argument, {id(call) for _, _, call in calls.values()})
     if why:
         raise CannotFuse(f"{label} {why} between its calls of {', '.join(shards)}")
+    whole = f"{me}.{fused}({argument})"
+    rows = f"{me}.{ROWS}[{fused!r}]"
+    gated = _gated(function, me, [calls[shard][2] for shard in shards]) if tuple(shards) == GATED else None
+    if gated is not None:
+        call, down, act = gated
+        _put_text(function, call, f"{me}.{DOWN}({me}.{down}, {me}.{act}, {whole}, {rows})")
+        return down
     first = min(calls, key=lambda name: (calls[name][2].lineno, calls[name][2].col_offset))
     parts = f"_{fused}_parts"
     for index, shard in enumerate(shards):
         call = calls[shard][2]
         text = f"{parts}[{index}]"
         if shard == first:
-            text = f"({parts} := {me}.{fused}({argument}).split({me}.{ROWS}[{fused!r}], -1))[{index}]"
-        new = ast.parse(text, mode="eval").body
-        for inner in ast.walk(new):
-            ast.copy_location(inner, call)
-        _put(function, call, new)
+            text = f"({parts} := {whole}.split({rows}, -1))[{index}]"
+        _put_text(function, call, text)
+    return ""
+
+
+def _gated(function: ast.FunctionDef, me: str, calls: Sequence[ast.Call]) -> tuple[ast.Call, str, str] | None:
+    """Find ``self.down(self.act(gate) * up)`` around two calls. Return the node, and the names of down and act."""
+    gate, up = calls
+    for node in ast.walk(function):
+        if not (isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords):
+            continue
+        product, down = node.args[0], _mine(node.func, me)
+        if not (down and isinstance(product, ast.BinOp) and isinstance(product.op, ast.Mult) and product.right is up):
+            continue
+        left = product.left
+        if isinstance(left, ast.Call) and len(left.args) == 1 and left.args[0] is gate and not left.keywords:
+            act = _mine(left.func, me)
+            if act:
+                return node, down, act
+    return None
+
+
+def _mine(node: ast.expr, me: str) -> str:
+    """Return the name of an attribute of the module, ``self.name``; empty for other expressions."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me:
+        return node.attr
+    return ""
 
 
 _Found = tuple[list[ast.stmt], int, ast.Call]
@@ -249,6 +288,14 @@ def _harmless_uses(statement: ast.stmt, name: str, calls: set[int]) -> Iterator[
             used = node.value
         if isinstance(used, ast.Name) and used.id == name:
             yield used
+
+
+def _put_text(root: ast.AST, old: ast.expr, text: str) -> None:
+    """Replace an expression of a tree by another one, at the same line."""
+    new = ast.parse(text, mode="eval").body
+    for inner in ast.walk(new):
+        ast.copy_location(inner, old)
+    _put(root, old, new)
 
 
 def _put(root: ast.AST, old: ast.AST, new: ast.AST) -> None:

@@ -89,6 +89,7 @@ _F32, _U8, _E4M3 = torch.float32, torch.uint8, torch.float8_e4m3fn
 
 ROLES: dict[str, Role] = {
     "x": Role(lambda s: (s.m, s.k), None, _normal),
+    "gate_up": Role(lambda s: (s.m, 2 * s.k), None, _normal),
     "bias": Role(lambda s: (s.n,), None, _normal),
     "alpha": Role(lambda s: (s.n,), _F32, _scales),
     "alpha_blocks": Role(lambda s: (_blocks(s.n), _blocks(s.k)), _F32, _scales),
@@ -132,6 +133,12 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         Entry("w8_quantize_row", ("x", "out_packed", "out_token_scale")),
         Entry("w8_quantize_tensor", ("x", "out_packed", "one")),
         Entry("w8_quantize_block", ("x", "out_packed", "out_token_blocks")),
+    ),
+    "swiglu_activations": (
+        Entry("w4_swiglu_row", ("gate_up", "out_packed", "out_token_scale")),
+        Entry("w8_swiglu_row", ("gate_up", "out_packed", "out_token_scale")),
+        Entry("w8_swiglu_tensor", ("gate_up", "out_packed", "one")),
+        Entry("w8_swiglu_block", ("gate_up", "out_packed", "out_token_blocks")),
     ),
     "w4_to_e4m3": (Entry("w4_to_e4m3", ("w4p", "out_w8")),),
     "nvfp4_quantize": (Entry("nvfp4_quantize", ("x", "one", "out_a4", "out_a4_sf")),),
