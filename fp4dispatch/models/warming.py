@@ -13,7 +13,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture as _capture
-from fp4dispatch.models.fusing.parents import parents, takes_gate_up
+from fp4dispatch.models.fusing.parents import downs, parents
 from fp4dispatch.models.parallel.layers import group_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, Problem
@@ -93,14 +93,14 @@ def warmup(
     ranks = Ranks(_group(model, group), alone=not agree)
     subjects, rows = ranks.attempt("warming up", lambda: _subjects(model, tokens, dtype))
     modes = ranks.attempt("warming up", lambda: _modes(subjects, capture, m_min))
-    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows, modes)))
+    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows, modes, _gated(model))))
     ranks.attempt("choosing backends", lambda: _choose(subjects, modes))
     if tune:
         _tune(ranks, subjects, rows)
     if tune or ranks.size > 1:
         agreement.settle(ranks, lambda: _decisions(subjects))
         ranks.attempt("planning", lambda: _plan_anew(subjects))
-    return ranks.attempt("warming up", lambda: _run(subjects, rows, _downs(model)))
+    return ranks.attempt("warming up", lambda: _run(subjects, rows, _gated(model)))
 
 
 def _group(model: Any, group: Group) -> Group:
@@ -162,7 +162,7 @@ def _choose(subjects: _Subjects, modes: list[tuple[CaptureMode, int]]) -> None:
             layer.bind(dtype)
 
 
-def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, int]]) -> list[Ask]:
+def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, int]], gated: set[int]) -> list[Ask]:
     """Return the prebuild requests: for binding, and for these numbers of tokens."""
     tokens = tuple(sorted({*rows, *prebuild.SAMPLES}))
     return [
@@ -171,20 +171,20 @@ def _asks(subjects: _Subjects, rows: list[int], modes: list[tuple[CaptureMode, i
             layer.backend,
             routes.gpu_of(layer.device),
             tokens,
+            id(layer) in gated,
         )
         for (layer, dtype), (mode, least) in zip(subjects, modes, strict=True)
     ]
 
 
-def _downs(model: nn.Module) -> set[int]:
+def _gated(model: nn.Module) -> set[int]:
     """Return the identities of the layers that fused modules give ``gate_up``."""
-    found = (getattr(parent, name, None) for _, parent in parents(model) for name in parent.fused_downs)
-    return {id(layer) for layer in found if takes_gate_up(layer)}
+    return {id(layer) for _, parent in parents(model) for layer in downs(parent, type(parent))}
 
 
-def _run(subjects: _Subjects, rows: list[int], downs: set[int]) -> int:
-    """Run each shape once for each number of tokens; ``downs`` from ``gate_up`` too."""
-    seen, gated = set(), set()
+def _run(subjects: _Subjects, rows: list[int], gated: set[int]) -> int:
+    """Run each shape once for each number of tokens; the ``gated`` layers from ``gate_up`` too."""
+    seen, from_gate_up = set(), set()
     for layer, dtype in subjects:
         bound = layer.bind(dtype)
         for m in rows:
@@ -193,8 +193,8 @@ def _run(subjects: _Subjects, rows: list[int], downs: set[int]) -> int:
                 seen.add(key)
                 with torch.inference_mode():
                     layer(torch.zeros(m, layer.in_features, dtype=dtype, device=layer.device))
-            if id(layer) in downs and key not in gated:
-                gated.add(key)
+            if id(layer) in gated and key not in from_gate_up:
+                from_gate_up.add(key)
                 with torch.inference_mode():
                     layer.swiglu(torch.zeros(m, 2 * layer.in_features, dtype=dtype, device=layer.device))
         layer._hold_once()

@@ -16,6 +16,7 @@ import torch
 from fp4dispatch import jit
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, builds_of
+from fp4dispatch.backends.own import swiglu
 from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.machine import system as _system
@@ -30,12 +31,16 @@ SAMPLES = (1, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024
 
 
 class Ask(NamedTuple):
-    """A layer: its problem (M is ignored), the backend that it names or None, its GPU index, and token counts."""
+    """A layer: its problem (M is ignored), the backend that it names or None, its GPU index, and token counts.
+
+    ``gated``: it is called with ``gate_up`` too (:meth:`~fp4dispatch.backends.base.Backend.swiglu`).
+    """
 
     problem: Problem
     backend: str | None
     gpu: int | None
     tokens: tuple[int, ...] = SAMPLES
+    gated: bool = False
 
 
 _seen: dict[Ask, tuple[object, ...]] = {}
@@ -89,4 +94,6 @@ def _builds(ask: Ask, system: System) -> list[tuple[str, str]]:
                 names += trial.builds(backend, p.op, p.scaling, p.activation, system, device, half)
         backend, problem = decided[bucket]
         names += builds_of(backend, replace(problem, m=m), device)
+    if ask.gated and any(kernel == swiglu.QUANTIZER for kernel, _ in names):
+        names.append((swiglu.KERNEL, "any"))
     return names

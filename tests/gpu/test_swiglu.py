@@ -350,7 +350,7 @@ def test_a_fused_model_gives_the_bits_it_gave_without(fmt: str, monkeypatch: pyt
         model = decoder.build(MODEL, torch.device("cuda"))
         decoder.quantise(model, f"{fmt}+fuse")
         mlp = model.model.layers[0].mlp
-        assert mlp.fused_downs == ("down_proj",)
+        assert mlp.fused_downs == (("down_proj", "act_fn"),)
         tokens = (1, 16, 33, 200)
         warmup(model, tokens=tokens)
         for m in tokens:

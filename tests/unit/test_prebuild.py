@@ -156,6 +156,23 @@ def test_fp8_rows_need_the_kernels_of_few_and_of_many_tokens(asked):
     } == names
 
 
+@pytest.mark.parametrize(("op", "scaling"), [("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "row"), ("fp8_gemm", "block128")])
+def test_a_layer_that_is_given_gate_up_needs_swiglu_too(asked, op, scaling):
+    prebuild.together([ask(op, scaling)])
+    prebuild.together([ask(op, scaling)._replace(gated=True)])
+    (plain, _), (gated, _) = asked
+    assert gated - plain == {("swiglu_activations", "any")}
+
+
+def test_a_layer_with_16_bit_activations_does_not_need_it(asked):
+    given = ask("nvfp4_gemm", "nvfp4")
+    given = given._replace(problem=replace(given.problem, activation="bf16"))
+    prebuild.together([given._replace(gated=True)])
+    ((names, _),) = asked
+    assert ("w4a16_small", "bf16") in names
+    assert not any("activations" in kernel for kernel, _ in names)
+
+
 def test_only_cublaslt_needs_a_quantiser_of_its_own(asked, monkeypatch):
     prebuild.together([ask("fp8_gemm", "row")])
     prebuild._seen.clear()

@@ -25,7 +25,7 @@ from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
-from fp4dispatch.run import nvtx, ops, routes
+from fp4dispatch.run import nvtx, ops, prebuild, routes
 from tests import swiglu_fake, tiny_models, w4_fake, w8_fake
 from tests.hopper import seems_to_be_here
 
@@ -507,7 +507,7 @@ def given(monkeypatch):
 def test_a_fused_model_gives_the_bits_it_gave_without(name, fmt):
     made = model(name, fmt)
     mlp = mlp_of(made)
-    assert mlp.fused_downs == ("down_proj",)
+    assert mlp.fused_downs == (("down_proj", "act_fn"),)
     with torch.no_grad():
         got = made(IDS).logits
         for other in made.model.layers:
@@ -690,7 +690,7 @@ def test_copies_and_pickles_have_it(given):
     with torch.no_grad():
         want = mlp_of(made)(x)
         for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-            assert mlp_of(other).fused_downs == ("down_proj",)
+            assert mlp_of(other).fused_downs == (("down_proj", "act_fn"),)
             assert torch.equal(mlp_of(other)(x), want)
     assert len(given) == 3
 
@@ -724,6 +724,21 @@ class MoreToDo(Toy):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 2)
 
 
+class AroundTheGate(Toy):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(torch.tanh(self.gate_proj(x))) * self.up_proj(x))
+
+
+class AroundUp(Toy):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).abs())
+
+
+class GateByAFunction(Toy):
+    def forward(self, x):
+        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
 class Names(Toy):
     def forward(self, x):
         gate, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
@@ -735,7 +750,12 @@ class OfAFunction(Toy):
         return torch.tanh(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-@pytest.mark.parametrize("cls", [OtherOrder, UpActivated, Sum, MoreToDo, Names, OfAFunction])
+OTHER_EXPRESSIONS = (
+    *(OtherOrder, UpActivated, Sum, MoreToDo, AroundTheGate, AroundUp, GateByAFunction, Names, OfAFunction),
+)
+
+
+@pytest.mark.parametrize("cls", OTHER_EXPRESSIONS)
 def test_other_expressions_stay_as_they_were(cls, given):
     torch.manual_seed(0)
     made = cls()
@@ -789,6 +809,35 @@ def test_warmup_loads_the_kernel_of_fused_mlps(monkeypatch):
         with torch.no_grad():
             mlp_of(made)(x)
         assert kernels.launched[-2][0] == "w4_swiglu_row"
+
+
+@in_models
+def test_warmup_does_not_load_it_for_other_activations(monkeypatch):
+    kernels = w4_fake.install(monkeypatch)
+    with seems_to_be_here(monkeypatch):
+        made = model()
+        made.to(torch.bfloat16)
+        for each in made.model.layers:
+            each.mlp.act_fn = nn.GELU()
+        warmup(made, tokens=[100])
+        assert any(name == "w4_quantize_row" for name, *_ in kernels.launched)
+        assert (front.KERNEL, "any") not in kernels.loaded
+
+
+@in_models
+@pytest.mark.parametrize(("act", "wanted"), [(nn.SiLU, True), (nn.GELU, False)])
+def test_fuse_and_warmup_compile_it_with_the_others(monkeypatch, act, wanted):
+    asked = []
+    monkeypatch.setattr(prebuild, "together", lambda asks: asked.append([a for a in asks if a.gated]))
+    made = model(fuse=False)
+    for each in made.model.layers:
+        each.mlp.act_fn = act()
+    fp4dispatch.fuse(made)
+    warmup(made, tokens=[3])
+    down = mlp_of(made).down_proj
+    (by_fuse, by_warmup) = [found for found in asked if found] or ([], [])
+    for found in (by_fuse, by_warmup):
+        assert [(a.problem.n, a.problem.k) for a in found] == [(down.out_features, down.in_features)] * 2 * wanted
 
 
 def test_the_names_of_hooks_are_those_of_torch():

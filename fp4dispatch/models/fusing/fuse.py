@@ -13,7 +13,7 @@ from torch import nn
 
 from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
 from fp4dispatch.machine import capture
-from fp4dispatch.models.fusing.parents import FusedProjections, Groups, fused_class
+from fp4dispatch.models.fusing.parents import FusedProjections, Groups, downs, fused_class
 from fp4dispatch.models.fusing.rewrite import CannotFuse, uses_of_others, uses_outside_forward
 from fp4dispatch.models.fusing.rows import join
 from fp4dispatch.models.linear import FP4Linear, FP8Linear, layer_of
@@ -309,7 +309,7 @@ def _fuse(candidate: _Candidate) -> FusedLayer:
     )
 
 
-def _class_for(candidate: _Candidate) -> type[nn.Module]:
+def _class_for(candidate: _Candidate) -> type[FusedProjections]:
     """Return the class that the module gets. Raises CannotFuse if there can be none."""
     parent = candidate.parent
     before = parent.fused_groups if isinstance(parent, FusedProjections) else ()
@@ -383,11 +383,13 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _asks(candidates: Iterable[_Candidate]) -> list[Ask]:
-    """Return the prebuild requests of the fused layers."""
+    """Return the prebuild requests of the fused layers, and of those that they give ``gate_up``."""
     asks = []
     for candidate in candidates:
         layers = candidate.layers()
         first = layers[0]
         problem = replace(first.problem(1), n=sum(layer.out_features for layer in layers))
         asks.append(Ask(problem, first.backend, routes.gpu_of(first.device)))
+        for down in downs(candidate.parent, _class_for(candidate)):
+            asks.append(Ask(down.problem(1), down.backend, routes.gpu_of(down.device), gated=True))
     return asks

@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from fp4dispatch.errors import FormatError
-from fp4dispatch.models.fusing.rewrite import fused_forward
+from fp4dispatch.models.fusing.rewrite import Gated, fused_forward
 from fp4dispatch.models.fusing.rows import join_tensors, split_tensors
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 
@@ -31,8 +31,8 @@ class FusedProjections(nn.Module):
     fused_base: type[nn.Module]
     """The class that the module had before."""
     fused_groups: Groups
-    fused_downs: tuple[str, ...]
-    """Names of the layers whose call the rewritten ``forward`` makes through :meth:`_fused_down`."""
+    fused_downs: tuple[Gated, ...]
+    """Layers whose call the rewritten ``forward`` makes through :meth:`_fused_down`."""
     _fused_rows: dict[str, list[int]]
     """Rows of the shards of each fused layer, by its name. The rewritten ``forward`` reads it."""
 
@@ -127,7 +127,7 @@ def is_silu(act: Any) -> bool:
     return (cls is nn.SiLU or theirs) and _is_called_plainly(act)
 
 
-def takes_gate_up(down: Any) -> bool:
+def takes_gate_up(down: Any) -> TypeGuard[QuantizedLinear]:
     """Whether :meth:`QuantizedLinear.swiglu` of a module does all that a call of it does."""
     return (
         isinstance(down, QuantizedLinear) and type(down).forward is QuantizedLinear.forward and _is_called_plainly(down)
@@ -150,7 +150,7 @@ def _is_called_plainly(module: nn.Module) -> bool:
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 
 
-def fused_class(base: type[nn.Module], groups: Groups) -> type[nn.Module]:
+def fused_class(base: type[nn.Module], groups: Groups) -> type[FusedProjections]:
     """Return the subclass of a module's class with these fused layers.
 
     Raises
@@ -163,12 +163,12 @@ def fused_class(base: type[nn.Module], groups: Groups) -> type[nn.Module]:
 
 
 @functools.cache
-def _made(base: type[nn.Module], groups: Groups, forward: object) -> type[nn.Module]:
+def _made(base: type[nn.Module], groups: Groups, forward: object) -> type[FusedProjections]:
     """Return the class for the ``forward`` that its base has now."""
-    forward_of_all, downs = fused_forward(base, groups)
+    forward_of_all, gated = fused_forward(base, groups)
     body = {
         "forward": forward_of_all,
-        "fused_downs": downs,
+        "fused_downs": gated,
         "fused_base": base,
         "fused_groups": groups,
         "__module__": base.__module__,
@@ -176,6 +176,14 @@ def _made(base: type[nn.Module], groups: Groups, forward: object) -> type[nn.Mod
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (FusedProjections, base), body)
+
+
+def downs(module: nn.Module, cls: type[FusedProjections]) -> Iterator[QuantizedLinear]:
+    """Yield the layers of a module that take ``gate_up`` where it has this class."""
+    for gated in cls.fused_downs:
+        down = getattr(module, gated.down, None)
+        if takes_gate_up(down) and is_silu(getattr(module, gated.act, None)):
+            yield down
 
 
 def parents(model: nn.Module) -> Iterator[tuple[str, FusedProjections]]:

@@ -29,7 +29,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -54,14 +54,21 @@ _FUTURE = functools.reduce(
 )
 
 
+class Gated(NamedTuple):
+    """Names of a down projection and of the activation of the gate before it."""
+
+    down: str
+    act: str
+
+
 class CannotFuse(Exception):
     """Layers that stay as they are; the text is the reason."""
 
 
 def fused_forward(
     cls: type[nn.Module], groups: tuple[tuple[str, tuple[str, ...]], ...]
-) -> tuple[FunctionType, tuple[str, ...]]:
-    """Return the ``forward`` of a class with fused layers, and the names of its layers that may take ``gate_up``.
+) -> tuple[FunctionType, tuple[Gated, ...]]:
+    """Return the ``forward`` of a class with fused layers, and its layers that may take ``gate_up``.
 
     Parameters
     ----------
@@ -86,7 +93,7 @@ def fused_forward(
     result: FunctionType = made[node.name]
     inner = inspect.unwrap(result)
     inner.__qualname__ = function.__qualname__
-    return result, tuple(down for down in downs if down)
+    return result, tuple(gated for gated in downs if gated is not None)
 
 
 def uses_outside_forward(cls: type[nn.Module], names: Collection[str]) -> str:
@@ -140,8 +147,8 @@ def _source(cls: type[nn.Module]) -> tuple[FunctionType, ast.FunctionDef]:
     return function, node
 
 
-def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Sequence[str]) -> str:
-    """Replace the calls of the shards in place. Return the name of the layer around them that may take ``gate_up``."""
+def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Sequence[str]) -> Gated | None:
+    """Replace the calls of the shards in place. Return the layer around them that may take ``gate_up``, if any."""
     me, label = function.args.args[0].arg, f"{cls.__name__}.forward"
     calls = _calls(function, me, shards, label)
     blocks = {id(block) for block, _, _ in calls.values()}
@@ -159,9 +166,9 @@ def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Seq
     rows = f"{me}.{ROWS}[{fused!r}]"
     gated = _gated(function, me, [calls[shard][2] for shard in shards]) if tuple(shards) == GATED else None
     if gated is not None:
-        call, down, act = gated
-        _put_text(function, call, f"{me}.{DOWN}({me}.{down}, {me}.{act}, {whole}, {rows})")
-        return down
+        call, names = gated
+        _put_text(function, call, f"{me}.{DOWN}({me}.{names.down}, {me}.{names.act}, {whole}, {rows})")
+        return names
     first = min(calls, key=lambda name: (calls[name][2].lineno, calls[name][2].col_offset))
     parts = f"_{fused}_parts"
     for index, shard in enumerate(shards):
@@ -170,11 +177,11 @@ def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Seq
         if shard == first:
             text = f"({parts} := {whole}.split({rows}, -1))[{index}]"
         _put_text(function, call, text)
-    return ""
+    return None
 
 
-def _gated(function: ast.FunctionDef, me: str, calls: Sequence[ast.Call]) -> tuple[ast.Call, str, str] | None:
-    """Find ``self.down(self.act(gate) * up)`` around two calls. Return the node, and the names of down and act."""
+def _gated(function: ast.FunctionDef, me: str, calls: Sequence[ast.Call]) -> tuple[ast.Call, Gated] | None:
+    """Find ``self.down(self.act(gate) * up)`` around two calls. Return the node, and the names in it."""
     gate, up = calls
     for node in ast.walk(function):
         if not (isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords):
@@ -186,7 +193,7 @@ def _gated(function: ast.FunctionDef, me: str, calls: Sequence[ast.Call]) -> tup
         if isinstance(left, ast.Call) and len(left.args) == 1 and left.args[0] is gate and not left.keywords:
             act = _mine(left.func, me)
             if act:
-                return node, down, act
+                return node, Gated(down, act)
     return None
 
 
