@@ -53,7 +53,7 @@ TOKEN = torch.arange(8).view(8, 1)
 
 
 def activation_index():
-    """Which k each of the 128 bytes of each of 8 tokens belongs to: csrc/quantise/packed_activations.cu."""
+    """Which k each of the 128 bytes of each of 8 tokens belongs to: csrc/quantise/pack_e4m3.h."""
     place = torch.arange(128)
     column, byte = (place // 16) ^ TOKEN, place % 16
     return 64 * (column // 4) + 16 * (byte // 4) + 8 * (column // 2 % 2) + 4 * (column % 2) + byte % 4

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pack_activations(q: Tensor) -> Tensor:
-    """Return e4m3 activations [M, K] as ``packed_activations.cu`` packs them: uint8 [ceil(K/128), ceil(M/8), 1024].
+    """Return e4m3 activations [M, K] as ``pack_e4m3.h`` packs them: uint8 [ceil(K/128), ceil(M/8), 1024].
 
     Every element is placed on its own, by the formula in the header of that file.
     """

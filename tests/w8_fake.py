@@ -29,7 +29,7 @@ TOKEN, COLUMN = torch.arange(8).view(8, 1), torch.arange(8).view(1, 8)
 
 
 def pack_activation(q):
-    """e4m3 [M, K] -> what w8a8 multiplies, uint8 [ceil(K/128), ceil(M/8), 1024]: packed_activations.cu."""
+    """e4m3 [M, K] -> what w8a8 multiplies, uint8 [ceil(K/128), ceil(M/8), 1024]: pack_e4m3.h."""
     (m, k), (columns, blocks) = q.shape, (-(-q.shape[1] // 128), -(-q.shape[0] // 8))
     padded = torch.zeros(blocks * 8, columns * 128, dtype=torch.uint8, device=q.device)
     padded[:m, :k] = q.view(torch.uint8)

@@ -43,7 +43,7 @@ def problem(name, m, n=4096, k=4096, out="bfloat16"):
 
 
 def test_emulated_activations_are_packed_as_the_kernel_documents():
-    """csrc/quantise/packed_activations.cu, one element at a time."""
+    """csrc/quantise/pack_e4m3.h, one element at a time."""
     m, k = 13, 336
     q = torch.randn(m, k).to(torch.float8_e4m3fn)
     packed, bits = w4_fake.pack_activation(q), q.view(torch.uint8)

@@ -65,7 +65,7 @@ def exact(w, x, bias=None):
 
 
 def test_emulated_activations_are_packed_as_the_kernel_documents():
-    """csrc/quantise/packed_activations.cu, k in their own order, one byte at a time."""
+    """csrc/quantise/pack_e4m3.h, k in their own order, one byte at a time."""
     m, k = 13, 336
     x = torch.randint(256, (m, k), dtype=torch.uint8)
     packed = w8_fake.pack_activation(x.view(E4M3))

@@ -59,7 +59,7 @@ def aligned(x: Tensor, k: int) -> Tensor:
 
 
 def packed_part(m: int, k: int) -> Part:
-    """Return the memory for an activation packed by ``quantise/packed_activations.cu``: e4m3, 8 tokens by 128 k."""
+    """Return the memory for an activation packed by ``quantise/pack_e4m3.h``: e4m3, 8 tokens by 128 k."""
     return Part((-(-k // 128), -(-m // _PACKED_TOKENS), _PACKED_BYTES), torch.uint8)
 
 
