@@ -122,15 +122,16 @@ def considered(asked, speed):
 def test_a_launch_takes_longer_where_the_next_one_finds_no_room():
     """264 CTAs of two on an SM: full. 132 leave room for the next 132, whose first loads then do not show."""
     usable = speeds.of(H200).many_tokens.usable
-    shape, about = FewTokensShape(16, 1, 2, 1, 1, 3, 3), KERNELS["w4a8_small"]
+    shape, about = FewTokensShape(8, 1, 4, 2, 1, 3, 3), KERNELS["w4a16_small"]
     assert about.resident(shape, SM90) == 2
 
-    def no_room(ctas):
-        return few_tokens_model.work(about, shape, 16, 64 * ctas, 4096, usable).no_room
+    def no_room(ctas, about=about, shape=shape):
+        return few_tokens_model.work(about, shape, 8, 64 * ctas, 4096, usable).no_room
 
     assert [no_room(ctas) for ctas in (66, 132, 198, 264, 330)] == [0, 0, pytest.approx(2 / 3), 1, pytest.approx(0.25)]
-    speed = replace(speeds.of(H200).few_tokens["w4a8_small"], late=1.0, late_stage=0.1)
-    full = few_tokens_model.work(about, shape, 16, 64 * 264, 4096, usable)
+    assert no_room(66, KERNELS["w4a8_small"], FewTokensShape(16, 1, 2, 1, 1, 3, 3)) == 1  # a quantiser is in between
+    speed = replace(speeds.of(H200).few_tokens["w4a16_small"], late=1.0, late_stage=0.1)
+    full = few_tokens_model.work(about, shape, 8, 64 * 264, 4096, usable)
     late = few_tokens_model.time_of(speed, 0.2, 0.1, full) - few_tokens_model.time_of(
         speed, 0.2, 0.1, full._replace(no_room=0.0)
     )

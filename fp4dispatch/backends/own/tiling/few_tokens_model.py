@@ -1,8 +1,8 @@
 """The launch model of the kernels for few tokens: which launch shape to use, and how long it should take. No torch.
 
 A launch is waves of CTAs. In a wave each CTA does its stages of K, and a stage takes as long as the slowest of five
-things, in about: one CTA alone, all CTAs of an SM together, the latency of memory over the stages of a ring, memory
-bandwidth, L2 bandwidth. :class:`FewTokensSpeed` has the constants, fitted by bench/fit_launch_model.py.
+things, in about: one CTA alone, all CTAs of an SM together, latency and transfer of one stage over the stages of a
+ring, memory bandwidth, L2 bandwidth. :class:`FewTokensSpeed` has the constants, fitted by bench/fit_speeds.py.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Work(NamedTuple):
     ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``weight_bytes`` and ``read_bytes`` of a stage of a CTA;
     ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` of a CTA; ``several`` (0 or 1):
     an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``no_room``: share of the first wave
-    of the next launch that finds no room beside the last wave of this one.
+    of the next launch that finds no room beside the last wave of this one; 1 for FP8 activations, where a quantiser
+    runs in between.
     """
 
     stages: float
@@ -219,7 +220,7 @@ def work(
         sum_bytes=4 * shape.groups * shape.tokens * shape.row_blocks * ROWS,
         several=float(resident > 1),
         first=min(stages, shape.stages),
-        no_room=1 - min(free / min(ctas, at_once), 1.0),
+        no_room=1 - min(free / min(ctas, at_once), 1.0) if about.x_bytes > 1 else 1.0,
     )
 
 
@@ -229,11 +230,12 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
     more = (w.waves + w.rest - 1) * (1 - w.several * (1 - speed.overlap))
 
     def stage(wave: Wave) -> Any:
+        memory = wave.ctas * w.weight_bytes / wave.readers / speed.memory
         times = (
             alone,
             full * w.groups * wave.of_sm,
-            speed.latency / w.ring,
-            wave.ctas * w.weight_bytes / wave.readers / speed.memory,
+            (speed.latency + memory) / w.ring,
+            memory,
             wave.ctas * w.read_bytes / speed.l2,
         )
         return sum(each**NORM for each in times) ** (1 / NORM)
