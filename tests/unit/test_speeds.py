@@ -15,8 +15,9 @@ from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.compiled import Layout, Loaded
-from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, predict, speeds
+from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, predict, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
+from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
@@ -136,6 +137,24 @@ def test_a_launch_takes_longer_where_the_next_one_finds_no_room():
         speed, 0.2, 0.1, full._replace(no_room=0.0)
     )
     assert late == pytest.approx(1.3)  # a ring of three stages
+
+
+def test_few_fp8_tokens_go_to_a_kernel_for_many_only_if_it_looks_much_faster(monkeypatch):
+    """On an H200 w4a8_small took 6.9 us for [33, 2560] by [5120, 2560], w4_gemm_sm90 9.0."""
+
+    def kernel(m, activation):
+        asked = Problem("nvfp4_gemm", m, 5120, 2560, activation)
+        return tiles.tile_for(
+            asked, H200.arch, H200.sms, "w4", lambda tile: tile.kernel != UNFOLD, speeds.of(H200)
+        ).kernel
+
+    asked = [(33, "fp8"), (64, "fp8"), (65, "fp8"), (33, "bf16"), (300, "bf16")]
+    found = [kernel(*each) for each in asked]
+    assert found == ["w4a8_small", "w4a8_small", *["w4_gemm_sm90"] * 3]
+    monkeypatch.setattr(tiles, "DOUBT", 1.0)
+    assert kernel(33, "fp8") == "w4_gemm_sm90"
+    monkeypatch.setattr(tiles, "DOUBT", 100.0)
+    assert [kernel(*each) for each in asked] == found
 
 
 def test_more_waves_and_slower_memory_take_longer():

@@ -24,6 +24,9 @@ _OPTIONAL |= {"predicted": bool}
 _SPEED = {field.name: {"int": int, "float": float}[str(field.type)] for field in fields(TileSpeed)}
 _SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSpeed) if field.default is not MISSING}
 _TABLES = ("cutlass", "w4", "w8")
+FEW_TOKENS, DOUBT = 64, 1.11
+"""Up to so many FP8 tokens a kernel for many tokens must be predicted to be 10 % faster than one for few tokens: there
+the launch model of many tokens is off by up to 1.4 (bench/notes/random-problems.md)."""
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
@@ -142,20 +145,26 @@ def tile_for(
 ) -> Tile | None:
     """Return the row of a table that serves a problem and that ``takes`` accepts; None if there is none.
 
-    With the constants of the GPU: the row with the lowest predicted time, whatever the bounds of rows say. Without
-    them, or where the models do not cover the row that comes first by the bounds: that row; if it is ``predicted``, the
-    fastest of all fitting rows that are.
+    With the constants of the GPU: the row with the lowest predicted time, whatever the bounds of rows say; that of
+    kernels for many tokens is doubted where there are few. Without them, or where the models do not cover the row that
+    comes first by the bounds: that row; if it is ``predicted``, the fastest of all fitting rows that are.
     """
+
+    def predicted(tile: Tile) -> float | None:
+        us = None if speeds is None else tile.predicted_us(problem, speeds)
+        doubted = tile.speed is not None and problem.m <= FEW_TOKENS and problem.activation == "fp8"
+        return us * DOUBT if us is not None and doubted else us
+
     fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
-    if speeds is not None and fitting and fitting[0].predicted_us(problem, speeds) is not None:
+    if fitting and predicted(fitting[0]) is not None:
         timed = [
             (us, i, tile)
             for i, tile in enumerate(tiles(table))
-            if tile.runs(problem, arch) and takes(tile) and (us := tile.predicted_us(problem, speeds)) is not None
+            if tile.runs(problem, arch) and takes(tile) and (us := predicted(tile)) is not None
         ]
         us, _, fastest = min(timed)
         default = _by_bounds(fitting, problem, sms)
-        usual = default.predicted_us(problem, speeds)
+        usual = predicted(default)
         return default if usual is None or us >= (1 - MARGIN) * usual else fastest
     return _by_bounds(fitting, problem, sms) if fitting else None
 
