@@ -133,7 +133,7 @@ def decoder() -> str:
         places = [fixed.get(name, i) for i, name in enumerate(names)]
         base = DECODER.get(first["format"], first["format"])
         charts.append(Chart(title, x, series, f"times {base}", "", 1.0, "", 2, places))
-    note = f"A CUDA graph a step; attention, and the head if not named, stay bf16. Commits: {commits(found)}."
+    note = f"A CUDA graph a step; attention and heads not named: bf16. Commits: {commits(found)}."
     return draw(charts, note)
 
 
