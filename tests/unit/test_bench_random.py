@@ -11,6 +11,7 @@ import torch
 from bench import launch_samples
 from fp4dispatch import cli
 from fp4dispatch.backends.own import w4, w8a8
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.benchmark import random_run
 from fp4dispatch.benchmark.methods import launches
 from fp4dispatch.benchmark.methods.base import BASELINE
@@ -201,6 +202,19 @@ def test_samples_are_taken_once_and_kept(few, monkeypatch, tmp_path, capsys):
     assert sampled(monkeypatch, tmp_path, "--problems", "2") == 0
     with pytest.raises(SystemExit, match="name another --out"):
         sampled(monkeypatch, tmp_path, "--problems", "2", "--commit", "def")
+
+
+@pytest.mark.parametrize("words", [(), ("--few",), ("--families", "w4a8 nvfp4"), ("--few", "--families", "w4a8 nvfp4")])
+def test_samples_of_some_kernels(few, monkeypatch, tmp_path, words):
+    random_cases.kernels(monkeypatch)
+    assert sampled(monkeypatch, tmp_path, "--problems", "1", "--m", "9", "64", *words) == 0
+    (problem,) = records.read(tmp_path / "launch-samples-seed-3-h200.json")["problems"]
+    backends = {name.split()[0] for name in problem["launches"]}
+    kernels = {name.split()[1].partition("/")[0] for name in problem["launches"]}
+    assert backends == ({"w4a8"} if "--families" in words else {"w4a16", "w4a8", "w8a16", "w8a8"})
+    small = {kernel for kernel in KERNELS if kernel[:4] == "w4a8" or "--families" not in words}
+    assert small <= kernels
+    assert (kernels == small) == ("--few" in words)
 
 
 def test_samples_say_what_was_wrong_and_that_time_ended(few, monkeypatch, tmp_path, capsys):
