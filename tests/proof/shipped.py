@@ -42,7 +42,7 @@ FAMILIES = {
     ),
     "many_tokens": Family(
         "many_tokens/kernel.h",
-        "    grid_dependency_wait();\n    int const lane = threadIdx.x % 32;\n",
+        "    grid_dependency_wait();\n    // Not earlier",
         "p.alpha",
         "p.m",
         (
@@ -116,18 +116,19 @@ __device__ __noinline__ float other(float const* from) { return *(volatile float
 }  // namespace fault
 """
 
+_TOKENS = "    if constexpr (kLoadsTokens) {\n      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n    }\n"
 # Faults of the load of weights and activations themselves: family -> name -> (file, old, new).
 OWN_FAULTS = {
     "few_tokens": {
         "moved_activations": (
             "few_tokens/kernel.h",
-            "      grid_dependency_wait();\n      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n",
-            "      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n      grid_dependency_wait();\n",
+            f"    grid_dependency_wait();\n{_TOKENS}",
+            f"{_TOKENS}    grid_dependency_wait();\n",
         ),
         "deleted_producers_wait": (
             "few_tokens/kernel.h",
-            "      grid_dependency_wait();\n      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n",
-            "      for (int i = 0; i < ahead; ++i) load_tokens(i, i);\n",
+            f"    grid_dependency_wait();\n{_TOKENS}",
+            _TOKENS,
         ),
         "pointer_of_activations": (
             "few_tokens/kernel.h",

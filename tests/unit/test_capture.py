@@ -140,6 +140,7 @@ def test_every_refusal_is_taken_away_in_a_case_of_the_gpu_tests() -> None:
         "fusing layers",  # tests/unit/test_fuse.py
         "moving",  # an offloaded layer: tests/unit/test_transformers_offload.py
         "the weights of",  # tests/gpu/test_stored_weights.py
+        "loading the SwiGLU kernel",  # tests/gpu/test_swiglu.py
         "cutting the layers of a model",  # tests/unit/test_tensor_parallel_cut.py
         "waiting for writes to packed weights",  # tests/unit/test_stored_weights.py
         "comparing weights that were copied for this call",  # a compiler's copies: tests/unit/test_stored_weights.py
