@@ -31,6 +31,7 @@ from bench import fit_launch_model
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
+from fp4dispatch.backends.own.tiling.tiles import FEW_TOKENS
 from fp4dispatch.machine import gpu_models
 
 PRIOR = 0.01
@@ -54,9 +55,8 @@ FEW_START = {
 }
 TILE_START = (0.2, 0.08)
 LT_START, LT_MEMORY, LT_STAGE = 4.0, 4.3e6, 0.36
-FEW, MOST_FEW = 8, 64
-"""Up to so many tokens only kernels for few tokens run, and the others are not fitted to these; up to so many mostly
-kernels for few tokens, and quantisers are fitted to what they add to those."""
+FEW = 8
+"""Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
 DIGITS = 4
 
 
@@ -318,7 +318,7 @@ def fit(
         "records": list(named),
         "many_tokens": gpu,
         "builds": builds,
-        "quantisers": quantisers([*of_few_tokens, *(p for p in problems if p["m"] > MOST_FEW)]),
+        "quantisers": quantisers([*of_few_tokens, *(p for p in problems if p["m"] > FEW_TOKENS)]),
         "cublaslt": fit_cublaslt(more, model.sms),
         "unfold": fit_unfold(more),
         "few_tokens": few,

@@ -93,14 +93,15 @@ def warmup(
     ranks = Ranks(_group(model, group), alone=not agree)
     subjects, rows = ranks.attempt("warming up", lambda: _subjects(model, tokens, dtype))
     modes = ranks.attempt("warming up", lambda: _modes(subjects, capture, m_min))
-    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows, modes, _gated(model))))
+    gated = ranks.attempt("warming up", lambda: _gated(model))
+    ranks.attempt("compiling", lambda: prebuild.together(_asks(subjects, rows, modes, gated)))
     ranks.attempt("choosing backends", lambda: _choose(subjects, modes))
     if tune:
         _tune(ranks, subjects, rows)
     if tune or ranks.size > 1:
         agreement.settle(ranks, lambda: _decisions(subjects))
         ranks.attempt("planning", lambda: _plan_anew(subjects))
-    return ranks.attempt("warming up", lambda: _run(subjects, rows, _gated(model)))
+    return ranks.attempt("warming up", lambda: _run(subjects, rows, gated))
 
 
 def _group(model: Any, group: Group) -> Group:

@@ -160,11 +160,7 @@ def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     if bound.cuda and capture.stream_is_capturing():
         bound.captured = True
     rows = gate_up.reshape(m, 2 * spec.k)
-    if bound.cuda and bound.index != torch.cuda.current_device():
-        with torch.cuda.device(bound.index):
-            launch(rows, out, bias)
-    else:
-        launch(rows, out, bias)
+    routes.on_device_of(out, launch, rows, out, bias)
     return out.reshape(*lead, spec.n)
 
 

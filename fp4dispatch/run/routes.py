@@ -299,11 +299,16 @@ def launch(
     bias: Tensor | None,
 ) -> None:
     """Run a plan on the device of its operands, whatever the current device is."""
+    on_device_of(out, backend.run, plan, prepared, x, out, bias)
+
+
+def on_device_of(out: Tensor, call: Callable[..., None], *arguments: object) -> None:
+    """Make a call with the device of ``out`` as the current one."""
     if out.is_cuda and out.device.index != torch.cuda.current_device():
         with torch.cuda.device(out.device):
-            backend.run(plan, prepared, x, out, bias)
+            call(*arguments)
     else:
-        backend.run(plan, prepared, x, out, bias)
+        call(*arguments)
 
 
 def _on_its_device(ready: Ready, backend: Backend, plan: Plan, prepared: Prepared) -> Ready:

@@ -11,6 +11,7 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own import compiled, cutlass, scratch, w8a8, w8a16
+from fp4dispatch.backends.own.tensors.operands import QUANTIZER
 from fp4dispatch.backends.own.tiling import launch_model, tiles
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.catalog.manifest import installed
@@ -95,7 +96,7 @@ def test_emulated_kernels_compute_what_they_define(kernel, build, entry, dtype, 
     bias, out = torch.randn(n).to(dtype), torch.full((m, n), torch.nan, dtype=dtype)
     packed, scale = torch.full((2, 3, 1024), 0xFF, dtype=torch.uint8), torch.full((m,), torch.nan)
     gemm = entry_of(kernels.load(kernel, build, SM90).module, entry)
-    quantizers = kernels.load(w8a8.QUANTIZER, "any", SM90).module
+    quantizers = kernels.load(QUANTIZER, "any", SM90).module
     if static is None:
         quantizers.w8_quantize_row(x, packed, scale, True)
     else:
@@ -126,7 +127,7 @@ def test_emulated_kernels_of_blocks_compute_what_they_define(kernel, build, entr
     bias, out = torch.randn(n).to(dtype), torch.full((m, n), torch.nan, dtype=dtype)
     packed, scale = torch.full((3, 3, 1024), 0xFF, dtype=torch.uint8), torch.full((3, 24), torch.nan)
     gemm = entry_of(kernels.load(kernel, build, SM90).module, entry)
-    quantize = kernels.load(w8a8.QUANTIZER, "any", SM90).module.w8_quantize_block
+    quantize = kernels.load(QUANTIZER, "any", SM90).module.w8_quantize_block
     quantize(x, packed, scale, True)
     assert torch.equal(scale[:, :m].t(), formats.fp8_quantize(x, "1x128").scale)
     assert bool((scale[1:, 2] == 1).all())
@@ -209,7 +210,7 @@ def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
         assert all(tile.builds in whole for tile in table if tile.kernel == kernel)
     assert all(set(tile.activations) == set(RECORD.activations) for tile in table)
     catalog = installed()
-    quantizer = catalog.kernel(w8a8.QUANTIZER)
+    quantizer = catalog.kernel(QUANTIZER)
     assert all(catalog.target_for(quantizer, ARCH[arch]) is not None for arch in RECORD.archs)
     assert "any" in quantizer.variants
 
@@ -450,7 +451,7 @@ def test_pdl_where_the_proofs_and_the_setting_allow_it(monkeypatch, allowed, set
 
 
 @pytest.mark.parametrize(
-    ("m", "proven"), [(17, FEW), (17, MANY), (17, w8a8.QUANTIZER), (129, FEW), (129, MANY), (129, w8a8.QUANTIZER)]
+    ("m", "proven"), [(17, FEW), (17, MANY), (17, QUANTIZER), (129, FEW), (129, MANY), (129, QUANTIZER)]
 )
 @pytest.mark.parametrize("scaling", ["row", "block128"])
 def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, scaling, m, proven):
@@ -464,7 +465,7 @@ def test_each_launch_has_the_pdl_of_its_own_proof(monkeypatch, scaling, m, prove
     monkeypatch.setattr(compiled.jit, "load", load)
     run(weights(64, 64, scaling), torch.randn(m, 64).bfloat16())
     gemm = FEW if m <= most_few(scaling) else MANY
-    assert [launch[-1] for launch in kernels.launched] == [proven == w8a8.QUANTIZER, proven == gemm]
+    assert [launch[-1] for launch in kernels.launched] == [proven == QUANTIZER, proven == gemm]
 
 
 def test_what_it_cannot_launch_is_refused(monkeypatch):

@@ -24,8 +24,8 @@ from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.problem.arch import Arch
 
-KERNEL, QUANTIZER = "swiglu_activations", "w4_activations"
-"""The kernel, and the one whose place it takes. One build of each reads bfloat16 and float16."""
+KERNEL = "swiglu_activations"
+"""One build reads bfloat16 and float16. It takes the place of ``tensors.operands.QUANTIZER``."""
 
 _log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()

@@ -30,7 +30,7 @@ from fp4dispatch.backends.own.compiled import (
 )
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.folding import FOLD
-from fp4dispatch.backends.own.tensors.operands import await_writes, packed_part, per_column
+from fp4dispatch.backends.own.tensors.operands import QUANTIZER, await_writes, packed_part, per_column
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.tiling.speeds import Speeds
@@ -118,7 +118,7 @@ class W4A8Backend(_W4Backend):
 
     def with_quantizer(self, problem: Problem, gemm: Build) -> tuple[Build, ...]:
         """Return a GEMM with the quantiser that it needs."""
-        return gemm, ("fp8_quantize" if gemm[0] == UNFOLD else "w4_activations", "any")
+        return gemm, ("fp8_quantize" if gemm[0] == UNFOLD else QUANTIZER, "any")
 
 
 def _launch_small(s: State, weights: Weights = ()) -> Launch:

@@ -25,15 +25,18 @@ from torch import Tensor
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
 from fp4dispatch.backends.own.scratch import Part, Scratch
-from fp4dispatch.backends.own.tensors.operands import await_writes, block_scales_part, packed_part, stored_rows
+from fp4dispatch.backends.own.tensors.operands import (
+    QUANTIZER,
+    await_writes,
+    block_scales_part,
+    packed_part,
+    stored_rows,
+)
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
-
-QUANTIZER = "w4_activations"
-"""Kernels that quantise and pack activations, for W4P and for FP8 weights. One build reads bfloat16 and float16."""
 
 _ENTRY = {"w8a8_small": "w8a8_small", "w8_gemm_sm90": "w8_gemm"}  # a kernel's function
 

@@ -17,6 +17,8 @@ from fp4dispatch.formats import zero_pad
 from fp4dispatch.machine import gpu_models, system
 from fp4dispatch.problem.arch import Arch
 
+QUANTIZER = "w4_activations"
+"""Kernels that quantise and pack activations, for W4P and for FP8 weights. One build reads bfloat16 and float16."""
 _PACKED_TOKENS, _PACKED_BYTES = 8, 1024  # a block of packed activations: 128 k of each of 8 tokens
 
 
