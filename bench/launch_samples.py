@@ -1,8 +1,9 @@
 """Time every launch of our kernels on random problems: what the launch model is fitted to, and judged on.
 
-For each problem: the GEMM alone in every launch shape of every build (activations quantised before), the quantisers
-alone, the fastest launch of each family with its quantiser, cuBLASLt's FP8 GEMM alone, bf16 cuBLAS, and the layers as
-the policy runs them. Every launch is checked tile by tile first. Cold weights, CUDA graphs, methods in turns, medians.
+For each problem: every launch shape of every build, the quantisers alone, the fastest launch of each family with its
+quantiser, cuBLASLt's FP8 GEMM alone, bf16 cuBLAS, and the layers as the policy runs them. A launch is the GEMM alone,
+its activations quantised before; with ``--whole`` it is the quantiser and the GEMM, as layers run them. Every launch is
+checked tile by tile first. Cold weights, CUDA graphs, methods in turns, medians.
 
     python bench/launch_samples.py --seed 1 --commit HASH --out FOLDER [--problems 100] [--m 17 1024] [--seconds 280]
 
@@ -30,8 +31,9 @@ from torch import Tensor
 from bench.graphs import watched
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Prepared
-from fp4dispatch.backends.own.compiled import State
-from fp4dispatch.backends.own.tiling import few_tokens, launch_model
+from fp4dispatch.backends.own.compiled import Build, State
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark import check, machine, roofline
 from fp4dispatch.benchmark.methods.base import Card, tolerance
@@ -51,9 +53,11 @@ EACH = 2
 """Numbers of tokens of one (N, K)."""
 LAYERS = (Layer("nvfp4", None), Layer("row", None), Layer("block128", None))
 METHOD = (
-    "us; CUDA graph replay, cold weights (over 3 L2 caches rotated), 5 rounds in turns, medians; launches: the GEMM "
-    "alone, every output right by tile before it was timed; [shape, us], shape null: the kernel's own"
+    "us; CUDA graph replay, cold weights (over 3 L2 caches rotated), 5 rounds in turns, medians; launches: {what}, "
+    "every output right by tile before it was timed; [shape, us], shape null: the kernel's own"
 )
+
+WHAT = {False: "the GEMM alone", True: "the quantiser, if there is one, and the GEMM"}
 
 
 @dataclass
@@ -68,8 +72,15 @@ class Timed:
 class Sampler:
     """Times one problem after the other."""
 
-    def __init__(self, card: Card, engine: Engine, families: Sequence[Family] = FAMILIES, few: bool = False) -> None:
-        self.card, self.engine, self.families, self.few = card, engine, families, few
+    def __init__(
+        self,
+        card: Card,
+        engine: Engine,
+        families: Sequence[Family] = FAMILIES,
+        near: int | None = None,
+        whole: bool = False,
+    ) -> None:
+        self.card, self.engine, self.families, self.near, self.whole = card, engine, families, near, whole
 
     def record(self, call: Call, copies: int) -> Timed:
         """Record calls on rotating copies."""
@@ -109,9 +120,7 @@ class Sampler:
         if (scaled := _scaled_mm(truth, launcher, out)) is not None:
             timed["scaled_mm"] = self.record(scaled, copies["row"])
         wrong: dict[str, str] = {}
-        for launch in launcher.all(x.shape[0]):
-            if self.few and launch.build[0] not in few_tokens.KERNELS:
-                continue
+        for launch in self.worth_timing(launcher, x.shape[0]):
             try:
                 with watched(f"{launch.name}, M={x.shape[0]} {n}x{truth.operands.k}"):
                     gemm, quantise = parts_of(launcher, launch, x, out)
@@ -122,15 +131,38 @@ class Sampler:
             if fault:
                 wrong[launch.name] = fault
                 continue
-            timed[launch] = self.record(gemm, launcher.copies(launch.family))
+            call = launcher.at(launch, x, out).call if self.whole else gemm
+            timed[launch] = self.record(call, launcher.copies(launch.family))
             if quantise is not None and ("quantise", launch.family, launch.build[0]) not in timed:
                 timed["quantise", launch.family, launch.build[0]] = self.record(quantise, 1)
         us = self.times(timed)
-        whole = {
+        best = fastest(us)
+        calls = {
             family: self.record(launcher.at(launch, x, out).call, launcher.copies(family))
-            for family, launch in fastest(us).items()
+            for family, launch in best.items()
+            if not self.whole
         }
-        return summary(us) | {"with_quantiser": _named(self.times(whole))} | ({"wrong": wrong} if wrong else {})
+        whole = self.times(calls) if calls else {family: us[launch] for family, launch in best.items()}
+        found = summary(us) | {"with_quantiser": {name_of(family): time_ for family, time_ in whole.items()}}
+        return found | ({"whole": True} if self.whole else {}) | ({"wrong": wrong} if wrong else {})
+
+    def worth_timing(self, launcher: Launcher, m: int) -> Iterator[OwnLaunch]:
+        """Yield all launches; of each build for many tokens, only the ``near`` that the launch model puts first."""
+        found = list(launcher.all(m))
+        if self.near is None:
+            yield from found
+            return
+        n, k, gpu = launcher.operands.n, launcher.operands.k, launch_model.gpu_with(self.card.sms)
+        clocks: dict[Build, list[float]] = {}
+        of: dict[OwnLaunch, float] = {}
+        for launch in found:
+            if (tile := speed_of(*launch.build)) is not None and launch.shape is not None:
+                of[launch] = launch_model.clocks(tile, LaunchShape(*launch.shape), m, n, k, gpu)
+                clocks.setdefault(launch.build, []).append(of[launch])
+        for launch in found:
+            first = sorted(clocks.get(launch.build, ()))[: self.near]
+            if launch not in of or of[launch] in first:
+                yield launch
 
     def fault(self, truth: Truth, launch: OwnLaunch, gemm: Call, out: Tensor) -> str:
         """Run a launch into NaN and return what is wrong with the output, or nothing."""
@@ -215,10 +247,6 @@ def summary(us: dict[Any, float]) -> dict[str, Any]:
     }
 
 
-def _named(us: dict[Family, float]) -> dict[str, float]:
-    return {name_of(family): time_ for family, time_ in us.items()}
-
-
 # ---- Report ----
 
 
@@ -292,13 +320,13 @@ def gpu_facts(card: Card, engine: Engine) -> dict[str, Any]:
     return {"name": card.name, "sms": card.sms, "l2_bytes": card.cache_bytes, **clocks, **peaks.to_dict()}
 
 
-def before(path: Path, seed: int, commit: str, device: str) -> list[dict[str, Any]]:
-    """Return the problems that an earlier run of the same seed, commit and device has left in a file."""
+def before(path: Path, seed: int, commit: str, device: str, method: str) -> list[dict[str, Any]]:
+    """Return the problems that an earlier run of the same seed, commit, device and method has left in a file."""
     if not path.exists():
         return []
     old = json.loads(path.read_text("utf-8"))
-    same = (old.get("kind"), old.get("seed"), old["facts"]["commit"], old["facts"]["device"])
-    if same != (KIND, seed, commit, device):
+    same = (old.get("kind"), old.get("seed"), old["facts"]["commit"], old["facts"]["device"], old.get("method"))
+    if same != (KIND, seed, commit, device, method):
         raise SystemExit(f"{path} holds {same}, not what this run would add to: name another --out")
     found: list[dict[str, Any]] = old["problems"]
     return found
@@ -314,11 +342,15 @@ def main() -> int:
     parser.add_argument("--m", type=int, nargs=2, default=(17, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--seconds", type=float, default=280.0)
     parser.add_argument("--families", nargs="+", choices=[name_of(f) for f in FAMILIES], help="all by default")
-    parser.add_argument("--few", action="store_true", help="time only kernels for few tokens")
+    parser.add_argument(
+        "--near", type=int, help="of each build for many tokens, time so many launches that the model puts first"
+    )
+    parser.add_argument("--whole", action="store_true", help="time FP8 activations with their quantiser")
     parser.add_argument("--device")
     args = parser.parse_args()
     families = [f for f in FAMILIES if args.families is None or name_of(f) in args.families]
     ends = time.monotonic() + args.seconds
+    args.out.mkdir(parents=True, exist_ok=True)
     card = machine.card(args.device)
     engine = machine.engine_for(card)
     if card.device.type == "cuda" and card.arch is not None:
@@ -330,9 +362,10 @@ def main() -> int:
     facts, gpu = machine.facts(card, args.commit), gpu_facts(card, engine)
     drawn = sampling.sample(args.seed, args.problems, least_m=args.m[0], most_m=args.m[1], each=EACH)
     path = args.out / records.name({"kind": KIND, "subject": f"seed {args.seed}", "facts": facts})
-    found = before(path, args.seed, args.commit, facts["device"])
+    method = METHOD.format(what=WHAT[args.whole])
+    found = before(path, args.seed, args.commit, facts["device"], method)
     done = {(p["n"], p["k"], p["m"]) for p in found}
-    sampler = Sampler(card, engine, families, args.few)
+    sampler = Sampler(card, engine, families, args.near, args.whole)
     for layer, ms in drawn.shapes:
         left = tuple(m for m in ms if (layer.n, layer.k, m) not in done)
         if time.monotonic() > ends:
@@ -340,7 +373,7 @@ def main() -> int:
         if not left:
             continue
         found += sampler.shape(layer, left, lambda: time.monotonic() > ends)
-        body = {"seed": args.seed, "method": METHOD, "gpu": gpu, "drawn": drawn.problems, "problems": found}
+        body = {"seed": args.seed, "method": method, "gpu": gpu, "drawn": drawn.problems, "problems": found}
         records.write(path, KIND, facts, body, f"seed {args.seed}")
         if card.device.type == "cuda":
             torch.cuda.empty_cache()

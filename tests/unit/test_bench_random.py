@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from bench import launch_samples
 from fp4dispatch import cli
 from fp4dispatch.backends.own import w4, w8a8
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
+from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark import random_run
 from fp4dispatch.benchmark.methods import launches
 from fp4dispatch.benchmark.methods.base import BASELINE
@@ -200,11 +204,15 @@ def test_samples_are_taken_once_and_kept(few, monkeypatch, tmp_path, capsys):
         assert set(problem["with_quantiser"]) == {f"{f.backend} {f.format}" for f in launches.FAMILIES}
     monkeypatch.setattr(launch_samples.Sampler, "shape", lambda *_: pytest.fail("measured again"))
     assert sampled(monkeypatch, tmp_path, "--problems", "2") == 0
-    with pytest.raises(SystemExit, match="name another --out"):
-        sampled(monkeypatch, tmp_path, "--problems", "2", "--commit", "def")
+    for other in (("--commit", "def"), ("--whole",)):
+        with pytest.raises(SystemExit, match="name another --out"):
+            sampled(monkeypatch, tmp_path, "--problems", "2", *other)
 
 
-@pytest.mark.parametrize("words", [(), ("--few",), ("--families", "w4a8 nvfp4"), ("--few", "--families", "w4a8 nvfp4")])
+FEW = "--near", "0"
+
+
+@pytest.mark.parametrize("words", [(), FEW, ("--families", "w4a8 nvfp4"), (*FEW, "--families", "w4a8 nvfp4")])
 def test_samples_of_some_kernels(few, monkeypatch, tmp_path, words):
     random_cases.kernels(monkeypatch)
     assert sampled(monkeypatch, tmp_path, "--problems", "1", "--m", "9", "64", *words) == 0
@@ -214,7 +222,52 @@ def test_samples_of_some_kernels(few, monkeypatch, tmp_path, words):
     assert backends == ({"w4a8"} if "--families" in words else {"w4a16", "w4a8", "w8a16", "w8a8"})
     small = {kernel for kernel in KERNELS if kernel[:4] == "w4a8" or "--families" not in words}
     assert small <= kernels
-    assert (kernels == small) == ("--few" in words)
+    assert (kernels == small) == ("--near" in words)
+
+
+def test_samples_of_the_launches_that_the_model_puts_first(few, monkeypatch, tmp_path):
+    random_cases.kernels(monkeypatch)
+    times = {}
+    for near in (1, 2, 100):
+        out = tmp_path / str(near)
+        assert sampled(monkeypatch, out, "--problems", "1", "--m", "200", "300", "--near", str(near)) == 0
+        (problem,) = records.read(out / "launch-samples-seed-3-h200.json")["problems"]
+        times[near] = {name: {tuple(shape) for shape, _ in some if shape} for name, some in problem["launches"].items()}
+    n, k, m = (problem[key] for key in "nkm")
+    many = [name for name in times[100] if speed_of(*name.split()[1].split("/")) is not None]
+    assert many
+    for name in times[100]:
+        one, two, all_ = (times[near].get(name, set()) for near in (1, 2, 100))
+        assert one <= two <= all_
+        if name in many:
+            tile = speed_of(*name.split()[1].split("/"))
+            first = min(launch_model.clocks(tile, LaunchShape(*s), m, n, k, launch_model.H200) for s in all_)
+            assert {launch_model.clocks(tile, LaunchShape(*s), m, n, k, launch_model.H200) for s in one} == {first}
+        else:
+            assert one == all_
+
+
+def test_samples_with_their_quantiser(few, monkeypatch, tmp_path):
+    """The call that is timed quantises: with ``--whole`` every launch does, else only the fastest of a family."""
+    random_cases.kernels(monkeypatch)
+    quantised = Counter()
+    real = launch_samples.Launcher.at
+
+    def at(self, launch, x, out=None):
+        quantised[launch.name] += 1
+        return real(self, launch, x, out)
+
+    monkeypatch.setattr(launch_samples.Launcher, "at", at)
+    for words in ((), ("--whole",)):
+        quantised.clear()
+        out = tmp_path / str(len(words))
+        assert sampled(monkeypatch, out, "--problems", "1", "--m", "9", "64", *FEW, *words) == 0
+        record = records.read(out / "launch-samples-seed-3-h200.json")
+        (problem,) = record["problems"]
+        launched = sum(map(len, problem["launches"].values()))
+        assert len(quantised) == (launched if words else len(problem["with_quantiser"]))
+        assert problem.get("whole", False) == bool(words)
+        assert ("the quantiser, if there is one, and the GEMM" in record["method"]) == bool(words)
 
 
 def test_samples_say_what_was_wrong_and_that_time_ended(few, monkeypatch, tmp_path, capsys):
