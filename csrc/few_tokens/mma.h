@@ -17,20 +17,24 @@ __device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A warp's units times T tokens, one step of the stage at `offset`.
+// A warp's units times T tokens, one step of the stage at `offset`. To `seen` it adds a word of each load.
 template <class Tile>
 __device__ __forceinline__ void multiply_step(
     typename Tile::Weights::template Reader<Tile::kUnits> const& reader, uint32_t offset, int step,
-    Sums<Tile>& sums) {
+    Sums<Tile>& sums, uint32_t& seen) {
   constexpr int T = Tile::kTokens, U = Tile::kUnits;
   uint32_t const tokens = reader.tokens_at(offset, step);
   typename Tile::Weights::template Packed<U> packed;
   reader.load(offset, step, packed);
+  seen |= packed.seen();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 k
     uint4 b[T / 8];
 #pragma unroll
-    for (int t = 0; t < T / 8; ++t) b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
+    for (int t = 0; t < T / 8; ++t) {
+      b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
+      seen |= b[t].w;
+    }
     // Units in pairs, so that two MMAs in a row never add to the same sums.
 #pragma unroll
     for (int u = 0; u < U; u += 2) {
@@ -62,19 +66,28 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
   int const whole = range.count - (short_end ? 1 : 0);
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0;
+  // Behind loads that are still under way an arrival comes too early: the next copy overtakes them where other warps keep
+  // the load units busy (docs/incidents.md, O-15 and O-16). So its address depends on all that was loaded.
+  uint32_t const zero = unknown_zero(p);
+  auto const release = [&](uint32_t seen) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full + 8 + (seen & zero));
+  };
 #pragma unroll 1
   for (int i = 0; i < whole; ++i) {
     barrier_wait(full, parity);
+    uint32_t seen = 0;
 #pragma unroll
-    for (int step = 0; step < Tile::kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full + 8);
+    for (int step = 0; step < Tile::kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums, seen);
+    release(seen);
     offset += Tile::kStageBytes, full += 16;
     if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
   }
   if (short_end) {
     barrier_wait(full, parity);
-    multiply_step<Tile>(reader, offset, 0, sums);
+    uint32_t seen = 0;
+    multiply_step<Tile>(reader, offset, 0, sums, seen);
+    release(seen);  // nothing follows in the ring, but sums may take its place
   }
 }
 

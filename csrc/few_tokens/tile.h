@@ -27,6 +27,12 @@ struct Params {
   int cluster_log2, stages, trigger;
 };
 
+// 0, which the compiler does not know: a mask that leaves nothing of a value, but waits for it.
+template <class Weights>
+__device__ __forceinline__ uint32_t unknown_zero(Params<Weights> const& p) {
+  return uint32_t(p.cluster_log2) >> 8;
+}
+
 // Whether Params lie as kernels.toml declares to the proof.
 template <class P>
 constexpr bool lies_as_declared() {

@@ -17,6 +17,8 @@ _CODE = re.compile(
     r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;\s+/\* 0x([0-9a-f]+) \*/\n\s+/\* 0x([0-9a-f]+) \*/", re.MULTILINE
 )
 _NONE = 7
+ARRIVALS = "SYNCS.ARRIVE", "UCGABAR_ARV"
+"""At a barrier in shared memory, and at that of a cluster."""
 
 
 class Instruction(NamedTuple):
@@ -62,7 +64,7 @@ def loads_under_way(code: list[Instruction]) -> dict[int, list[int]]:
             seen[i] = loads = loads | seen.get(i, frozenset())
             here = code[i]
             loads = frozenset(load for load in loads if not here.waits >> load[1] & 1)
-            if here.name.startswith("SYNCS.ARRIVE") and loads:
+            if here.name.startswith(ARRIVALS) and loads:
                 found.setdefault(here.address, set()).update(address for address, _ in loads)
             if here.name.startswith("LDS") and here.writes != _NONE:
                 loads |= {(here.address, here.writes)}
