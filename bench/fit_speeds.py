@@ -5,8 +5,9 @@ writing out of weights has a few constants; all are fitted by least squares of l
 
     python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --few FILE ... [--write]
 
-Kernels for few tokens are fitted to the samples of ``--few``, everything else to those of ``--fit``. ``--write`` puts
-the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
+Kernels for few tokens are fitted to the samples of ``--few``, everything else to those of ``--fit``. With FP8
+activations only samples with their quantiser (``--whole``) count, less what a quantiser adds: layers run both.
+``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from bench import fit_launch_model
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
-from fp4dispatch.backends.own.tiling.tiles import FEW_TOKENS
 from fp4dispatch.machine import gpu_models
 
 PRIOR = 0.01
@@ -57,7 +57,11 @@ TILE_START = (0.2, 0.08)
 LT_START, LT_MEMORY, LT_STAGE = 4.0, 4.3e6, 0.36
 FEW = 8
 """Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
+NEWER = 64
+"""Up to so many tokens the samples of ``--few`` say what quantisers add: they are newer."""
 DIGITS = 4
+LEAST_SHARE = 0.2
+"""Of a launch and its quantiser, at least, is the launch's."""
 
 
 def least(function: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
@@ -83,6 +87,23 @@ def few_launches(problems: Iterable[dict[str, Any]], kernel: str, *, blocks: boo
         for shape, us in timed(p, kernel, blocks=blocks)
         if shape is not None
     ]
+
+
+def gemms_alone(p: dict[str, Any], quantised: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return a problem whose launches were timed with their quantisers as one of GEMMs: less what a quantiser adds."""
+    if not p.get("whole"):
+        return p
+    launches = {}
+    for name, some in p["launches"].items():
+        kind = KINDS.get(f"{name.split()[0]} {format_of(name)}")
+        added = other_models.QuantiserSpeed(**quantised[kind]).microseconds(p["m"], p["k"]) if kind else 0.0
+        launches[name] = [[shape, max(us - added, LEAST_SHARE * us)] for shape, us in some]
+    return p | {"launches": launches}
+
+
+def serves(p: dict[str, Any], kernel: str) -> bool:
+    """Whether a kernel is fitted to a problem: FP8 activations to launches that were timed with their quantiser."""
+    return KERNELS[kernel].x_bytes > 1 or bool(p.get("whole"))
 
 
 def timed(p: dict[str, Any], kernel: str, *, blocks: bool) -> Iterator[tuple[Sequence[int] | None, float]]:
@@ -152,6 +173,7 @@ def few_tokens(
     problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool
 ) -> dict[str, Any] | None:
     """Fit a kernel for few tokens; None if it was never launched."""
+    problems = [p for p in problems if serves(p, kernel)]
     some = few_launches(problems, kernel, blocks=blocks)
     if not some:
         return None
@@ -225,6 +247,8 @@ def quantisers(problems: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]
     """
     of: dict[str, list[Added]] = {name: [] for name in speeds.QUANTISERS}
     for p in problems:
+        if p.get("whole"):
+            continue
         for family, kind in KINDS.items():
             whole, alone = p["with_quantiser"].get(family), fastest_of(p, *family.split())
             if whole is not None and alone is not None:
@@ -237,6 +261,12 @@ def quantisers(problems: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]
 
 KINDS = {"w4a8 nvfp4": "w4_row", "w8a8 row": "w8_row", "w8a8 block128": "w8_block"}
 """Quantisers by the families of launches whose activations they quantise."""
+
+
+def format_of(name: str) -> str:
+    """Return the format of the weights of launches, by their name in a record."""
+    backend, build = name.split()
+    return "nvfp4" if backend.startswith("w4") else "block128" if "block_" in build else "row"
 
 
 def fastest_of(p: dict[str, Any], backend: str, fmt: str) -> float | None:
@@ -308,6 +338,8 @@ def fit(
     usable = launch_model.gpu_with(model.sms).usable
     gpu, builds = many_tokens([{**records[0], "problems": more}])
     few: dict[str, Any] = {}
+    quantised = quantisers([*of_few_tokens, *(p for p in problems if p["m"] > NEWER)])
+    of_few_tokens = [gemms_alone(p, quantised) for p in of_few_tokens]
     for kernel in KERNELS:
         for blocks in (False, True):
             row = few_tokens(of_few_tokens, kernel, usable, blocks=blocks)
@@ -318,7 +350,7 @@ def fit(
         "records": list(named),
         "many_tokens": gpu,
         "builds": builds,
-        "quantisers": quantisers([*of_few_tokens, *(p for p in problems if p["m"] > FEW_TOKENS)]),
+        "quantisers": quantised,
         "cublaslt": fit_cublaslt(more, model.sms),
         "unfold": fit_unfold(more),
         "few_tokens": few,

@@ -114,7 +114,8 @@ class Sample:
             kernel, _, build = rest.partition("/")
             if family != backend or build.startswith("block_") != (fmt == "block128"):
                 continue
-            before = 0.0 if backend in ("w4a16", "w8a16") else self.quantiser(backend, fmt, kernel)
+            alone = backend not in ("w4a16", "w8a16") and not self.record.get("whole")
+            before = self.quantiser(backend, fmt, kernel) if alone else 0.0
             for shape, us in found:
                 yield (kernel, build), None if shape is None else tuple(shape), us + before
 

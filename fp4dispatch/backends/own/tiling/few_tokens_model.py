@@ -27,6 +27,8 @@ NORM = 4
 LATE = 0.25
 """Exponent of the share that finds no room: a launch ends with its last CTA, so a few that are late cost nearly as much
 as many (0.25 chose better than 0.5, 1 and a step, on sizes that were not fitted to)."""
+WIDE_CLUSTER, WIDE_SHARE = 4, 0.9
+"""Clusters from this size on fill so much of a GPU where the launch before still runs (bench/notes/few-tokens.md)."""
 
 TileSpeeds = tuple[tuple[tuple[int, ...], float, float], ...]
 
@@ -194,11 +196,17 @@ def work(
     """Return what a launch does."""
     sms = usable[shape.cluster - 1]
     resident = about.resident(shape, SM90, block_scales=block_scales)
+    beside = about.x_bytes == 1 and resident > 1  # starts with its quantiser, while the launch before still runs
     token_tiles, ctas, at_once = _up(m, shape.tokens), shape.ctas(m, n), sms * resident
     sharers = ctas // token_tiles  # CTAs of one token tile
+    if beside and shape.cluster >= WIDE_CLUSTER:
+        at_once = int(at_once * WIDE_SHARE)
 
     def wave(count: int) -> Wave:
-        return Wave(count, max(_up(count, sms), 1), min(max(count / sharers, 1.0), token_tiles))
+        of_sm = max(_up(count, sms), 1.0)
+        if beside:  # an SM with room for two gets two before every SM has one
+            of_sm = min(max(resident * count / sms, of_sm), resident)
+        return Wave(count, of_sm, min(max(count / sharers, 1.0), token_tiles))
 
     waves, rest = divmod(ctas, at_once)
     free = at_once - (rest or at_once)
