@@ -17,24 +17,20 @@ __device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A warp's units times T tokens, one step of the stage at `offset`. To `seen` it adds a word of each load.
+// A warp's units times T tokens, one step of the stage at `offset`.
 template <class Tile>
 __device__ __forceinline__ void multiply_step(
     typename Tile::Weights::template Reader<Tile::kUnits> const& reader, uint32_t offset, int step,
-    Sums<Tile>& sums, uint32_t& seen) {
+    Sums<Tile>& sums) {
   constexpr int T = Tile::kTokens, U = Tile::kUnits;
   uint32_t const tokens = reader.tokens_at(offset, step);
   typename Tile::Weights::template Packed<U> packed;
   reader.load(offset, step, packed);
-  seen |= packed.seen();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 k
     uint4 b[T / 8];
 #pragma unroll
-    for (int t = 0; t < T / 8; ++t) {
-      b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
-      seen |= b[t].w;
-    }
+    for (int t = 0; t < T / 8; ++t) b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
     // Units in pairs, so that two MMAs in a row never add to the same sums.
 #pragma unroll
     for (int u = 0; u < U; u += 2) {
@@ -67,27 +63,31 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0;
   // Behind loads that are still under way an arrival comes too early: the next copy overtakes them where other warps keep
-  // the load units busy (docs/incidents.md, O-15 and O-16). So its address depends on all that was loaded.
+  // the load units busy (docs/incidents.md, O-15 and O-16). So its address depends on sums of each unit and of each 8
+  // tokens, to which all that was loaded has been added.
   uint32_t const zero = unknown_zero(p);
-  auto const release = [&](uint32_t seen) {
+  auto const release = [&] {
+    uint32_t done = 0;
+#pragma unroll
+    for (int u = 0; u < Tile::kUnits; ++u) done |= __float_as_uint(sums[4 * u * (Tile::kTokens / 8)]);
+#pragma unroll
+    for (int t = 1; t < Tile::kTokens / 8; ++t) done |= __float_as_uint(sums[4 * t]);
     __syncwarp();
-    if (lane == 0) barrier_arrive(full + 8 + (seen & zero));
+    if (lane == 0) barrier_arrive(full + 8 + (done & zero));
   };
 #pragma unroll 1
   for (int i = 0; i < whole; ++i) {
     barrier_wait(full, parity);
-    uint32_t seen = 0;
 #pragma unroll
-    for (int step = 0; step < Tile::kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums, seen);
-    release(seen);
+    for (int step = 0; step < Tile::kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
+    release();
     offset += Tile::kStageBytes, full += 16;
     if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
   }
   if (short_end) {
     barrier_wait(full, parity);
-    uint32_t seen = 0;
-    multiply_step<Tile>(reader, offset, 0, sums, seen);
-    release(seen);  // nothing follows in the ring, but sums may take its place
+    multiply_step<Tile>(reader, offset, 0, sums);
+    release();  // nothing follows in the ring, but sums may take its place
   }
 }
 

@@ -54,14 +54,6 @@ struct W4A16Weights {
     uint4 words[U];
     w4::Dequant<Element>::Pair scale[U];
 
-    // Of each load something.
-    __device__ __forceinline__ uint32_t seen() const {
-      uint32_t all = 0;
-#pragma unroll
-      for (int u = 0; u < U; ++u) all |= words[u].w | reinterpret_cast<uint32_t const&>(scale[u]);
-      return all;
-    }
-
     __device__ __forceinline__ void operand_a(int unit, int half, uint32_t (&a)[2][4]) const {
       dequantize_half(words[unit], half, scale[unit], a);
     }

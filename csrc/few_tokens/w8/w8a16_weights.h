@@ -70,14 +70,6 @@ struct W8A16Weights {
   struct Packed {
     uint4 upper[U], lower[U];
 
-    // Of each load something.
-    __device__ __forceinline__ uint32_t seen() const {
-      uint32_t all = 0;
-#pragma unroll
-      for (int u = 0; u < U; ++u) all |= upper[u].w | lower[u].w;
-      return all;
-    }
-
     __device__ __forceinline__ void operand_a(int unit, int half, uint32_t (&a)[2][4]) const {
       uint4 const up = upper[unit], low = lower[unit];
 #pragma unroll
