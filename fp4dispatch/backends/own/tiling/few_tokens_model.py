@@ -28,7 +28,7 @@ LATE = 0.25
 """Exponent of the share that finds no room: a launch ends with its last CTA, so a few that are late cost nearly as much
 as many (0.25 chose better than 0.5, 1 and a step, on sizes that were not fitted to)."""
 MOST_RESIDENT = 2
-"""CTAs of a launch that an SM is counted on to run at once. Where three or four fit, launches that fill all of that took
+"""CTAs of a launch that an SM is counted on to run at once. Where more fit, launches that need all of that room took
 longer than predicted, and choices are better without them (bench/notes/few-tokens.md)."""
 WIDE_CLUSTER, WIDE_SHARE = 4, 0.9
 """Clusters from this size on fill so much of a GPU where the launch before still runs (bench/notes/few-tokens.md)."""
