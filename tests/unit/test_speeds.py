@@ -157,6 +157,48 @@ def test_few_fp8_tokens_go_to_a_kernel_for_many_only_if_it_looks_much_faster(mon
     assert [kernel(*each) for each in asked] == found
 
 
+def work(kernel, tile, cluster, ring, row_blocks):
+    """Return the work of a launch on an H200: so many row blocks of the tile, K = 4096, as many tokens as it has."""
+    shape, usable = FewTokensShape(*tile, cluster, ring, ring), speeds.of(H200).many_tokens.usable
+    return few_tokens_model.work(KERNELS[kernel], shape, tile[0], 64 * tile[1] * row_blocks, 4096, usable)
+
+
+def test_beside_a_quantiser_ctas_start_wherever_there_is_room():
+    few = (16, 1, 2, 1)
+    assert work("w4a8_small", few, 1, 4, 120).last.of_sm == pytest.approx(2 * 120 / 132)
+    assert work("w4a8_small", few, 1, 4, 60).last.of_sm == 1
+    assert work("w4a8_small", few, 1, 4, 200).last.of_sm == 2
+    assert work("w4a8_small", few, 1, 14, 120).last.of_sm == 1, "the ring leaves no room for two"
+    assert work("w4a16_small", (8, 1, 4, 2), 1, 2, 120).last.of_sm == 1, "no quantiser"
+    wide, narrow = (work("w4a8_small", few, cluster, 4, 240 // cluster) for cluster in (4, 2))
+    assert (wide.waves, wide.last.ctas) == (1, 24)
+    assert narrow.waves == 0
+
+
+def test_an_sm_is_counted_on_for_two_ctas_of_a_launch():
+    shape = FewTokensShape(8, 2, 2, 4, 1, 2, 2)
+    assert KERNELS["w4a16_small"].resident(shape, SM90) > 2
+    found = work("w4a16_small", shape[:4], 1, 2, 300)
+    assert (found.waves, found.last.ctas) == (1, 300 - 2 * 132)
+
+
+def test_samples_with_their_quantiser_count_less_what_it_adds():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    quantised = {kind: {"start": 1.0, "row": 0.0, "element": 0.001} for kind in speeds.QUANTISERS}
+    names = ("w4a16 w4a16_small/bf16", "w4a8 w4a8_small/bf16", "w8a8 w8a8_small/block_bf16")
+    p = {"n": 64, "k": 100, "m": 10, "launches": {name: [[None, 10.0], [[1], 2.0]] for name in names}}
+    assert fit_speeds.gemms_alone(p, quantised) is p
+    whole = p | {"whole": True}
+    alone = fit_speeds.gemms_alone(whole, quantised)["launches"]
+    assert alone[names[0]] == p["launches"][names[0]]
+    for name in names[1:]:
+        assert alone[name] == [[None, 8.0], [[1], pytest.approx(0.4)]], "at least a fifth"
+    assert [fit_speeds.serves(each, "w4a8_small") for each in (p, whole)] == [False, True]
+    assert all(fit_speeds.serves(each, "w4a16_small") for each in (p, whole))
+
+
 def test_more_waves_and_slower_memory_take_longer():
     usable = speeds.of(H200).many_tokens.usable
     speed = speeds.of(H200).few_tokens["w8a8_small"]
