@@ -19,7 +19,7 @@ NAME = "w8a16_small"
 REGISTERS = {
     (8, 1, 4, 2): 80,  # two CTAs of 384 threads
     (8, 2, 4, 4): 80,
-    (8, 2, 2, 4): 80,  # four of 192
+    (8, 2, 2, 4): 88,  # three of 192
     (16, 1, 4, 2): 80,
     (16, 2, 2, 4): 112,  # three of 192
     (16, 2, 4, 4): 160,  # one of 384
