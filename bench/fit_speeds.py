@@ -274,7 +274,7 @@ def fastest_of(p: dict[str, Any], backend: str, fmt: str) -> float | None:
     found = [
         (launches[0][1], each)
         for each, launches in p["launches"].items()
-        if each.split()[0] == backend and ("block_" in each) == (fmt == "block128")
+        if each.split()[0] == backend and format_of(each) == fmt
     ]
     us, name = min(found, default=(None, ""))
     return None if predict.UNFOLD in name else us

@@ -137,12 +137,14 @@ class Sampler:
                 timed["quantise", launch.family, launch.build[0]] = self.record(quantise, 1)
         us = self.times(timed)
         best = fastest(us)
-        calls = {
-            family: self.record(launcher.at(launch, x, out).call, launcher.copies(family))
-            for family, launch in best.items()
-            if not self.whole
-        }
-        whole = self.times(calls) if calls else {family: us[launch] for family, launch in best.items()}
+        if self.whole:
+            whole = {family: us[launch] for family, launch in best.items()}
+        else:
+            calls = {
+                family: self.record(launcher.at(launch, x, out).call, launcher.copies(family))
+                for family, launch in best.items()
+            }
+            whole = self.times(calls)
         found = summary(us) | {"with_quantiser": {name_of(family): time_ for family, time_ in whole.items()}}
         return found | ({"whole": True} if self.whole else {}) | ({"wrong": wrong} if wrong else {})
 
