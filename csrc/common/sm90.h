@@ -61,6 +61,36 @@ __device__ __forceinline__ void copy_box_kept_multicast(uint32_t to, void const*
       : "memory");
 }
 
+// ---- Copies of 4 bytes from global to shared memory, of each thread ----
+
+__device__ __forceinline__ void copy_4(uint32_t to, void const* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// Until all that this thread has started are done; others see them behind a barrier.
+__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- Copies from shared to global memory by TMA, by one thread ----
+
+// By each thread that has written to shared memory, before the barrier behind which a thread copies from there.
+__device__ __forceinline__ void writes_for_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void store_box(void const* tensor_map, int x, int y, uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(tensor_map), "r"(x),
+      "r"(y), "r"(from)
+      : "memory");
+}
+__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Fetches what a later copy needs to know.
+__device__ __forceinline__ void prefetch_map(void const* tensor_map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
+}
+// Until all that this thread has committed have been read from shared memory.
+__device__ __forceinline__ void stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // ---- Clusters. Unlike those of common/async_copy.h, threads need not come in whole warps. ----
 
 __device__ __forceinline__ void cluster_arrive_relaxed() {  // orders nothing

@@ -8,118 +8,169 @@
 namespace fp4d {
 
 // What a warpgroup writes where weights are operand A: 64 rows of the weight, which are columns of the output. e4m3
-// tokens are scaled here.
+// tokens are scaled here. Sums are turned in shared memory, and TMA takes them from there while the next tile begins.
+// Stores of the warps themselves, behind a barrier for every 16 or 32 tokens, held it up for 1 to 2 us
+// (bench/notes/many-tokens.md).
 template <class Tile>
 struct OutputByRow {
+  static constexpr int kColumns = 8;  // of wgmma, in a block: tokens; two blocks make a matrix store
+  static constexpr int kTokenBytes = kBlockRows * int(sizeof(Out));  // of the staging, swizzled as TMA does
   Params<typename Tile::Weights> const& p;
   int warpgroup, warp, lane;
-  uint32_t staging;  // in shared memory
-  int row = 0;       // first of the warpgroup
-  float alpha[2] = {}, bias[2] = {};
-  int buffer = 0;
+  uint32_t staging, scales;  // in shared memory
+  int row = 0;               // first of the warpgroup
 
-  struct Scales {  // of a tile's tokens, a lane each
-    float of[Tile::kPieces];
-  };
+  __device__ OutputByRow(Params<typename Tile::Weights> const& p, int warpgroup, int warp, int lane,
+                         uint32_t base)
+      : p(p),
+        warpgroup(warpgroup),
+        warp(warp),
+        lane(lane),
+        staging(base + Tile::kOutAt + warpgroup * Tile::kOutTokens * kTokenBytes),
+        scales(base + Tile::kOutScalesAt + warpgroup * Tile::kOutScaleBytes) {
+    if (warp == 0 && lane == 0) prefetch_map(&p.out_map);
+  }
 
-  __device__ void start(Corner corner, Scales& scales) {
+  // Asks for a tile's scales, which lie in shared memory: alpha of the rows, then those of the tokens. What is not there
+  // gets the last one's.
+  __device__ void start(Corner corner) {
     row = (corner.row_block + warpgroup) * kBlockRows;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int const mine = row + warp * 16 + half * 8 + lane / 4;
-      alpha[half] = mine < p.n ? p.alpha[int64_t(mine) * p.alpha_step] * Tile::Weights::kFactor : 0.f;
-      bias[half] = p.bias != nullptr && mine < p.n ? float(p.bias[mine]) : 0.f;
+    int const thread = warp * 32 + lane;
+    if (thread < kBlockRows) {
+      copy_4(scales + thread * 4, p.alpha + int64_t(min(row + thread, p.n - 1)) * p.alpha_step);
     }
+    if constexpr (kFp8) {
 #pragma unroll
-    for (int j = 0; j < Tile::kPieces; ++j) scales.of[j] = token_scale(corner.token + j * Tile::kPieceTokens);
-  }
-
-  // Of token `first` + lane.
-  __device__ float token_scale(int first) const {
-    if (!kFp8 || lane >= Tile::kPieceTokens || first + lane >= p.m) return 0.f;
-    return p.x_scale[int64_t(first + lane) * p.x_scale_step];
-  }
-
-  // Of 8 of wgmma's columns, those that are there.
-  __device__ int blocks(Corner corner) const { return (p.m - corner.token + 7) / 8; }
-
-  __device__ void tile(float const (&sums)[Tile::kTokens / 2], Corner corner, Scales const& scales) {
-#pragma unroll
-    for (int j = 0; j < Tile::kPieces; ++j) {
-      if (corner.token + j * Tile::kPieceTokens < p.m) {
-        constexpr int kSums = Tile::kPieceTokens / 2;
-        float some[kSums];
-#pragma unroll
-        for (int v = 0; v < kSums; ++v) some[v] = sums[j * kSums + v];
-        piece(some, scales.of[j], corner.token + j * Tile::kPieceTokens, Tile::kPieceTokens);
-      }
-    }
-  }
-
-  // `count` blocks from block `j` on.
-  __device__ void part(float const (&sums)[Tile::kPieceTokens / 2], Corner corner, int j, int count) {
-    piece(sums, token_scale(corner.token + j * 8), corner.token + j * 8, count * 8);
-  }
-
-  // A piece from token `first` on: sums as the loop leaves them, `count` tokens of them wanted.
-  __device__ void piece(float const (&sums)[Tile::kPieceTokens / 2], float scale, int first, int count) {
-    uint32_t const to = staging + buffer * Tile::kPieceBytes;
-    uint32_t const mine =
-        to + (lane / 16 * 8 + lane % 8) * Tile::kPitch + (warp * 16 + lane / 8 % 2 * 8) * int(sizeof(Out));
-#pragma unroll
-    for (int j = 0; j < Tile::kPieceTokens / 8; j += 2) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float scales[2] = {1.f, 1.f};
-#pragma unroll
-        for (int t = 0; t < 2 && kFp8; ++t)
-          scales[t] = __shfl_sync(~0u, scale, (j + i) * 8 + lane % 4 * 2 + t);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float values[2];
-#pragma unroll
-          for (int t = 0; t < 2; ++t)
-            values[t] =
-                fmaf(sums[(4 * (j + i) + 2 * half + t) ^ kOtherBank] * alpha[half], scales[t], bias[half]);
-          pairs[2 * i + half] = pack(values[0], values[1], Out{});
+      for (int i = 0; i < (Tile::kTokens + 127) / 128; ++i) {
+        int const t = i * 128 + thread;
+        if (t < Tile::kTokens) {
+          copy_4(scales + (kBlockRows + t) * 4,
+                 p.x_scale + int64_t(min(corner.token + t, p.m - 1)) * p.x_scale_step);
         }
       }
-      store_matrices_transposed(mine + j * 8 * Tile::kPitch, pairs);
     }
+  }
+
+  // Blocks of columns that are there.
+  __device__ int blocks(Corner corner) const { return (p.m - corner.token + 7) / 8; }
+
+  struct Factors {
+    float alpha[2], bias[2];  // of a lane's rows
+  };
+
+  // Before the first put(): scales have come, and what was put before has been read.
+  __device__ Factors begin() const {
+    copies_wait();
+    stores_have_read();
     sync_threads(1 + warpgroup, 128);
+    Factors f;
 #pragma unroll
-    for (int i = 0; i < Tile::kPieceTokens * 8 / 128; ++i) {
-      int const unit = i * 128 + warp * 32 + lane, t = unit / 8, column = row + unit % 8 * 8;
-      if (t < count && first + t < p.m && column < p.n) {
-        *reinterpret_cast<uint4*>(p.out + int64_t(first + t) * p.n + column) =
-            load_16(to + t * Tile::kPitch + unit % 8 * 16);
+    for (int half = 0; half < 2; ++half) {
+      int const in_block = warp * 16 + half * 8 + lane / 4, mine = row + in_block;
+      f.alpha[half] = __uint_as_float(load_4(scales + in_block * 4)) * Tile::Weights::kFactor;
+      f.bias[half] = p.bias != nullptr && mine < p.n ? float(p.bias[mine]) : 0.f;
+    }
+    return f;
+  }
+
+  // Scales of a lane's two tokens of a block of columns.
+  __device__ __forceinline__ uint2 scales_of(int block) const {
+    if constexpr (!kFp8) return {};
+    return load_8(scales + (kBlockRows + block * kColumns + lane % 4 * 2) * 4);
+  }
+
+  // Two blocks of columns to token `to` of the staging.
+  __device__ __forceinline__ void put(Factors const& f, float const* sums, uint2 first, uint2 second,
+                                      int to) const {
+    float const of[4] = {__uint_as_float(first.x), __uint_as_float(first.y), __uint_as_float(second.x),
+                         __uint_as_float(second.y)};
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float values[2];
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+          values[t] = fmaf(sums[(4 * i + 2 * half + t) ^ kOtherBank] * f.alpha[half],
+                           kFp8 ? of[2 * i + t] : 1.f, f.bias[half]);
+        pairs[2 * i + half] = pack(values[0], values[1], Out{});
       }
     }
-    buffer ^= 1;
+    int const t = lane / 16 * 8 + lane % 8, unit = warp * 2 + lane / 8 % 2;
+    store_matrices_transposed(staging + (to + t) * kTokenBytes + (unit ^ lane % 8) * 16, pairs);
   }
+
+  // `kBlocks` blocks of columns, of which `count` are wanted and the first is block `j` of the tile, to block `to`.
+  template <int kBlocks>
+  __device__ void part(Factors const& f, float const (&sums)[kBlocks * 4], int j, int to, int count) const {
+#pragma unroll
+    for (int i = 0; i < kBlocks; i += 2) {
+      if (i < count) put(f, sums + 4 * i, scales_of(j + i), scales_of(j + i + 1), (to + i) * kColumns);
+    }
+  }
+
+  // `count` tokens of the staging, which are tokens from `first` on. TMA takes them while the next tile begins.
+  template <int kMost>
+  __device__ void write(int first, int count) const {
+    writes_for_copies();
+    sync_threads(1 + warpgroup, 128);
+    if (lane == 0 && row < p.n) {
+#pragma unroll
+      for (int i = 0; i < (kMost / kColumns + 3) / 4; ++i) {
+        int const t = (i * 4 + warp) * kColumns;
+        if (t < count && first + t < p.m) store_box(&p.out_map, row, first + t, staging + t * kTokenBytes);
+      }
+      stores_commit();
+    }
+  }
+
+  __device__ void tile(float const (&sums)[Tile::kTokens / 2], Corner corner) const {
+    constexpr int kTokens = Tile::kTokens, kAtOnce = std::min(Tile::kOutTokens, Tile::kTokens);
+#pragma unroll
+    for (int from = 0; from < kTokens; from += kAtOnce) {
+      Factors const f = begin();
+      uint2 of[kAtOnce / kColumns];
+#pragma unroll
+      for (int i = 0; i < kAtOnce / kColumns; ++i) of[i] = scales_of(from / kColumns + i);
+#pragma unroll
+      for (int t = 0; t < kAtOnce && from + t < kTokens; t += 2 * kColumns)
+        put(f, sums + (from + t) / 2, of[t / kColumns], of[t / kColumns + 1], t);
+      write<kAtOnce>(corner.token + from, min(kAtOnce, kTokens - from));
+    }
+  }
+
+  // Before the CTA ends: its shared memory has been read.
+  __device__ void finish() const { stores_have_read(); }
 };
 
 // What a warp writes where tokens are operand A: 16 tokens, by itself. Sums have been scaled.
 template <class Tile>
 struct OutputByToken {
-  static constexpr int kColumns = 64;  // of the output, at a time
-  // Of what a warpgroup has to turn its output in.
-  static constexpr int kWarpBytes = 2 * Tile::kPieceBytes / 4;
+  static constexpr int kColumns = 64;                                         // of the output, at a time
+  static constexpr int kWarpBytes = 16 * (kColumns * int(sizeof(Out)) + 16);  // to turn its output in
   Params<typename Tile::Weights> const& p;
   int warpgroup, warp, lane;
   uint32_t staging;           // in shared memory, of the warpgroup
   int token = 0, column = 0;  // first of the warp
-  static_assert(16 * (kColumns * int(sizeof(Out)) + 16) <= kWarpBytes);
+  static_assert(4 * kWarpBytes * Tile::kConsumers <= Tile::kOutBytes);
 
-  struct Scales {};
+  __device__ OutputByToken(Params<typename Tile::Weights> const& p, int warpgroup, int warp, int lane,
+                           uint32_t base)
+      : p(p),
+        warpgroup(warpgroup),
+        warp(warp),
+        lane(lane),
+        staging(base + Tile::kOutAt + warpgroup * 4 * kWarpBytes) {}
 
-  __device__ void start(Corner corner, Scales) {
+  struct Factors {};
+
+  __device__ void start(Corner corner) {
     token = corner.token + warpgroup * 64 + warp * 16, column = corner.row_block * kBlockRows;
   }
   __device__ int blocks(Corner) const { return (p.n - column + 7) / 8; }
 
-  __device__ void tile(float const (&sums)[Tile::kTokens / 2], Corner, Scales) {
+  __device__ void tile(float const (&sums)[Tile::kTokens / 2], Corner) const {
     constexpr int kSums = kColumns / 2;
 #pragma unroll
     for (int j = 0; j < Tile::kTokens / kColumns; ++j) {
@@ -129,13 +180,18 @@ struct OutputByToken {
       piece(some, column + j * kColumns, kColumns);
     }
   }
-  __device__ void part(float const (&sums)[Tile::kPieceTokens / 2], Corner, int j, int count) {
+  __device__ Factors begin() const { return {}; }
+  template <int kBlocks>
+  __device__ void part(Factors, float const (&sums)[kBlocks * 4], int j, int, int count) const {
     piece(sums, column + j * 8, count * 8);
   }
+  template <int>
+  __device__ void write(int, int) const {}
+  __device__ void finish() const {}
 
   // Columns from `first` on: sums as the loop leaves them, `count` columns of them wanted.
   template <int kSums>
-  __device__ void piece(float const (&sums)[kSums], int first, int count) {
+  __device__ void piece(float const (&sums)[kSums], int first, int count) const {
     constexpr int kUnits = kSums / 4;  // of 8 columns
     constexpr int kPitch = kUnits * 16 + 16;
     uint32_t const to = staging + warp * kWarpBytes;
@@ -182,18 +238,22 @@ template <class Tile, int split>
 __device__ __forceinline__ void add_and_store(Params<typename Tile::Weights> const& p, Place const& place,
                                               uint32_t sums_at, Output<Tile>& output, Corner corner) {
   constexpr int kBlocks = Tile::kTokens / 8, kMost = (kBlocks + split - 1) / split;  // of 8 columns
-  constexpr int kAtOnce = std::min(kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1, Tile::kPieceTokens / 8);
+  constexpr int kAtOnce = kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
   constexpr int kBatch = std::min(kAtOnce, split >= 8 ? 1 : split >= 3 ? 2 : 4);  // about 8 loads under way
+  static_assert(Tile::Weights::kTokensAreA || (kMost + 1) / 2 * 16 <= Tile::kOutTokens);
   static_assert(kAtOnce % kBatch == 0);
   uint32_t const own =
       sums_at + output.warpgroup * kBlocks * 128 * 16 + (output.warp * 32 + output.lane) * 16;
   uint32_t parts[split];
 #pragma unroll
   for (int i = 0; i < split; ++i) parts[i] = address_in(own, place.with_split(p, i));
-  int const blocks = min(kBlocks, output.blocks(corner)), end = blocks * (place.split + 1) / split;
+  int const blocks = min(kBlocks, output.blocks(corner)), end = blocks * (place.split + 1) / split,
+            start = blocks * place.split / split;
+  auto const factors = output.begin();
 #pragma unroll 1
-  for (int j = blocks * place.split / split; j < end; j += kAtOnce) {
-    float total[Tile::kPieceTokens / 2] = {};
+  for (int j = start; j < end; j += kAtOnce) {
+    constexpr int kTotals = std::max(kAtOnce, 2);
+    float total[kTotals * 4] = {};
 #pragma unroll
     for (int batch = 0; batch < kAtOnce; batch += kBatch) {
       float4 part[kBatch][split] = {};
@@ -213,8 +273,9 @@ __device__ __forceinline__ void add_and_store(Params<typename Tile::Weights> con
         }
       }
     }
-    output.part(total, corner, j, min(kAtOnce, end - j));
+    output.template part<kTotals>(factors, total, j, j - start, min(kAtOnce, end - j));
   }
+  output.template write<(kMost + 1) / 2 * 16>(corner.token + start * 8, (end - start) * 8);
 }
 
 }  // namespace fp4d

@@ -31,9 +31,7 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
                                         Ring<Tile> ring, int warpgroup, int warp, int lane) {
   using Weights = typename Tile::Weights;
   constexpr int T = Tile::kTokens;
-  // Alpha, bias and scales are asked for before a tile's stages where there are registers for them.
-  constexpr bool kEarly = kFp8 && T >= 96 && T <= 128;
-  Output<Tile> output{p, warpgroup, warp, lane, ring.base + Tile::kOutAt + warpgroup * 2 * Tile::kPieceBytes};
+  Output<Tile> output{p, warpgroup, warp, lane, ring.base};
   typename Weights::template Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
   int const items = place.whole + place.parts;
   if (items > 0) loop.start();
@@ -45,17 +43,15 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
     Item const item = item_of<Tile>(p, place, i);
     Corner const corner = item.corner;
     float sums[T / 2];
-    typename Output<Tile>::Scales scales;
 #pragma unroll
     for (float& sum : sums) sum = 0.f;
-    if (kEarly) output.start(corner, scales);
+    output.start(corner);
     // Blocks: the scales of this tile's rows, or of the last where it has none, from the item's first stage on.
     int const row_tile = min(corner.row_block, p.row_blocks - 1) / Tile::kConsumers;
     float const* const scales_at = p.alpha + int64_t(row_tile) * p.stages + item.first;
     loop.run(i + 1 == items, item.count, sums, scales_at);
-    if (!kEarly) output.start(corner, scales);
     if (i < place.whole) {
-      output.tile(sums, corner, scales);
+      output.tile(sums, corner);
     } else {  // the last: nothing is loaded into the ring any more
       sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
 #pragma unroll
@@ -73,6 +69,7 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
       }
     }
   }
+  output.finish();
 }
 
 // ---- The kernel ----

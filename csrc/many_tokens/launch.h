@@ -196,6 +196,7 @@ struct Launch {
     make_ready(device);
     set_tokens(p.x, x, Used::kTokens >> p.multicast_log2);
     Large::ready(p.w, w);
+    if (!Weights::kTokensAreA) p.out_map = map_of_rows(p.out, p.m, p.n, p.n, 8);
     launch(p, device, enable_pdl);
   }
 

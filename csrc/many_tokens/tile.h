@@ -52,6 +52,7 @@ struct Params {
   Out const* bias;
   Out* out;
   Tokens x;
+  CUtensorMap out_map;  // where weights are operand A: boxes of 64 columns and 8 tokens
 };
 
 // Whether Params lie as kernels.toml declares to the proof.
@@ -87,22 +88,24 @@ struct Tile {
   static constexpr int kWeightBytes = kConsumers * kBlockBytes;
   static constexpr int kScaleBytes = Weights::kBlocks ? T * 4 : 0;  // of a stage's tokens
 
-  // Where a warpgroup turns a piece of its output, twice. 16 bytes more a token keep 8 tokens off each other's banks.
-  static constexpr int kPieceTokens = T % 32 == 0 ? 32 : 16, kPitch = 64 * sizeof(Out) + 16,
-                       kPieceBytes = kPieceTokens * kPitch;
-  static constexpr int kPieces = T / kPieceTokens;
-  static constexpr int kOutBytes = kConsumers * 2 * kPieceBytes;
+  // Where warpgroups turn their output, and scales of its rows and tokens.
+  static constexpr int kOutTokens = Weights::out_tokens(T);
+  static constexpr int kOutBytes =
+      Weights::kBlocks ? kConsumers * 64 * 144 : kConsumers * kOutTokens * kBlockRows * int(sizeof(Out));
+  static constexpr int kOutScaleBytes = Weights::kBlocks ? 0 : (kBlockRows + (kFp8 ? T : 0)) * 4;
 
   static constexpr int kLutBytes = Weights::kTableBytes;
 
   static constexpr int kBarrierBytes = 128, kMaxShared = kCtas == 2 ? 115712 : 232448;
   // Tokens, then weights, then scales; the next stage's tokens at a multiple of 1024.
   static constexpr int kStageBytes = (kTokenBytes + kWeightBytes + kScaleBytes + 1023) / 1024 * 1024;
-  static constexpr int kStages =
-      std::min(8, (kMaxShared - kOutBytes - kLutBytes - kBarrierBytes) / kStageBytes);
+  static constexpr int kStages = std::min(
+      8, (kMaxShared - kOutBytes - kConsumers * kOutScaleBytes - kLutBytes - kBarrierBytes) / kStageBytes);
   static constexpr int kOutAt = kStages * kStageBytes, kLutAt = kOutAt + kOutBytes,
-                       kBarriersAt = kLutAt + kLutBytes, kShared = kBarriersAt + kBarrierBytes;
-  static_assert(T % kPieceTokens == 0 && kStages >= 4 && kStages * 16 <= kBarrierBytes);
+                       kOutScalesAt = kLutAt + kLutBytes,
+                       kBarriersAt = kOutScalesAt + kConsumers * kOutScaleBytes,
+                       kShared = kBarriersAt + kBarrierBytes;
+  static_assert(T % 16 == 0 && kStages >= 4 && kStages * 16 <= kBarrierBytes);
   static_assert(kRows * T * 4 <= kOutAt, "the sums of a split take the place of the ring");
 };
 

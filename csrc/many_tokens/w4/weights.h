@@ -60,6 +60,8 @@ struct W4Weights {
   static constexpr bool leaves_registers(int tokens, int consumers) {
     return kFp8 && tokens >= 96 && tokens <= 128 && consumers == 2;
   }
+  // Tokens of a tile that are turned at once at its end. They take shared memory from the ring.
+  static constexpr int out_tokens(int tokens) { return kFp8 || tokens <= 128 ? tokens : tokens / 2; }
   static constexpr int ctas(int tokens) { return kFp8 && tokens <= 64 ? 2 : 1; }
 
   template <int threads>
