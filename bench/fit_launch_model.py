@@ -34,7 +34,9 @@ from fp4dispatch.benchmark.reports.standing import quantile
 NEAR = 1.3
 """Launches that take longer than this many times their build's best weigh less: nobody will choose them."""
 FAR_WEIGHT = 0.2
-GPU_KEYS = ("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks")
+GPU_KEYS = ("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks", "token_clocks")
+TOKEN_CLOCKS = 8.0
+"""From where ``token_clocks`` is fitted, if it is not known."""
 TILE_KEYS = ("alone", "stage", "pair", "share", "cluster")
 
 
@@ -101,6 +103,7 @@ def fitted(start: Model, some: Sequence[Point], *, builds: bool) -> Model:
     Least squares of the logarithms, in which outliers count less. With builds, the clock stays: only its products with
     clocks of builds show.
     """
+    start = replace(start, gpu=replace(start.gpu, token_clocks=start.gpu.token_clocks or TOKEN_CLOCKS))
     free: list[tuple[Any, str, float]] = [
         ("gpu", key, getattr(start.gpu, key)) for key in GPU_KEYS if not (builds and key == "clock_mhz")
     ]

@@ -56,8 +56,8 @@ CASES = [
     (GEMM, "block_bf16_swap_128x16", "fp8_gemm", gemm(BY_BLOCK), 3),
     (GEMM, "block_bf16_128x128", "fp8_gemm", gemm(BY_BLOCK), 4),
     (FEW, "bf16", "w8a8_small", [*PACKED, *OUT, True], 1),
-    (MANY, "bf16_128", "w8_gemm", [*PACKED, *OUT, SHAPE, True], 1),
-    (MANY_W4, "a16_bf16_128x128", "w4_gemm", AS_THEY_ARE, 1),
+    (MANY, "bf16_128", "w8_gemm", [*PACKED, *OUT, SHAPE, True], 2),
+    (MANY_W4, "a16_bf16_128x128", "w4_gemm", AS_THEY_ARE, 2),
 ]
 QUICK = ("any", "row_bf16_swap_64x16", "bf16", "bf16_128", "a16_bf16_128x128")
 FOUND, SIZED = {"cudaGetDriverEntryPoint": 1}, {"cudaFuncSetAttribute": 1, "cudaDeviceGetAttribute": 1}
@@ -226,12 +226,13 @@ def test_a_weight_has_one_descriptor_whatever_the_tokens(case: tuple[Any, ...], 
     assert {step["error"] for step in found} == {""}
     assert [step["maps"][0] for step in found] == [[at(2, offset), k, n, False] for offset, n, k in weights]
     made = [step["calls"].get("cuTensorMapEncodeTiled", 0) for step in found]
-    assert made == [1, 0, 1, 0, 1, 0, 1, 0]
+    outputs = [1, 1] if case[0] == MANY else [0, 0]  # of one address, for two M
+    assert made == [1 + outputs[0], outputs[1], 1, 0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("case", [param for param in cases() if param.id == "a16_bf16_128x128"])
-def test_16_bit_tokens_have_a_descriptor_of_where_they_are(case: tuple[Any, ...], runtime: Path) -> None:
-    """One for each address, M, K and row stride; weights and outputs, which are elsewhere each time, need none."""
+def test_tokens_and_outputs_have_descriptors_of_where_they_are(case: tuple[Any, ...], runtime: Path) -> None:
+    """One for each address, M, K and row stride; weights, which are elsewhere each time, need none."""
     tokens = [
         *((0, M, K, K), (0, M, K, K), (4096, M, K, K), (0, M, K, K)),  # another address
         *((0, M + 8, K, K), (0, M, K, K)),  # rows of the same memory
@@ -242,9 +243,10 @@ def test_16_bit_tokens_have_a_descriptor_of_where_they_are(case: tuple[Any, ...]
     steps: list[Any] = []
     for i, (offset, m, k, stride) in enumerate(tokens):
         x = [*BF16, [m, k], [stride, 1], at(0, offset)]
-        steps.append((0, "", {0: x, 2: [*W4P, at(2, i << 12)], 5: [*rows(BF16, m, N), at(5, i << 12)]}))
+        steps.append((0, "", {0: x, 2: [*W4P, at(2, i << 12)], 5: [*rows(BF16, m, N), at(5)]}))
     found = launches(runtime, case, *steps)
     assert {step["error"] for step in found} == {""}
     assert [step["maps"][0] for step in found] == [[at(0, offset), k, m, False] for offset, m, k, _ in tokens]
+    assert [step["maps"][1] for step in found] == [[at(5), N, m, False] for _, m, *_ in tokens]
     made = [step["calls"].get("cuTensorMapEncodeTiled", 0) for step in found]
-    assert made == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 1, 0]
+    assert made == [2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 1, 2, 0]

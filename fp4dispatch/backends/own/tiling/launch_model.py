@@ -50,7 +50,9 @@ class Gpu:
         CTAs that run at once in clusters of 1 to 8 CTAs, one per SM (``cudaOccupancyMaxActiveClusters``). A cluster
         stays within a group of 16 or 18 SMs, which not every size fills.
     tile_clocks, split_clocks
-        What a tile and a split cost beside their stages (:data:`TILE_CLOCKS`, :data:`SPLIT_CLOCKS`).
+        What a launch and a split cost beside their stages (:data:`TILE_CLOCKS`, :data:`SPLIT_CLOCKS`).
+    token_clocks
+        Clocks at the end of each tile, for each of its tokens.
     """
 
     sms: int
@@ -60,6 +62,7 @@ class Gpu:
     usable: tuple[int, ...]
     tile_clocks: float = TILE_CLOCKS
     split_clocks: float = SPLIT_CLOCKS
+    token_clocks: float = 0.0
 
 
 H200 = Gpu(132, 1755.0, 2350.0, 60 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
@@ -256,10 +259,11 @@ def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
     start = gpu.tile_clocks + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
     stages = _divide_up(k, tile.stage_k)
+    whole = stages * stage + gpu.token_clocks * tile.tokens * in_an_sm  # a tile
     if shape.split == 1:
-        return start + _divide_up(count, at_once) * stages * stage
+        return start + _divide_up(count, at_once) * whole
     end = gpu.split_clocks + tile.rows * tile.tokens * 4 / SPLIT_BYTES
-    return start + (shape.rounds * stages + _divide_up(stages, shape.split)) * stage + end
+    return start + shape.rounds * whole + _divide_up(stages, shape.split) * stage + end
 
 
 def _divide_up(a: int, b: int) -> int:

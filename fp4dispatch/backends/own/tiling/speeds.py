@@ -28,7 +28,7 @@ QUANTISERS = ("w4_row", "w8_row", "w8_block", "plain_row")
 """Kinds of quantisers: before our GEMMs on NVFP4 weights, on FP8 weights by row and by block; before cuBLASLt."""
 OF_TILES = ("own", "shallow")
 """Of :class:`~fp4dispatch.backends.own.tiling.few_tokens_model.FewTokensSpeed`: what holds tokens of tiles."""
-GPU_CONSTANTS = ("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks")
+GPU_CONSTANTS = ("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks", "token_clocks")
 """Of the kernels for many tokens (:class:`~fp4dispatch.backends.own.tiling.launch_model.Gpu`)."""
 
 
@@ -76,6 +76,7 @@ class Speeds:
             l2_bytes=int(new.l2_mib * 2**20),
             tile_clocks=own.tile_clocks,
             split_clocks=own.split_clocks,
+            token_clocks=own.token_clocks,
         )
         return replace(
             self,
