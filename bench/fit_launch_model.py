@@ -56,7 +56,7 @@ class Point(NamedTuple):
 
 
 def modelled(point: Point) -> bool:
-    """Whether the model may choose a launch. It does not hold for others, e.g. splits in two waves."""
+    """Whether the model may choose a launch."""
     tile = speed_of(*point.build)
     assert tile is not None
     n, k, m = point.problem

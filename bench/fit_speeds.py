@@ -3,10 +3,11 @@
 Samples come from bench/launch_samples.py. Each of the GPU's facts, kernels for few tokens, quantisers, cuBLASLt and the
 writing out of weights has a few constants; all are fitted by least squares of logarithms in which outliers count less.
 
-    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --few FILE ... [--write]
+    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --many FILE ... --few FILE ... [--write]
 
-Kernels for few tokens are fitted to the samples of ``--few``, everything else to those of ``--fit``. With FP8
-activations only samples with their quantiser (``--whole``) count, less what a quantiser adds: layers run both.
+Kernels for few tokens are fitted to the samples of ``--few``, those for many to ``--many``, libraries to ``--fit``. Of
+few tokens with FP8 activations only samples with their quantiser (``--whole``) count. Of such samples, what a quantiser
+adds is taken off: layers run both.
 ``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
@@ -54,11 +55,9 @@ FEW_START = {
     "late_stage": 0.05,
 }
 TILE_START = (0.2, 0.08)
-LT_START, LT_MEMORY, LT_STAGE = 4.0, 4.3e6, 0.36
+LT_START, LT_MEMORY, LT_END, LT_STAGE = 4.0, 4.3e6, 2.0, 0.36
 FEW = 8
 """Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
-NEWER = 64
-"""Up to so many tokens the samples of ``--few`` say what quantisers add: they are newer."""
 DIGITS = 4
 LEAST_SHARE = 0.2
 """Of a launch and its quantiser, at least, is the launch's."""
@@ -240,8 +239,8 @@ def fit_quantiser(samples: Sequence[Added]) -> dict[str, float]:
     return {"start": rounded(x[0]), "row": rounded(x[1]), "element": rounded(x[2])}
 
 
-def quantisers(problems: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Fit all kinds of quantisers: those of our GEMMs to what a GEMM takes with it and without.
+def quantisers(problems: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]] = ()) -> dict[str, dict[str, float]]:
+    """Fit all kinds of quantisers: those of our GEMMs to what a GEMM takes with it and without, cuBLASLt's to ``plain``.
 
     That is more than a quantiser alone takes: without it, the next GEMM starts while this one ends.
     """
@@ -253,9 +252,10 @@ def quantisers(problems: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]
             whole, alone = p["with_quantiser"].get(family), fastest_of(p, *family.split())
             if whole is not None and alone is not None:
                 of[kind].append((p["m"], p["k"], whole - alone, whole))
-        plain = p["quantise"].get(f"w4a8 row {predict.UNFOLD}")
-        if plain is not None and "scaled_mm" in p:
-            of["plain_row"].append((p["m"], p["k"], plain, plain + p["scaled_mm"]))
+    for p in plain:
+        us = p["quantise"].get(f"w4a8 row {predict.UNFOLD}")
+        if us is not None and "scaled_mm" in p:
+            of["plain_row"].append((p["m"], p["k"], us, us + p["scaled_mm"]))
     return {kind: fit_quantiser(samples or of["w4_row"]) for kind, samples in of.items()}
 
 
@@ -288,12 +288,14 @@ def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]
     waves = [np.ceil(np.ceil(m / tokens) * np.ceil(n / rows) / sms) for tokens, rows in tiles]
 
     def at(x: np.ndarray) -> np.ndarray:
-        found: np.ndarray = other_models.lt_time(x[0], x[1], [w * t for w, t in zip(waves, x[2:], strict=True)], n, k)
+        each = [w * t for w, t in zip(waves, x[3:], strict=True)]
+        found: np.ndarray = other_models.lt_time(*x[:3], each, n, k)
         return found
 
-    start = [LT_START, LT_MEMORY, *(LT_STAGE * (a * b / 128**2) ** 0.9 for a, b in tiles)]
+    start = [LT_START, LT_MEMORY, LT_END, *(LT_STAGE * (a * b / 128**2) ** 0.9 for a, b in tiles)]
     x = least(lambda x: np.log(at(x) / us), start)
-    return {"start": rounded(x[0]), "memory": rounded(x[1]), "tiles": [rounded(each) for each in x[2:]]}
+    numbers = dict(zip(("start", "memory", "end"), map(rounded, x[:3]), strict=True))
+    return {**numbers, "tiles": [rounded(each) for each in x[3:]]}
 
 
 def fit_unfold(problems: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -308,10 +310,10 @@ def fit_unfold(problems: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {"start": rounded(x[0]), "memory": rounded(x[1])}
 
 
-def many_tokens(records: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+def many_tokens(problems: Sequence[dict[str, Any]], sms: int) -> tuple[dict[str, float], dict[str, float]]:
     """Fit the launch model's constants of the GPU, then how many times as long as it says each build takes."""
-    some = fit_launch_model.points(records)
-    start = fit_launch_model.in_use(fit_launch_model.gpu_of(records[0]), some)
+    some = fit_launch_model.points([{"problems": problems}])
+    start = fit_launch_model.in_use(launch_model.gpu_with(sms), some)
     model = fit_launch_model.fitted(start, some, builds=False)
     ratios: dict[str, list[float]] = {}
     groups: dict[Any, list[fit_launch_model.Point]] = {}
@@ -324,11 +326,13 @@ def many_tokens(records: Sequence[dict[str, Any]]) -> tuple[dict[str, float], di
     return gpu, {build: rounded(math.exp(statistics.median(found))) for build, found in sorted(ratios.items())}
 
 
-def fit(
-    records: Sequence[dict[str, Any]], few_records: Sequence[dict[str, Any]], named: Sequence[str]
-) -> dict[str, Any]:
+Records = Sequence[dict[str, Any]]
+
+
+def fit(records: Records, many_records: Records, few_records: Records, named: Sequence[str]) -> dict[str, Any]:
     """Return the [[gpu]] of speeds.toml as plain data."""
-    problems = [p for record in records for p in record["problems"]]
+    problems = [p for record in (*records, *many_records) for p in record["problems"]]
+    of_many_tokens = [p for record in many_records for p in record["problems"]]
     of_few_tokens = [p for record in few_records for p in record["problems"]]
     more = [p for p in problems if p["m"] > FEW]
     device = records[0]["facts"]["device"]
@@ -336,9 +340,9 @@ def fit(
     if model is None:
         raise SystemExit(f"{device} is not in gpu_models.toml: add it first")
     usable = launch_model.gpu_with(model.sms).usable
-    gpu, builds = many_tokens([{**records[0], "problems": more}])
     few: dict[str, Any] = {}
-    quantised = quantisers([*of_few_tokens, *(p for p in problems if p["m"] > NEWER)])
+    quantised = quantisers([*of_few_tokens, *of_many_tokens], problems)
+    gpu, builds = many_tokens([gemms_alone(p, quantised) for p in of_many_tokens], model.sms)
     of_few_tokens = [gemms_alone(p, quantised) for p in of_few_tokens]
     for kernel in KERNELS:
         for blocks in (False, True):
@@ -413,15 +417,18 @@ def main() -> None:
     """Fit, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", type=Path, nargs="+", required=True)
+    parser.add_argument("--many", type=Path, nargs="+", required=True, help="samples of kernels for many tokens")
     parser.add_argument("--few", type=Path, nargs="+", required=True, help="samples of kernels for few tokens")
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
-    read = {path: json.loads(path.read_text("utf-8")) for path in sorted({*args.fit, *args.few}, key=lambda p: p.name)}
+    asked = args.fit, args.many, args.few
+    paths = sorted({path for some in asked for path in some}, key=lambda path: path.name)
+    read = {path: json.loads(path.read_text("utf-8")) for path in paths}
     if len({record["facts"]["device"] for record in read.values()}) != 1:
         parser.error("samples of several GPU models: fit each alone")
-    records, few_records = ([read[path] for path in read if path in asked] for asked in (args.fit, args.few))
-    row = fit(records, few_records, [cited(path, record) for path, record in read.items()])
+    records, many_records, few_records = ([read[path] for path in paths if path in some] for some in asked)
+    row = fit(records, many_records, few_records, [cited(path, record) for path, record in read.items()])
     if args.write or args.to != speeds.FILE:
         written(args.to, row)
     else:

@@ -100,7 +100,7 @@ def _shapes(gemm: Build, m: int, n: int, k: int, sms: int, blocks: bool) -> Iter
     kernel = gemm[0]
     if (tile := speed_of(*gemm)) is not None:
         if tile.tokens <= 4 * max(m, LEAST_TILE) and (tile.tokens >= WIDE_TILE or m <= 8 * tile.tokens):
-            yield from launch_model.measurable(tile, m, n, k, launch_model.gpu_with(sms))
+            yield from launch_model.candidates(tile, m, n, k, launch_model.gpu_with(sms))
     elif (small := few_tokens.KERNELS.get(kernel)) is not None:
         if m <= 2 * max(instance[0] for instance in small.instances):
             yield None

@@ -28,8 +28,12 @@ RASTER = 8
 SPLITS = (1, 2, 3, 4, 8)
 LARGEST_CLUSTER = 8
 """CTAs. Every GPU with clusters has this many."""
-FEWEST_STAGES = 4
+FEWEST_STAGES = 2
 """Of a part of K. A shorter part is mostly start and end."""
+MOST_WAVES = 2
+"""Of clusters that split a tile each. Where more are needed, whole tiles come first, or nothing is split."""
+AGAIN = 0.5
+"""Of :attr:`Gpu.tile_clocks`, what each wave of split tiles after the first costs."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +177,10 @@ def best(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Prediction:
 
 
 def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchShape]:
-    """Yield the shapes that :func:`best` compares.
+    """Yield the shapes that :func:`best` compares, and that are worth a measurement.
 
-    CTAs share activations or rows, never both: clusters of four do not fill the GPU. Split tiles run in one wave, or
-    after whole tiles where nothing is shared; other cases are not measured.
+    CTAs share activations or rows, never both: clusters of four do not fill the GPU. Split tiles come after whole ones,
+    or in up to two waves.
     """
     together = [(1, 1)]
     if n > tile.rows:
@@ -186,30 +190,13 @@ def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[La
     stages = _divide_up(k, tile.stage_k)
     for multicast, sharing in together:
         for split in SPLITS:
-            if split > tile.most_split or multicast * sharing * split > LARGEST_CLUSTER:
+            if split > 1 and (split > tile.most_split or stages < split * FEWEST_STAGES):
                 break
-            if split > 1 and stages < split * FEWEST_STAGES:
+            if multicast * sharing * split > LARGEST_CLUSTER:
                 break
             shape = laid_out(tile, m, n, gpu, multicast=multicast, split=split, sharing=sharing)
-            one_wave = tiles(tile, shape, m, n) <= slots(tile, shape, gpu)
-            if split == 1 or (multicast * sharing == 1 if shape.rounds else one_wave):
+            if split == 1 or shape.rounds > 0 or shape.clusters <= MOST_WAVES * slots(tile, shape, gpu):
                 yield shape
-
-
-def measurable(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchShape]:
-    """Yield the shapes that are worth a measurement: those of :func:`candidates`, and splits in up to two waves."""
-    found = dict.fromkeys(candidates(tile, m, n, k, gpu))
-    together = [(1, 1), *([(2, 1)] if n > tile.rows else []), *([(1, 2)] if m > tile.tokens and tile.share > 0 else [])]
-    for multicast, sharing in together:
-        for split in SPLITS[1:]:
-            if split > min(tile.most_split, LARGEST_CLUSTER // (multicast * sharing)):
-                break
-            if _divide_up(k, tile.stage_k) < 2 * split:
-                break
-            shape = laid_out(tile, m, n, gpu, multicast=multicast, split=split, sharing=sharing)
-            if shape.rounds > 0 or shape.clusters <= 2 * slots(tile, shape, gpu):
-                found[shape] = None
-    yield from found
 
 
 def laid_out(
@@ -262,8 +249,9 @@ def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu
     whole = stages * stage + gpu.token_clocks * tile.tokens * in_an_sm  # a tile
     if shape.split == 1:
         return start + _divide_up(count, at_once) * whole
-    end = gpu.split_clocks + tile.rows * tile.tokens * 4 / SPLIT_BYTES
-    return start + shape.rounds * whole + _divide_up(stages, shape.split) * stage + end
+    part = _divide_up(stages, shape.split) * stage + gpu.split_clocks + tile.rows * tile.tokens * 4 / SPLIT_BYTES
+    waves = 1 if shape.rounds else _divide_up(count, at_once)
+    return start + shape.rounds * whole + waves * part + (waves - 1) * AGAIN * gpu.tile_clocks
 
 
 def _divide_up(a: int, b: int) -> int:

@@ -41,18 +41,22 @@ class CublasLtSpeed:
         Microseconds before and after.
     memory
         Bytes of weights per microsecond.
+    end
+        What the end of a tile takes, in times of 128 k.
     tiles
         For each of :data:`LT_TILES`: microseconds of 128 k.
     """
 
     start: float
     memory: float
+    end: float
     tiles: tuple[float, ...]
 
     def microseconds(self, m: int, n: int, k: int, sms: int) -> float:
         """Return the predicted time of [m, k] by [n, k]."""
         waves = [_up(_up(m, tokens) * _up(n, rows), sms) for tokens, rows in LT_TILES]
-        return float(lt_time(self.start, self.memory, [w * t for w, t in zip(waves, self.tiles, strict=True)], n, k))
+        each = [w * t for w, t in zip(waves, self.tiles, strict=True)]
+        return float(lt_time(self.start, self.memory, self.end, each, n, k))
 
     def scaled(self, clock: float, memory: float) -> CublasLtSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
@@ -61,12 +65,12 @@ class CublasLtSpeed:
         )
 
 
-def lt_time(start: Any, memory: Any, waves: Any, n: Any, k: Any) -> Any:
+def lt_time(start: Any, memory: Any, end: Any, waves: Any, n: Any, k: Any) -> Any:
     """Return the microseconds of a GEMM whose ``waves`` take so long for 128 k by each tile; numbers may be arrays."""
     fastest = waves[0]
     for each in waves[1:]:
         fastest = (fastest + each - abs(fastest - each)) / 2  # the smaller one, of arrays too
-    return start + ((fastest * k / STAGE_K) ** NORM + (n * k / memory) ** NORM) ** (1 / NORM)
+    return start + ((fastest * (k / STAGE_K + end)) ** NORM + (n * k / memory) ** NORM) ** (1 / NORM)
 
 
 @dataclass(frozen=True)

@@ -184,12 +184,13 @@ def _few_tokens(where: str, name: str, row: Any) -> FewTokensSpeed:
 
 
 def _cublaslt(where: str, row: Any) -> CublasLtSpeed:
-    strict_toml.check(where, row, {"start": float, "memory": float, "tiles": list})
+    names = ("start", "memory", "end")
+    strict_toml.check(where, row, {**dict.fromkeys(names, float), "tiles": list})
     if len(row["tiles"]) != len(LT_TILES):
         raise FlagsError(f"{where}: needs {len(LT_TILES)} tiles, found {len(row['tiles'])}")
     tiles = _numbers(where, {str(i): each for i, each in enumerate(row["tiles"])}, map(str, range(len(LT_TILES))))
-    numbers = _numbers(where, {key: row[key] for key in ("start", "memory")}, ("start", "memory"))
-    return CublasLtSpeed(numbers["start"], numbers["memory"], tuple(tiles.values()))
+    numbers = _numbers(where, {key: row[key] for key in names}, names)
+    return CublasLtSpeed(**numbers, tiles=tuple(tiles.values()))
 
 
 def _numbers(where: str, row: Any, names: Any) -> dict[str, float]:
