@@ -28,15 +28,15 @@ from scipy.optimize import least_squares
 
 from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.launch_model import Gpu, LaunchShape, TileSpeed
+from fp4dispatch.backends.own.tiling.speeds import GPU_CONSTANTS
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark.reports.standing import quantile
 
 NEAR = 1.3
 """Launches that take longer than this many times their build's best weigh less: nobody will choose them."""
 FAR_WEIGHT = 0.2
-GPU_KEYS = ("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks", "token_clocks")
-TOKEN_CLOCKS = 8.0
-"""From where ``token_clocks`` is fitted, if it is not known."""
+FIRST = {"token_clocks": 8.0, "slowing": 0.05, "slowing_fp4": 0.05}
+"""From where constants are fitted that are not known."""
 TILE_KEYS = ("alone", "stage", "pair", "share", "cluster")
 
 
@@ -103,9 +103,10 @@ def fitted(start: Model, some: Sequence[Point], *, builds: bool) -> Model:
     Least squares of the logarithms, in which outliers count less. With builds, the clock stays: only its products with
     clocks of builds show.
     """
-    start = replace(start, gpu=replace(start.gpu, token_clocks=start.gpu.token_clocks or TOKEN_CLOCKS))
+    unknown = {key: value for key, value in FIRST.items() if not getattr(start.gpu, key)}
+    start = replace(start, gpu=replace(start.gpu, **unknown))
     free: list[tuple[Any, str, float]] = [
-        ("gpu", key, getattr(start.gpu, key)) for key in GPU_KEYS if not (builds and key == "clock_mhz")
+        ("gpu", key, getattr(start.gpu, key)) for key in GPU_CONSTANTS if not (builds and key == "clock_mhz")
     ]
     if builds:
         for build, tile in start.tiles.items():
@@ -176,7 +177,7 @@ def verdict(name: str, model: Model, some: Sequence[Point]) -> str:
 
 def constants(model: Model) -> str:
     """Return the constants as text, for the code and the tile tables."""
-    gpu = ", ".join(f"{key} = {getattr(model.gpu, key):.0f}" for key in GPU_KEYS)
+    gpu = ", ".join(f"{key} = {getattr(model.gpu, key):.4g}" for key in GPU_CONSTANTS)
     lines = [f"gpu: {gpu}"]
     for build, tile in sorted(model.tiles.items()):
         speed = ", ".join(f"{key} = {getattr(tile, key):.0f}" for key in TILE_KEYS if getattr(tile, key) > 0)

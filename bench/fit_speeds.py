@@ -55,7 +55,7 @@ FEW_START = {
     "late_stage": 0.05,
 }
 TILE_START = (0.2, 0.08)
-LT_START, LT_MEMORY, LT_END, LT_STAGE = 4.0, 4.3e6, 2.0, 0.36
+LT_START, LT_MEMORY, LT_END, LT_SLOWING, LT_STAGE = 4.0, 4.3e6, 2.0, 0.05, 0.36
 FEW = 8
 """Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
 DIGITS = 4
@@ -240,7 +240,7 @@ def fit_quantiser(samples: Sequence[Added]) -> dict[str, float]:
 
 
 def quantisers(problems: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]] = ()) -> dict[str, dict[str, float]]:
-    """Fit all kinds of quantisers: those of our GEMMs to what a GEMM takes with it and without, cuBLASLt's to ``plain``.
+    """Fit quantisers: those of our GEMMs to what a GEMM takes with it and without, cuBLASLt's to ``plain``.
 
     That is more than a quantiser alone takes: without it, the next GEMM starts while this one ends.
     """
@@ -288,14 +288,14 @@ def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]
     waves = [np.ceil(np.ceil(m / tokens) * np.ceil(n / rows) / sms) for tokens, rows in tiles]
 
     def at(x: np.ndarray) -> np.ndarray:
-        each = [w * t for w, t in zip(waves, x[3:], strict=True)]
-        found: np.ndarray = other_models.lt_time(*x[:3], each, n, k)
+        each = [w * t for w, t in zip(waves, x[4:], strict=True)]
+        found: np.ndarray = other_models.lt_time(*x[:4], each, n, k)
         return found
 
-    start = [LT_START, LT_MEMORY, LT_END, *(LT_STAGE * (a * b / 128**2) ** 0.9 for a, b in tiles)]
+    start = [LT_START, LT_MEMORY, LT_END, LT_SLOWING, *(LT_STAGE * (a * b / 128**2) ** 0.9 for a, b in tiles)]
     x = least(lambda x: np.log(at(x) / us), start)
-    numbers = dict(zip(("start", "memory", "end"), map(rounded, x[:3]), strict=True))
-    return {**numbers, "tiles": [rounded(each) for each in x[3:]]}
+    numbers = dict(zip(("start", "memory", "end", "slowing"), map(rounded, x[:4]), strict=True))
+    return {**numbers, "tiles": [rounded(each) for each in x[4:]]}
 
 
 def fit_unfold(problems: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -32,6 +32,7 @@ FEWEST_STAGES = 2
 """Of a part of K. A shorter part is mostly start and end."""
 MOST_WAVES = 2
 """Of clusters that split a tile each. Where more are needed, whole tiles come first, or nothing is split."""
+LONG_US = 64.0
 AGAIN = 0.5
 """Of :attr:`Gpu.tile_clocks`, what each wave of split tiles after the first costs."""
 
@@ -57,6 +58,9 @@ class Gpu:
         What a launch and a split cost beside their stages (:data:`TILE_CLOCKS`, :data:`SPLIT_CLOCKS`).
     token_clocks
         Clocks at the end of each tile, for each of its tokens.
+    slowing, slowing_fp4
+        Above :data:`LONG_US`, time grows by so much as a power: under load the clock sinks. With NVFP4 weights, which
+        are dequantised, more.
     """
 
     sms: int
@@ -67,6 +71,8 @@ class Gpu:
     tile_clocks: float = TILE_CLOCKS
     split_clocks: float = SPLIT_CLOCKS
     token_clocks: float = 0.0
+    slowing: float = 0.0
+    slowing_fp4: float = 0.0
 
 
 H200 = Gpu(132, 1755.0, 2350.0, 60 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
@@ -126,6 +132,11 @@ class TileSpeed:
     pair: float
     share: float = 0.0
     cluster: float = 0.0
+
+    @property
+    def fp4(self) -> bool:
+        """Whether a weight takes less than a byte."""
+        return self.weight_bytes < self.rows * self.stage_k
 
 
 class LaunchShape(NamedTuple):
@@ -238,6 +249,12 @@ def slots(tile: TileSpeed, shape: LaunchShape, gpu: Gpu) -> int:
 
 def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
     """Return the predicted clocks of one launch shape."""
+    found = _unslowed(tile, shape, m, n, k, gpu)
+    slowing = gpu.slowing_fp4 if tile.fp4 else gpu.slowing
+    return found * max(found / (LONG_US * gpu.clock_mhz), 1.0) ** slowing
+
+
+def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
     count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
     running = min(count, at_once) * shape.ctas
     in_an_sm = min(max(running / gpu.sms, 1.0), float(tile.ctas))  # CTAs of one SM share all that it has

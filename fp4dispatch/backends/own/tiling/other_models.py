@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fp4dispatch.backends.own.tiling.launch_model import LONG_US
+
 NORM = 4
 """As in :mod:`~fp4dispatch.backends.own.tiling.few_tokens_model`."""
 STAGE_K = 128
@@ -43,6 +45,8 @@ class CublasLtSpeed:
         Bytes of weights per microsecond.
     end
         What the end of a tile takes, in times of 128 k.
+    slowing
+        As of :class:`~fp4dispatch.backends.own.tiling.launch_model.Gpu`.
     tiles
         For each of :data:`LT_TILES`: microseconds of 128 k.
     """
@@ -50,13 +54,14 @@ class CublasLtSpeed:
     start: float
     memory: float
     end: float
+    slowing: float
     tiles: tuple[float, ...]
 
     def microseconds(self, m: int, n: int, k: int, sms: int) -> float:
         """Return the predicted time of [m, k] by [n, k]."""
         waves = [_up(_up(m, tokens) * _up(n, rows), sms) for tokens, rows in LT_TILES]
         each = [w * t for w, t in zip(waves, self.tiles, strict=True)]
-        return float(lt_time(self.start, self.memory, self.end, each, n, k))
+        return float(lt_time(self.start, self.memory, self.end, self.slowing, each, n, k))
 
     def scaled(self, clock: float, memory: float) -> CublasLtSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
@@ -65,12 +70,13 @@ class CublasLtSpeed:
         )
 
 
-def lt_time(start: Any, memory: Any, end: Any, waves: Any, n: Any, k: Any) -> Any:
+def lt_time(start: Any, memory: Any, end: Any, slowing: Any, waves: Any, n: Any, k: Any) -> Any:
     """Return the microseconds of a GEMM whose ``waves`` take so long for 128 k by each tile; numbers may be arrays."""
     fastest = waves[0]
     for each in waves[1:]:
         fastest = (fastest + each - abs(fastest - each)) / 2  # the smaller one, of arrays too
-    return start + ((fastest * (k / STAGE_K + end)) ** NORM + (n * k / memory) ** NORM) ** (1 / NORM)
+    us = start + ((fastest * (k / STAGE_K + end)) ** NORM + (n * k / memory) ** NORM) ** (1 / NORM)
+    return us * ((us / LONG_US + 1 + abs(us / LONG_US - 1)) / 2) ** slowing
 
 
 @dataclass(frozen=True)

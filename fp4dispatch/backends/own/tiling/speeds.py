@@ -28,7 +28,10 @@ QUANTISERS = ("w4_row", "w8_row", "w8_block", "plain_row")
 """Kinds of quantisers: before our GEMMs on NVFP4 weights, on FP8 weights by row and by block; before cuBLASLt."""
 OF_TILES = ("own", "shallow")
 """Of :class:`~fp4dispatch.backends.own.tiling.few_tokens_model.FewTokensSpeed`: what holds tokens of tiles."""
-GPU_CONSTANTS = ("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks", "token_clocks")
+GPU_CONSTANTS = (
+    *("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks", "token_clocks"),
+    *("slowing", "slowing_fp4"),
+)
 """Of the kernels for many tokens (:class:`~fp4dispatch.backends.own.tiling.launch_model.Gpu`)."""
 
 
@@ -77,6 +80,8 @@ class Speeds:
             tile_clocks=own.tile_clocks,
             split_clocks=own.split_clocks,
             token_clocks=own.token_clocks,
+            slowing=own.slowing,
+            slowing_fp4=own.slowing_fp4,
         )
         return replace(
             self,
@@ -184,7 +189,7 @@ def _few_tokens(where: str, name: str, row: Any) -> FewTokensSpeed:
 
 
 def _cublaslt(where: str, row: Any) -> CublasLtSpeed:
-    names = ("start", "memory", "end")
+    names = ("start", "memory", "end", "slowing")
     strict_toml.check(where, row, {**dict.fromkeys(names, float), "tiles": list})
     if len(row["tiles"]) != len(LT_TILES):
         raise FlagsError(f"{where}: needs {len(LT_TILES)} tiles, found {len(row['tiles'])}")
