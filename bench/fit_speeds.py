@@ -3,7 +3,7 @@
 Samples come from bench/launch_samples.py. Each of the GPU's facts, kernels for few tokens, quantisers, cuBLASLt and the
 writing out of weights has a few constants; all are fitted by least squares of logarithms in which outliers count less.
 
-    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --many FILE ... --few FILE ... [--write]
+    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --many FILE --few FILE [--write]
 
 Kernels for few tokens are fitted to the samples of ``--few``, those for many to ``--many``, libraries to ``--fit``. Of
 few tokens with FP8 activations only samples with their quantiser (``--whole``) count. Of such samples, what a quantiser
