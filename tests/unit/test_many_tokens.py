@@ -17,6 +17,7 @@ from fp4dispatch.backends.own.tiling.launch_model import (
     TileSpeed,
     best,
     candidates,
+    clocks,
     gpu_with,
 )
 from fp4dispatch.errors import FlagsError
@@ -85,6 +86,32 @@ def test_two_ctas_share_rows_where_that_is_faster_and_pay_a_start():
     assert found == (LaunchShape(1, 1, 8, 2, 0, 66), 7800 + 900 + 8 * 500)
     assert best(shares, 128, 66 * 128, 1024, H200).shape.sharing == 1  # one tile of tokens has no other half
     assert best(replace(shares, share=0), 256, 66 * 128, 1024, H200).shape.sharing == 1
+
+
+def test_the_end_of_a_tile_counts_in_every_round():
+    ends = replace(H200, token_clocks=10.0)
+    assert best(SPEED, 128, 132 * 128, 1024, ends).clocks == 7800 + 8 * 788 + 1280
+    whole, split = LaunchShape(1, 1, 8, 1, 0, 132), LaunchShape(1, 2, 8, 1, 4, 66)
+    assert clocks(SPEED, whole, 128, 133 * 128, 1024, ends) == 7800 + 2 * (8 * 788 + 1280)
+    assert clocks(SPEED, split, 128, 538 * 128, 4096, ends) == 7800 + 4 * (32 * 788 + 1280) + 16 * 788 + 5148
+
+
+def test_split_tiles_may_take_two_waves():
+    shape = LaunchShape(1, 4, 8, 1, 0, 56)
+    assert shape in candidates(SPEED, 233, 28 * 128, 18944, H200)
+    assert clocks(SPEED, shape, 233, 28 * 128, 18944, H200) == 7800 + 2 * (37 * 788 + 5148) + 3900
+    assert not any(each.clusters > 2 * 30 for each in candidates(SPEED, 233, 64 * 128, 18944, H200) if each.split == 4)
+
+
+def test_long_launches_slow_down_and_those_with_nvfp4_weights_more():
+    shape, gpu = LaunchShape(1, 1, 8, 1, 0, 132), replace(H200, slowing=0.1, slowing_fp4=0.2)
+    plain = replace(SPEED, weight_bytes=128 * 128)
+    for tile, power in ((SPEED, 0.2), (plain, 0.1)):
+        usual = clocks(tile, shape, 128, 132 * 128, 65536, H200)
+        longer = usual / (launch_model.LONG_US * H200.clock_mhz)
+        assert longer > 3
+        assert clocks(tile, shape, 128, 132 * 128, 65536, gpu) == pytest.approx(usual * longer**power)
+        assert clocks(tile, shape, 128, 132 * 128, 1024, gpu) == clocks(tile, shape, 128, 132 * 128, 1024, H200)
 
 
 def test_clocks_become_microseconds_by_the_clock_of_the_gpu():

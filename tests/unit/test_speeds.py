@@ -17,6 +17,7 @@ from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.compiled import Layout, Loaded
 from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, predict, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
+from fp4dispatch.backends.own.tiling.other_models import CublasLtSpeed
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
@@ -233,3 +234,14 @@ def test_every_backend_of_ours_takes_the_constants():
         op = next(iter(backend.activations))
         asked = Problem(op, 64, 4096, 4096, backend.activations[op][0], "nvfp4" if op == "nvfp4_gemm" else "row")
         assert isinstance(backend._kernels(asked, H200.arch, 132, speeds.of(H200)), tuple)
+
+
+def test_cublaslt_pays_for_the_end_of_each_tile_and_slows_down_like_the_others():
+    alone = CublasLtSpeed(start=2.0, memory=1e9, end=0.0, slowing=0.0, tiles=(1e6, 1e6, 0.5, 1e6, 1e6, 1e6))
+    assert alone.microseconds(128, 132 * 128, 1024, 132) == pytest.approx(2 + 8 * 0.5)
+    ends = replace(alone, end=3.0)
+    assert ends.microseconds(128, 264 * 128, 1024, 132) == pytest.approx(2 + 2 * 11 * 0.5)
+    slows = replace(alone, slowing=0.1)
+    assert slows.microseconds(128, 132 * 128, 1024, 132) == alone.microseconds(128, 132 * 128, 1024, 132)
+    usual = alone.microseconds(128, 132 * 128, 65536, 132)
+    assert slows.microseconds(128, 132 * 128, 65536, 132) == pytest.approx(usual * (usual / 64) ** 0.1)

@@ -5,8 +5,8 @@ shape that is worth considering and returns the fastest. A backend asks once per
 kernel, which only checks that it covers all tiles.
 
 The model has two inputs beside M, N and K. :class:`TileSpeed` describes a build; the ``*_tiles.toml`` files hold one
-for each build. :class:`Gpu` describes a GPU. The constants are fitted to a sweep on an H200
-(bench/notes/many-tokens.md).
+for each build. :class:`Gpu` describes a GPU: those of ``speeds.toml`` are fitted to random problems, the others to
+older sweeps on an H200 (bench/notes/many-tokens.md).
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ FEWEST_STAGES = 2
 """Of a part of K. A shorter part is mostly start and end."""
 MOST_WAVES = 2
 """Of clusters that split a tile each. Where more are needed, whole tiles come first, or nothing is split."""
-LONG_US = 64.0
 AGAIN = 0.5
 """Of :attr:`Gpu.tile_clocks`, what each wave of split tiles after the first costs."""
+LONG_US = 64.0
+"""Longer launches slow down (:attr:`Gpu.slowing`): microseconds."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu
     """Return the predicted clocks of one launch shape."""
     found = _unslowed(tile, shape, m, n, k, gpu)
     slowing = gpu.slowing_fp4 if tile.fp4 else gpu.slowing
-    return found * max(found / (LONG_US * gpu.clock_mhz), 1.0) ** slowing
+    return found * float(max(found / (LONG_US * gpu.clock_mhz), 1.0) ** slowing)
 
 
 def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
