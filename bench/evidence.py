@@ -80,7 +80,10 @@ SAME = ("device", "driver", "torch", "cuda", "python", "cudnn")
 
 
 def joined(before: dict[str, Any] | None, result: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what two runs on one card found. Of a file or a backend that ran twice, the later run's counts."""
+    """Return what two runs on one card found. Of a file or a backend that ran twice, the later run's counts.
+
+    Of a file that the limit cut, which has fewer tests than before, the earlier run's, unless one of them failed.
+    """
     of = {"commit": facts["commit"], "date": facts["date"]}
     result = result | {
         "tests": {file: counts | of for file, counts in result["tests"].items()},
@@ -91,6 +94,15 @@ def joined(before: dict[str, Any] | None, result: dict[str, Any], facts: dict[st
     if differs := [key for key in SAME if before["facts"].get(key) != facts.get(key)]:
         found = {key: (before["facts"].get(key), facts.get(key)) for key in differs}
         raise SystemExit(f"--add: the record there is of another machine: {found}")
+    cut = {
+        file for file, counts in result["tests"].items() if result["ended_by_limit"] and _fewer(counts, before, file)
+    }
+    if cut:
+        print("cut by the limit, the run before stands:", ", ".join(sorted(cut)))
+        kept = {key: [row for row in result[key] if row.split("::")[0] not in cut] for key in ("failed", "skipped")}
+        tests = {file: counts for file, counts in result["tests"].items() if file not in cut}
+        known = set(tests) <= set(before["tests"])  # a file that is new here may be cut too
+        result |= kept | {"tests": tests, "ended_by_limit": before["ended_by_limit"] or not known}
     again = set(result["tests"])
     old = {key: [row for row in before[key] if row.split("::")[0] not in again] for key in ("failed", "skipped")}
     rows = {(row["backend"], row["scaling"]): row for row in [*before["ran"], *result["ran"]]}
@@ -101,6 +113,13 @@ def joined(before: dict[str, Any] | None, result: dict[str, Any], facts: dict[st
         "ran": [rows[key] for key in sorted(rows)],
         "ended_by_limit": result["ended_by_limit"],
     }
+
+
+def _fewer(counts: dict[str, Any], before: dict[str, Any], file: str) -> bool:
+    """Whether fewer tests of a file ran than before, and none failed."""
+    of = ("passed", "skipped", "failed")
+    old = before["tests"].get(file, {})
+    return not counts.get("failed") and sum(counts.get(key, 0) for key in of) < sum(old.get(key, 0) for key in of)
 
 
 def run_demo(fmt: str) -> dict[str, Any]:

@@ -329,6 +329,27 @@ def test_a_second_run_joins_the_record_of_the_first():
         evidence.joined(before, second, new | {"torch": "2.12"})
 
 
+def test_a_file_that_the_limit_cut_keeps_its_last_whole_run(capsys):
+    facts = dict.fromkeys(evidence.SAME, "same") | {"commit": "old", "date": "1"}
+    whole = {"tests": {"test_a": {"passed": 3, "skipped": 1}}, "failed": [], "skipped": ["test_a::test_s"], "ran": []}
+    before = {"facts": facts} | evidence.joined(None, whole | {"ended_by_limit": False}, facts)
+    cut = {"tests": {"test_a": {"passed": 2}, "test_b": {"passed": 1}}, "failed": [], "skipped": [], "ran": []}
+    later = facts | {"commit": "new", "date": "2"}
+    found = evidence.joined(before, cut | {"ended_by_limit": True}, later)
+    assert found["tests"]["test_a"] == before["tests"]["test_a"]
+    assert found["tests"]["test_b"] == {"passed": 1, "commit": "new", "date": "2"}
+    assert (found["skipped"], found["ended_by_limit"]) == (["test_a::test_s"], True)  # of test_b nobody knows
+    assert (
+        evidence.joined(before, cut | {"tests": {"test_a": {}}, "ended_by_limit": True}, later)["ended_by_limit"]
+        is False
+    )
+    assert "cut by the limit, the run before stands: test_a" in capsys.readouterr().out
+    failed = cut | {"tests": {"test_a": {"failed": 1}}, "failed": ["test_a::test_x"], "ended_by_limit": True}
+    found = evidence.joined(before, failed, later)
+    assert (found["tests"]["test_a"]["commit"], found["ended_by_limit"]) == ("new", True)
+    assert evidence.joined(before, cut | {"ended_by_limit": False}, later)["tests"]["test_a"]["commit"] == "new"
+
+
 # ---------------------------------------------------------------------------------------------------------------- soak
 
 
