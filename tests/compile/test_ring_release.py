@@ -2,7 +2,7 @@
 
 The next copy into the stage comes from TMA. Where a load is still under way as its warp arrives at the stage's barrier,
 the copy may overtake it, if launches on another stream keep the multiprocessor's load units busy (docs/incidents.md,
-O-15, O-16). Not held to it: w4_gemm_sm90 for 16-bit activations, which has loads of the next stage under way then.
+O-15, O-16). Not held to it: w4_gemm_sm90, which has loads of the next stage under way as it gives one back.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from tests.compile import built_kernels, scoreboards
 pytestmark = built_kernels.NEEDS_NVCC
 
 
+BESIDE_THE_RING = {("w8_gemm_sm90", variant): {("UCGABAR_ARV", "LDS")} for variant in ("bf16_128", "bf16_192")}
+"""Loads that may be under way: scales of the output, as the cluster ends. No thread loads 4 bytes from these rings."""
+
+
 @pytest.mark.parametrize(
     ("kernel", "variant"),
     [
@@ -29,12 +33,11 @@ pytestmark = built_kernels.NEEDS_NVCC
         ("w8a16_small", "bf16"),
         pytest.param("w8a16_small", "fp16", marks=pytest.mark.slow),
         ("w8_gemm_sm90", "bf16_128"),
-        pytest.param("w4_gemm_sm90", "a8_bf16_128", marks=pytest.mark.slow),
+        pytest.param("w8_gemm_sm90", "bf16_192", marks=pytest.mark.slow),
         pytest.param("w8_gemm_sm90", "block_bf16_128", marks=pytest.mark.slow),
     ],
 )
 def test_no_stage_is_given_back_while_it_is_read(kernel: str, variant: str) -> None:
-    from_tables = "LDS.64" if kernel == "w4_gemm_sm90" else "none"  # which lie beside the ring
     library = jit.build(kernel, variant, "90a").entry.library
     read = dict(scoreboards.functions(disassembler(installed().common.minimum["disassembler"]).cuobjdump, library))
     assert read
@@ -42,8 +45,8 @@ def test_no_stage_is_given_back_while_it_is_read(kernel: str, variant: str) -> N
         assert any(instruction.name.startswith("SYNCS.ARRIVE") for instruction in code), name
         assert any(instruction.name.startswith("LDS") for instruction in code), name
         names = {instruction.address: instruction.name for instruction in code}
-        under_way = scoreboards.loads_under_way(code)
-        assert {names[load] for loads in under_way.values() for load in loads} <= {from_tables}, name
+        found = {(names[at], names[load]) for at, loads in scoreboards.loads_under_way(code).items() for load in loads}
+        assert found <= BESIDE_THE_RING.get((kernel, variant), set()), name
 
 
 LOOP = [
