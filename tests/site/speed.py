@@ -46,10 +46,10 @@ def headline() -> str:
     lines = []
     for run in figures.random_runs():
         means = standing.means(run, "FP4Linear", small=False)
-        gains = [(name, mean) for name, (mean, problems) in zip(figures.range_names(), means, strict=True) if problems]
-        (few, fast), (many, slow) = gains[0], gains[-1]
+        gains = [(name, *found) for name, found in zip(figures.range_names(), means, strict=True) if found[1]]
+        (few, fast, some), (many, slow, others) = gains[0], gains[-1]
         text = f"**{figures.card(run)}: NVFP4 linear layers are {fast:.1f} times as fast as bf16** "
-        text += f"with {few} tokens, and {slow:.1f} times with {many}"
+        text += f"with {few} tokens (mean of {some} problems), and {slow:.1f} times with {many} ({others})"
         decoders = figures.kept(figures.RESULTS, "decoder")
         mine = [each for each in decoders if each["facts"]["device"] == run["facts"]["device"]]
         for each in [each for each in mine if each.get("compiled")] or mine:

@@ -313,7 +313,7 @@ def test_the_picture_of_speeds_is_of_the_newest_random_problems_of_every_card(tm
     assert f"{mean:.2f}" in said
     *cards, about = speed.headline().split("\n\n")
     assert [line.split(":")[0] for line in cards] == ["**H100", "**H200"]
-    assert f"{mean:.1f} times as fast as bf16** with 1 to 16 tokens" in cards[1]
+    assert f"{mean:.1f} times as fast as bf16** with 1 to 16 tokens (mean of {problems} problems)" in cards[1]
     assert "random" in about
 
 
