@@ -15,7 +15,7 @@ from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.compiled import Layout, Loaded
-from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, predict, speeds, tiles
+from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, launch_model, predict, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
 from fp4dispatch.backends.own.tiling.other_models import CublasLtSpeed
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
@@ -245,3 +245,16 @@ def test_cublaslt_pays_for_the_end_of_each_tile_and_slows_down_like_the_others()
     assert slows.microseconds(128, 132 * 128, 1024, 132) == alone.microseconds(128, 132 * 128, 1024, 132)
     usual = alone.microseconds(128, 132 * 128, 65536, 132)
     assert slows.microseconds(128, 132 * 128, 65536, 132) == pytest.approx(usual * (usual / 64) ** 0.1)
+
+
+def test_constants_for_many_tokens_are_scaled_by_the_facts_of_a_gpu_and_else_kept():
+    old, pcie = speeds.of(H200).many_tokens, gpu_models.named("H100 PCIe")
+    new = speeds.of(pcie).many_tokens
+    assert (new.sms, new.usable) == (114, launch_model.gpu_with(114).usable)
+    assert new.clock_mhz == old.clock_mhz * pcie.clock_mhz / H200.clock_mhz
+    assert new.memory_bytes * new.clock_mhz == pytest.approx(
+        old.memory_bytes * old.clock_mhz * pcie.memory_gbs / H200.memory_gbs
+    )
+    kept = ("tile_clocks", "split_clocks", "token_clocks", "slowing", "slowing_fp4")
+    assert [getattr(new, name) for name in kept] == [getattr(old, name) for name in kept]
+    assert new.l2_bytes == int(pcie.l2_mib * 2**20)

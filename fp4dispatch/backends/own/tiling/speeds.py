@@ -29,8 +29,13 @@ QUANTISERS = ("w4_row", "w8_row", "w8_block", "plain_row")
 OF_TILES = ("own", "shallow")
 """Of :class:`~fp4dispatch.backends.own.tiling.few_tokens_model.FewTokensSpeed`: what holds tokens of tiles."""
 GPU_CONSTANTS = (
-    *("clock_mhz", "memory_bytes", "tile_clocks", "split_clocks", "token_clocks"),
-    *("slowing", "slowing_fp4"),
+    "clock_mhz",
+    "memory_bytes",
+    "tile_clocks",
+    "split_clocks",
+    "token_clocks",
+    "slowing",
+    "slowing_fp4",
 )
 """Of the kernels for many tokens (:class:`~fp4dispatch.backends.own.tiling.launch_model.Gpu`)."""
 
@@ -73,15 +78,12 @@ class Speeds:
         clock, memory = new.clock_mhz / old.clock_mhz, new.memory_gbs / old.memory_gbs
         own = self.many_tokens
         many = replace(
-            launch_model.gpu_with(new.sms),
+            own,
+            sms=new.sms,
+            usable=launch_model.gpu_with(new.sms).usable,
             clock_mhz=own.clock_mhz * clock,
             memory_bytes=own.memory_bytes * memory / clock,
             l2_bytes=int(new.l2_mib * 2**20),
-            tile_clocks=own.tile_clocks,
-            split_clocks=own.split_clocks,
-            token_clocks=own.token_clocks,
-            slowing=own.slowing,
-            slowing_fp4=own.slowing_fp4,
         )
         return replace(
             self,

@@ -26,7 +26,7 @@ _SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSp
 _TABLES = ("cutlass", "w4", "w8")
 FEW_TOKENS, DOUBT = 128, 1.05
 """Up to so many FP8 tokens a kernel for many tokens must be predicted to be 5 % faster than one for few tokens: there
-the launch model of many tokens is off by up to 1.4 (bench/notes/random-problems.md)."""
+the launch model of many tokens is off by most (bench/notes/random-problems.md)."""
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
