@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit.catalog.manifest import installed
 
-SAMPLES = "launch-samples-seed-65-h200.json"
+SWEEPS = {"a8": "many tokens a8", "a16": "many tokens a16"}
+"""By the activations of a build of w4_gemm_sm90; w8_gemm_sm90 is with a8, where older builds of a16 are too."""
+SAMPLES = "launch-samples-seed-41-h200.json"
 """Of bench/launch_samples.py."""
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Shape = tuple[int, ...]
@@ -67,9 +69,26 @@ def check_covers(tile: TileSpeed, shape: Sequence[int], m: int, n: int) -> None:
         assert whole <= count <= whole + given.clusters
 
 
-def samples() -> list[dict[str, Any]]:
-    """Return problems drawn at random, with the times of every build that is worth a try there."""
-    found: list[dict[str, Any]] = records.read(RESULTS / SAMPLES)["problems"]
+def problems(act: str = "a8") -> list[dict[str, Any]]:
+    """Return all of one of ``SWEEPS``, as they are kept."""
+    found: list[dict[str, Any]] = records.one(RESULTS, "sweep", SWEEPS[act])["problems"]
+    return found
+
+
+def times(build: str) -> Iterator[tuple[tuple[int, int, int], dict[Shape, float]]]:
+    """Yield (M, N, K) and the microseconds of each launch shape of "kernel/build", where it was run in its sweep.
+
+    A shape is multicast, split, raster and, where rows can be shared, sharing.
+    """
+    for problem in problems("a16" if "/a16" in build else "a8"):
+        if build in problem["builds"]:
+            shapes = {tuple(shape): us for shape, us in problem["builds"][build]}
+            yield (problem["m"], problem["n"], problem["k"]), shapes
+
+
+def samples(name: str = SAMPLES) -> list[dict[str, Any]]:
+    """Return problems drawn at random, with the times of every build that is worth a try there; by default, for FP8."""
+    found: list[dict[str, Any]] = records.read(RESULTS / name)["problems"]
     return found
 
 
