@@ -32,7 +32,7 @@ from bench.graphs import watched
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Prepared
 from fp4dispatch.backends.own.compiled import Build, State
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import launch_model, speeds
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark import check, machine, roofline
@@ -43,7 +43,7 @@ from fp4dispatch.benchmark.problems import sampling
 from fp4dispatch.benchmark.problems.operands import Operands, Truth
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.benchmark.reports.standing import RANGES, geometric_mean, quantile
-from fp4dispatch.machine import system
+from fp4dispatch.machine import gpu_models, system
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.timing import Call, Engine, Recording
 
@@ -154,7 +154,7 @@ class Sampler:
         if self.near is None:
             yield from found
             return
-        n, k, gpu = launcher.operands.n, launcher.operands.k, launch_model.gpu_with(self.card.sms)
+        n, k, gpu = launcher.operands.n, launcher.operands.k, constants_of(self.card)
         clocks: dict[Build, list[float]] = {}
         of: dict[OwnLaunch, float] = {}
         for launch in found:
@@ -175,6 +175,13 @@ class Sampler:
         worst = check.worst_tile(out, truth.want(family.format, family.entering))
         limit = tolerance(family.format, family.entering, truth.operands.k)
         return "" if worst.error <= limit else f"WRONG: tile {worst.tile} is off by {worst.error:.2g}"
+
+
+def constants_of(card: Card) -> launch_model.Gpu:
+    """Return the launch model's constants of a GPU; those of any with so many SMs where its model is not known."""
+    gpu = gpu_models.named(card.name)
+    known = speeds.of(gpu) if gpu is not None else None
+    return launch_model.gpu_with(card.sms) if known is None else known.many_tokens
 
 
 def name_of(family: Family) -> str:
@@ -252,7 +259,7 @@ def summary(us: dict[Any, float]) -> dict[str, Any]:
 # ---- Report ----
 
 
-def table(problems: list[dict[str, Any]], sms: int) -> str:
+def table(problems: list[dict[str, Any]], gpu: launch_model.Gpu) -> str:
     """Return, for each range of M: how fast the fastest launches are, and how good the launch model is on this GPU."""
     lines = ["bf16 time / best launch with quantiser, geometric means; layers beside them in brackets"]
     names = list(dict.fromkeys(name for p in problems for name in p["with_quantiser"]))
@@ -270,7 +277,7 @@ def table(problems: list[dict[str, Any]], sms: int) -> str:
         ]
         lines.append("  ".join(cells))
     lines.append("launch model: time of its shape / best shape of the build; predicted / measured time of its shape")
-    for build, pairs in sorted(model_fit(problems, sms).items()):
+    for build, pairs in sorted(model_fit(problems, gpu).items()):
         regret, bias = ([pair[i] for pair in pairs] for i in (0, 1))
         lines.append(
             f"{build}: {len(pairs)} problems, regret mean {statistics.fmean(regret):.3f}, worst {max(regret):.3f}; "
@@ -284,10 +291,9 @@ def table(problems: list[dict[str, Any]], sms: int) -> str:
     return "\n".join(lines)
 
 
-def model_fit(problems: list[dict[str, Any]], sms: int) -> dict[str, list[tuple[float, float]]]:
+def model_fit(problems: list[dict[str, Any]], gpu: launch_model.Gpu) -> dict[str, list[tuple[float, float]]]:
     """Return (regret, predicted / measured) of each build that has a launch model, for each problem."""
     found: dict[str, list[tuple[float, float]]] = {}
-    gpu = launch_model.gpu_with(sms)
     for p in problems:
         for name, launches in p["launches"].items():
             tile = speed_of(*name.split()[1].split("/"))
@@ -381,7 +387,7 @@ def main() -> int:
             torch.cuda.empty_cache()
         print(f"{len(found)} of {drawn.problems}: {layer.owner} {layer.n}x{layer.k} M={left}", flush=True)
     print(f"{'' if len(found) == drawn.problems else 'PARTIAL: '}{len(found)} of {drawn.problems} problems in {path}")
-    print(table(found, card.sms))
+    print(table(found, constants_of(card)))
     return 1 if any("WRONG" in why for p in found for why in p.get("wrong", {}).values()) else 0
 
 

@@ -12,7 +12,7 @@ import torch
 from bench import launch_samples
 from fp4dispatch import cli
 from fp4dispatch.backends.own import w4, w8a8
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import launch_model, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.tiles import speed_of
@@ -236,13 +236,14 @@ def test_samples_of_the_launches_that_the_model_puts_first(few, monkeypatch, tmp
     n, k, m = (problem[key] for key in "nkm")
     many = [name for name in times[100] if speed_of(*name.split()[1].split("/")) is not None]
     assert many
+    h200 = speeds.fitted()["H200 SXM"].many_tokens
     for name in times[100]:
         one, two, all_ = (times[near].get(name, set()) for near in (1, 2, 100))
         assert one <= two <= all_
         if name in many:
             tile = speed_of(*name.split()[1].split("/"))
-            first = min(launch_model.clocks(tile, LaunchShape(*s), m, n, k, launch_model.H200) for s in all_)
-            assert {launch_model.clocks(tile, LaunchShape(*s), m, n, k, launch_model.H200) for s in one} == {first}
+            first = min(launch_model.clocks(tile, LaunchShape(*s), m, n, k, h200) for s in all_)
+            assert {launch_model.clocks(tile, LaunchShape(*s), m, n, k, h200) for s in one} == {first}
         else:
             assert one == all_
 
@@ -282,11 +283,11 @@ def test_the_table_of_samples_judges_the_launch_model():
     problem = {"n": 4096, "k": 4096, "m": 128, "bf16": 20.0, "with_quantiser": {"w4a8 nvfp4": 10.0}}
     problem |= {"layers": {"FP4Linear": 8.0, "FP8Linear/row": 20.0, "FP8Linear/block128": 40.0}}
     problem["launches"] = {"w4a8 w4_gemm_sm90/a8_bf16_128": sorted(shapes, key=lambda s: s[1])}
-    ((regret, bias),) = launch_samples.model_fit([problem], 132)["w4a8 w4_gemm_sm90/a8_bf16_128"]
+    ((regret, bias),) = launch_samples.model_fit([problem], launch_model.H200)["w4a8 w4_gemm_sm90/a8_bf16_128"]
     assert regret == 1.0
     assert 0.5 < bias < 2
-    text = launch_samples.table([problem], 132)
+    text = launch_samples.table([problem], launch_model.H200)
     assert "M 65-128 (1)  w4a8 nvfp4 2.00  [FP4Linear 2.50]  [FP8Linear/row 1.00]  [FP8Linear/block128 0.50]" in text
     problem["launches"]["w4a8 w4_gemm_sm90/a8_bf16_128"] = [[[2, 1, 8, 1, 0, 16], 6.0], *shapes]
-    ((regret, _),) = launch_samples.model_fit([problem], 132)["w4a8 w4_gemm_sm90/a8_bf16_128"]
+    ((regret, _),) = launch_samples.model_fit([problem], launch_model.H200)["w4a8 w4_gemm_sm90/a8_bf16_128"]
     assert regret == pytest.approx(8 / 6)
