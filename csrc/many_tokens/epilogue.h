@@ -126,7 +126,7 @@ struct OutputByRow {
   }
 
   __device__ void tile(float const (&sums)[Tile::kTokens / 2], Corner corner) const {
-    constexpr int kTokens = Tile::kTokens, kAtOnce = std::min(Tile::kOutTokens, Tile::kTokens);
+    constexpr int kTokens = Tile::kTokens, kAtOnce = Tile::kOutTokens;
 #pragma unroll
     for (int from = 0; from < kTokens; from += kAtOnce) {
       Factors const f = begin();
@@ -147,13 +147,11 @@ struct OutputByRow {
 // What a warp writes where tokens are operand A: 16 tokens, by itself. Sums have been scaled.
 template <class Tile>
 struct OutputByToken {
-  static constexpr int kColumns = 64;                                         // of the output, at a time
-  static constexpr int kWarpBytes = 16 * (kColumns * int(sizeof(Out)) + 16);  // to turn its output in
+  static constexpr int kColumns = kPieceColumns;  // of the output, at a time
   Params<typename Tile::Weights> const& p;
   int warpgroup, warp, lane;
   uint32_t staging;           // in shared memory, of the warpgroup
   int token = 0, column = 0;  // first of the warp
-  static_assert(4 * kWarpBytes * Tile::kConsumers <= Tile::kOutBytes);
 
   __device__ OutputByToken(Params<typename Tile::Weights> const& p, int warpgroup, int warp, int lane,
                            uint32_t base)
@@ -161,7 +159,7 @@ struct OutputByToken {
         warpgroup(warpgroup),
         warp(warp),
         lane(lane),
-        staging(base + Tile::kOutAt + warpgroup * 4 * kWarpBytes) {}
+        staging(base + Tile::kOutAt + warpgroup * 4 * kPieceBytes) {}
 
   struct Factors {};
 
@@ -194,7 +192,7 @@ struct OutputByToken {
   __device__ void piece(float const (&sums)[kSums], int first, int count) const {
     constexpr int kUnits = kSums / 4;  // of 8 columns
     constexpr int kPitch = kUnits * 16 + 16;
-    uint32_t const to = staging + warp * kWarpBytes;
+    uint32_t const to = staging + warp * kPieceBytes;
     uint32_t const mine = to + lane % 16 * kPitch + lane / 16 * 16;
     __syncwarp();  // the piece before has been read
 #pragma unroll

@@ -64,6 +64,11 @@ constexpr bool lies_as_declared() {
   return offsetof(P, w) == kWeightsAt;
 }
 
+// Where tokens are operand A a warp turns a piece of its output at a time. The 16 bytes keep its tokens off each other's
+// banks.
+constexpr int kPieceTokens = 16, kPieceColumns = 64;
+constexpr int kPieceBytes = kPieceTokens * (kPieceColumns * int(sizeof(Out)) + 16);
+
 template <int T, class W>
 struct Tile {
   using Weights = W;
@@ -91,7 +96,7 @@ struct Tile {
   // Where warpgroups turn their output, and scales of its rows and tokens.
   static constexpr int kOutTokens = Weights::out_tokens(T);
   static constexpr int kOutBytes =
-      Weights::kBlocks ? kConsumers * 64 * 144 : kConsumers * kOutTokens * kBlockRows * int(sizeof(Out));
+      kConsumers * (Weights::kBlocks ? 4 * kPieceBytes : kOutTokens * kBlockRows * int(sizeof(Out)));
   static constexpr int kOutScaleBytes = Weights::kBlocks ? 0 : (kBlockRows + (kFp8 ? T : 0)) * 4;
 
   static constexpr int kLutBytes = Weights::kTableBytes;
