@@ -5,6 +5,7 @@ writing out of weights has a few constants; all are fitted by least squares of l
 
     python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --many FILE --few FILE [--write]
 
+A GPU with few samples of its own: ``--near-scaled`` starts the kernels for few tokens from another GPU's constants.
 Kernels for few tokens are fitted to the samples of ``--few``, those for many to ``--many``, libraries to ``--fit``. Of
 few tokens with FP8 activations only samples with their quantiser (``--whole``) count. Of such samples, what a quantiser
 adds is taken off: layers run both.
@@ -35,8 +36,9 @@ from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
 from fp4dispatch.machine import gpu_models
 
-PRIOR = 0.01
-"""Weight of what a constant is before the fit: it decides only where the samples say nothing."""
+PRIOR, SCALED_PRIOR = 0.01, 2.0
+"""Weights of what a constant is before the fit. The first decides only where the samples say nothing. The second is for
+constants of another GPU, scaled: with 136 problems choices on other sizes were better than with either alone."""
 OUTLIER = 0.1
 NEAR, FAR = (1.3, 1.0), (2.0, 0.4)
 """(Times the best launch of the problem, weight): launches that nobody will choose weigh less."""
@@ -63,12 +65,12 @@ LEAST_SHARE = 0.2
 """Of a launch and its quantiser, at least, is the launch's."""
 
 
-def least(function: Callable[[np.ndarray], np.ndarray], start: Sequence[float]) -> np.ndarray:
+def least(function: Callable[[np.ndarray], np.ndarray], start: Sequence[float], prior: float = PRIOR) -> np.ndarray:
     """Return the positive constants that make logarithms smallest, from where they start."""
     first = np.log(np.array(start))
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([function(np.exp(x)), PRIOR * (x - first)])
+        return np.concatenate([function(np.exp(x)), prior * (x - first)])
 
     return np.exp(least_squares(residuals, first, loss="soft_l1", f_scale=OUTLIER, max_nfev=200).x)
 
@@ -113,8 +115,10 @@ def timed(p: dict[str, Any], kernel: str, *, blocks: bool) -> Iterator[tuple[Seq
             yield from launches
 
 
-def fit_few(kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blocks: bool) -> FewTokensSpeed:
-    """Fit a kernel's constants. Tiles that were never launched are left out."""
+def fit_few(
+    kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blocks: bool, scaled: FewTokensSpeed | None
+) -> FewTokensSpeed:
+    """Fit a kernel's constants, near those ``scaled`` from another GPU. Tiles that were never launched are left out."""
     tiles = sorted({shape[:4] for _, shape, _ in some})
     work = stacked([few_tokens_model.work(KERNELS[kernel], s, m, n, k, usable, blocks) for (n, k, m), s, _ in some])
     which = np.array([tiles.index(shape[:4]) for _, shape, _ in some])
@@ -128,8 +132,10 @@ def fit_few(kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blo
         found: np.ndarray = few_tokens_model.time_of(speed, alone[which], full[which], work)
         return found
 
-    start = [*FEW_START.values(), *(TILE_START[0],) * len(tiles), *(TILE_START[1],) * len(tiles)]
-    x = least(lambda x: weights * np.log(at(x) / us), start)
+    first = FEW_START if scaled is None else {name: getattr(scaled, name) for name in FEW_START}
+    times = [TILE_START if scaled is None else scaled.of_tile.get(tile, TILE_START) for tile in tiles]
+    start = [*first.values(), *(alone for alone, _ in times), *(full for _, full in times)]
+    x = least(lambda x: weights * np.log(at(x) / us), start, PRIOR if scaled is None else SCALED_PRIOR)
     alone, full = x[count : count + len(tiles)], x[count + len(tiles) :]
     rows = zip(tiles, map(rounded, alone), map(rounded, full), strict=True)
     return FewTokensSpeed(*map(rounded, x[:count]), tiles=tuple(rows))
@@ -139,7 +145,14 @@ Regrets = dict[int, list[tuple[float, float, float]]]
 """By tokens of the tile that is chosen: times over the best with any ring, with the shallowest, in the kernel's own."""
 
 
-def held_out(problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool) -> Regrets:
+def held_out(
+    problems: Sequence[dict[str, Any]],
+    kernel: str,
+    usable: tuple[int, ...],
+    *,
+    blocks: bool,
+    scaled: FewTokensSpeed | None,
+) -> Regrets:
     """Return what choices cost. Fitted to every other (N, K), judged on the others, and the other way round."""
     problems = [p for p in problems if few_launches([p], kernel, blocks=blocks)]
     sizes = sorted({(p["n"], p["k"]) for p in problems})
@@ -150,7 +163,7 @@ def held_out(problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int,
         some = few_launches(fitted, kernel, blocks=blocks)
         if not some:
             continue
-        speed = fit_few(kernel, some, usable, blocks=blocks)
+        speed = fit_few(kernel, some, usable, blocks=blocks, scaled=scaled)
         shallow = replace(speed, shallow=tuple({tile[0] for tile, *_ in speed.tiles}))
         for p in others:
             launches = few_launches([p], kernel, blocks=blocks)
@@ -169,18 +182,23 @@ def means(times: Sequence[tuple[float, float, float]]) -> tuple[float, float, fl
 
 
 def few_tokens(
-    problems: Sequence[dict[str, Any]], kernel: str, usable: tuple[int, ...], *, blocks: bool
+    problems: Sequence[dict[str, Any]],
+    kernel: str,
+    usable: tuple[int, ...],
+    *,
+    blocks: bool,
+    scaled: FewTokensSpeed | None = None,
 ) -> dict[str, Any] | None:
     """Fit a kernel for few tokens; None if it was never launched."""
     problems = [p for p in problems if serves(p, kernel)]
     some = few_launches(problems, kernel, blocks=blocks)
     if not some:
         return None
-    speed = fit_few(kernel, some, usable, blocks=blocks)
+    speed = fit_few(kernel, some, usable, blocks=blocks, scaled=scaled)
     skipped = ("tiles", *speeds.OF_TILES)
     found: dict[str, Any] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name not in skipped}
     found |= {"own": [], "shallow": []}
-    for tokens, each in sorted(held_out(problems, kernel, usable, blocks=blocks).items()):
+    for tokens, each in sorted(held_out(problems, kernel, usable, blocks=blocks, scaled=scaled).items()):
         any_ring, two, own = means(each)
         found["own"] += [tokens] if own <= min(any_ring, two) else []
         found["shallow"] += [tokens] if two < any_ring else []
@@ -329,7 +347,9 @@ def many_tokens(problems: Sequence[dict[str, Any]], sms: int) -> tuple[dict[str,
 Records = Sequence[dict[str, Any]]
 
 
-def fit(records: Records, many_records: Records, few_records: Records, named: Sequence[str]) -> dict[str, Any]:
+def fit(
+    records: Records, many_records: Records, few_records: Records, named: Sequence[str], *, near_scaled: bool = False
+) -> dict[str, Any]:
     """Return the [[gpu]] of speeds.toml as plain data."""
     problems = [p for record in (*records, *many_records) for p in record["problems"]]
     of_many_tokens = [p for record in many_records for p in record["problems"]]
@@ -340,15 +360,20 @@ def fit(records: Records, many_records: Records, few_records: Records, named: Se
     if model is None:
         raise SystemExit(f"{device} is not in gpu_models.toml: add it first")
     usable = launch_model.gpu_with(model.sms).usable
+    scaled = speeds.scaled_to(model) if near_scaled else None
+    if near_scaled and scaled is None:
+        raise SystemExit(f"no other GPU of {model.arch} is in {speeds.FILE.name}: leave --near-scaled out")
     few: dict[str, Any] = {}
     quantised = quantisers([*of_few_tokens, *of_many_tokens], problems)
     gpu, builds = many_tokens([gemms_alone(p, quantised) for p in of_many_tokens], model.sms)
     of_few_tokens = [gemms_alone(p, quantised) for p in of_few_tokens]
     for kernel in KERNELS:
         for blocks in (False, True):
-            row = few_tokens(of_few_tokens, kernel, usable, blocks=blocks)
+            name = f"{kernel} {speeds.BLOCKS}" if blocks else kernel
+            known = scaled.few_tokens.get(name) if scaled is not None else None
+            row = few_tokens(of_few_tokens, kernel, usable, blocks=blocks, scaled=known)
             if row is not None:
-                few[f"{kernel} {speeds.BLOCKS}" if blocks else kernel] = row
+                few[name] = row
     return {
         "name": model.name,
         "records": list(named),
@@ -366,7 +391,8 @@ def fit(records: Records, many_records: Records, few_records: Records, named: Se
 HEADER = """\
 # Constants of time models, by GPU model. Made by bench/fit_speeds.py from records of bench/launch_samples.py: `records`
 # has name, problems and SHA-256 of each; the same command on the same records writes the same numbers. speeds.py says
-# what they mean. A GPU of the same arch that is not here gets those of the first, scaled by its facts.
+# what they mean. A GPU that is not here gets those of the GPU of its arch with the nearest memory bandwidth, scaled by
+# its facts.
 """
 
 
@@ -419,6 +445,11 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, nargs="+", required=True)
     parser.add_argument("--many", type=Path, nargs="+", required=True, help="samples of kernels for many tokens")
     parser.add_argument("--few", type=Path, nargs="+", required=True, help="samples of kernels for few tokens")
+    parser.add_argument(
+        "--near-scaled",
+        action="store_true",
+        help="few tokens: stay near the constants of another GPU of this arch, scaled",
+    )
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
@@ -428,7 +459,13 @@ def main() -> None:
     if len({record["facts"]["device"] for record in read.values()}) != 1:
         parser.error("samples of several GPU models: fit each alone")
     records, many_records, few_records = ([read[path] for path in paths if path in some] for some in asked)
-    row = fit(records, many_records, few_records, [cited(path, record) for path, record in read.items()])
+    row = fit(
+        records,
+        many_records,
+        few_records,
+        [cited(path, record) for path, record in read.items()],
+        near_scaled=args.near_scaled,
+    )
     if args.write or args.to != speeds.FILE:
         written(args.to, row)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -25,32 +26,71 @@ from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
 
 ROOT = Path(__file__).parents[2]
-H200, H100, B200 = (gpu_models.named(name) for name in ("H200 SXM", "H100 SXM", "B200"))
+H200, H100, NVL, B200 = (gpu_models.named(name) for name in ("H200 SXM", "H100 SXM", "H100 NVL", "B200"))
 CITED = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
 
 
 def test_each_record_is_cited_with_its_hash_and_is_that_file_where_it_is_kept():
-    cited = [record for found in speeds.fitted().values() for record in found.records]
+    cited = [(gpu, record) for gpu, found in speeds.fitted().items() for record in found.records]
     assert cited
-    for text in cited:
+    for gpu, text in cited:
         name, problems, digest = CITED.fullmatch(text).groups()
         assert int(problems) > 0
         path = ROOT / "bench" / "results" / f"{name}.json"
         if path.exists():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == digest, name
+            assert gpu_models.named(json.loads(path.read_text("utf-8"))["facts"]["device"]).name == gpu, name
 
 
 def test_a_gpu_gets_its_own_constants_or_those_of_its_arch_scaled():
-    own, scaled = speeds.of(H200), speeds.of(H100)
-    assert (str(own), str(scaled)) == ("fitted on H200 SXM", "scaled from H200 SXM to H100 SXM")
+    own, scaled = speeds.of(H100), speeds.of(NVL)
+    assert (str(own), str(scaled)) == ("fitted on H100 SXM", "scaled from H100 SXM to H100 NVL")
     assert speeds.of(B200) is None
-    ratio = H100.memory_gbs / H200.memory_gbs
+    ratio = NVL.memory_gbs / H100.memory_gbs
     few, fewer = own.few_tokens["w4a8_small"], scaled.few_tokens["w4a8_small"]
-    assert fewer == replace(few, memory=pytest.approx(few.memory * ratio))
-    half = replace(H200, name="half", clock_mhz=H200.clock_mhz / 2)
+    clock = NVL.clock_mhz / H100.clock_mhz
+    assert fewer.memory == pytest.approx(few.memory * ratio)
+    assert fewer.start == pytest.approx(few.start / clock)
+    half = replace(H100, name="half", clock_mhz=H100.clock_mhz / 2)
     slow = speeds.of(half).few_tokens["w4a8_small"]
     assert slow.start == pytest.approx(2 * few.start)
     assert slow.memory == few.memory
+
+
+def test_constants_come_from_the_gpu_with_the_nearest_memory_bandwidth():
+    """Of those of its arch, and never from itself."""
+    said = {
+        bandwidth: speeds.of(replace(H200, name="x", memory_gbs=bandwidth)).fitted for bandwidth in (2000, 3900, 4100)
+    }
+    assert said == {2000: "H100 SXM", 3900: "H100 SXM", 4100: "H200 SXM"}
+    assert speeds.scaled_to(H100).fitted == "H200 SXM"
+    assert speeds.scaled_to(replace(H200, name="x", memory_gbs=0)) is None
+    assert speeds.scaled_to(B200) is None
+
+
+def test_few_samples_leave_constants_near_those_of_another_gpu():
+    """One tile is timed: what it says nothing of stays, unless nothing is known."""
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    known, usable = speeds.of(H200).few_tokens["w8a8_small"], speeds.of(H200).many_tokens.usable
+    shape = FewTokensShape(16, 1, 2, 1, 1, 3, 3)
+    sizes = ((4096, 4096, 16), (8192, 4096, 8), (28672, 4096, 16), (57344, 8192, 16))
+    names = [*fit_speeds.FEW_START]
+
+    def fitted(scaled, memory):
+        truth = replace(known, memory=known.memory * memory)
+        some = [
+            ((n, k, m), shape, few_tokens_model.microseconds("w8a8_small", truth, shape, m, n, k, usable))
+            for n, k, m in sizes
+        ]
+        return fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, scaled=scaled)
+
+    same, slower, alone = fitted(known, 1.0), fitted(known, 0.7), fitted(None, 1.0)
+    assert [getattr(same, name) for name in names] == pytest.approx([getattr(known, name) for name in names], rel=1e-3)
+    assert 0.7 * known.memory <= slower.memory < 0.99 * known.memory
+    assert slower.cluster == pytest.approx(known.cluster, rel=1e-3)
+    assert alone.cluster == pytest.approx(fit_speeds.FEW_START["cluster"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +288,12 @@ def test_cublaslt_pays_for_the_end_of_each_tile_and_slows_down_like_the_others()
 
 
 def test_constants_for_many_tokens_are_scaled_by_the_facts_of_a_gpu_and_else_kept():
-    old, pcie = speeds.of(H200).many_tokens, gpu_models.named("H100 PCIe")
+    old, pcie = speeds.of(H100).many_tokens, gpu_models.named("H100 PCIe")
     new = speeds.of(pcie).many_tokens
     assert (new.sms, new.usable) == (114, launch_model.gpu_with(114).usable)
-    assert new.clock_mhz == old.clock_mhz * pcie.clock_mhz / H200.clock_mhz
+    assert new.clock_mhz == old.clock_mhz * pcie.clock_mhz / H100.clock_mhz
     assert new.memory_bytes * new.clock_mhz == pytest.approx(
-        old.memory_bytes * old.clock_mhz * pcie.memory_gbs / H200.memory_gbs
+        old.memory_bytes * old.clock_mhz * pcie.memory_gbs / H100.memory_gbs
     )
     kept = ("tile_clocks", "split_clocks", "token_clocks", "slowing", "slowing_fp4")
     assert [getattr(new, name) for name in kept] == [getattr(old, name) for name in kept]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -98,15 +99,20 @@ class Speeds:
 
 @functools.lru_cache(maxsize=64)
 def of(model: GpuModel) -> Speeds | None:
-    """Return the constants of a GPU model: its own, or those of the first fitted one of its arch, scaled; else None."""
-    found = fitted()
-    if model.name in found:
-        return found[model.name]
-    for name, speeds in found.items():
-        old = gpu_models.named(name)
-        if old is not None and old.arch == model.arch and model.memory_gbs > 0:
-            return speeds.scaled(old, model)
-    return None
+    """Return the constants of a GPU model: its own, or those of another one of its arch, scaled; else None."""
+    return fitted().get(model.name) or scaled_to(model)
+
+
+def scaled_to(model: GpuModel) -> Speeds | None:
+    """Return the constants of the other fitted GPU model of the same arch whose memory bandwidth is nearest, scaled."""
+    if model.memory_gbs <= 0:
+        return None
+    others = [old for name in fitted() if (old := gpu_models.named(name)) is not None and old.name != model.name]
+    same_arch = [old for old in others if old.arch == model.arch]
+    if not same_arch:
+        return None
+    nearest = min(same_arch, key=lambda old: abs(math.log(old.memory_gbs / model.memory_gbs)))
+    return fitted()[nearest.name].scaled(nearest, model)
 
 
 def known(arch: Arch) -> bool:
