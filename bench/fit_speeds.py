@@ -5,7 +5,8 @@ writing out of weights has a few constants; all are fitted by least squares of l
 
     python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --many FILE --few FILE [--write]
 
-A GPU with few samples of its own: ``--near-scaled`` starts the kernels for few tokens from another GPU's constants.
+Few samples: ``--near-scaled`` starts the kernels for few tokens from another GPU's constants, ``--few-before`` from
+what samples of older builds say; the fit then stays near.
 Kernels for few tokens are fitted to the samples of ``--few``, those for many to ``--many``, libraries to ``--fit``. Of
 few tokens with FP8 activations only samples with their quantiser (``--whole``) count. Of such samples, what a quantiser
 adds is taken off: layers run both.
@@ -36,9 +37,10 @@ from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
 from fp4dispatch.machine import gpu_models
 
-PRIOR, SCALED_PRIOR = 0.01, 2.0
+PRIOR, KNOWN_PRIOR = 0.01, 2.0
 """Weights of what a constant is before the fit. The first decides only where the samples say nothing. The second is for
-constants of another GPU, scaled: with 136 problems choices on other sizes were better than with either alone."""
+constants of another GPU, scaled, or of kernels as they were: on an H100, with 136 problems, choices on other sizes were
+better than with the scaled constants or with the samples alone."""
 OUTLIER = 0.1
 NEAR, FAR = (1.3, 1.0), (2.0, 0.4)
 """(Times the best launch of the problem, weight): launches that nobody will choose weigh less."""
@@ -65,7 +67,9 @@ LEAST_SHARE = 0.2
 """Of a launch and its quantiser, at least, is the launch's."""
 
 
-def least(function: Callable[[np.ndarray], np.ndarray], start: Sequence[float], prior: float = PRIOR) -> np.ndarray:
+def least(
+    function: Callable[[np.ndarray], np.ndarray], start: Sequence[float], prior: float | np.ndarray = PRIOR
+) -> np.ndarray:
     """Return the positive constants that make logarithms smallest, from where they start."""
     first = np.log(np.array(start))
 
@@ -116,9 +120,9 @@ def timed(p: dict[str, Any], kernel: str, *, blocks: bool) -> Iterator[tuple[Seq
 
 
 def fit_few(
-    kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blocks: bool, scaled: FewTokensSpeed | None
+    kernel: str, some: Sequence[Launch], usable: tuple[int, ...], *, blocks: bool, known: FewTokensSpeed | None
 ) -> FewTokensSpeed:
-    """Fit a kernel's constants, near those ``scaled`` from another GPU. Tiles that were never launched are left out."""
+    """Fit a kernel's constants, near those that are ``known``. Tiles that were never launched are left out."""
     tiles = sorted({shape[:4] for _, shape, _ in some})
     work = stacked([few_tokens_model.work(KERNELS[kernel], s, m, n, k, usable, blocks) for (n, k, m), s, _ in some])
     which = np.array([tiles.index(shape[:4]) for _, shape, _ in some])
@@ -132,10 +136,13 @@ def fit_few(
         found: np.ndarray = few_tokens_model.time_of(speed, alone[which], full[which], work)
         return found
 
-    first = FEW_START if scaled is None else {name: getattr(scaled, name) for name in FEW_START}
-    times = [TILE_START if scaled is None else scaled.of_tile.get(tile, TILE_START) for tile in tiles]
+    first = FEW_START if known is None else {name: getattr(known, name) for name in FEW_START}
+    held = [None if known is None else known.of_tile.get(tile) for tile in tiles]
+    times = [TILE_START if each is None else each for each in held]
     start = [*first.values(), *(alone for alone, _ in times), *(full for _, full in times)]
-    x = least(lambda x: weights * np.log(at(x) / us), start, PRIOR if scaled is None else SCALED_PRIOR)
+    of_tiles = [PRIOR if each is None else KNOWN_PRIOR for each in held]
+    prior = np.array([*(PRIOR if known is None else KNOWN_PRIOR,) * count, *of_tiles, *of_tiles])
+    x = least(lambda x: weights * np.log(at(x) / us), start, prior)
     alone, full = x[count : count + len(tiles)], x[count + len(tiles) :]
     rows = zip(tiles, map(rounded, alone), map(rounded, full), strict=True)
     return FewTokensSpeed(*map(rounded, x[:count]), tiles=tuple(rows))
@@ -151,7 +158,7 @@ def held_out(
     usable: tuple[int, ...],
     *,
     blocks: bool,
-    scaled: FewTokensSpeed | None,
+    known: FewTokensSpeed | None,
 ) -> Regrets:
     """Return what choices cost. Fitted to every other (N, K), judged on the others, and the other way round."""
     problems = [p for p in problems if few_launches([p], kernel, blocks=blocks)]
@@ -163,7 +170,7 @@ def held_out(
         some = few_launches(fitted, kernel, blocks=blocks)
         if not some:
             continue
-        speed = fit_few(kernel, some, usable, blocks=blocks, scaled=scaled)
+        speed = fit_few(kernel, some, usable, blocks=blocks, known=known)
         shallow = replace(speed, shallow=tuple({tile[0] for tile, *_ in speed.tiles}))
         for p in others:
             launches = few_launches([p], kernel, blocks=blocks)
@@ -187,18 +194,18 @@ def few_tokens(
     usable: tuple[int, ...],
     *,
     blocks: bool,
-    scaled: FewTokensSpeed | None = None,
+    known: FewTokensSpeed | None = None,
 ) -> dict[str, Any] | None:
     """Fit a kernel for few tokens; None if it was never launched."""
     problems = [p for p in problems if serves(p, kernel)]
     some = few_launches(problems, kernel, blocks=blocks)
     if not some:
         return None
-    speed = fit_few(kernel, some, usable, blocks=blocks, scaled=scaled)
+    speed = fit_few(kernel, some, usable, blocks=blocks, known=known)
     skipped = ("tiles", *speeds.OF_TILES)
     found: dict[str, Any] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name not in skipped}
     found |= {"own": [], "shallow": []}
-    for tokens, each in sorted(held_out(problems, kernel, usable, blocks=blocks, scaled=scaled).items()):
+    for tokens, each in sorted(held_out(problems, kernel, usable, blocks=blocks, known=known).items()):
         any_ring, two, own = means(each)
         found["own"] += [tokens] if own <= min(any_ring, two) else []
         found["shallow"] += [tokens] if two < any_ring else []
@@ -348,7 +355,13 @@ Records = Sequence[dict[str, Any]]
 
 
 def fit(
-    records: Records, many_records: Records, few_records: Records, named: Sequence[str], *, near_scaled: bool = False
+    records: Records,
+    many_records: Records,
+    few_records: Records,
+    before: Records,
+    named: Sequence[str],
+    *,
+    near_scaled: bool = False,
 ) -> dict[str, Any]:
     """Return the [[gpu]] of speeds.toml as plain data."""
     problems = [p for record in (*records, *many_records) for p in record["problems"]]
@@ -367,11 +380,14 @@ def fit(
     quantised = quantisers([*of_few_tokens, *of_many_tokens], problems)
     gpu, builds = many_tokens([gemms_alone(p, quantised) for p in of_many_tokens], model.sms)
     of_few_tokens = [gemms_alone(p, quantised) for p in of_few_tokens]
+    as_it_was = [gemms_alone(p, quantised) for record in before for p in record["problems"]]
     for kernel in KERNELS:
         for blocks in (False, True):
             name = f"{kernel} {speeds.BLOCKS}" if blocks else kernel
             known = scaled.few_tokens.get(name) if scaled is not None else None
-            row = few_tokens(of_few_tokens, kernel, usable, blocks=blocks, scaled=known)
+            if some := few_launches([p for p in as_it_was if serves(p, kernel)], kernel, blocks=blocks):
+                known = fit_few(kernel, some, usable, blocks=blocks, known=known)
+            row = few_tokens(of_few_tokens, kernel, usable, blocks=blocks, known=known)
             if row is not None:
                 few[name] = row
     return {
@@ -446,6 +462,9 @@ def main() -> None:
     parser.add_argument("--many", type=Path, nargs="+", required=True, help="samples of kernels for many tokens")
     parser.add_argument("--few", type=Path, nargs="+", required=True, help="samples of kernels for few tokens")
     parser.add_argument(
+        "--few-before", type=Path, nargs="+", default=[], help="of kernels for few tokens as they were; fitted first"
+    )
+    parser.add_argument(
         "--near-scaled",
         action="store_true",
         help="few tokens: stay near the constants of another GPU of this arch, scaled",
@@ -453,19 +472,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
-    asked = args.fit, args.many, args.few
+    asked = args.fit, args.many, args.few, args.few_before
     paths = sorted({path for some in asked for path in some}, key=lambda path: path.name)
     read = {path: json.loads(path.read_text("utf-8")) for path in paths}
     if len({record["facts"]["device"] for record in read.values()}) != 1:
         parser.error("samples of several GPU models: fit each alone")
-    records, many_records, few_records = ([read[path] for path in paths if path in some] for some in asked)
-    row = fit(
-        records,
-        many_records,
-        few_records,
-        [cited(path, record) for path, record in read.items()],
-        near_scaled=args.near_scaled,
-    )
+    records, many, few, before = ([read[path] for path in paths if path in some] for some in asked)
+    named = [cited(path, record) for path, record in read.items()]
+    row = fit(records, many, few, before, named, near_scaled=args.near_scaled)
     if args.write or args.to != speeds.FILE:
         written(args.to, row)
     else:

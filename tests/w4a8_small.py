@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 NAME = "w4a8_small"
-INSTANCES = ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1))
+INSTANCES = (
+    *((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
+    *((96, 1, 1, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
+)
 """Tokens, row blocks, groups, units."""
+TILES = ((1, 16), (17, 32), (33, 64), (65, 96), (97, 500))
+"""The fewest and the most tokens for which plan() takes a tile, in order; the last one takes more in several tiles."""
 CLUSTERS = (1, 2, 4, 8)
 H200 = (132, 233472, 232448, True)
 """Multiprocessors, shared memory of one and of a CTA, clusters: what plan() asks of a machine."""
 MOST_SLOTS = 63  # stages of all rings together
+
+
+def tile_of(m: int) -> int:
+    """Tokens of the tile that plan() takes."""
+    return min((tokens for tokens, *_ in INSTANCES if tokens >= m), default=128)
 
 
 def shared_bytes(shape: Sequence[int]) -> int:

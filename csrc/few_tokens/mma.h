@@ -17,38 +17,58 @@ __device__ __forceinline__ void mma(float* d, uint32_t const (&a)[4], uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A warp's units times T tokens, one step of the stage at `offset`.
+// What a warp multiplies in one step of a stage: its units and T tokens, 16 k of each a lane.
 template <class Tile>
-__device__ __forceinline__ void multiply_step(
-    typename Tile::Weights::template Reader<Tile::kUnits> const& reader, uint32_t offset, int step,
-    Sums<Tile>& sums) {
-  constexpr int T = Tile::kTokens, U = Tile::kUnits;
-  uint32_t const tokens = reader.tokens_at(offset, step);
+struct Step {
+  static constexpr int T = Tile::kTokens, U = Tile::kUnits;
+  using Reader = typename Tile::Weights::template Reader<U>;
   typename Tile::Weights::template Packed<U> packed;
-  reader.load(offset, step, packed);
+  uint4 tokens[2][T / 8];  // 8 k each
+
+  __device__ __forceinline__ void load(Reader const& reader, uint32_t offset, int step) {
+    uint32_t const at = reader.tokens_at(offset, step);
+    reader.load(offset, step, packed);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {  // 8 of the lane's 16 k
-    uint4 b[T / 8];
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int t = 0; t < T / 8; ++t) b[t] = load_16(tokens + t * 8 * Tile::kTokenPitch + half * 16);
-    // Units in pairs, so that two MMAs in a row never add to the same sums.
+      for (int t = 0; t < T / 8; ++t) tokens[half][t] = load_16(at + t * 8 * Tile::kTokenPitch + half * 16);
+    }
+  }
+
+  // Bits of each load.
+  __device__ __forceinline__ uint32_t loaded() const {
+    uint32_t bits = packed.loaded();
 #pragma unroll
-    for (int u = 0; u < U; u += 2) {
-      uint32_t a[2][2][4];
-      packed.operand_a(u, half, a[0]);
-      packed.operand_a(u + 1, half, a[1]);
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
+      for (int t = 0; t < T / 8; ++t) bits |= tokens[half][t].x;
+    }
+    return bits;
+  }
+
+  __device__ __forceinline__ void multiply(Sums<Tile>& sums) const {
 #pragma unroll
-        for (int t = 0; t < T / 8; ++t) {
+    for (int half = 0; half < 2; ++half) {
+      uint4 const(&b)[T / 8] = tokens[half];
+      // Units in pairs, so that two MMAs in a row never add to the same sums.
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            mma(sums + 4 * ((u + i) * (T / 8) + t), a[i][s], s ? b[t].z : b[t].x, s ? b[t].w : b[t].y);
+      for (int u = 0; u < U; u += 2) {
+        uint32_t a[2][2][4];
+        packed.operand_a(u, half, a[0]);
+        packed.operand_a(u + 1, half, a[1]);
+#pragma unroll
+        for (int s = 0; s < 2; ++s) {
+#pragma unroll
+          for (int t = 0; t < T / 8; ++t) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              mma(sums + 4 * ((u + i) * (T / 8) + t), a[i][s], s ? b[t].z : b[t].x, s ? b[t].w : b[t].y);
+          }
         }
       }
     }
   }
-}
+};
 
 template <class Tile>
 __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p, Ring<Tile> ring, Range range,
@@ -63,31 +83,39 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0;
   // Behind loads that are still under way an arrival comes too early: the next copy overtakes them where other warps keep
-  // the load units busy (docs/incidents.md, O-15 and O-16). So its address depends on sums of each unit and of each 8
-  // tokens, to which all that was loaded has been added.
+  // the load units busy (docs/incidents.md, O-15 and O-16). So it depends on bits of each load of the stage's last step:
+  // for few tokens by a branch that is never taken, behind which the arrival stays ahead of the multiplications. With more
+  // tokens the registers that this takes cost more than it gains, and the arrival may come late (bench/notes/few-tokens.md).
   uint32_t const zero = unknown_zero(p);
-  auto const release = [&] {
-    uint32_t done = 0;
-#pragma unroll
-    for (int u = 0; u < Tile::kUnits; ++u) done |= __float_as_uint(sums[4 * u * (Tile::kTokens / 8)]);
-#pragma unroll
-    for (int t = 1; t < Tile::kTokens / 8; ++t) done |= __float_as_uint(sums[4 * t]);
+  auto const release = [&](uint32_t bits) {
+    uint32_t wait = 0;
+    if constexpr (Tile::kTokens <= 16) {
+      if ((bits & zero) != 0) asm volatile("trap;");
+    } else {
+      wait = bits & zero;
+    }
     __syncwarp();
-    if (lane == 0) barrier_arrive(full + 8 + (done & zero));
+    if (lane == 0) barrier_arrive(full + 8 + wait);
   };
 #pragma unroll 1
   for (int i = 0; i < whole; ++i) {
     barrier_wait(full, parity);
 #pragma unroll
-    for (int step = 0; step < Tile::kSteps; ++step) multiply_step<Tile>(reader, offset, step, sums);
-    release();
+    for (int s = 0; s < Tile::kSteps; ++s) {
+      Step<Tile> step;
+      step.load(reader, offset, s);
+      if (s == Tile::kSteps - 1) release(step.loaded());
+      step.multiply(sums);
+    }
     offset += Tile::kStageBytes, full += 16;
     if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
   }
   if (short_end) {
     barrier_wait(full, parity);
-    multiply_step<Tile>(reader, offset, 0, sums);
-    release();  // nothing follows in the ring, but sums may take its place
+    Step<Tile> step;
+    step.load(reader, offset, 0);
+    release(step.loaded());  // nothing follows in the ring, but sums may take its place
+    step.multiply(sums);
   }
 }
 

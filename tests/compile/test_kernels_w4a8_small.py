@@ -12,14 +12,14 @@ from fp4dispatch import jit
 from fp4dispatch.jit.catalog.manifest import installed
 from tests.compile import built_kernels
 from tests.compile.built_kernels import REAL, packed_operands, tile_in
-from tests.w4a8_small import H200, INSTANCES, MOST_SLOTS, NAME, shared_bytes, threads
+from tests.w4a8_small import H200, INSTANCES, MOST_SLOTS, NAME, TILES, shared_bytes, threads, tile_of
 
 pytest.importorskip("tvm_ffi")
 
 pytestmark = built_kernels.NEEDS_NVCC
 
 # CTAs of a multiprocessor that plan()'s rings count on; an SM90 has 65536 registers, dealt out to warps by 256.
-RESIDENT = {(16, 1, 2, 1): 2, (16, 1, 4, 1): 1, (32, 1, 2, 1): 2, (32, 1, 4, 1): 1, (64, 1, 2, 1): 1, (64, 1, 4, 1): 1}
+RESIDENT = dict.fromkeys(INSTANCES, 1) | {(16, 1, 2, 1): 2, (32, 1, 2, 1): 2, (96, 1, 1, 1): 2}
 
 
 def module(variant: str = "bf16") -> Any:
@@ -54,7 +54,7 @@ def test_copies_of_weights_are_all_that_comes_before_the_wait() -> None:
 
 
 @pytest.mark.parametrize("nk", REAL, ids=str)
-@pytest.mark.parametrize("m", [16, 32, 64])
+@pytest.mark.parametrize("m", [16, 32, 64, 96, 128])
 def test_plan_of_a_real_layer_fits_an_h200(m: int, nk: tuple[int, int]) -> None:
     plan = list(module().w4a8_small_plan(m, *nk, *H200))
     instance, (cluster, stages, trigger) = tuple(plan[:4]), plan[4:]
@@ -73,20 +73,22 @@ def test_plan_of_a_real_layer_fits_an_h200(m: int, nk: tuple[int, int]) -> None:
 
 def test_four_groups_where_a_cta_has_a_multiprocessor_and_much_of_k() -> None:
     """What bench/NOTES.md found fastest."""
-    groups = {(m, nk): module().w4a8_small_plan(m, *nk, *H200)[2] for m in (16, 32, 64) for nk in REAL}
+    groups = {(m, nk): module().w4a8_small_plan(m, *nk, *H200)[2] for m in (16, 32, 64, 96, 128) for nk in REAL}
     many = {(4096, 4096), (4096, 14336), (8192, 8192), (8192, 28672)}
-    assert groups == {(m, nk): 4 if nk in many else 2 for m, nk in groups}
+    assert groups == {(m, nk): 4 if nk in many and m <= 64 else 2 for m, nk in groups}
 
 
 def test_any_plan_is_of_what_is_built_and_fits() -> None:
     plan_of = module().w4a8_small_plan
     for m, n, k in itertools.product(
-        (1, 16, 17, 32, 33, 64, 65, 500), (8, 64, 72, 1024, 4096, 28672, 151936), (16, 64, 144, 4096, 14336, 28672)
+        (1, 16, 17, 32, 33, 64, 65, 96, 97, 500),
+        (8, 64, 72, 1024, 4096, 28672, 151936),
+        (16, 64, 144, 4096, 14336, 28672),
     ):
         plan = list(plan_of(m, n, k, *H200))
         tokens, _, groups, _, cluster, stages, trigger = plan
         assert tuple(plan[:4]) in INSTANCES, (m, n, k)
-        assert tokens == (16 if m <= 16 else 32 if m <= 32 else 64)
+        assert tokens == tile_of(m)
         assert cluster in (1, 2, 4, 8)
         assert stages >= 2  # wgmma still reads a stage when the next one begins
         assert groups * stages <= MOST_SLOTS
@@ -94,7 +96,7 @@ def test_any_plan_is_of_what_is_built_and_fits() -> None:
         assert shared_bytes(plan) <= H200[2]
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 64])
+@pytest.mark.parametrize("tokens", [16, 32, 64, 96, 128])
 def test_more_rows_need_no_more_parts_of_k_and_more_k_no_fewer_stages(tokens: int) -> None:
     plan_of = module().w4a8_small_plan
     rows = [plan_of(tokens, n, 8192, *H200)[4] for n in (64, 512, 1024, 2048, 4096, 8192, 16384, 57344)]
@@ -118,9 +120,7 @@ def test_less_shared_memory_means_fewer_stages_and_too_little_no_plan() -> None:
 
 
 def test_launch_shape_does_not_depend_on_the_number_of_tokens_of_a_tile() -> None:
-    built_kernels.check_same_plan_for_all_tokens_of_a_tile(
-        module().w4a8_small_plan, (*REAL, (1024, 4096)), ((1, 16), (17, 32), (33, 64), (64, 500))
-    )
+    built_kernels.check_same_plan_for_all_tokens_of_a_tile(module().w4a8_small_plan, (*REAL, (1024, 4096)), TILES)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

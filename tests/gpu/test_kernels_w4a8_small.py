@@ -29,7 +29,7 @@ from tests.w4a8_small import INSTANCES, NAME, launch_shapes
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100)
+M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 200)
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant: str) ->
 
 
 def test_repeats_bit_for_bit() -> None:
-    for mnk in ((1, 4096, 4096), (16, 1032, 2064), (64, 4096, 1040)):
+    for mnk in ((1, 4096, 4096), (16, 1032, 2064), (64, 4096, 1040), (96, 4096, 1040), (128, 1032, 2064)):
         Problem(True, torch.bfloat16, mnk).run(module().w4a8_small, times=20)
 
 
@@ -86,7 +86,7 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
     check_tokens_stay_alone(module().w4a8_small, weight(136, 400)[2], functools.partial(activations, True))
 
 
-@pytest.mark.parametrize("m", [1, 16, 32, 64])
+@pytest.mark.parametrize("m", [1, 16, 32, 64, 96, 128])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
     check_pdl_chain(module().w4a8_small, True, m)

@@ -41,7 +41,7 @@ from tests.gpu.w8_packed import (
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
 CALLS = {
-    "few": (lambda variant: kernel(f"block_{variant}").w8a8_small, (5, 16, 17, 33, 64, 100)),
+    "few": (lambda variant: kernel(f"block_{variant}").w8a8_small, (5, 16, 17, 33, 64, 90, 100, 200)),
     "many": (lambda variant: gemm(f"block_{variant}").planned, (1, 65, 128, 200, 300)),
 }
 """Kernels, and numbers of tokens that take all of their tiles."""

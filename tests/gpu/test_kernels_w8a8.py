@@ -36,8 +36,8 @@ from tests.gpu.w8_packed import (
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130)
-INSTANCES = ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1))
+M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 128, 130, 200)
+INSTANCES = ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1), (96, 1, 1, 1), (96, 1, 2, 1), (128, 1, 2, 1))
 SHAPE = [16, 1, 2, 1, 1, 2, 2]
 
 
@@ -145,20 +145,20 @@ def test_every_launch_shape_is_right(variant: str, instance: tuple[int, ...]) ->
 
 @pytest.mark.parametrize("variant", OUT_DTYPES)
 def test_one_static_scale_for_all_tokens(variant: str) -> None:
-    for m in (1, 16, 33, 64, 100):
+    for m in (1, 16, 33, 64, 90, 100):
         problem = Problem(OUT_DTYPES[variant], (m, 264, 1040), static=0.013)
         problem.run(kernel(variant).w8a8_small)
         problem.check(variant)
 
 
 @pytest.mark.parametrize("variant", OUT_DTYPES)
-@pytest.mark.parametrize("m", [8, 16, 32, 64])
+@pytest.mark.parametrize("m", [8, 16, 32, 64, 96, 128])
 def test_every_finite_code_is_exact_at_every_k(variant: str, m: int) -> None:
     check_every_finite_code(kernel(variant).w8a8_small, OUT_DTYPES[variant], m)
 
 
 @pytest.mark.parametrize("missing", [1, 7])
-@pytest.mark.parametrize("m", [5, 33, 64])
+@pytest.mark.parametrize("m", [5, 33, 64, 96, 110])
 def test_rows_that_a_weight_lacks_are_zeros(m: int, missing: int) -> None:
     problem = Problem(torch.bfloat16, (m, 136, 208), missing=missing)
     problem.run(kernel().w8a8_small)
@@ -170,7 +170,7 @@ def test_nan_among_the_weights_makes_its_column_nan_and_no_other() -> None:
 
 
 def test_repeats_bit_for_bit() -> None:
-    for mnk in ((1, 4096, 4096), (16, 1032, 2064), (64, 4096, 1040)):
+    for mnk in ((1, 4096, 4096), (16, 1032, 2064), (64, 4096, 1040), (96, 4096, 1040), (128, 1032, 2064)):
         Problem(torch.bfloat16, mnk).run(kernel().w8a8_small, times=20)
 
 
@@ -190,7 +190,7 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
 
 
 @pytest.mark.parametrize("static", [None, 0.01])
-@pytest.mark.parametrize("m", [1, 16, 32, 64])
+@pytest.mark.parametrize("m", [1, 16, 32, 64, 96, 128])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
     check_pdl_chain(kernel().w8a8_small, m, static)

@@ -84,7 +84,7 @@ def test_few_samples_leave_constants_near_those_of_another_gpu():
             ((n, k, m), shape, few_tokens_model.microseconds("w8a8_small", truth, shape, m, n, k, usable))
             for n, k, m in sizes
         ]
-        return fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, scaled=scaled)
+        return fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=scaled)
 
     same, slower, alone = fitted(known, 1.0), fitted(known, 0.7), fitted(None, 1.0)
     assert [getattr(same, name) for name in names] == pytest.approx([getattr(known, name) for name in names], rel=1e-3)

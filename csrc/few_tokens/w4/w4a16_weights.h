@@ -54,6 +54,16 @@ struct W4A16Weights {
     uint4 words[U];
     w4::Dequant<Element>::Pair scale[U];
 
+    // Bits of each load.
+    __device__ __forceinline__ uint32_t loaded() const {
+      uint32_t seen = 0;
+#pragma unroll
+      for (int u = 0; u < U; ++u) seen |= words[u].x;
+#pragma unroll
+      for (int u = 0; u < U; u += 2) seen |= reinterpret_cast<uint32_t const&>(scale[u]);
+      return seen;
+    }
+
     __device__ __forceinline__ void operand_a(int unit, int half, uint32_t (&a)[2][4]) const {
       dequantize_half(words[unit], half, scale[unit], a);
     }

@@ -29,6 +29,7 @@ struct W4A8Small {
     static constexpr Instance<Weights> kInstances[] = {
         instance<Weights, 16, 1, 2, 1>(), instance<Weights, 16, 1, 4, 1>(), instance<Weights, 32, 1, 2, 1>(),
         instance<Weights, 32, 1, 4, 1>(), instance<Weights, 64, 1, 2, 1>(), instance<Weights, 64, 1, 4, 1>(),
+        instance<Weights, 96, 1, 1, 1>(), instance<Weights, 96, 1, 2, 1>(), instance<Weights, 128, 1, 2, 1>(),
     };
     return {std::begin(kInstances), std::end(kInstances)};
   }
@@ -41,7 +42,8 @@ struct W4A8Small {
     double const share = filled_for(row_blocks, k, on);
     int64_t const cluster = cluster_of(row_blocks, kMaxCluster, on, share), ctas = row_blocks * cluster;
     if (ctas > on.multiprocessors) return {1, 2, 1, false, false, 5, share};
-    return {1, k > kLongK * cluster ? 4 : 2, 1, false, false, tokens == 16 ? 5 : 4, share};
+    bool const four = k > kLongK * cluster && tokens <= 64;  // more tokens leave no room for four rings
+    return {1, four ? 4 : 2, 1, false, false, tokens == 16 ? 5 : 4, share};
   }
 
   static Weights::Source source_of(TensorView w, int64_t n, int64_t k) {

@@ -20,7 +20,9 @@ struct W4A8Weights {
   static constexpr int kTriggerPart = 1;  // Plan::trigger: stages / this
   static constexpr float kUnscale = 8.f;
   static constexpr bool kBlocks = false;
-  static constexpr int registers(int tokens, int) { return tokens <= 32 ? 80 : 112; }
+  static constexpr int registers(int tokens, int) {
+    return tokens <= 32 ? 80 : tokens <= 64 ? 112 : tokens <= 96 ? 136 : 168;
+  }
 
   using Source = uint8_t const*;
   using Activation = uint8_t;

@@ -70,6 +70,14 @@ struct W8A16Weights {
   struct Packed {
     uint4 upper[U], lower[U];
 
+    // Bits of each load.
+    __device__ __forceinline__ uint32_t loaded() const {
+      uint32_t seen = 0;
+#pragma unroll
+      for (int u = 0; u < U; ++u) seen |= upper[u].x | lower[u].x;
+      return seen;
+    }
+
     __device__ __forceinline__ void operand_a(int unit, int half, uint32_t (&a)[2][4]) const {
       uint4 const up = upper[unit], low = lower[unit];
 #pragma unroll

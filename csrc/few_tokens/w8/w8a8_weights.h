@@ -20,7 +20,9 @@ struct W8A8Weights {
   static constexpr float kUnscale = 1.f;
   static constexpr bool kBlocks =
       FP4D_SCALING == 1;  // a scale for 128x128 weights and one for 128 k of a token
-  static constexpr int registers(int tokens, int) { return tokens <= 32 ? 80 : 96; }
+  static constexpr int registers(int tokens, int) {
+    return tokens <= 32 ? 80 : tokens <= 64 ? 96 : tokens <= 96 ? 128 : 168;
+  }
 
   using Source = w8::Source;
   using Activation = uint8_t;

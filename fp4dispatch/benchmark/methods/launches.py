@@ -102,7 +102,7 @@ def _shapes(gemm: Build, m: int, n: int, k: int, sms: int, blocks: bool) -> Iter
         if tile.tokens <= 4 * max(m, LEAST_TILE) and (tile.tokens >= WIDE_TILE or m <= 8 * tile.tokens):
             yield from launch_model.candidates(tile, m, n, k, launch_model.gpu_with(sms))
     elif (small := few_tokens.KERNELS.get(kernel)) is not None:
-        if m <= 2 * max(instance[0] for instance in small.instances):
+        if m <= small.most_tokens():
             yield None
             yield from few_tokens.candidates(kernel, m, n, k, sms, block_scales=blocks)
     elif m >= UNFOLD_FROM:

@@ -23,8 +23,10 @@ RESERVED = 1024
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS = 65536, 2048
-MOST_TILES = 2
-"""Of tokens. Each tile reads all weights: with more of them another kernel is faster."""
+MOST_TILES, MOST_TOKENS = 2, 192
+"""Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
+ONE_TILE = 64
+"""Up to so many tokens two tiles are not worth a look where one holds them."""
 
 
 class FewTokensShape(NamedTuple):
@@ -84,7 +86,7 @@ class FewTokensKernel:
 
     def most_tokens(self) -> int:
         """Return the most tokens for which shapes are worth a look."""
-        return MOST_TILES * max(instance[0] for instance in self.instances)
+        return min(MOST_TILES * max(instance[0] for instance in self.instances), MOST_TOKENS)
 
     def threads(self, shape: FewTokensShape) -> int:
         """Return the threads of a CTA: warps that multiply, and one or two of each group that load."""
@@ -103,10 +105,11 @@ class FewTokensKernel:
         found = next(r for tokens, units, r in self.registers if shape.tokens <= tokens and units in (0, shape.units))
         return _up(found, 8)
 
-    def tokens(self, m: int) -> int:
-        """Return the tokens of the smallest tile that holds m, or of the largest."""
+    def tiles(self, m: int) -> frozenset[int]:
+        """Return the tokens of the tiles that are worth a look: the smallest that hold m in one tile, and in two."""
         sizes = sorted({instance[0] for instance in self.instances})
-        return next((size for size in sizes if size >= m), sizes[-1])
+        one, two = (next((size for size in sizes if count * size >= m), sizes[-1]) for count in (1, MOST_TILES))
+        return frozenset({one, two} if m > ONE_TILE else {one})
 
     def shared_bytes(self, shape: FewTokensShape, *, block_scales: bool = False) -> int:
         """Return the shared memory of a CTA, as ``Tile`` in ``csrc/few_tokens/tile.h`` counts it."""
@@ -157,19 +160,22 @@ KERNELS = {
         trigger_part=2,
     ),
     "w4a8_small": FewTokensKernel(
-        ((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
+        (
+            *((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
+            *((96, 1, 1, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
+        ),
         weight_bytes=4608,
         x_bytes=1,
         align=1024,
         table=16384,
-        registers=((32, 0, 72), (64, 0, 97)),
+        registers=((32, 0, 72), (64, 0, 97), (96, 0, 129), (128, 0, 159)),
     ),
     "w8a8_small": FewTokensKernel(
-        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1)),
+        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1), (96, 1, 1, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
         weight_bytes=8192,
         x_bytes=1,
         align=1024,
-        registers=((32, 0, 72), (64, 0, 96)),
+        registers=((32, 0, 72), (64, 0, 96), (96, 0, 125), (128, 0, 162)),
     ),
 }
 
@@ -190,12 +196,12 @@ def candidates(
 ) -> Iterator[FewTokensShape]:
     """Yield the launch shapes of a kernel that are worth a measurement for [m, k] by [n, k], with clusters.
 
-    All tiles of the tokens that the kernel would take; K shared out by 1 to 8 CTAs; few stages, and as many as let one
+    Tiles of the tokens that hold m best; K shared out by 1 to 8 CTAs; few stages, and as many as let one
     to four CTAs run on an SM.
     """
     about = KERNELS[kernel]
     for instance in about.instances:
-        if instance[0] != about.tokens(m):
+        if instance[0] not in about.tiles(m):
             continue
         for cluster in CLUSTERS:
             first = FewTokensShape(*instance, cluster, FEW_STAGES[0], FEW_STAGES[0])
