@@ -85,12 +85,12 @@ Launch = tuple[tuple[int, int, int], FewTokensShape, float]
 
 
 def few_launches(problems: Iterable[dict[str, Any]], kernel: str, *, blocks: bool) -> list[Launch]:
-    """Return the timed launches of a kernel for few tokens: (n, k, m), shape, microseconds."""
+    """Return the timed launches of a kernel for few tokens, of tiles that are built: (n, k, m), shape, microseconds."""
     return [
         ((p["n"], p["k"], p["m"]), FewTokensShape(*shape), us)
         for p in problems
         for shape, us in timed(p, kernel, blocks=blocks)
-        if shape is not None
+        if shape is not None and tuple(shape[:4]) in KERNELS[kernel].instances
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 NAME = "w4a8_small"
 INSTANCES = (
     *((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
-    *((96, 1, 1, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
+    *((96, 1, 2, 1), (128, 1, 2, 1)),
 )
 """Tokens, row blocks, groups, units."""
 TILES = ((1, 16), (17, 32), (33, 64), (65, 96), (97, 500))

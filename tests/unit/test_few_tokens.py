@@ -57,6 +57,25 @@ def test_candidates_fit_and_fill_the_gpu(kernel, mnk):
     assert {shape.cluster for shape in candidates(kernel, 1, 2**20, k, 132)} == {1}
 
 
+def test_tokens_are_held_in_up_to_four_tiles():
+    tiles = {m: KERNELS["w4a8_small"].tiles(m) for m in (7, 33, 64, 65, 97, 128, 129, 192, 200, 256)}
+    assert tiles == {
+        7: {16},
+        33: {16, 32, 64},
+        64: {16, 32, 64},
+        65: {32, 64, 96},
+        97: {32, 64, 128},
+        128: {32, 64, 128},
+        129: {64, 96},
+        192: {64, 96},
+        200: {64, 96, 128},
+        256: {64, 96, 128},
+    }
+    assert KERNELS["w8a16_small"].tiles(40) == {16, 32}
+    most = {kernel: about.most_tokens() for kernel, about in KERNELS.items()}
+    assert most == {"w4a16_small": 128, "w8a16_small": 128, "w4a8_small": 256, "w8a8_small": 256}
+
+
 def test_a_gpu_with_little_shared_memory_has_fewer_shapes():
     small = few_tokens.SharedMemory(102400, 101376)
     few, many = (set(candidates("w8a16_small", 32, 4096, 4096, 84, memory)) for memory in (small, SM90))

@@ -27,9 +27,9 @@ struct W4A8Small {
 
   static Built<Weights> built() {
     static constexpr Instance<Weights> kInstances[] = {
-        instance<Weights, 16, 1, 2, 1>(), instance<Weights, 16, 1, 4, 1>(), instance<Weights, 32, 1, 2, 1>(),
-        instance<Weights, 32, 1, 4, 1>(), instance<Weights, 64, 1, 2, 1>(), instance<Weights, 64, 1, 4, 1>(),
-        instance<Weights, 96, 1, 1, 1>(), instance<Weights, 96, 1, 2, 1>(), instance<Weights, 128, 1, 2, 1>(),
+        instance<Weights, 16, 1, 2, 1>(), instance<Weights, 16, 1, 4, 1>(),  instance<Weights, 32, 1, 2, 1>(),
+        instance<Weights, 32, 1, 4, 1>(), instance<Weights, 64, 1, 2, 1>(),  instance<Weights, 64, 1, 4, 1>(),
+        instance<Weights, 96, 1, 2, 1>(), instance<Weights, 128, 1, 2, 1>(),
     };
     return {std::begin(kInstances), std::end(kInstances)};
   }

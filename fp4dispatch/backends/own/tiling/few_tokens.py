@@ -23,10 +23,8 @@ RESERVED = 1024
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS = 65536, 2048
-MOST_TILES, MOST_TOKENS = 2, 192
+MOST_TILES, MOST_TOKENS = 4, 256
 """Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
-ONE_TILE = 64
-"""Up to so many tokens two tiles are not worth a look where one holds them."""
 
 
 class FewTokensShape(NamedTuple):
@@ -106,10 +104,13 @@ class FewTokensKernel:
         return _up(found, 8)
 
     def tiles(self, m: int) -> frozenset[int]:
-        """Return the tokens of the tiles that are worth a look: the smallest that hold m in one tile, and in two."""
+        """Return the tokens of the tiles that are worth a look: the smallest that hold m in one tile, in two and so on.
+
+        Several small tiles give small weights more CTAs, without sums to be added.
+        """
         sizes = sorted({instance[0] for instance in self.instances})
-        one, two = (next((size for size in sizes if count * size >= m), sizes[-1]) for count in (1, MOST_TILES))
-        return frozenset({one, two} if m > ONE_TILE else {one})
+        fits = (next((size for size in sizes if count * size >= m), None) for count in range(1, MOST_TILES + 1))
+        return frozenset(size for size in fits if size is not None)
 
     def shared_bytes(self, shape: FewTokensShape, *, block_scales: bool = False) -> int:
         """Return the shared memory of a CTA, as ``Tile`` in ``csrc/few_tokens/tile.h`` counts it."""
@@ -162,20 +163,20 @@ KERNELS = {
     "w4a8_small": FewTokensKernel(
         (
             *((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
-            *((96, 1, 1, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
+            *((96, 1, 2, 1), (128, 1, 2, 1)),
         ),
         weight_bytes=4608,
         x_bytes=1,
         align=1024,
         table=16384,
-        registers=((32, 0, 72), (64, 0, 97), (96, 0, 129), (128, 0, 159)),
+        registers=((32, 0, 72), (64, 0, 97), (96, 0, 128), (128, 0, 159)),
     ),
     "w8a8_small": FewTokensKernel(
-        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1), (96, 1, 1, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
+        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
         weight_bytes=8192,
         x_bytes=1,
         align=1024,
-        registers=((32, 0, 72), (64, 0, 96), (96, 0, 125), (128, 0, 162)),
+        registers=((32, 0, 72), (64, 0, 96), (96, 0, 103), (128, 0, 162)),
     ),
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fp4dispatch.backends.own.tiling import launch_model, predict
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, MOST_TILES
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
@@ -123,7 +123,8 @@ def laid_out(launch: LaunchConfig, problem: Problem, gpu: launch_model.Gpu) -> L
     about = KERNELS.get(launch.kernel)
     if about is None or launch.shape is None:
         return launch if launch.shape is None else None
-    fits = launch.shape[:4] in about.instances and problem.m <= about.most_tokens()
+    most = min(MOST_TILES * launch.shape[0], about.most_tokens())
+    fits = launch.shape[:4] in about.instances and problem.m <= most
     return launch if fits else None
 
 
