@@ -148,8 +148,8 @@ def fit_few(
     return FewTokensSpeed(*map(rounded, x[:count]), tiles=tuple(rows))
 
 
-Regrets = dict[int, list[tuple[float, float, float]]]
-"""By tokens of the tile that is chosen: times over the best with any ring, with the shallowest, in the kernel's own."""
+Regrets = dict[int, list[tuple[float, float]]]
+"""By tokens of the tile that is chosen: times over the best with any ring, with the shallowest."""
 
 
 def held_out(
@@ -174,18 +174,11 @@ def held_out(
         shallow = replace(speed, shallow=tuple({tile[0] for tile, *_ in speed.tiles}))
         for p in others:
             launches = few_launches([p], kernel, blocks=blocks)
-            own = own_time(p, kernel, blocks=blocks)
             any_ring, two = (chosen(kernel, each, launches, usable, blocks=blocks) for each in (speed, shallow))
-            if any_ring is not None and two is not None and own is not None:
-                best = min(own, min(us for *_, us in launches))
-                found.setdefault(any_ring[1], []).append((any_ring[0] / best, two[0] / best, own / best))
+            if any_ring is not None and two is not None:
+                best = min(us for *_, us in launches)
+                found.setdefault(any_ring[1], []).append((any_ring[0] / best, two[0] / best))
     return found
-
-
-def means(times: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return the mean of each column."""
-    any_ring, two, own = map(statistics.fmean, zip(*times, strict=True))
-    return any_ring, two, own
 
 
 def few_tokens(
@@ -202,12 +195,11 @@ def few_tokens(
     if not some:
         return None
     speed = fit_few(kernel, some, usable, blocks=blocks, known=known)
-    skipped = ("tiles", *speeds.OF_TILES)
+    skipped = ("tiles", "shallow")
     found: dict[str, Any] = {each.name: getattr(speed, each.name) for each in fields(speed) if each.name not in skipped}
-    found |= {"own": [], "shallow": []}
+    found["shallow"] = []
     for tokens, each in sorted(held_out(problems, kernel, usable, blocks=blocks, known=known).items()):
-        any_ring, two, own = means(each)
-        found["own"] += [tokens] if own <= min(any_ring, two) else []
+        any_ring, two = map(statistics.fmean, zip(*each, strict=True))
         found["shallow"] += [tokens] if two < any_ring else []
     found["tiles"] = [[*tile, alone, full] for tile, alone, full in speed.tiles]
     return found
@@ -223,11 +215,6 @@ def chosen(
         if speed.covers(s)
     ]
     return min(times)[1:] if times else None
-
-
-def own_time(p: dict[str, Any], kernel: str, *, blocks: bool) -> float | None:
-    """Return the time of a kernel in the shape that it chooses itself; None where it was not timed."""
-    return next((us for shape, us in timed(p, kernel, blocks=blocks) if shape is None), None)
 
 
 def stacked(works: Sequence[Work]) -> Work:

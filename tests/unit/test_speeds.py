@@ -98,7 +98,6 @@ def test_few_samples_leave_constants_near_those_of_another_gpu():
     [
         (lambda row: row.update(name="H300"), "is no GPU model"),
         (lambda row: row["few_tokens"].update(w9={}), "is no kernel for few tokens"),
-        (lambda row: row["few_tokens"]["w4a8_small"].update(own=[7]), r"own has \{7\}: no tile has so many tokens"),
         (
             lambda row: row["few_tokens"]["w4a8_small"].update(shallow=[7]),
             r"shallow has \{7\}: no tile has so many tokens",
@@ -133,19 +132,6 @@ def test_few_tokens_take_a_shape_that_fits_one_wave_where_k_needs_no_sharing():
     assert found.shape.cluster == 1
     assert 5.5 < found.us < 8  # 6.4 us was measured
     assert predict.few_tokens("w4a8_small", Problem("nvfp4_gemm", 129, 2560, 3072, "fp8"), speeds.of(H200)) is None
-
-
-def with_few(found, kernel, **changes):
-    """Constants with other ones of a kernel for few tokens."""
-    return replace(found, few_tokens={**found.few_tokens, kernel: replace(found.few_tokens[kernel], **changes)})
-
-
-def test_the_kernels_own_choice_stays_where_it_was_as_good():
-    asked = Problem("nvfp4_gemm", 8, 4096, 4096, "bf16")
-    found = with_few(speeds.of(H200), "w4a16_small", own=(8,))
-    assert predict.few_tokens("w4a16_small", asked, found) is not None
-    assert predict.few_tokens_shape("w4a16_small", asked, found) is None
-    assert predict.few_tokens_shape("w4a16_small", replace(asked, m=24), found) is not None
 
 
 def test_only_shallow_rings_are_considered_where_that_was_better():

@@ -23,8 +23,15 @@ RESERVED = 1024
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS = 65536, 2048
-MOST_TILES, MOST_TOKENS = 4, 256
+MOST_TILES, MOST_TOKENS = 8, 512
 """Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
+FEW_TILES = 2
+"""Tiles of the largest size, for any weights."""
+WIDE_TOKENS, WIDE_CLUSTER = 64, 2
+"""Tiles of more tokens share K out to at most so many CTAs: their sums take longer than what that saves."""
+SMALL_CTAS = 2
+"""Of the SMs. Weights are small where all tiles of tokens, with K in one part, have at most so many CTAs: then several
+tiles give more SMs work, without sums to be added."""
 
 
 class FewTokensShape(NamedTuple):
@@ -103,14 +110,19 @@ class FewTokensKernel:
         found = next(r for tokens, units, r in self.registers if shape.tokens <= tokens and units in (0, shape.units))
         return _up(found, 8)
 
-    def tiles(self, m: int) -> frozenset[int]:
-        """Return the tokens of the tiles that are worth a look: the smallest that hold m in one tile, in two and so on.
-
-        Several small tiles give small weights more CTAs, without sums to be added.
-        """
+    def tokens(self, m: int) -> int:
+        """Return the tokens of the smallest tile that holds m, or of the largest."""
         sizes = sorted({instance[0] for instance in self.instances})
-        fits = (next((size for size in sizes if count * size >= m), None) for count in range(1, MOST_TILES + 1))
-        return frozenset(size for size in fits if size is not None)
+        return next((size for size in sizes if size >= m), sizes[-1])
+
+    def tiles(self, m: int) -> dict[int, int]:
+        """Return tokens of tiles that are worth a look, each the smallest for its number of tiles, and that number."""
+        found: dict[int, int] = {}
+        for size in sorted({instance[0] for instance in self.instances}):
+            count = -(-m // size)
+            if count <= MOST_TILES and count not in found.values():
+                found[size] = count
+        return found
 
     def shared_bytes(self, shape: FewTokensShape, *, block_scales: bool = False) -> int:
         """Return the shared memory of a CTA, as ``Tile`` in ``csrc/few_tokens/tile.h`` counts it."""
@@ -197,17 +209,25 @@ def candidates(
 ) -> Iterator[FewTokensShape]:
     """Yield the launch shapes of a kernel that are worth a measurement for [m, k] by [n, k], with clusters.
 
-    Tiles of the tokens that hold m best; K shared out by 1 to 8 CTAs; few stages, and as many as let one
-    to four CTAs run on an SM.
+    Of small weights tiles of all sizes that hold m in up to :data:`MOST_TILES`, else those of the size that the kernel
+    would take; K shared out by 1 to 8 CTAs; few stages, and as many as let one to four CTAs run on an SM.
     """
     about = KERNELS[kernel]
+    tiles, usual = about.tiles(m), about.tokens(m)
     for instance in about.instances:
-        if instance[0] not in about.tiles(m):
+        tokens, row_blocks = instance[:2]
+        count = tiles.get(tokens)
+        if count is None:
+            continue
+        small = -(-n // (ROWS * row_blocks)) * count <= SMALL_CTAS * sms
+        if not small and (tokens != usual or count > FEW_TILES):
             continue
         for cluster in CLUSTERS:
             first = FewTokensShape(*instance, cluster, FEW_STAGES[0], FEW_STAGES[0])
+            if tokens > WIDE_TOKENS and cluster > WIDE_CLUSTER:
+                continue
             ctas, full = first.ctas(m, n), cluster == CLUSTERS[-1]
-            if ctas > MOST_CTAS * sms * -(-m // first.tokens) and cluster > 1:
+            if ctas > MOST_CTAS * sms * count and cluster > 1:
                 continue
             if ctas < FEWEST_CTAS * sms and not full:
                 continue

@@ -60,8 +60,6 @@ class FewTokensSpeed:
     tiles
         For each tile (tokens, row blocks, groups, units): microseconds of a stage of a CTA alone, and of a stage of one
         group on a full SM.
-    own
-        Tokens of tiles for which the kernel's own choice of a shape was as good on problems that were not fitted to.
     shallow
         Tokens of tiles for which only the shallowest ring is considered: on problems that were not fitted to, that was
         better than to compare rings by prediction.
@@ -79,7 +77,6 @@ class FewTokensSpeed:
     late: float
     late_stage: float
     tiles: TileSpeeds
-    own: tuple[int, ...] = ()
     shallow: tuple[int, ...] = ()
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:

@@ -27,8 +27,6 @@ BLOCKS = "block128"
 """After the name of a kernel for few tokens: its builds for block scales."""
 QUANTISERS = ("w4_row", "w8_row", "w8_block", "plain_row")
 """Kinds of quantisers: before our GEMMs on NVFP4 weights, on FP8 weights by row and by block; before cuBLASLt."""
-OF_TILES = ("own", "shallow")
-"""Of :class:`~fp4dispatch.backends.own.tiling.few_tokens_model.FewTokensSpeed`: what holds tokens of tiles."""
 GPU_CONSTANTS = (
     "clock_mhz",
     "memory_bytes",
@@ -180,20 +178,18 @@ def _few_tokens(where: str, name: str, row: Any) -> FewTokensSpeed:
     kernel, _, kind = name.partition(" ")
     if kernel not in KERNELS or kind not in ("", BLOCKS):
         raise FlagsError(f"{where}: is no kernel for few tokens")
-    names = [each for each in _names(FewTokensSpeed) if each not in ("tiles", *OF_TILES)]
-    strict_toml.check(where, row, {**dict.fromkeys(names, float), "tiles": list, **dict.fromkeys(OF_TILES, list)})
-    for key in OF_TILES:
-        if wrong := set(row[key]) - {instance[0] for instance in KERNELS[kernel].instances}:
-            raise FlagsError(f"{where}: {key} has {wrong}: no tile has so many tokens")
+    names = [each for each in _names(FewTokensSpeed) if each not in ("tiles", "shallow")]
+    strict_toml.check(where, row, {**dict.fromkeys(names, float), "tiles": list, "shallow": list})
+    if wrong := set(row["shallow"]) - {instance[0] for instance in KERNELS[kernel].instances}:
+        raise FlagsError(f"{where}: shallow has {wrong}: no tile has so many tokens")
     tiles = []
     for each in row["tiles"]:
         if not isinstance(each, list) or len(each) != 6 or tuple(each[:4]) not in KERNELS[kernel].instances:
             raise FlagsError(f"{where}: {each} is no tile that is built, with two times")
         alone, full = _numbers(where, dict(zip(("alone", "full"), each[4:], strict=True)), ("alone", "full")).values()
         tiles.append((tuple(each[:4]), alone, full))
-    own, shallow = (tuple(row[key]) for key in OF_TILES)
     numbers = _numbers(where, {key: row[key] for key in names}, names)
-    return FewTokensSpeed(**numbers, tiles=tuple(tiles), own=own, shallow=shallow)
+    return FewTokensSpeed(**numbers, tiles=tuple(tiles), shallow=tuple(row["shallow"]))
 
 
 def _cublaslt(where: str, row: Any) -> CublasLtSpeed:
