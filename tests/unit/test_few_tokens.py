@@ -57,23 +57,39 @@ def test_candidates_fit_and_fill_the_gpu(kernel, mnk):
     assert {shape.cluster for shape in candidates(kernel, 1, 2**20, k, 132)} == {1}
 
 
-def test_tokens_are_held_in_up_to_four_tiles():
-    tiles = {m: KERNELS["w4a8_small"].tiles(m) for m in (7, 33, 64, 65, 97, 128, 129, 192, 200, 256)}
+def test_tiles_of_tokens_and_how_many_hold_them():
+    tiles = {m: KERNELS["w4a8_small"].tiles(m) for m in (7, 33, 65, 97, 129, 257, 512)}
     assert tiles == {
-        7: {16},
-        33: {16, 32, 64},
-        64: {16, 32, 64},
-        65: {32, 64, 96},
-        97: {32, 64, 128},
-        128: {32, 64, 128},
-        129: {64, 96},
-        192: {64, 96},
-        200: {64, 96, 128},
-        256: {64, 96, 128},
+        7: {16: 1},
+        33: {16: 3, 32: 2, 64: 1},
+        65: {16: 5, 32: 3, 64: 2, 96: 1},
+        97: {16: 7, 32: 4, 64: 2, 128: 1},
+        129: {32: 5, 64: 3, 96: 2},
+        257: {64: 5, 96: 3},
+        512: {64: 8, 96: 6, 128: 4},
     }
-    assert KERNELS["w8a16_small"].tiles(40) == {16, 32}
+    assert KERNELS["w8a16_small"].tiles(40) == {8: 5, 16: 3, 32: 2}
     most = {kernel: about.most_tokens() for kernel, about in KERNELS.items()}
-    assert most == {"w4a16_small": 128, "w8a16_small": 128, "w4a8_small": 256, "w8a8_small": 256}
+    assert most == {"w4a16_small": 256, "w8a16_small": 256, "w4a8_small": 512, "w8a8_small": 512}
+
+
+def test_several_small_tiles_are_for_small_weights():
+    """Where all their CTAs, with K in one part, are at most two for each SM."""
+    sizes = {
+        n: {shape.tokens for shape in candidates("w4a8_small", 120, n, 4096, 132)} for n in (1024, 4096, 8192, 16384)
+    }
+    assert sizes == {1024: {16, 32, 64}, 4096: {32, 64, 128}, 8192: {64, 128}, 16384: {128}}
+    assert not list(candidates("w4a8_small", 400, 16384, 4096, 132))
+    assert {shape.tokens for shape in candidates("w4a16_small", 40, 16384, 4096, 132)} == {32}
+
+
+def test_wide_tiles_share_k_out_to_two_ctas_at_most():
+    clusters = {}
+    for shape in candidates("w8a8_small", 120, 1024, 8192, 132):
+        clusters.setdefault(shape.tokens, set()).add(shape.cluster)
+    assert max(clusters[64]) == 8
+    assert 128 not in clusters
+    assert {shape.cluster for shape in candidates("w8a8_small", 120, 4096, 8192, 132) if shape.tokens == 128} == {1, 2}
 
 
 def test_a_gpu_with_little_shared_memory_has_fewer_shapes():

@@ -275,7 +275,7 @@ def test_a_bound_of_a_rule_is_never_passed():
 
 
 def test_ragged_tokens_take_the_launch_of_their_own_measurement(kernels):
-    problem = replace(FP8, m=300, k=1024)
+    problem = replace(FP8, m=300, n=4096, k=4096)
     at = {m: listed("w8a8", replace(problem, m=m)) for m in (384, 512)}
     split = {m: next(e for e in at[m] if e.shape and e.shape[1] == parts) for m, parts in ((384, 2), (512, 1))}
     kernels.us = dict.fromkeys(split.values(), 10.0)
@@ -284,7 +284,7 @@ def test_ragged_tokens_take_the_launch_of_their_own_measurement(kernels):
     numbers = launched(kernels, "w8a8", problem)
     assert numbers[1] == split[384].shape[1]
     assert launched(kernels, "w8a8", replace(problem, m=500))[1] == split[512].shape[1]
-    decision = explain("fp8_gemm", 300, 1024, 1024, scaling="row", backend="w8a8")
+    decision = explain("fp8_gemm", 300, 4096, 4096, scaling="row", backend="w8a8")
     assert any(
         f"launches for M=300 are tuned at M=384: 10.0 us, launch shape {split[384]}" in n for n in decision.notes
     )

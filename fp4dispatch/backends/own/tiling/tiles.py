@@ -10,6 +10,7 @@ from typing import Any
 
 from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import launch_model, predict
+from fp4dispatch.backends.own.tiling.few_tokens import MOST_TOKENS
 from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.errors import FlagsError
@@ -24,9 +25,9 @@ _OPTIONAL |= {"predicted": bool}
 _SPEED = {field.name: {"int": int, "float": float}[str(field.type)] for field in fields(TileSpeed)}
 _SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSpeed) if field.default is not MISSING}
 _TABLES = ("cutlass", "w4", "w8")
-FEW_TOKENS, DOUBT = 128, 1.05
-"""Up to so many FP8 tokens a kernel for many tokens must be predicted to be 5 % faster than one for few tokens: there
-the launch model of many tokens is off by most (bench/notes/random-problems.md)."""
+DOUBT = 1.05
+"""How many times as fast as a kernel for few tokens one for many must be predicted to be, up to the most FP8 tokens
+for which both are there: its launch model is off by most with few tokens (bench/notes/random-problems.md)."""
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
@@ -152,7 +153,7 @@ def tile_for(
 
     def predicted(tile: Tile) -> float | None:
         us = None if speeds is None else tile.predicted_us(problem, speeds)
-        doubted = tile.speed is not None and problem.m <= FEW_TOKENS and problem.activation == "fp8"
+        doubted = tile.speed is not None and problem.m <= MOST_TOKENS and problem.activation == "fp8"
         return us * DOUBT if us is not None and doubted else us
 
     fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
