@@ -43,8 +43,8 @@ from fp4dispatch.problem.arch import Arch
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 DOUBTED_FROM, DOUBT = 129, 1.08
 """Tokens from which on ``w4a16`` counts as so many times what the models say. A backend is chosen for a range of M at
-its end. Where it is predicted to be 5 % faster than ``w4a8`` there, it can be 24 % slower within (1536x4096, 1326 tokens,
-H200)."""
+its end. Where it is predicted to be 5 % faster than ``w4a8`` there, it can be 24 % slower within (1536x4096, 1326
+tokens, H200)."""
 
 
 class _W4Backend(CompiledBackend):
