@@ -83,9 +83,10 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0;
   // Behind loads that are still under way an arrival comes too early: the next copy overtakes them where other warps keep
-  // the load units busy (docs/incidents.md, O-15 and O-16). So it depends on bits of each load of the stage's last step:
-  // for few tokens by a branch that is never taken, behind which the arrival stays ahead of the multiplications. With more
-  // tokens the registers that this takes cost more than it gains, and the arrival may come late (bench/notes/few-tokens.md).
+  // the load units busy (docs/incidents.md, O-15 and O-16). So it depends on bits of each load of the stage's last step.
+  // For few tokens that is a branch, which is never taken: the compiler moves nothing across it, so the arrival comes
+  // before the multiplications and the stage is refilled sooner. For more tokens that costs too many registers. There the
+  // address depends on the bits, and the arrival may come late (bench/notes/few-tokens.md).
   uint32_t const zero = unknown_zero(p);
   auto const release = [&](uint32_t bits) {
     uint32_t wait = 0;

@@ -64,8 +64,8 @@ constexpr bool lies_as_declared() {
   return offsetof(P, w) == kWeightsAt;
 }
 
-// Where tokens are operand A a warp turns a piece of its output at a time. The 16 bytes keep its tokens off each other's
-// banks.
+// Where tokens are operand A, a warp turns a piece of its output at a time. The 16 bytes more keep tokens off each
+// other's banks.
 constexpr int kPieceTokens = 16, kPieceColumns = 64;
 constexpr int kPieceBytes = kPieceTokens * (kPieceColumns * int(sizeof(Out)) + 16);
 

@@ -88,7 +88,7 @@ def test_few_samples_leave_constants_near_those_of_another_gpu():
 
     same, slower, alone = fitted(known, 1.0), fitted(known, 0.7), fitted(None, 1.0)
     assert [getattr(same, name) for name in names] == pytest.approx([getattr(known, name) for name in names], rel=1e-3)
-    assert 0.7 * known.memory <= slower.memory < 0.99 * known.memory
+    assert 0.75 * known.memory <= slower.memory < 0.9 * known.memory, "four launches say 0.7"
     assert slower.cluster == pytest.approx(known.cluster, rel=1e-3)
     assert alone.cluster == pytest.approx(fit_speeds.FEW_START["cluster"], rel=1e-3)
 
@@ -178,8 +178,10 @@ def test_few_fp8_tokens_go_to_a_kernel_for_many_only_if_it_looks_much_faster(mon
     assert found == ["w4a8_small", "w4a8_small", *["w4_gemm_sm90"] * 3]
     monkeypatch.setattr(tiles, "DOUBT", 1.0)
     assert kernel(72, "fp8") == "w4_gemm_sm90"
+    assert kernel(200, "fp8") == "w4_gemm_sm90"
     monkeypatch.setattr(tiles, "DOUBT", 100.0)
     assert [kernel(*each) for each in asked] == found
+    assert kernel(200, "fp8") == "w4a8_small"
 
 
 def work(kernel, tile, cluster, ring, row_blocks):
@@ -205,6 +207,17 @@ def test_an_sm_is_counted_on_for_two_ctas_of_a_launch():
     assert KERNELS["w4a16_small"].resident(shape, SM90) > 2
     found = work("w4a16_small", shape[:4], 1, 2, 300)
     assert (found.waves, found.last.ctas) == (1, 300 - 2 * 132)
+
+
+def test_launches_of_tiles_that_are_gone_are_not_fitted_to():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    launches = [[None, 5.0], [[96, 1, 1, 1, 1, 4, 4], 6.0], [[96, 1, 2, 1, 1, 4, 4], 7.0]]
+    p = {"n": 64, "k": 128, "m": 90, "launches": {"w4a8 w4a8_small/bf16": launches}}
+    assert fit_speeds.few_launches([p], "w4a8_small", blocks=False) == [
+        ((64, 128, 90), FewTokensShape(*launches[2][0]), 7.0)
+    ]
 
 
 def test_samples_with_their_quantiser_count_less_what_it_adds():
