@@ -1,4 +1,4 @@
-"""Which loads from shared memory are under way where a warp arrives at a barrier, read from Hopper's machine code.
+"""Which loads from shared memory are under way where a warp arrives at a barrier, read from machine code.
 
 An instruction has 128 bits. Control bits start at bit 105: 4 of stall, 1 of yield, 3 each of the scoreboard that it
 releases when its result or its operands are done, and 6 for the scoreboards that it waits for first
@@ -17,8 +17,8 @@ _CODE = re.compile(
     r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;\s+/\* 0x([0-9a-f]+) \*/\n\s+/\* 0x([0-9a-f]+) \*/", re.MULTILINE
 )
 _NONE = 7
-ARRIVALS = "SYNCS.ARRIVE", "UCGABAR_ARV"
-"""At a barrier in shared memory, and at that of a cluster."""
+ARRIVALS = "SYNCS.ARRIVE", "ATOMS.ARRIVE", "UCGABAR_ARV"
+"""At a barrier in shared memory, from sm_90 on and before, and at that of a cluster."""
 
 
 class Instruction(NamedTuple):

@@ -29,29 +29,39 @@ these rings. w4_gemm_sm90: from tables, which lie beside the ring, and scales of
 given back; words, LDS.128, never."""
 
 
+FEW_16_BIT = "w4a16_small", "w8a16_small"
+"""Kernels that are built for other architectures too."""
+
+
 @pytest.mark.parametrize(
-    ("kernel", "variant"),
+    ("kernel", "variant", "target"),
     [
-        ("w8a8_small", "block_bf16"),
-        pytest.param("w8a8_small", "block_fp16", marks=pytest.mark.slow),
-        ("w8a8_small", "bf16"),
-        ("w4a8_small", "bf16"),
-        ("w4a16_small", "bf16"),
-        pytest.param("w4a16_small", "fp16", marks=pytest.mark.slow),
-        ("w8a16_small", "bf16"),
-        pytest.param("w8a16_small", "fp16", marks=pytest.mark.slow),
-        ("w8_gemm_sm90", "bf16_128"),
-        pytest.param("w8_gemm_sm90", "bf16_192", marks=pytest.mark.slow),
-        pytest.param("w4_gemm_sm90", "a8_bf16_128", marks=pytest.mark.slow),
-        pytest.param("w8_gemm_sm90", "block_bf16_128", marks=pytest.mark.slow),
+        ("w8a8_small", "block_bf16", "90a"),
+        pytest.param("w8a8_small", "block_fp16", "90a", marks=pytest.mark.slow),
+        ("w8a8_small", "bf16", "90a"),
+        ("w4a8_small", "bf16", "90a"),
+        ("w4a16_small", "bf16", "90a"),
+        pytest.param("w4a16_small", "fp16", "90a", marks=pytest.mark.slow),
+        ("w8a16_small", "bf16", "90a"),
+        pytest.param("w8a16_small", "fp16", "90a", marks=pytest.mark.slow),
+        *(
+            pytest.param(kernel, "bf16", target, marks=pytest.mark.slow)
+            for kernel in FEW_16_BIT
+            for target in installed().kernel(kernel).targets
+            if target != "90a"
+        ),
+        ("w8_gemm_sm90", "bf16_128", "90a"),
+        pytest.param("w8_gemm_sm90", "bf16_192", "90a", marks=pytest.mark.slow),
+        pytest.param("w4_gemm_sm90", "a8_bf16_128", "90a", marks=pytest.mark.slow),
+        pytest.param("w8_gemm_sm90", "block_bf16_128", "90a", marks=pytest.mark.slow),
     ],
 )
-def test_no_stage_is_given_back_while_it_is_read(kernel: str, variant: str) -> None:
-    library = jit.build(kernel, variant, "90a").entry.library
+def test_no_stage_is_given_back_while_it_is_read(kernel: str, variant: str, target: str) -> None:
+    library = jit.build(kernel, variant, target).entry.library
     read = dict(scoreboards.functions(disassembler(installed().common.minimum["disassembler"]).cuobjdump, library))
     assert read
     for name, code in read.items():
-        assert any(instruction.name.startswith("SYNCS.ARRIVE") for instruction in code), name
+        assert any(instruction.name.startswith(scoreboards.ARRIVALS[:2]) for instruction in code), name
         assert any(instruction.name.startswith("LDS") for instruction in code), name
         names = {instruction.address: instruction.name for instruction in code}
         found = {(names[at], names[load]) for at, loads in scoreboards.loads_under_way(code).items() for load in loads}
