@@ -64,7 +64,7 @@ FOUND, SIZED = {"cudaGetDriverEntryPoint": 1}, {"cudaFuncSetAttribute": 1, "cuda
 ONCE: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "fp8_quantize": ({}, {}),
     GEMM: (SIZED, FOUND | {"cudaDriverGetVersion": 1}),
-    FEW: ({"cudaFuncGetAttributes": 1, "cudaFuncSetAttribute": 3, "cudaDeviceGetAttribute": 6}, FOUND),
+    FEW: ({"cudaFuncGetAttributes": 1, "cudaFuncSetAttribute": 5, "cudaDeviceGetAttribute": 8}, FOUND),
     MANY: ({"cudaFuncSetAttribute": 1}, FOUND),
     MANY_W4: ({"cudaFuncSetAttribute": 1}, FOUND),
 }
