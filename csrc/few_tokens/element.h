@@ -18,4 +18,11 @@ using Element = __nv_bfloat16;
 using Element = __half;
 #endif
 
+// In device code.
+#if FP4D_OUT == 1 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool kFp16OnHopper = true;
+#else
+constexpr bool kFp16OnHopper = false;
+#endif
+
 }  // namespace fp4d

@@ -70,6 +70,17 @@ struct Step {
   }
 };
 
+// Bits of a sum of each unit and of each 8 tokens: all that a step loaded has been added to one of them.
+template <class Tile>
+__device__ __forceinline__ uint32_t multiplied(Sums<Tile> const& sums) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int u = 0; u < Tile::kUnits; ++u) bits |= __float_as_uint(sums[4 * u * (Tile::kTokens / 8)]);
+#pragma unroll
+  for (int t = 1; t < Tile::kTokens / 8; ++t) bits |= __float_as_uint(sums[4 * t]);
+  return bits;
+}
+
 template <class Tile>
 __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p, Ring<Tile> ring, Range range,
                                         int warp, int lane, Sums<Tile>& sums) {
@@ -83,20 +94,24 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
   uint32_t const last = ring.full(ring.stages);
   uint32_t full = ring.full(0), parity = 0, offset = 0;
   // Behind loads that are still under way an arrival comes too early: the next copy overtakes them where other warps keep
-  // the load units busy (docs/incidents.md, O-15 and O-16). So it depends on bits of each load of the stage's last step.
-  // For few tokens that is a branch, which is never taken: the compiler moves nothing across it, so the arrival comes
-  // before the multiplications and the stage is refilled sooner. For more tokens that costs too many registers. There the
-  // address depends on the bits, and the arrival may come late (bench/notes/few-tokens.md).
+  // the load units busy (docs/incidents.md, O-15 and O-16). So it waits for all loads of the stage's last step.
+  // Where a thread has the registers, it comes behind a branch on bits of each load, which is never taken: the compiler
+  // moves nothing across it, so the stage is refilled while it is multiplied. Elsewhere its address depends on sums to
+  // which all that was loaded has been added (bench/notes/few-tokens.md).
   uint32_t const zero = unknown_zero(p);
-  auto const release = [&](uint32_t bits) {
-    uint32_t wait = 0;
-    if constexpr (Tile::kTokens <= 16) {
-      if ((bits & zero) != 0) asm volatile("trap;");
-    } else {
-      wait = bits & zero;
-    }
+  auto const give_back = [&](uint32_t wait) {
     __syncwarp();
     if (lane == 0) barrier_arrive(full + 8 + wait);
+  };
+  auto const multiply_last = [&](Step<Tile> const& step) {
+    if constexpr (Tile::Weights::releases_early(Tile::kTokens, Tile::kUnits)) {
+      if ((step.loaded() & zero) != 0) asm volatile("trap;");
+      give_back(0);
+      step.multiply(sums);
+    } else {
+      step.multiply(sums);
+      give_back(multiplied<Tile>(sums) & zero);
+    }
   };
 #pragma unroll 1
   for (int i = 0; i < whole; ++i) {
@@ -105,8 +120,10 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
     for (int s = 0; s < Tile::kSteps; ++s) {
       Step<Tile> step;
       step.load(reader, offset, s);
-      if (s == Tile::kSteps - 1) release(step.loaded());
-      step.multiply(sums);
+      if (s == Tile::kSteps - 1)
+        multiply_last(step);
+      else
+        step.multiply(sums);
     }
     offset += Tile::kStageBytes, full += 16;
     if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
@@ -115,8 +132,7 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
     barrier_wait(full, parity);
     Step<Tile> step;
     step.load(reader, offset, 0);
-    release(step.loaded());  // nothing follows in the ring, but sums may take its place
-    step.multiply(sums);
+    multiply_last(step);  // nothing follows in the ring, but sums may take its place
   }
 }
 

@@ -18,10 +18,10 @@ NAME = "w8a16_small"
 # Tokens, row blocks, groups, units: registers that leave room for the CTAs that plan()'s rings count on.
 REGISTERS = {
     (8, 1, 4, 2): 80,  # two CTAs of 384 threads
-    (8, 2, 4, 4): 80,
-    (8, 2, 2, 4): 88,  # three of 192
+    (8, 2, 4, 4): 104,  # one
+    (8, 2, 2, 4): 104,  # three of 192
     (16, 1, 4, 2): 80,
-    (16, 2, 2, 4): 112,  # three of 192
+    (16, 2, 2, 4): 128,  # two
     (16, 2, 4, 4): 160,  # one of 384
     (32, 1, 4, 2): 160,
     (32, 2, 2, 4): 160,  # two of 192

@@ -202,13 +202,6 @@ def test_beside_a_quantiser_ctas_start_wherever_there_is_room():
     assert narrow.waves == 0
 
 
-def test_an_sm_is_counted_on_for_two_ctas_of_a_launch():
-    shape = FewTokensShape(8, 2, 2, 4, 1, 2, 2)
-    assert KERNELS["w4a16_small"].resident(shape, SM90) > 2
-    found = work("w4a16_small", shape[:4], 1, 2, 300)
-    assert (found.waves, found.last.ctas) == (1, 300 - 2 * 132)
-
-
 def test_launches_of_tiles_that_are_gone_are_not_fitted_to():
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_speeds

@@ -26,6 +26,11 @@ struct W4A16Weights {
     return units == 1 ? 80 : units == 4 ? 64 + tokens * 9 / 4 : tokens <= 16 ? 72 : 96;
   }
 
+  // In device code: whether registers hold what a step loads until all of it is there. One tile would spill.
+  static constexpr bool releases_early(int tokens, int units) {
+    return tokens <= 16 && !(kFp16OnHopper && tokens == 8 && units == 4);
+  }
+
   using Source = uint8_t const*;
   using Activation = Element;
   static constexpr bool kPacked = false;

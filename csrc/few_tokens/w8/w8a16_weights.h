@@ -57,6 +57,11 @@ struct W8A16Weights {
     return units == 4 ? 80 + tokens * 9 / 4 : tokens <= 16 ? 80 : 96;
   }
 
+  // In device code: whether registers hold what a step loads until all of it is there. One tile would spill.
+  static constexpr bool releases_early(int tokens, int units) {
+    return tokens <= 16 && !(kFp16OnHopper && tokens == 16 && units == 2);
+  }
+
   using Source = w8::Source;
 
   template <class Tile>

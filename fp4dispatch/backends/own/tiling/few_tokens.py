@@ -6,11 +6,12 @@ A kernel chooses a shape itself where it is given none. This module lists the sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Registers = tuple[tuple[int, int, int], ...]
+Instance = tuple[int, int, int, int]
+"""Tokens, row blocks, groups of warps and units of a tile."""
 
 CLUSTERS = (1, 2, 4, 8)
 ROWS, STAGE_K = 64, 128
@@ -62,7 +63,7 @@ class FewTokensKernel:
     Parameters
     ----------
     instances
-        Tokens, row blocks, groups of warps, units of each tile.
+        The tiles, and the registers of a thread of each, as nvcc 13.0 compiles it.
     weight_bytes
         Of a stage of a row block.
     x_bytes
@@ -73,20 +74,16 @@ class FewTokensKernel:
         From this many tokens on, sums take the place of the ring.
     table
         Bytes of tables.
-    registers
-        Of a thread, as nvcc 13.0 compiles it: up to so many tokens, units (0: any), registers. The first row that fits
-        holds.
     trigger_part
         A CTA lets the next grid start this part of a ring's stages before its end.
     """
 
-    instances: tuple[tuple[int, int, int, int], ...]
+    instances: Mapping[Instance, int]
     weight_bytes: int
     x_bytes: int
     align: int
     reuse: int = 32
     table: int = 0
-    registers: Registers = ((64, 1, 80),)
     trigger_part: int = 1
 
     def most_tokens(self) -> int:
@@ -107,8 +104,7 @@ class FewTokensKernel:
 
     def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""
-        found = next(r for tokens, units, r in self.registers if shape.tokens <= tokens and units in (0, shape.units))
-        return _up(found, 8)
+        return _up(self.instances[shape[:4]], 8)
 
     def tokens(self, m: int) -> int:
         """Return the tokens of the smallest tile that holds m, or of the largest."""
@@ -151,44 +147,69 @@ class FewTokensKernel:
 
 KERNELS = {
     "w4a16_small": FewTokensKernel(
-        (
-            *((8, 1, 4, 2), (8, 2, 2, 4), (8, 2, 4, 4), (16, 1, 4, 2), (16, 2, 2, 4), (16, 2, 4, 4)),
-            *((32, 1, 4, 2), (32, 2, 2, 4), (16, 1, 2, 1)),
-        ),
+        {
+            (8, 1, 4, 2): 79,
+            (8, 2, 2, 4): 116,
+            (8, 2, 4, 4): 80,
+            (16, 1, 2, 1): 72,
+            (16, 1, 4, 2): 80,
+            (16, 2, 2, 4): 127,
+            (16, 2, 4, 4): 127,
+            (32, 1, 4, 2): 98,
+            (32, 2, 2, 4): 161,
+        },
         weight_bytes=4608,
         x_bytes=2,
         align=16,
-        registers=((8, 2, 72), (8, 4, 79), (16, 1, 72), (16, 2, 76), (16, 4, 117), (64, 2, 98), (64, 4, 161)),
     ),
     "w8a16_small": FewTokensKernel(
-        (
-            *((8, 1, 4, 2), (8, 2, 2, 4), (8, 2, 4, 4), (16, 1, 4, 2), (16, 2, 2, 4), (16, 2, 4, 4)),
-            *((32, 1, 4, 2), (32, 2, 2, 4), (16, 4, 2, 4), (32, 2, 4, 4), (32, 4, 2, 4), (32, 1, 2, 2)),
-        ),
+        {
+            (8, 1, 4, 2): 74,
+            (8, 2, 2, 4): 93,
+            (8, 2, 4, 4): 93,
+            (16, 1, 4, 2): 80,
+            (16, 2, 2, 4): 123,
+            (16, 2, 4, 4): 123,
+            (16, 4, 2, 4): 123,
+            (32, 1, 2, 2): 93,
+            (32, 1, 4, 2): 93,
+            (32, 2, 2, 4): 150,
+            (32, 2, 4, 4): 150,
+            (32, 4, 2, 4): 150,
+        },
         weight_bytes=8192,
         x_bytes=2,
         align=1024,
         reuse=16,
-        registers=((8, 2, 72), (8, 4, 78), (16, 2, 77), (16, 4, 101), (64, 2, 93), (64, 4, 150)),
         trigger_part=2,
     ),
     "w4a8_small": FewTokensKernel(
-        (
-            *((16, 1, 2, 1), (16, 1, 4, 1), (32, 1, 2, 1), (32, 1, 4, 1), (64, 1, 2, 1), (64, 1, 4, 1)),
-            *((96, 1, 2, 1), (128, 1, 2, 1)),
-        ),
+        {
+            (16, 1, 2, 1): 72,
+            (16, 1, 4, 1): 72,
+            (32, 1, 2, 1): 72,
+            (32, 1, 4, 1): 72,
+            (64, 1, 2, 1): 97,
+            (64, 1, 4, 1): 94,
+            (96, 1, 2, 1): 128,
+            (128, 1, 2, 1): 159,
+        },
         weight_bytes=4608,
         x_bytes=1,
         align=1024,
         table=16384,
-        registers=((32, 0, 72), (64, 0, 97), (96, 0, 128), (128, 0, 159)),
     ),
     "w8a8_small": FewTokensKernel(
-        ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1), (96, 1, 2, 1), (128, 1, 2, 1)),
+        {
+            (16, 1, 2, 1): 72,
+            (32, 1, 2, 1): 72,
+            (64, 1, 2, 1): 96,
+            (96, 1, 2, 1): 103,
+            (128, 1, 2, 1): 162,
+        },
         weight_bytes=8192,
         x_bytes=1,
         align=1024,
-        registers=((32, 0, 72), (64, 0, 96), (96, 0, 103), (128, 0, 162)),
     ),
 }
 

@@ -27,9 +27,6 @@ NORM = 4
 LATE = 0.25
 """Exponent of the share that finds no room: a launch ends with its last CTA, so a few that are late cost nearly as much
 as many (0.25 chose better than 0.5, 1 and a step, on sizes that were not fitted to)."""
-MOST_RESIDENT = 2
-"""CTAs of a launch that an SM is counted on to run at once. Where more fit, launches that need all of that room took
-longer than predicted, and choices are better without them (bench/notes/few-tokens.md)."""
 WIDE_CLUSTER, WIDE_SHARE = 4, 0.9
 """Clusters from this size on fill so much of a GPU where the launch before still runs (bench/notes/few-tokens.md)."""
 
@@ -195,7 +192,7 @@ def work(
 ) -> Work:
     """Return what a launch does."""
     sms = usable[shape.cluster - 1]
-    resident = min(about.resident(shape, SM90, block_scales=block_scales), MOST_RESIDENT)
+    resident = about.resident(shape, SM90, block_scales=block_scales)
     beside = about.x_bytes == 1 and resident > 1  # starts with its quantiser, while the launch before still runs
     token_tiles, ctas, at_once = _up(m, shape.tokens), shape.ctas(m, n), sms * resident
     sharers = ctas // token_tiles  # CTAs of one token tile
