@@ -145,6 +145,11 @@ __device__ __forceinline__ void copy_box(uint32_t to, void const* tensor_map, in
 #endif
 }
 
+// Fetches the line of an address into L2.
+__device__ __forceinline__ void prefetch_l2(void const* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- Clusters. All threads of the warp must arrive and wait together. ----
 
 // Says that this CTA runs, and that it has read what it wanted from its shared memory.
@@ -175,6 +180,17 @@ __device__ __forceinline__ void send(uint32_t address, float value, uint32_t bar
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(address),
                "f"(value), "r"(barrier)
                : "memory");
+#endif
+}
+
+// The same of 16 bytes.
+__device__ __forceinline__ void send_16(uint32_t address, float4 value, uint32_t barrier) {
+#if FP4D_BULK
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          address),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
 #endif
 }
 

@@ -33,13 +33,17 @@ __device__ __forceinline__ void wgmma_wait() {
 #define FP4D_R4 "%0, %1, %2, %3"
 #define FP4D_R8 FP4D_R4 ", %4, %5, %6, %7"
 #define FP4D_R16 FP4D_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FP4D_R12 FP4D_R8 ", %8, %9, %10, %11"
+#define FP4D_R24 FP4D_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define FP4D_R32                                                           \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FP4D_R40 FP4D_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define FP4D_R48 \
   FP4D_R32       \
   ", "           \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FP4D_R56 FP4D_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FP4D_R64                                                                     \
   FP4D_R32                                                                           \
   ", "                                                                               \
@@ -108,16 +112,29 @@ __device__ __forceinline__ void wgmma_wait() {
 // d[64 rows][T tokens] = A[64][32] B[T][32]^T, or += that; places as below.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
-  static_assert(T == 16 || T == 32 || T == 64 || T == 96 || T == 128 || T == 160 || T == 176);
+  static_assert(T == 16 || T == 24 || T == 32 || T == 48 || T == 64 || T == 80 || T == 96 || T == 112 ||
+                T == 128 || T == 160 || T == 176);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3("m64n16k32", FP4D_R8, "{%8, %9, %10, %11}, %12", "%13", FP4D_D4(0), FP4D_D4(4));
+  } else if constexpr (T == 24) {
+    FP4D_WGMMA_E4M3("m64n24k32", FP4D_R12, "{%12, %13, %14, %15}, %16", "%17", FP4D_D4(0), FP4D_D4(4),
+                    FP4D_D4(8));
   } else if constexpr (T == 32) {
     FP4D_WGMMA_E4M3("m64n32k32", FP4D_R16, "{%16, %17, %18, %19}, %20", "%21", FP4D_D4(0), FP4D_D4(4),
                     FP4D_D4(8), FP4D_D4(12));
+  } else if constexpr (T == 48) {
+    FP4D_WGMMA_E4M3("m64n48k32", FP4D_R24, "{%24, %25, %26, %27}, %28", "%29", FP4D_D16(0), FP4D_D4(16),
+                    FP4D_D4(20));
   } else if constexpr (T == 64) {
     FP4D_WGMMA_E4M3("m64n64k32", FP4D_R32, "{%32, %33, %34, %35}, %36", "%37", FP4D_D32(0));
+  } else if constexpr (T == 80) {
+    FP4D_WGMMA_E4M3("m64n80k32", FP4D_R40, "{%40, %41, %42, %43}, %44", "%45", FP4D_D32(0), FP4D_D4(32),
+                    FP4D_D4(36));
   } else if constexpr (T == 96) {
     FP4D_WGMMA_E4M3("m64n96k32", FP4D_R48, "{%48, %49, %50, %51}, %52", "%53", FP4D_D32(0), FP4D_D16(32));
+  } else if constexpr (T == 112) {
+    FP4D_WGMMA_E4M3("m64n112k32", FP4D_R56, "{%56, %57, %58, %59}, %60", "%61", FP4D_D32(0), FP4D_D16(32),
+                    FP4D_D4(48), FP4D_D4(52));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));
   } else if constexpr (T == 160) {
@@ -132,16 +149,26 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
 // Both operands in shared memory, rows of 128 bytes as operand_b() describes them.
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uint64_t b_at, int add) {
-  static_assert(T == 16 || T == 32 || T == 64 || T == 96 || T == 128 || T == 160 || T == 192);
+  static_assert(T == 16 || T == 24 || T == 32 || T == 48 || T == 64 || T == 80 || T == 96 || T == 112 ||
+                T == 128 || T == 160 || T == 192);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3_SHARED("m64n16k32", FP4D_R8, "%8", "%9", "%10", FP4D_D4(0), FP4D_D4(4));
+  } else if constexpr (T == 24) {
+    FP4D_WGMMA_E4M3_SHARED("m64n24k32", FP4D_R12, "%12", "%13", "%14", FP4D_D4(0), FP4D_D4(4), FP4D_D4(8));
   } else if constexpr (T == 32) {
     FP4D_WGMMA_E4M3_SHARED("m64n32k32", FP4D_R16, "%16", "%17", "%18", FP4D_D4(0), FP4D_D4(4), FP4D_D4(8),
                            FP4D_D4(12));
+  } else if constexpr (T == 48) {
+    FP4D_WGMMA_E4M3_SHARED("m64n48k32", FP4D_R24, "%24", "%25", "%26", FP4D_D16(0), FP4D_D4(16), FP4D_D4(20));
   } else if constexpr (T == 64) {
     FP4D_WGMMA_E4M3_SHARED("m64n64k32", FP4D_R32, "%32", "%33", "%34", FP4D_D32(0));
+  } else if constexpr (T == 80) {
+    FP4D_WGMMA_E4M3_SHARED("m64n80k32", FP4D_R40, "%40", "%41", "%42", FP4D_D32(0), FP4D_D4(32), FP4D_D4(36));
   } else if constexpr (T == 96) {
     FP4D_WGMMA_E4M3_SHARED("m64n96k32", FP4D_R48, "%48", "%49", "%50", FP4D_D32(0), FP4D_D16(32));
+  } else if constexpr (T == 112) {
+    FP4D_WGMMA_E4M3_SHARED("m64n112k32", FP4D_R56, "%56", "%57", "%58", FP4D_D32(0), FP4D_D16(32),
+                           FP4D_D4(48), FP4D_D4(52));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3_SHARED("m64n128k32", FP4D_R64, "%64", "%65", "%66", FP4D_D32(0), FP4D_D32(32));
   } else if constexpr (T == 160) {
@@ -209,9 +236,13 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_R88
 #undef FP4D_R80
 #undef FP4D_R64
+#undef FP4D_R56
 #undef FP4D_R48
+#undef FP4D_R40
 #undef FP4D_R32
+#undef FP4D_R24
 #undef FP4D_R16
+#undef FP4D_R12
 #undef FP4D_R8
 #undef FP4D_R4
 

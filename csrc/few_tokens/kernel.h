@@ -116,16 +116,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const cluster_rank = blockIdx.x, row_block = blockIdx.z * Tile::kRowBlocks;
   int const row_blocks = min(Tile::kRowBlocks, p.row_blocks - row_block);
   int const token = blockIdx.y * T, tokens = min(T, p.m - token);
-  bool const produces = warp >= Tile::kGroups * Tile::kConsumers, clustered = p.cluster_log2 > 0;
+  bool const produces = warp >= Tile::kGroups * Tile::kConsumers, clustered = p.cluster > 1;
   int const helper = warp - Tile::kGroups * Tile::kConsumers;  // producers, then loaders
   int const group = produces ? helper % Tile::kGroups : warp / Tile::kConsumers;
   int const source = cluster_rank * Tile::kGroups + group;
-  Range const range = range_of<Tile>(p.chunks, source, p.cluster_log2 + log2_of(Tile::kGroups));
+  Range const range = range_of<Tile>(p.chunks, source, p.cluster * Tile::kGroups);
   uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes,
                  rings = base + Tile::kRingsAt;
   Ring<Tile> const ring{base + group * p.stages * 16, rings + group * p.stages * Tile::kStageBytes, p.stages};
   Reduction<Tile> const reduction{rings + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
-                                  tables - 16, p.cluster_log2};
+                                  tables - 16,
+                                  p.cluster,
+                                  cluster_rank,
+                                  p.slots_log2,
+                                  tokens};
 
   if constexpr (Tile::kLoaders > 0) {
     if (helper >= Tile::kGroups) {
@@ -158,6 +162,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     Weights::template make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   grid_dependency_wait();
+  prefetch_rows<Tile>(p, row_block * Weights::kRows);
   Sums<Tile> sums = {};
   int const group_warp = warp % Tile::kConsumers;
   if (group_warp < row_blocks * Tile::kBlockWarps) {
@@ -169,26 +174,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   }
   __syncwarp();
 
-  int const each = Reduction<Tile>::kThreads / Reduction<Tile>::kQuads << p.cluster_log2;
-  int const first = threadIdx.x >> (log2_of(Reduction<Tile>::kQuads) - p.cluster_log2);
+  // Tokens and four rows that a thread finishes, with their scales under way before the sums are there.
+  int const slots_log2 = p.slots_log2, slot = threadIdx.x & ((1 << slots_log2) - 1);
+  int const first = threadIdx.x >> slots_log2, each = Tile::kConsumerThreads >> slots_log2;
   TokenScales<Tile> const scales(p, token, tokens, first, each);
-  int const quad = threadIdx.x & (reduction.quads() - 1);
-  Quad<Weights> const rows(p, row_block * Weights::kRows + cluster_rank * reduction.owned() + quad * 4);
+  int const quad = reduction.quad_in(slot);
+  bool const mine = quad < reduction.first_of(cluster_rank + 1);
+  Quad<Weights> const rows(p, mine ? row_block * Weights::kRows + quad * 4 : p.n);
   __syncwarp();
+  if (clustered && Tile::kReuse) cluster_arrive();
+  if (Tile::kReuse) sync_consumers<Tile::kConsumerThreads>();
+  reduction.put(sums, group, group_warp, lane);
+  sync_consumers<Tile::kConsumerThreads>();
   if (clustered) {
-    if (Tile::kReuse) cluster_arrive();
     cluster_wait();
-    reduction.put(sums, source, group_warp, lane);
+    reduction.send_all();
     barrier_wait_cluster(reduction.barrier, 0);
-  } else {
-    if (Tile::kReuse) sync_consumers<Tile::kConsumerThreads>();
-    reduction.put(sums, source, group_warp, lane);
-    sync_consumers<Tile::kConsumerThreads>();
   }
   if (rows.row >= p.n) return;
 #pragma unroll 1
   for (int i = 0, t = first; t < tokens; ++i, t += each)
-    rows.store(p, token + t, reduction.get(t, quad), scales.of(i));
+    rows.store(p, token + t, clustered ? reduction.sent(t, slot) : reduction.own(t, quad), scales.of(i));
 }
 
 }  // namespace fp4d

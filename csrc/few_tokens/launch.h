@@ -16,7 +16,7 @@
 
 namespace fp4d {
 
-// tokens, row blocks, groups, units: the Tile; CTAs of a cluster (1, 2, 4, 8); stages of a ring; and how many
+// tokens, row blocks, groups, units: the Tile; CTAs of a cluster (1 to 8); stages of a ring; and how many
 // stages before its end a CTA lets the next grid start (PDL), though not before the previous grid has ended.
 struct Plan {
   int64_t tokens, row_blocks, groups, units, cluster, stages, trigger;
@@ -33,6 +33,7 @@ struct Instance {
   int64_t tokens, row_blocks, groups, units;
   int threads, resident, fewest_stages, most_stages;
   int (*shared_bytes)(int cluster, int stages);
+  int (*slots_log2)(int cluster);
   void (*kernel)(Params<Weights> const);
 };
 
@@ -48,6 +49,7 @@ constexpr Instance<Weights> instance() {
           Used::kFewestStages,
           Used::kMaxSlots / KG,
           Used::shared_bytes,
+          Used::slots_log2,
           few_tokens_kernel<Used>};
 }
 
@@ -202,8 +204,8 @@ struct Launch {
   }
 
   static void check_plan(Plan const& plan, Instance const& used, Machine const& on) {
-    if (plan.cluster != 1 && plan.cluster != 2 && plan.cluster != 4 && plan.cluster != 8)
-      TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster << ", needed 1, 2, 4 or 8";
+    if (plan.cluster < 1 || plan.cluster > kMaxCluster)
+      TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster << ", needed 1 to " << kMaxCluster;
     if (plan.cluster > 1 && !on.clusters)
       TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster
                                 << ", but this build has no clusters (needs sm_90)";
@@ -231,7 +233,7 @@ struct Launch {
       attributes[count].id = cudaLaunchAttributeClusterDimension;
       attributes[count++].val.clusterDim = {unsigned(plan.cluster), 1, 1};
     }
-    params.cluster_log2 = log2_of(int(plan.cluster));
+    params.cluster = int(plan.cluster), params.slots_log2 = used.slots_log2(int(plan.cluster));
     params.stages = int(plan.stages), params.trigger = int(plan.trigger);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(unsigned(plan.cluster), unsigned(divide_up(params.m, plan.tokens)),

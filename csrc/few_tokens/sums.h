@@ -5,56 +5,83 @@
 
 namespace fp4d {
 
-// Of one CTA, which owns rows / cluster of them.
+// A CTA first adds the sums of its own groups of warps. In a cluster it then sends, four rows at a time, what it has to
+// the CTA that owns the rows: an even part of the quads of rows, the parts in the order of the CTAs.
 template <class Tile>
 struct Reduction {
-  static constexpr int kThreads = Tile::kConsumerThreads, kQuads = Tile::kRows / 4;
+  static constexpr int kThreads = Tile::kConsumerThreads, kQuads = Tile::kQuads;
   uint32_t sums, barrier;  // in shared memory
-  int cluster_log2;
+  int cluster, rank, slots_log2, tokens;
 
-  __device__ int owned() const { return Tile::kRows >> cluster_log2; }
-  __device__ int pitch() const { return owned() + Tile::kPadRows; }  // of a token, in floats
-  __device__ uint32_t source(int i) const { return sums + i * (4 * Tile::kTokens) * pitch(); }
-  __device__ int quads() const { return kQuads >> cluster_log2; }
-  __device__ int sources() const { return Tile::kGroups << cluster_log2; }
-  __device__ uint32_t expected() const { return (4 * Tile::kTokens * Tile::kGroups) * Tile::kRows; }
+  // The first quad of a CTA; of the last one plus one, kQuads.
+  __device__ int first_of(int cta) const { return kQuads * cta / cluster; }
+  // Of this CTA, the quad in a slot, if there is one: at least first_of(rank + 1) otherwise.
+  __device__ int quad_in(int slot) const {
+    int const first = first_of(rank);
+    return first + ((slot - first) & ((1 << slots_log2) - 1));
+  }
 
   __device__ void init() const {
     barrier_init(barrier, 1);
-    if (cluster_log2 > 0) barrier_arrive_expect(barrier, expected());
+    int const quads = first_of(rank + 1) - first_of(rank);
+    if (cluster > 1) barrier_arrive_expect(barrier, cluster * tokens * quads * 16);
   }
 
-  // Sends a warp's sums to the owners of their rows. `from` counts the groups of all CTAs of the cluster.
-  __device__ void put(Sums<Tile> const& values, int from, int warp, int lane) const {
+  // Stores a warp's sums beside those of the other groups.
+  __device__ void put(Sums<Tile> const& values, int group, int warp, int lane) const {
+    constexpr int kPitch = 4 * Tile::kPitch;  // bytes
+    uint32_t const at = sums + (group * Tile::kTokens + lane % 4 * 2) * kPitch + lane / 4 * 4;
 #pragma unroll
     for (int u = 0; u < Tile::kUnits; ++u) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // rows 0..7 and 8..15 of the unit
-        int const first = (warp * Tile::kUnits + u) * 16 + half * 8, owner = first / owned();
-        uint32_t const here = source(from) + 4 * (first % owned() + lane / 4 + lane % 4 * 2 * pitch());
-        uint32_t const to = cluster_log2 > 0 ? address_in(here, owner) : here;
-        uint32_t const tells = cluster_log2 > 0 ? address_in(barrier, owner) : 0;
+        uint32_t const rows = at + ((warp * Tile::kUnits + u) * 16 + half * 8) * 4;
 #pragma unroll
         for (int t = 0; t < Tile::kTokens; ++t) {
           if (t % 8 > 1) continue;
-          float const value = values[4 * (u * (Tile::kTokens / 8) + t / 8) + 2 * half + t % 8];
-          if (cluster_log2 > 0) {
-            send(to + 4 * t * pitch(), value, tells);
-          } else {
-            store_4(to + 4 * t * pitch(), value);
-          }
+          store_4(rows + t * kPitch, values[4 * (u * (Tile::kTokens / 8) + t / 8) + 2 * half + t % 8]);
         }
       }
     }
   }
 
-  __device__ float4 get(int token, int quad) const {
-    float4 sum{};
-    for (int i = 0; i < sources(); ++i) {
-      uint4 const raw = load_16(source(i) + 4 * (token * pitch() + 4 * quad));
-      sum.x += __uint_as_float(raw.x), sum.y += __uint_as_float(raw.y);
-      sum.z += __uint_as_float(raw.z), sum.w += __uint_as_float(raw.w);
+  // Of all groups of this CTA.
+  __device__ float4 own(int token, int quad) const {
+    return add<Tile::kGroups>(sums + (token * Tile::kPitch + quad * 4) * 4, 4 * Tile::kTokens * Tile::kPitch);
+  }
+
+  // Sends this CTA's sums to the owners of the rows, its own part to itself.
+  __device__ void send_all() const {
+#pragma unroll 1
+    for (int item = threadIdx.x; item < tokens * kQuads; item += kThreads) {
+      int const token = item / kQuads, quad = item % kQuads, owner = ((quad + 1) * cluster - 1) / kQuads;
+      uint32_t const to = received(rank) + (((token << slots_log2) + (quad & ((1 << slots_log2) - 1))) << 4);
+      send_16(address_in(to, owner), own(token, quad), address_in(barrier, owner));
     }
+  }
+
+  // What all CTAs have sent.
+  __device__ float4 sent(int token, int slot) const {
+    uint32_t at = received(0) + (((token << slots_log2) + slot) << 4);
+    float4 sum{};
+    for (int i = 0; i < cluster; ++i, at += received_bytes()) add(sum, at);
+    return sum;
+  }
+
+ private:
+  __device__ int received_bytes() const { return Tile::kTokens * 16 << slots_log2; }
+  __device__ uint32_t received(int cta) const { return sums + Tile::kSumBytes + cta * received_bytes(); }
+
+  __device__ static void add(float4& sum, uint32_t at) {
+    uint4 const raw = load_16(at);
+    sum.x += __uint_as_float(raw.x), sum.y += __uint_as_float(raw.y);
+    sum.z += __uint_as_float(raw.z), sum.w += __uint_as_float(raw.w);
+  }
+  template <int count>
+  __device__ static float4 add(uint32_t at, int step) {
+    float4 sum{};
+#pragma unroll
+    for (int i = 0; i < count; ++i) add(sum, at + i * step);
     return sum;
   }
 };
@@ -62,8 +89,7 @@ struct Reduction {
 // Scales of the packed tokens that a thread finishes, on their way before its sums are there.
 template <class Tile>
 struct TokenScales {
-  static constexpr int kMost =
-      std::max(1, Tile::kTokens* Reduction<Tile>::kQuads / Reduction<Tile>::kThreads);
+  static constexpr int kMost = std::max(1, Tile::kTokens* Tile::kQuads / Tile::kConsumerThreads);
   using Weights = typename Tile::Weights;
   static constexpr bool kScaled =
       Weights::kPacked && !Weights::kBlocks;  // blocks are scaled where they are added
@@ -85,6 +111,16 @@ struct TokenScales {
     return scale;
   }
 };
+
+// Alpha and bias of a CTA's rows, on their way to L2 while it multiplies: they come from memory, and it ends with them.
+template <class Tile>
+__device__ __forceinline__ void prefetch_rows(Params<typename Tile::Weights> const& p, int first) {
+  constexpr int kSector = 32 / int(sizeof(float));  // of alpha
+  int const row = first + int(threadIdx.x) * kSector;
+  if (threadIdx.x >= Tile::kRows / kSector || row >= p.n) return;
+  if (!Tile::Weights::kBlocks && p.alpha_step != 0) prefetch_l2(p.alpha + row);
+  if (p.bias != nullptr) prefetch_l2(p.bias + row);
+}
 
 // Four rows that a thread finishes, with their alpha and bias.
 template <class Weights>

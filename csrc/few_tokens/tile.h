@@ -22,15 +22,15 @@ struct Params {
   int64_t x_stride;
   int token_blocks, x_scale_step;  // packed tokens: of 8 tokens; 0: one scale
   int m, n, k;
-  int row_blocks, chunks;  // of w
-  int alpha_step;          // 0: one alpha
-  int cluster_log2, stages, trigger;
+  int row_blocks, chunks;                    // of w
+  int alpha_step;                            // 0: one alpha
+  int cluster, slots_log2, stages, trigger;  // slots: Reduction of few_tokens/sums.h
 };
 
 // 0, which the compiler does not know: a mask that leaves nothing of a value, but waits for it.
 template <class Weights>
 __device__ __forceinline__ uint32_t unknown_zero(Params<Weights> const& p) {
-  return uint32_t(p.cluster_log2) >> 8;
+  return uint32_t(p.cluster) >> 8;
 }
 
 // Whether Params lie as kernels.toml declares to the proof.
@@ -80,14 +80,23 @@ struct Tile {
   static constexpr int kMaxSlots = kBarrierBytes / 16 - 1;  // stages of all rings together
   static constexpr int kRingsAt = kBarrierBytes + Weights::kTableBytes;
   static constexpr int kFewestStages = kWgmma ? 2 : 1;  // wgmma still reads a stage when the next one begins
-  // Sums of the whole cluster's groups for the rows that a CTA owns: [source][token][row], fp32. The 4 floats more
-  // keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
-  static constexpr int kPadRows = 4;
+  // fp32 sums of the groups, [group][token][row], then those that the CTAs of the cluster send, [CTA][token][slot of four
+  // rows]. The 4 floats more keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
+  static constexpr int kPitch = kRows + 4, kQuads = kRows / 4;
   static constexpr bool kReuse = T >= Weights::kReuseTokens;
-  static constexpr int source_bytes(int cluster) { return 4 * T * (kRows / cluster + kPadRows); }
+  static constexpr int kSumBytes = 4 * KG * T * kPitch;
+  // Slots for the quads of rows that a CTA of a cluster owns: a power of two, so that no division finds them.
+  static constexpr int slots_log2(int cluster) {
+    int log2 = 0;
+    while ((1 << log2) * cluster < kQuads) ++log2;
+    return log2;
+  }
+  static constexpr int received_bytes(int cluster) {
+    return cluster == 1 ? 0 : cluster * T * 16 << slots_log2(cluster);
+  }
   static constexpr int ring_bytes(int stages) { return KG * stages * kStageBytes; }
   static int shared_bytes(int cluster, int stages) {
-    int const ring = ring_bytes(stages), sums = KG * cluster * source_bytes(cluster);
+    int const ring = ring_bytes(stages), sums = kSumBytes + received_bytes(cluster);
     return kRingsAt + (kReuse ? std::max(ring, sums) : ring + sums);
   }
   // About what the compiler takes.
@@ -98,8 +107,6 @@ struct Tile {
   static constexpr int kResident = 65536 / (kThreads * kRegisters) >= 2 ? 2 : 1;
 };
 
-constexpr int log2_of(int value) { return value <= 1 ? 0 : 1 + log2_of(value / 2); }
-
 // ---- Ring ----
 
 // The part of K that one group of warps adds up, in stages.
@@ -107,11 +114,10 @@ struct Range {
   int first, count;
 };
 
-// `part` of 2^parts_log2.
 template <class Tile>
-__device__ __forceinline__ Range range_of(int chunks, int part, int parts_log2) {
+__device__ __forceinline__ Range range_of(int chunks, int part, int parts) {
   int const stages = (chunks + Tile::kStageChunks - 1) / Tile::kStageChunks;
-  int const first = (stages * part) >> parts_log2, last = (stages * (part + 1)) >> parts_log2;
+  int const first = stages * part / parts, last = stages * (part + 1) / parts;
   return {first, last - first};
 }
 
