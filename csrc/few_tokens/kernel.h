@@ -20,24 +20,19 @@
 
 namespace fp4d {
 
-// ---- Producer ----
+// ---- Loads ----
 
+// Puts tokens into the ring of one group of warps.
 template <class Tile>
-struct Producer {
+struct TokenLoads {
   using Weights = typename Tile::Weights;
-  static constexpr bool kLoadsTokens = !Tile::kWgmma || Weights::kPacked;
+  static constexpr bool kAny = !Tile::kWgmma || Weights::kPacked;  // else a loader does it
   Params<Weights> const& p;
   Ring<Tile> ring;
   Range range;
-  int row_block, row_blocks, token, tokens, lane;
+  int token, tokens, lane;
 
-  __device__ void load_weights(int i, int slot) const {
-    int const chunk = (range.first + i) * Tile::kStageChunks;
-    Weights::template load<Tile>(p.w, p.chunks, chunk, row_block, row_blocks, ring.weights(slot, 0),
-                                 ring.full(slot), lane);
-  }
-
-  __device__ void load_tokens(int i, int slot) const {
+  __device__ void load(int i, int slot) const {
     if constexpr (Weights::kPacked) {
       load_packed(i, slot);
     } else {
@@ -45,6 +40,12 @@ struct Producer {
     }
   }
 
+  // Of the stages that a ring holds.
+  __device__ void load_first() const {
+    for (int i = 0; i < min(range.count, ring.stages); ++i) load(i, i);
+  }
+
+ private:
   // Contiguous; zeros beyond the end of K.
   __device__ void load_packed(int i, int slot) const {
     if (lane != 0) return;
@@ -70,26 +71,71 @@ struct Producer {
     }
     barrier_arrive_after_copies(ring.full(slot));
   }
+};
 
-  // `triggers`: this warp lets the next grid start, when its last `trigger` stages are next, but never before the
-  // previous grid has ended. With three grids under way a launch took up to 1.5 times as long (bench/notes/few-tokens.md).
-  __device__ void run(bool triggers) const {
-    int const ahead = min(range.count, ring.stages);
-    int const trigger_at = max(range.count - p.trigger, ahead);
-    for (int i = 0; i < ahead; ++i) load_weights(i, i);
-    grid_dependency_wait();
-    if constexpr (kLoadsTokens) {
-      for (int i = 0; i < ahead; ++i) load_tokens(i, i);
+// One warp for the rings of all groups, which get their stages in turn.
+template <class Tile>
+struct Producer {
+  using Weights = typename Tile::Weights;
+  static constexpr int G = Tile::kGroups;
+  // Whether consumers fetch the tokens of the first ring: this warp would come to them one group after the other. A copy
+  // without TMA reports what its own thread has copied, tokens and weights together.
+  static constexpr bool kConsumersStart = FP4D_BULK;
+  Params<Weights> const& p;
+  Ring<Tile> const& first_ring;
+  int row_block, row_blocks, token, tokens, lane;
+  Range ranges[G] = {};
+
+  __device__ void load_weights(int group, int i, int slot) const {
+    Ring<Tile> const ring = first_ring.of_group(group);
+    int const chunk = (ranges[group].first + i) * Tile::kStageChunks;
+    Weights::template load<Tile>(p.w, p.chunks, chunk, row_block, row_blocks, ring.weights(slot, 0),
+                                 ring.full(slot), lane);
+  }
+  __device__ void load_tokens(int group, int i, int slot) const {
+    if constexpr (TokenLoads<Tile>::kAny)
+      TokenLoads<Tile>{p, first_ring.of_group(group), ranges[group], token, tokens, lane}.load(i, slot);
+  }
+
+  // Lets the next grid start when the last `trigger` stages are next, but never before the previous grid has ended. With
+  // three grids under way a launch took up to 1.5 times as long (bench/notes/few-tokens.md).
+  __device__ void run() {
+    int most = 0;
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      ranges[g] = range_of<Tile>(p, g);
+      most = max(most, ranges[g].count);
     }
-    if (triggers && trigger_at == ahead) grid_dependency_launch_dependents();
+    int const ahead = min(most, first_ring.stages), trigger_at = max(most - p.trigger, ahead);
+#pragma unroll 1
+    for (int i = 0; i < ahead; ++i) {
+#pragma unroll
+      for (int g = 0; g < G; ++g)
+        if (i < ranges[g].count) load_weights(g, i, i);
+    }
+    grid_dependency_wait();
+    if constexpr (!kConsumersStart) {
+#pragma unroll 1
+      for (int i = 0; i < ahead; ++i) {
+#pragma unroll
+        for (int g = 0; g < G; ++g)
+          if (i < ranges[g].count) load_tokens(g, i, i);
+      }
+    }
+    if (trigger_at == ahead) grid_dependency_launch_dependents();
     int slot = 0;
     uint32_t parity = 0;
-    for (int i = ahead; i < range.count; ++i) {
-      if (triggers && i == trigger_at && i > ahead) grid_dependency_launch_dependents();
-      barrier_wait(ring.empty(slot), parity);
-      load_weights(i, slot);
-      if constexpr (kLoadsTokens) load_tokens(i, slot);
-      if (++slot == ring.stages) slot = 0, parity ^= 1;
+#pragma unroll 1
+    for (int i = ahead; i < most; ++i) {
+      if (i == trigger_at && i > ahead) grid_dependency_launch_dependents();
+#pragma unroll
+      for (int g = 0; g < G; ++g) {
+        if (i >= ranges[g].count) continue;
+        barrier_wait(first_ring.of_group(g).empty(slot), parity);
+        load_weights(g, i, slot);
+        load_tokens(g, i, slot);
+      }
+      if (++slot == first_ring.stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
   }
@@ -116,23 +162,36 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const cluster_rank = blockIdx.x, row_block = blockIdx.z * Tile::kRowBlocks;
   int const row_blocks = min(Tile::kRowBlocks, p.row_blocks - row_block);
   int const token = blockIdx.y * T, tokens = min(T, p.m - token);
-  bool const produces = warp >= Tile::kGroups * Tile::kConsumers, clustered = p.cluster > 1;
-  int const helper = warp - Tile::kGroups * Tile::kConsumers;  // producers, then loaders
-  int const group = produces ? helper % Tile::kGroups : warp / Tile::kConsumers;
-  int const source = cluster_rank * Tile::kGroups + group;
-  Range const range = range_of<Tile>(p.chunks, source, p.cluster * Tile::kGroups);
-  uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes,
-                 rings = base + Tile::kRingsAt;
-  Ring<Tile> const ring{base + group * p.stages * 16, rings + group * p.stages * Tile::kStageBytes, p.stages};
-  Reduction<Tile> const reduction{rings + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
-                                  tables - 16,
-                                  p.cluster,
-                                  cluster_rank,
-                                  p.slots_log2,
-                                  tokens};
+  bool const consumes = warp < Tile::kGroups * Tile::kConsumers, clustered = p.cluster > 1;
+  int const helper = warp - Tile::kGroups * Tile::kConsumers;  // the producer, then loaders
+  int const group = consumes ? warp / Tile::kConsumers : max(helper - 1, 0);
+  uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes;
+  Ring<Tile> const first_ring{base, base + Tile::kRingsAt, p.stages}, ring = first_ring.of_group(group);
+  Reduction<Tile> const reduction{
+      first_ring.stages_at + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
+      tables - 16,
+      p.cluster,
+      cluster_rank,
+      p.slots_log2,
+      tokens};
 
+  if (helper == 0) {
+    if (lane == 0) {
+      for (int g = 0; g < Tile::kGroups; ++g) first_ring.of_group(g).init(row_blocks);
+      reduction.init();
+      barriers_visible();
+    }
+    __syncwarp();
+    if (clustered && !Tile::kReuse) cluster_arrive();
+    asm volatile("bar.arrive 1, %0;" ::"n"(Tile::kThreads) : "memory");
+    Producer<Tile>{p, first_ring, row_block, row_blocks, token, tokens, lane}.run();
+    if (clustered && Tile::kReuse) cluster_arrive();
+    if (clustered) cluster_wait();
+    return;
+  }
+  Range const range = range_of<Tile>(p, group);
   if constexpr (Tile::kLoaders > 0) {
-    if (helper >= Tile::kGroups) {
+    if (!consumes) {
       if (clustered && !Tile::kReuse) cluster_arrive();
       asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
       typename Weights::template Loader<Tile>{p, ring, range, token, tokens, lane}.run();
@@ -142,29 +201,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
       return;
     }
   }
-  if (produces) {
-    if (lane == 0) {
-      ring.init(row_blocks);
-      if (group == 0) reduction.init();
-      barriers_visible();
-    }
-    __syncwarp();
-    if (clustered && !Tile::kReuse) cluster_arrive();
-    asm volatile("bar.arrive 1, %0;" ::"n"(Tile::kThreads) : "memory");
-    Producer<Tile>{p, ring, range, row_block, row_blocks, token, tokens, lane}.run(group == 0);
-    if (clustered && Tile::kReuse) cluster_arrive();
-    if (clustered) cluster_wait();
-    return;
-  }
 
   if (clustered && !Tile::kReuse) cluster_arrive();
   if constexpr (Weights::kTableBytes > 0)
     Weights::template make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   grid_dependency_wait();
+  int const group_warp = warp % Tile::kConsumers;
+  if constexpr (Producer<Tile>::kConsumersStart && TokenLoads<Tile>::kAny) {
+    if (group_warp == 0) TokenLoads<Tile>{p, ring, range, token, tokens, lane}.load_first();
+    __syncwarp();
+  }
   prefetch_rows<Tile>(p, row_block * Weights::kRows);
   Sums<Tile> sums = {};
-  int const group_warp = warp % Tile::kConsumers;
   if (group_warp < row_blocks * Tile::kBlockWarps) {
     if constexpr (Tile::kWgmma) {
       Weights::Wgmma::template consume<Tile>(p, ring, range, tables, group_warp, lane, sums);

@@ -63,7 +63,7 @@ struct Tile {
   static_assert(kWgmma || !Weights::kPacked);
   static constexpr int kLoaders =
       kWgmma && !Weights::kPacked ? 1 : 0;  // of a group: a warp that puts tokens in wgmma's order
-  static constexpr int kThreads = kConsumerThreads + 32 * KG * (1 + kLoaders);
+  static constexpr int kThreads = kConsumerThreads + 32 * (1 + KG * kLoaders);
   static constexpr int kWeightBytes = kStageChunks * Weights::kChunkBytes;  // of a row block in a stage
   // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
   static constexpr int kTokenPitch = kStageK * 2 + 16;
@@ -114,17 +114,24 @@ struct Range {
   int first, count;
 };
 
+// Of a group of this CTA.
 template <class Tile>
-__device__ __forceinline__ Range range_of(int chunks, int part, int parts) {
-  int const stages = (chunks + Tile::kStageChunks - 1) / Tile::kStageChunks;
+__device__ __forceinline__ Range range_of(Params<typename Tile::Weights> const& p, int group) {
+  int const stages = (p.chunks + Tile::kStageChunks - 1) / Tile::kStageChunks;
+  int const part = blockIdx.x * Tile::kGroups + group, parts = p.cluster * Tile::kGroups;
   int const first = stages * part / parts, last = stages * (part + 1) / parts;
   return {first, last - first};
 }
 
 template <class Tile>
 struct Ring {
-  uint32_t barriers, stages_at;  // of this group, in shared memory
+  uint32_t barriers, stages_at;  // of a group, in shared memory
   int stages;
+
+  // From the ring of group 0.
+  __device__ Ring of_group(int group) const {
+    return {barriers + group * stages * 16, stages_at + group * stages * Tile::kStageBytes, stages};
+  }
 
   __device__ uint32_t full(int slot) const { return barriers + slot * 16; }
   __device__ uint32_t empty(int slot) const { return barriers + slot * 16 + 8; }
