@@ -76,7 +76,7 @@ __device__ __forceinline__ void wgmma_wait() {
   FP4D_D4(i), FP4D_D4(i + 4), FP4D_D4(i + 8), FP4D_D4(i + 12), FP4D_D4(i + 16), FP4D_D4(i + 20), \
       FP4D_D4(i + 24), FP4D_D4(i + 28)
 #define FP4D_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-// Few tokens, 16-bit operands. `types` is a literal.
+// Up to 96 tokens, 16-bit operands. `types` is a literal.
 #define FP4D_WGMMA_FEW(types)                                                                                \
   if constexpr (T == 8) {                                                                                    \
     FP4D_WGMMA("m64n8k16", types, FP4D_R4, "{%4, %5, %6, %7}, %8", "1, 1, 0", FP4D_D4(0));                   \
@@ -85,6 +85,14 @@ __device__ __forceinline__ void wgmma_wait() {
   } else if constexpr (T == 32) {                                                                            \
     FP4D_WGMMA("m64n32k16", types, FP4D_R16, "{%16, %17, %18, %19}, %20", "1, 1, 0", FP4D_D4(0), FP4D_D4(4), \
                FP4D_D4(8), FP4D_D4(12));                                                                     \
+  } else if constexpr (T == 48) {                                                                            \
+    FP4D_WGMMA("m64n48k16", types, FP4D_R24, "{%24, %25, %26, %27}, %28", "1, 1, 0", FP4D_D16(0),            \
+               FP4D_D4(16), FP4D_D4(20));                                                                    \
+  } else if constexpr (T == 64) {                                                                            \
+    FP4D_WGMMA("m64n64k16", types, FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));           \
+  } else if constexpr (T == 96) {                                                                            \
+    FP4D_WGMMA("m64n96k16", types, FP4D_R48, "{%48, %49, %50, %51}, %52", "1, 1, 0", FP4D_D32(0),            \
+               FP4D_D16(32));                                                                                \
   }
 // The second `1` adds to d; a predicate, so it comes from a register.
 #define FP4D_WGMMA(shape, types, registers, a_registers, flags, ...)                             \
@@ -184,19 +192,13 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uin
 // tokens 8 j + 2 c, + 1, with r = lane / 4 and c = lane % 4.
 template <Operand type, int T>
 __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b) {
-  static_assert(type != Operand::kE4M3 && (T <= 64 || T == 128 || T == 192 || T == 256));
+  static_assert(type != Operand::kE4M3 && (T <= 64 || T == 96 || T == 128 || T == 192 || T == 256));
   if constexpr (type == Operand::kBF16) {
     FP4D_WGMMA_FEW("bf16.bf16");
   } else if constexpr (type == Operand::kF16) {
     FP4D_WGMMA_FEW("f16.f16");
   }
-  if constexpr (T == 64) {
-    if constexpr (type == Operand::kBF16) {
-      FP4D_WGMMA("m64n64k16", "bf16.bf16", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));
-    } else if constexpr (type == Operand::kF16) {
-      FP4D_WGMMA("m64n64k16", "f16.f16", FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));
-    }
-  } else if constexpr (T == 128) {
+  if constexpr (T == 128) {
     if constexpr (type == Operand::kBF16) {
       FP4D_WGMMA("m64n128k16", "bf16.bf16", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),
                  FP4D_D32(32));

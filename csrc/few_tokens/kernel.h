@@ -14,6 +14,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/sm90.h"
 #include "few_tokens/sums.h"
 #include "few_tokens/tile.h"
 #include "few_tokens/mma.h"
@@ -26,7 +27,6 @@ namespace fp4d {
 template <class Tile>
 struct TokenLoads {
   using Weights = typename Tile::Weights;
-  static constexpr bool kAny = !Tile::kWgmma || Weights::kPacked;  // else a loader does it
   Params<Weights> const& p;
   Ring<Tile> ring;
   Range range;
@@ -35,14 +35,11 @@ struct TokenLoads {
   __device__ void load(int i, int slot) const {
     if constexpr (Weights::kPacked) {
       load_packed(i, slot);
+    } else if constexpr (Tile::kBoxes) {
+      load_boxes(i, slot);
     } else {
       load_rows(i, slot);
     }
-  }
-
-  // Of the stages that a ring holds.
-  __device__ void load_first() const {
-    for (int i = 0; i < min(range.count, ring.stages); ++i) load(i, i);
   }
 
  private:
@@ -56,6 +53,17 @@ struct TokenLoads {
     if constexpr (Weights::kBlocks)
       copy_bulk(ring.scales(slot), reinterpret_cast<uint8_t const*>(p.x_scale + block * 8), bytes / 32,
                 ring.full(slot));
+  }
+
+  // Tokens and k that are not there come as zeros.
+  __device__ void load_boxes(int i, int slot) const {
+    if (lane != 0) return;
+    constexpr int kBoxK = 64, kBoxBytes = Tile::kTokens * kBoxK * 2;
+    barrier_arrive_expect(ring.full(slot), Tile::kStageK / kBoxK * kBoxBytes);
+#pragma unroll
+    for (int box = 0; box < Tile::kStageK / kBoxK; ++box)
+      copy_box_kept(ring.tokens(slot) + box * kBoxBytes, &p.x_map,
+                    (range.first + i) * Tile::kStageK + box * kBoxK, token, ring.full(slot));
   }
 
   // k beyond the end comes as zero, so that nothing meets the zero weights there that is not finite. Tokens beyond
@@ -73,28 +81,26 @@ struct TokenLoads {
   }
 };
 
-// One warp for the rings of all groups, which get their stages in turn.
+// For the rings of some groups, `producer`, + kProducers and so on, which get their stages in turn.
 template <class Tile>
 struct Producer {
   using Weights = typename Tile::Weights;
-  static constexpr int G = Tile::kGroups;
-  // Whether consumers fetch the tokens of the first ring: this warp would come to them one group after the other. A copy
-  // without TMA reports what its own thread has copied, tokens and weights together.
-  static constexpr bool kConsumersStart = FP4D_BULK;
+  static constexpr int G = Tile::kGroups / Tile::kProducers;
   Params<Weights> const& p;
   Ring<Tile> const& first_ring;
-  int row_block, row_blocks, token, tokens, lane;
+  int producer, row_block, row_blocks, token, tokens, lane;
   Range ranges[G] = {};
 
+  __device__ Ring<Tile> ring_of(int g) const { return first_ring.of_group(producer + g * Tile::kProducers); }
+
   __device__ void load_weights(int group, int i, int slot) const {
-    Ring<Tile> const ring = first_ring.of_group(group);
+    Ring<Tile> const ring = ring_of(group);
     int const chunk = (ranges[group].first + i) * Tile::kStageChunks;
     Weights::template load<Tile>(p.w, p.chunks, chunk, row_block, row_blocks, ring.weights(slot, 0),
                                  ring.full(slot), lane);
   }
   __device__ void load_tokens(int group, int i, int slot) const {
-    if constexpr (TokenLoads<Tile>::kAny)
-      TokenLoads<Tile>{p, first_ring.of_group(group), ranges[group], token, tokens, lane}.load(i, slot);
+    TokenLoads<Tile>{p, ring_of(group), ranges[group], token, tokens, lane}.load(i, slot);
   }
 
   // Lets the next grid start when the last `trigger` stages are next, but never before the previous grid has ended. With
@@ -103,7 +109,7 @@ struct Producer {
     int most = 0;
 #pragma unroll
     for (int g = 0; g < G; ++g) {
-      ranges[g] = range_of<Tile>(p, g);
+      ranges[g] = range_of<Tile>(p, producer + g * Tile::kProducers);
       most = max(most, ranges[g].count);
     }
     int const ahead = min(most, first_ring.stages), trigger_at = max(most - p.trigger, ahead);
@@ -114,24 +120,22 @@ struct Producer {
         if (i < ranges[g].count) load_weights(g, i, i);
     }
     grid_dependency_wait();
-    if constexpr (!kConsumersStart) {
 #pragma unroll 1
-      for (int i = 0; i < ahead; ++i) {
+    for (int i = 0; i < ahead; ++i) {
 #pragma unroll
-        for (int g = 0; g < G; ++g)
-          if (i < ranges[g].count) load_tokens(g, i, i);
-      }
+      for (int g = 0; g < G; ++g)
+        if (i < ranges[g].count) load_tokens(g, i, i);
     }
-    if (trigger_at == ahead) grid_dependency_launch_dependents();
+    if (producer == 0 && trigger_at == ahead) grid_dependency_launch_dependents();
     int slot = 0;
     uint32_t parity = 0;
 #pragma unroll 1
     for (int i = ahead; i < most; ++i) {
-      if (i == trigger_at && i > ahead) grid_dependency_launch_dependents();
+      if (producer == 0 && i == trigger_at && i > ahead) grid_dependency_launch_dependents();
 #pragma unroll
       for (int g = 0; g < G; ++g) {
         if (i >= ranges[g].count) continue;
-        barrier_wait(first_ring.of_group(g).empty(slot), parity);
+        barrier_wait(ring_of(g).empty(slot), parity);
         load_weights(g, i, slot);
         load_tokens(g, i, slot);
       }
@@ -162,11 +166,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const cluster_rank = blockIdx.x, row_block = blockIdx.z * Tile::kRowBlocks;
   int const row_blocks = min(Tile::kRowBlocks, p.row_blocks - row_block);
   int const token = blockIdx.y * T, tokens = min(T, p.m - token);
-  bool const consumes = warp < Tile::kGroups * Tile::kConsumers, clustered = p.cluster > 1;
-  int const helper = warp - Tile::kGroups * Tile::kConsumers;  // the producer, then loaders
-  int const group = consumes ? warp / Tile::kConsumers : max(helper - 1, 0);
+  bool const clustered = p.cluster > 1;
+  int const producer = warp - Tile::kGroups * Tile::kConsumers;
   uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes;
-  Ring<Tile> const first_ring{base, base + Tile::kRingsAt, p.stages}, ring = first_ring.of_group(group);
+  Ring<Tile> const first_ring{base, base + Tile::kRingsAt, p.stages};
   Reduction<Tile> const reduction{
       first_ring.stages_at + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
       tables - 16,
@@ -175,44 +178,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
       p.slots_log2,
       tokens};
 
-  if (helper == 0) {
+  if (producer >= 0) {
     if (lane == 0) {
-      for (int g = 0; g < Tile::kGroups; ++g) first_ring.of_group(g).init(row_blocks);
-      reduction.init();
+      for (int g = producer; g < Tile::kGroups; g += Tile::kProducers)
+        first_ring.of_group(g).init(row_blocks);
+      if (producer == 0) reduction.init();
       barriers_visible();
     }
     __syncwarp();
     if (clustered && !Tile::kReuse) cluster_arrive();
     asm volatile("bar.arrive 1, %0;" ::"n"(Tile::kThreads) : "memory");
-    Producer<Tile>{p, first_ring, row_block, row_blocks, token, tokens, lane}.run();
+    Producer<Tile>{p, first_ring, producer, row_block, row_blocks, token, tokens, lane}.run();
     if (clustered && Tile::kReuse) cluster_arrive();
     if (clustered) cluster_wait();
     return;
   }
-  Range const range = range_of<Tile>(p, group);
-  if constexpr (Tile::kLoaders > 0) {
-    if (!consumes) {
-      if (clustered && !Tile::kReuse) cluster_arrive();
-      asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
-      typename Weights::template Loader<Tile>{p, ring, range, token, tokens, lane}.run();
-      __syncwarp();
-      if (clustered && Tile::kReuse) cluster_arrive();
-      if (clustered) cluster_wait();
-      return;
-    }
-  }
-
   if (clustered && !Tile::kReuse) cluster_arrive();
   if constexpr (Weights::kTableBytes > 0)
     Weights::template make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   grid_dependency_wait();
-  int const group_warp = warp % Tile::kConsumers;
-  if constexpr (Producer<Tile>::kConsumersStart && TokenLoads<Tile>::kAny) {
-    if (group_warp == 0) TokenLoads<Tile>{p, ring, range, token, tokens, lane}.load_first();
-    __syncwarp();
-  }
   prefetch_rows<Tile>(p, row_block * Weights::kRows);
+  int const group = warp / Tile::kConsumers, group_warp = warp % Tile::kConsumers;
+  Ring<Tile> const ring = first_ring.of_group(group);
+  Range const range = range_of<Tile>(p, group);
   Sums<Tile> sums = {};
   if (group_warp < row_blocks * Tile::kBlockWarps) {
     if constexpr (Tile::kWgmma) {
@@ -241,9 +230,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     barrier_wait_cluster(reduction.barrier, 0);
   }
   if (rows.row >= p.n) return;
-#pragma unroll 1
-  for (int i = 0, t = first; t < tokens; ++i, t += each)
-    rows.store(p, token + t, clustered ? reduction.sent(t, slot) : reduction.own(t, quad), scales.of(i));
+  auto const finish = [&](auto const& sum_of) {
+#pragma unroll
+    for (int i = 0; i < TokenScales<Tile>::kMost; ++i) {
+      int const t = first + i * each;
+      if (t < tokens) rows.store(p, token + t, sum_of(t), scales.of[i]);
+    }
+  };
+  if (clustered) {
+    finish([&](int t) { return reduction.sent(t, slot); });
+  } else {
+    finish([&](int t) { return reduction.own(t, quad); });
+  }
 }
 
 }  // namespace fp4d

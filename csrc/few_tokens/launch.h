@@ -12,6 +12,7 @@
 #include "few_tokens/kernel.h"
 #include "common/gemm_operands.h"
 #include "common/per_device.h"
+#include "common/tma_rows.h"
 #include "quantise/quantize.h"
 
 namespace fp4d {
@@ -31,6 +32,7 @@ struct Machine {
 template <class Weights>
 struct Instance {
   int64_t tokens, row_blocks, groups, units;
+  bool boxes;  // tokens come by TMA
   int threads, resident, fewest_stages, most_stages;
   int (*shared_bytes)(int cluster, int stages);
   int (*slots_log2)(int cluster);
@@ -44,6 +46,7 @@ constexpr Instance<Weights> instance() {
           RB,
           KG,
           U,
+          Used::kBoxes,
           Used::kThreads,
           Used::kResident,
           Used::kFewestStages,
@@ -223,6 +226,9 @@ struct Launch {
   static void launch_kernel(Instance const& used, Plan const& plan, Params params, Machine const& on,
                             int device, bool enable_pdl) {
     Small::ready(params.w, on);
+    if constexpr (!Weights::kPacked) {
+      if (used.boxes) params.x_map = map_of_rows(params.x, params.m, params.k, params.x_stride, used.tokens);
+    }
     cudaLaunchAttribute attributes[2]{};
     int count = 0;
     if (enable_pdl) {

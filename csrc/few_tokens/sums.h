@@ -93,22 +93,14 @@ struct TokenScales {
   using Weights = typename Tile::Weights;
   static constexpr bool kScaled =
       Weights::kPacked && !Weights::kBlocks;  // blocks are scaled where they are added
-  float scales[kMost] = {};
+  float of[kMost] = {};
 
   __device__ TokenScales(Params<Weights> const& p, int token, int tokens, int first, int each) {
     if constexpr (kScaled) {
 #pragma unroll
       for (int i = 0; i < kMost; ++i)
-        if (first + i * each < tokens)
-          scales[i] = p.x_scale[int64_t(token + first + i * each) * p.x_scale_step];
+        if (first + i * each < tokens) of[i] = p.x_scale[int64_t(token + first + i * each) * p.x_scale_step];
     }
-  }
-  // No index at run time: the array stays in registers.
-  __device__ float of(int i) const {
-    float scale = 1.f;
-#pragma unroll
-    for (int j = 0; j < kMost && kScaled; ++j) scale = i == j ? scales[j] : scale;
-    return scale;
   }
 };
 

@@ -10,6 +10,8 @@
 #include "few_tokens/element.h"
 #include "common/gdc_guard.h"
 
+#include <cuda.h>
+
 namespace fp4d {
 
 template <class Weights>
@@ -22,9 +24,10 @@ struct Params {
   int64_t x_stride;
   int token_blocks, x_scale_step;  // packed tokens: of 8 tokens; 0: one scale
   int m, n, k;
-  int row_blocks, chunks;                    // of w
-  int alpha_step;                            // 0: one alpha
-  int cluster, slots_log2, stages, trigger;  // slots: Reduction of few_tokens/sums.h
+  int row_blocks, chunks;                                        // of w
+  int alpha_step;                                                // 0: one alpha
+  int cluster, slots_log2, stages, trigger;                      // slots: Reduction of few_tokens/sums.h
+  std::conditional_t<Weights::kPacked, int, CUtensorMap> x_map;  // of x, in boxes of a tile's tokens by 64 k
 };
 
 // 0, which the compiler does not know: a mask that leaves nothing of a value, but waits for it.
@@ -37,15 +40,19 @@ __device__ __forceinline__ uint32_t unknown_zero(Params<Weights> const& p) {
 template <class P>
 constexpr bool lies_as_declared() {
 #if defined(FP4D_NUMBERS_FIRST)  // all from x_stride on
-  if (sizeof(P::w) != kWeightsBytes || offsetof(P, x_stride) != kNumbersAt || sizeof(P) != kNumbersEnd)
+  if (sizeof(P::w) != kWeightsBytes || offsetof(P, x_stride) != kNumbersAt ||
+      offsetof(P, trigger) + 4 != kNumbersEnd)
     return false;
 #endif
   return offsetof(P, w) == kWeightsAt;
 }
 
+// By registers, two CTAs on a multiprocessor.
+constexpr bool two_fit(int threads, int registers) { return 65536 / (threads * registers) >= 2; }
+
 // T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
 // with 1 the four warps of a row block multiply together by wgmma (few_tokens/w4/w4a16_wgmma.h,
-// few_tokens/w4/w4a8_wgmma.h). Packed tokens are in wgmma's order already (packed_activations.cu).
+// few_tokens/w4/w4a8_wgmma.h).
 template <int T, int RB, int KG, int U, class W>
 struct Tile {
   using Weights = W;
@@ -61,9 +68,15 @@ struct Tile {
   static constexpr int kConsumers = RB * kBlockWarps;      // warps of a group
   static constexpr int kConsumerThreads = 32 * KG * kConsumers;
   static_assert(kWgmma || !Weights::kPacked);
-  static constexpr int kLoaders =
-      kWgmma && !Weights::kPacked ? 1 : 0;  // of a group: a warp that puts tokens in wgmma's order
-  static constexpr int kThreads = kConsumerThreads + 32 * (1 + KG * kLoaders);
+  // 16-bit tokens that wgmma reads come by TMA, in boxes of 64 k.
+  static constexpr bool kBoxes = kWgmma && !Weights::kPacked;
+  // Warps that keep the rings full, those of some groups each: as many as groups, or half, where a second CTA then fits.
+  static constexpr int kRegisters = Weights::registers(T, U);  // about what the compiler takes
+  static constexpr int kProducers =
+      !two_fit(kConsumerThreads + 32 * KG, kRegisters) && two_fit(kConsumerThreads + 16 * KG, kRegisters)
+          ? (KG + 1) / 2
+          : KG;
+  static constexpr int kThreads = kConsumerThreads + 32 * kProducers;
   static constexpr int kWeightBytes = kStageChunks * Weights::kChunkBytes;  // of a row block in a stage
   // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
   static constexpr int kTokenPitch = kStageK * 2 + 16;
@@ -99,12 +112,10 @@ struct Tile {
     int const ring = ring_bytes(stages), sums = kSumBytes + received_bytes(cluster);
     return kRingsAt + (kReuse ? std::max(ring, sums) : ring + sums);
   }
-  // About what the compiler takes.
-  static constexpr int kRegisters = Weights::registers(T, U);
   // For the compiler, which counts whole warpgroups: two CTAs an SM, so that the next grid's loads start under this
   // one, where the registers allow it. And what really fits, for the ring.
   static constexpr int kCtas = 65536 / ((kThreads + 127) / 128 * 128 * kRegisters) >= 2 ? 2 : 1;
-  static constexpr int kResident = 65536 / (kThreads * kRegisters) >= 2 ? 2 : 1;
+  static constexpr int kResident = two_fit(kThreads, kRegisters) ? 2 : 1;
 };
 
 // ---- Ring ----
@@ -142,8 +153,7 @@ struct Ring {
     return tokens(slot) + Tile::kTokenBytes + row_block * Tile::kWeightBytes;
   }
 
-  // One arrival for the weights and one for each lane's tokens, the packed ones or the loader; one of each consumer warp
-  // that has rows.
+  // One arrival for the weights and one for each lane's tokens, or for all; one of each consumer warp that has rows.
   __device__ void init(int row_blocks) const {
 #pragma unroll 1
     for (int slot = 0; slot < stages; ++slot) {

@@ -29,7 +29,9 @@ struct W4A16Small {
         instance<Weights, 16, 1, 4, 2>(), instance<Weights, 16, 2, 2, 4>(), instance<Weights, 16, 2, 4, 4>(),
         instance<Weights, 32, 1, 4, 2>(), instance<Weights, 32, 2, 2, 4>(),
 #if defined(CUTLASS_ENABLE_GDC_FOR_SM90)  // the build for 90a, which has wgmma
-        instance<Weights, 16, 1, 2, 1>(),
+        instance<Weights, 16, 1, 2, 1>(), instance<Weights, 16, 2, 1, 1>(), instance<Weights, 32, 1, 2, 1>(),
+        instance<Weights, 32, 2, 1, 1>(), instance<Weights, 48, 1, 2, 1>(), instance<Weights, 48, 2, 1, 1>(),
+        instance<Weights, 64, 1, 2, 1>(), instance<Weights, 64, 2, 1, 1>(), instance<Weights, 96, 2, 1, 1>(),
 #endif
     };
     return {std::begin(kInstances), std::end(kInstances)};

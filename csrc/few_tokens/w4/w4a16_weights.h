@@ -12,8 +12,6 @@ namespace fp4d {
 
 struct W4A16Weights {
   using Wgmma = W4A16Wgmma;
-  template <class Tile>
-  using Loader = W4A16Loader<Tile>;
 
   static constexpr int kRows = w4::kChunkRows, kUnits = w4::kUnits;
   static constexpr int kChunkK = w4::kChunkK, kChunkBytes = w4::kChunkBytes, kStageChunks = 2;
@@ -23,7 +21,7 @@ struct W4A16Weights {
   static constexpr float kUnscale = w4::Dequant<Element>::kUnscale;
   static constexpr bool kBlocks = false;
   static constexpr int registers(int tokens, int units) {
-    return units == 1 ? 80 : units == 4 ? 64 + tokens * 9 / 4 : tokens <= 16 ? 72 : 96;
+    return units == 1 ? (tokens <= 32 ? 80 : 96) : units == 4 ? 64 + tokens * 9 / 4 : tokens <= 16 ? 72 : 96;
   }
 
   // In device code: whether registers hold what a step loads until all of it is there. One tile would spill.

@@ -21,7 +21,7 @@ struct W4A8Weights {
   static constexpr float kUnscale = 8.f;
   static constexpr bool kBlocks = false;
   static constexpr int registers(int tokens, int) {
-    return tokens <= 32 ? 80 : tokens <= 64 ? 112 : tokens <= 96 ? 136 : 168;
+    return tokens <= 32 ? 80 : tokens <= 64 ? 96 : tokens <= 80 ? 112 : tokens <= 96 ? 128 : 168;
   }
 
   using Source = uint8_t const*;

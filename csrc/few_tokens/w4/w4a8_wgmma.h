@@ -22,12 +22,13 @@ struct W4A8Wgmma {
     wgmma_commit();
   }
 
-  // Registers of operand A are double-buffered by chunks: one is waited for when the next one's MMAs have started.
+  // Registers of operand A are double-buffered: one is waited for when the next one's MMAs have started. Words and tables
+  // of a chunk are asked for while the one before is multiplied.
   template <class Tile>
   __device__ __forceinline__ static void consume(Params<typename Tile::Weights> const&, Ring<Tile> ring,
                                                  Range range, uint32_t tables, int warp, int lane,
                                                  Sums<Tile>& sums) {
-    constexpr bool kAhead = Tile::kTokens == 16;  // where there are registers for both chunks
+    if (range.count == 0) return;
     uint32_t const unit = ring.weights(0, warp / Tile::kBlockWarps);
     uint32_t words = unit + warp % 4 * w4::kUnitBytes + lane * 16;
     uint32_t scales = unit + w4::kScaleOffset + lane * 8 + warp % 4 * 2;
@@ -36,43 +37,48 @@ struct W4A8Wgmma {
     uint32_t const last = ring.full(ring.stages);
     uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0;
     Sums<Tile> partial = {};
+    w4::Fp8Chunk chunks[Tile::kStageChunks];
+    auto const load = [&](int c) {
+      chunks[c].load(words + offset + c * w4::kChunkBytes, scales + offset + c * w4::kChunkBytes);
+    };
     uint32_t a[2][4];
     int phase = 0;
+    barrier_wait(full, parity);
+    load(0);
+    chunks[0].look_up(luts);
 #pragma unroll 1
     for (int i = 0; i < range.count; ++i) {
-      barrier_wait(full, parity);
-      w4::Fp8Chunk chunks[Tile::kStageChunks];
-      auto const load = [&](int c) {
-        chunks[c].load(words + offset + c * w4::kChunkBytes, scales + offset + c * w4::kChunkBytes);
-      };
-      load(0);
-      if (kAhead) load(1);
-      chunks[0].look_up(luts);
-      if (kAhead) chunks[1].look_up(luts);
       uint64_t const b = operand_b(ring.tokens(0) + offset);
+      uint32_t const current = full;
       wgmma_wait<1>();
       chunks[0].dequantize<0>(a[0]);
       multiply<Tile>(partial, a[0], b, phase);
+      load(1);
       wgmma_wait<1>();
       if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
       chunks[0].dequantize<1>(a[1]);
       multiply<Tile>(partial, a[1], b + kDescriptorStep, 1);
-      if (!kAhead) load(1), chunks[1].look_up(luts);
+      chunks[1].look_up(luts);
       wgmma_wait<1>();
       chunks[1].dequantize<0>(a[0]);
       multiply<Tile>(partial, a[0], b + 2 * kDescriptorStep, 1);
+      offset += Tile::kStageBytes, full += 16;
+      if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
+      if (i + 1 < range.count) {
+        barrier_wait(full, parity);
+        load(0);
+      }
       wgmma_wait<1>();
       chunks[1].dequantize<1>(a[1]);
       multiply<Tile>(partial, a[1], b + 3 * kDescriptorStep, 1);
+      chunks[0].look_up(luts);
       if (++phase == kPromoteStages) {
         phase = 0;
         wgmma_wait<0>();
 #pragma unroll
         for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
       }
-      release = full + 8;
-      offset += Tile::kStageBytes, full += 16;
-      if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
+      release = current + 8;
     }
     wgmma_wait<0>();
     if (phase == 0) return;

@@ -1,64 +1,14 @@
 // Main loop of many_tokens/kernel.h for 16-bit activations, k in their own order.
 //
-// An MMA takes 16 k: of a lane 4r + c pairs 2c and 2c + 8 of a scale block, while the block lies with one lane of the
-// quad, in words A..D (weights/w4_dequant.h). So each lane reads the words of all four lanes of its quad, one after the
-// other, and takes byte c of each; their scales come by shuffles.
-//
 // Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the blocks of group i +
 // 1 are dequantised into the registers that group i - 1 has finished with. More groups under way, and ptxas makes them
 // wait for each other (C7513).
 #pragma once
 
 #include "many_tokens/tile.h"
-#include "weights/w4_dequant.h"
+#include "weights/w4_columns.h"
 
 namespace fp4d {
-
-// Words and scales (as Dequant::Pair) of 16 k, of rows r and r + 8.
-struct Block {
-  uint4 codes;
-  uint32_t scales;
-};
-
-// What a lane takes of a block.
-class Columns {
- public:
-  __device__ explicit Columns(int lane) {
-    uint32_t const c = lane % 4, sign = c % 2 * 2;
-    magnitudes_ = c | (c + 4) << 4;
-    signs_ = sign | (sign + 1) << 4 | (sign + 4) << 8 | (sign + 5) << 12;
-    to_top_ = c < 2 ? 1 : 16;
-    keep(magnitudes_), keep(signs_), keep(to_top_);
-  }
-
-  // Operand A of an MMA.
-  __device__ __forceinline__ void dequantize(Block const& block, uint32_t (&a)[4]) const {
-    typename D::Pair const& scales = reinterpret_cast<typename D::Pair const&>(block.scales);
-    row(block.codes.x, block.codes.z, D::low(scales), a[0], a[2]);
-    row(block.codes.y, block.codes.w, D::high(scales), a[1], a[3]);
-  }
-
- private:
-  using D = w4::Dequant<Out>;
-
-  // Of a row's first and last 8 k.
-  __device__ __forceinline__ void row(uint32_t first, uint32_t last, D::Pair scale, uint32_t& low,
-                                      uint32_t& high) const {
-    uint32_t const magnitudes = w4::permute(first, last, magnitudes_) & 0x7777;
-    uint32_t const signs = w4::permute(first, last, signs_) * to_top_;
-    constexpr w4::Lut kLut{D::kMagnitudes[0], D::kMagnitudes[1]};
-    uint32_t pairs[2];
-    D::pairs(w4::permute(kLut.low, kLut.high, magnitudes), signs, pairs);
-    low = times(pairs[0], scale), high = times(pairs[1], scale);
-  }
-  __device__ __forceinline__ static uint32_t times(uint32_t pair, D::Pair scale) {
-    typename D::Pair const product = __hmul2(reinterpret_cast<typename D::Pair const&>(pair), scale);
-    return reinterpret_cast<uint32_t const&>(product);
-  }
-
-  uint32_t magnitudes_, signs_;  // selectors of bytes
-  uint32_t to_top_;              // brings signs to the top of their bytes
-};
 
 template <class Tile>
 struct W4Loop16Bit {
@@ -71,7 +21,7 @@ struct W4Loop16Bit {
   Position<Tile> at = {};
 
   Releases releases = {};
-  Columns columns{lane};
+  w4::Columns<Out> columns{lane};
   uint32_t words = 0, scales = 0;  // in a stage's weights: of the quad's first lane, of this lane
 
   __device__ void start() {
@@ -97,7 +47,7 @@ struct W4Loop16Bit {
     auto const pair = w4::unit_scales<Out>(load_2(ring.weights(slot, warpgroup) + scales), 0);
     return reinterpret_cast<uint32_t const&>(pair);
   }
-  __device__ Block load(int slot, uint32_t own_scales, int block) const {
+  __device__ w4::Block load(int slot, uint32_t own_scales, int block) const {
     return {load_16(ring.weights(slot, warpgroup) + words + block * 16),
             __shfl_sync(~0u, own_scales, block, 4)};
   }
@@ -107,7 +57,7 @@ struct W4Loop16Bit {
     uint32_t even[2][4], odd[2][4];  // blocks 0 and 1 of a stage, and 2 and 3
     barrier_wait(ring.full(at.slot), at.parity);
     uint32_t own = load_scales(at.slot);
-    Block first = load(at.slot, own, 0), second = load(at.slot, own, 1);
+    w4::Block first = load(at.slot, own, 0), second = load(at.slot, own, 1);
     columns.dequantize(first, even[0]);
     columns.dequantize(second, even[1]);
     Position<Tile> previous = at;
