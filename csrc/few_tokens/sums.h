@@ -89,7 +89,8 @@ struct Reduction {
 // Scales of the packed tokens that a thread finishes, on their way before its sums are there.
 template <class Tile>
 struct TokenScales {
-  static constexpr int kMost = std::max(1, Tile::kTokens* Tile::kQuads / Tile::kConsumerThreads);
+  static constexpr int kMost =
+      (Tile::kTokens * Tile::kQuads + Tile::kConsumerThreads - 1) / Tile::kConsumerThreads;
   using Weights = typename Tile::Weights;
   static constexpr bool kScaled =
       Weights::kPacked && !Weights::kBlocks;  // blocks are scaled where they are added
