@@ -27,6 +27,18 @@ __device__ __forceinline__ uint32_t shared_address(void const* p) {
 // Keeps a value in a register, where the compiler would compute it again in every round.
 __device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
+// One lane of a whole warp, always the same. What such a branch holds runs once, and the compiler knows it: behind `lane ==
+// 0` it loops over the lanes that came along, around each instruction with operands of a whole warp.
+__device__ __forceinline__ bool elected([[maybe_unused]] int lane) {
+#if FP4D_BULK
+  uint32_t one;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+  return one != 0;
+#else
+  return lane == 0;
+#endif
+}
+
 // ---- Barriers: mbarrier ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
@@ -126,7 +138,7 @@ __device__ __forceinline__ void copy_bulk_once(uint32_t to, uint8_t const* from,
 __device__ __forceinline__ void copy_stream(uint32_t to, uint8_t const* from, uint32_t bytes,
                                             uint32_t barrier, int lane) {
 #if FP4D_BULK
-  if (lane == 0) copy_bulk_once(to, from, bytes, barrier);
+  if (elected(lane)) copy_bulk_once(to, from, bytes, barrier);
 #else
   for (uint32_t i = lane * 16; i < bytes; i += 32 * 16) copy_16(to + i, from + i, 16);
 #endif
@@ -143,11 +155,6 @@ __device__ __forceinline__ void copy_box(uint32_t to, void const* tensor_map, in
       "l"(tensor_map), "r"(x), "r"(y), "r"(barrier), "l"(kEvictFirst)
       : "memory");
 #endif
-}
-
-// Fetches the line of an address into L2.
-__device__ __forceinline__ void prefetch_l2(void const* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // ---- Clusters. All threads of the warp must arrive and wait together. ----

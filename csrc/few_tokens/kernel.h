@@ -45,7 +45,7 @@ struct TokenLoads {
  private:
   // Contiguous; zeros beyond the end of K.
   __device__ void load_packed(int i, int slot) const {
-    if (lane != 0) return;
+    if (!elected(lane)) return;
     uint32_t const bytes = min(Tile::kTokens / 8, p.token_blocks - token / 8) * 1024;
     int64_t const block = int64_t(range.first + i) * p.token_blocks + token / 8;
     barrier_arrive_expect(ring.full(slot), bytes + (Weights::kBlocks ? bytes / 32 : 0));
@@ -57,7 +57,7 @@ struct TokenLoads {
 
   // Tokens and k that are not there come as zeros.
   __device__ void load_boxes(int i, int slot) const {
-    if (lane != 0) return;
+    if (!elected(lane)) return;
     constexpr int kBoxK = 64, kBoxBytes = Tile::kTokens * kBoxK * 2;
     barrier_arrive_expect(ring.full(slot), Tile::kStageK / kBoxK * kBoxBytes);
 #pragma unroll
@@ -170,12 +170,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const producer = warp - Tile::kGroups * Tile::kConsumers;
   uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes;
   Ring<Tile> const first_ring{base, base + Tile::kRingsAt, p.stages};
+  uint32_t const factors =
+      first_ring.stages_at + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes);
   Reduction<Tile> const reduction{
-      first_ring.stages_at + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
-      tables - 16,
-      p.cluster,
-      cluster_rank,
-      p.slots_log2,
+      factors, factors + Tile::kFactorBytes, tables - 16, p.cluster, p.inverse, cluster_rank, p.slots_log2,
       tokens};
 
   if (producer >= 0) {
@@ -198,7 +196,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
     Weights::template make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   grid_dependency_wait();
-  prefetch_rows<Tile>(p, row_block * Weights::kRows);
+  RowFactors<Tile> const own_row(p, row_block * Weights::kRows);
   int const group = warp / Tile::kConsumers, group_warp = warp % Tile::kConsumers;
   Ring<Tile> const ring = first_ring.of_group(group);
   Range const range = range_of<Tile>(p, group);
@@ -212,29 +210,29 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   }
   __syncwarp();
 
-  // Tokens and four rows that a thread finishes, with their scales under way before the sums are there.
+  // Tokens and four rows that a thread finishes.
   int const slots_log2 = p.slots_log2, slot = threadIdx.x & ((1 << slots_log2) - 1);
   int const first = threadIdx.x >> slots_log2, each = Tile::kConsumerThreads >> slots_log2;
   TokenScales<Tile> const scales(p, token, tokens, first, each);
-  int const quad = reduction.quad_in(slot);
-  bool const mine = quad < reduction.first_of(cluster_rank + 1);
-  Quad<Weights> const rows(p, mine ? row_block * Weights::kRows + quad * 4 : p.n);
   __syncwarp();
   if (clustered && Tile::kReuse) cluster_arrive();
   if (Tile::kReuse) sync_consumers<Tile::kConsumerThreads>();
   reduction.put(sums, group, group_warp, lane);
+  own_row.put(factors);
   sync_consumers<Tile::kConsumerThreads>();
   if (clustered) {
     cluster_wait();
     reduction.send_all();
     barrier_wait_cluster(reduction.barrier, 0);
   }
-  if (rows.row >= p.n) return;
+  int const quad = reduction.quad_in(slot), row = row_block * Weights::kRows + quad * 4;
+  if (quad >= reduction.first_of(cluster_rank + 1) || row >= p.n) return;
+  Quad<Tile> const rows(factors, quad * 4);
   auto const finish = [&](auto const& sum_of) {
 #pragma unroll
     for (int i = 0; i < TokenScales<Tile>::kMost; ++i) {
       int const t = first + i * each;
-      if (t < tokens) rows.store(p, token + t, sum_of(t), scales.of[i]);
+      if (t < tokens) rows.store(p.out + int64_t(token + t) * p.n + row, sum_of(t), scales.of[i]);
     }
   };
   if (clustered) {

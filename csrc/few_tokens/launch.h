@@ -239,7 +239,8 @@ struct Launch {
       attributes[count].id = cudaLaunchAttributeClusterDimension;
       attributes[count++].val.clusterDim = {unsigned(plan.cluster), 1, 1};
     }
-    params.cluster = int(plan.cluster), params.slots_log2 = used.slots_log2(int(plan.cluster));
+    params.cluster = int(plan.cluster), params.slots_log2 = used.slots_log2(int(plan.cluster)),
+    params.inverse = 65536 / int(plan.cluster) + 1;
     params.stages = int(plan.stages), params.trigger = int(plan.trigger);
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(unsigned(plan.cluster), unsigned(divide_up(params.m, plan.tokens)),

@@ -1,6 +1,7 @@
 // The end of few_tokens/kernel.h: sums of all groups of warps of a cluster, added by the CTA that owns the rows.
 #pragma once
 
+#include "common/sm90.h"
 #include "few_tokens/tile.h"
 
 namespace fp4d {
@@ -10,11 +11,11 @@ namespace fp4d {
 template <class Tile>
 struct Reduction {
   static constexpr int kThreads = Tile::kConsumerThreads, kQuads = Tile::kQuads;
-  uint32_t sums, barrier;  // in shared memory
-  int cluster, rank, slots_log2, tokens;
+  uint32_t factors, sums, barrier;  // in shared memory
+  int cluster, inverse, rank, slots_log2, tokens;
 
-  // The first quad of a CTA; of the last one plus one, kQuads.
-  __device__ int first_of(int cta) const { return kQuads * cta / cluster; }
+  // The first quad of a CTA; of the last one plus one, kQuads. The product is exact for up to 8 CTAs.
+  __device__ int first_of(int cta) const { return kQuads * cta * inverse >> 16; }
   // Of this CTA, the quad in a slot, if there is one: at least first_of(rank + 1) otherwise.
   __device__ int quad_in(int slot) const {
     int const first = first_of(rank);
@@ -52,7 +53,7 @@ struct Reduction {
 
   // Sends this CTA's sums to the owners of the rows, its own part to itself.
   __device__ void send_all() const {
-#pragma unroll 1
+#pragma unroll 4
     for (int item = threadIdx.x; item < tokens * kQuads; item += kThreads) {
       int const token = item / kQuads, quad = item % kQuads, owner = ((quad + 1) * cluster - 1) / kQuads;
       uint32_t const to = received(rank) + (((token << slots_log2) + (quad & ((1 << slots_log2) - 1))) << 4);
@@ -105,41 +106,45 @@ struct TokenScales {
   }
 };
 
-// Alpha and bias of a CTA's rows, on their way to L2 while it multiplies: they come from memory, and it ends with them.
+// Alpha and bias of one row, that of a thread of the consumers: asked for while they wait for tokens, and in shared memory
+// for all when sums are there.
 template <class Tile>
-__device__ __forceinline__ void prefetch_rows(Params<typename Tile::Weights> const& p, int first) {
-  constexpr int kSector = 32 / int(sizeof(float));  // of alpha
-  int const row = first + int(threadIdx.x) * kSector;
-  if (threadIdx.x >= Tile::kRows / kSector || row >= p.n) return;
-  if (!Tile::Weights::kBlocks && p.alpha_step != 0) prefetch_l2(p.alpha + row);
-  if (p.bias != nullptr) prefetch_l2(p.bias + row);
-}
+struct RowFactors {
+  using Weights = typename Tile::Weights;
+  static_assert(Tile::kRows <= Tile::kConsumerThreads);
+  float alpha = 1.f, bias = 0.f;
 
-// Four rows that a thread finishes, with their alpha and bias.
-template <class Weights>
+  __device__ RowFactors(Params<Weights> const& p, int first) {
+    int const row = first + int(threadIdx.x);
+    if (threadIdx.x >= Tile::kRows || row >= p.n) return;
+    if (!Weights::kBlocks)
+      alpha = p.alpha[int64_t(row) * p.alpha_step];  // blocks are scaled where they are added
+    if (p.bias != nullptr) bias = float(p.bias[row]);
+  }
+  __device__ void put(uint32_t at) const {
+    if (threadIdx.x >= Tile::kRows) return;
+    store_4(at + threadIdx.x * 4, Weights::kBlocks ? alpha : alpha * Weights::kUnscale);
+    store_4(at + (Tile::kRows + threadIdx.x) * 4, bias);
+  }
+};
+
+// Four rows that a thread finishes, `first` of the CTA's.
+template <class Tile>
 struct Quad {
-  int row;  // of the output; at least n: nothing to do
-  float alpha[4] = {}, bias[4] = {};
+  float4 alpha, bias;
 
-  __device__ Quad(Params<Weights> const& p, int first) : row(first) {
-    if (row >= p.n) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      alpha[i] = Weights::kBlocks ? 1.f : p.alpha[int64_t(row + i) * p.alpha_step] * Weights::kUnscale;
-      if (p.bias != nullptr) bias[i] = float(p.bias[row + i]);
-    }
+  __device__ Quad(uint32_t factors, int first) {
+    uint4 const a = load_16(factors + first * 4), b = load_16(factors + (Tile::kRows + first) * 4);
+    alpha = {__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z), __uint_as_float(a.w)};
+    bias = {__uint_as_float(b.x), __uint_as_float(b.y), __uint_as_float(b.z), __uint_as_float(b.w)};
   }
 
-  __device__ void store(Params<Weights> const& p, int token, float4 sum, float scale) const {
-    float const sums[4] = {sum.x, sum.y, sum.z, sum.w};
-    uint16_t bits[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Element const value(fmaf(Weights::kPacked ? sums[i] * scale : sums[i], alpha[i], bias[i]));
-      bits[i] = reinterpret_cast<uint16_t const&>(value);
-    }
-    *reinterpret_cast<uint2*>(p.out + int64_t(token) * p.n + row) =
-        make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+  // `scale`: of the token, where it is packed.
+  __device__ void store(Element* to, float4 sum, float scale) const {
+    if (Tile::Weights::kPacked) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack(fmaf(sum.x, alpha.x, bias.x), fmaf(sum.y, alpha.y, bias.y), Element()),
+                   pack(fmaf(sum.z, alpha.z, bias.z), fmaf(sum.w, alpha.w, bias.w), Element()));
   }
 };
 

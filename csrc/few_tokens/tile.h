@@ -24,9 +24,10 @@ struct Params {
   int64_t x_stride;
   int token_blocks, x_scale_step;  // packed tokens: of 8 tokens; 0: one scale
   int m, n, k;
-  int row_blocks, chunks;                                        // of w
-  int alpha_step;                                                // 0: one alpha
-  int cluster, slots_log2, stages, trigger;                      // slots: Reduction of few_tokens/sums.h
+  int row_blocks, chunks;  // of w
+  int alpha_step;          // 0: one alpha
+  int cluster, stages, trigger;
+  int slots_log2, inverse;                                       // of cluster: Reduction of few_tokens/sums.h
   std::conditional_t<Weights::kPacked, int, CUtensorMap> x_map;  // of x, in boxes of a tile's tokens by 64 k
 };
 
@@ -41,7 +42,7 @@ template <class P>
 constexpr bool lies_as_declared() {
 #if defined(FP4D_NUMBERS_FIRST)  // all from x_stride on
   if (sizeof(P::w) != kWeightsBytes || offsetof(P, x_stride) != kNumbersAt ||
-      offsetof(P, trigger) + 4 != kNumbersEnd)
+      offsetof(P, inverse) + 4 != kNumbersEnd)
     return false;
 #endif
   return offsetof(P, w) == kWeightsAt;
@@ -93,11 +94,11 @@ struct Tile {
   static constexpr int kMaxSlots = kBarrierBytes / 16 - 1;  // stages of all rings together
   static constexpr int kRingsAt = kBarrierBytes + Weights::kTableBytes;
   static constexpr int kFewestStages = kWgmma ? 2 : 1;  // wgmma still reads a stage when the next one begins
-  // fp32 sums of the groups, [group][token][row], then those that the CTAs of the cluster send, [CTA][token][slot of four
-  // rows]. The 4 floats more keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
+  // fp32: alpha and bias of the rows, sums of the groups, [group][token][row], then those that the CTAs of the cluster send,
+  // [CTA][token][slot of four rows]. The 4 floats more keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
   static constexpr int kPitch = kRows + 4, kQuads = kRows / 4;
   static constexpr bool kReuse = T >= Weights::kReuseTokens;
-  static constexpr int kSumBytes = 4 * KG * T * kPitch;
+  static constexpr int kFactorBytes = 8 * kRows, kSumBytes = 4 * KG * T * kPitch;
   // Slots for the quads of rows that a CTA of a cluster owns: a power of two, so that no division finds them.
   static constexpr int slots_log2(int cluster) {
     int log2 = 0;
@@ -109,7 +110,7 @@ struct Tile {
   }
   static constexpr int ring_bytes(int stages) { return KG * stages * kStageBytes; }
   static int shared_bytes(int cluster, int stages) {
-    int const ring = ring_bytes(stages), sums = kSumBytes + received_bytes(cluster);
+    int const ring = ring_bytes(stages), sums = kFactorBytes + kSumBytes + received_bytes(cluster);
     return kRingsAt + (kReuse ? std::max(ring, sums) : ring + sums);
   }
   // For the compiler, which counts whole warpgroups: two CTAs an SM, so that the next grid's loads start under this

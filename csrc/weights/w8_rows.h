@@ -25,7 +25,7 @@ static_assert(offsetof(Source, map) == 0 && sizeof(Source::map) == kWeightsBytes
 __device__ __forceinline__ void load_rows(Source const& w, int stage, int row_block, int row_blocks,
                                           uint32_t to, uint32_t barrier, int lane) {
 #if FP4D_BULK
-  if (lane == 0) {
+  if (elected(lane)) {
     barrier_arrive_expect(barrier, row_blocks * kBlockBytes);
 #pragma unroll 1
     for (int block = 0; block < row_blocks; ++block)

@@ -41,7 +41,7 @@ struct W4A16Weights {
     uint32_t const bytes = min(kStageChunks, chunks - chunk) * kChunkBytes;
     // Wgmma multiplies whole stages; a chunk beyond the last is that one again and meets zeros.
     bool const again = Tile::kWgmma && bytes < Tile::kWeightBytes;
-    if (lane == 0) barrier_arrive_expect(barrier, row_blocks * (again ? 2 * bytes : bytes));
+    if (elected(lane)) barrier_arrive_expect(barrier, row_blocks * (again ? 2 * bytes : bytes));
     uint8_t const* from = w + (int64_t(row_block) * chunks + chunk) * kChunkBytes;
 #pragma unroll 1
     for (int block = 0; block < row_blocks; ++block) {

@@ -34,7 +34,7 @@ struct W4A8Weights {
   __device__ static void load(Source const& w, int chunks, int chunk, int row_block, int row_blocks,
                               uint32_t to, uint32_t barrier, int lane) {
     uint32_t const bytes = min(kStageChunks, chunks - chunk) * kChunkBytes;
-    if (lane == 0) barrier_arrive_expect(barrier, row_blocks * Tile::kWeightBytes);
+    if (elected(lane)) barrier_arrive_expect(barrier, row_blocks * Tile::kWeightBytes);
     uint8_t const* from = w + (int64_t(row_block) * chunks + chunk) * kChunkBytes;
 #pragma unroll 1
     for (int block = 0; block < row_blocks; ++block) {
