@@ -12,19 +12,21 @@ template <class Tile>
 struct Reduction {
   static constexpr int kThreads = Tile::kConsumerThreads, kQuads = Tile::kQuads;
   uint32_t factors, sums, barrier;  // in shared memory
-  int cluster, inverse, rank, slots_log2, tokens;
+  int cluster, inverse, share;
+  Place place;
+  int slots_log2, tokens;
 
   // The first quad of a CTA; of the last one plus one, kQuads. The product is exact for up to 8 CTAs.
   __device__ int first_of(int cta) const { return kQuads * cta * inverse >> 16; }
-  // Of this CTA, the quad in a slot, if there is one: at least first_of(rank + 1) otherwise.
+  // Of this CTA, the quad in a slot, if there is one: at least first_of(place.part + 1) otherwise.
   __device__ int quad_in(int slot) const {
-    int const first = first_of(rank);
+    int const first = first_of(place.part);
     return first + ((slot - first) & ((1 << slots_log2) - 1));
   }
 
   __device__ void init() const {
     barrier_init(barrier, 1);
-    int const quads = first_of(rank + 1) - first_of(rank);
+    int const quads = first_of(place.part + 1) - first_of(place.part);
     if (cluster > 1) barrier_arrive_expect(barrier, cluster * tokens * quads * 16);
   }
 
@@ -56,8 +58,10 @@ struct Reduction {
 #pragma unroll 4
     for (int item = threadIdx.x; item < tokens * kQuads; item += kThreads) {
       int const token = item / kQuads, quad = item % kQuads, owner = ((quad + 1) * cluster - 1) / kQuads;
-      uint32_t const to = received(rank) + (((token << slots_log2) + (quad & ((1 << slots_log2) - 1))) << 4);
-      send_16(address_in(to, owner), own(token, quad), address_in(barrier, owner));
+      uint32_t const to =
+          received(place.part) + (((token << slots_log2) + (quad & ((1 << slots_log2) - 1))) << 4);
+      int const rank = owner * share + place.sharer;
+      send_16(address_in(to, rank), own(token, quad), address_in(barrier, rank));
     }
   }
 
