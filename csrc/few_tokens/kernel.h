@@ -39,59 +39,47 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const warp = Tile::kWgmma ? __shfl_sync(~0u, threadIdx.x / 32, 0) : threadIdx.x / 32;
   int const lane = threadIdx.x % 32;
   // Tiles of tokens of the same rows follow each other: what one reads from memory the next finds in L2.
-  Place const place(p);
-  int const row_block = (blockIdx.z * p.share + place.sharer) * Tile::kRowBlocks;
+  int const cluster_rank = blockIdx.x, row_block = blockIdx.z * Tile::kRowBlocks;
   int const row_blocks = min(Tile::kRowBlocks, p.row_blocks - row_block);
   int const token = blockIdx.y * T, tokens = min(T, p.m - token);
-  // Others of the cluster may use a CTA's barriers once it has arrived; before it gets sums in place of its ring, it arrives
-  // once more.
-  bool const split = p.cluster > 1, shares = p.share > 1;
-  bool const arrives_first = shares || (split && !Tile::kReuse), arrives_last = split && Tile::kReuse;
+  bool const clustered = p.cluster > 1;
   int const producer = warp - Tile::kGroups * Tile::kConsumers;
   uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes;
   Ring<Tile> const first_ring{base, base + Tile::kRingsAt, p.stages};
   uint32_t const factors =
       first_ring.stages_at + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes);
   Reduction<Tile> const reduction{
-      factors, factors + Tile::kFactorBytes, tables - 16, p.cluster, p.inverse, p.share, place, p.slots_log2,
+      factors, factors + Tile::kFactorBytes, tables - 16, p.cluster, p.inverse, cluster_rank, p.slots_log2,
       tokens};
 
   if (producer >= 0) {
     if (lane == 0) {
-      // Of this CTA and of those it shares tokens with.
-      int const all_blocks =
-          min(Tile::kRowBlocks * p.share, p.row_blocks - int(blockIdx.z) * p.share * Tile::kRowBlocks);
-      int const warps = (shares ? all_blocks : row_blocks) * Tile::kBlockWarps;
-      for (int g = producer; g < Tile::kGroups; g += Tile::kProducers) first_ring.of_group(g).init(warps);
+      for (int g = producer; g < Tile::kGroups; g += Tile::kProducers)
+        first_ring.of_group(g).init(row_blocks);
       if (producer == 0) reduction.init();
       barriers_visible();
     }
     __syncwarp();
-    if (arrives_first) cluster_arrive();
+    if (clustered && !Tile::kReuse) cluster_arrive();
     asm volatile("bar.arrive 1, %0;" ::"n"(Tile::kThreads) : "memory");
-    Producer<Tile>{p, place, first_ring, producer, row_block, row_blocks, token, tokens, lane}.run();
-    if (arrives_first && !shares) cluster_wait();
-    if (arrives_last) {
-      cluster_arrive();
-      cluster_wait();
-    }
+    Producer<Tile>{p, first_ring, producer, row_block, row_blocks, token, tokens, lane}.run();
+    if (clustered && Tile::kReuse) cluster_arrive();
+    if (clustered) cluster_wait();
     return;
   }
-  if (arrives_first) cluster_arrive();
+  if (clustered && !Tile::kReuse) cluster_arrive();
   if constexpr (Weights::kTableBytes > 0)
     Weights::template make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
   int const group = warp / Tile::kConsumers, group_warp = warp % Tile::kConsumers;
   Ring<Tile> const ring = first_ring.of_group(group);
-  Range const range = range_of<Tile>(p, place, group);
+  Range const range = range_of<Tile>(p, group);
   grid_dependency_wait();
   RowFactors<Tile> const own_row(p, row_block * Weights::kRows);
-  if (shares) cluster_wait();
   Sums<Tile> sums = {};
   if (group_warp < row_blocks * Tile::kBlockWarps) {
     if constexpr (Tile::kWgmma) {
-      Releases<Tile> const releases(p, place, ring, range, lane);
-      Weights::Wgmma::template consume<Tile>(p, ring, range, releases, tables, group_warp, lane, sums);
+      Weights::Wgmma::template consume<Tile>(p, ring, range, tables, group_warp, lane, sums);
     } else {
       consume<Tile>(p, ring, range, group_warp, lane, sums);
     }
@@ -103,18 +91,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const first = threadIdx.x >> slots_log2, each = Tile::kConsumerThreads >> slots_log2;
   TokenScales<Tile> const scales(p, token, tokens, first, each);
   __syncwarp();
-  if (arrives_last) cluster_arrive();
+  if (clustered && Tile::kReuse) cluster_arrive();
   if (Tile::kReuse) sync_consumers<Tile::kConsumerThreads>();
   reduction.put(sums, group, group_warp, lane);
   own_row.put(factors);
   sync_consumers<Tile::kConsumerThreads>();
-  if (split) {
-    if (arrives_last || !shares) cluster_wait();
+  if (clustered) {
+    cluster_wait();
     reduction.send_all();
     barrier_wait_cluster(reduction.barrier, 0);
   }
   int const quad = reduction.quad_in(slot), row = row_block * Weights::kRows + quad * 4;
-  if (quad >= reduction.first_of(place.part + 1) || row >= p.n) return;
+  if (quad >= reduction.first_of(cluster_rank + 1) || row >= p.n) return;
   Quad<Tile> const rows(factors, quad * 4);
   auto const finish = [&](auto const& sum_of) {
 #pragma unroll
@@ -123,7 +111,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
       if (t < tokens) rows.store(p.out + int64_t(token + t) * p.n + row, sum_of(t), scales.of[i]);
     }
   };
-  if (split) {
+  if (clustered) {
     finish([&](int t) { return reduction.sent(t, slot); });
   } else {
     finish([&](int t) { return reduction.own(t, quad); });

@@ -18,10 +18,9 @@
 namespace fp4d {
 
 // tokens, row blocks, groups, units: the Tile; CTAs of a cluster (1 to 8); stages of a ring; and how many
-// stages before its end a CTA lets the next grid start (PDL), though not before the previous grid has ended; CTAs of
-// neighbouring rows (1 or 2) that share what they load of the tokens.
+// stages before its end a CTA lets the next grid start (PDL), though not before the previous grid has ended.
 struct Plan {
-  int64_t tokens, row_blocks, groups, units, cluster, stages, trigger, share = 1;
+  int64_t tokens, row_blocks, groups, units, cluster, stages, trigger;
 };
 
 struct Machine {
@@ -207,22 +206,10 @@ struct Launch {
     return machines.of(device, [&] { return ask_machine(device); });
   }
 
-  static void check_plan(Plan const& plan, Instance const& used, Machine const& on, int64_t row_blocks) {
+  static void check_plan(Plan const& plan, Instance const& used, Machine const& on) {
     if (plan.cluster < 1 || plan.cluster > kMaxCluster)
       TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster << ", needed 1 to " << kMaxCluster;
-    if (plan.share != 1 && plan.share != 2)
-      TVM_FFI_THROW(ValueError) << "shape: share is " << plan.share << ", needed 1 or 2";
-    if (plan.share == 2 && (used.units != 1 || used.tokens % 16 != 0))
-      TVM_FFI_THROW(ValueError)
-          << "shape: share is 2, which needs wgmma (1 unit) and a multiple of 16 tokens";
-    if (divide_up(row_blocks, plan.row_blocks) % plan.share != 0)
-      TVM_FFI_THROW(ValueError)
-          << "shape: share is 2, which needs an even number of tiles of rows; there are "
-          << divide_up(row_blocks, plan.row_blocks);
-    if (plan.share * plan.cluster > kMaxCluster)
-      TVM_FFI_THROW(ValueError) << "shape: a cluster has " << plan.share * plan.cluster
-                                << " CTAs, needed at most " << kMaxCluster;
-    if (plan.share * plan.cluster > 1 && !on.clusters)
+    if (plan.cluster > 1 && !on.clusters)
       TVM_FFI_THROW(ValueError) << "shape: cluster is " << plan.cluster
                                 << ", but this build has no clusters (needs sm_90)";
     if (plan.stages < used.fewest_stages || plan.stages > used.most_stages)
@@ -240,8 +227,7 @@ struct Launch {
                             int device, bool enable_pdl) {
     Small::ready(params.w, on);
     if constexpr (!Weights::kPacked) {
-      if (used.boxes)
-        params.x_map = map_of_rows(params.x, params.m, params.k, params.x_stride, used.tokens / plan.share);
+      if (used.boxes) params.x_map = map_of_rows(params.x, params.m, params.k, params.x_stride, used.tokens);
     }
     cudaLaunchAttribute attributes[2]{};
     int count = 0;
@@ -249,17 +235,16 @@ struct Launch {
       attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes[count++].val.programmaticStreamSerializationAllowed = 1;
     }
-    unsigned const ctas = unsigned(plan.cluster * plan.share);
-    if (ctas > 1) {
+    if (plan.cluster > 1) {
       attributes[count].id = cudaLaunchAttributeClusterDimension;
-      attributes[count++].val.clusterDim = {ctas, 1, 1};
+      attributes[count++].val.clusterDim = {unsigned(plan.cluster), 1, 1};
     }
-    params.cluster = int(plan.cluster), params.share = int(plan.share),
-    params.slots_log2 = used.slots_log2(int(plan.cluster)), params.inverse = 65536 / int(plan.cluster) + 1;
+    params.cluster = int(plan.cluster), params.slots_log2 = used.slots_log2(int(plan.cluster)),
+    params.inverse = 65536 / int(plan.cluster) + 1;
     params.stages = int(plan.stages), params.trigger = int(plan.trigger);
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(ctas, unsigned(divide_up(params.m, plan.tokens)),
-                          unsigned(divide_up(params.row_blocks, plan.row_blocks * plan.share)));
+    config.gridDim = dim3(unsigned(plan.cluster), unsigned(divide_up(params.m, plan.tokens)),
+                          unsigned(divide_up(params.row_blocks, plan.row_blocks)));
     config.blockDim = dim3(unsigned(used.threads));
     config.dynamicSmemBytes = size_t(used.shared_bytes(int(plan.cluster), params.stages));
     config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
@@ -300,8 +285,8 @@ struct Launch {
 
   // A launch shape from a caller, of what is built.
   static Plan shape_of(tvm::ffi::Array<int64_t> const& shape) {
-    if (shape.size() != 8) TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed 8";
-    Plan const chosen{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7]};
+    if (shape.size() != 7) TVM_FFI_THROW(ValueError) << "shape: has " << shape.size() << " numbers, needed 7";
+    Plan const chosen{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]};
     instance_of(chosen);
     return chosen;
   }
@@ -311,14 +296,14 @@ struct Launch {
     if (params.m == 0) return;
     tvm::ffi::CUDADeviceGuard guard(device);
     Machine const& on = machine(device);
-    check_plan(chosen, used, on, params.row_blocks);
+    check_plan(chosen, used, on);
     launch_kernel(used, chosen, params, on, device, enable_pdl);
   }
 
   static tvm::ffi::Array<int64_t> plan_numbers(int64_t m, int64_t n, int64_t k, int64_t multiprocessors,
                                                int64_t shared_sm, int64_t shared_block, bool clusters) {
     Plan const p = plan(m, n, k, {multiprocessors, shared_sm, shared_block, clusters});
-    return {p.tokens, p.row_blocks, p.groups, p.units, p.cluster, p.stages, p.trigger, p.share};
+    return {p.tokens, p.row_blocks, p.groups, p.units, p.cluster, p.stages, p.trigger};
   }
 };
 

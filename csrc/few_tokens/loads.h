@@ -6,13 +6,11 @@
 
 namespace fp4d {
 
-// Puts tokens into the ring of one group of warps, by a warp. CTAs of a cluster that share tokens bring an even part each
-// to all of them.
+// Puts tokens into the ring of one group of warps.
 template <class Tile>
 struct TokenLoads {
   using Weights = typename Tile::Weights;
   Params<Weights> const& p;
-  Place place;
   Ring<Tile> ring;
   Range range;
   int token, tokens, lane;
@@ -31,39 +29,24 @@ struct TokenLoads {
   // Contiguous; zeros beyond the end of K.
   __device__ void load_packed(int i, int slot) const {
     if (!elected(lane)) return;
-    uint32_t const full = ring.full(slot), blocks = min(Tile::kTokens / 8, p.token_blocks - token / 8);
+    uint32_t const bytes = min(Tile::kTokens / 8, p.token_blocks - token / 8) * 1024;
     int64_t const block = int64_t(range.first + i) * p.token_blocks + token / 8;
-    barrier_arrive_expect(full, blocks * (1024 + (Weights::kBlocks ? 32 : 0)));
-    uint8_t const* const from = p.x + block * 1024;
-    if (p.share == 1) {
-      copy_bulk(ring.tokens(slot), from, blocks * 1024, full);
-    } else {
-      uint32_t const first = blocks * place.sharer / p.share, last = blocks * (place.sharer + 1) / p.share;
-      if (last > first)
-        copy_bulk_multicast(ring.tokens(slot) + first * 1024, from + first * 1024, (last - first) * 1024,
-                            full, place.sharers(p));
-    }
+    barrier_arrive_expect(ring.full(slot), bytes + (Weights::kBlocks ? bytes / 32 : 0));
+    copy_bulk(ring.tokens(slot), p.x + block * 1024, bytes, ring.full(slot));
     if constexpr (Weights::kBlocks)
-      copy_bulk(ring.scales(slot), reinterpret_cast<uint8_t const*>(p.x_scale + block * 8), blocks * 32,
-                full);
+      copy_bulk(ring.scales(slot), reinterpret_cast<uint8_t const*>(p.x_scale + block * 8), bytes / 32,
+                ring.full(slot));
   }
 
   // Tokens and k that are not there come as zeros.
   __device__ void load_boxes(int i, int slot) const {
     if (!elected(lane)) return;
-    constexpr int kBoxK = 64, kRowBytes = kBoxK * 2, kBoxes = Tile::kStageK / kBoxK;
-    uint32_t const full = ring.full(slot);
-    int const k = (range.first + i) * Tile::kStageK, first = Tile::kTokens / p.share * place.sharer;
-    barrier_arrive_expect(full, kBoxes * Tile::kTokens * kRowBytes);
+    constexpr int kBoxK = 64, kBoxBytes = Tile::kTokens * kBoxK * 2;
+    barrier_arrive_expect(ring.full(slot), Tile::kStageK / kBoxK * kBoxBytes);
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-      uint32_t const to = ring.tokens(slot) + (box * Tile::kTokens + first) * kRowBytes;
-      if (p.share == 1) {
-        copy_box_kept(to, &p.x_map, k + box * kBoxK, token, full);
-      } else {
-        copy_box_kept_multicast(to, &p.x_map, k + box * kBoxK, token + first, full, place.sharers(p));
-      }
-    }
+    for (int box = 0; box < Tile::kStageK / kBoxK; ++box)
+      copy_box_kept(ring.tokens(slot) + box * kBoxBytes, &p.x_map,
+                    (range.first + i) * Tile::kStageK + box * kBoxK, token, ring.full(slot));
   }
 
   // k beyond the end comes as zero, so that nothing meets the zero weights there that is not finite. Tokens beyond
@@ -87,7 +70,6 @@ struct Producer {
   using Weights = typename Tile::Weights;
   static constexpr int G = Tile::kGroups / Tile::kProducers;
   Params<Weights> const& p;
-  Place place;
   Ring<Tile> const& first_ring;
   int producer, row_block, row_blocks, token, tokens, lane;
   Range ranges[G] = {};
@@ -101,7 +83,7 @@ struct Producer {
                                  ring.full(slot), lane);
   }
   __device__ void load_tokens(int group, int i, int slot) const {
-    TokenLoads<Tile>{p, place, ring_of(group), ranges[group], token, tokens, lane}.load(i, slot);
+    TokenLoads<Tile>{p, ring_of(group), ranges[group], token, tokens, lane}.load(i, slot);
   }
 
   // Lets the next grid start when the last `trigger` stages are next, but never before the previous grid has ended. With
@@ -110,7 +92,7 @@ struct Producer {
     int most = 0;
 #pragma unroll
     for (int g = 0; g < G; ++g) {
-      ranges[g] = range_of<Tile>(p, place, producer + g * Tile::kProducers);
+      ranges[g] = range_of<Tile>(p, producer + g * Tile::kProducers);
       most = max(most, ranges[g].count);
     }
     int const ahead = min(most, first_ring.stages), trigger_at = max(most - p.trigger, ahead);
@@ -121,7 +103,6 @@ struct Producer {
         if (i < ranges[g].count) load_weights(g, i, i);
     }
     grid_dependency_wait();
-    if (p.share > 1) cluster_wait();  // until the others have barriers, which tokens report to
 #pragma unroll 1
     for (int i = 0; i < ahead; ++i) {
 #pragma unroll

@@ -12,21 +12,19 @@ template <class Tile>
 struct Reduction {
   static constexpr int kThreads = Tile::kConsumerThreads, kQuads = Tile::kQuads;
   uint32_t factors, sums, barrier;  // in shared memory
-  int cluster, inverse, share;
-  Place place;
-  int slots_log2, tokens;
+  int cluster, inverse, rank, slots_log2, tokens;
 
   // The first quad of a CTA; of the last one plus one, kQuads. The product is exact for up to 8 CTAs.
   __device__ int first_of(int cta) const { return kQuads * cta * inverse >> 16; }
-  // Of this CTA, the quad in a slot, if there is one: at least first_of(place.part + 1) otherwise.
+  // Of this CTA, the quad in a slot, if there is one: at least first_of(rank + 1) otherwise.
   __device__ int quad_in(int slot) const {
-    int const first = first_of(place.part);
+    int const first = first_of(rank);
     return first + ((slot - first) & ((1 << slots_log2) - 1));
   }
 
   __device__ void init() const {
     barrier_init(barrier, 1);
-    int const quads = first_of(place.part + 1) - first_of(place.part);
+    int const quads = first_of(rank + 1) - first_of(rank);
     if (cluster > 1) barrier_arrive_expect(barrier, cluster * tokens * quads * 16);
   }
 
@@ -58,10 +56,8 @@ struct Reduction {
 #pragma unroll 4
     for (int item = threadIdx.x; item < tokens * kQuads; item += kThreads) {
       int const token = item / kQuads, quad = item % kQuads, owner = ((quad + 1) * cluster - 1) / kQuads;
-      uint32_t const to =
-          received(place.part) + (((token << slots_log2) + (quad & ((1 << slots_log2) - 1))) << 4);
-      int const rank = owner * share + place.sharer;
-      send_16(address_in(to, rank), own(token, quad), address_in(barrier, rank));
+      uint32_t const to = received(rank) + (((token << slots_log2) + (quad & ((1 << slots_log2) - 1))) << 4);
+      send_16(address_in(to, owner), own(token, quad), address_in(barrier, owner));
     }
   }
 
@@ -116,19 +112,20 @@ template <class Tile>
 struct RowFactors {
   using Weights = typename Tile::Weights;
   static_assert(Tile::kRows <= Tile::kConsumerThreads);
-  float alpha = 1.f, bias = 0.f;
+  float alpha = 1.f;
+  Element bias = Element(0.f);
 
   __device__ RowFactors(Params<Weights> const& p, int first) {
     int const row = first + int(threadIdx.x);
     if (threadIdx.x >= Tile::kRows || row >= p.n) return;
     if (!Weights::kBlocks)
       alpha = p.alpha[int64_t(row) * p.alpha_step];  // blocks are scaled where they are added
-    if (p.bias != nullptr) bias = float(p.bias[row]);
+    if (p.bias != nullptr) bias = p.bias[row];
   }
   __device__ void put(uint32_t at) const {
     if (threadIdx.x >= Tile::kRows) return;
     store_4(at + threadIdx.x * 4, Weights::kBlocks ? alpha : alpha * Weights::kUnscale);
-    store_4(at + (Tile::kRows + threadIdx.x) * 4, bias);
+    store_4(at + (Tile::kRows + threadIdx.x) * 4, float(bias));
   }
 };
 

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "common/async_copy.h"
-#include "common/sm90.h"
 #include "weights/early_loads.h"
 #include "few_tokens/element.h"
 #include "common/gdc_guard.h"
@@ -25,10 +24,10 @@ struct Params {
   int64_t x_stride;
   int token_blocks, x_scale_step;  // packed tokens: of 8 tokens; 0: one scale
   int m, n, k;
-  int row_blocks, chunks;               // of w
-  int alpha_step;                       // 0: one alpha
-  int cluster, share, stages, trigger;  // cluster: CTAs that share out K; share: that share tokens
-  int slots_log2, inverse;              // of cluster: Reduction of few_tokens/sums.h
+  int row_blocks, chunks;  // of w
+  int alpha_step;          // 0: one alpha
+  int cluster, stages, trigger;
+  int slots_log2, inverse;                                       // of cluster: Reduction of few_tokens/sums.h
   std::conditional_t<Weights::kPacked, int, CUtensorMap> x_map;  // of x, in boxes of a tile's tokens by 64 k
 };
 
@@ -122,20 +121,6 @@ struct Tile {
 
 // ---- Ring ----
 
-// Of a CTA in its cluster, whose ranks count those that share tokens first: its part of K, and its place among those.
-struct Place {
-  int part, sharer;
-
-  template <class Weights>
-  __device__ explicit Place(Params<Weights> const& p)
-      : part(p.share == 1 ? blockIdx.x : blockIdx.x / 2), sharer(p.share == 1 ? 0 : blockIdx.x % 2) {}
-  // A bit for each.
-  template <class Weights>
-  __device__ uint32_t sharers(Params<Weights> const& p) const {
-    return ((1u << p.share) - 1) << (part * p.share);
-  }
-};
-
 // The part of K that one group of warps adds up, in stages.
 struct Range {
   int first, count;
@@ -143,9 +128,9 @@ struct Range {
 
 // Of a group of this CTA.
 template <class Tile>
-__device__ __forceinline__ Range range_of(Params<typename Tile::Weights> const& p, Place place, int group) {
+__device__ __forceinline__ Range range_of(Params<typename Tile::Weights> const& p, int group) {
   int const stages = (p.chunks + Tile::kStageChunks - 1) / Tile::kStageChunks;
-  int const part = place.part * Tile::kGroups + group, parts = p.cluster * Tile::kGroups;
+  int const part = blockIdx.x * Tile::kGroups + group, parts = p.cluster * Tile::kGroups;
   int const first = stages * part / parts, last = stages * (part + 1) / parts;
   return {first, last - first};
 }
@@ -169,35 +154,12 @@ struct Ring {
     return tokens(slot) + Tile::kTokenBytes + row_block * Tile::kWeightBytes;
   }
 
-  // One arrival for the weights and one for each lane's tokens, or for all; one of each warp that reads the stage's tokens.
-  __device__ void init(int warps) const {
+  // One arrival for the weights and one for each lane's tokens, or for all; one of each consumer warp that has rows.
+  __device__ void init(int row_blocks) const {
 #pragma unroll 1
     for (int slot = 0; slot < stages; ++slot) {
       barrier_init(full(slot), 1 + (Tile::kWgmma ? 1 : 32));
-      barrier_init(empty(slot), warps);
-    }
-  }
-};
-
-// A warp of wgmma gives stages back, those that are filled again: to its own CTA, and to the one it shares tokens with.
-template <class Tile>
-struct Releases {
-  uint32_t empty;  // the first slot's barrier that this lane arrives at, in a CTA of the cluster; 0: at none
-  int last;        // stages that are filled again
-
-  __device__ Releases(Params<typename Tile::Weights> const& p, Place place, Ring<Tile> ring, Range range,
-                      int lane)
-      : empty(0), last(range.count - ring.stages) {
-    if (p.share == 1 && lane == 0) empty = ring.empty(0);
-    if (p.share == 2 && lane < 2) empty = address_in(ring.empty(0), place.part * 2 + lane);
-  }
-  // Of stage `i` with its full barrier `barrier` from the ring's first one on.
-  __device__ void give(Params<typename Tile::Weights> const& p, int i, uint32_t offset) const {
-    if (i >= last || empty == 0) return;
-    if (p.share == 1) {
-      barrier_arrive(empty + offset);
-    } else {
-      barrier_arrive_in(empty + offset);
+      barrier_init(empty(slot), row_blocks * Tile::kBlockWarps);
     }
   }
 };

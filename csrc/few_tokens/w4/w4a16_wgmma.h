@@ -14,9 +14,9 @@ namespace fp4d {
 // registers of operand A, and what the one after that needs is loaded.
 struct W4A16Wgmma {
   template <class Tile>
-  __device__ __forceinline__ static void consume(Params<typename Tile::Weights> const& p, Ring<Tile> ring,
-                                                 Range range, Releases<Tile> const& releases, uint32_t,
-                                                 int warp, int lane, Sums<Tile>& sums) {
+  __device__ __forceinline__ static void consume(Params<typename Tile::Weights> const&, Ring<Tile> ring,
+                                                 Range range, uint32_t, int warp, int lane,
+                                                 Sums<Tile>& sums) {
     constexpr int T = Tile::kTokens, kStageGroups = 2 * Tile::kStageChunks;
     constexpr Operand kOperand = FP4D_OUT == 0 ? Operand::kBF16 : Operand::kF16;
     if (range.count == 0) return;
@@ -26,7 +26,7 @@ struct W4A16Wgmma {
     uint32_t scales = unit + w4::kScaleOffset + lane * 8 + warp % 4 * 2;    // of this lane
     keep(words), keep(scales);
     uint32_t const last = ring.full(ring.stages);
-    uint32_t full = ring.full(0), parity = 0, offset = 0, given = 0, own = 0;
+    uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0, own = 0;
     w4::Block blocks[2];
     // Of the stage at `offset`.
     auto const load = [&](int group) {
@@ -51,7 +51,7 @@ struct W4A16Wgmma {
 #pragma unroll
       for (int group = 0; group < kStageGroups; ++group) {
         wgmma_wait<1>();
-        if (group == 1 && i > 0) releases.give(p, i - 1, given);  // of the stage before
+        if (group == 1 && release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
         columns.dequantize(blocks[0], a[group % 2][0]);
         columns.dequantize(blocks[1], a[group % 2][1]);
         wgmma_fence();
@@ -70,7 +70,7 @@ struct W4A16Wgmma {
           }
         }
       }
-      given = current - ring.full(0);
+      release = current + 8;
     }
     wgmma_wait<0>();
   }

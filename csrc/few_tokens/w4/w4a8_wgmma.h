@@ -25,9 +25,9 @@ struct W4A8Wgmma {
   // Registers of operand A are double-buffered: one is waited for when the next one's MMAs have started. Words and tables
   // of a chunk are asked for while the one before is multiplied.
   template <class Tile>
-  __device__ __forceinline__ static void consume(Params<typename Tile::Weights> const& p, Ring<Tile> ring,
-                                                 Range range, Releases<Tile> const& releases, uint32_t tables,
-                                                 int warp, int lane, Sums<Tile>& sums) {
+  __device__ __forceinline__ static void consume(Params<typename Tile::Weights> const&, Ring<Tile> ring,
+                                                 Range range, uint32_t tables, int warp, int lane,
+                                                 Sums<Tile>& sums) {
     if (range.count == 0) return;
     uint32_t const unit = ring.weights(0, warp / Tile::kBlockWarps);
     uint32_t words = unit + warp % 4 * w4::kUnitBytes + lane * 16;
@@ -35,7 +35,7 @@ struct W4A8Wgmma {
     uint32_t luts = tables + lane % w4::kLutCopies * 8;
     keep(words), keep(scales), keep(luts);
     uint32_t const last = ring.full(ring.stages);
-    uint32_t full = ring.full(0), parity = 0, offset = 0, given = 0;
+    uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0;
     Sums<Tile> partial = {};
     w4::Fp8Chunk chunks[Tile::kStageChunks];
     auto const load = [&](int c) {
@@ -55,7 +55,7 @@ struct W4A8Wgmma {
       multiply<Tile>(partial, a[0], b, phase);
       load(1);
       wgmma_wait<1>();
-      if (i > 0) releases.give(p, i - 1, given);  // of the stage before
+      if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
       chunks[0].dequantize<1>(a[1]);
       multiply<Tile>(partial, a[1], b + kDescriptorStep, 1);
       chunks[1].look_up(luts);
@@ -78,7 +78,7 @@ struct W4A8Wgmma {
 #pragma unroll
         for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
       }
-      given = current - ring.full(0);
+      release = current + 8;
     }
     wgmma_wait<0>();
     if (phase == 0) return;

@@ -17,13 +17,13 @@ struct W8A8Wgmma {
 
   template <class Tile>
   __device__ __forceinline__ static void consume(Params<typename Tile::Weights> const& p, Ring<Tile> ring,
-                                                 Range range, Releases<Tile> const& releases, uint32_t,
-                                                 int warp, int lane, Sums<Tile>& sums) {
+                                                 Range range, uint32_t, int warp, int lane,
+                                                 Sums<Tile>& sums) {
     using Weights = typename Tile::Weights;
     uint64_t const rows = operand_b(ring.weights(0, warp / Tile::kBlockWarps)),
                    tokens = operand_b(ring.tokens(0));
     uint32_t const last = ring.full(ring.stages);
-    uint32_t full = ring.full(0), parity = 0, offset = 0, given = 0;
+    uint32_t full = ring.full(0), parity = 0, offset = 0, release = 0;
     Sums<Tile> partial = {};
     int phase = 0;
     int const row_block = blockIdx.z * Tile::kRowBlocks + warp / Tile::kBlockWarps;
@@ -43,14 +43,14 @@ struct W8A8Wgmma {
       if constexpr (Weights::kBlocks) {
         // The stage before: its MMAs have ended, and its scales are in registers, since the MMAs above overwrite the
         // partial sums that were multiplied by them. Behind loads that are still under way it would come too early.
-        if (i > 0) releases.give(p, i - 1, given);
+        if (release != 0 && lane == 0) barrier_arrive(release);
         float const next = __ldg(at + min(i + 1, range.count - 1));
         wgmma_wait<0>();
         add_scaled<Tile::kTokens>(ring.scales(0) + offset * 16, lane, scale, partial, sums);
         scale = next;
       } else {
         wgmma_wait<1>();
-        if (i > 0) releases.give(p, i - 1, given);  // of the stage before
+        if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
         if (++phase == kPromoteStages) {
           phase = 0;
           wgmma_wait<0>();
@@ -58,7 +58,7 @@ struct W8A8Wgmma {
           for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
         }
       }
-      given = full - ring.full(0);
+      release = full + 8;
       offset += Tile::kStageBytes / 16, full += 16;
       if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
     }
