@@ -2,14 +2,15 @@
 // (few_tokens/w4/w4a16_weights.h and so on) says how weights and activations are stored and, for wgmma, multiplies
 // them.
 //
-// A CTA takes RB blocks of 64 rows. A producer warp keeps a ring of stages full, each kStageChunks chunks along K
-// of every row block and the activations that belong to them; the weights of the first ring are under way before
-// the previous grid has finished. Two consumer warps share a row block, 32 rows each: they read words from shared
-// memory, dequantise them into fragments of operand A and multiply by the tokens, operand B. Operand B needs no
-// shuffle: k is taken in such an order that a lane reads 32 consecutive bytes of a token per step.
-// K is split over KG groups of warps in a CTA (each with its producer and ring) and over the CTAs of a cluster. At the
-// end each group sends its sums to the CTA that owns the rows, through distributed shared memory. That CTA adds them in
-// a fixed order: no workspace, no atomics, the same bits each time.
+// A CTA takes RB blocks of 64 rows and T tokens. K is split over KG groups of warps in a CTA and over the CTAs of a
+// cluster. A group has a producer warp, which keeps a ring of stages full (few_tokens/loads.h), and consumer warps, which
+// multiply: weights are operand A, dequantised into registers where they need it, tokens are operand B. Two or one warps
+// share a row block by mma.sync (few_tokens/mma.h), or four by wgmma. The weights of the first ring are under way before
+// the previous grid has finished.
+//
+// At the end a CTA adds up the sums of its groups, and sends those of rows that another CTA of the cluster owns there,
+// through distributed shared memory (few_tokens/sums.h). All are added in a fixed order: no workspace, no atomics, the
+// same bits each time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,8 +21,6 @@
 #include "few_tokens/tile.h"
 
 namespace fp4d {
-
-// ---- The kernel ----
 
 template <int threads>
 __device__ __forceinline__ void sync_consumers() {
@@ -42,38 +41,40 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   int const cluster_rank = blockIdx.x, row_block = blockIdx.z * Tile::kRowBlocks;
   int const row_blocks = min(Tile::kRowBlocks, p.row_blocks - row_block);
   int const token = blockIdx.y * T, tokens = min(T, p.m - token);
-  bool const clustered = p.cluster > 1;
-  int const producer = warp - Tile::kGroups * Tile::kConsumers;
-  uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes;
-  Ring<Tile> const first_ring{base, base + Tile::kRingsAt, p.stages};
-  uint32_t const factors =
-      first_ring.stages_at + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes);
-  Reduction<Tile> const reduction{
-      factors, factors + Tile::kFactorBytes, tables - 16, p.cluster, p.inverse, cluster_rank, p.slots_log2,
-      tokens};
+  bool const consumes = warp < Tile::kGroups * Tile::kConsumers, clustered = p.cluster > 1;
+  int const group = consumes ? warp / Tile::kConsumers : warp - Tile::kGroups * Tile::kConsumers;
+  int const group_warp = warp % Tile::kConsumers;  // of the consumers
+  Range const range = range_of<Tile>(p, group);
+  uint32_t const base = shared_address(shared), tables = base + Tile::kBarrierBytes,
+                 rings = base + Tile::kRingsAt;
+  Ring<Tile> const ring{base + group * p.stages * 16, rings + group * p.stages * Tile::kStageBytes, p.stages};
+  Reduction<Tile> const reduction{rings + (Tile::kReuse ? 0 : Tile::kGroups * p.stages * Tile::kStageBytes),
+                                  tables - 16,
+                                  p.cluster,
+                                  p.inverse,
+                                  cluster_rank,
+                                  p.slots_log2,
+                                  tokens};
 
-  if (producer >= 0) {
+  if (!consumes) {
     if (lane == 0) {
-      for (int g = producer; g < Tile::kGroups; g += Tile::kProducers)
-        first_ring.of_group(g).init(row_blocks);
-      if (producer == 0) reduction.init();
+      ring.init(row_blocks);
+      if (group == 0) reduction.init();
       barriers_visible();
     }
     __syncwarp();
     if (clustered && !Tile::kReuse) cluster_arrive();
     asm volatile("bar.arrive 1, %0;" ::"n"(Tile::kThreads) : "memory");
-    Producer<Tile>{p, first_ring, producer, row_block, row_blocks, token, tokens, lane}.run();
+    Producer<Tile>{p, ring, range, row_block, row_blocks, token, tokens, lane}.run(group == 0);
     if (clustered && Tile::kReuse) cluster_arrive();
     if (clustered) cluster_wait();
     return;
   }
+
   if (clustered && !Tile::kReuse) cluster_arrive();
   if constexpr (Weights::kTableBytes > 0)
     Weights::template make_tables<Tile::kConsumerThreads>(tables, threadIdx.x);
   asm volatile("bar.sync 1, %0;" ::"n"(Tile::kThreads) : "memory");
-  int const group = warp / Tile::kConsumers, group_warp = warp % Tile::kConsumers;
-  Ring<Tile> const ring = first_ring.of_group(group);
-  Range const range = range_of<Tile>(p, group);
   grid_dependency_wait();
   RowFactors<Tile> const own_row(p, row_block * Weights::kRows);
   Sums<Tile> sums = {};
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   if (clustered && Tile::kReuse) cluster_arrive();
   if (Tile::kReuse) sync_consumers<Tile::kConsumerThreads>();
   reduction.put(sums, group, group_warp, lane);
-  own_row.put(factors);
+  own_row.put(reduction.factors);
   sync_consumers<Tile::kConsumerThreads>();
   if (clustered) {
     cluster_wait();
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtas)
   }
   int const quad = reduction.quad_in(slot), row = row_block * Weights::kRows + quad * 4;
   if (quad >= reduction.first_of(cluster_rank + 1) || row >= p.n) return;
-  Quad<Tile> const rows(factors, quad * 4);
+  Quad<Tile> const rows(reduction.factors, quad * 4);
   auto const finish = [&](auto const& sum_of) {
 #pragma unroll
     for (int i = 0; i < TokenScales<Tile>::kMost; ++i) {

@@ -1,4 +1,4 @@
-// How few_tokens/kernel.h brings weights and tokens into the rings of its groups of warps.
+// How few_tokens/kernel.h brings weights and tokens into the rings of its groups of warps, one producer warp for each.
 #pragma once
 
 #include "common/sm90.h"
@@ -6,7 +6,7 @@
 
 namespace fp4d {
 
-// Puts tokens into the ring of one group of warps.
+// Puts the tokens of a stage into the ring of one group of warps, by a warp.
 template <class Tile>
 struct TokenLoads {
   using Weights = typename Tile::Weights;
@@ -15,7 +15,7 @@ struct TokenLoads {
   Range range;
   int token, tokens, lane;
 
-  __device__ void load(int i, int slot) const {
+  __device__ void operator()(int i, int slot) const {
     if constexpr (Weights::kPacked) {
       load_packed(i, slot);
     } else if constexpr (Tile::kBoxes) {
@@ -64,65 +64,39 @@ struct TokenLoads {
   }
 };
 
-// For the rings of some groups, `producer`, + kProducers and so on, which get their stages in turn.
+// Keeps the ring of one group full, by a warp.
 template <class Tile>
 struct Producer {
   using Weights = typename Tile::Weights;
-  static constexpr int G = Tile::kGroups / Tile::kProducers;
   Params<Weights> const& p;
-  Ring<Tile> const& first_ring;
-  int producer, row_block, row_blocks, token, tokens, lane;
-  Range ranges[G] = {};
+  Ring<Tile> ring;
+  Range range;
+  int row_block, row_blocks, token, tokens, lane;
 
-  __device__ Ring<Tile> ring_of(int g) const { return first_ring.of_group(producer + g * Tile::kProducers); }
-
-  __device__ void load_weights(int group, int i, int slot) const {
-    Ring<Tile> const ring = ring_of(group);
-    int const chunk = (ranges[group].first + i) * Tile::kStageChunks;
+  __device__ void load_weights(int i, int slot) const {
+    int const chunk = (range.first + i) * Tile::kStageChunks;
     Weights::template load<Tile>(p.w, p.chunks, chunk, row_block, row_blocks, ring.weights(slot, 0),
                                  ring.full(slot), lane);
   }
-  __device__ void load_tokens(int group, int i, int slot) const {
-    TokenLoads<Tile>{p, ring_of(group), ranges[group], token, tokens, lane}.load(i, slot);
-  }
 
-  // Lets the next grid start when the last `trigger` stages are next, but never before the previous grid has ended. With
-  // three grids under way a launch took up to 1.5 times as long (bench/notes/few-tokens.md).
-  __device__ void run() {
-    int most = 0;
-#pragma unroll
-    for (int g = 0; g < G; ++g) {
-      ranges[g] = range_of<Tile>(p, producer + g * Tile::kProducers);
-      most = max(most, ranges[g].count);
-    }
-    int const ahead = min(most, first_ring.stages), trigger_at = max(most - p.trigger, ahead);
-#pragma unroll 1
-    for (int i = 0; i < ahead; ++i) {
-#pragma unroll
-      for (int g = 0; g < G; ++g)
-        if (i < ranges[g].count) load_weights(g, i, i);
-    }
+  // `triggers`: this warp lets the next grid start, when its last `trigger` stages are next, but never before the
+  // previous grid has ended. With three grids under way a launch took up to 1.5 times as long (bench/notes/few-tokens.md).
+  __device__ void run(bool triggers) const {
+    TokenLoads<Tile> const load_tokens{p, ring, range, token, tokens, lane};
+    int const ahead = min(range.count, ring.stages);
+    int const trigger_at = max(range.count - p.trigger, ahead);
+    for (int i = 0; i < ahead; ++i) load_weights(i, i);
     grid_dependency_wait();
-#pragma unroll 1
-    for (int i = 0; i < ahead; ++i) {
-#pragma unroll
-      for (int g = 0; g < G; ++g)
-        if (i < ranges[g].count) load_tokens(g, i, i);
-    }
-    if (producer == 0 && trigger_at == ahead) grid_dependency_launch_dependents();
+    for (int i = 0; i < ahead; ++i) load_tokens(i, i);
+    if (triggers && trigger_at == ahead) grid_dependency_launch_dependents();
     int slot = 0;
     uint32_t parity = 0;
-#pragma unroll 1
-    for (int i = ahead; i < most; ++i) {
-      if (producer == 0 && i == trigger_at && i > ahead) grid_dependency_launch_dependents();
-#pragma unroll
-      for (int g = 0; g < G; ++g) {
-        if (i >= ranges[g].count) continue;
-        barrier_wait(ring_of(g).empty(slot), parity);
-        load_weights(g, i, slot);
-        load_tokens(g, i, slot);
-      }
-      if (++slot == first_ring.stages) slot = 0, parity ^= 1;
+    for (int i = ahead; i < range.count; ++i) {
+      if (triggers && i == trigger_at && i > ahead) grid_dependency_launch_dependents();
+      barrier_wait(ring.empty(slot), parity);
+      load_weights(i, slot);
+      load_tokens(i, slot);
+      if (++slot == ring.stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
   }

@@ -11,8 +11,10 @@ namespace fp4d {
 template <class Tile>
 struct Reduction {
   static constexpr int kThreads = Tile::kConsumerThreads, kQuads = Tile::kQuads;
-  uint32_t factors, sums, barrier;  // in shared memory
+  uint32_t factors, barrier;  // in shared memory: alpha and bias, behind them sums
   int cluster, inverse, rank, slots_log2, tokens;
+
+  __device__ uint32_t sums() const { return factors + Tile::kFactorBytes; }
 
   // The first quad of a CTA; of the last one plus one, kQuads. The product is exact for up to 8 CTAs.
   __device__ int first_of(int cta) const { return kQuads * cta * inverse >> 16; }
@@ -31,7 +33,7 @@ struct Reduction {
   // Stores a warp's sums beside those of the other groups.
   __device__ void put(Sums<Tile> const& values, int group, int warp, int lane) const {
     constexpr int kPitch = 4 * Tile::kPitch;  // bytes
-    uint32_t const at = sums + (group * Tile::kTokens + lane % 4 * 2) * kPitch + lane / 4 * 4;
+    uint32_t const at = sums() + (group * Tile::kTokens + lane % 4 * 2) * kPitch + lane / 4 * 4;
 #pragma unroll
     for (int u = 0; u < Tile::kUnits; ++u) {
 #pragma unroll
@@ -48,7 +50,8 @@ struct Reduction {
 
   // Of all groups of this CTA.
   __device__ float4 own(int token, int quad) const {
-    return add<Tile::kGroups>(sums + (token * Tile::kPitch + quad * 4) * 4, 4 * Tile::kTokens * Tile::kPitch);
+    return add<Tile::kGroups>(sums() + (token * Tile::kPitch + quad * 4) * 4,
+                              4 * Tile::kTokens * Tile::kPitch);
   }
 
   // Sends this CTA's sums to the owners of the rows, its own part to itself.
@@ -71,7 +74,7 @@ struct Reduction {
 
  private:
   __device__ int received_bytes() const { return Tile::kTokens * 16 << slots_log2; }
-  __device__ uint32_t received(int cta) const { return sums + Tile::kSumBytes + cta * received_bytes(); }
+  __device__ uint32_t received(int cta) const { return sums() + Tile::kSumBytes + cta * received_bytes(); }
 
   __device__ static void add(float4& sum, uint32_t at) {
     uint4 const raw = load_16(at);

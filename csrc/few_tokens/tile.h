@@ -48,9 +48,6 @@ constexpr bool lies_as_declared() {
   return offsetof(P, w) == kWeightsAt;
 }
 
-// By registers, two CTAs on a multiprocessor.
-constexpr bool two_fit(int threads, int registers) { return 65536 / (threads * registers) >= 2; }
-
 // T tokens, RB row blocks, KG groups. U: units of 16 rows of a consumer warp. With 2 or 4 it multiplies by mma.sync,
 // with 1 the four warps of a row block multiply together by wgmma (few_tokens/w4/w4a16_wgmma.h,
 // few_tokens/w4/w4a8_wgmma.h).
@@ -71,13 +68,7 @@ struct Tile {
   static_assert(kWgmma || !Weights::kPacked);
   // 16-bit tokens that wgmma reads come by TMA, in boxes of 64 k.
   static constexpr bool kBoxes = kWgmma && !Weights::kPacked;
-  // Warps that keep the rings full, those of some groups each: as many as groups, or half, where a second CTA then fits.
-  static constexpr int kRegisters = Weights::registers(T, U);  // about what the compiler takes
-  static constexpr int kProducers =
-      !two_fit(kConsumerThreads + 32 * KG, kRegisters) && two_fit(kConsumerThreads + 16 * KG, kRegisters)
-          ? (KG + 1) / 2
-          : KG;
-  static constexpr int kThreads = kConsumerThreads + 32 * kProducers;
+  static constexpr int kThreads = kConsumerThreads + 32 * KG;               // a producer warp for each group
   static constexpr int kWeightBytes = kStageChunks * Weights::kChunkBytes;  // of a row block in a stage
   // Pitch of a token in a stage. The 16 bytes more keep 8 lanes that read two tokens off each other's banks.
   static constexpr int kTokenPitch = kStageK * 2 + 16;
@@ -113,10 +104,12 @@ struct Tile {
     int const ring = ring_bytes(stages), sums = kFactorBytes + kSumBytes + received_bytes(cluster);
     return kRingsAt + (kReuse ? std::max(ring, sums) : ring + sums);
   }
+  // About what the compiler takes.
+  static constexpr int kRegisters = Weights::registers(T, U);
   // For the compiler, which counts whole warpgroups: two CTAs an SM, so that the next grid's loads start under this
   // one, where the registers allow it. And what really fits, for the ring.
   static constexpr int kCtas = 65536 / ((kThreads + 127) / 128 * 128 * kRegisters) >= 2 ? 2 : 1;
-  static constexpr int kResident = two_fit(kThreads, kRegisters) ? 2 : 1;
+  static constexpr int kResident = 65536 / (kThreads * kRegisters) >= 2 ? 2 : 1;
 };
 
 // ---- Ring ----
@@ -137,13 +130,8 @@ __device__ __forceinline__ Range range_of(Params<typename Tile::Weights> const& 
 
 template <class Tile>
 struct Ring {
-  uint32_t barriers, stages_at;  // of a group, in shared memory
+  uint32_t barriers, stages_at;  // of this group, in shared memory
   int stages;
-
-  // From the ring of group 0.
-  __device__ Ring of_group(int group) const {
-    return {barriers + group * stages * 16, stages_at + group * stages * Tile::kStageBytes, stages};
-  }
 
   __device__ uint32_t full(int slot) const { return barriers + slot * 16; }
   __device__ uint32_t empty(int slot) const { return barriers + slot * 16 + 8; }

@@ -27,29 +27,30 @@ struct W4A16Small {
     static constexpr Instance<Weights> kInstances[] = {
         instance<Weights, 8, 1, 4, 2>(),  instance<Weights, 8, 2, 2, 4>(),  instance<Weights, 8, 2, 4, 4>(),
         instance<Weights, 16, 1, 4, 2>(), instance<Weights, 16, 2, 2, 4>(), instance<Weights, 16, 2, 4, 4>(),
-        instance<Weights, 32, 1, 4, 2>(), instance<Weights, 32, 2, 2, 4>(),
 #if defined(CUTLASS_ENABLE_GDC_FOR_SM90)  // the build for 90a, which has wgmma
-        instance<Weights, 16, 1, 2, 1>(), instance<Weights, 16, 2, 1, 1>(), instance<Weights, 32, 1, 2, 1>(),
-        instance<Weights, 32, 2, 1, 1>(), instance<Weights, 48, 1, 2, 1>(), instance<Weights, 48, 2, 1, 1>(),
-        instance<Weights, 64, 1, 2, 1>(), instance<Weights, 64, 2, 1, 1>(), instance<Weights, 96, 2, 1, 1>(),
+        instance<Weights, 32, 1, 2, 1>(), instance<Weights, 48, 1, 2, 1>(), instance<Weights, 48, 1, 4, 1>(),
+        instance<Weights, 48, 2, 1, 1>(), instance<Weights, 64, 1, 2, 1>(), instance<Weights, 64, 1, 4, 1>(),
+        instance<Weights, 64, 2, 2, 1>(), instance<Weights, 96, 1, 2, 1>(), instance<Weights, 96, 2, 1, 1>(),
+#else
+        instance<Weights, 32, 1, 4, 2>(), instance<Weights, 32, 2, 2, 4>(),
 #endif
     };
     return {std::begin(kInstances), std::end(kInstances)};
   }
 
-  static constexpr int64_t kLongK = 16384, kShortK = 4096;
+  static constexpr int64_t kLongK = 16384;
 
   // Measured on an H200 (bench/NOTES.md): two row blocks that share the activations where pairs of them are enough for
   // the GPU, more groups of warps in a CTA where a CTA has the multiprocessor to itself for long.
   static Division division(int64_t tokens, int64_t row_blocks, int64_t k, Machine const& on) {
     int64_t const pairs = divide_up(row_blocks, 2);
+#if defined(CUTLASS_ENABLE_GDC_FOR_SM90)
+    if (tokens > 16) return {1, 2, 1};
+#endif
     if (many(pairs, on)) return {2, 2, 4};
     if (pairs >= on.multiprocessors) return {2, tokens == 8 ? 4 : 2, 4};
     if (tokens <= 16 && on.clusters && k >= kLongK && filled(2 * pairs, on) && !filled(pairs, on))
       return {2, 4, 4};
-    // Few rows and a short K: a cluster of 8. Half the groups leave half the sums to add. By wgmma where it is
-    // built.
-    if (tokens == 16 && on.clusters && k <= kShortK && !filled(4 * row_blocks, on)) return {1, 2, 1};
     return {1, 4, 2};
   }
 

@@ -35,17 +35,11 @@ struct W8A8Small : W8Rows {
 
   static Built<Weights> built() {
     static constexpr Instance<Weights> kInstances[] = {
-        instance<Weights, 16, 1, 2, 1>(),  instance<Weights, 16, 1, 4, 1>(),
-        instance<Weights, 16, 2, 1, 1>(),  instance<Weights, 24, 1, 2, 1>(),
-        instance<Weights, 32, 1, 2, 1>(),  instance<Weights, 32, 1, 4, 1>(),
-        instance<Weights, 32, 2, 1, 1>(),  instance<Weights, 48, 1, 2, 1>(),
-        instance<Weights, 48, 1, 4, 1>(),  instance<Weights, 48, 2, 1, 1>(),
-        instance<Weights, 64, 1, 2, 1>(),  instance<Weights, 64, 2, 1, 1>(),
-        instance<Weights, 80, 1, 2, 1>(),  instance<Weights, 80, 2, 1, 1>(),
-        instance<Weights, 96, 1, 2, 1>(),  instance<Weights, 96, 2, 1, 1>(),
-        instance<Weights, 112, 1, 2, 1>(), instance<Weights, 112, 2, 1, 1>(),
-        instance<Weights, 128, 1, 2, 1>(), instance<Weights, 128, 2, 1, 1>(),
-    };
+        instance<Weights, 16, 1, 2, 1>(),  instance<Weights, 16, 1, 4, 1>(), instance<Weights, 16, 2, 1, 1>(),
+        instance<Weights, 24, 1, 2, 1>(),  instance<Weights, 32, 1, 2, 1>(), instance<Weights, 32, 1, 4, 1>(),
+        instance<Weights, 48, 1, 2, 1>(),  instance<Weights, 64, 1, 2, 1>(), instance<Weights, 64, 2, 1, 1>(),
+        instance<Weights, 80, 1, 2, 1>(),  instance<Weights, 96, 1, 2, 1>(), instance<Weights, 96, 2, 1, 1>(),
+        instance<Weights, 112, 1, 2, 1>(), instance<Weights, 128, 1, 2, 1>()};
     return {std::begin(kInstances), std::end(kInstances)};
   }
 
