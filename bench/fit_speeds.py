@@ -51,6 +51,7 @@ FEW_START = {
     "cluster": 1.0,
     "doubling": 0.3,
     "sums": 20e3,
+    "sent": 20e3,
     "latency": 0.8,
     "memory": 4.3e6,
     "l2": 12e6,

@@ -31,8 +31,9 @@ from torch import Tensor
 from bench.graphs import watched
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Prepared
-from fp4dispatch.backends.own.compiled import Build, State
-from fp4dispatch.backends.own.tiling import launch_model, speeds
+from fp4dispatch.backends.own.compiled import State
+from fp4dispatch.backends.own.tiling import launch_model, predict, speeds
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark import check, machine, roofline
@@ -51,6 +52,8 @@ KIND = "launch samples"
 ROUNDS, REPLAY_US = 5, 300.0
 EACH = 2
 """Numbers of tokens of one (N, K)."""
+FIRST = 6
+"""Times ``near``: launches of a build that are timed whatever their tile."""
 LAYERS = (Layer("nvfp4", None), Layer("row", None), Layer("block128", None))
 METHOD = (
     "us; CUDA graph replay, cold weights (over 3 L2 caches rotated), 5 rounds in turns, medians; launches: {what}, "
@@ -149,22 +152,41 @@ class Sampler:
         return found | ({"whole": True} if self.whole else {}) | ({"wrong": wrong} if wrong else {})
 
     def worth_timing(self, launcher: Launcher, m: int) -> Iterator[OwnLaunch]:
-        """Yield all launches; of each build for many tokens, only the ``near`` that the launch model puts first."""
+        """Yield all launches, or of each tile only the ``near`` that the launch models put first.
+
+        Kernels for few tokens have many shapes for a tile, and what is far from the fastest will not be chosen: of
+        each also the :data:`FIRST` times ``near`` that are first of all tiles.
+        """
         found = list(launcher.all(m))
         if self.near is None:
             yield from found
             return
-        n, k, gpu = launcher.operands.n, launcher.operands.k, constants_of(self.card)
-        clocks: dict[Build, list[float]] = {}
-        of: dict[OwnLaunch, float] = {}
-        for launch in found:
-            if (tile := speed_of(*launch.build)) is not None and launch.shape is not None:
-                of[launch] = launch_model.clocks(tile, LaunchShape(*launch.shape), m, n, k, gpu)
-                clocks.setdefault(launch.build, []).append(of[launch])
-        for launch in found:
-            first = sorted(clocks.get(launch.build, ()))[: self.near]
-            if launch not in of or of[launch] in first:
-                yield launch
+        predicted = {launch: us for launch in found if (us := self.predicted(launcher, launch, m)) is not None}
+        groups: dict[tuple[Any, ...], list[OwnLaunch]] = {}
+        for launch in predicted:
+            few = launch.shape is not None and launch.build[0] in KERNELS
+            for tile in (launch.shape[:4], ()) if few and launch.shape else ((),):
+                groups.setdefault((launch.family, launch.build, few, tile), []).append(launch)
+        kept: set[OwnLaunch] = set()
+        for (_, _, few, tile), group in groups.items():
+            count = self.near * FIRST if few and not tile else self.near
+            kept |= set(sorted(group, key=predicted.__getitem__)[:count])
+        yield from (launch for launch in found if launch in kept or launch not in predicted)
+
+    def predicted(self, launcher: Launcher, launch: OwnLaunch, m: int) -> float | None:
+        """Return the predicted microseconds of a launch of a kernel that takes a shape; None without a model."""
+        n, k = launcher.operands.n, launcher.operands.k
+        if launch.shape is None:
+            return None
+        if (tile := speed_of(*launch.build)) is not None:
+            gpu = constants_of(self.card)
+            return float(launch_model.clocks(tile, LaunchShape(*launch.shape), m, n, k, gpu) / gpu.clock_mhz)
+        known = known_speeds(self.card)
+        return (
+            None
+            if known is None
+            else predict.launch(*launch.build, None, launch.shape, launch.family.problem(m, n, k), known)
+        )
 
     def fault(self, truth: Truth, launch: OwnLaunch, gemm: Call, out: Tensor) -> str:
         """Run a launch into NaN and return what is wrong with the output, or nothing."""
@@ -177,10 +199,15 @@ class Sampler:
         return "" if worst.error <= limit else f"WRONG: tile {worst.tile} is off by {worst.error:.2g}"
 
 
+def known_speeds(card: Card) -> speeds.Speeds | None:
+    """Return the constants of a GPU's time models; None where its model is not known."""
+    gpu = gpu_models.named(card.name)
+    return speeds.of(gpu) if gpu is not None else None
+
+
 def constants_of(card: Card) -> launch_model.Gpu:
     """Return the launch model's constants of a GPU; those of any with so many SMs where its model is not known."""
-    gpu = gpu_models.named(card.name)
-    known = speeds.of(gpu) if gpu is not None else None
+    known = known_speeds(card)
     return launch_model.gpu_with(card.sms) if known is None else known.many_tokens
 
 
@@ -351,7 +378,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=280.0)
     parser.add_argument("--families", nargs="+", choices=[name_of(f) for f in FAMILIES], help="all by default")
     parser.add_argument(
-        "--near", type=int, help="of each build for many tokens, time so many launches that the model puts first"
+        "--near", type=int, help=f"of each tile, and {FIRST} times that of each build, time what the models put first"
     )
     parser.add_argument("--whole", action="store_true", help="time FP8 activations with their quantiser")
     parser.add_argument("--device")

@@ -13,12 +13,12 @@ from typing import NamedTuple
 Instance = tuple[int, int, int, int]
 """Tokens, row blocks, groups of warps and units of a tile."""
 
-CLUSTERS = (1, 2, 4, 8)
+CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8)
 ROWS, STAGE_K = 64, 128
 """Rows of a row block, k of a stage."""
-FEWEST_CTAS, MOST_CTAS = 0.45, 8
-"""Of the SMs. Fewer CTAs leave memory bandwidth unused unless a cluster has its largest size; more clusters only add
-starts."""
+FEWEST_CTAS, MOST_CTAS = 0.45, 3
+"""Of the SMs. Fewer CTAs leave memory bandwidth unused unless a cluster has its largest size; sharing K out to more
+only adds starts."""
 RESERVED = 1024
 """Bytes of shared memory that a CTA costs beside its own."""
 FEW_STAGES = (2, 4)
@@ -28,7 +28,7 @@ MOST_TILES, MOST_TOKENS = 8, 512
 """Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
 FEW_TILES = 2
 """Tiles of the largest size, for any weights."""
-WIDE_TOKENS, WIDE_CLUSTER = 64, 2
+WIDE_TOKENS, WIDE_CLUSTER = 64, 4
 """Tiles of more tokens share K out to at most so many CTAs: their sums take longer than what that saves."""
 SMALL_CTAS = 2
 """Of the SMs. Weights are small where all tiles of tokens, with K in one part, have at most so many CTAs: then several
@@ -91,10 +91,8 @@ class FewTokensKernel:
         return min(MOST_TILES * max(instance[0] for instance in self.instances), MOST_TOKENS)
 
     def threads(self, shape: FewTokensShape) -> int:
-        """Return the threads of a CTA: warps that multiply, and one or two of each group that load."""
-        multiply = shape.row_blocks * ROWS // UNIT_ROWS // shape.units
-        load = 2 if shape.units == 1 and self.x_bytes > 1 else 1
-        return 32 * shape.groups * (multiply + load)
+        """Return the threads of a CTA: in each group warps that multiply, and one that loads."""
+        return 32 * shape.groups * (shape.row_blocks * ROWS // UNIT_ROWS // shape.units + 1)
 
     def resident(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> int:
         """Return how many CTAs run on an SM at once, by shared memory, registers and threads; at least 1."""
@@ -141,22 +139,31 @@ class FewTokensKernel:
         align = 1024 if wgmma else self.align
         tokens = _up(shape.tokens * pitch, self.align)
         stage = _up(shape.row_blocks * self.weight_bytes + tokens, align)
-        sums = shape.groups * shape.cluster * 4 * shape.tokens * (shape.row_blocks * ROWS // shape.cluster + 4)
+        rows = shape.row_blocks * ROWS
+        sums = 8 * rows + shape.groups * 4 * shape.tokens * (rows + 4)  # alpha and bias, sums of groups
+        if shape.cluster > 1:  # what the CTAs of a cluster send: four rows a slot, a power of two of them for each
+            sums += shape.cluster * shape.tokens * 16 * _power_of_two(-(-rows // 4 // shape.cluster))
         return (1024 if align == 1024 else 512) + self.table, stage, sums
 
 
 KERNELS = {
     "w4a16_small": FewTokensKernel(
         {
-            (8, 1, 4, 2): 79,
-            (8, 2, 2, 4): 116,
+            (8, 1, 4, 2): 71,
+            (8, 2, 2, 4): 108,
             (8, 2, 4, 4): 80,
-            (16, 1, 2, 1): 72,
-            (16, 1, 4, 2): 80,
-            (16, 2, 2, 4): 127,
-            (16, 2, 4, 4): 127,
-            (32, 1, 4, 2): 98,
-            (32, 2, 2, 4): 161,
+            (16, 1, 4, 2): 79,
+            (16, 2, 2, 4): 117,
+            (16, 2, 4, 4): 117,
+            (32, 1, 2, 1): 74,
+            (48, 1, 2, 1): 82,
+            (48, 1, 4, 1): 82,
+            (48, 2, 1, 1): 82,
+            (64, 1, 2, 1): 90,
+            (64, 1, 4, 1): 90,
+            (64, 2, 2, 1): 90,
+            (96, 1, 2, 1): 106,
+            (96, 2, 1, 1): 106,
         },
         weight_bytes=4608,
         x_bytes=2,
@@ -164,18 +171,18 @@ KERNELS = {
     ),
     "w8a16_small": FewTokensKernel(
         {
-            (8, 1, 4, 2): 74,
-            (8, 2, 2, 4): 93,
-            (8, 2, 4, 4): 93,
+            (8, 1, 4, 2): 63,
+            (8, 2, 2, 4): 88,
+            (8, 2, 4, 4): 88,
             (16, 1, 4, 2): 80,
-            (16, 2, 2, 4): 123,
-            (16, 2, 4, 4): 123,
-            (16, 4, 2, 4): 123,
+            (16, 2, 2, 4): 116,
+            (16, 2, 4, 4): 115,
+            (16, 4, 2, 4): 116,
             (32, 1, 2, 2): 93,
-            (32, 1, 4, 2): 93,
+            (32, 1, 4, 2): 92,
             (32, 2, 2, 4): 150,
-            (32, 2, 4, 4): 150,
-            (32, 4, 2, 4): 150,
+            (32, 2, 4, 4): 148,
+            (32, 4, 2, 4): 148,
         },
         weight_bytes=8192,
         x_bytes=2,
@@ -185,13 +192,23 @@ KERNELS = {
     ),
     "w4a8_small": FewTokensKernel(
         {
-            (16, 1, 2, 1): 72,
-            (16, 1, 4, 1): 72,
-            (32, 1, 2, 1): 72,
-            (32, 1, 4, 1): 72,
-            (64, 1, 2, 1): 97,
-            (64, 1, 4, 1): 94,
+            (16, 1, 2, 1): 64,
+            (16, 1, 4, 1): 64,
+            (16, 2, 1, 1): 71,
+            (24, 1, 2, 1): 71,
+            (24, 1, 4, 1): 64,
+            (32, 1, 2, 1): 71,
+            (32, 1, 4, 1): 64,
+            (48, 1, 2, 1): 80,
+            (48, 1, 4, 1): 80,
+            (48, 2, 2, 1): 80,
+            (64, 1, 2, 1): 96,
+            (64, 1, 4, 1): 95,
+            (64, 2, 2, 1): 95,
+            (80, 1, 2, 1): 113,
             (96, 1, 2, 1): 128,
+            (96, 2, 1, 1): 131,
+            (112, 1, 2, 1): 145,
             (128, 1, 2, 1): 159,
         },
         weight_bytes=4608,
@@ -201,11 +218,20 @@ KERNELS = {
     ),
     "w8a8_small": FewTokensKernel(
         {
-            (16, 1, 2, 1): 72,
+            (16, 1, 2, 1): 64,
+            (16, 1, 4, 1): 64,
+            (16, 2, 1, 1): 72,
+            (24, 1, 2, 1): 72,
             (32, 1, 2, 1): 72,
-            (64, 1, 2, 1): 96,
-            (96, 1, 2, 1): 103,
-            (128, 1, 2, 1): 162,
+            (32, 1, 4, 1): 64,
+            (48, 1, 2, 1): 72,
+            (64, 1, 2, 1): 78,
+            (64, 2, 1, 1): 88,
+            (80, 1, 2, 1): 97,
+            (96, 1, 2, 1): 110,
+            (96, 2, 1, 1): 131,
+            (112, 1, 2, 1): 120,
+            (128, 1, 2, 1): 140,
         },
         weight_bytes=8192,
         x_bytes=1,
@@ -269,6 +295,10 @@ def _stages(
         if resident == 1:
             found |= {min(few, most) for few in FEW_STAGES}
     return {stages for stages in found if stages >= FEW_STAGES[0]}
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def _up(size: int, multiple: int) -> int:

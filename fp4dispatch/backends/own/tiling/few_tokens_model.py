@@ -8,6 +8,7 @@ ring, memory bandwidth, L2 bandwidth. :class:`FewTokensSpeed` has the constants,
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -43,8 +44,8 @@ class FewTokensSpeed:
         Before the first wave.
     wave, cluster, doubling
         Start and end of a wave: of any CTA; more where CTAs share out K; more for each doubling of their number.
-    sums
-        Bytes of sums per microsecond that a CTA adds up at its end.
+    sums, sent
+        Bytes of sums per microsecond that a CTA adds up at its end, and that it sends to others where K is shared out.
     latency
         Of a stage from memory.
     memory, l2
@@ -67,6 +68,7 @@ class FewTokensSpeed:
     cluster: float
     doubling: float
     sums: float
+    sent: float
     latency: float
     memory: float
     l2: float
@@ -83,6 +85,7 @@ class FewTokensSpeed:
             self,
             **{name: getattr(self, name) / clock for name in slower},
             sums=self.sums * clock,
+            sent=self.sent * clock,
             memory=self.memory * memory,
             l2=self.l2 * clock,
             tiles=tuple((tile, alone / clock, full / clock) for tile, alone, full in self.tiles),
@@ -111,10 +114,10 @@ class Work(NamedTuple):
 
     ``stages`` of a CTA's group, ``ring`` stages of its ring, ``groups`` of warps; ``waves`` that are full, each like
     ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``weight_bytes`` and ``read_bytes`` of a stage of a CTA;
-    ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` of a CTA; ``several`` (0 or 1):
-    an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``no_room``: share of the first wave
-    of the next launch that finds no room beside the last wave of this one; 1 for FP8 activations, where a quantiser
-    runs in between.
+    ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` and ``sent_bytes`` of a CTA;
+    ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``no_room``:
+    share of the first wave of the next launch that finds no room beside the last wave of this one; 1 for FP8
+    activations, where a quantiser runs in between.
     """
 
     stages: float
@@ -129,6 +132,7 @@ class Work(NamedTuple):
     shared: float
     doublings: float
     sum_bytes: float
+    sent_bytes: float
     several: float
     first: float
     no_room: float
@@ -221,8 +225,9 @@ def work(
         weight_bytes=weight_bytes,
         read_bytes=weight_bytes + shape.groups * tokens,
         shared=float(shape.cluster > 1),
-        doublings=shape.cluster.bit_length() - 1,
+        doublings=math.log2(shape.cluster),
         sum_bytes=4 * shape.groups * shape.tokens * shape.row_blocks * ROWS,
+        sent_bytes=4 * min(shape.tokens, m) * shape.row_blocks * ROWS * (shape.cluster > 1),
         several=float(resident > 1),
         first=min(stages, shape.stages),
         no_room=1 - min(free / min(ctas, at_once), 1.0) if about.x_bytes > 1 else 1.0,
@@ -231,7 +236,8 @@ def work(
 
 def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
     """Return the microseconds of some work; numbers may be arrays, so that a fit is fast."""
-    ends = speed.wave + speed.cluster * w.shared + speed.doubling * w.doublings + w.sum_bytes / speed.sums
+    shares = speed.cluster * w.shared + speed.doubling * w.doublings + w.sent_bytes / speed.sent
+    ends = speed.wave + w.sum_bytes / speed.sums + shares
     more = (w.waves + w.rest - 1) * (1 - w.several * (1 - speed.overlap))
 
     def stage(wave: Wave) -> Any:
