@@ -143,9 +143,9 @@ struct Quad {
     bias = {__uint_as_float(b.x), __uint_as_float(b.y), __uint_as_float(b.z), __uint_as_float(b.w)};
   }
 
-  // `scale`: of the token, where it is packed.
+  // `scale`: of the token, where it has one.
   __device__ void store(Element* to, float4 sum, float scale) const {
-    if (Tile::Weights::kPacked) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
+    if (TokenScales<Tile>::kScaled) sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
     *reinterpret_cast<uint2*>(to) =
         make_uint2(pack(fmaf(sum.x, alpha.x, bias.x), fmaf(sum.y, alpha.y, bias.y), Element()),
                    pack(fmaf(sum.z, alpha.z, bias.z), fmaf(sum.w, alpha.w, bias.w), Element()));
