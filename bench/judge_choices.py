@@ -249,7 +249,7 @@ def main() -> None:
     found = speeds.of(model)
     assert found is not None
     facts = records[0]["facts"]
-    system = System.fake("9.0", cuda=facts["cuda"], torch="2.11.0", nvcc="13.0", cutlass=facts["cutlass"])
+    system = System.fake("9.0", cuda=facts["cuda"], torch="2.11.0", nvcc="13.0", cutlass=facts.get("cutlass"))
     system = System(
         **(vars(system) | {"proven": frozenset((op, "sm_90") for op in ("w4_gemm", "w8_gemm", "fp8_gemm"))})
     )

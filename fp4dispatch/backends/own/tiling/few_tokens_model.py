@@ -206,7 +206,7 @@ def work(
     def wave(count: int) -> Wave:
         of_sm = max(_up(count, sms), 1.0)
         if beside:  # an SM with room for two gets two before every SM has one
-            of_sm = min(max(resident * count / sms, of_sm), resident)
+            of_sm = min(max(min(resident, 2) * count / sms, of_sm), resident)
         return Wave(count, of_sm, min(max(count / sharers, 1.0), token_tiles))
 
     waves, rest = divmod(ctas, at_once)
