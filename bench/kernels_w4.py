@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
+from fp4dispatch.backends.own.tiling import few_tokens
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import kernels
@@ -49,67 +50,26 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of csrc/: how to call it, and the launch shapes worth a try for a problem."""
+    """One kernel of csrc/ for few tokens, and how to call it."""
 
     name: str
-    entry: str
-    shapes: Callable[[int, int, int], Iterator[Shape]]
-    tiles: dict[int, tuple[Shape, ...]]
     weight: Callable[..., Any]
     """Makes one of (n, k, seed, every_scale), with what :class:`Weight` has."""
     also: Callable[[Any, torch.dtype], str] = lambda module, dtype: ""
     """One more check of a build; returns what is wrong, or nothing."""
 
+    def tiles(self, m: int, sm90: bool) -> list[Shape]:
+        """Return the tiles that are built of the size that takes m tokens."""
+        about = few_tokens.KERNELS[self.name]
+        built = [*about.instances, *few_tokens.WITHOUT_WGMMA.get(self.name, ())]
+        return [tile for tile in built if tile[0] == about.tokens(m) and (sm90 or tile[3] > 1)]
+
     def call(self, module: Any, shape: Shape | None, pdl: bool, *operands: Tensor | None) -> None:
         """Launch with a shape, or with the one that the kernel chooses."""
         if shape is None:
-            getattr(module, self.entry)(*operands, pdl)
+            getattr(module, self.name)(*operands, pdl)
         else:
-            getattr(module, f"{self.entry}_shaped")(*operands, list(shape), pdl)
-
-
-# Row blocks, groups and units of what csrc/few_tokens/w4/w4a16_small.cu builds for 8, 16 and 32 tokens; 1 unit is
-# wgmma, sm_90 alone.
-SMALL_TILES = {
-    8: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
-    16: ((1, 4, 2), (2, 2, 4), (2, 4, 4), (1, 2, 1)),
-    32: ((1, 4, 2), (2, 2, 4)),
-}
-
-
-def small_bytes(tokens: int, row_blocks: int, groups: int, units: int, cluster: int) -> tuple[int, int]:
-    """Shared memory of csrc/few_tokens/tile.h: of a stage of all groups, and what a CTA needs beside its ring."""
-    stage = row_blocks * 2 * 2304 + tokens * (256 if units == 1 else 272)
-    if units == 1:
-        stage = -(-stage // 1024) * 1024
-    sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4) if tokens < 32 else 0
-    return stage * groups, (1024 if units == 1 else 512) + sums
-
-
-def small_tokens(m: int) -> int:
-    """Tokens of the smallest tile that takes them all, or of the largest."""
-    return 8 if m <= 8 else 16 if m <= 16 else 32
-
-
-def small_shapes(m: int, n: int, k: int) -> Iterator[Shape]:
-    """(tokens, row blocks, groups, units, cluster, stages, trigger) for w4a16_small on an H200."""
-    tokens = small_tokens(m)
-    blocks, k_stages = -(-n // 64), -(-k // 128)
-    for row_blocks, groups, units in SMALL_TILES[tokens]:
-        for cluster in (1, 2, 4, 8):
-            ctas = -(-blocks // row_blocks) * cluster
-            if not 60 <= ctas <= 1000 and not (ctas < 60 and cluster == 8):
-                continue
-            needed = max(2, -(-k_stages // (cluster * groups)))
-            stage, rest = small_bytes(tokens, row_blocks, groups, units, cluster)
-            tried = set()
-            for resident in (1, 2, 3, 4):
-                stages = min(needed, 31 // groups, (233472 // resident - 1024 - rest) // stage)
-                if stages < 2 or stages in tried or (resident == 1 and stages == needed):
-                    continue
-                tried.add(stages)
-                for trigger in sorted({stages, 10**6} if resident == 2 else {stages}):
-                    yield tokens, row_blocks, groups, units, cluster, stages, trigger
+            getattr(module, f"{self.name}_shaped")(*operands, list(shape), pdl)
 
 
 class Weight:
@@ -141,7 +101,7 @@ class Weight:
         return self.dense(torch.float64)
 
 
-SMALL = Kernel("w4a16_small", "w4a16_small", small_shapes, SMALL_TILES, Weight)
+SMALL = Kernel("w4a16_small", Weight)
 
 
 def worst_tiles(out: Tensor, exact: Tensor, magnitude: Tensor) -> tuple[int, int]:
@@ -228,12 +188,9 @@ def check_kernel(kernel: Kernel, module: Any, name: str, sm90: bool) -> dict[str
         for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 70):
             shapes: list[Shape | None] = [None]
             if m in (1, 9, 17, 70):
-                tokens = small_tokens(m)
-                for rows, groups, units in kernel.tiles[tokens]:
-                    if units == 1 and not sm90:
-                        continue
-                    for cluster in (1, 2, 4, 8) if sm90 else (1,):
-                        first = (tokens, rows, groups, units, cluster)
+                for tile in kernel.tiles(m, sm90):
+                    for cluster in few_tokens.CLUSTERS if sm90 else (1,):
+                        first = (*tile, cluster)
                         shapes += [(*first, 2, 1), (*first, 3, 9)]
             for shape in shapes:
                 count += 1
@@ -326,7 +283,8 @@ def time_problem(
         add(name, launch, copies, floor, limit)
     for name in modules:
         add(f"{name} default", ours(name, None, False), len(timed.packed), floor)
-    for shape in kernel.shapes(m, n, k) if sweep else ():
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for shape in few_tokens.candidates(kernel.name, m, n, k, sms) if sweep else ():
         add(shape, ours("bf16", shape, True), len(timed.packed), floor)
     times = microseconds(graphs, 5 if sweep else ROUNDS)
     shapes = {key: us for key, us in times.items() if isinstance(key, tuple)}

@@ -35,14 +35,13 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import few_tokens, launch_model
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import worst_tile
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
 from tests import many_tokens
-from tests.w4a8_small import H200, INSTANCES, launch_shapes, shared_bytes
 
 M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TILES = ("small", 32, 64, "64x128", 96, 128, "128x128", 160, 176, 192, 256)
@@ -204,8 +203,8 @@ def shapes_to_tune(module: Any, tile: Any, mnk: tuple[int, int, int]) -> tuple[A
     """Return what the build itself chooses, and every launch shape that is worth a try beside it."""
     m, n, k = mnk
     if tile == "small":
-        auto = tuple(module.plan(m, n, k))
-        return auto, {auto, *few_tokens_shapes(m, n, k, torch.cuda.get_device_properties(0).multi_processor_count)}
+        auto, sms = tuple(module.plan(m, n, k)), torch.cuda.get_device_properties(0).multi_processor_count
+        return auto, {auto, *few_tokens.candidates("w4a8_small", m, n, k, sms)}
     auto = module.plan(m, n, k).shape[:3]
     shapes = {auto}
     for multicast, split in itertools.product((1, 2), launch_model.SPLITS):
@@ -216,21 +215,6 @@ def shapes_to_tune(module: Any, tile: Any, mnk: tuple[int, int, int]) -> tuple[A
         if split == 1 or shape.rounds > 0 or shape.clusters <= 2 * launch_model.slots(module.tile, shape, module.gpu):
             shapes.add((multicast, split, auto[2]))
     return auto, shapes | {(auto[0], auto[1], raster) for raster in (4, 16) if m // module.tile.tokens > 4}
-
-
-def few_tokens_shapes(m: int, n: int, k: int, sms: int) -> Iterator[tuple[int, ...]]:
-    """Yield launch shapes of w4a8_small in its smallest tile that takes all tokens, 1 to 3 CTAs a multiprocessor."""
-    tokens = min(instance[0] for instance in INSTANCES if instance[0] >= m)
-    for shape in launch_shapes(range(2, 17)):
-        row_blocks, groups, _, cluster, stages = shape[1:6]
-        ctas, needed = -(-n // (64 * row_blocks)) * cluster, max(2, -(-k // (128 * cluster * groups)))
-        enough = ctas >= sms // 2 or cluster == 8
-        if shape[0] != tokens or not enough or (cluster > 1 and ctas > 8 * sms) or stages > needed:
-            continue
-        more = shared_bytes((*shape[:5], stages + 1))
-        resident = [count for count in (1, 2, 3) if shared_bytes(shape) <= H200[1] // count - 1024 < more]
-        if stages <= 4 or stages == needed or resident:
-            yield shape
 
 
 def tune(modules: dict[str, Any], timed: Timed, m: int, acts: tuple[str, ...]) -> list[dict[str, Any]]:

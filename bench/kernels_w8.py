@@ -11,11 +11,10 @@ reading the same rotating copies of the weight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from kernels_w4 import Kernel, Peer, Shape, Timed, run, small_tokens
+from kernels_w4 import Kernel, Peer, Timed, run
 from torch import Tensor
 
 from fp4dispatch import formats, jit
@@ -28,43 +27,6 @@ from fp4dispatch.problem.arch import Arch
 SM90 = Arch(9, 0)
 QUANTISED = 5e-2
 """Relative error to allow where activations are rounded to e4m3; 2.6e-2 is usual."""
-# Row blocks, groups and units of what csrc/few_tokens/w8/w8a16_small.cu builds for 8, 16 and 32 tokens.
-TILES: dict[int, tuple[Shape, ...]] = {
-    8: ((1, 4, 2), (2, 2, 4), (2, 4, 4)),
-    16: ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4)),
-    32: ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4), (1, 2, 2)),
-}
-SHARED = 233472
-"""Bytes of shared memory of an SM of an H200."""
-
-
-def shared_bytes(tokens: int, row_blocks: int, groups: int, cluster: int, stages: int) -> int:
-    """Shared memory of a CTA, as csrc/few_tokens/tile.h has it for 8-bit weights."""
-    ring = groups * stages * (row_blocks * 8192 + -(-tokens * 272 // 1024) * 1024)
-    sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
-    return 1024 + (max(ring, sums) if tokens >= 16 else ring + sums)
-
-
-def shapes(m: int, n: int, k: int) -> Iterator[Shape]:
-    """(tokens, row blocks, groups, units, cluster, stages, trigger) that are worth a try on an H200."""
-    tokens = small_tokens(m)
-    blocks, k_stages = -(-n // 64), -(-k // 128)
-    for row_blocks, groups, units in TILES[tokens]:
-        for cluster in (1, 2, 4, 8):
-            ctas = -(-blocks // row_blocks) * cluster
-            if not 60 <= ctas <= 1000 and not (ctas < 60 and cluster == 8):
-                continue
-            needed = max(2, -(-k_stages // (cluster * groups)))
-            tried = set()
-            for resident in (1, 2, 3, 4):
-                stages = min(needed, 63 // groups)
-                while shared_bytes(tokens, row_blocks, groups, cluster, stages) > SHARED // resident - 1024:
-                    stages -= 1
-                if stages < 1 or stages in tried:
-                    continue
-                tried.add(stages)
-                for trigger in sorted({stages, 10**6} if resident == 2 else {stages}):
-                    yield tokens, row_blocks, groups, units, cluster, stages, trigger
 
 
 class Weight:
@@ -172,7 +134,7 @@ def peers(timed: Timed, x: Tensor) -> dict[str, Peer]:
     return found
 
 
-KERNEL = Kernel("w8a16_small", "w8a16_small", shapes, TILES, Weight, check_codes)
+KERNEL = Kernel("w8a16_small", Weight, check_codes)
 
 
 def main() -> None:

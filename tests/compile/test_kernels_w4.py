@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.compile import built_kernels
-from tests.compile.built_kernels import MACHINES, Machine
+from tests.compile.built_kernels import MACHINES
+from tests.w4a8_small import end_bytes
 
 pytest.importorskip("tvm_ffi")
 
@@ -21,12 +22,21 @@ REGISTERS = {
     (8, 2, 4, 4): 80,
     (8, 2, 2, 4): 128,  # two of 192
     (16, 1, 4, 2): 80,
-    (16, 1, 2, 1): 80,
     (16, 2, 2, 4): 128,
     (16, 2, 4, 4): 160,  # one of 384
-    (32, 1, 4, 2): 160,
-    (32, 2, 2, 4): 168,
 }
+WGMMA = dict.fromkeys(((t, 1, 2, 1) for t in (32, 48, 64)), 96)  # two of 320
+WGMMA |= {(48, 1, 4, 1): 96, (64, 1, 4, 1): 96, (64, 2, 2, 1): 112, (96, 1, 2, 1): 200}  # one
+WGMMA |= {(48, 2, 1, 1): 112, (96, 2, 1, 1): 112}  # two of 288
+MMA = {(32, 1, 4, 2): 160, (32, 2, 2, 4): 168}
+TILES = ((1, 8), (9, 16), (17, 32), (33, 48), (49, 64), (65, 500))
+"""The fewest and the most tokens for which plan() takes a tile on SM90."""
+SLOW, SELDOM = pytest.mark.slow, ("RTX4090", "RTX5090")
+
+
+def registers(target: str) -> dict[tuple[int, ...], int]:
+    """Of each tile that is built for a target."""
+    return REGISTERS | (WGMMA if target == "90a" else MMA)
 
 
 def module() -> Any:
@@ -35,8 +45,7 @@ def module() -> Any:
 
 @pytest.mark.parametrize(("variant", "target"), built_kernels.builds(SMALL))
 def test_small_is_proved(variant: str, target: str) -> None:
-    built = {tile: most for tile, most in REGISTERS.items() if tile[3] > 1 or target == "90a"}
-    built_kernels.check_few_tokens_proved(SMALL, variant, target, built)
+    built_kernels.check_few_tokens_proved(SMALL, variant, target, registers(target))
 
 
 def test_the_early_copies_are_there_and_only_their_declaration_lets_them_pass() -> None:
@@ -48,20 +57,24 @@ def shared_bytes(plan: list[int]) -> int:
     tokens, row_blocks, groups, units, cluster, stages, _ = plan
     stage = row_blocks * 4608 + tokens * (256 if units == 1 else 272)
     stage = -(-stage // 1024) * 1024 if units == 1 else stage
-    ring, sums = groups * stages * stage, groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
-    return (1024 if units == 1 else 512) + (max(ring, sums) if tokens >= 32 else ring + sums)
+    ring, end = groups * stages * stage, end_bytes(tokens, row_blocks, groups, cluster)
+    return (1024 if units == 1 else 512) + (max(ring, end) if tokens >= 32 else ring + end)
 
 
-@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-def test_every_plan_fits_the_machine(machine: Machine) -> None:
-    built_kernels.check_plans_fit(
-        module().w4a16_small_plan, machine, [tile for tile in REGISTERS if tile[3] > 1 or machine[3]], 31, shared_bytes
-    )
+TARGETS = {"H200": "90a", "A100": "80", "RTX4090": "89", "RTX5090": "120f"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name in SELDOM else ()) for name in MACHINES])
+def test_every_plan_fits_the_machine(name: str) -> None:
+    target = TARGETS[name]
+    plan_of = built_kernels.module(SMALL, "bf16", target).w4a16_small_plan
+    slots = 63 if target == "90a" else 31
+    built_kernels.check_plans_fit(plan_of, MACHINES[name], registers(target), slots, shared_bytes)
 
 
 def test_launch_shape_does_not_depend_on_the_number_of_tokens_of_a_tile() -> None:
     built_kernels.check_same_plan_for_all_tokens_of_a_tile(
-        module().w4a16_small_plan, ((4096, 4096), (28672, 4096), (1024, 4096)), ((1, 8), (9, 16), (17, 32))
+        module().w4a16_small_plan, ((4096, 4096), (28672, 4096), (1024, 4096)), TILES
     )
 
 

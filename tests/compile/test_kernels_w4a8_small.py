@@ -19,7 +19,8 @@ pytest.importorskip("tvm_ffi")
 pytestmark = built_kernels.NEEDS_NVCC
 
 # CTAs of a multiprocessor that plan()'s rings count on; an SM90 has 65536 registers, dealt out to warps by 256.
-RESIDENT = dict.fromkeys(INSTANCES, 1) | {(16, 1, 2, 1): 2, (32, 1, 2, 1): 2}
+RESIDENT = dict.fromkeys(INSTANCES, 1)
+RESIDENT |= dict.fromkeys([(16, 2, 1, 1), *((tokens, 1, 2, 1) for tokens in (16, 24, 32, 48, 64))], 2)
 
 
 def module(variant: str = "bf16") -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from tests.compile import built_kernels
 from tests.compile.built_kernels import MACHINES, Machine
+from tests.w4a8_small import end_bytes
 
 pytest.importorskip("tvm_ffi")
 
@@ -50,8 +51,8 @@ def shared_bytes(plan: list[int]) -> int:
     """As csrc/few_tokens/tile.h has it, written down once more."""
     tokens, row_blocks, groups, _, cluster, stages, _ = plan
     stage = row_blocks * 8192 + -(-tokens * 272 // 1024) * 1024
-    ring, sums = groups * stages * stage, groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
-    return 1024 + (max(ring, sums) if tokens >= 16 else ring + sums)
+    ring, end = groups * stages * stage, end_bytes(tokens, row_blocks, groups, cluster)
+    return 1024 + (max(ring, end) if tokens >= 16 else ring + end)
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)

@@ -10,16 +10,17 @@ import torch
 from fp4dispatch import jit
 from tests.compile import built_kernels
 from tests.compile.built_kernels import REAL, packed_operands
-from tests.w4a8_small import H200, tile_of
+from tests.w4a8_small import H200, end_bytes, tile_of
 
 pytest.importorskip("tvm_ffi")
 
 pytestmark = built_kernels.NEEDS_NVCC
 
 NAME = "w8a8_small"
-# Registers of each tile: two CTAs of 10 warps share a multiprocessor's 65536, or one has all.
-REGISTERS = {(16, 1, 2, 1): 96, (32, 1, 2, 1): 96, (64, 1, 2, 1): 96}
-REGISTERS |= {(96, 1, 2, 1): 200, (128, 1, 2, 1): 200}
+# Registers of each tile: two CTAs share a multiprocessor's 65536, or one has all.
+REGISTERS = dict.fromkeys(((t, 1, 2, 1) for t in (16, 24, 32, 48, 64)), 96)
+REGISTERS |= {(16, 1, 4, 1): 96, (32, 1, 4, 1): 96, (16, 2, 1, 1): 112, (64, 2, 1, 1): 112}
+REGISTERS |= dict.fromkeys(((t, 1, 2, 1) for t in (80, 96, 112, 128)), 200) | {(96, 2, 1, 1): 224}
 
 
 VARIANTS = ["bf16", pytest.param("block_bf16", marks=pytest.mark.slow)]
@@ -30,12 +31,12 @@ def module(variant: str = "bf16") -> Any:
 
 
 def shared_bytes(plan: Any, variant: str = "bf16") -> int:
-    """Shared memory of a CTA: barriers, the rings, sums of the cluster's groups of warps."""
+    """Shared memory of a CTA: barriers, the rings, and what its end needs."""
     tokens, row_blocks, groups, _, cluster, stages = plan[:6]
     scales = -(-tokens * 4 // 1024) * 1024 if variant.startswith("block") else 0  # of tokens, in a stage
     ring = groups * stages * (row_blocks * 8192 + tokens * 128 + scales)
-    sums = groups * cluster * 4 * tokens * (row_blocks * 64 // cluster + 4)
-    return 1024 + (max(ring, sums) if tokens >= 32 else ring + sums)
+    end = end_bytes(tokens, row_blocks, groups, cluster)
+    return 1024 + (max(ring, end) if tokens >= 32 else ring + end)
 
 
 @pytest.mark.parametrize(("variant", "target"), built_kernels.builds(NAME))
@@ -125,5 +126,5 @@ def test_wrong_block_scales_are_refused_before_any_cuda_call(change: dict[str, A
 
 
 def test_launch_shapes_are_those_that_are_built() -> None:
-    with pytest.raises(ValueError, match="no kernel for 16 tokens, 1 row blocks, 4 groups and 1 units"):
-        module().w8a8_small_shaped(*operands().values(), [16, 1, 4, 1, 1, 2, 2], False)
+    with pytest.raises(ValueError, match="no kernel for 24 tokens, 1 row blocks, 4 groups and 1 units"):
+        module().w8a8_small_shaped(*operands().values(), [24, 1, 4, 1, 1, 2, 2], False)

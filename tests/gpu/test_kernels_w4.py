@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, WITHOUT_WGMMA
 from tests.gpu import few_tokens
 from tests.gpu.few_tokens import DTYPES, NK, WRONG_ARGUMENTS, WRONG_SHAPES, needs_sm80
 from tests.gpu.few_tokens import Nvfp4 as Problem
 
 pytestmark = [pytest.mark.gpu, needs_sm80]
 
-# Tokens, row blocks, groups and units of what is built; 1 unit is wgmma.
-TILES = (
-    *((8, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4))),
-    *((16, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4), (1, 2, 1))),
-    *((32, *tile) for tile in ((1, 4, 2), (2, 2, 4))),
-)
+NAME = Problem.name
+
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+TILES = [tile for tile in KERNELS[NAME].instances if SM90 or tile[3] > 1]  # 1 unit is wgmma
+TILES += [] if SM90 else WITHOUT_WGMMA[NAME]
 
 
 @pytest.mark.parametrize("variant", DTYPES)
@@ -31,8 +31,6 @@ def test_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> N
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_launch_shape_is_right(variant: str, tile: tuple[int, ...]) -> None:
     wgmma = tile[3] == 1
-    if wgmma and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("wgmma is Hopper's")
     few_tokens.check_launch_shapes(Problem, variant, tile, ((2 if wgmma else 1, 0), (2, 1), (3, 100)))
 
 
@@ -49,7 +47,7 @@ def test_not_finite_activations_stay_with_their_token() -> None:
     few_tokens.check_not_finite_stays_alone(Problem)
 
 
-@pytest.mark.parametrize("m", [1, 16, 32])
+@pytest.mark.parametrize("m", [1, 16, 32, 48, 64, 96])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
     few_tokens.check_pdl_chain([Problem("bf16", 1, 2048, 2048) for _ in range(3)], m)

@@ -7,18 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from tests.gpu import few_tokens
 from tests.gpu.few_tokens import DTYPES, NK, WRONG_ARGUMENTS, WRONG_SHAPES, needs_sm80
 from tests.gpu.few_tokens import E4m3 as Problem
 
 pytestmark = [pytest.mark.gpu, needs_sm80]
 
-# Tokens, row blocks, groups and units of what is built.
-TILES = (
-    *((8, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4))),
-    *((16, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4))),
-    *((32, *tile) for tile in ((1, 4, 2), (2, 2, 4), (2, 4, 4), (4, 2, 4), (1, 2, 2))),
-)
+TILES = tuple(KERNELS[Problem.name].instances)
 
 
 @pytest.mark.parametrize("variant", DTYPES)

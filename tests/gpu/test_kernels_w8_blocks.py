@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp4dispatch import formats
+from fp4dispatch.backends.own.tiling.few_tokens import CLUSTERS
 from fp4dispatch.jit.catalog.manifest import installed
 from tests import w8_fake
 from tests.gpu import test_kernels_w8_gemm as many
@@ -150,7 +151,7 @@ def test_few_tokens_every_launch_shape_is_right(variant: str, instance: tuple[in
     """Parts of K without a stage too, and several tiles of tokens."""
     for mnk in ((7, 200, 48), (33, 264, 400), (100, 136, 2064)):
         problem = Blocks(OUT_DTYPES[variant], mnk)
-        for cluster in (1, 2, 4, 8):
+        for cluster in CLUSTERS:
             for stages in (2, 3, 4):
                 for trigger in (stages, 0, 100):
                     problem.run(kernel(f"block_{variant}").w8a8_small_shaped, [*instance, cluster, stages, trigger])

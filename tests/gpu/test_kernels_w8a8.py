@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp4dispatch import formats
+from fp4dispatch.backends.own.tiling.few_tokens import CLUSTERS, KERNELS
 from tests import w8_fake
 from tests.gpu.few_tokens import NK
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
@@ -36,8 +37,8 @@ from tests.gpu.w8_packed import (
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 128, 130, 200)
-INSTANCES = ((16, 1, 2, 1), (32, 1, 2, 1), (64, 1, 2, 1), (96, 1, 2, 1), (128, 1, 2, 1))
+M = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 130, 200)
+INSTANCES = tuple(KERNELS["w8a8_small"].instances)
 SHAPE = [16, 1, 2, 1, 1, 2, 2]
 
 
@@ -136,7 +137,7 @@ def test_every_launch_shape_is_right(variant: str, instance: tuple[int, ...]) ->
     """Parts of K without a stage too, and several tiles of tokens."""
     for mnk in ((7, 200, 48), (33, 264, 400), (100, 136, 2064)):
         problem = Problem(OUT_DTYPES[variant], mnk)
-        for cluster in (1, 2, 4, 8):
+        for cluster in CLUSTERS:
             for stages in (2, 3, 4):
                 for trigger in (stages, 0, 100):
                     problem.run(kernel(variant).w8a8_small_shaped, [*instance, cluster, stages, trigger])
@@ -152,7 +153,7 @@ def test_one_static_scale_for_all_tokens(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", OUT_DTYPES)
-@pytest.mark.parametrize("m", [8, 16, 32, 64, 96, 128])
+@pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64, 80, 96, 112, 128])
 def test_every_finite_code_is_exact_at_every_k(variant: str, m: int) -> None:
     check_every_finite_code(kernel(variant).w8a8_small, OUT_DTYPES[variant], m)
 
@@ -190,7 +191,7 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
 
 
 @pytest.mark.parametrize("static", [None, 0.01])
-@pytest.mark.parametrize("m", [1, 16, 32, 64, 96, 128])
+@pytest.mark.parametrize("m", [1, 16, 24, 32, 48, 64, 80, 96, 112, 128])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
     check_pdl_chain(kernel().w8a8_small, m, static)
@@ -216,7 +217,8 @@ def test_wrong_operands_are_refused_before_a_launch(name: str, change: Any, mess
     [
         ([16, 1, 2, 1, 1, 2], "shape: has 6 numbers, needed 7"),
         ([16, 3, 2, 1, 1, 2, 0], "no kernel for 16 tokens, 3 row blocks, 2 groups and 1 units"),
-        ([16, 1, 2, 1, 3, 2, 0], "cluster is 3, needed 1, 2, 4 or 8"),
+        ([16, 1, 2, 1, 0, 2, 0], "cluster is 0, needed 1 to 8"),
+        ([16, 1, 2, 1, 9, 2, 0], "cluster is 9, needed 1 to 8"),
         ([16, 1, 2, 1, 1, 1, 0], "1 stages, needed 2 to"),
         ([64, 1, 2, 1, 1, 31, 0], "bytes of shared memory, a CTA has 232448"),
         ([16, 1, 2, 1, 1, 2, -1], "trigger is -1, needed at least 0"),

@@ -17,20 +17,30 @@ CSRC = Path(__file__).parents[2] / "csrc" / "few_tokens"
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_instances_are_those_of_the_source(kernel):
     (path,) = CSRC.rglob(f"{kernel}.cu")
-    found = re.findall(r"instance<Weights, (\d+), (\d+), (\d+), (\d+)>", path.read_text())
-    assert sorted(tuple(map(int, each)) for each in found) == sorted(KERNELS[kernel].instances)
+    hopper, *others = re.split(r"#else|#endif", path.read_text().partition("built()")[2].partition("return {std")[0])
+    found, elsewhere = instances_in(hopper), instances_in("".join(others))
+    assert sorted(found) == sorted(KERNELS[kernel].instances)
+    assert sorted(elsewhere) == sorted(few_tokens.WITHOUT_WGMMA.get(kernel, ()))
+
+
+def instances_in(source):
+    found = re.findall(r"instance<Weights, (\d+), (\d+), (\d+), (\d+)>", source)
+    return [tuple(map(int, each)) for each in found]
 
 
 def test_shared_memory_is_counted_as_in_the_source():
-    for shape in w4a8_small.launch_shapes((2, 3, 5)):
+    shapes = list(w4a8_small.launch_shapes((2, 3, 5)))
+    assert {shape[4] for shape in shapes} == set(few_tokens.CLUSTERS)
+    for shape in shapes:
         assert KERNELS["w4a8_small"].shared_bytes(FewTokensShape(*shape)) == w4a8_small.shared_bytes(shape)
-    # By hand from tile.h: a ring of 4 x 2 stages of 8704 bytes (4608 weights, 8 x 272 tokens), sums of 4 groups.
-    assert (
-        KERNELS["w4a16_small"].shared_bytes(FewTokensShape(8, 1, 4, 2, 2, 2, 2)) == 512 + 8 * 6784 + 4 * 2 * 4 * 8 * 36
-    )
-    assert (
-        KERNELS["w4a16_small"].shared_bytes(FewTokensShape(16, 1, 2, 1, 1, 2, 2)) == 1024 + 4 * 9216 + 2 * 4 * 16 * 68
-    )
+    # By hand from tile.h: 4 x 2 stages of 6784 bytes (4608 weights, 8 x 272 tokens); at the end two numbers for each of
+    # 64 rows, sums of 4 groups for 8 tokens of 64 + 4 rows, and 8 tokens of 32 rows from each of 2 CTAs.
+    two = FewTokensShape(8, 1, 4, 2, 2, 2, 2)
+    assert KERNELS["w4a16_small"].shared_bytes(two) == 512 + 8 * 6784 + 512 + 4 * 8 * 68 * 4 + 2 * 8 * 32 * 4
+    three = two._replace(cluster=3)  # 6, 5 and 5 fours of rows: room for 8 of each CTA
+    assert KERNELS["w4a16_small"].shared_bytes(three) == 512 + 8 * 6784 + 512 + 4 * 8 * 68 * 4 + 3 * 8 * 32 * 4
+    ring = 1024 + 3 * 2 * (4608 + 16384 + 512)  # more than the sums, which take its place
+    assert KERNELS["w4a16_small"].shared_bytes(FewTokensShape(64, 1, 2, 1, 1, 3, 3)) == ring
     assert KERNELS["w8a16_small"].shared_bytes(FewTokensShape(16, 1, 4, 2, 1, 3, 3)) == 1024 + 12 * (8192 + 5120)
     assert KERNELS["w8a8_small"].shared_bytes(FewTokensShape(64, 1, 2, 1, 1, 4, 4)) == 1024 + 8 * 16384
     blocks = KERNELS["w8a8_small"].shared_bytes(FewTokensShape(64, 1, 2, 1, 1, 4, 4), block_scales=True)
@@ -61,16 +71,16 @@ def test_tiles_of_tokens_and_how_many_hold_them():
     tiles = {m: KERNELS["w4a8_small"].tiles(m) for m in (7, 33, 65, 97, 129, 257, 512)}
     assert tiles == {
         7: {16: 1},
-        33: {16: 3, 32: 2, 64: 1},
-        65: {16: 5, 32: 3, 64: 2, 96: 1},
-        97: {16: 7, 32: 4, 64: 2, 128: 1},
-        129: {32: 5, 64: 3, 96: 2},
-        257: {64: 5, 96: 3},
-        512: {64: 8, 96: 6, 128: 4},
+        33: {16: 3, 24: 2, 48: 1},
+        65: {16: 5, 24: 3, 48: 2, 80: 1},
+        97: {16: 7, 24: 5, 32: 4, 48: 3, 64: 2, 112: 1},
+        129: {24: 6, 32: 5, 48: 3, 80: 2},
+        257: {48: 6, 64: 5, 80: 4, 96: 3},
+        512: {64: 8, 80: 7, 96: 6, 112: 5, 128: 4},
     }
     assert KERNELS["w8a16_small"].tiles(40) == {8: 5, 16: 3, 32: 2}
     most = {kernel: about.most_tokens() for kernel, about in KERNELS.items()}
-    assert most == {"w4a16_small": 256, "w8a16_small": 256, "w4a8_small": 512, "w8a8_small": 512}
+    assert most == {"w4a16_small": 512, "w8a16_small": 256, "w4a8_small": 512, "w8a8_small": 512}
 
 
 def test_several_small_tiles_are_for_small_weights():
@@ -78,18 +88,20 @@ def test_several_small_tiles_are_for_small_weights():
     sizes = {
         n: {shape.tokens for shape in candidates("w4a8_small", 120, n, 4096, 132)} for n in (1024, 4096, 8192, 16384)
     }
-    assert sizes == {1024: {16, 32, 64}, 4096: {32, 64, 128}, 8192: {64, 128}, 16384: {128}}
+    every = {16, 24, 32, 48, 64, 128}
+    assert sizes == {1024: every, 4096: every - {24}, 8192: {48, 64, 128}, 16384: {64, 128}}
     assert not list(candidates("w4a8_small", 400, 16384, 4096, 132))
-    assert {shape.tokens for shape in candidates("w4a16_small", 40, 16384, 4096, 132)} == {32}
+    assert {shape.tokens for shape in candidates("w4a16_small", 40, 32768, 4096, 132)} == {48}
 
 
-def test_wide_tiles_share_k_out_to_two_ctas_at_most():
+def test_wide_tiles_share_k_out_to_four_ctas_at_most():
     clusters = {}
-    for shape in candidates("w8a8_small", 120, 1024, 8192, 132):
+    for shape in candidates("w8a8_small", 120, 896, 8192, 132):
         clusters.setdefault(shape.tokens, set()).add(shape.cluster)
     assert max(clusters[64]) == 8
-    assert 128 not in clusters
-    assert {shape.cluster for shape in candidates("w8a8_small", 120, 4096, 8192, 132) if shape.tokens == 128} == {1, 2}
+    assert 128 not in clusters  # four CTAs for each of 14 row blocks leave over half of the GPU idle
+    wide = {shape.cluster for shape in candidates("w8a8_small", 120, 4096, 8192, 132) if shape.tokens == 128}
+    assert wide == {1, 2, 3, 4}
 
 
 def test_a_gpu_with_little_shared_memory_has_fewer_shapes():

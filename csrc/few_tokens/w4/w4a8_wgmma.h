@@ -42,46 +42,41 @@ struct W4A8Wgmma {
       chunks[c].load(words + offset + c * w4::kChunkBytes, scales + offset + c * w4::kChunkBytes);
     };
     uint32_t a[2][4];
-    int phase = 0;
     barrier_wait(full, parity);
     load(0);
     chunks[0].look_up(luts);
 #pragma unroll 1
-    for (int i = 0; i < range.count; ++i) {
+    for (int left = range.count - 1;; --left) {  // stages after this one: what counts takes registers here
       uint64_t const b = operand_b(ring.tokens(0) + offset);
-      uint32_t const current = full;
       wgmma_wait<1>();
       chunks[0].dequantize<0>(a[0]);
-      multiply<Tile>(partial, a[0], b, phase);
-      load(1);
+      multiply<Tile>(partial, a[0], b, (range.count - 1 - left) % kPromoteStages);
       wgmma_wait<1>();
       if (release != 0 && lane == 0) barrier_arrive(release);  // of the stage before
+      load(1);
       chunks[0].dequantize<1>(a[1]);
       multiply<Tile>(partial, a[1], b + kDescriptorStep, 1);
       chunks[1].look_up(luts);
       wgmma_wait<1>();
       chunks[1].dequantize<0>(a[0]);
       multiply<Tile>(partial, a[0], b + 2 * kDescriptorStep, 1);
-      offset += Tile::kStageBytes, full += 16;
-      if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
-      if (i + 1 < range.count) {
-        barrier_wait(full, parity);
-        load(0);
-      }
       wgmma_wait<1>();
       chunks[1].dequantize<1>(a[1]);
       multiply<Tile>(partial, a[1], b + 3 * kDescriptorStep, 1);
+      if (left == 0) break;
+      release = full + 8;
+      offset += Tile::kStageBytes, full += 16;
+      if (full == last) full = ring.full(0), parity ^= 1, offset = 0;
+      barrier_wait(full, parity);
+      load(0);
       chunks[0].look_up(luts);
-      if (++phase == kPromoteStages) {
-        phase = 0;
+      if ((range.count - left) % kPromoteStages == 0) {
         wgmma_wait<0>();
 #pragma unroll
         for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
       }
-      release = current + 8;
     }
     wgmma_wait<0>();
-    if (phase == 0) return;
 #pragma unroll
     for (int v = 0; v < Tile::kTokens / 2; ++v) sums[v] += partial[v];
   }

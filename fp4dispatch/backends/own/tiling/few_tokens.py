@@ -63,7 +63,7 @@ class FewTokensKernel:
     Parameters
     ----------
     instances
-        The tiles, and the registers of a thread of each, as nvcc 13.0 compiles it.
+        The tiles that a build for SM90 has, and the registers of a thread of each, as nvcc 13.0 compiles it.
     weight_bytes
         Of a stage of a row block.
     x_bytes
@@ -238,6 +238,9 @@ KERNELS = {
         align=1024,
     ),
 }
+
+WITHOUT_WGMMA: Mapping[str, tuple[Instance, ...]] = {"w4a16_small": ((32, 1, 4, 2), (32, 2, 2, 4))}
+"""Tiles that builds for other architectures than SM90 have in place of those of one unit."""
 
 
 @dataclass(frozen=True)
