@@ -10,6 +10,7 @@ what samples of older builds say; the fit then stays near.
 Kernels for few tokens are fitted to the samples of ``--few``, those for many to ``--many``, libraries to ``--fit``. Of
 few tokens with FP8 activations only samples with their quantiser (``--whole``) count. Of such samples, what a quantiser
 adds is taken off: layers run both.
+``--few-of KERNEL FILE ...`` fits one of them to other samples than those of ``--few``: where it alone has changed.
 ``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
@@ -21,7 +22,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -350,8 +351,9 @@ def fit(
     named: Sequence[str],
     *,
     near_scaled: bool = False,
+    few_of: Mapping[str, Records] | None = None,
 ) -> dict[str, Any]:
-    """Return the [[gpu]] of speeds.toml as plain data."""
+    """Return the [[gpu]] of speeds.toml as plain data. ``few_of``: samples of one kernel, by its name there."""
     problems = [p for record in (*records, *many_records) for p in record["problems"]]
     of_many_tokens = [p for record in many_records for p in record["problems"]]
     of_few_tokens = [p for record in few_records for p in record["problems"]]
@@ -367,15 +369,19 @@ def fit(
     few: dict[str, Any] = {}
     quantised = quantisers([*of_few_tokens, *of_many_tokens], problems)
     gpu, builds = many_tokens([gemms_alone(p, quantised) for p in of_many_tokens], model.sms)
-    of_few_tokens = [gemms_alone(p, quantised) for p in of_few_tokens]
-    as_it_was = [gemms_alone(p, quantised) for record in before for p in record["problems"]]
+
+    def alone(some: Records) -> list[dict[str, Any]]:
+        return [gemms_alone(p, quantised) for record in some for p in record["problems"]]
+
+    as_it_was = alone(before)
     for kernel in KERNELS:
         for blocks in (False, True):
             name = f"{kernel} {speeds.BLOCKS}" if blocks else kernel
             known = scaled.few_tokens.get(name) if scaled is not None else None
             if some := few_launches([p for p in as_it_was if serves(p, kernel)], kernel, blocks=blocks):
                 known = fit_few(kernel, some, usable, blocks=blocks, known=known)
-            row = few_tokens(of_few_tokens, kernel, usable, blocks=blocks, known=known)
+            sampled = alone((few_of or {}).get(name, few_records))
+            row = few_tokens(sampled, kernel, usable, blocks=blocks, known=known)
             if row is not None:
                 few[name] = row
     return {
@@ -450,6 +456,9 @@ def main() -> None:
     parser.add_argument("--many", type=Path, nargs="+", required=True, help="samples of kernels for many tokens")
     parser.add_argument("--few", type=Path, nargs="+", required=True, help="samples of kernels for few tokens")
     parser.add_argument(
+        "--few-of", nargs="+", action="append", default=[], metavar="KERNEL", help="a kernel, and its samples"
+    )
+    parser.add_argument(
         "--few-before", type=Path, nargs="+", default=[], help="of kernels for few tokens as they were; fitted first"
     )
     parser.add_argument(
@@ -460,14 +469,20 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
+    known = {f"{kernel}{kind}" for kernel in KERNELS for kind in ("", f" {speeds.BLOCKS}")}
+    for name, *files in args.few_of:
+        if name not in known or not files:
+            parser.error(f"--few-of {name}: needs one of {', '.join(sorted(known))}, and files")
+    few_of = {name: [Path(file) for file in files] for name, *files in args.few_of}
     asked = args.fit, args.many, args.few, args.few_before
-    paths = sorted({path for some in asked for path in some}, key=lambda path: path.name)
+    paths = sorted({path for some in (*asked, *few_of.values()) for path in some}, key=lambda path: path.name)
     read = {path: json.loads(path.read_text("utf-8")) for path in paths}
     if len({record["facts"]["device"] for record in read.values()}) != 1:
         parser.error("samples of several GPU models: fit each alone")
     records, many, few, before = ([read[path] for path in paths if path in some] for some in asked)
     named = [cited(path, record) for path, record in read.items()]
-    row = fit(records, many, few, before, named, near_scaled=args.near_scaled)
+    of = {name: [read[path] for path in some] for name, some in few_of.items()}
+    row = fit(records, many, few, before, named, near_scaled=args.near_scaled, few_of=of)
     if args.write or args.to != speeds.FILE:
         written(args.to, row)
     else:

@@ -191,13 +191,13 @@ struct Launch {
     };
     cudaFuncAttributes code{};
     TVM_FFI_CHECK_CUDA_ERROR(cudaFuncGetAttributes(&code, Small::built().first->kernel));
+    int64_t const shared_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     for (Instance const& used : Small::built()) {
-      TVM_FFI_CHECK_CUDA_ERROR(cudaFuncSetAttribute(used.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    int(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin))));
+      TVM_FFI_CHECK_CUDA_ERROR(
+          cudaFuncSetAttribute(used.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_block)));
     }
     return {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-            attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-            code.ptxVersion >= 90};  // what the code was built for
+            shared_block, code.ptxVersion >= 90};  // what the code was built for
   }
 
   // The current device. Its kernels are made ready for large shared memory on the way.

@@ -85,8 +85,9 @@ struct Tile {
   static constexpr int kMaxSlots = kBarrierBytes / 16 - 1;  // stages of all rings together
   static constexpr int kRingsAt = kBarrierBytes + Weights::kTableBytes;
   static constexpr int kFewestStages = kWgmma ? 2 : 1;  // wgmma still reads a stage when the next one begins
-  // fp32: alpha and bias of the rows, sums of the groups, [group][token][row], then those that the CTAs of the cluster send,
-  // [CTA][token][slot of four rows]. The 4 floats more keep tokens two apart 8 banks apart. With many tokens they take the place of the ring.
+  // fp32: alpha and bias of the rows; sums of the groups, [group][token][row]; those that the CTAs of the cluster
+  // send, [CTA][token][slot of four rows]. The 4 floats more keep tokens two apart 8 banks apart. With many tokens all
+  // this takes the place of the ring.
   static constexpr int kPitch = kRows + 4, kQuads = kRows / 4;
   static constexpr bool kReuse = T >= Weights::kReuseTokens;
   static constexpr int kFactorBytes = 8 * kRows, kSumBytes = 4 * KG * T * kPitch;

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fp4dispatch import jit
+from fp4dispatch.backends.own.tiling import few_tokens
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import libraries
 
@@ -43,6 +44,7 @@ def gemm(scales: list[Any]) -> list[Any]:
 BY_ROW = [rows(F32, M), rows(F32, N)]
 BY_BLOCK = [[*F32, [M, K // 128], [1, 8]], rows(F32, N // 128, K // 128)]
 GEMM, FEW, MANY, MANY_W4 = "fp8_gemm_sm90", "w8a8_small", "w8_gemm_sm90", "w4_gemm_sm90"
+FEW_W4 = "w4a16_small"
 PACKED = [[*U8, [2, 1, 1024], [1024, 1024, 1]], rows(F32, M), rows(E4M3, N, K), rows(F32, N)]
 OUT, SHAPE = [None, rows(BF16, M, N)], {"numbers": [1, 1, 8, 1, 0, 4]}
 W4P = [*U8, [N // 64, K // 64, 2304], [K // 64 * 2304, 2304, 1]]
@@ -56,15 +58,24 @@ CASES = [
     (GEMM, "block_bf16_swap_128x16", "fp8_gemm", gemm(BY_BLOCK), 3),
     (GEMM, "block_bf16_128x128", "fp8_gemm", gemm(BY_BLOCK), 4),
     (FEW, "bf16", "w8a8_small", [*PACKED, *OUT, True], 1),
+    (FEW_W4, "bf16", FEW_W4, [rows(BF16, 40, K), W4P, rows(F32, N), None, rows(BF16, 40, N), True], 1),
     (MANY, "bf16_128", "w8_gemm", [*PACKED, *OUT, SHAPE, True], 2),
     (MANY_W4, "a16_bf16_128x128", "w4_gemm", AS_THEY_ARE, 2),
 ]
 QUICK = ("any", "row_bf16_swap_64x16", "bf16", "bf16_128", "a16_bf16_128x128")
 FOUND, SIZED = {"cudaGetDriverEntryPoint": 1}, {"cudaFuncSetAttribute": 1, "cudaDeviceGetAttribute": 1}
+TILES = {
+    kernel: {
+        "cudaFuncGetAttributes": 1,
+        "cudaFuncSetAttribute": len(few_tokens.KERNELS[kernel].instances),
+        "cudaDeviceGetAttribute": 3,
+    }
+    for kernel in (FEW, FEW_W4)
+}
 ONCE: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "fp8_quantize": ({}, {}),
     GEMM: (SIZED, FOUND | {"cudaDriverGetVersion": 1}),
-    FEW: ({"cudaFuncGetAttributes": 1, "cudaFuncSetAttribute": 5, "cudaDeviceGetAttribute": 8}, FOUND),
+    **{kernel: (of_tiles, FOUND) for kernel, of_tiles in TILES.items()},
     MANY: ({"cudaFuncSetAttribute": 1}, FOUND),
     MANY_W4: ({"cudaFuncSetAttribute": 1}, FOUND),
 }
@@ -72,7 +83,10 @@ ONCE: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 
 
 def cases() -> list[Any]:
-    return [pytest.param(case, id=case[1], marks=() if case[1] in QUICK else pytest.mark.slow) for case in CASES]
+    return [
+        pytest.param(case, id=f"{case[0]}-{case[1]}", marks=() if case[1] in QUICK else pytest.mark.slow)
+        for case in CASES
+    ]
 
 
 @pytest.fixture(scope="module")
