@@ -240,13 +240,14 @@ def _nothing(*_: object) -> None:
 
 
 def _scaled_mm(truth: Truth, launcher: Launcher, out: Tensor) -> Call | None:
-    """Return cuBLASLt's row-wise FP8 GEMM alone; None on a CPU."""
-    if truth.x.device.type != "cuda":
+    """Return cuBLASLt's row-wise FP8 GEMM alone; None on a CPU, and where no family has weights by row."""
+    by_row = next((launch for launch in launcher.all(1) if launch.family.format == "row"), None)
+    if truth.x.device.type != "cuda" or by_row is None:
         return None
     from fp4dispatch import formats
 
     q = formats.fp8_quantize(truth.x, "row")
-    _, held = launcher.plan(next(e for e in launcher.all(1) if e.family.format == "row"), 1)
+    _, held = launcher.plan(by_row, 1)
     scale = q.scale.view(-1, 1)
 
     def call(i: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4dispatch.benchmark import run as runs
 from fp4dispatch.benchmark.methods.base import Launch, Method, Prepared
-from fp4dispatch.benchmark.methods.launches import FAMILIES, Family, Launcher, OwnLaunch
+from fp4dispatch.benchmark.methods.launches import FAMILIES, FIRST, Family, Launcher, OwnLaunch
 from fp4dispatch.benchmark.problems.operands import Format, Operands, Truth
 from fp4dispatch.benchmark.problems.sampling import Sample
 from fp4dispatch.benchmark.run import Outcome, Row
@@ -74,7 +74,7 @@ class RandomRunner(runs.Runner):
         launcher, m = self._launcher, truth.x.shape[0]
         times: dict[Family, list[tuple[float, OwnLaunch]]] = {}
         out = truth.x.new_empty(m, truth.operands.n)
-        for launch in launcher.all(m):
+        for launch in launcher.all(m, FIRST):
             us = self._sieve(launcher, launch, truth, out)
             if self.outcome.stopped:
                 return ()

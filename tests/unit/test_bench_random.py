@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from bench import launch_samples
 from fp4dispatch import cli
 from fp4dispatch.backends.own import w4, w8a8
-from fp4dispatch.backends.own.tiling import launch_model, speeds
+from fp4dispatch.backends.own.tiling import launch_model, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.tiles import speed_of
@@ -161,6 +162,30 @@ def test_launches_hold_every_build_and_what_a_backend_would_launch():
     assert list(launches.launches(1, 4096, 4096, blackwell)) == []
 
 
+def test_of_kernels_for_few_tokens_only_what_the_model_puts_first_may_be_asked_for():
+    h200 = replace(HOPPER_ON_PAPER, name="NVIDIA H200")
+    constants = speeds.fitted()["H200 SXM"]
+    every, four = (list(launches.launches(24, 4096, 4096, h200, first=first)) for first in (None, 4))
+    assert set(four) < set(every)
+
+    def of(some, kernel, build):
+        return [each.shape for each in some if each.build == (kernel, build) and each.shape is not None]
+
+    for family, kernel, build in ((1, "w4a8_small", "bf16"), (4, "w8a8_small", "block_bf16")):
+        problem = launches.FAMILIES[family].problem(24, 4096, 4096)
+
+        def us(shape, kernel=kernel, build=build, problem=problem):
+            return predict.launch(kernel, build, None, shape, problem, constants)
+
+        assert sorted(map(us, of(four, kernel, build))) == sorted(map(us, of(every, kernel, build)))[:4]
+    gemms = [each for each in every if each.build[0] not in KERNELS]
+    assert gemms == [each for each in four if each.build[0] not in KERNELS]
+    own = {each.build for each in four if each.shape is None}
+    assert own == {each.build for each in every if each.build[0] in KERNELS}, "what a kernel chooses itself"
+    unknown = replace(HOPPER_ON_PAPER, name="NVIDIA H300")
+    assert list(launches.launches(24, 4096, 4096, unknown, first=4)) == every
+
+
 def test_a_plan_of_a_given_build_and_shape(monkeypatch):
     shapes = random_cases.kernels(monkeypatch)
     w, backend = w4_fake.weights(128, 256), w4.W4A8Backend()
@@ -245,8 +270,27 @@ def test_samples_of_the_launches_that_the_model_puts_first(few, monkeypatch, tmp
             tile = speed_of(*name.split()[1].split("/"))
             first = min(launch_model.clocks(tile, LaunchShape(*s), m, n, k, h200) for s in all_)
             assert {launch_model.clocks(tile, LaunchShape(*s), m, n, k, h200) for s in one} == {first}
-        else:
-            assert one == all_
+
+
+def test_samples_near_what_the_models_put_first_of_each_tile_and_of_all():
+    sampler = launch_samples.Sampler(HOPPER_ON_PAPER, random_cases.OneTime(), launches.FAMILIES, near=2)
+    every = list(launches.launches(40, 4096, 4096, HOPPER_ON_PAPER))
+    weight = SimpleNamespace(all=lambda m: iter(every), operands=SimpleNamespace(n=4096, k=4096))
+    kept = list(sampler.worth_timing(weight, 40))
+    small = [each for each in every if each.build == ("w4a8_small", "bf16") and each.shape is not None]
+    us = {each: sampler.predicted(weight, each, 40) for each in small}
+    in_order = sorted(small, key=us.__getitem__)
+    wanted = set(in_order[: 2 * launch_samples.FIRST])
+    for tile in {each.shape[:4] for each in small}:
+        wanted |= set([each for each in in_order if each.shape[:4] == tile][:2])
+    assert {each for each in kept if each in us} == wanted
+    assert 2 * launch_samples.FIRST < len(wanted) < len(small), "a tile has some of its own, and not all are kept"
+    assert {each for each in every if each.shape is None} <= set(kept)
+
+
+def test_cublaslt_is_not_sampled_where_no_weight_is_by_row():
+    gpu = SimpleNamespace(x=SimpleNamespace(device=torch.device("cuda")))
+    assert launch_samples._scaled_mm(gpu, SimpleNamespace(all=lambda m: iter(())), None) is None
 
 
 def test_samples_with_their_quantiser(few, monkeypatch, tmp_path):

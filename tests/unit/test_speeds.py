@@ -174,15 +174,17 @@ def test_few_fp8_tokens_go_to_a_kernel_for_many_only_if_it_looks_much_faster(mon
             asked, H200.arch, H200.sms, "w4", lambda tile: tile.kernel != UNFOLD, speeds.of(H200)
         ).kernel
 
-    asked = [(33, "fp8"), (72, "fp8"), (513, "fp8"), (33, "bf16"), (300, "bf16")]
-    found = [kernel(*each) for each in asked]
-    assert found == ["w4a8_small", "w4a8_small", "w4_gemm_sm90", "w4a16_small", "w4_gemm_sm90"]
-    monkeypatch.setattr(tiles, "DOUBT", 1.0)
-    assert kernel(72, "fp8") == "w4_gemm_sm90"
-    assert kernel(200, "fp8") == "w4_gemm_sm90"
-    monkeypatch.setattr(tiles, "DOUBT", 100.0)
-    assert [kernel(*each) for each in asked] == found
-    assert kernel(200, "fp8") == "w4a8_small"
+    fp8, others = [(m, "fp8") for m in range(17, 257, 5)], [(513, "fp8"), (33, "bf16"), (300, "bf16")]
+    small = {"w4a8_small", "w4a16_small"}
+
+    def many(doubt):
+        monkeypatch.setattr(tiles, "DOUBT", doubt)
+        return {each for each in fp8 if kernel(*each) not in small}, [kernel(*each) for each in others]
+
+    usual, at_once, never = many(tiles.DOUBT), many(1.0), many(100.0)
+    assert usual[0] < at_once[0]
+    assert never[0] == set()
+    assert usual[1] == at_once[1] == never[1] == ["w4_gemm_sm90", "w4a16_small", "w4_gemm_sm90"]
 
 
 def work(kernel, tile, cluster, ring, row_blocks):
@@ -212,6 +214,29 @@ def test_launches_of_tiles_that_are_gone_are_not_fitted_to():
     assert fit_speeds.few_launches([p], "w4a8_small", blocks=False) == [
         ((64, 128, 90), FewTokensShape(*launches[2][0]), 7.0)
     ]
+
+
+def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeypatch, capsys):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    for name in ("quantisers", "fit_cublaslt", "fit_unfold"):
+        monkeypatch.setattr(fit_speeds, name, lambda *_: {})
+    monkeypatch.setattr(fit_speeds, "many_tokens", lambda *_: ({}, {}))
+    monkeypatch.setattr(fit_speeds, "few_tokens", lambda problems, *_, **__: {"fitted to": [p["n"] for p in problems]})
+    old, new = ({"facts": {"device": "NVIDIA H200"}, "problems": [{"n": n, "m": 1, "launches": {}}]} for n in (1, 2))
+    of = {"w4a8_small": [new], "w8a8_small block128": [old, new]}
+    few = fit_speeds.fit([old], [old], [old], [], [], few_of=of)["few_tokens"]
+    assert few.pop("w4a8_small") == {"fitted to": [2]}
+    assert few.pop("w8a8_small block128") == {"fitted to": [1, 2]}
+    assert set(few) > {"w4a8_small block128", "w8a8_small"}
+    assert all(each == {"fitted to": [1]} for each in few.values())
+    for wrong in (("w4a9_small", "a.json"), ("w4a8_small",)):
+        words = ["--fit", "x.json", "--many", "x.json", "--few", "x.json", "--few-of", *wrong]
+        monkeypatch.setattr("sys.argv", ["fit_speeds.py", *words])
+        with pytest.raises(SystemExit):
+            fit_speeds.main()
+        assert f"--few-of {wrong[0]}: needs one of " in capsys.readouterr().err
 
 
 def test_samples_with_their_quantiser_count_less_what_it_adds():

@@ -2,7 +2,7 @@
 
 A layer uses one of them. Timing the others shows what its choice costs (``fp4dispatch bench --suite random``) and gives
 the launch model what it is fitted to (``bench/launch_samples.py``). Left out are launches that cannot be near the best:
-tiles of over four times the tokens, kernels for few tokens beyond two tiles, and written-out weights for few tokens.
+tiles of over four times the tokens, kernels for few tokens beyond eight tiles, and written-out weights for few tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Plan, Prepared
 from fp4dispatch.backends.own.compiled import Build, CompiledBackend
-from fp4dispatch.backends.own.tiling import few_tokens, launch_model
+from fp4dispatch.backends.own.tiling import few_tokens, launch_model, predict, speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark.methods.base import Card, Launch
 from fp4dispatch.benchmark.problems.operands import WEIGHT_BYTES, Entering, Format, Operands
+from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Activation, Op, Problem, Scaling
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.tune import timing
@@ -28,6 +29,9 @@ PREFIX = "launch "
 """Of the names of launches, beside those of methods."""
 LEAST_TILE, WIDE_TILE = 32, 128
 UNFOLD_FROM = 256
+FIRST = 16
+"""Launch shapes of a kernel for few tokens that ``first`` keeps. In samples of an H200 and an H100 the best one was
+always among them (bench/notes/random-problems.md)."""
 
 
 class Family(NamedTuple):
@@ -87,13 +91,35 @@ def builds(families: Iterable[Family] = FAMILIES) -> tuple[Build, ...]:
     return tuple(found)
 
 
-def launches(m: int, n: int, k: int, card: Card, families: Iterable[Family] = FAMILIES) -> Iterator[OwnLaunch]:
-    """Yield the launches of [m, k] by [n, k] that may be near the best."""
+def launches(
+    m: int, n: int, k: int, card: Card, families: Iterable[Family] = FAMILIES, *, first: int | None = None
+) -> Iterator[OwnLaunch]:
+    """Yield the launches of [m, k] by [n, k] that may be near the best.
+
+    ``first``: of each kernel for few tokens only so many, those that its launch model puts first; None: all. Where the
+    GPU has no constants it is all.
+    """
     for family in families:
-        backend = _backend(family)
-        for gemm in backend.gemms(family.problem(m, n, k), card.arch, card.sms):
-            for shape in _shapes(gemm, m, n, k, card.sms, family.format == "block128"):
+        backend, problem = _backend(family), family.problem(m, n, k)
+        for gemm in backend.gemms(problem, card.arch, card.sms):
+            shapes = list(_shapes(gemm, m, n, k, card.sms, family.format == "block128"))
+            if first is not None and gemm[0] in few_tokens.KERNELS:
+                shapes = _put_first(gemm, shapes, problem, card, first)
+            for shape in shapes:
                 yield OwnLaunch(family, gemm, shape)
+
+
+def _put_first(
+    gemm: Build, shapes: list[tuple[int, ...] | None], problem: Problem, card: Card, first: int
+) -> list[tuple[int, ...] | None]:
+    gpu = gpu_models.named(card.name)
+    known = speeds.of(gpu) if gpu is not None else None
+    if known is None:
+        return shapes
+    predicted = {shape: predict.launch(*gemm, None, shape, problem, known) for shape in shapes if shape is not None}
+    timed = sorted((us, shape) for shape, us in predicted.items() if us is not None)
+    kept = {shape for _, shape in timed[:first]}
+    return [shape for shape in shapes if shape is None or shape in kept or predicted[shape] is None]
 
 
 def _shapes(gemm: Build, m: int, n: int, k: int, sms: int, blocks: bool) -> Iterator[tuple[int, ...] | None]:
@@ -144,9 +170,9 @@ class Launcher:
         clones = (tuple(t.clone() for t in first.tensors) for _ in range(count - 1))
         return first, *(Prepared(first.backend, tensors, first.layout) for tensors in clones)
 
-    def all(self, m: int) -> Iterator[OwnLaunch]:
-        """Yield the launches for M tokens."""
-        return launches(m, self.operands.n, self.operands.k, self.card, self.families)
+    def all(self, m: int, first: int | None = None) -> Iterator[OwnLaunch]:
+        """Yield the launches for M tokens; ``first`` as of :func:`launches`."""
+        return launches(m, self.operands.n, self.operands.k, self.card, self.families, first=first)
 
     def plan(self, launch: OwnLaunch, m: int) -> tuple[Plan, tuple[Prepared, ...]]:
         """Return the plan of a launch, and the weights that it runs on."""
