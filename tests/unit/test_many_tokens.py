@@ -359,14 +359,15 @@ def test_the_chosen_tile_is_near_the_fastest_of_random_problems(table, kernel, a
 
 
 @pytest.mark.parametrize(
-    ("table", "asked", "builds"),
+    ("table", "asked", "builds", "least"),
     [
-        ("w4", ("fp8", "nvfp4"), ("a8_bf16_96", "a8_bf16_128", "a8_bf16_160", "a8_bf16_176")),
-        ("w4", ("bf16", "nvfp4"), ("a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256")),
-        ("w8", ("fp8", "row"), ("bf16_96", "bf16_128", "bf16_160", "bf16_192")),
+        ("w4", ("fp8", "nvfp4"), ("a8_bf16_96", "a8_bf16_128", "a8_bf16_160", "a8_bf16_176"), 7),
+        # Up to 512 tokens w4a16_small has tiles too.
+        ("w4", ("bf16", "nvfp4"), ("a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256"), 4),
+        ("w8", ("fp8", "row"), ("bf16_96", "bf16_128", "bf16_160", "bf16_192"), 7),
     ],
 )
-def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(table, asked, builds):
+def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(table, asked, builds, least):
     """Ragged M from 129 on, layers of real models, with the constants of the GPU that was measured."""
     found, chosen = [], collections.Counter()
     for problem in many_tokens.samples(NEWER):
@@ -381,7 +382,7 @@ def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_faste
             found.append(min(min(timed[each].values()) for each in builds if each in timed) / us)
             chosen[build] += 1
     assert len(found) >= 70
-    assert min(chosen[build] for build in builds) >= 7, f"each is the fastest somewhere: {chosen}"
+    assert min(chosen[build] for build in builds) >= least, f"each is the fastest somewhere: {chosen}"
     assert statistics.geometric_mean(found) >= 0.99
     assert min(found) >= 0.88
     assert sum(speed < 0.97 for speed in found) <= 0.1 * len(found)

@@ -42,8 +42,9 @@ class FewTokensSpeed:
     ----------
     start
         Before the first wave.
-    wave, cluster, doubling
-        Start and end of a wave: of any CTA; more where CTAs share out K; more for each doubling of their number.
+    wave, crowd, cluster, doubling
+        Start and end of a wave: of any CTA; more for each CTA of an SM, of all waves; more where CTAs share out K; more
+        for each doubling of their number.
     sums, sent
         Bytes of sums per microsecond that a CTA adds up at its end, and that it sends to others where K is shared out.
     latency
@@ -65,6 +66,7 @@ class FewTokensSpeed:
 
     start: float
     wave: float
+    crowd: float
     cluster: float
     doubling: float
     sums: float
@@ -80,7 +82,7 @@ class FewTokensSpeed:
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
-        slower = ("start", "wave", "cluster", "doubling", "latency", "late", "late_stage")
+        slower = ("start", "wave", "crowd", "cluster", "doubling", "latency", "late", "late_stage")
         return replace(
             self,
             **{name: getattr(self, name) / clock for name in slower},
@@ -113,11 +115,11 @@ class Work(NamedTuple):
     """What a launch does, in numbers. Fields may be arrays over launches.
 
     ``stages`` of a CTA's group, ``ring`` stages of its ring, ``groups`` of warps; ``waves`` that are full, each like
-    ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``weight_bytes`` and ``read_bytes`` of a stage of a CTA;
-    ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` and ``sent_bytes`` of a CTA;
-    ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``no_room``:
-    share of the first wave of the next launch that finds no room beside the last wave of this one; 1 for FP8
-    activations, where a quantiser runs in between.
+    ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``of_sm``: CTAs of an SM in all waves; ``weight_bytes``
+    and ``read_bytes`` of a stage of a CTA; ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits;
+    ``sum_bytes`` and ``sent_bytes`` of a CTA; ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a
+    group loads before it waits; ``no_room``: share of the first wave of the next launch that finds no room beside the
+    last wave of this one; 1 for FP8 activations, where a quantiser runs in between.
     """
 
     stages: float
@@ -127,6 +129,7 @@ class Work(NamedTuple):
     full: Wave
     rest: float
     last: Wave
+    of_sm: float
     weight_bytes: float
     read_bytes: float
     shared: float
@@ -222,6 +225,7 @@ def work(
         full=wave(at_once),
         rest=float(rest > 0),
         last=wave(max(rest, 1)),
+        of_sm=ctas / usable[0],
         weight_bytes=weight_bytes,
         read_bytes=weight_bytes + shape.groups * tokens,
         shared=float(shape.cluster > 1),
@@ -237,7 +241,7 @@ def work(
 def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
     """Return the microseconds of some work; numbers may be arrays, so that a fit is fast."""
     shares = speed.cluster * w.shared + speed.doubling * w.doublings + w.sent_bytes / speed.sent
-    ends = speed.wave + w.sum_bytes / speed.sums + shares
+    ends = speed.wave + speed.crowd * w.of_sm + w.sum_bytes / speed.sums + shares
     more = (w.waves + w.rest - 1) * (1 - w.several * (1 - speed.overlap))
 
     def stage(wave: Wave) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import launch_model, predict
-from fp4dispatch.backends.own.tiling.few_tokens import MOST_TOKENS
 from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.errors import FlagsError
@@ -25,9 +24,6 @@ _OPTIONAL |= {"predicted": bool}
 _SPEED = {field.name: {"int": int, "float": float}[str(field.type)] for field in fields(TileSpeed)}
 _SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSpeed) if field.default is not MISSING}
 _TABLES = ("cutlass", "w4", "w8")
-DOUBT = 1.05
-"""How many times as fast as a kernel for few tokens one for many must be predicted to be, up to the most FP8 tokens
-for which both are there: its launch model is off by most with few tokens (bench/notes/random-problems.md)."""
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
 """Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
@@ -146,15 +142,13 @@ def tile_for(
 ) -> Tile | None:
     """Return the row of a table that serves a problem and that ``takes`` accepts; None if there is none.
 
-    With the constants of the GPU: the row with the lowest predicted time, whatever the bounds of rows say; that of
-    kernels for many tokens is doubted where there are few. Without them, or where the models do not cover the row that
-    comes first by the bounds: that row; if it is ``predicted``, the fastest of all fitting rows that are.
+    With the constants of the GPU: the row with the lowest predicted time, whatever the bounds of rows say. Without
+    them, or where the models do not cover the row that comes first by the bounds: that row; if it is ``predicted``, the
+    fastest of all fitting rows that are.
     """
 
     def predicted(tile: Tile) -> float | None:
-        us = None if speeds is None else tile.predicted_us(problem, speeds)
-        doubted = tile.speed is not None and problem.m <= MOST_TOKENS and problem.activation == "fp8"
-        return us * DOUBT if us is not None and doubted else us
+        return None if speeds is None else tile.predicted_us(problem, speeds)
 
     fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
     if fitting and predicted(fitting[0]) is not None:
