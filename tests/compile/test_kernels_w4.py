@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp4dispatch import jit
 from tests.compile import built_kernels
 from tests.compile.built_kernels import MACHINES
 from tests.w4a8_small import end_bytes
@@ -46,6 +47,8 @@ def module() -> Any:
 @pytest.mark.parametrize(("variant", "target"), built_kernels.builds(SMALL))
 def test_small_is_proved(variant: str, target: str) -> None:
     built_kernels.check_few_tokens_proved(SMALL, variant, target, registers(target))
+    if target == "90a":
+        built_kernels.check_no_mma_waits(jit.build(SMALL, variant, target))
 
 
 def test_the_early_copies_are_there_and_only_their_declaration_lets_them_pass() -> None:
