@@ -217,18 +217,6 @@ __device__ __forceinline__ uint32_t load_4(uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ void store_16(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
-}
-
-// What this thread has written to shared memory, to what reads it asynchronously (wgmma).
-__device__ __forceinline__ void visible_to_async() {
-#if FP4D_BULK
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void store_4(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
