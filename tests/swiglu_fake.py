@@ -46,5 +46,13 @@ def module(launched, silu=torch.nn.functional.silu):
         assert (scale.dtype, tuple(scale.shape)) == (torch.float32, (-(-k // 128), -(-m // 8) * 8))
         scale.fill_(1).t()[:m].copy_(fill("w8_swiglu_block", x, packed, w8_fake.pack_activation, "1x128"))
 
-    made = (w4_swiglu_row, w8_swiglu_row, w8_swiglu_tensor, w8_swiglu_block)
+    def swiglu_product(x, out, enable_pdl):
+        w4_fake.check_rows(x)
+        assert (out.dtype, tuple(out.shape)) == (x.dtype, (x.shape[0], x.shape[1] // 2))
+        assert out.is_contiguous()
+        gate, up = x.chunk(2, 1)
+        out.copy_(silu(gate) * up)
+        launched.append(("swiglu_product", *x.shape))
+
+    made = (w4_swiglu_row, w8_swiglu_row, w8_swiglu_tensor, w8_swiglu_block, swiglu_product)
     return SimpleNamespace(**{function.__name__: function for function in made})

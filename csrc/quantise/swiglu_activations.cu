@@ -1,9 +1,11 @@
 // silu(gate) * up of bf16 or fp16 [M, 2K] -> e4m3 [M, K] as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu: SwiGLU and the
-// quantiser of packed_activations.cu in one kernel.
+// quantiser of packed_activations.cu in one kernel. And not quantised, for GEMMs on 16-bit activations: the GEMM loads its
+// first weights meanwhile (PDL), which it cannot beside torch's kernels.
 //
 //   w4_swiglu_row(x, packed, scale, enable_pdl)     as w4_quantize_row of silu(gate) * up
 //   w8_swiglu_row, w8_swiglu_tensor                 as w8_quantize_row, w8_quantize_tensor
 //   w8_swiglu_block(x, packed, scale, enable_pdl)   as w8_quantize_block
+//   swiglu_product(x, out, enable_pdl)              not quantised: out [M, K] in the dtype of x, contiguous, 16-byte aligned
 //     x       bf16 or fp16 [M, 2K]: K elements of the gate, then K of up. 2K contiguous, K % 16 == 0, row stride a multiple of
 //             8, 16-byte aligned
 //     packed, scale: as packed_activations.cu has them, for K
@@ -72,9 +74,47 @@ struct SwiGlu {
   static int64_t k_of(TensorView x) { return x.size(1) / 2; }
 };
 
+// `tiles` blocks a token, 8 elements a thread.
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads)
+    swiglu_rows(T const* x, int64_t x_stride, T* out, int k, int tiles) {
+  grid_dependency_wait();
+  grid_dependency_launch_dependents();  // not before the wait: never three grids under way
+  int64_t const token = blockIdx.x / unsigned(tiles);
+  int const vector = int(blockIdx.x % unsigned(tiles)) * kMaxThreads + int(threadIdx.x);
+  if (vector >= k / kVector) return;
+  reinterpret_cast<uint4*>(out + token * k)[vector] = SwiGlu::load(x + token * x_stride, vector, k);
+}
+
+void swiglu_product(TensorView x, TensorView out, bool enable_pdl) {
+  SwiGlu::check(x);
+  int64_t const k = SwiGlu::k_of(x);
+  check_dtype({"out", out}, {x.dtype()});
+  check_ndim({"out", out}, 2);
+  check_size({"out", out}, 0, x.size(0), "M");
+  check_size({"out", out}, 1, k, "K");
+  check_contiguous({"out", out});
+  check_aligned({"out", out}, 16);
+  int const device = check_one_cuda_device({{"x", x}, {"out", out}});
+  if (x.size(0) == 0) return;
+  tvm::ffi::CUDADeviceGuard guard(device);
+  int64_t const tiles = divide_up(k / kVector, int64_t(kMaxThreads));
+  Shape const shape{dim3(unsigned(x.size(0) * tiles)), dim3(kMaxThreads), 1};
+  auto const go = [&](auto const* data) {
+    using T = std::decay_t<decltype(*data)>;
+    launch(swiglu_rows<T>, shape, device, enable_pdl, data, input_stride(x), data_of<T>(out), k, tiles);
+  };
+  if (same(x.dtype(), kBF16)) {
+    go(data_of<__nv_bfloat16>(x));
+  } else {
+    go(data_of<__half>(x));
+  }
+}
+
 }  // namespace fp4d
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_swiglu_row, (fp4d::quantize_e4m3<fp4d::SwiGlu, true, true>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_swiglu_row, (fp4d::quantize_e4m3<fp4d::SwiGlu, true, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_swiglu_tensor, (fp4d::quantize_e4m3<fp4d::SwiGlu, false, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_swiglu_block, fp4d::quantize_block<fp4d::SwiGlu>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu_product, fp4d::swiglu_product);

@@ -17,7 +17,6 @@ from fp4dispatch import jit
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, builds_of
 from fp4dispatch.backends.own import swiglu
-from fp4dispatch.backends.own.tensors.operands import QUANTIZER
 from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.machine import system as _system
@@ -95,6 +94,7 @@ def _builds(ask: Ask, system: System) -> list[tuple[str, str]]:
                 names += trial.builds(backend, p.op, p.scaling, p.activation, system, device, half)
         backend, problem = decided[bucket]
         names += builds_of(backend, replace(problem, m=m), device)
-    if ask.gated and any(kernel == QUANTIZER for kernel, _ in names):
+    built_for = system.arch is not None and swiglu.built_for(system.arch, ask.problem.k)
+    if ask.gated and built_for and any(kernel in swiglu.REPLACED_OR_NEXT for kernel, _ in names):
         names.append((swiglu.KERNEL, "any"))
     return names

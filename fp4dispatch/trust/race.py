@@ -76,6 +76,7 @@ CASES = (
     Case("swiglu_activations", "any", "w4_swiglu_row", _ANY, _NK),
     Case("swiglu_activations", "any", "w8_swiglu_tensor", _ANY, _NK),
     Case("swiglu_activations", "any", "w8_swiglu_block", _ANY, _NK),
+    Case("swiglu_activations", "any", "swiglu_product", _ANY, _NK),
     Case("w4_to_e4m3", "any", "w4_to_e4m3", (1,), _NK),
     Case("fp8_quantize", "any", "fp8_quantize_row", _ANY, _NK),
     Case("fp8_quantize", "any", "fp8_quantize_tensor", _ANY, _NK),

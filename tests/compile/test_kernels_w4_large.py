@@ -262,6 +262,16 @@ def test_a_launch_shape_that_does_not_cover_the_tiles_once_is_refused(shape: lis
             (torch.zeros(9, 416).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(4, 16)),
             r"scale: size of dimension 0 is 4, needed 2 \(ceil\(K/128\)\)",
         ),
+        *(
+            ("swiglu_product", (torch.zeros(9, 416).half(), out), text)
+            for out, text in (
+                (torch.zeros(9, 208), "out: dtype is float32, needed float16"),
+                (torch.zeros(9, 416).half(), r"out: size of dimension 1 is 416, needed 208 \(K\)"),
+                (torch.zeros(8, 208).half(), r"out: size of dimension 0 is 8, needed 9 \(M\)"),
+                (torch.zeros(9, 209).half()[:, :208], "out: "),
+                (torch.zeros(9, 208).half(), "x: is not on a CUDA device"),
+            )
+        ),
     ],
 )
 def test_packer_refuses(function: str, arguments: tuple[Any, ...], message: str) -> None:

@@ -88,6 +88,22 @@ def check(function: str, x: Tensor) -> None:
 
 
 @dtypes
+@dtypes
+def test_the_product_alone_has_the_bits_of_torch(dtype: torch.dtype) -> None:
+    """Every gate, many sizes, any bits, rows apart; outputs are poisoned first."""
+    gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype).view(-1, 1).expand(-1, 16)
+    inputs = [torch.cat([gate, torch.full_like(gate, up)], 1) for up in (1.0, 1.7)]
+    inputs += [ordinary(m, 2 * k, dtype).cuda() for m, k in SIZES]
+    inputs += [any_bits(33, 2080, dtype).cuda(), ordinary(9, 4096 + 16, dtype).cuda()[:, :4096]]
+    for x in inputs:
+        want = swiglu(x)
+        for pdl in (False, True):
+            out = torch.full_like(want, torch.nan)
+            module().swiglu_product(x, out, pdl)
+            same = (bits(out) == bits(want)) | (out.isnan() & want.isnan())
+            assert same.all(), f"{x.dtype} {list(x.shape)}: {int((~same).sum())} of {out.numel()} differ"
+
+
 @each
 def test_every_gate_gives_the_bits_of_torch(function: str, dtype: torch.dtype) -> None:
     """A token holds one gate, so its scale and codes show all bits; up is a power of two, then any."""
@@ -293,6 +309,15 @@ def test_one_kernel_takes_the_place_of_three(kind: str) -> None:
     assert len(together) == len(apart)
     assert ["SwiGlu" in name for name in together] == [True, *[False] * (len(apart) - 1)]
     assert not any("elementwise" in name for name in together)
+
+
+def test_few_tokens_of_16_bits_take_two_kernels() -> None:
+    """By what the profiler saw: SwiGLU, then the GEMM."""
+    for kind in ("w4a16", "fp8"):
+        layer, x = CASES[kind](), gate_up(1)
+        together = kernels_of(lambda layer=layer, x=x: layer.swiglu(x))
+        assert len(together) == 2
+        assert "swiglu_rows" in together[0]
 
 
 @kinds

@@ -7,6 +7,7 @@ the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -109,7 +110,8 @@ class State:
     shape
         The launch shape that ``gemm`` takes; None if it takes none.
     swiglu
-        The function of :mod:`~fp4dispatch.backends.own.swiglu` that can take the place of ``quantize``; empty if none.
+        The function of :mod:`~fp4dispatch.backends.own.swiglu` that can take the place of ``quantize``, or that can run
+        before a GEMM that does not quantise; empty if none.
     """
 
     m: int | None
@@ -362,15 +364,17 @@ class CompiledBackend(Backend):
         raise InputError(f"{self.name} takes 16-bit activations, not quantised ones: use {layer}")
 
     def swiglu(self, plan: Plan, prepared: Prepared) -> Ready | None:
-        """Return the launches with SwiGLU in the quantiser, where the GEMM takes packed activations of all K."""
+        """Return the launches with SwiGLU in the quantiser, or in a kernel before a GEMM on 16-bit activations."""
         s: State = plan.state
         layout, w = s.layout, prepared.tensors
-        if not s.swiglu or layout.kp != layout.k:
-            return None
         device = w[0].device
+        if not s.swiglu or layout.kp != layout.k or not swiglu.built_for(gpu_of(device)[0], layout.k):
+            return None
         front = swiglu.front(s.swiglu, gpu_of(device)[0], device)
         if front is None:
             return None
+        if s.swiglu == swiglu.PRODUCT:
+            return functools.partial(self._product_first, plan, prepared, front)
         both = s.make_launch(replace(s, quantize=front.function, quantize_pdl=front.pdl))
 
         def launch(gate_up: Tensor, out: Tensor, bias: Tensor | None) -> None:
@@ -383,6 +387,15 @@ class CompiledBackend(Backend):
                 out.copy_(d[:, : layout.n])
 
         return launch
+
+    def _product_first(
+        self, plan: Plan, prepared: Prepared, front: Front, gate_up: Tensor, out: Tensor, bias: Tensor | None
+    ) -> None:
+        """Launch SwiGLU, then the GEMM on its 16-bit result."""
+        k = plan.state.layout.k
+        product = gate_up.new_empty(gate_up.shape[0], k)
+        front.function(aligned(gate_up, 2 * k), product, front.pdl)
+        self.run(plan, prepared, product, out, bias)
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the launches alone, where nothing is padded."""

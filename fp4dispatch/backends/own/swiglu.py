@@ -1,7 +1,8 @@
 """SwiGLU and the quantiser of a down projection as one kernel: ``csrc/quantise/swiglu_activations.cu``.
 
 A GEMM on packed e4m3 activations does not see who packed them. So the kernel takes the place of the quantiser in a
-launch, and reads ``gate_up`` [M, 2K] where the quantiser reads ``silu(gate) * up`` [M, K].
+launch, and reads ``gate_up`` [M, 2K] where the quantiser reads ``silu(gate) * up`` [M, K]. Before a GEMM on 16-bit
+activations a kernel without quantiser runs, which lets the GEMM load its first weights meanwhile.
 
 The bytes are those of torch's two operations and the quantiser. torch brings its own compiled ``exp`` and division, so
 this is checked where it runs: with every gate that bfloat16 and float16 have, once in a process for each GPU. Where a
@@ -19,13 +20,19 @@ import torch
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.activations import swiglu
 from fp4dispatch.backends.own.pdl_trial import pdl
+from fp4dispatch.backends.own.tensors.operands import QUANTIZER
 from fp4dispatch.formats import round_up
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
-from fp4dispatch.problem.arch import Arch
+from fp4dispatch.problem.arch import SM90, Arch
 
 KERNEL = "swiglu_activations"
-"""One build reads bfloat16 and float16. It takes the place of ``tensors.operands.QUANTIZER``."""
+"""One build reads bfloat16 and float16."""
+REPLACED_OR_NEXT = (QUANTIZER, "w4a16_small", "w4_gemm_sm90", "w8a16_small")
+"""Kernels of launches that it is for: the quantiser whose place it takes, and GEMMs on 16-bit activations."""
+PRODUCT = "swiglu_product"
+"""The function that does not quantise."""
+_K_MULTIPLE = 16
 
 _log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()
@@ -44,6 +51,11 @@ class Front(NamedTuple):
     pdl: bool
 
 
+def built_for(arch: Arch, k: int) -> bool:
+    """Whether a GPU has the kernel, for K elements of the product."""
+    return arch == SM90 and k % _K_MULTIPLE == 0
+
+
 def front(function: str, arch: Arch, device: torch.device) -> Front | None:
     """Return a function of the kernel for a GPU; None where its results are not those of torch.
 
@@ -52,9 +64,9 @@ def front(function: str, arch: Arch, device: torch.device) -> Front | None:
     Parameters
     ----------
     function
-        ``w4_swiglu_row``, ``w8_swiglu_row``, ``w8_swiglu_tensor`` or ``w8_swiglu_block``.
+        ``w4_swiglu_row``, ``w8_swiglu_row``, ``w8_swiglu_tensor``, ``w8_swiglu_block`` or ``swiglu_product``.
     arch, device
-        A GPU. Its arch has the kernel.
+        A GPU. Its arch has the kernel (:func:`built_for`).
 
     Raises
     ------

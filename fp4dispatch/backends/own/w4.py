@@ -29,6 +29,7 @@ from fp4dispatch.backends.own.compiled import (
     Weights,
 )
 from fp4dispatch.backends.own.scratch import Part, Scratch
+from fp4dispatch.backends.own.swiglu import PRODUCT
 from fp4dispatch.backends.own.tensors.folding import FOLD
 from fp4dispatch.backends.own.tensors.operands import QUANTIZER, await_writes, packed_part, per_column
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
@@ -95,7 +96,7 @@ class _W4Backend(CompiledBackend):
         launch, entry = _LAUNCH[gemm.kernel, problem.activation]
         function = getattr(gemm.module, entry)
         if problem.activation != "fp8":
-            return State(m, layout, launch, function, gemm.pdl, shape=gemm.shape)
+            return State(m, layout, launch, function, gemm.pdl, shape=gemm.shape, swiglu=PRODUCT)
         quantizer, scale, swiglu = loaded[1], Part((m,), torch.float32), ""
         if gemm.kernel == UNFOLD:
             quantize = quantizer.module.fp8_quantize_row

@@ -34,6 +34,7 @@ from fp4dispatch.backends.own.compiled import (
     Weights,
     gpu_and_speeds,
 )
+from fp4dispatch.backends.own.swiglu import PRODUCT
 from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
 from fp4dispatch.backends.own.tiling import launches, predict
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
@@ -109,7 +110,7 @@ class W8A16Backend(CompiledBackend):
     def _state(self, problem: Problem, layout: Layout, device: torch.device, loaded: tuple[Loaded, ...]) -> State:
         """Return the launch of the loaded kernel, for every M."""
         (kernel,) = loaded
-        return State(None, layout, _launch, kernel.module.w8a16_small, kernel.pdl)
+        return State(None, layout, _launch, kernel.module.w8a16_small, kernel.pdl, swiglu=PRODUCT)
 
 
 def _launch(s: State, weights: Weights = ()) -> Launch:
