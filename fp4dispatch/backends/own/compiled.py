@@ -20,6 +20,7 @@ from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivati
 from fp4dispatch.backends.own import swiglu
 from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import eager
+from fp4dispatch.backends.own.swiglu import Front
 from fp4dispatch.backends.own.tensors.operands import (
     aligned,
     bias_row,
