@@ -12,6 +12,7 @@
 
 #include "common/ffi_checks.h"
 #include "common/gdc_guard.h"
+#include "common/launch_attributes.h"
 #include "common/per_device.h"
 #include "cutlass_gemm/tma_encode.h"
 
@@ -58,25 +59,15 @@ void launch(typename Gemm::Arguments arguments, void* workspace, int device, cud
   check_status(Kernel::initialize_workspace(arguments, workspace, stream), "initialize_workspace");
   typename Kernel::Params params = Kernel::to_underlying_arguments(arguments, workspace);
 
-  cudaLaunchAttribute attributes[2]{};
-  unsigned count = 0;
-  if (enable_pdl) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if constexpr (cute::size(Cluster{}) > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {unsigned(cute::size<0>(Cluster{})),
-                                          unsigned(cute::size<1>(Cluster{})),
-                                          unsigned(cute::size<2>(Cluster{}))};
-  }
   cudaLaunchConfig_t config{};
   config.gridDim = Kernel::get_grid_shape(params);
   config.blockDim = Kernel::get_block_shape();
   config.dynamicSmemBytes = Kernel::SharedStorageSize;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
+  LaunchAttributes attributes(enable_pdl,
+                              dim3(unsigned(cute::size<0>(Cluster{})), unsigned(cute::size<1>(Cluster{})),
+                                   unsigned(cute::size<2>(Cluster{}))));
+  attributes.give(config);
   void* kernel_arguments[] = {&params};
   void const* const kernel = reinterpret_cast<void const*>(device_kernel<Kernel>);
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelExC(&config, kernel, kernel_arguments));

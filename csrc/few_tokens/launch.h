@@ -11,6 +11,7 @@
 #include "common/divide_up.h"
 #include "few_tokens/kernel.h"
 #include "common/gemm_operands.h"
+#include "common/launch_attributes.h"
 #include "common/per_device.h"
 #include "common/tma_rows.h"
 #include "quantise/quantize.h"
@@ -229,16 +230,6 @@ struct Launch {
     if constexpr (!Weights::kPacked) {
       if (used.boxes) params.x_map = map_of_rows(params.x, params.m, params.k, params.x_stride, used.tokens);
     }
-    cudaLaunchAttribute attributes[2]{};
-    int count = 0;
-    if (enable_pdl) {
-      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (plan.cluster > 1) {
-      attributes[count].id = cudaLaunchAttributeClusterDimension;
-      attributes[count++].val.clusterDim = {unsigned(plan.cluster), 1, 1};
-    }
     params.cluster = int(plan.cluster), params.slots_log2 = used.slots_log2(int(plan.cluster)),
     params.inverse = 65536 / int(plan.cluster) + 1;
     params.stages = int(plan.stages), params.trigger = int(plan.trigger);
@@ -248,8 +239,8 @@ struct Launch {
     config.blockDim = dim3(unsigned(used.threads));
     config.dynamicSmemBytes = size_t(used.shared_bytes(int(plan.cluster), params.stages));
     config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-    config.attrs = attributes;
-    config.numAttrs = unsigned(count);
+    LaunchAttributes attributes(enable_pdl, dim3(unsigned(plan.cluster)));
+    attributes.give(config);
     TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, used.kernel, params));
   }
 

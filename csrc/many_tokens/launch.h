@@ -15,6 +15,7 @@
 #include <tvm/ffi/extra/cuda/device_guard.h>
 
 #include "common/gemm_operands.h"
+#include "common/launch_attributes.h"
 #include "many_tokens/kernel.h"
 #include "common/per_device.h"
 #include "quantise/quantize.h"
@@ -132,23 +133,13 @@ struct Launch {
 
   static void launch(Params const& p, int device, bool enable_pdl) {
     int const cluster = p.split << (p.multicast_log2 + p.sharing_log2);
-    cudaLaunchAttribute attributes[2]{};
-    int count = 0;
-    if (enable_pdl) {
-      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (cluster > 1) {
-      attributes[count].id = cudaLaunchAttributeClusterDimension;
-      attributes[count++].val.clusterDim = {unsigned(cluster), 1, 1};
-    }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(unsigned(p.clusters * cluster));
     config.blockDim = dim3(Used::kThreads);
     config.dynamicSmemBytes = Used::kShared;
     config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-    config.attrs = attributes;
-    config.numAttrs = unsigned(count);
+    LaunchAttributes attributes(enable_pdl, dim3(unsigned(cluster)));
+    attributes.give(config);
     TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, many_tokens_kernel<Used>, p));
   }
 

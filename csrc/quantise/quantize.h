@@ -18,6 +18,7 @@
 #include <tvm/ffi/extra/cuda/device_guard.h>
 
 #include "common/ffi_checks.h"
+#include "common/launch_attributes.h"
 
 namespace fp4d {
 
@@ -234,22 +235,12 @@ inline Shape shape_of(int64_t rows, int64_t width, int group) {
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), Shape shape, int device, bool enable_pdl, Args... args) {
-  cudaLaunchAttribute attributes[2] = {};
-  unsigned count = 0;
-  if (enable_pdl) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (shape.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {shape.cluster, 1, 1};
-  }
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = shape.block;
   config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  config.attrs = attributes;
-  config.numAttrs = count;
+  LaunchAttributes attributes(enable_pdl, dim3(shape.cluster));
+  attributes.give(config);
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
 

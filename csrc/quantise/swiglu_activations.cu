@@ -78,8 +78,8 @@ struct SwiGlu {
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads)
     swiglu_rows(T const* x, int64_t x_stride, T* out, int k, int tiles) {
+  grid_dependency_launch_dependents();
   grid_dependency_wait();
-  grid_dependency_launch_dependents();  // not before the wait: never three grids under way
   int64_t const token = blockIdx.x / unsigned(tiles);
   int const vector = int(blockIdx.x % unsigned(tiles)) * kMaxThreads + int(threadIdx.x);
   if (vector >= k / kVector) return;
