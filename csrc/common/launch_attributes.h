@@ -9,10 +9,21 @@
 
 namespace fp4d {
 
+// An older driver may refuse a launch with the attribute. That it is in CUDA 12.8 is known.
+inline bool driver_knows_carveout() {
+  static bool const known = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12080;
+  }();
+  return known;
+}
+
 class LaunchAttributes {
  public:
   explicit LaunchAttributes(bool enable_pdl, dim3 cluster = {1, 1, 1}) {
-    add(cudaLaunchAttributePreferredSharedMemoryCarveout).sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    if (driver_knows_carveout())
+      add(cudaLaunchAttributePreferredSharedMemoryCarveout).sharedMemCarveout =
+          cudaSharedmemCarveoutMaxShared;
     if (enable_pdl)
       add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
     if (cluster.x * cluster.y * cluster.z > 1)
