@@ -7,21 +7,17 @@
 
 #include <cuda_runtime.h>
 
+#include "common/driver_version.h"
+
 namespace fp4d {
 
-// An older driver may refuse a launch with the attribute. That it is in CUDA 12.8 is known.
-inline bool driver_knows_carveout() {
-  static bool const known = [] {
-    int version = 0;
-    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12080;
-  }();
-  return known;
-}
+// Drivers know the attribute since CUDA 12.8 at the latest; an older one may refuse the launch.
+constexpr int kKnowsCarveout = 12080;
 
 class LaunchAttributes {
  public:
   explicit LaunchAttributes(bool enable_pdl, dim3 cluster = {1, 1, 1}) {
-    if (driver_knows_carveout())
+    if (driver_version() >= kKnowsCarveout)
       add(cudaLaunchAttributePreferredSharedMemoryCarveout).sharedMemCarveout =
           cudaSharedmemCarveoutMaxShared;
     if (enable_pdl)

@@ -5,26 +5,20 @@
 // tests/compile/test_host_calls.py counts what a launch calls.
 #pragma once
 
-#include <atomic>
-
 #include <cuda.h>
 #include <cuda_runtime.h>
 
 #include "cutlass/cuda_host_adapter.hpp"
 
+#include "common/driver_version.h"
 #include "common/tma_cache.h"
 
 namespace cute {
 
-// CUTLASS asks for each descriptor, unqualified and from this namespace: found here instead, asked once a process.
+// CUTLASS asks for each descriptor, unqualified and from this namespace: found here instead, asked once a process. Where the
+// driver does not say it, CUTLASS would go on with an older driver's workaround; this throws.
 inline cudaError_t cudaDriverGetVersion(int* version) {
-  static std::atomic<int> known{0};
-  *version = known.load(std::memory_order_relaxed);
-  if (*version != 0) return cudaSuccess;
-  cudaError_t const error = ::cudaDriverGetVersion(version);
-  if (error != cudaSuccess)  // CUTLASS would go on with an older driver's workaround
-    TVM_FFI_THROW(RuntimeError) << "cudaDriverGetVersion failed with CUDA error " << int(error);
-  known.store(*version, std::memory_order_relaxed);
+  *version = fp4d::driver_version();
   return cudaSuccess;
 }
 

@@ -41,10 +41,34 @@ static int encode_tiled(uint64_t* map, int type, unsigned rank, void* address, c
   return count("cuTensorMapEncodeTiled");
 }
 
+/* cudaLaunchConfig_t and cudaLaunchAttribute, as far as they are read. */
+struct attribute {
+  int id, padding;
+  unsigned value, more[15];
+};
+struct config {
+  unsigned grid[3], block[3];
+  uint64_t shared;
+  void* stream;
+  const struct attribute* attributes;
+  unsigned count;
+};
+static struct config last;
+static struct attribute attributes[kMost];
+
+/* The first number of a launch attribute of the last launch; -1 where it has none. */
+long launched_attribute(int id) {
+  for (unsigned i = 0; i < last.count; ++i)
+    if (attributes[i].id == id) return attributes[i].value;
+  return -1;
+}
+
 /* Takes the descriptors out of the kernel's only parameter, where they are on 64 bytes. It ends somewhere below
  * kMostParameters, still on the stack: what is found after its own is to be left alone. */
 int cudaLaunchKernelExC(const void* config, const void* kernel, void** parameters) {
-  (void)config, (void)kernel;
+  (void)kernel;
+  last = *(const struct config*)config;
+  memcpy(attributes, last.attributes, last.count * sizeof *attributes);
   memset(launched, 0, sizeof launched);
   uintptr_t const start = (uintptr_t)parameters[0];
   int found = 0;
@@ -77,8 +101,11 @@ int cudaFuncGetAttributes(int* attributes, const void* kernel) {
   return count(__func__);
 }
 
+static int driver = 13000;
+void driver_is(int version) { driver = version; }
+
 int cudaDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = driver;
   return count(__func__);
 }
 

@@ -7,7 +7,8 @@
 ``{"library": path, "function": name}``. Steps are ``[device of the tensors, call that fails, arguments that replace
 others, by index, run in a thread of its own]``, and launch once each. A tensor's address hangs on its index, unless it
 stands behind the strides. Prints JSON: for each step the calls by name, the device that is current after it, the error,
-and the TMA descriptors of the launch, ``[address, sizes, sizes, whether CUTLASS changed it]``, zeros after the last.
+the TMA descriptors of the launch, ``[address, sizes, sizes, whether CUTLASS changed it]``, zeros after the last, and
+its attributes by name. ``driver``: the CUDA version of the driver.
 torch stays out: one with CUDA would bring the true runtime.
 """
 
@@ -27,6 +28,8 @@ CUDA = 2
 ADDRESS = 1 << 44
 """Never read: no kernel runs."""
 MAPS = 4
+ATTRIBUTES = {"pdl": 6, "carveout": 14}
+"""Numbers of cudaLaunchAttributeID."""
 
 
 class _Tensor(ctypes.Structure):
@@ -71,7 +74,9 @@ def main(runtime: str, library: str, function: str) -> None:
     fake.counted_name.restype, fake.counted_calls.restype = ctypes.c_char_p, ctypes.c_long
     fake.launched_map.restype = ctypes.c_uint64
     launch = getattr(tvm_ffi.load_module(library), function)
+    fake.launched_attribute.restype = ctypes.c_long
     given = json.load(sys.stdin)
+    fake.driver_is(given["driver"])
     keep, rows = [], []
     for device, failing, replaced, threaded in given["steps"]:
         arguments = []
@@ -95,6 +100,7 @@ def main(runtime: str, library: str, function: str) -> None:
         while name := fake.counted_name(i):
             calls[name.decode()], i = fake.counted_calls(i), i + 1
         rows.append({"calls": calls, "error": str(raised or ""), "current": fake.current_device()})
+        rows[-1] |= {name: fake.launched_attribute(number) for name, number in ATTRIBUTES.items()}
         words = [[fake.launched_map(i, word) for word in (2, 3, 4, 1)] for i in range(MAPS)]
         rows[-1]["maps"] = [[*of, bool(of[0]) and bits != (1 << 64) - 1] for *of, bits in words]
     print(json.dumps(rows))

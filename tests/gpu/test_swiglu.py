@@ -88,7 +88,6 @@ def check(function: str, x: Tensor) -> None:
 
 
 @dtypes
-@dtypes
 def test_the_product_alone_has_the_bits_of_torch(dtype: torch.dtype) -> None:
     """Every gate, many sizes, any bits, rows apart; outputs are poisoned first."""
     gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype).view(-1, 1).expand(-1, 16)
@@ -104,6 +103,7 @@ def test_the_product_alone_has_the_bits_of_torch(dtype: torch.dtype) -> None:
             assert same.all(), f"{x.dtype} {list(x.shape)}: {int((~same).sum())} of {out.numel()} differ"
 
 
+@dtypes
 @each
 def test_every_gate_gives_the_bits_of_torch(function: str, dtype: torch.dtype) -> None:
     """A token holds one gate, so its scale and codes show all bits; up is a power of two, then any."""

@@ -162,28 +162,29 @@ def test_launches_hold_every_build_and_what_a_backend_would_launch():
     assert list(launches.launches(1, 4096, 4096, blackwell)) == []
 
 
-def test_of_kernels_for_few_tokens_only_what_the_model_puts_first_may_be_asked_for():
+@pytest.mark.parametrize("m", [24, 700])
+def test_of_each_kernel_only_what_the_model_puts_first_may_be_asked_for(m):
     h200 = replace(HOPPER_ON_PAPER, name="NVIDIA H200")
     constants = speeds.fitted()["H200 SXM"]
-    every, four = (list(launches.launches(24, 4096, 4096, h200, first=first)) for first in (None, 4))
-    assert set(four) < set(every)
+    every, four = (list(launches.launches(m, 4096, 4096, h200, first=first)) for first in (None, 4))
+    assert [each for each in every if each in four] == four, "in the same order"
 
-    def of(some, kernel, build):
-        return [each.shape for each in some if each.build == (kernel, build) and each.shape is not None]
+    def times(some, family, kernel):
+        problem = family.problem(m, 4096, 4096)
+        found = [each for each in some if each.family == family and each.build[0] == kernel and each.shape is not None]
+        return sorted(predict.launch(*b, speed_of(*b), shape, problem, constants) for _, b, shape in found)
 
-    for family, kernel, build in ((1, "w4a8_small", "bf16"), (4, "w8a8_small", "block_bf16")):
-        problem = launches.FAMILIES[family].problem(24, 4096, 4096)
-
-        def us(shape, kernel=kernel, build=build, problem=problem):
-            return predict.launch(kernel, build, None, shape, problem, constants)
-
-        assert sorted(map(us, of(four, kernel, build))) == sorted(map(us, of(every, kernel, build)))[:4]
-    gemms = [each for each in every if each.build[0] not in KERNELS]
-    assert gemms == [each for each in four if each.build[0] not in KERNELS]
-    own = {each.build for each in four if each.shape is None}
-    assert own == {each.build for each in every if each.build[0] in KERNELS}, "what a kernel chooses itself"
+    kernels = {(each.family, each.build[0]) for each in every if each.shape is not None}
+    assert len(kernels) == (9 if m == 24 else 4)
+    for family, kernel in kernels:
+        assert times(four, family, kernel) == times(every, family, kernel)[:4], "of all builds of a kernel"
+    assert {each.build[1] for each in every if each.build[0] == "w4_gemm_sm90"} > {
+        each.build[1] for each in four if each.build[0] == "w4_gemm_sm90"
+    }
+    own = [each for each in every if each.shape is None]
+    assert own == [each for each in four if each.shape is None], "what a kernel chooses itself"
     unknown = replace(HOPPER_ON_PAPER, name="NVIDIA H300")
-    assert list(launches.launches(24, 4096, 4096, unknown, first=4)) == every
+    assert list(launches.launches(m, 4096, 4096, unknown, first=4)) == every
 
 
 def test_a_plan_of_a_given_build_and_shape(monkeypatch):

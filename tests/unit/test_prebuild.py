@@ -14,7 +14,7 @@ from torch import nn
 from fp4dispatch import jit
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, Prepared
-from fp4dispatch.backends.own import compiled
+from fp4dispatch.backends.own import compiled, swiglu
 from fp4dispatch.backends.own.tiling.tiles import tiles
 from fp4dispatch.dispatch import choose
 from fp4dispatch.jit.catalog.manifest import installed
@@ -164,13 +164,16 @@ def test_a_layer_that_is_given_gate_up_needs_swiglu_too(asked, op, scaling):
     assert gated - plain == {("swiglu_activations", "any")}
 
 
-def test_a_layer_with_16_bit_activations_does_not_need_it(asked):
+def test_a_layer_with_16_bit_activations_needs_it_where_it_is_built(asked, monkeypatch):
     given = ask("nvfp4_gemm", "nvfp4")
-    given = given._replace(problem=replace(given.problem, activation="bf16"))
-    prebuild.together([given._replace(gated=True)])
-    ((names, _),) = asked
+    given = given._replace(problem=replace(given.problem, activation="bf16"), gated=True)
+    prebuild.together([given])
+    monkeypatch.setattr(swiglu, "built_for", lambda arch, k: False)
+    prebuild._seen.clear()
+    prebuild.together([given])
+    (names, _), (without, _) = asked
     assert ("w4a16_small", "bf16") in names
-    assert not any("activations" in kernel for kernel, _ in names)
+    assert names - without == {("swiglu_activations", "any")}
 
 
 def test_only_cublaslt_needs_a_quantiser_of_its_own(asked, monkeypatch):

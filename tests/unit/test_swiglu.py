@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import fp4dispatch
 from fp4dispatch import formats
 from fp4dispatch.backends.activations import swiglu
+from fp4dispatch.backends.own import compiled, w4, w4a8_expanded, w8a8, w8a16
 from fp4dispatch.backends.own import swiglu as front
-from fp4dispatch.backends.own import w4, w4a8_expanded, w8a8
 from fp4dispatch.errors import BackwardError, CaptureError, InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
@@ -24,7 +24,7 @@ from fp4dispatch.models.fusing import parents
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
-from fp4dispatch.problem.arch import SM90
+from fp4dispatch.problem.arch import SM90, Arch
 from fp4dispatch.run import nvtx, ops, prebuild, routes
 from tests import swiglu_fake, tiny_models, w4_fake, w8_fake
 from tests.hopper import seems_to_be_here
@@ -264,7 +264,7 @@ def fp8(n, k, scaling="row", static=None):
     return w8_fake.LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale, input_scale=static)
 
 
-W4A8, W4A16, W8A8 = w4.W4A8Backend(), w4.W4A16Backend(), w8a8.W8A8Backend()
+W4A8, W4A16, W8A8, W8A16 = w4.W4A8Backend(), w4.W4A16Backend(), w8a8.W8A8Backend(), w8a16.W8A16Backend()
 STATIC = torch.tensor(0.05)
 EACH = [
     *((W4A8, nvfp4(n, 128), m, "w4_swiglu_row") for n in (64, 61) for m in (1, 9, 64, 65, 500)),
@@ -273,10 +273,11 @@ EACH = [
     *((W8A8, fp8(64, 208, "tensor"), m, "w8_swiglu_row") for m in (3, 70)),
     *((W8A8, fp8(64, 208, "tensor", STATIC), m, "w8_swiglu_tensor") for m in (3, 70)),
     *((W8A8, fp8(130, 208, "block128"), m, "w8_swiglu_block") for m in (3, 129, 300)),
+    *((W4A16, nvfp4(n, 128), m, "swiglu_product") for n in (64, 61) for m in (1, 8, 40, 70, 300)),
+    *((W8A16, fp8(n, 128), m, "swiglu_product") for n in (64, 61) for m in (1, 8, 40)),
 ]
 OTHERS = [
-    (W4A16, nvfp4(64, 128), 9, "16-bit activations"),
-    (W4A16, nvfp4(64, 128), 70, "16-bit activations"),
+    (W8A16, fp8(64, 100), 9, "K is padded"),
     (W4A8, nvfp4(64, 128), 8192, "cuBLASLt takes rows"),
     (W8A8, fp8(64, 100), 9, "K is padded"),
 ]
@@ -285,7 +286,7 @@ OTHERS = [
 def planned(monkeypatch, backend, w, m, dtype=torch.bfloat16):
     kernels = (w4_fake if w.op == "nvfp4_gemm" else w8_fake).install(monkeypatch)
     prepared = backend.prepare(w)
-    activation = "bf16" if backend is W4A16 else "fp8"
+    activation = "bf16" if backend in (W4A16, W8A16) else "fp8"
     out_dtype = str(dtype).removeprefix("torch.")
     plan = backend.plan(Problem(w.op, m, w.n, w.k, activation, w.scaling, out_dtype=out_dtype), prepared)
     return kernels, plan, prepared
@@ -313,6 +314,14 @@ def test_the_kernel_takes_the_place_of_the_quantiser(monkeypatch, backend, w, m,
 def test_other_routes_have_no_such_launch(monkeypatch, backend, w, m, why):
     kernels, plan, prepared = planned(monkeypatch, backend, w, m)
     assert backend.swiglu(plan, prepared) is None, why
+    assert (front.KERNEL, "any") not in kernels.loaded
+
+
+def test_a_gpu_without_the_kernel_runs_torchs_operations(monkeypatch):
+    """w4a16 runs on Ada too, where PDL and the kernel are not."""
+    kernels, plan, prepared = planned(monkeypatch, W4A16, nvfp4(64, 128), 1)
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(8, 9), 142))
+    assert W4A16.swiglu(plan, prepared) is None
     assert (front.KERNEL, "any") not in kernels.loaded
 
 
@@ -389,7 +398,7 @@ def test_a_layer_takes_the_route_of_each_m(monkeypatch):
                 kernels.launched.clear()
                 assert torch.equal(lin.swiglu(x), want)
                 names = [name.split()[0] for name, *_ in kernels.launched]
-                assert names == (["w4a16_small"] if m <= 8 else ["w4_swiglu_row", "w4_gemm"])
+                assert names == (["swiglu_product", "w4a16_small"] if m <= 8 else ["w4_swiglu_row", "w4_gemm"])
         stored = [lin._buffers[name] for name in lin._names[torch.bfloat16][1]]
         bound = lin.bind()
         kernels.launched.clear()
@@ -426,6 +435,8 @@ def test_a_new_plan_gets_a_new_launch(monkeypatch):
 def test_few_tokens_that_ran_before_go_to_the_fast_path(monkeypatch):
     """Where torch's operations run anyway: nothing is asked of the route. A new plan may have a launch."""
     w4_fake.install(monkeypatch)
+    found = front.front
+    monkeypatch.setattr(front, "front", lambda name, *a: None if name == front.PRODUCT else found(name, *a))
     with seems_to_be_here(monkeypatch):
         lin = layer(k=256, n=256)
         bound = lin.bind()
@@ -468,8 +479,8 @@ def test_it_is_inside_the_range_of_its_layer(monkeypatch):
     launch = ranged.swiglu(plan, prepared)
     launch(gate_up(9, k=128), torch.empty(9, 64).bfloat16(), None)
     assert found == ["fp4dispatch nvfp4_gemm M=9 N=64 K=128 w4a8 (fp8)", "/"]
-    _, plan, prepared = planned(monkeypatch, W4A16, nvfp4(64, 128), 9)
-    assert nvtx.Ranged(W4A16, plan.problem).swiglu(plan, prepared) is None
+    _, plan, prepared = planned(monkeypatch, W8A16, fp8(64, 100), 9)
+    assert nvtx.Ranged(W8A16, plan.problem).swiglu(plan, prepared) is None
 
 
 # ------------------------------------------------------------------------------------------------------ fused models

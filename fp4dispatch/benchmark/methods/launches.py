@@ -17,6 +17,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Plan, Prepared
 from fp4dispatch.backends.own.compiled import Build, CompiledBackend
 from fp4dispatch.backends.own.tiling import few_tokens, launch_model, predict, speeds
+from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark.methods.base import Card, Launch
 from fp4dispatch.benchmark.problems.operands import WEIGHT_BYTES, Entering, Format, Operands
@@ -29,9 +30,9 @@ PREFIX = "launch "
 """Of the names of launches, beside those of methods."""
 LEAST_TILE, WIDE_TILE = 32, 128
 UNFOLD_FROM = 256
-FIRST = 16
-"""Launch shapes of a kernel for few tokens that the random suite times. In samples of an H200 and an H100 the best of
-these took at most 0.04 % longer, on average, than the best of all that were timed (bench/notes/random-problems.md)."""
+FIRST = 8
+"""Launches of a kernel, of all its builds, that the random suite times. In samples of an H200 the best of these took at
+most 0.2 % longer, on average, than the best of all that were timed (bench/notes/random-problems.md)."""
 
 
 class Family(NamedTuple):
@@ -96,30 +97,32 @@ def launches(
 ) -> Iterator[OwnLaunch]:
     """Yield the launches of [m, k] by [n, k] that may be near the best.
 
-    ``first``: of each kernel for few tokens only so many, those that its launch model puts first; None: all. Where the
-    GPU has no constants it is all.
+    ``first``: of each kernel only so many, those that its launch model puts first; None: all. What a model does not
+    cover, and what a kernel chooses itself, comes on top. Where the GPU has no constants it is all.
     """
+    gpu = gpu_models.named(card.name) if first is not None else None
+    known = speeds.of(gpu) if gpu is not None else None
     for family in families:
         backend, problem = _backend(family), family.problem(m, n, k)
-        for gemm in backend.gemms(problem, card.arch, card.sms):
-            shapes = list(_shapes(gemm, m, n, k, card.sms, family.format == "block128"))
-            if first is not None and gemm[0] in few_tokens.KERNELS:
-                shapes = _put_first(gemm, shapes, problem, card, first)
-            for shape in shapes:
-                yield OwnLaunch(family, gemm, shape)
+        found = [
+            OwnLaunch(family, gemm, shape)
+            for gemm in backend.gemms(problem, card.arch, card.sms)
+            for shape in _shapes(gemm, m, n, k, card.sms, family.format == "block128")
+        ]
+        yield from found if known is None else _put_first(found, problem, known, first)
 
 
-def _put_first(
-    gemm: Build, shapes: list[tuple[int, ...] | None], problem: Problem, card: Card, first: int
-) -> list[tuple[int, ...] | None]:
-    gpu = gpu_models.named(card.name)
-    known = speeds.of(gpu) if gpu is not None else None
-    if known is None:
-        return shapes
-    predicted = {shape: predict.launch(*gemm, None, shape, problem, known) for shape in shapes if shape is not None}
-    timed = sorted((us, shape) for shape, us in predicted.items() if us is not None)
-    kept = {shape for _, shape in timed[:first]}
-    return [shape for shape in shapes if shape is None or shape in kept or predicted[shape] is None]
+def _put_first(found: list[OwnLaunch], problem: Problem, known: Speeds, first: int | None) -> Iterator[OwnLaunch]:
+    timed: dict[str, list[tuple[float, int]]] = {}
+    kept = set()
+    for i, (_, build, shape) in enumerate(found):
+        us = None if shape is None else predict.launch(*build, speed_of(*build), shape, problem, known)
+        if us is None:
+            kept.add(i)
+        else:
+            timed.setdefault(build[0], []).append((us, i))
+    kept.update(i for each in timed.values() for _, i in sorted(each)[:first])
+    return (launch for i, launch in enumerate(found) if i in kept)
 
 
 def _shapes(gemm: Build, m: int, n: int, k: int, sms: int, blocks: bool) -> Iterator[tuple[int, ...] | None]:
