@@ -141,8 +141,11 @@ class Sample:
         found = [us for build, shape, us in self.launches(backend, fmt) if (build, shape) == wanted]
         return (backend, found[0]) if found else None
 
-    def best(self, fmt: Scaling, least: int) -> tuple[str, float]:
-        """Return the backend and time of the fastest launch whose activations are at least so exact."""
+    def best(self, fmt: Scaling, least: int) -> tuple[str, float] | None:
+        """Return the backend and time of the fastest launch whose activations are at least so exact.
+
+        None where none was timed: samples may be of some families.
+        """
         found = []
         for backend in {family.backend for family in FAMILIES if family.format == fmt}:
             activation = registry.instance(backend).activation_for(self.problem(fmt))
@@ -150,8 +153,8 @@ class Sample:
                 found += [(us, backend) for *_, us in self.launches(backend, fmt)]
         if fmt == "row" and least <= EXACTNESS["fp8"] and (us := self.cublaslt()) is not None:
             found.append((us, "cublaslt"))
-        us, backend = min(found)
-        return backend, us
+        us, backend = min(found, default=(0.0, ""))
+        return (backend, us) if found else None
 
 
 def least_exact(problem: Problem, system: System) -> int:
@@ -167,7 +170,8 @@ def judged(samples: Sequence[Sample], judges: dict[str, Judge], fmt: Scaling) ->
         r = sample.record
         system = next(iter(judges.values())).system
         least = least_exact(sample.problem(fmt), system)
-        best = sample.best(fmt, least)
+        if (best := sample.best(fmt, least)) is None:
+            continue
         row = {"n": r["n"], "k": r["k"], "m": r["m"], "bf16": r["bf16"], "best": best}
         us = r["layers"].get(LAYERS[fmt])
         row |= {"as run": None if us is None else ("layer", us)}
