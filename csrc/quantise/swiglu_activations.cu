@@ -13,7 +13,8 @@
 // The bytes are those of separate kernels: silu(gate) = gate / (1 + exp(-gate)) in f32, rounded to the dtype of x, times
 // up in f32, rounded again, as torch does both. So non-finite elements are those of the separate kernels too.
 //
-// Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
+// Capture-safe: only launches. With enable_pdl the next kernel may start at once, after swiglu_product when the kernel
+// before has ended; it must wait before it reads.
 #include "quantise/pack_e4m3.h"
 
 namespace fp4d {
@@ -74,12 +75,13 @@ struct SwiGlu {
   static int64_t k_of(TensorView x) { return x.size(1) / 2; }
 };
 
-// `tiles` blocks a token, 8 elements a thread.
+// `tiles` blocks a token, 8 elements a thread. The GEMM is let in when gate_up has ended: before, it would find room on some
+// SMs alone, and run two CTAs on each of these.
 template <class T>
 __global__ void __launch_bounds__(kMaxThreads)
     swiglu_rows(T const* x, int64_t x_stride, T* out, int k, int tiles) {
-  grid_dependency_launch_dependents();
   grid_dependency_wait();
+  grid_dependency_launch_dependents();
   int64_t const token = blockIdx.x / unsigned(tiles);
   int const vector = int(blockIdx.x % unsigned(tiles)) * kMaxThreads + int(threadIdx.x);
   if (vector >= k / kVector) return;
