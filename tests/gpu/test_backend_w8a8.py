@@ -15,7 +15,7 @@ from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.jit.proven import forget
-from fp4dispatch.machine import system
+from fp4dispatch.machine import libraries, system
 from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.problem import Problem
 from fp4dispatch.run import ops, routes
@@ -131,6 +131,7 @@ def test_every_m_is_right_under_block_scales(dtype, n, k):
         assert error(lin(x), exact(lin, x)) < ERROR["fp8"], m
 
 
+@pytest.mark.skipif(libraries.cutlass() is None, reason="needs the CUTLASS headers")
 @pytest.mark.parametrize("m", [1, 64, 65, 128])
 @pytest.mark.parametrize("n", [N, 136])
 def test_results_under_block_scales_are_those_of_cutlass_but_for_sums(n, m):
