@@ -161,8 +161,9 @@ class QuantizedLinear(BackendBinding):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return ``layer(silu(gate) * up)``, with the same bits, for the down projection of an MLP.
 
-        For numbers of tokens that ``w4a8`` or ``w8a8`` serves, one kernel multiplies and quantises. Elsewhere torch's
-        operations run. ``torch.compile`` sees one operator. Hooks of the layer do not run: this is not a call of it.
+        For numbers of tokens that ``w4a8`` or ``w8a8`` serves, one kernel multiplies and quantises. On sm_90 one runs
+        before the GEMM of ``w4a16`` and ``w8a16`` too. Elsewhere torch's operations run. ``torch.compile`` sees one
+        operator. Hooks of the layer do not run: this is not a call of it.
 
         Parameters
         ----------
