@@ -1,6 +1,7 @@
-"""When a kernel lets the next grid in (PDL): quantisers at their start, SwiGLU alone only when the grid before has ended.
+"""When a kernel lets the next grid in (PDL): quantisers at their start, SwiGLU alone when the grid before has ended.
 
-At its start SwiGLU would let a GEMM in that finds room on some SMs, and runs two CTAs on each (bench/notes/few-tokens.md).
+At its start SwiGLU would let a GEMM in that finds room on some SMs alone, and runs two CTAs on each of these
+(bench/notes/few-tokens.md).
 """
 
 from __future__ import annotations
