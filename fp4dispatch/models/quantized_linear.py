@@ -136,17 +136,7 @@ class QuantizedLinear(BackendBinding):
                 m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
                 bias = self._parameters["bias"]
                 ready = bound.ready.get(m)
-                if (
-                    ready is not None
-                    and shape[-1] == self.in_features
-                    and bias is bound.bias
-                    and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
-                    and x.is_contiguous()
-                    and not x.data_ptr() % 16
-                    and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
-                    and self._unchanged(self._buffers)
-                    and not (capture.modes_open or (bound.cuda and capture.stream_is_capturing()))
-                ):
+                if ready is not None and shape[-1] == self.in_features and self._taken(x, bound, bias):
                     out = x.new_empty(m, self.out_features)
                     if len(shape) == 2:
                         ready[0](x, out, bias)
@@ -157,6 +147,18 @@ class QuantizedLinear(BackendBinding):
             check_tensor(f"{self._label()}: the input", x)  # None and sparse tensors get our error
             raise
         return self._call(x)
+
+    def _taken(self, x: Tensor, bound: routes.Bound, bias: Tensor | None) -> bool:
+        """Whether a ready launch takes a plain tensor and the bias as they are, and nothing has changed since."""
+        return (
+            bias is bound.bias
+            and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
+            and x.is_contiguous()
+            and not x.data_ptr() % 16
+            and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+            and self._unchanged(self._buffers)
+            and not (capture.modes_open or (bound.cuda and capture.stream_is_capturing()))
+        )
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return ``layer(silu(gate) * up)``, with the same bits, for the down projection of an MLP.
@@ -187,10 +189,23 @@ class QuantizedLinear(BackendBinding):
             As :meth:`forward`.
         """
         if not _dynamo() and type(gate_up) is Tensor:
-            bound = self._bound.get(gate_up.dtype)
+            bound, shape = self._bound.get(gate_up.dtype), gate_up.shape
             k = 2 * self.in_features
-            if bound is not None and gate_up.shape[-1:] == (k,) and gate_up.numel() // k in bound.apart:
-                return self.forward(activations.swiglu(gate_up))  # host time decides the speed of few tokens
+            if bound is not None and shape[-1:] == (k,):  # host time decides the speed of few tokens
+                m = gate_up.numel() // k
+                if m in bound.apart:
+                    return self.forward(activations.swiglu(gate_up))
+                launch, bias = bound.gated.get(m), self._parameters["bias"]
+                if (
+                    launch is not None
+                    and not _any_autocast()
+                    and not (gate_up.requires_grad and torch.is_grad_enabled())
+                    and type(self).forward is QuantizedLinear.forward
+                    and self._taken(gate_up, bound, bias)
+                ):
+                    out = gate_up.new_empty(m, self.out_features)
+                    routes.on_device_of(out, launch, gate_up.view(m, k), out, bias)
+                    return out.view(*shape[:-1], self.out_features)
         check_tensor(f"{self._label()}: gate_up", gate_up)
         if gate_up.ndim == 0 or gate_up.shape[-1] != 2 * self.in_features:
             raise InputError(

@@ -180,6 +180,7 @@ class Bound:
             "decisions",
             "device",
             "dtype",
+            "gated",
             "index",
             "ready",
             "spec",
@@ -204,6 +205,8 @@ class Bound:
         """Ready launches by M, for each M that ran before. The eager fast path is one lookup here."""
         self.apart: set[int] = set()
         """Each M that ran before for which :meth:`swiglu` returns None. Only speed depends on it."""
+        self.gated: dict[int, Ready] = {}
+        """As ``ready``, of launches that start from ``gate_up``."""
         self._swiglu: dict[tuple[int, bool], tuple[Plan, Ready | None]] = {}
         self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
 
@@ -240,6 +243,8 @@ class Bound:
                 self._swiglu[m, bias] = kept
                 if kept[1] is None:
                     self.apart.add(m)
+                elif bias == (self.bias is not None):
+                    self.gated[m] = kept[1]
         return kept[1]
 
     def plan_anew(self) -> None:
@@ -247,6 +252,7 @@ class Bound:
         self.spec.plan_anew(self._prepared.__getitem__, self.device)
         self.ready.clear()
         self.apart.clear()
+        self.gated.clear()
 
 
 def _not_for_capture(spec: LayerSpec, m: int, index: int) -> CaptureError:

@@ -454,6 +454,56 @@ def test_few_tokens_that_ran_before_go_to_the_fast_path(monkeypatch):
         assert bound.apart == set()
 
 
+def test_launches_that_ran_before_are_on_the_fast_path_too(monkeypatch):
+    """Only plain inputs of an unchanged layer; all others are looked at."""
+    kernels = w4_fake.install(monkeypatch)
+    asked = []
+    with seems_to_be_here(monkeypatch):
+        lin = layer(k=256, n=256)
+        bound, real = lin.bind(), type(lin).bound_to
+        monkeypatch.setattr(type(lin), "bound_to", lambda self, dtype: asked.append(dtype) or real(self, dtype))
+
+        def run(x, *, fast):
+            want = lin(swiglu(x))
+            asked.clear()
+            kernels.launched.clear()
+            got = lin.swiglu(x)
+            assert torch.equal(got, want)
+            assert got.shape == want.shape
+            assert kernels.launched[0][0] in ("swiglu_product", "w4_swiglu_row")
+            assert bool(asked) != fast
+
+        wide = torch.randn(4, 520).bfloat16()
+        for m in (4, 100):
+            run(gate_up(m, k=256), fast=False)
+            run(gate_up(m, k=256), fast=True)
+        run(gate_up(2, 2, k=256), fast=True)
+        for x in (wide[:, :512], wide[:, 1:513], gate_up(600, k=256)):  # the last M is not kept
+            run(x, fast=False)
+            run(x, fast=False)
+        assert set(bound.gated) == {4, 100}
+        with torch.autocast("cpu", torch.float16):
+            assert lin.swiglu(gate_up(4, k=256)).dtype == torch.float16
+        monkeypatch.setattr(capture, "modes_open", 1)
+        run(gate_up(4, k=256), fast=False)
+        monkeypatch.setattr(capture, "modes_open", 0)
+        run(gate_up(4, k=256), fast=True)
+        lin.bias = nn.Parameter(torch.ones(256, dtype=torch.bfloat16), requires_grad=False)
+        run(gate_up(4, k=256), fast=True)  # the call of the layer has taken it
+        lin.bias = nn.Parameter(torch.zeros(256, dtype=torch.bfloat16), requires_grad=False)
+        kernels.launched.clear()
+        assert torch.equal(lin.swiglu(gate_up(4, k=256)), lin(swiglu(gate_up(4, k=256))))
+        lin.weight = lin.weight.bitwise_xor(0x11)  # other codes
+        want = layer(k=256, n=256)
+        want.load_state_dict(lin.state_dict())
+        assert torch.equal(lin.swiglu(gate_up(4, k=256)), want(swiglu(gate_up(4, k=256))))
+        with pytest.raises(InputError, match="gate_up has shape"):
+            lin.swiglu(gate_up(8, k=128))
+        bound = lin.bind()
+        bound.plan_anew()
+        assert not bound.gated
+
+
 def test_what_a_capture_may_hold_is_kept(monkeypatch):
     """As after any other captured call: the layer keeps the weights that a graph may read."""
     w4_fake.install(monkeypatch)

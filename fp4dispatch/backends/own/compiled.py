@@ -7,7 +7,6 @@ the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -375,7 +374,7 @@ class CompiledBackend(Backend):
         if front is None:
             return None
         if s.swiglu == swiglu.PRODUCT:
-            return functools.partial(self._product_first, plan, prepared, front)
+            return self._product_first(plan, prepared, front)
         both = s.make_launch(replace(s, quantize=front.function, quantize_pdl=front.pdl))
 
         def launch(gate_up: Tensor, out: Tensor, bias: Tensor | None) -> None:
@@ -389,14 +388,21 @@ class CompiledBackend(Backend):
 
         return launch
 
-    def _product_first(
-        self, plan: Plan, prepared: Prepared, front: Front, gate_up: Tensor, out: Tensor, bias: Tensor | None
-    ) -> None:
-        """Launch SwiGLU, then the GEMM on its 16-bit result."""
-        k = plan.state.layout.k
-        product = gate_up.new_empty(gate_up.shape[0], k)
-        front.function(aligned(gate_up, 2 * k), product, front.pdl)
-        self.run(plan, prepared, product, out, bias)
+    def _product_first(self, plan: Plan, prepared: Prepared, front: Front) -> Ready:
+        """Return the launches of SwiGLU, then of the GEMM on its 16-bit result."""
+        s: State = plan.state
+        k = s.layout.k
+
+        def launch(gate_up: Tensor, out: Tensor, bias: Tensor | None) -> None:
+            product = gate_up.new_empty(gate_up.shape[0], k)
+            if s.fits and (s.m is None or out.shape[0] == s.m) and taken_as_is(gate_up, out, bias):
+                front.function(gate_up, product, front.pdl)
+                s.launch(product, out, bias, prepared.tensors)
+                return
+            front.function(aligned(gate_up, 2 * k), product, front.pdl)
+            self.run(plan, prepared, product, out, bias)
+
+        return launch
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the launches alone, where nothing is padded."""
