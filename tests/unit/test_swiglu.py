@@ -493,6 +493,11 @@ def test_launches_that_ran_before_are_on_the_fast_path_too(monkeypatch):
         lin.bias = nn.Parameter(torch.zeros(256, dtype=torch.bfloat16), requires_grad=False)
         kernels.launched.clear()
         assert torch.equal(lin.swiglu(gate_up(4, k=256)), lin(swiglu(gate_up(4, k=256))))
+        right = lin.bias
+        lin.bias = nn.Parameter(torch.zeros(255, dtype=torch.bfloat16), requires_grad=False)
+        with pytest.raises(InputError, match="bias"):
+            lin.swiglu(gate_up(4, k=256))
+        lin.bias = right
         lin.weight = lin.weight.bitwise_xor(0x11)  # other codes
         want = layer(k=256, n=256)
         want.load_state_dict(lin.state_dict())
