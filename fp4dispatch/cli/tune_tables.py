@@ -1,7 +1,8 @@
 """``fp4dispatch tune --model-shapes``: time the layers of the models in shapes.toml; write the table of this GPU model.
 
 The table ships as ``fp4dispatch/dispatch/tuned_tables/<GPU model>.json``. The same command again goes on where the last
-one ended, if GPU model and sources of the kernels are the same.
+one ended, if GPU model and sources of the kernels are the same. Several processes, each on a GPU of its own, may fill
+one table at once: who measures a layer holds its lock, which ends with the process.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+import filelock
 import torch
 
 from fp4dispatch.benchmark.problems import shapes
@@ -50,25 +53,31 @@ def run(args: argparse.Namespace) -> int:
     path: Path = args.out / shipped.file_name(model_of(system))
     table = begun(path, system, args.commit)
     left = [key for key in todo if args.force or key not in table.layers]
-    ends, wrong, done = time.monotonic() + args.seconds, [], 0
+    ends, wrong, done, elsewhere = time.monotonic() + args.seconds, [], 0, []
     with Progress("tuning", len(left), unit="layers", announce=True, quiet=args.json) as progress:
         for key in left:
             if time.monotonic() >= ends:
                 break
-            op, scaling, n, k = key
-            progress.note(f"{op} {scaling} N={n} K={k}")
-            found = measure(key, args.m or tokens(), device.index, args.force)
-            wrong += [why for each in found for _, why in each.left_out if why.startswith(WRONG)]
-            table = shipped.with_layer(table, key, [each for each in found if each.timings])
-            write(path, table, found)
-            done += 1
-            progress.step()
+            with claimed(path, key) as mine:
+                if not mine or changed(begun(path, system, args.commit), table, key):
+                    elsewhere.append(key)
+                    continue
+                op, scaling, n, k = key
+                progress.note(f"{op} {scaling} N={n} K={k}")
+                found = measure(key, args.m or tokens(), device.index, args.force)
+                wrong += [why for each in found for _, why in each.left_out if why.startswith(WRONG)]
+                with filelock.FileLock(locks(path) / "table.lock"):
+                    now = begun(path, system, args.commit)
+                    write(path, shipped.with_layer(now, key, [each for each in found if each.timings]), found)
+                done += 1
+                progress.step()
+    now = begun(path, system, args.commit)
     said = {
         "ok": not wrong,
         "table": str(path),
-        "layers": len(table.layers),
+        "layers": len(now.layers),
         "measured": done,
-        "left": len(left) - done,
+        "left": len(left) - done - sum(changed(now, table, key) for key in elsewhere),
     }
     print(json.dumps(said) if args.json else f"{path}: {done} layers measured, {said['left']} left")
     for why in wrong:
@@ -142,6 +151,33 @@ def begun(path: Path, system: System, commit: str) -> Table:
             f"{path} was measured with other kernels or libraries: it cannot be continued\n  fix: another --out"
         )
     return old
+
+
+def changed(now: Table, before: Table, key: Layer) -> bool:
+    """Whether another process has measured a layer meanwhile."""
+    return now.layers.get(key) != before.layers.get(key)
+
+
+def locks(path: Path) -> Path:
+    """Return the folder of a table's lock files; made if it is not there."""
+    folder = path.with_suffix(".locks")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def claimed(path: Path, key: Layer) -> Iterator[bool]:
+    """Hold the lock of a layer; False where another process holds it."""
+    lock = filelock.FileLock(locks(path) / f"{'-'.join(map(str, key))}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 def measure(key: Layer, ms: Iterable[int], gpu: int, force: bool) -> list[Measurement]:

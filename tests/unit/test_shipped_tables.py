@@ -240,6 +240,35 @@ def test_it_goes_on_where_it_ended(gpu, capsys):
     assert shipped.load(gpu.path).layers[LAYER][1][0].us == 7.0
 
 
+def test_processes_share_a_table(gpu, capsys, monkeypatch):
+    """A layer that another process measures is left to it; what it writes meanwhile is kept, and not measured again."""
+    others = ("fp8_gemm", "block128", FP4.n, FP4.k)
+    measure = tuning.tune_at
+
+    def meanwhile(problem, *args, **options):
+        if problem.scaling == "row":
+            monkeypatch.setattr(tuning, "tune_at", measure)
+            gpu.us = 9.0
+            found = tune_tables.measure(others, (1,), 0, False)
+            tune_tables.write(gpu.path, shipped.with_layer(shipped.load(gpu.path), others, found), found)
+            gpu.us = 5.0
+            gpu.asked.clear()
+        return measure(problem, *args, **options)
+
+    monkeypatch.setattr(tuning, "tune_at", meanwhile)
+    with tune_tables.claimed(gpu.path, ("nvfp4_gemm", "nvfp4", FP4.n // 2, FP4.k)) as mine:
+        assert mine
+        assert cli.main([*gpu.command, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["layers"], said["measured"], said["left"]) == (5, 4, 1)
+    assert ("block128", FP4.n, 1) not in gpu.asked
+    assert ("nvfp4", FP4.n // 2, 1) not in gpu.asked
+    assert shipped.load(gpu.path).layers[others][1][0].us == 9.0
+    assert cli.main([*gpu.command, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["layers"], said["measured"], said["left"]) == (6, 1, 0)
+
+
 def test_a_table_of_other_kernels_is_not_continued(gpu, monkeypatch, capsys):
     assert cli.main([*gpu.command, "nvfp4_gemm"]) == 0
     monkeypatch.setattr(facts, "kernel_sources", lambda: "other kernels")
