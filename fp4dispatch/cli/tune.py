@@ -61,7 +61,12 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="MODEL",
         help="tune the layers of these models of shapes.toml (default: all) and write a table that can ship",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the table; a table that is there is continued")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="of the table; one that is there is continued, by several processes at once if each has a GPU of its own",
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="with --model-shapes: start no layer after")
     parser.add_argument("--commit", default="", help="with --model-shapes: what the table says was measured")
     parser.add_argument("--force", action="store_true", help="measure again, even if times are stored")
