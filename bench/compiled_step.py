@@ -8,7 +8,6 @@ A whole model of 32 layers compiles for minutes instead. Inductor makes no CUDA 
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +19,6 @@ from fp4dispatch.benchmark.check import relative_error
 
 BACKEND = "inductor"
 """Of ``torch.compile``."""
-PDL = {"triton.enable_pdl": True}
-"""Options of Inductor: its kernels, too, start while the one before them ends, and let the next one do so."""
 Step = tuple[Tensor, Tensor]
 """Logits f32 [batch, vocabulary] and token int64 [batch, 1] of a step."""
 
@@ -68,14 +65,8 @@ def _after(norm: nn.Module, head: nn.Module, hidden: Tensor, logits: Tensor, tok
 
 
 @functools.cache
-def _compiled(piece: Callable[..., Any], backend: str, pdl: bool) -> Callable[..., Any]:
-    if not pdl:
-        return torch.compile(piece, fullgraph=True, dynamic=False, backend=backend)
-    # Dynamo keeps compiled code by code object, and refuses more than 8 of one: another name is another object.
-    code = piece.__code__.replace(co_name=f"{piece.__name__}_pdl")
-    options = PDL if backend == "inductor" else None
-    named = types.FunctionType(code, piece.__globals__)
-    return torch.compile(named, fullgraph=True, dynamic=False, backend=backend, options=options)
+def _compiled(piece: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(piece, fullgraph=True, dynamic=False, backend=backend)
 
 
 class CompiledStep:
@@ -89,12 +80,10 @@ class CompiledStep:
         A static cache of Transformers that holds the prompt.
     token, logits
         int64 [batch, 1] and [batch, vocabulary]: the last token, read, and both results, written.
-    pdl
-        Whether Inductor's kernels take part in programmatic dependent launch (:data:`PDL`).
     """
 
-    def __init__(self, model: nn.Module, cache: Any, token: Tensor, logits: Tensor, *, pdl: bool = False) -> None:
-        self.model, self.cache, self.token, self.logits, self.pdl = model, cache, token, logits, pdl
+    def __init__(self, model: nn.Module, cache: Any, token: Tensor, logits: Tensor) -> None:
+        self.model, self.cache, self.token, self.logits = model, cache, token, logits
         self.caches = [LayerCache(layer) for layer in cache.layers]
         for layer in cache.layers:
             for tensor in (layer.keys, layer.values, layer.cumulative_length):
@@ -103,7 +92,7 @@ class CompiledStep:
 
     def __call__(self) -> None:
         """Run the step."""
-        before, layer, after = (_compiled(piece, BACKEND, self.pdl) for piece in (_before, _layer, _after))
+        before, layer, after = (_compiled(piece, BACKEND) for piece in (_before, _layer, _after))
         inner, first = self.model.model, self.cache.layers[0]
         hidden, *rest = before(inner, self.token, first.cumulative_length, first.keys.shape[2])
         for each, cache in zip(inner.layers, self.caches, strict=True):

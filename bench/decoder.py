@@ -205,12 +205,10 @@ def rate(tokens: int, work: Callable[[], object], device: torch.device, repeats:
 class Decoder:
     """Greedy decoding of a batch with a static cache; the state lives in tensors, so that a graph can replay a step."""
 
-    def __init__(
-        self, model: nn.Module, prompts: Tensor, room: int, *, compiled: bool = False, pdl: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, prompts: Tensor, room: int, *, compiled: bool = False) -> None:
         from transformers import StaticCache
 
-        self.model, self.prompts, self.compiled = model, prompts, compiled
+        self.model, self.prompts = model, prompts
         self.cache = StaticCache(config=model.config, max_cache_len=room)
         self.token = prompts.new_zeros(prompts.shape[0], 1)
         vocabulary = model.config.vocab_size
@@ -218,7 +216,7 @@ class Decoder:
         self.step: Callable[[], None] = self.eager_step
         if compiled:
             self.start()  # allocates the cache
-            self.step = compiled_step.CompiledStep(model, self.cache, self.token, self.logits, pdl=pdl)
+            self.step = compiled_step.CompiledStep(model, self.cache, self.token, self.logits)
 
     def start(self) -> None:
         """Forget everything but the prompt, and choose the first token."""
@@ -263,19 +261,12 @@ def difference(a: Sequence[tuple[Tensor, Tensor]], b: Sequence[tuple[Tensor, Ten
 
 
 def decode(
-    model: nn.Module,
-    batch: int,
-    steps: int,
-    device: torch.device,
-    vocabulary: int,
-    compiled: bool = False,
-    pdl: bool = False,
+    model: nn.Module, batch: int, steps: int, device: torch.device, vocabulary: int, compiled: bool = False
 ) -> dict[str, Any]:
     """Check a decode step against the same steps without a graph, then time it.
 
     ``off``: how far logits with a graph are from those without; ``eager_off``: two runs without one from each other.
     Neither may differ by a bit. ``compiled``: how compiled steps, which these all are then, compare with eager ones.
-    ``pdl``: the same with programmatic dependent launch of Inductor's kernels, which may not change a bit either.
     """
     generator = torch.Generator(device)
     generator.manual_seed(batch)
@@ -284,24 +275,21 @@ def decode(
     room += -room % 8 if compiled else 0  # or each layer pads the mask
     decoder = Decoder(model, prompts, room, compiled=compiled)
     more = {"compiled": compare(decoder, activations(model, batch))} if compiled else {}
-    wanted = run_steps(decoder, decoder.step, CHECKED_STEPS)
-    result: dict[str, Any] = {"batch": batch, "steps": steps, "graph": device.type == "cuda"}
-    result |= timed(decoder, wanted, steps, device, right=more.get("compiled", {"right": True})["right"]) | more
-    if pdl:
-        decoder = Decoder(model, prompts, room, compiled=True, pdl=True)
-        result["pdl"] = timed(decoder, wanted, steps, device)
-    return result
-
-
-def timed(
-    decoder: Decoder, wanted: Sequence[tuple[Tensor, Tensor]], steps: int, device: torch.device, *, right: bool = True
-) -> dict[str, Any]:
-    """Check that steps with and without a graph give the logits that are wanted; then time those with one."""
-    again = difference(run_steps(decoder, decoder.step, CHECKED_STEPS), wanted)
-    step = decoder.captured() if device.type == "cuda" else decoder.step
-    off = difference(run_steps(decoder, step, CHECKED_STEPS), wanted)
-    result: dict[str, Any] = {"off": off, "eager_off": again, "status": "ok"}
-    if off != 0 or again != 0 or not right or not all(bool(logits.isfinite().all()) for logits, _ in wanted):
+    eager = run_steps(decoder, decoder.step, CHECKED_STEPS)
+    again = difference(run_steps(decoder, decoder.step, CHECKED_STEPS), eager)
+    graph = device.type == "cuda"
+    step = decoder.captured() if graph else decoder.step
+    off = difference(run_steps(decoder, step, CHECKED_STEPS), eager)
+    result: dict[str, Any] = {
+        "batch": batch,
+        "steps": steps,
+        "graph": graph,
+        "off": off,
+        "eager_off": again,
+        "status": "ok",
+    } | more
+    right = more.get("compiled", {"right": True})["right"]
+    if off != 0 or again != 0 or not right or not all(bool(logits.isfinite().all()) for logits, _ in eager):
         return result | {"status": "WRONG"}
 
     def work() -> None:
@@ -309,13 +297,12 @@ def timed(
             step()
 
     times = []
-    for repeat in range((COMPILED_REPEATS if decoder.compiled else REPEATS) + 1):
+    for repeat in range((COMPILED_REPEATS if compiled else REPEATS) + 1):
         decoder.start()
         took = elapsed(work, device)
         times += [took] if repeat else []
     sample = summarise([1e6 * t for t in times])
-    tokens = steps * decoder.token.shape[0]
-    return result | {"tokens_per_s": tokens / statistics.median(times), "spread": sample.spread}
+    return result | {"tokens_per_s": batch * steps / statistics.median(times), "spread": sample.spread}
 
 
 def compare(decoder: Decoder, activation: str) -> dict[str, Any]:
@@ -426,7 +413,7 @@ def run_format(
             torch.cuda.reset_peak_memory_stats(device)
     if arguments.prefill:
         result["prefill"] = prefill(model, arguments.prefill, device, vocabulary)
-    more = (True, arguments.pdl) if arguments.compile else ()
+    more = (True,) if arguments.compile else ()
     result["decode"] = [decode(model, batch, arguments.steps, device, vocabulary, *more) for batch in arguments.batches]
     if device.type == "cuda":
         result["peak_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
@@ -485,7 +472,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt that is timed; 0: none")
     parser.add_argument("--compile", action="store_true", help="compile the decode steps with torch.compile")
-    parser.add_argument("--pdl", action="store_true", help="with --compile: also with PDL of the compiler's kernels")
     parser.add_argument("--fuse", action="store_true", help="measure each format with fused layers too")
     parser.add_argument("--head", action="store_true", help="measure each format with a quantised head too")
     parser.add_argument("--compact", action="store_true", help="hold weights twice first, and drop them before timing")
