@@ -153,8 +153,10 @@ class Sample:
                 found += [(us, backend) for *_, us in self.launches(backend, fmt)]
         if fmt == "row" and least <= EXACTNESS["fp8"] and (us := self.cublaslt()) is not None:
             found.append((us, "cublaslt"))
-        us, backend = min(found, default=(0.0, ""))
-        return (backend, us) if found else None
+        if not found:
+            return None
+        us, backend = min(found)
+        return backend, us
 
 
 def least_exact(problem: Problem, system: System) -> int:

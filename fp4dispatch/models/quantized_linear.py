@@ -126,12 +126,7 @@ class QuantizedLinear(BackendBinding):
         # the speed of small layers. All other inputs go to _call, which also raises for wrong ones.
         try:
             bound = self._bound.get(x.dtype)
-            if (
-                bound is not None
-                and type(x) is Tensor
-                and not _any_autocast()
-                and not (x.requires_grad and torch.is_grad_enabled())
-            ):
+            if bound is not None and type(x) is Tensor:
                 shape = x.shape
                 m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
                 bias = self._parameters["bias"]
@@ -151,7 +146,9 @@ class QuantizedLinear(BackendBinding):
     def _taken(self, x: Tensor, bound: routes.Bound, bias: Tensor | None) -> bool:
         """Whether a ready launch takes a plain tensor and the bias as they are, and nothing has changed since."""
         return (
-            bias is bound.bias
+            not _any_autocast()
+            and not _wants_grad(x)
+            and bias is bound.bias
             and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
             and x.is_contiguous()
             and not x.data_ptr() % 16
@@ -196,13 +193,8 @@ class QuantizedLinear(BackendBinding):
                 if m in bound.apart:
                     return self.forward(activations.swiglu(gate_up))
                 launch, bias = bound.gated.get(m), self._parameters["bias"]
-                if (
-                    launch is not None
-                    and not _any_autocast()
-                    and not (gate_up.requires_grad and torch.is_grad_enabled())
-                    and type(self).forward is QuantizedLinear.forward
-                    and self._taken(gate_up, bound, bias)
-                ):
+                plain = type(self).forward is QuantizedLinear.forward
+                if launch is not None and plain and self._taken(gate_up, bound, bias):
                     out = gate_up.new_empty(m, self.out_features)
                     routes.on_device_of(out, launch, gate_up.view(m, k), out, bias)
                     return out.view(*shape[:-1], self.out_features)

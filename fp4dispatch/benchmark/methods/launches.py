@@ -109,10 +109,10 @@ def launches(
             for gemm in backend.gemms(problem, card.arch, card.sms)
             for shape in _shapes(gemm, m, n, k, card.sms, family.format == "block128")
         ]
-        yield from found if known is None else _put_first(found, problem, known, first)
+        yield from found if first is None or known is None else _put_first(found, problem, known, first)
 
 
-def _put_first(found: list[OwnLaunch], problem: Problem, known: Speeds, first: int | None) -> Iterator[OwnLaunch]:
+def _put_first(found: list[OwnLaunch], problem: Problem, known: Speeds, first: int) -> Iterator[OwnLaunch]:
     timed: dict[str, list[tuple[float, int]]] = {}
     kept = set()
     for i, (_, build, shape) in enumerate(found):
