@@ -259,7 +259,7 @@ def run(rank, world):
         mock.patch.object(routes, "gpu_of", return_value=0),
         mock.patch.object(routes, "_plans", {}),
         mock.patch.object(canary, "SHAPES", canary.SHAPES[:1]),
-        mock.patch.object(tuning, "_engine", side_effect=lambda device: Clock()),
+        mock.patch.object(tuning, "engine_of", side_effect=lambda device: Clock()),
         mock.patch.dict("os.environ", {SETTINGS["cache_dir"].name: str(world.folder)}),
     ]
     forget = (canary.canaries.cache_clear, quarantine.reset, choose.reset, tuned.reset)

@@ -23,7 +23,6 @@ from fp4dispatch.machine.progress import Progress
 from fp4dispatch.problem import ACTIVATIONS, OPS, OUT_DTYPES, SCALINGS, Problem
 
 if TYPE_CHECKING:
-    from fp4dispatch.backends.base import LinearWeights
     from fp4dispatch.cli import Subparsers
     from fp4dispatch.problem.decision import Decision
     from fp4dispatch.problem.measurement import Measurement
@@ -134,6 +133,7 @@ def _tune(args: argparse.Namespace) -> int:
     from fp4dispatch.dispatch.whatif import default_scaling
     from fp4dispatch.tune import tuning
     from fp4dispatch.tune.agreement import Ranks
+    from fp4dispatch.tune.copies import Copies
     from fp4dispatch.tune.session import WRONG
     from fp4dispatch.tune.timing import gpu
 
@@ -147,13 +147,14 @@ def _tune(args: argparse.Namespace) -> int:
     ]
     problems = dict.fromkeys(replace(each, m=m) for each in asked for m in choose.measured_at(each, device.index))
     with Progress("tuning", len(problems), unit="shapes", announce=True, quiet=args.json) as progress:
-        weights: LinearWeights | None = None
+        copies: Copies | None = None
         for problem in problems:
             progress.note(f"M={problem.m} N={problem.n} K={problem.k}")
-            if weights is None or (weights.n, weights.k) != (problem.n, problem.k):
-                weights = tuning.make_weights(problem, device)
+            if copies is None or (copies.weights.n, copies.weights.k) != (problem.n, problem.k):
+                copies = None  # frees those of the shape before
+                copies = Copies(tuning.make_weights(problem, device), tuning.engine_of(device))
             ranks = Ranks(alone=True)
-            found = tuning.tune_at(problem, weights, gpu=device.index, ranks=ranks, force=args.force)
+            found = tuning.tune_at(problem, copies, gpu=device.index, ranks=ranks, force=args.force)
             rows.append((found, choose.select(found.problem, backend="auto", gpu=device.index)))
             progress.step()
     wrong = [why for found, _ in rows for _, why in found.left_out if why.startswith(WRONG)]

@@ -35,6 +35,7 @@ from fp4dispatch.settings import did_you_mean, settings
 from fp4dispatch.trust import facts
 from fp4dispatch.tune import tuning
 from fp4dispatch.tune.agreement import Ranks
+from fp4dispatch.tune.copies import Copies
 from fp4dispatch.tune.session import WRONG
 from fp4dispatch.tune.timing import gpu
 
@@ -185,10 +186,11 @@ def measure(key: Layer, ms: Iterable[int], gpu: int, force: bool) -> list[Measur
     op, scaling, n, k = key
     problem = Problem(op, 1, n, k, scaling=scaling)
     all_m = {at for m in ms for at in choose.measured_at(Problem(op, m, n, k, scaling=scaling), gpu)}
-    weights = tuning.make_weights(problem, torch.device("cuda", gpu))
+    device = torch.device("cuda", gpu)
+    copies = Copies(tuning.make_weights(problem, device), tuning.engine_of(device))
     alone = Ranks(alone=True)
     return [
-        tuning.tune_at(Problem(op, m, n, k, scaling=scaling), weights, gpu=gpu, ranks=alone, force=force)
+        tuning.tune_at(Problem(op, m, n, k, scaling=scaling), copies, gpu=gpu, ranks=alone, force=force)
         for m in sorted(all_m)
     ]
 

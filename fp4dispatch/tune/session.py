@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4dispatch import jit
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared
+from fp4dispatch.backends.base import Backend, Plan
 from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.policy.resolve import REFERENCE
@@ -21,7 +21,8 @@ from fp4dispatch.trust import selfcheck
 from fp4dispatch.trust.canary import DTYPE
 from fp4dispatch.trust.tilecheck import Finding, worst_tile
 from fp4dispatch.tune import timing
-from fp4dispatch.tune.timing import Call, Engine, Recording
+from fp4dispatch.tune.copies import Copies
+from fp4dispatch.tune.timing import Call, Recording
 
 TILE_ERROR = 0.03
 """Largest relative error of a 128x128 tile against the reference: FP8 tensor cores lose up to 0.6 % on long sums, the
@@ -37,7 +38,6 @@ LONG_US = 5000.0
 """From so long a replay on, fewer copies of the weights rotate: reading them from memory is at most 1 % of it."""
 HOPELESS, SHORT_US = 3.0, 100.0
 """A launch that takes so many times the candidate's fastest, and longer than this, is not timed further."""
-SHARE_OF_FREE_MEMORY = 0.5
 WRONG = "wrong"
 """How a reason begins that is about numbers."""
 
@@ -71,13 +71,15 @@ class Session:
 
     Parameters
     ----------
-    problem, weights, gpu, engine
+    problem, gpu
         As of :func:`fp4dispatch.tune.tuning.tune`; M is what is measured.
+    copies
+        Of the layer's weights.
     """
 
-    def __init__(self, problem: Problem, weights: LinearWeights, gpu: int, engine: Engine) -> None:
-        self.problem, self.weights, self.gpu, self.engine = problem, weights, gpu, engine
-        device, dtype = weights.weight.device, DTYPE[problem.out_dtype]
+    def __init__(self, problem: Problem, copies: Copies, gpu: int) -> None:
+        self.problem, self.copies, self.gpu, self.engine = problem, copies, gpu, copies.engine
+        device, dtype = copies.weights.weight.device, DTYPE[problem.out_dtype]
         generator = torch.Generator(device=device).manual_seed(0)
         f32: dict[str, Any] = {"device": device, "dtype": torch.float32, "generator": generator}
         self.x = torch.randn(problem.m, problem.k, **f32).to(dtype)
@@ -85,7 +87,6 @@ class Session:
         self.bias = torch.randn(problem.n, **f32).to(dtype) if problem.bias else None
         self.left_out: list[tuple[str, str]] = []
         self._answers: dict[Activation, Tensor] = {}
-        self._copies: dict[str, list[Prepared]] = {}
         self._entries: dict[Contender, _Entry] = {}
         self._once: dict[Candidate, float] = {}
 
@@ -116,7 +117,7 @@ class Session:
 
     def _launches(self, name: str, activation: Activation, rivals: int) -> tuple[LaunchConfig, ...]:
         try:
-            prepared = self._held(registry.instance(name), rivals)[0]
+            prepared = self.copies.of(registry.instance(name), rivals)[0]
             problem = replace(self.problem, activation=activation)
             return registry.instance(name).launches(problem, prepared)
         except CaptureError:
@@ -150,7 +151,7 @@ class Session:
         """Plan, check and record one contender; return a text where its numbers are wrong."""
         backend, engine = registry.instance(contender.backend), self.engine
         problem = replace(self.problem, activation=contender.activation)
-        copies = self._held(backend, 1)
+        copies = self.copies.of(backend, 1)
         if contender.launch is None:
             plan = backend.plan(problem, copies[0])
         else:
@@ -201,29 +202,11 @@ class Session:
         if activation not in self._answers:
             oracle = registry.instance(REFERENCE)
             problem = replace(self.problem, activation=activation, out_dtype="float32")
-            prepared = oracle.prepare(self.weights)
+            prepared = oracle.prepare(self.copies.weights)
             out = self.x.new_empty(problem.m, problem.n, dtype=torch.float32)
             oracle.run(oracle.plan(problem, prepared), prepared, self.x, out, self.bias)
             self._answers[activation] = out
         return self._answers[activation]
-
-    def _held(self, backend: Backend, rivals: int) -> list[Prepared]:
-        """Return the weights in a backend's layout, and enough copies to keep them out of the cache.
-
-        Fewer where memory does not hold those of all rivals. Launches share them, and so do backends of one layout.
-        """
-        layout = backend.layout_name
-        if layout not in self._copies:
-            prepared, engine = backend.prepare(self.weights), self.engine
-            size = max(prepared.nbytes(), 1)
-            count = timing.copies_for(size, engine.cache_bytes)
-            if prepared.tensors[0].is_cuda:
-                free, _ = torch.cuda.mem_get_info(prepared.tensors[0].device)
-                count = max(1, min(count, int(SHARE_OF_FREE_MEMORY * free / rivals / size)))
-            clones = [replace(prepared, tensors=tuple(t.clone() for t in prepared.tensors)) for _ in range(count - 1)]
-            engine.finish()  # a PDL kernel may read weights before this stream has copied them
-            self._copies[layout] = [prepared, *clones]
-        return [replace(each, backend=backend.name) for each in self._copies[layout]]
 
     def sieve(self, contenders: Iterable[Contender]) -> dict[Contender, float]:
         """Return rough times of the candidates that have more launches than may go on; empty where none has."""

@@ -36,6 +36,7 @@ from fp4dispatch.trust.trial import plain_torch
 from fp4dispatch.trust.verdict import CheckResult
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.agreement import Ranks, Subject, agree_on
+from fp4dispatch.tune.copies import Copies
 from fp4dispatch.tune.session import ROUNDS as ROUNDS
 from fp4dispatch.tune.session import Candidate, Session, finalists
 from fp4dispatch.tune.timing import Engine, GraphEngine, WallEngine
@@ -88,21 +89,29 @@ def tune(
         f"tuning {problem}", f"fp4dispatch.warmup(model, tokens=[{problem.m}], tune=True), or fp4dispatch tune"
     )
     ranks = Ranks(alone=True) if ranks is None else ranks
-    for m in choose.measured_at(problem, gpu):
-        found = tune_at(replace(problem, m=m), weights, gpu=gpu, ranks=ranks, force=force, engine=engine)
-    return found
+    copies = Copies(weights, engine or engine_of(weights.weight.device))
+    try:
+        for m in choose.measured_at(problem, gpu):
+            found = tune_at(replace(problem, m=m), copies, gpu=gpu, ranks=ranks, force=force)
+        return found
+    finally:
+        del copies
+        _free(weights.weight.device)
 
 
 def tune_at(
     problem: Problem,
-    weights: LinearWeights,
+    copies: Copies,
     *,
     gpu: int | None,
     ranks: Ranks,
     force: bool = False,
-    engine: Engine | None = None,
 ) -> Measurement:
-    """Measure a problem at its very M, one of :func:`fp4dispatch.dispatch.choose.measured_at`. Else as :func:`tune`."""
+    """Measure a problem at its very M, one of :func:`fp4dispatch.dispatch.choose.measured_at`. Else as :func:`tune`.
+
+    ``copies`` of the layer's weights serve every M, so whoever measures several should share them.
+    """
+    weights = copies.weights
     if weights.op != problem.op or (weights.n, weights.k, weights.scaling) != (problem.n, problem.k, problem.scaling):
         raise InputError(f"weights are {weights.op} {weights.scaling} [{weights.n}, {weights.k}], not of {problem}")
     kept = tuned.own(problem, choose.facts(gpu), registry.backends()) if gpu is not None and not force else None
@@ -110,18 +119,19 @@ def tune_at(
     if kept is not None and all(other == same[0] for other in same):
         return kept
     try:
-        return _measure(problem, weights, gpu, ranks, engine or _engine(weights.weight.device))
+        return _measure(problem, copies, gpu, ranks)
     finally:
         _free(weights.weight.device)
 
 
-def _measure(problem: Problem, weights: LinearWeights, gpu: int | None, ranks: Ranks, engine: Engine) -> Measurement:
+def _measure(problem: Problem, copies: Copies, gpu: int | None, ranks: Ranks) -> Measurement:
+    weights, engine = copies.weights, copies.engine
     with plain_torch(weights.weight.device):
         names, left_out = _candidates(problem, weights, gpu, ranks)
         blank = Measurement(problem, (), tuple(left_out), date.today().isoformat(), _method(engine), ranks.size)
         if gpu is None or not names:
             return blank
-        session = ranks.attempt(f"tuning {problem}", lambda: Session(problem, weights, gpu, engine))
+        session = ranks.attempt(f"tuning {problem}", lambda: Session(problem, copies, gpu))
         try:
             timings = _timed(session, names, ranks)
         finally:
@@ -221,7 +231,7 @@ def _combined(everyone: Sequence[tuple[Timing, ...]]) -> tuple[Timing, ...]:
 _engines: dict[torch.device, Engine] = {}
 
 
-def _engine(device: torch.device) -> Engine:
+def engine_of(device: torch.device) -> Engine:
     """Return the engine of a device, always the same one: cuBLAS keeps a workspace for each stream that it sees."""
     if device not in _engines:
         cuda = device.type == "cuda"

@@ -24,6 +24,7 @@ from fp4dispatch.problem.measurement import LaunchConfig
 from fp4dispatch.trust import facts, quarantine
 from fp4dispatch.trust.tilecheck import worst_tile
 from fp4dispatch.tune import session, tuning
+from fp4dispatch.tune.copies import Copies
 from fp4dispatch.tune.session import Contender
 from tests.gpu.sm90 import needs_sm90
 
@@ -184,7 +185,7 @@ def mislead(monkeypatch, kind, problem, gemm, shape):
 
 def times_of(launches, name, problem, weights):
     """The microseconds of launches of a backend, taken in turns."""
-    timed = session.Session(problem, weights, 0, tuning._engine(weights.weight.device))
+    timed = session.Session(problem, Copies(weights, tuning.engine_of(weights.weight.device)), 0)
     try:
         for launch in launches:
             timed._enter(Contender(name, problem.activation, launch), usual=False)

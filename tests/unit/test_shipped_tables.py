@@ -196,7 +196,8 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "make_weights", lambda problem, device: problem)
     state = SimpleNamespace(asked=[], wrong=False, us=5.0)
 
-    def tune_at(problem, weights, *, gpu, ranks, force):
+    def tune_at(problem, copies, *, gpu, ranks, force):
+        weights = copies.weights
         assert (weights.n, weights.k, weights.op) == (problem.n, problem.k, problem.op)
         state.asked.append((problem.scaling, problem.n, problem.m))
         launch = LaunchConfig("w4a16_small", "bf16", (16, 1, 2, 1, 1, 2, 2))

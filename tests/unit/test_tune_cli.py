@@ -21,7 +21,7 @@ def gpu(machine, monkeypatch):  # noqa: F811
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tuning, "_engine", lambda device: Clock())
+    monkeypatch.setattr(tuning, "engine_of", lambda device: Clock())
     real = tuning.make_weights
     monkeypatch.setattr(tuning, "make_weights", lambda problem, device: real(problem, cpu))
     return machine

@@ -95,7 +95,7 @@ def kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(selfcheck, "trusted", lambda *a: SimpleNamespace(status="passed", vouches_for=lambda plugin: 1))
     monkeypatch.setattr(routes, "gpu_of", lambda device: 0)
     monkeypatch.setattr(routes, "_plans", {})
-    monkeypatch.setattr(tuning, "_engine", lambda device: Clock(state))
+    monkeypatch.setattr(tuning, "engine_of", lambda device: Clock(state))
     real = compiled.CompiledBackend.plan_launch
 
     def plan_launch(self, problem, prepared, launch):

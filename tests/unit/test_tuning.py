@@ -23,6 +23,7 @@ from fp4dispatch.run import routes
 from fp4dispatch.trust import canary, quarantine, selfcheck
 from fp4dispatch.tune import tuning
 from fp4dispatch.tune.agreement import Ranks
+from fp4dispatch.tune.copies import Copies
 from fp4dispatch.tune.timing import Engine, Recording
 from tests.planted import Honest
 
@@ -38,9 +39,10 @@ class Timed(Honest):
 
     def __init__(self, name, us, spread=0.0):
         self.name, self.us, self.spread, self.released = name, us, spread, []
-        self.prepared = weakref.WeakSet()
+        self.prepared, self.sizes = weakref.WeakSet(), []
 
     def prepare(self, w):
+        self.sizes.append((w.n, w.k))
         made = super().prepare(replace(w, weight=w.weight.clone()))
         made = replace(made, tensors=made.tensors[:3])
         self.prepared.add(made)
@@ -169,6 +171,15 @@ def test_each_candidate_is_timed_on_rotating_copies_in_turns(machine):
         assert copies >= 2
         assert calls % copies == 0
     assert all(t.repeats == tuning.ROUNDS for t in made.timings)
+
+
+def test_one_set_of_copies_serves_every_m(machine):
+    shared = Copies(weights(), Clock())
+    for m in (16, 64, 256):
+        tuning.tune_at(replace(PROBLEM, m=m), shared, gpu=0, ranks=Ranks(alone=True))
+    sizes = [size for name in ("first", "second", "third") for size in machine[name].sizes]
+    assert sizes.count((PROBLEM.n, PROBLEM.k)) == 3
+    assert len(shared.engine.recorded) == 9
 
 
 def test_noise_keeps_the_default(machine):
@@ -322,7 +333,7 @@ def test_a_pinned_format_is_a_problem_of_its_own(machine):
 
 @pytest.fixture
 def model(machine, monkeypatch):
-    monkeypatch.setattr(tuning, "_engine", lambda device: Clock())
+    monkeypatch.setattr(tuning, "engine_of", lambda device: Clock())
     torch.manual_seed(0)
     return nn.Sequential(*(FP8Linear.from_linear(nn.Linear(96, 64).bfloat16(), scaling="row") for _ in range(2)))
 
