@@ -28,14 +28,15 @@ TILE_ERROR = 0.03
 """Largest relative error of a 128x128 tile against the reference: FP8 tensor cores lose up to 0.6 % on long sums, the
 output's rounding is 0.4 %; a lost, stale or twice scaled tile is off by 100 %."""
 
-ROUNDS = 15
+ROUNDS = 9
 SIEVE_ROUNDS = 3
 FINALISTS = 4
 """Launches of a candidate that a sieve of a few rounds leaves for the rounds that count."""
 LIMIT_US = 4e5
 """Limit for the rounds of the sieve, and for those that count: rounds are fewer where calls take long."""
-LONG_US = 5000.0
-"""From so long a replay on, fewer copies of the weights rotate: reading them from memory is at most 1 % of it."""
+LONG_US = 1500.0
+"""From so long a replay on, fewer copies of the weights rotate. Calls that take so long have more activations than the
+cache holds, so weights stay cold with two copies too."""
 HOPELESS, SHORT_US = 3.0, 100.0
 """A launch that takes so many times the candidate's fastest, and longer than this, is not timed further."""
 WRONG = "wrong"
