@@ -96,7 +96,8 @@ def explain(
     -------
     Decision
         ``backend`` is None where nothing can run the problem. That is no error here. Each verdict has the predicted
-        time of a call, where the GPU is known and its backend has a time model. These times decide as on that GPU.
+        time of a call, where the GPU is known and its backend has a time model, and the time of the shipped table of
+        its model, if that has one. These times decide as on that GPU.
 
     Raises
     ------
@@ -122,8 +123,10 @@ def explain(
     decide = request[0] == registry.AUTO
     if model is not None:
         times = predictions(bucket, model, backends)
+        measured = shipped.find(bucket, model) if settings.tuned != "off" else None
     else:
         times = predicted.find(bucket, system, backends) if measurable else None
+        measured = tuned.find(bucket, system, backends) if measurable else None
     if times is None and decide and not raw and system.arch is not None and speeds.known(system.arch):
         notes.append(_NO_MODEL if model is not None or measurable else _NO_GPU)
     decision = resolve.resolve(
@@ -134,7 +137,7 @@ def explain(
         requested_by=request[1],
         disabled=tuple(canonical_all(disabled)) if disabled is not None else request[2] if this else (),
         elsewhere=left_out(op, problem.scaling) if this else None,
-        measured=tuned.find(bucket, system, backends) if measurable and decide else None,
+        measured=measured if decide else None,
         predicted=times,
     )
     if measurable and not raw and settings.tuned != "off":

@@ -18,6 +18,7 @@ from typing import Any
 from fp4dispatch import strict_toml
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine import gpu_models
+from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import OPS, SCALINGS, Op, Problem, Scaling
 from fp4dispatch.problem.measurement import Measurement, Timing, checked
@@ -69,9 +70,9 @@ class Table:
         return Measurement(problem, timings, (), self.date, self.method, 1, dict(self.facts), str(self))
 
 
-def find(problem: Problem, system: System) -> Measurement | None:
-    """Return the times of a problem on the first GPU of a machine, from the table of its model; else None."""
-    table = of(system)
+def find(problem: Problem, model: GpuModel | None) -> Measurement | None:
+    """Return the times of a problem on a GPU model, from its table; None where none ships, or it does not hold."""
+    table = None if model is None else _packaged(model.name, FOLDER)
     if table is None or problem.raw or table.kernels != facts.kernel_sources():
         return None
     return table.measurement(problem)
@@ -90,8 +91,13 @@ def why_not(system: System) -> str:
 
 def of(system: System) -> Table | None:
     """Return the table of the first GPU of a machine, whether it holds or not; None where none ships."""
-    model = gpu_models.of(system.gpus[0]) if system.gpus else None
+    model = model_of(system)
     return None if model is None else _packaged(model.name, FOLDER)
+
+
+def model_of(system: System) -> GpuModel | None:
+    """Return the model of the first GPU of a machine; None where it is not known, or there is none."""
+    return gpu_models.of(system.gpus[0]) if system.gpus else None
 
 
 @functools.lru_cache(maxsize=16)

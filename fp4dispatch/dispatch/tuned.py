@@ -50,7 +50,7 @@ def find(problem: Problem, system: System, backends: Mapping[str, object]) -> Me
 
 def table(problem: Problem, system: System) -> Measurement | None:
     """Return the measurement of the shipped table of the GPU model; None as for :func:`find`."""
-    return None if _silent(problem, system) else shipped.find(problem, system)
+    return None if _silent(problem, system) else shipped.find(problem, shipped.model_of(system))
 
 
 def _silent(problem: Problem, system: System) -> bool:
