@@ -225,9 +225,9 @@ def inversions(judge: Judge, shapes: Sequence[tuple[int, int]], fmt: Scaling) ->
         found = []
         for m in tokens:
             problem = Problem(FORMATS[fmt], m, n, k, "any", fmt)
-            times = predictions(problem, judge.model, registry.backends())
-            backend = judge.backend(problem)
-            us = next((t.us for t in times.times if t.backend == backend), None) if times else None
+            backend = registry.instance(judge.backend(problem))
+            activation = backend.activation_for(problem)
+            us = None if activation is None else backend.predict(replace(problem, activation=activation), judge.model)
             if us is not None:
                 found.append(us)
         for few, more in itertools.combinations(found, 2):

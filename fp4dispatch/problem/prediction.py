@@ -34,7 +34,8 @@ class Predictions:
     times
         Of candidates that have a model.
     source
-        Where the constants come from: ``fitted on H200 SXM``.
+        Where the constants come from, and of which M times are the mean: ``fitted on H200 SXM, in the mean of M=80,
+        104, 128``.
     records
         What they were fitted to.
     """

@@ -37,15 +37,10 @@ from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up
-from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
 
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
-DOUBTED_FROM, DOUBT = 129, 1.08
-"""Tokens from which on ``w4a16`` counts as so many times what the models say. A backend is chosen for a range of M at
-its end. Where it is predicted to be 5 % faster than ``w4a8`` there, it can be 24 % slower within (1536x4096, 1326
-tokens, H200)."""
 
 
 class _W4Backend(CompiledBackend):
@@ -114,11 +109,6 @@ class W4A16Backend(_W4Backend):
 
     name = "w4a16"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("bf16",)}
-
-    def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
-        """Return what the models say; of many tokens somewhat more (:data:`DOUBT`)."""
-        us = super().predict(problem, gpu)
-        return us if us is None or problem.m < DOUBTED_FROM else us * DOUBT
 
 
 class W4A8Backend(_W4Backend):
