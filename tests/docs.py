@@ -303,10 +303,11 @@ def bench() -> str:
 
 
 def random_suite() -> str:
-    """Return the tables of every run on random problems that is kept."""
-    from fp4dispatch.benchmark.reports import random_report
+    """Return the tables of the runs on random problems that are kept, all of a GPU model together."""
+    from fp4dispatch.benchmark.reports import random_report, random_runs
 
-    return "\n\n".join(map(random_report.markdown, kept("random suite"))) or "No run is kept yet."
+    runs = random_runs.by_model(kept("random suite"))
+    return "\n\n".join(map(random_report.markdown, runs)) or "No run is kept yet."
 
 
 def vllm_layers() -> str:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from fp4dispatch.benchmark.reports import random_runs as random
 from fp4dispatch.benchmark.reports import records, standing
 from tests.site.svg import Chart, Series, draw
 
@@ -44,7 +45,7 @@ def card(record: dict) -> str:
 
 def commits(found: Iterable[dict]) -> str:
     """Return the commits that records were measured at, each once."""
-    return ", ".join(dict.fromkeys(record["facts"]["commit"] for record in found))
+    return ", ".join(dict.fromkeys(each for record in found for each in record["facts"]["commit"].split(", ")))
 
 
 @functools.cache
@@ -65,11 +66,8 @@ def of_card(record: dict) -> list[dict]:
 
 
 def random_runs() -> tuple[dict, ...]:
-    """Return the runs of random problems, by card: the newest of each."""
-    newest: dict[str, dict] = {}
-    for run in sorted(kept(RESULTS, "random suite"), key=lambda run: (run["facts"]["date"], run["seed"])):
-        newest[card(run)] = run
-    return tuple(run for _, run in sorted(newest.items()))
+    """Return the runs of random problems, all of a card as one."""
+    return tuple(sorted(random.by_model(kept(RESULTS, "random suite")), key=card))
 
 
 def range_names() -> list[str]:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fp4dispatch.benchmark.methods.base import BASELINE
-from fp4dispatch.benchmark.reports import random_report, records, standing
+from fp4dispatch.benchmark.reports import random_report, random_runs, records, standing
 from fp4dispatch.benchmark.reports.standing import Loss
 from tests.bench_cases import FACTS
 
@@ -179,3 +179,33 @@ def test_losses_are_listed_worst_first():
     assert line.startswith("FP4Linear, inversions: 1.583 (4096x4096 M=1, M=8); 1.500 (4096x4096 M=2, M=8)")
     assert "FP4Linear, worst beside a peer: 1.900 (4096x4096 M=1, torch/bf16)" in text
     assert "FP4Linear, regret: 3.800 (4096x4096 M=1, launch w4a16 a)" in text
+
+
+def test_runs_of_one_gpu_model_are_one_table():
+    """Of a size that two runs have, the newer one counts: an inversion across machines would be none."""
+    old = document(
+        row(BASELINE, 10.0, 8),
+        row("FP4Linear", 9.0, 8),
+        row(BASELINE, 4.0, 1, LESS),
+        row("FP4Linear", 2.0, 1, LESS),
+        row("launch w4a16 a", 1.0, 1, LESS, format="nvfp4"),
+        tried=[[*BIG, 8, 5], [*LESS, 1, 7]],
+        left=[[64, 64, 1]],
+    )
+    new = document(row(BASELINE, 10.0, 16), row("FP4Linear", 5.0, 16), row("FP4Linear", 4.0, 300))
+    new |= {"seed": 12, "seconds": 2.0, "facts": FACTS | {"commit": "bbb"}, "tried": [[*BIG, 16, 3]]}
+    other = document(row(BASELINE, 1.0), row("FP4Linear", 1.0), facts=FACTS | {"device": "another"})
+    mine, apart = random_runs.by_model([old, other, new])
+    assert apart is other
+    assert {(r["n"], r["k"], r["m"]) for r in mine["measured"]} == {(*BIG, 16), (*BIG, 300), (*LESS, 1)}
+    assert len(mine["launches"]) == 1
+    assert mine["tried"] == [[*BIG, 16, 3], [*LESS, 1, 7]]
+    text = random_report.text(mine)
+    assert f"commit {FACTS['commit']}, bbb" in text
+    assert "PARTIAL: 3 of 8 random problems of seeds 1, 12, 3 s" in text
+    assert "10 launches of ours were checked and timed" in text
+    found = standing.standing(mine, "FP4Linear")
+    assert (found.problems, found.small, found.compared) == (1, 1, 1)
+    assert [each.ratio for each in found.regrets] == [2.0]
+    with pytest.raises(ValueError, match=r"runs are of \['.*another.*'\], needed one GPU model"):
+        random_runs.together([old, other])

@@ -24,6 +24,7 @@ from tests.unit.test_tuned_launches import FP4, HERE, another, kernels, launched
 
 LAYER = ("nvfp4_gemm", "nvfp4", FP4.n, FP4.k)
 FOLDER = shipped.FOLDER
+KERNELS = facts.kernel_sources()
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +80,18 @@ def test_a_table_chooses_backend_and_launch_and_explain_says_so(folder, kernels)
         assert choose.select(other).verdict("w4a16").measured
     assert choose.select(replace(FP4, m=17)).rule.id != "tuned"
     assert choose.select(replace(FP4, n=FP4.n + 8)).rule.id != "tuned"
+
+
+def test_explain_of_a_gpu_by_name_decides_by_its_table_on_any_machine(folder, monkeypatch):
+    asked = {"gpu": "H200 SXM", "cuda": "13.0", "nvcc": "13.0", "proven": True}
+    _, found = good_table()
+    ship(folder, found)
+    decision = explain("nvfp4_gemm", 12, FP4.n, FP4.k, **asked)
+    assert (decision.backend, decision.rule.id, decision.rule.source) == ("w4a16", "tuned", "shipped table of H200 SXM")
+    assert explain("nvfp4_gemm", 12, FP4.n, FP4.k, **asked | {"gpu": "H100 SXM"}).rule.id != "tuned"
+    assert explain("nvfp4_gemm", 12, FP4.n, FP4.k, backend="w4a8", **asked).backend == "w4a8"
+    monkeypatch.setenv("FP4DISPATCH_TUNED", "off")
+    assert explain("nvfp4_gemm", 12, FP4.n, FP4.k, **asked).rule.id != "tuned"
 
 
 def test_what_the_user_has_tuned_comes_before_a_table(folder, kernels):  # noqa: F811
@@ -173,8 +186,13 @@ def test_what_is_no_json_is_refused(folder):
 
 def test_tables_that_ship_are_whole_and_name_builds_that_exist():
     catalog = installed()
+    layers = set(tune_tables.layers([], None, None))
+    assert sorted(path.name for path in FOLDER.glob("*")) == ["h100-sxm.json", "h200-sxm.json"]
     for path in FOLDER.glob("*"):
         found = shipped.load(path)
+        assert set(found.layers) == layers
+        assert {1, 16, 64, 1024} <= set.intersection(*map(set, found.layers.values()))
+        assert found.kernels == KERNELS, "csrc or jit_flags have changed since (bench/notes/tuning.md)"
         assert path.name == shipped.file_name(found.gpu)
         assert gpu_models.named(found.gpu).name == found.gpu
         for by_m in found.layers.values():

@@ -290,7 +290,7 @@ def test_the_table_of_speeds_is_of_every_card_that_a_record_is_of(tmp_path, monk
     assert speed.table().count("| `FP4Linear` |") == 2
 
 
-def test_the_picture_of_speeds_is_of_the_newest_random_problems_of_every_card(tmp_path, monkeypatch):
+def test_the_picture_of_speeds_is_of_the_newest_run_of_each_size_on_every_card(tmp_path, monkeypatch):
     def keep(run, seed, **more):
         other = run | {"seed": seed, "subject": f"seed {seed}", "facts": run["facts"] | more}
         (tmp_path / records.name(other)).write_text(records.text(other))

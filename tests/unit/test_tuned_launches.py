@@ -176,7 +176,10 @@ def test_explain_says_what_was_tuned_and_when(kernels):
     found = tune(FP4)
     decision = explain("nvfp4_gemm", 16, N, K)
     assert (decision.backend, decision.rule.id) == ("w4a16", "tuned")
-    assert f"tuned: 10.0 us, launch shape {good} (quartiles 0.0 us apart, {tuning.ROUNDS} repeats), on {found.date}" in str(decision)
+    assert (
+        f"tuned: 10.0 us, launch shape {good} (quartiles 0.0 us apart, {tuning.ROUNDS} repeats), on {found.date}"
+        in str(decision)
+    )
     assert json.loads(json.dumps(found.to_dict()))["timings"][0]["launch"] == [
         good.kernel,
         good.build,

@@ -103,7 +103,8 @@ def _parts(doc: Document, grid: report.Grid) -> Iterable[str]:
 def _head(doc: Document) -> str:
     done = len({(row["n"], row["k"], row["m"]) for row in doc["measured"]})
     share = "PARTIAL: " if doc["left"] or doc["stopped"] else ""
-    line = f"{share}{done} of {doc['problems']} random problems of seed {doc['seed']}, {doc['seconds']:.0f} s"
+    seeds = f"seed{'s' if isinstance(doc['seed'], str) else ''} {doc['seed']}"
+    line = f"{share}{done} of {doc['problems']} random problems of {seeds}, {doc['seconds']:.0f} s"
     return f"{report.headline(doc)}\n{line}"
 
 
