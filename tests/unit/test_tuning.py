@@ -346,12 +346,15 @@ def test_warmup_tunes_each_shape_and_bucket_once_and_binds_anew(machine, model, 
     for layer in model:
         layer.bind()
     assert chosen(model) == ["first (fp8)"] * 2
-    tuned_problems, real = [], tuning.tune
+    tuned_problems, real = [], tuning.tune_with
     monkeypatch.setattr(
-        tuning, "tune", lambda problem, *a, **k: tuned_problems.append(problem.m) or real(problem, *a, **k)
+        tuning, "tune_with", lambda problem, *a, **k: tuned_problems.append(problem.m) or real(problem, *a, **k)
     )
+    made, kept = [], Copies.__init__
+    monkeypatch.setattr(Copies, "__init__", lambda self, *a: made.append(1) or kept(self, *a))
     assert warmup(model, tokens=[3, 4, 16], tune=True) == 3
     assert tuned_problems == [3, 4, 16]
+    assert len(made) == 1, "one set of copies serves all numbers of tokens of the two layers, which have one shape"
     assert len(list(tuned.store.folder().iterdir())) == 2  # 3 and 4 are one bucket
     text = (
         "first (fp8) up to M=2, then second (fp8) up to M=4, then first (fp8) up to M=8, then second (fp8) up to M=16"
