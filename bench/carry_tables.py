@@ -1,0 +1,128 @@
+"""Carry the shipped tables over a change of csrc/ or jit_flags/ that leaves the machine code of our kernels as it was.
+
+A table holds for the sources that it was measured with. Where a change of them changes no instruction of a build that
+was there (comments, names, new builds), its times are still true, and no GPU is needed:
+
+    git worktree add /tmp/old COMMIT                                        # where the tables hold
+    fp4dispatch build --arch 9.0 --ops w4_gemm,w8_gemm,w4_activations,w4_weights,fp8_quantize --out /tmp/before  # there
+    fp4dispatch build --arch 9.0 --ops w4_gemm,w8_gemm,w4_activations,w4_weights,fp8_quantize --out /tmp/after   # here
+    python bench/carry_tables.py /tmp/old /tmp/before /tmp/after
+
+Every build in BEFORE must have the same machine code in AFTER, and BEFORE must have every build that a table names.
+Else nothing is written: measure again (``fp4dispatch tune --model-shapes``). A new build is not in the tables: where it
+may be faster, measure again too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fp4dispatch.dispatch import shipped
+from fp4dispatch.errors import Fp4DispatchError
+from fp4dispatch.jit.catalog import manifest
+from fp4dispatch.jit.store.digests import digest, sources_sha256
+from tests import machine_code as mc
+
+TARGET = "90a"
+"""What the GPUs run that have tables."""
+
+
+class Refused(Exception):
+    """Why the tables cannot be carried over."""
+
+
+def sources(root: Path) -> str:
+    """Return the hash of the kernels' sources in a checkout, as tables hold it."""
+    return sources_sha256([root / "csrc", root / "jit_flags"])[:32]
+
+
+def check_made_from(folder: Path, csrc: Path) -> None:
+    """Refuse finished kernels that were made from other sources than these."""
+    entries = sorted(folder.rglob("entry.json"))
+    if not entries:
+        raise Refused(f"{folder} holds no finished kernels: fp4dispatch build --out makes them")
+    for entry in entries:
+        for root, name, held in json.loads(entry.read_text("utf-8"))["files"]:
+            path = csrc / name
+            if root == "src" and (not path.is_file() or digest(path) != held):
+                raise Refused(f"{entry} was made from another {name} than {path}")
+
+
+def named(tables: Sequence[shipped.Table]) -> set[str]:
+    """Return the builds that tables have times of, as :mod:`tests.machine_code` names them."""
+    return {
+        f"{each.launch.kernel}/{each.launch.build}-{TARGET}"
+        for table in tables
+        for by_m in table.layers.values()
+        for timings in by_m.values()
+        for each in timings
+        if each.launch is not None
+    }
+
+
+def check_same_code(before: Path, after: Path, needed: set[str]) -> int:
+    """Return how many kernels have the same machine code on both sides; refuse where one has not."""
+    rows = [row for row in mc.compare_paths(before, after) if row.verdict != mc.NEW]
+    if missing := sorted(needed - {row.build for row in rows}):
+        raise Refused(f"{before} lacks {', '.join(missing)}, which the tables name")
+    for row in rows:
+        if row.verdict != mc.EQUAL:
+            raise Refused(f"{row.build}, {row.kernel}: {row.verdict} {row.note[:200]}")
+    return len(rows)
+
+
+def carry(old: Path, before: Path, after: Path, folder: Path, here: Path) -> list[str]:
+    """Write the tables with the hash of today's sources; return a line for each.
+
+    Parameters
+    ----------
+    old, here
+        Checkouts: where the tables hold, and of today. Each with csrc/ and jit_flags/.
+    before, after
+        Finished kernels of both.
+    folder
+        Of the tables.
+    """
+    paths = sorted(folder.glob("*.json"))
+    tables = [shipped.load(path) for path in paths]
+    if not tables:
+        raise Refused(f"{folder} holds no table")
+    was, now = sources(old), sources(here)
+    for path, table in zip(paths, tables, strict=True):
+        if table.kernels != was:
+            raise Refused(f"{path} was measured with sources {table.kernels[:12]}, {old} has {was[:12]}")
+    check_made_from(before, old / "csrc")
+    check_made_from(after, here / "csrc")
+    count = check_same_code(before, after, named(tables))
+    for path, table in zip(paths, tables, strict=True):
+        partial = path.with_suffix(".partial")
+        partial.write_text(shipped.to_json(replace(table, kernels=now)), "utf-8")
+        partial.replace(path)
+    return [f"{path.name}: {was[:12]} -> {now[:12]}, {count} kernels are the same" for path in paths]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Carry over and print; 1 where that is refused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, metavar="OLD", help="checkout of a commit where the tables hold")
+    parser.add_argument("before", type=Path, metavar="BEFORE", help="finished kernels of that checkout")
+    parser.add_argument("after", type=Path, metavar="AFTER", help="finished kernels of this one")
+    args = parser.parse_args(words)
+    here = manifest.installed().csrc.parent
+    try:
+        print("\n".join(carry(args.old, args.before, args.after, shipped.FOLDER, here)))
+    except (Refused, mc.Incomparable, Fp4DispatchError, OSError) as error:
+        print(f"not carried over: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
