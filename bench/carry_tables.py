@@ -24,10 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from fp4dispatch.cli import tune_tables
 from fp4dispatch.dispatch import shipped
 from fp4dispatch.errors import Fp4DispatchError
 from fp4dispatch.jit.catalog import manifest
-from fp4dispatch.jit.store.digests import digest, sources_sha256
+from fp4dispatch.jit.store.digests import digest
+from fp4dispatch.trust import facts
 from tests import machine_code as mc
 
 TARGET = "90a"
@@ -36,11 +38,6 @@ TARGET = "90a"
 
 class Refused(Exception):
     """Why the tables cannot be carried over."""
-
-
-def sources(root: Path) -> str:
-    """Return the hash of the kernels' sources in a checkout, as tables hold it."""
-    return sources_sha256([root / "csrc", root / "jit_flags"])[:32]
 
 
 def check_made_from(folder: Path, csrc: Path) -> None:
@@ -94,7 +91,7 @@ def carry(old: Path, before: Path, after: Path, folder: Path, here: Path) -> lis
     tables = [shipped.load(path) for path in paths]
     if not tables:
         raise Refused(f"{folder} holds no table")
-    was, now = sources(old), sources(here)
+    was, now = (facts.kernel_sources_in(root) for root in (old, here))
     for path, table in zip(paths, tables, strict=True):
         if table.kernels != was:
             raise Refused(f"{path} was measured with sources {table.kernels[:12]}, {old} has {was[:12]}")
@@ -102,9 +99,7 @@ def carry(old: Path, before: Path, after: Path, folder: Path, here: Path) -> lis
     check_made_from(after, here / "csrc")
     count = check_same_code(before, after, named(tables))
     for path, table in zip(paths, tables, strict=True):
-        partial = path.with_suffix(".partial")
-        partial.write_text(shipped.to_json(replace(table, kernels=now)), "utf-8")
-        partial.replace(path)
+        tune_tables.write(path, replace(table, kernels=now), [])
     return [f"{path.name}: {was[:12]} -> {now[:12]}, {count} kernels are the same" for path in paths]
 
 

@@ -14,7 +14,7 @@ from fp4dispatch.problem import Problem, m_bucket
 from fp4dispatch.problem.prediction import PredictedTime, Predictions
 
 SMALL_TILES = 64
-"""Up to so many tokens the end of a range speaks for all of it: tiles hold 8 tokens more each, none is half empty."""
+"""Up to so many tokens, the end of a range stands for all of it: tiles grow by 8 tokens, so none is half empty."""
 SHARES = (0.25, 0.625, 1.0)
 """Of a range of more tokens: where it is asked for its times."""
 
@@ -53,6 +53,5 @@ def _time(name: str, backend: object, problem: Problem, ms: tuple[int, ...], mod
         found = [backend.predict(replace(problem, activation=activation, m=m), model) for m in ms]
     except Exception:  # a plug-in may raise anything; a decision does not depend on it
         return None
-    if not all(isinstance(us, float) and us > 0 for us in found):
-        return None
-    return PredictedTime(name, activation, statistics.geometric_mean(us for us in found if us is not None))
+    times = [us for us in found if isinstance(us, float) and us > 0]
+    return PredictedTime(name, activation, statistics.geometric_mean(times)) if len(times) == len(ms) else None

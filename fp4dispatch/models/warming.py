@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,6 @@ from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
 from fp4dispatch.tune import agreement, tuning
 from fp4dispatch.tune.agreement import Decisions, Group, Ranks
-from fp4dispatch.tune.copies import Copies
 
 _Subjects = list[tuple[QuantizedLinear, torch.dtype]]
 
@@ -237,14 +237,5 @@ def _tune(ranks: Ranks, subjects: _Subjects, rows: list[int]) -> None:
             "ranks tune different shapes or numbers of tokens: pass group= with the ranks that run the same layers, "
             "e.g. the tensor-parallel group"
         )
-    held: tuple[QuantizedLinear, Copies] | None = None
-    try:
-        for problem, layer in todo.items():  # the numbers of tokens of a layer one after the other
-            if held is None or held[0] is not layer:
-                held = None  # frees the copies of the layer before
-                held = layer, Copies(layer.weights(lend=False), tuning.engine_of(layer.device))
-            tuning.tune_with(problem, held[1], gpu=routes.gpu_of(layer.device), ranks=ranks)
-    finally:
-        held = None
-        for device in {layer.device for layer in todo.values()}:
-            tuning.free(device)
+    for layer, problems in itertools.groupby(todo, key=todo.__getitem__):
+        tuning.tune_each(problems, layer.weights(lend=False), gpu=routes.gpu_of(layer.device), ranks=ranks)

@@ -68,8 +68,12 @@ def _cublas() -> str:
 @functools.cache
 def kernel_sources() -> str:
     """Identify the sources of our kernels and their compiler flags: a shipped table of times holds for these alone."""
-    csrc = manifest.installed().csrc
-    return sources_sha256([csrc, csrc.parent / "jit_flags"])[:32]
+    return kernel_sources_in(manifest.installed().csrc.parent)
+
+
+def kernel_sources_in(root: Path) -> str:
+    """Return the same of a folder with csrc/ and jit_flags/, such as another checkout."""
+    return sources_sha256([root / "csrc", root / "jit_flags"])[:32]
 
 
 @functools.cache

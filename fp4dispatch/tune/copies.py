@@ -40,6 +40,7 @@ class Copies:
             size = max(prepared.nbytes(), 1)
             count = timing.copies_for(size, engine.cache_bytes)
             if prepared.tensors[0].is_cuda:
+                torch.cuda.empty_cache()  # else what the layer before has given up does not count as free
                 free, _ = torch.cuda.mem_get_info(prepared.tensors[0].device)
                 count = max(1, min(count, int(SHARE_OF_FREE_MEMORY * free / rivals / size)))
             clones = [replace(prepared, tensors=tuple(t.clone() for t in prepared.tensors)) for _ in range(count - 1)]

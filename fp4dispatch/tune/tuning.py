@@ -15,7 +15,7 @@ With several ranks, all measure at once. Each time is the median over ranks, and
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -85,30 +85,36 @@ def tune(
     NoBackendError
         If nothing can run the problem.
     """
-    _forbid_in_capture(problem)
+    return tune_each([problem], weights, gpu=gpu, ranks=ranks, force=force, engine=engine)[0]
+
+
+def tune_each(
+    problems: Iterable[Problem],
+    weights: LinearWeights,
+    *,
+    gpu: int | None,
+    ranks: Ranks | None = None,
+    force: bool = False,
+    engine: Engine | None = None,
+) -> list[Measurement]:
+    """As :func:`tune`, of several problems of one layer. They share its copies, which are freed at the end."""
+    problems = list(problems)
+    for problem in problems:
+        capture.forbid_in_capture(
+            f"tuning {problem}", f"fp4dispatch.warmup(model, tokens=[{problem.m}], tune=True), or fp4dispatch tune"
+        )
+    ranks = Ranks(alone=True) if ranks is None else ranks
     copies = Copies(weights, engine or engine_of(weights.weight.device))
     try:
-        return tune_with(problem, copies, gpu=gpu, ranks=ranks, force=force)
+        found = []
+        for problem in problems:
+            for m in choose.measured_at(problem, gpu):
+                last = tune_at(replace(problem, m=m), copies, gpu=gpu, ranks=ranks, force=force)
+            found.append(last)
+        return found
     finally:
         del copies
-        free(weights.weight.device)
-
-
-def tune_with(
-    problem: Problem, copies: Copies, *, gpu: int | None, ranks: Ranks | None = None, force: bool = False
-) -> Measurement:
-    """As :func:`tune`, on copies of the layer's weights that the caller keeps for other numbers of tokens."""
-    _forbid_in_capture(problem)
-    ranks = Ranks(alone=True) if ranks is None else ranks
-    for m in choose.measured_at(problem, gpu):
-        found = tune_at(replace(problem, m=m), copies, gpu=gpu, ranks=ranks, force=force)
-    return found
-
-
-def _forbid_in_capture(problem: Problem) -> None:
-    capture.forbid_in_capture(
-        f"tuning {problem}", f"fp4dispatch.warmup(model, tokens=[{problem.m}], tune=True), or fp4dispatch tune"
-    )
+        _free(weights.weight.device)
 
 
 def tune_at(
@@ -133,7 +139,7 @@ def tune_at(
     try:
         return _measure(problem, copies, gpu, ranks)
     finally:
-        free(weights.weight.device)
+        _free(weights.weight.device)
 
 
 def _measure(problem: Problem, copies: Copies, gpu: int | None, ranks: Ranks) -> Measurement:
@@ -259,7 +265,7 @@ def _method(engine: Engine) -> str:
     return "calls in turns"
 
 
-def free(device: torch.device) -> None:
+def _free(device: torch.device) -> None:
     """Free the memory of copies, graphs and workspaces (vllm#56553: an autotuner that keeps 7 GiB).
 
     Nothing of a measurement refers to itself, so no garbage collection: it takes 0.1 s, a third of a measurement.

@@ -10,6 +10,7 @@ from bench import carry_tables
 from fp4dispatch.dispatch import shipped
 from fp4dispatch.jit.store.digests import digest
 from fp4dispatch.problem.measurement import LaunchConfig, Timing
+from fp4dispatch.trust import facts
 from tests import machine_code as mc
 
 NAMED = "w4a8_small/bf16-90a"
@@ -31,7 +32,7 @@ def case(tmp_path, monkeypatch):
     timing = Timing("w4a8", "fp8", 5.0, 0.1, 9, LaunchConfig("w4a8_small", "bf16", (16, 1, 2, 1, 1, 2, 2)))
     layers = {("nvfp4_gemm", "nvfp4", 64, 128): {1: (timing,)}}
     table = shipped.Table(
-        "H200 SXM", carry_tables.sources(tmp_path / "old"), "2026-11-25", "replays", {"driver": "1"}, layers
+        "H200 SXM", facts.kernel_sources_in(tmp_path / "old"), "2026-11-25", "replays", {"driver": "1"}, layers
     )
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "h200-sxm.json").write_text(shipped.to_json(table))
@@ -50,7 +51,7 @@ def test_a_table_is_carried_over_where_no_code_changed(case):
     was = shipped.load(folder / "tables" / "h200-sxm.json")
     (line,) = carry()
     now = shipped.load(folder / "tables" / "h200-sxm.json")
-    assert now.kernels == carry_tables.sources(folder / "here") != was.kernels
+    assert now.kernels == facts.kernel_sources_in(folder / "here") != was.kernels
     assert (now.layers, now.facts, now.date) == (was.layers, was.facts, was.date)
     assert line.endswith("1 kernels are the same")
     with pytest.raises(carry_tables.Refused, match="was measured with sources"):

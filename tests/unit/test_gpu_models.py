@@ -160,6 +160,8 @@ def test_explain_decides_by_predicted_times_and_says_so():
     mean = "in the mean of M=80, 104, 128"
     assert all(text.endswith(f" us, fitted on H200 SXM, {mean}") for text in shown.values())
     assert f"predicted {shown['w4a8']}" in found.text()
+    few = explain("nvfp4_gemm", 40, 2560, 3072, gpu="H200 SXM", **MACHINE)
+    assert few.verdict("w4a8").predicted.endswith(" us, fitted on H200 SXM")
     other = explain("nvfp4_gemm", 70, 2560, 3072, gpu="H100 NVL", **MACHINE)
     assert other.verdict("w4a8").predicted.endswith(f" us, scaled from H100 SXM to H100 NVL, {mean}")
     without = explain("nvfp4_gemm", 70, 2560, 3072, arch="9.0", **MACHINE)

@@ -346,10 +346,14 @@ def test_warmup_tunes_each_shape_and_bucket_once_and_binds_anew(machine, model, 
     for layer in model:
         layer.bind()
     assert chosen(model) == ["first (fp8)"] * 2
-    tuned_problems, real = [], tuning.tune_with
-    monkeypatch.setattr(
-        tuning, "tune_with", lambda problem, *a, **k: tuned_problems.append(problem.m) or real(problem, *a, **k)
-    )
+    tuned_problems, real = [], tuning.tune_each
+
+    def tune_each(problems, *args, **options):
+        problems = list(problems)
+        tuned_problems.extend(problem.m for problem in problems)
+        return real(problems, *args, **options)
+
+    monkeypatch.setattr(tuning, "tune_each", tune_each)
     made, kept = [], Copies.__init__
     monkeypatch.setattr(Copies, "__init__", lambda self, *a: made.append(1) or kept(self, *a))
     assert warmup(model, tokens=[3, 4, 16], tune=True) == 3

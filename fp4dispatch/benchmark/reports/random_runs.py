@@ -35,38 +35,32 @@ def together(docs: Sequence[Document]) -> Document:
         raise ValueError(f"runs are of {sorted({doc['facts']['device'] for doc in docs})}, needed one GPU model")
     if len(docs) == 1:
         return docs[0]
-    newest_first = sorted(docs, key=lambda doc: (doc["facts"]["date"], doc["seed"]), reverse=True)
-    owners: dict[Size, int] = {}
-    for i, doc in enumerate(newest_first):
-        for row in doc["measured"]:
-            owners.setdefault(_size(row), i)
-
-    def rows(kind: str) -> list[Mapping[str, Any]]:
-        return [row for i, doc in enumerate(newest_first) for row in doc[kind] if owners.get(_size(row)) == i]
-
-    def tried() -> list[Any]:
-        return [each for i, doc in enumerate(newest_first) for each in doc["tried"] if owners.get((*each[:2],)) == i]
-
-    last = newest_first[0]
-    used = [doc for i, doc in enumerate(newest_first) if i in owners.values()]
-    in_order = sorted(used, key=operator.itemgetter("seed"))
+    parts: list[Document] = []  # newest first
+    taken: set[Size] = set()
+    for doc in sorted(docs, key=lambda doc: (doc["facts"]["date"], doc["seed"]), reverse=True):
+        sizes = {_size(row) for row in doc["measured"]} - taken
+        taken |= sizes
+        parts += [_only(doc, sizes)] if sizes else []
+    in_order = sorted(parts, key=operator.itemgetter("seed"))
     commits = dict.fromkeys(doc["facts"]["commit"] for doc in in_order)
-    return last | {
+    return parts[0] | {
         "subject": "several seeds",
-        "facts": last["facts"] | {"commit": ", ".join(commits)},
+        "facts": parts[0]["facts"] | {"commit": ", ".join(commits)},
         "seed": ", ".join(str(doc["seed"]) for doc in in_order),
-        "problems": sum(doc["problems"] for doc in used),
-        "owners": {size: owner for doc in used for size, owner in doc["owners"].items()},
-        "methods": {name: about for doc in reversed(used) for name, about in doc["methods"].items()},
-        "absent": {name: why for doc in used for name, why in doc["absent"].items()},
-        "left": [problem for doc in used for problem in doc["left"]],
-        "stopped": "; ".join(dict.fromkeys(doc["stopped"] for doc in used if doc["stopped"])),
-        "seconds": sum(doc["seconds"] for doc in used),
-        "tried": tried(),
-        "refused": {name: why for doc in used for name, why in doc["refused"].items()},
-        "measured": rows("measured"),
-        "launches": rows("launches"),
+        "stopped": "; ".join(dict.fromkeys(doc["stopped"] for doc in parts if doc["stopped"])),
+        **{key: sum(doc[key] for doc in parts) for key in ("problems", "seconds")},
+        **{key: [each for doc in parts for each in doc[key]] for key in ("left", "tried", "measured", "launches")},
+        **{
+            key: {name: value for doc in reversed(parts) for name, value in doc[key].items()}
+            for key in ("owners", "methods", "absent", "refused")
+        },
     }
+
+
+def _only(doc: Document, sizes: set[Size]) -> Document:
+    """Return what a run found of some sizes."""
+    rows = {key: [row for row in doc[key] if _size(row) in sizes] for key in ("measured", "launches")}
+    return doc | rows | {"tried": [each for each in doc["tried"] if (each[0], each[1]) in sizes]}
 
 
 def _size(row: Mapping[str, Any]) -> Size:
