@@ -12,7 +12,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from fp4dispatch.benchmark import run as runs
-from fp4dispatch.benchmark.methods.base import Launch, Method, Prepared
+from fp4dispatch.benchmark.background import Background
+from fp4dispatch.benchmark.methods.base import Launch, Method, Prepared, Problems
 from fp4dispatch.benchmark.methods.launches import FAMILIES, FIRST, Family, Launcher, OwnLaunch
 from fp4dispatch.benchmark.problems.operands import Format, Operands, Truth
 from fp4dispatch.benchmark.problems.sampling import Sample
@@ -60,9 +61,14 @@ class RandomRunner(runs.Runner):
         self.refused: dict[str, str] = {}
         self._launcher: Launcher | None = None
         self._wrong: list[Row] = []
-        outcome = self.run_each([(layer.n, layer.k, ms) for layer, ms in sample.shapes])
+        outcome = self.run_each(_problems(sample))
         outcome.rows += self._wrong
         return outcome
+
+    def ahead(self, sample: Sample) -> Background:
+        """Return what other processes do for the methods of this run, to be entered for the time of the run."""
+        jobs = (method.ahead(_problems(sample), self.card) for method in self.methods)
+        return Background(job for job in jobs if job is not None)
 
     def more(self, truth: Truth) -> Sequence[tuple[Method, Prepared]]:
         """Return the fastest launches of each family."""
@@ -111,6 +117,10 @@ class RandomRunner(runs.Runner):
         calls = timing.calls_for(copies, least_us, once, SIEVE_REPLAY_US)
         replay = self.engine.record(made.call, calls, copies).replay
         return timing.take_turns({"": replay}, {"": calls}, rounds=SIEVE_ROUNDS, least=SIEVE_ROUNDS, warmup=1)[""].us
+
+
+def _problems(sample: Sample) -> Problems:
+    return [(layer.n, layer.k, ms) for layer, ms in sample.shapes]
 
 
 def _at(launcher: Launcher, launch: OwnLaunch) -> Prepared:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.benchmark import check, roofline
-from fp4dispatch.benchmark.methods.base import Card, Launch, Method, Prepared, tolerance
+from fp4dispatch.benchmark.methods.base import Card, Launch, Method, Prepared, Problems, tolerance
 from fp4dispatch.benchmark.problems.operands import WEIGHT_BYTES, Operands, Truth
 from fp4dispatch.benchmark.roofline import Peaks
 from fp4dispatch.tune import timing
@@ -146,7 +146,7 @@ class Runner:
         """Measure every (N, K) with every M, in this order, within the budget."""
         return self.run_each([(n, k, ms) for n, k in shapes])
 
-    def run_each(self, shapes: Sequence[tuple[int, int, Sequence[int]]]) -> Outcome:
+    def run_each(self, shapes: Problems) -> Outcome:
         """Measure every (N, K) with its own M, in this order, within the budget."""
         todo = [(n, k, m) for n, k, ms in shapes for m in ms]
         self._todo, self.outcome.left = len(todo), todo

@@ -6,6 +6,7 @@ What is drawn depends on the seed only. A new seed each time shows speed on prob
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -152,9 +153,12 @@ def measure(
         runner = random_run.RandomRunner(
             card, engine, methods, budget_s=seconds, say=say, keep=keep, rounds=args.rounds
         )
-        say(0, "what the card can do at best")
-        runner.peaks = roofline.measure(card, engine)
-        outcome = runner.run_sample(sample, families)
+        with runner.ahead(sample) as ahead:
+            say(0, "what the card can do at best")
+            runner.peaks = roofline.measure(card, engine)
+            outcome = runner.run_sample(sample, families)
+    for lost in ahead.lost:
+        print(f"{lost}; the run waited for what was missing", file=sys.stderr)
     if not args.methods:
         left_out = [method for method in roster.for_random() if method.slow_start and method not in methods]
         known = {method.name for method in methods}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import ClassVar
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from fp4dispatch.benchmark.methods.roster import everything
 from fp4dispatch.benchmark.problems.operands import Operands, Truth
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem.arch import Arch
+from tests import humming_fake
 from tests.bench_cases import CPU, HOPPER_ON_PAPER
 
 NAMES = [method.name for method in everything()]
@@ -176,72 +176,41 @@ def test_flashinfer(problem, monkeypatch):
     assert off(peers.FlashInferBlock(), problem) < methods.ROUNDING
 
 
-class HummingLayer(torch.nn.Module):
-    """Takes and checks what the real one takes (humming-kernels 0.1.19: layer.py, schema/modelopt.py)."""
-
-    chosen: ClassVar = []
-
-    def __init__(self, shape_n, shape_k, weight_config, *, torch_dtype):
-        super().__init__()
-        assert weight_config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-        assert torch_dtype == torch.bfloat16
-        sizes = {
-            "weight": ((shape_n, shape_k // 2), torch.uint8),
-            "weight_scale": ((shape_n, shape_k // 16), torch.float8_e4m3fn),
-            "weight_scale_2": ((1,), torch.float32),
-        }
-        for name, (shape, dtype) in sizes.items():
-            setattr(self, name, torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
-        self.ready = False
-        self.humming_config = None
-
-    def load_from_tensors(self, tensors):
-        assert set(tensors) == {"weight", "weight_scale", "weight_scale_2"}
-        self.load_state_dict(tensors, strict=False)
-
-    def transform(self):
-        self.ready = True
-        self.humming_config = ("of", self.weight.shape[0])
-
-    def forward(self, x, outputs=None, tuning_config=None):
-        assert self.ready
-        HummingLayer.chosen.append(tuning_config)
-        w = formats.nvfp4_dequantize(self.weight, self.weight_scale, self.weight_scale_2)
-        outputs.copy_(x.float() @ w.t())
-        return outputs
-
-
-def heuristics(config, *, device):
-    """Humming's choices by range of M, as its tune.get_heuristics_config returns them."""
-    assert config == ("of", 256)  # of the layer after transform()
-    assert device == HOPPER_ON_PAPER.device
-    return [[0, 1, {"block": 8}], [1, 37, {"block": 16}], [37, 1 << 30, {"block": 64}]]
-
-
 @pytest.fixture
 def humming(monkeypatch):
-    layer, tune = types.ModuleType("humming.layer"), types.ModuleType("humming.tune")
-    layer.HummingLayer, tune.get_heuristics_config = HummingLayer, heuristics
-    monkeypatch.setitem(sys.modules, "humming.layer", layer)
-    monkeypatch.setitem(sys.modules, "humming.tune", tune)
-    monkeypatch.setattr(HummingLayer, "chosen", [])
-    return tune
+    modules = humming_fake.modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(humming_fake.HummingLayer, "chosen", [])
+    return modules
 
 
+@pytest.mark.filterwarnings("error")  # the layer is the one whose kernels are compiled ahead
 def test_humming(problem, humming):
+    chosen = humming_fake.HummingLayer.chosen
     assert off(peers.HummingNvfp4(), problem) < methods.ROUNDING
-    assert HummingLayer.chosen == [{"block": 16}] * 3  # 37 tokens: the kernel that it would take, and no other compiled
+    assert chosen == [{"block": 16}] * 3  # 37 tokens: the kernel that it would take, and no other compiled
     operands, _ = problem
     ready = peers.HummingNvfp4().prepare(operands, 1, HOPPER_ON_PAPER)
     for m in (1, 2, 38, 4096):
         ready(operands.activation(m)).call(0)
-    assert [each["block"] for each in HummingLayer.chosen[3:]] == [8, 16, 64, 64]
+    assert [each["block"] for each in chosen[3:]] == [8, 16, 64, 64]
 
 
 def test_humming_without_a_kernel_for_the_tokens(problem, humming, monkeypatch):
-    monkeypatch.setattr(humming, "get_heuristics_config", lambda config, device: [[0, 8, {}]])
+    monkeypatch.setattr(humming["humming.tune"], "get_heuristics_config", lambda config, device: [[0, 8, {}]])
     with pytest.raises(ValueError, match="no kernel for M=37"):
         off(peers.HummingNvfp4(), problem)
+
+
+@pytest.mark.parametrize("changed", [lambda n, k, *_, **__: humming_fake.LayerConfig(n, k + 64), None])
+def test_a_humming_whose_kernels_are_others_than_those_compiled_ahead_is_measured_and_said(
+    problem, humming, monkeypatch, changed
+):
+    monkeypatch.setattr(humming["humming.transform"], "prepare_layer_config", changed)
+    with pytest.warns(RuntimeWarning, match="kernels compiled ahead are others"):
+        assert off(peers.HummingNvfp4(), problem) < methods.ROUNDING
+    assert humming_fake.HummingLayer.chosen == [{"block": 16}] * 3, "by the table of the layer itself"
 
 
 def test_a_backend_by_name_runs_at_any_number_of_tokens_or_says_what_it_lacks():

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fp4dispatch.benchmark.background import Job
 from fp4dispatch.benchmark.problems.operands import Entering, Format, Operands
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem.arch import Arch
@@ -64,6 +65,9 @@ class Launch:
 Prepared = Callable[[Tensor], Launch]
 """A method with its rotating weights: takes an activation, bfloat16 [M, K]."""
 
+Problems = Sequence[tuple[int, int, Sequence[int]]]
+"""N, K and the numbers of tokens of layers, in the order in which they are measured."""
+
 
 class Method(abc.ABC):
     """One way to compute ``x @ W^T``.
@@ -94,6 +98,10 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def prepare(self, operands: Operands, copies: int, card: Card) -> Prepared:
         """Convert the weight to the method's layout, ``copies`` times."""
+
+    def ahead(self, problems: Problems, card: Card) -> Job | None:
+        """Return what another process can do for problems before their turn comes; None for nothing."""
+        return None
 
 
 def choose(available: Sequence[Method], patterns: Iterable[str]) -> tuple[Method, ...]:

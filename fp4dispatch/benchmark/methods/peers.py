@@ -4,7 +4,7 @@ FlashInfer (0.7) and Humming (0.1.19, PyPI ``humming-kernels``) are optional and
 ``HummingLayer`` takes ModelOpt's tensors, repacks them in ``transform()``, and compiles kernels at its first call. It
 needs the NVRTC and CUDA headers of an installed toolkit of torch's CUDA version. By default it compiles the kernels of
 all ranges of M of a shape, e.g. 33. A ``tuning_config`` for the range of M gives the same kernel and launch with one
-compilation.
+compilation, which another process can do ahead (``humming_ahead``).
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.benchmark.methods.base import BASELINE, Card, Launch, Method, Prepared
+from fp4dispatch.benchmark.background import Job
+from fp4dispatch.benchmark.methods import humming_ahead, humming_kernels
+from fp4dispatch.benchmark.methods.base import BASELINE, Card, Launch, Method, Prepared, Problems
 from fp4dispatch.benchmark.problems.operands import Format, Operands
 from fp4dispatch.problem.arch import SM90, Arch
 
 _E4M3_NAN = 0x7F
 _SCALINGS: tuple[Literal["tensor", "row"], ...] = ("tensor", "row")
 _FP8_ARCHS = frozenset(map(Arch.parse, ("8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")))
+_NOT_AHEAD = (
+    "Humming's layers are configured in another way than humming_kernels.py says: kernels compiled ahead are others"
+)
 
 
 def methods() -> tuple[Method, ...]:
@@ -166,16 +172,18 @@ class HummingNvfp4(Method):
         """Repack the weight, then copy the layer; kernels are compiled at the first call."""
         module = importlib.import_module("humming.layer")
         w = operands.weights("nvfp4")
-        schema = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-        layer = module.HummingLayer(w.n, w.k, schema, torch_dtype=torch.bfloat16).to(card.device)
+        schema, dtype = humming_kernels.schema(), humming_kernels.DTYPE
+        layer = module.HummingLayer(w.n, w.k, schema, torch_dtype=dtype).to(card.device)
         layer.load_from_tensors({"weight": w.weight, "weight_scale": w.scale, "weight_scale_2": w.global_scale})
         layer.transform()
         layers = [layer, *(copy.deepcopy(layer) for _ in range(copies - 1))]
-        table = importlib.import_module("humming.tune").get_heuristics_config(layer.humming_config, device=card.device)
+        table = humming_kernels.table(layer.humming_config, card.device)
+        if not humming_kernels.is_layer_config(layer.humming_config, w.n, w.k, card.device):
+            warnings.warn(_NOT_AHEAD, RuntimeWarning, stacklevel=2)
 
         def at(x: Tensor) -> Launch:
             out = _output(x, operands.n)
-            chosen = _humming_choice(table, x.shape[0])
+            chosen = humming_kernels.choice(table, x.shape[0])
 
             def call(i: int) -> Tensor:
                 layers[i](x, outputs=out, tuning_config=chosen)
@@ -185,10 +193,6 @@ class HummingNvfp4(Method):
 
         return at
 
-
-def _humming_choice(table: Sequence[tuple[int, int, dict[str, Any]]], m: int) -> dict[str, Any]:
-    """Return the entry of Humming's table for M tokens; a range ``low, high`` means ``low < M <= high``."""
-    for low, high, config in table:
-        if low < m <= high:
-            return config
-    raise ValueError(f"Humming's table has no kernel for M={m}")
+    def ahead(self, problems: Problems, card: Card) -> Job:
+        """Compile the kernels of all problems."""
+        return humming_ahead.job(f"compiling kernels of {self.name} ahead", problems, card.device)
