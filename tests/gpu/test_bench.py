@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import machine, roofline, run
-from fp4dispatch.benchmark.methods import roster
+from fp4dispatch.benchmark import background, machine, roofline, run
+from fp4dispatch.benchmark.methods import peers, roster
 from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.problems.operands import Operands
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.tune.timing import take_turns
 from tests.bench_cases import Planted
@@ -136,3 +138,37 @@ def test_the_random_suite_and_its_samples_run(card, tmp_path, monkeypatch):
     (record,) = (json.loads(each.read_text()) for each in tmp_path.glob("launch-samples-*.json"))
     assert len(record["problems"]) == 2
     assert all(problem["bf16"] > 0 and len(problem["launches"]) > 8 for problem in record["problems"])
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # the layer's configuration is the one that is known ahead
+def test_hummings_kernels_are_compiled_ahead(card, engine, monkeypatch, tmp_path):
+    """A process compiles them into Humming's cache, and then the layer compiles none."""
+    cache = pytest.importorskip("humming.utils.jit").get_humming_cache_dir
+    monkeypatch.setenv("HUMMING_CACHE_DIR", str(tmp_path))
+    cache.cache_clear()
+    method, n, k, ms = peers.HummingNvfp4(), 1024, 2048, (1, 40, 300)
+
+    def gemms():
+        return {
+            f.parent.name
+            for f in tmp_path.glob("*/kernel.cubin")
+            if "humming<" in (f.parent / "signature.txt").read_text()
+        }
+
+    try:
+        with background.Background([method.ahead([(n, k, ms)], card)]) as ahead:
+            ((_, process),) = ahead._running
+            until = time.monotonic() + 300
+            while not process._is_over() and time.monotonic() < until:
+                time.sleep(0.1)
+        assert ahead.lost == []
+        compiled = gemms()
+        assert 1 <= len(compiled) <= len(ms)
+        operands = Operands(n, k, card.device)
+        prepared = method.prepare(operands, 1, card)
+        for m in ms:
+            prepared(operands.activation(m)).call(0)
+        engine.finish()
+        assert gemms() == compiled
+    finally:
+        cache.cache_clear()
