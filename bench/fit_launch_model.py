@@ -35,7 +35,7 @@ from fp4dispatch.benchmark.reports.standing import quantile
 NEAR = 1.3
 """Launches that take longer than this many times their build's best weigh less: nobody will choose them."""
 FAR_WEIGHT = 0.2
-FIRST = {"token_clocks": 8.0, "slowing": 0.05, "slowing_fp4": 0.05}
+FIRST = {"token_clocks": 8.0, "slowing": 0.05, "slowing_fp4": 0.05, "slowing_moved": 0.0005}
 """From where constants are fitted that are not known."""
 TILE_KEYS = ("alone", "stage", "pair", "share", "cluster")
 

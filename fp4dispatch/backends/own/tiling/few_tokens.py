@@ -23,7 +23,8 @@ RESERVED = 1024
 """Bytes of shared memory that a CTA costs beside its own."""
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
-SM_REGISTERS, SM_THREADS = 65536, 2048
+SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
+"""An SM is four parts, each with a quarter of the registers: so many warps fit, a multiple of four in all."""
 MOST_TILES, MOST_TOKENS = 8, 512
 """Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
 FEW_TILES = 2
@@ -96,9 +97,10 @@ class FewTokensKernel:
 
     def resident(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> int:
         """Return how many CTAs run on an SM at once, by shared memory, registers and threads; at least 1."""
-        threads, of_thread = self.threads(shape), self.registers_of(shape)
+        threads = self.threads(shape)
         by_memory = memory.sm // (self.shared_bytes(shape, block_scales=block_scales) + RESERVED)
-        return max(1, min(by_memory, SM_REGISTERS // (threads * of_thread), SM_THREADS // threads))
+        warps = SM_REGISTERS // (32 * self.registers_of(shape)) // SM_PARTS * SM_PARTS
+        return max(1, min(by_memory, 32 * warps // threads, SM_THREADS // threads))
 
     def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""

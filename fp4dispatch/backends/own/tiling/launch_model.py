@@ -62,6 +62,9 @@ class Gpu:
     slowing, slowing_fp4
         Above :data:`LONG_US`, time grows by so much as a power: under load the clock sinks. With NVFP4 weights, which
         are dequantised, more.
+    slowing_moved
+        With FP8 weights, what that power grows by for each byte per clock that L2 sends to an SM: moving bytes takes
+        power too, and CTAs that share activations or rows move fewer.
     """
 
     sms: int
@@ -74,6 +77,7 @@ class Gpu:
     token_clocks: float = 0.0
     slowing: float = 0.0
     slowing_fp4: float = 0.0
+    slowing_moved: float = 0.0
 
 
 H200 = Gpu(132, 1755.0, 2350.0, 60 << 20, (132, 132, 117, 120, 110, 102, 105, 120))
@@ -251,8 +255,13 @@ def slots(tile: TileSpeed, shape: LaunchShape, gpu: Gpu) -> int:
 def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
     """Return the predicted clocks of one launch shape."""
     found = _unslowed(tile, shape, m, n, k, gpu)
-    slowing = gpu.slowing_fp4 if tile.fp4 else gpu.slowing
+    slowing = gpu.slowing_fp4 if tile.fp4 else gpu.slowing + gpu.slowing_moved * _moved(tile, shape)
     return found * float(max(found / (LONG_US * gpu.clock_mhz), 1.0) ** slowing)
+
+
+def _moved(tile: TileSpeed, shape: LaunchShape) -> float:
+    """Return the bytes per clock that an SM reads from L2, with FP8 weights and activations."""
+    return (tile.weight_bytes / shape.sharing + tile.tokens * tile.stage_k / shape.multicast) / tile.stage
 
 
 def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:

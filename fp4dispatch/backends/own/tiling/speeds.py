@@ -35,6 +35,7 @@ GPU_CONSTANTS = (
     "token_clocks",
     "slowing",
     "slowing_fp4",
+    "slowing_moved",
 )
 """Of the kernels for many tokens (:class:`~fp4dispatch.backends.own.tiling.launch_model.Gpu`)."""
 
