@@ -48,7 +48,7 @@ OUTLIER = 0.1
 NEAR, FAR = (1.3, 1.0), (2.0, 0.4)
 """(Times the best launch of the problem, weight): launches that nobody will choose weigh less."""
 FAR_WEIGHT = 0.15
-TEMPERATURE, CHOICE_PRIOR = 0.02, 0.1
+TEMPERATURE, CHOICE_PRIOR = 0.01, 0.1
 """Of kernels for few tokens. With launches of a problem weighed by exp(-log(predicted time) / TEMPERATURE) what a
 choice costs has a slope. The prior holds the constants near those that predict best. Held out, choices cost 2.9 % with
 these, 3.7 % without this step (bench/notes/random-problems.md)."""
@@ -66,6 +66,8 @@ FEW_START = {
     "overlap": 0.3,
     "late": 0.5,
     "late_stage": 0.05,
+    "early": 0.6,
+    "tokens": 50e3,
 }
 TILE_START = (0.2, 0.08)
 REACHED, BANDWIDTH_PRIOR = 0.9, 3.0

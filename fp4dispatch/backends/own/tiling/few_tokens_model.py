@@ -28,6 +28,8 @@ NORM = 4
 LATE = 0.25
 """Exponent of the share that finds no room: a launch ends with its last CTA, so a few that are late cost nearly as much
 as many (0.25 chose better than 0.5, 1 and a step, on sizes that were not fitted to)."""
+FIRST_TOKENS = 2
+"""Stages of a group: the tokens of so many are waited for before anything is multiplied at full speed."""
 WIDE_CLUSTER, WIDE_SHARE = 4, 0.9
 """Clusters from this size on fill so much of a GPU where the launch before still runs (bench/notes/few-tokens.md)."""
 
@@ -56,6 +58,12 @@ class FewTokensSpeed:
     late, late_stage
         What shows of the first loads, in all and of a stage, where the CTAs of the next launch find no room beside
         those of this one.
+    early
+        Share of latency and transfer that shows in the stages of the first ring: their weights are loaded while the
+        launch before still runs.
+    tokens
+        Bytes per microsecond at which the tokens of a group's first stages arrive. They come when the launch before has
+        ended.
     tiles
         For each tile (tokens, row blocks, groups, units): microseconds of a stage of a CTA alone, and of a stage of one
         group on a full SM.
@@ -77,6 +85,8 @@ class FewTokensSpeed:
     overlap: float
     late: float
     late_stage: float
+    early: float
+    tokens: float
     tiles: TileSpeeds
     shallow: tuple[int, ...] = ()
 
@@ -90,6 +100,7 @@ class FewTokensSpeed:
             sent=self.sent * clock,
             memory=self.memory * memory,
             l2=self.l2 * clock,
+            tokens=self.tokens * clock,
             tiles=tuple((tile, alone / clock, full / clock) for tile, alone, full in self.tiles),
         )
 
@@ -118,7 +129,7 @@ class Work(NamedTuple):
     ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``of_sm``: CTAs of an SM in all waves; ``weight_bytes``
     and ``read_bytes`` of a stage of a CTA; ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits;
     ``sum_bytes`` and ``sent_bytes`` of a CTA; ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a
-    group loads before it waits; ``no_room``: share of the first wave of the next launch that finds no room beside the
+    group loads before it waits; ``token_bytes`` of a group that are waited for first; ``no_room``: share of the first wave of the next launch that finds no room beside the
     last wave of this one; 1 for FP8 activations, where a quantiser runs in between.
     """
 
@@ -138,6 +149,7 @@ class Work(NamedTuple):
     sent_bytes: float
     several: float
     first: float
+    token_bytes: float
     no_room: float
 
 
@@ -234,6 +246,7 @@ def work(
         sent_bytes=4 * min(shape.tokens, m) * shape.row_blocks * ROWS * (shape.cluster > 1),
         several=float(resident > 1),
         first=min(stages, shape.stages),
+        token_bytes=min(stages, FIRST_TOKENS) * tokens,
         no_room=1 - min(free / min(ctas, at_once), 1.0) if about.x_bytes > 1 else 1.0,
     )
 
@@ -245,19 +258,18 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
     more = (w.waves + w.rest - 1) * (1 - w.several * (1 - speed.overlap))
 
     def stage(wave: Wave) -> Any:
+        """Return what a stage takes, and one of the first ring."""
         memory = wave.ctas * w.weight_bytes / wave.readers / speed.memory
-        times = (
-            alone,
-            full * w.groups * wave.of_sm,
-            (speed.latency + memory) / w.ring,
-            memory,
-            wave.ctas * w.read_bytes / speed.l2,
-        )
-        return sum(each**NORM for each in times) ** (1 / NORM)
+        others = alone, full * w.groups * wave.of_sm, memory, wave.ctas * w.read_bytes / speed.l2
+        ring, rest = (speed.latency + memory) / w.ring, sum(each**NORM for each in others)
+        return tuple((rest + (share * ring) ** NORM) ** (1 / NORM) for share in (1.0, speed.early))
 
-    stages = w.stages * (w.waves * stage(w.full) + w.rest * stage(w.last))
+    in_full, in_last = stage(w.full), stage(w.last)
+    full_first = w.waves > 0
+    saved = full_first * (in_full[0] - in_full[1]) + (1 - full_first) * (in_last[0] - in_last[1])
+    stages = w.stages * (w.waves * in_full[0] + w.rest * in_last[0]) - w.first * saved
     late = (speed.late + speed.late_stage * w.first) * w.no_room**LATE
-    return speed.start + ends * (1 + more) + stages + late
+    return speed.start + ends * (1 + more) + stages + late + w.token_bytes / speed.tokens
 
 
 def _up(a: int, b: int) -> int:
