@@ -35,8 +35,10 @@ from fp4dispatch.benchmark.reports.standing import quantile
 NEAR = 1.3
 """Launches that take longer than this many times their build's best weigh less: nobody will choose them."""
 FAR_WEIGHT = 0.2
-FIRST = {"token_clocks": 8.0, "slowing": 0.05, "slowing_fp4": 0.05, "slowing_moved": 0.0005}
+FIRST = {"token_clocks": 8.0, "part_clocks": 200.0, "late_clocks": 1000.0}
+FIRST |= {"slowing": 0.05, "slowing_fp4": 0.05, "slowing_moved": 0.0005}
 """From where constants are fitted that are not known."""
+FACTOR_PRIOR = 3.0
 TILE_KEYS = ("alone", "stage", "pair", "share", "cluster")
 
 
@@ -101,7 +103,8 @@ def fitted(start: Model, some: Sequence[Point], *, builds: bool) -> Model:
     """Return a model with the GPU's constants fitted, and with ``builds`` those of each build; positive ones only.
 
     Least squares of the logarithms, in which outliers count less. With builds, the clock stays: only its products with
-    clocks of builds show.
+    clocks of builds show. Without, each build may be slower or faster than it says by a factor, which is not returned:
+    else the GPU's constants would make up for builds.
     """
     unknown = {key: value for key, value in FIRST.items() if not getattr(start.gpu, key)}
     start = replace(start, gpu=replace(start.gpu, **unknown))
@@ -121,13 +124,18 @@ def fitted(start: Model, some: Sequence[Point], *, builds: bool) -> Model:
 
     some = [point for point in some if modelled(point)]
     weights = np.array(weights_of(some))
+    names = [] if builds else sorted(start.tiles)
+    factors = np.zeros((len(some), len(names)))
+    for i, point in enumerate(some):
+        factors[i, [name == point.build for name in names]] = 1
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        model = at(x)
-        return weights * np.array([math.log(point.predicted(model) / point.us) for point in some])
+        model, own = at(x[: len(free)]), x[len(free) :]
+        logs = np.array([math.log(point.predicted(model) / point.us) for point in some])
+        return np.concatenate([weights * (logs + factors @ own), FACTOR_PRIOR * own])
 
-    found = least_squares(residuals, np.zeros(len(free)), loss="soft_l1", f_scale=0.05, max_nfev=60)
-    return at(found.x)
+    found = least_squares(residuals, np.zeros(len(free) + len(names)), loss="soft_l1", f_scale=0.05, max_nfev=60)
+    return at(found.x[: len(free)])
 
 
 def weights_of(some: Sequence[Point]) -> list[float]:

@@ -22,7 +22,7 @@ TILE_CLOCKS = 7800.0
 """Before the first stage and after the last; a second time only after a tile whose K is split."""
 SPLIT_CLOCKS = 3100.0
 """Two barriers of a cluster, where K is split."""
-SPLIT_BYTES = 32.0
+SPLIT_BYTES = 24.0
 """Sums that a CTA reads from the other parts of K, in bytes per clock."""
 RASTER = 8
 SPLITS = (1, 2, 3, 4, 8)
@@ -57,6 +57,11 @@ class Gpu:
         stays within a group of 16 or 18 SMs, which not every size fills.
     tile_clocks, split_clocks
         What a launch and a split cost beside their stages (:data:`TILE_CLOCKS`, :data:`SPLIT_CLOCKS`).
+    part_clocks
+        What each part of a split beyond the second costs.
+    late_clocks
+        What a launch with FP8 activations costs, in proportion to its CTAs that find no room beside the launch before:
+        they start when that and the quantiser have ended.
     token_clocks
         Clocks at the end of each tile, for each of its tokens.
     slowing, slowing_fp4
@@ -75,6 +80,8 @@ class Gpu:
     tile_clocks: float = TILE_CLOCKS
     split_clocks: float = SPLIT_CLOCKS
     token_clocks: float = 0.0
+    part_clocks: float = 0.0
+    late_clocks: float = 0.0
     slowing: float = 0.0
     slowing_fp4: float = 0.0
     slowing_moved: float = 0.0
@@ -124,6 +131,8 @@ class TileSpeed:
         they share rows of the weight. ``share`` is 0 where the kernel cannot share rows.
     cluster
         Clocks before CTAs that share activations or rows have started.
+    x_bytes
+        Of an activation.
     """
 
     tokens: int
@@ -137,6 +146,7 @@ class TileSpeed:
     pair: float
     share: float = 0.0
     cluster: float = 0.0
+    x_bytes: int = 1
 
     @property
     def fp4(self) -> bool:
@@ -260,8 +270,15 @@ def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu
 
 
 def _moved(tile: TileSpeed, shape: LaunchShape) -> float:
-    """Return the bytes per clock that an SM reads from L2, with FP8 weights and activations."""
-    return (tile.weight_bytes / shape.sharing + tile.tokens * tile.stage_k / shape.multicast) / tile.stage
+    """Return the bytes per clock that an SM reads from L2."""
+    x_bytes = tile.tokens * tile.stage_k * tile.x_bytes
+    return (tile.weight_bytes / shape.sharing + x_bytes / shape.multicast) / tile.stage
+
+
+def _no_room(shape: LaunchShape, count: int, at_once: int) -> float:
+    """Return the share of the CTAs that run at once which find no room beside a launch like this one, as it ends."""
+    last = at_once if shape.rounds else count % at_once or at_once
+    return 1 - min((at_once - last) / min(count, at_once), 1.0)
 
 
 def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
@@ -272,11 +289,14 @@ def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: 
     readers = min(_divide_up(m, tile.tokens), shape.raster)  # token tiles that read the same weights from L2
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
     start = gpu.tile_clocks + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
+    if tile.x_bytes == 1:
+        start += gpu.late_clocks * _no_room(shape, count, at_once)
     stages = _divide_up(k, tile.stage_k)
     whole = stages * stage + gpu.token_clocks * tile.tokens * in_an_sm  # a tile
     if shape.split == 1:
         return start + _divide_up(count, at_once) * whole
-    part = _divide_up(stages, shape.split) * stage + gpu.split_clocks + tile.rows * tile.tokens * 4 / SPLIT_BYTES
+    sums = gpu.split_clocks + gpu.part_clocks * (shape.split - 2) + tile.rows * tile.tokens * 4 / SPLIT_BYTES
+    part = _divide_up(stages, shape.split) * stage + sums
     waves = 1 if shape.rounds else _divide_up(count, at_once)
     return start + shape.rounds * whole + waves * part + (waves - 1) * AGAIN * gpu.tile_clocks
 

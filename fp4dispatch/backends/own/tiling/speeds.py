@@ -33,6 +33,8 @@ GPU_CONSTANTS = (
     "tile_clocks",
     "split_clocks",
     "token_clocks",
+    "part_clocks",
+    "late_clocks",
     "slowing",
     "slowing_fp4",
     "slowing_moved",
