@@ -22,7 +22,7 @@ TILE_CLOCKS = 7800.0
 """Before the first stage and after the last; a second time only after a tile whose K is split."""
 SPLIT_CLOCKS = 3100.0
 """Two barriers of a cluster, where K is split."""
-SPLIT_BYTES = 24.0
+SPLIT_BYTES = 32.0
 """Sums that a CTA reads from the other parts of K, in bytes per clock."""
 RASTER = 8
 SPLITS = (1, 2, 3, 4, 8)
