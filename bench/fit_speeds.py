@@ -61,12 +61,14 @@ FEW_START = {
     "sums": 20e3,
     "sent": 20e3,
     "latency": 0.8,
+    "latency_sync": 0.8,
     "memory": 4.3e6,
     "l2": 12e6,
     "overlap": 0.3,
     "late": 0.5,
     "late_stage": 0.05,
     "early": 0.6,
+    "gather": 0.2,
     "tokens": 50e3,
 }
 TILE_START = (0.2, 0.08)

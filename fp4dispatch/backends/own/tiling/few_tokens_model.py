@@ -28,6 +28,10 @@ NORM = 4
 LATE = 0.25
 """Exponent of the share that finds no room: a launch ends with its last CTA, so a few that are late cost nearly as much
 as many (0.25 chose better than 0.5, 1 and a step, on sizes that were not fitted to)."""
+GATHERING, GATHER_FROM = (3, 5), 0.5
+"""Sizes of clusters whose CTAs gather where an SM has room for two, and from how many CTAs for each SM on. Measured on an
+H100 and an H200: up to 1.4 times as long as without, most where all SMs that such clusters can fill have one. Clusters of
+6 and 7 do not (bench/notes/few-tokens.md)."""
 FIRST_TOKENS = 2
 """Stages of a group: the tokens of so many are waited for before anything is multiplied at full speed."""
 WIDE_CLUSTER, WIDE_SHARE = 4, 0.9
@@ -49,8 +53,8 @@ class FewTokensSpeed:
         for each doubling of their number.
     sums, sent
         Bytes of sums per microsecond that a CTA adds up at its end, and that it sends to others where K is shared out.
-    latency
-        Of a stage from memory.
+    latency, latency_sync
+        Of a stage from memory; that of tiles that multiply by ``mma.sync``.
     memory, l2
         Bandwidth.
     overlap
@@ -61,6 +65,9 @@ class FewTokensSpeed:
     early
         Share of latency and transfer that shows in the stages of the first ring: their weights are loaded while the
         launch before still runs.
+    gather
+        Share by which stages take longer where two CTAs come to lie on an SM while others are empty
+        (:data:`GATHERING`).
     tokens
         Bytes per microsecond at which the tokens of a group's first stages arrive. They come when the launch before has
         ended.
@@ -80,19 +87,22 @@ class FewTokensSpeed:
     sums: float
     sent: float
     latency: float
+    latency_sync: float
     memory: float
     l2: float
     overlap: float
     late: float
     late_stage: float
     early: float
+    gather: float
     tokens: float
     tiles: TileSpeeds
     shallow: tuple[int, ...] = ()
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
-        slower = ("start", "wave", "crowd", "cluster", "doubling", "latency", "late", "late_stage")
+        slower = ("start", "wave", "crowd", "cluster", "doubling", "latency", "latency_sync")
+        slower += ("late", "late_stage")
         return replace(
             self,
             **{name: getattr(self, name) / clock for name in slower},
@@ -130,7 +140,8 @@ class Work(NamedTuple):
     and ``read_bytes`` of a stage of a CTA; ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits;
     ``sum_bytes`` and ``sent_bytes`` of a CTA; ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a
     group loads before it waits; ``token_bytes`` of a group that are waited for first; ``no_room``: share of the first wave of the next launch that finds no room beside the
-    last wave of this one; 1 for FP8 activations, where a quantiser runs in between.
+    last wave of this one; 1 for FP8 activations, where a quantiser runs in between; ``sync`` (0 or 1): multiplies by
+    ``mma.sync``; ``gathers``: share of :attr:`FewTokensSpeed.gather`.
     """
 
     stages: float
@@ -151,6 +162,8 @@ class Work(NamedTuple):
     first: float
     token_bytes: float
     no_room: float
+    sync: float
+    gathers: float
 
 
 class FewTokensPrediction(NamedTuple):
@@ -248,7 +261,14 @@ def work(
         first=min(stages, shape.stages),
         token_bytes=min(stages, FIRST_TOKENS) * tokens,
         no_room=1 - min(free / min(ctas, at_once), 1.0) if about.x_bytes > 1 else 1.0,
+        sync=float(shape.units > 1),
+        gathers=_gathers(shape.cluster, ctas, usable) if resident > 1 else 0.0,
     )
+
+
+def _gathers(cluster: int, ctas: int, usable: tuple[int, ...]) -> float:
+    least, most = GATHER_FROM * usable[0], usable[cluster - 1]
+    return (ctas - least) / (most - least) if cluster in GATHERING and least < ctas <= most else 0.0
 
 
 def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
@@ -256,20 +276,23 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
     shares = speed.cluster * w.shared + speed.doubling * w.doublings + w.sent_bytes / speed.sent
     ends = speed.wave + speed.crowd * w.of_sm + w.sum_bytes / speed.sums + shares
     more = (w.waves + w.rest - 1) * (1 - w.several * (1 - speed.overlap))
+    latency = speed.latency + (speed.latency_sync - speed.latency) * w.sync
 
     def stage(wave: Wave) -> Any:
         """Return what a stage takes, and one of the first ring."""
         memory = wave.ctas * w.weight_bytes / wave.readers / speed.memory
         others = alone, full * w.groups * wave.of_sm, memory, wave.ctas * w.read_bytes / speed.l2
-        ring, rest = (speed.latency + memory) / w.ring, sum(each**NORM for each in others)
+        ring, rest = (latency + memory) / w.ring, sum(each**NORM for each in others)
         return tuple((rest + (share * ring) ** NORM) ** (1 / NORM) for share in (1.0, speed.early))
 
     in_full, in_last = stage(w.full), stage(w.last)
     full_first = w.waves > 0
     saved = full_first * (in_full[0] - in_full[1]) + (1 - full_first) * (in_last[0] - in_last[1])
     stages = w.stages * (w.waves * in_full[0] + w.rest * in_last[0]) - w.first * saved
+    stages = stages * (1 + speed.gather * w.gathers)
     late = (speed.late + speed.late_stage * w.first) * w.no_room**LATE
-    return speed.start + ends * (1 + more) + stages + late + w.token_bytes / speed.tokens
+    first = late + w.token_bytes / speed.tokens
+    return speed.start + ends * (1 + more) + stages + first
 
 
 def _up(a: int, b: int) -> int:
