@@ -18,7 +18,10 @@ from fp4dispatch.backends.own.tiling.tiles import speed_of
 from tests.bench_cases import FACTS
 
 BUILDS = {"w4a8": ("w4_gemm_sm90", "a8_bf16_128"), "w8a8": ("w8_gemm_sm90", "bf16_128")}
-TRUE_GPU = replace(H200, clock_mhz=1500.0, memory_bytes=1600.0, tile_clocks=9000.0)
+TRUE_GPU = replace(
+    H200, clock_mhz=1500.0, memory_bytes=1600.0, tile_clocks=9000.0, part_clocks=600.0, late_clocks=3000.0
+)
+MOVES = replace(TRUE_GPU, slowing=0.01, slowing_moved=0.002)
 SLOW = 1.2
 """Times of stages of w4a8, over those that are in use."""
 
@@ -45,13 +48,16 @@ def record(seed, gpu=TRUE_GPU, slow=1.0, problems=24):
 
 
 def test_the_constants_of_a_gpu_are_found_again():
-    some = fits.points([record(1)])
+    some = fits.points([record(1, problems=60)])
     assert {point.build for point in some} == set(BUILDS.values()), "kernels without a model are left out"
     start = fits.in_use(launch_model.gpu_with(132), some)
     found = fits.fitted(start, some, builds=False)
     assert found.gpu.clock_mhz == pytest.approx(1500, rel=0.02)
     assert found.gpu.memory_bytes == pytest.approx(1600, rel=0.05)
-    assert found.gpu.tile_clocks == pytest.approx(9000, rel=0.05)
+    assert found.gpu.tile_clocks == pytest.approx(9000, rel=0.08)
+    in_eight = [gpu.split_clocks + 6 * gpu.part_clocks for gpu in (found.gpu, TRUE_GPU)]
+    assert in_eight[0] == pytest.approx(in_eight[1], rel=0.15)
+    assert found.gpu.late_clocks == pytest.approx(3000, rel=0.1)
     assert found.tiles == start.tiles
     others = fits.points([record(2)])
     before, after = (
@@ -60,6 +66,29 @@ def test_the_constants_of_a_gpu_are_found_again():
     assert after == pytest.approx(1, abs=0.01)
     assert before < 0.9
     assert "; regret within a build mean 1.00" in fits.verdict("x", found, others)
+
+
+def test_what_launches_slow_down_by_is_told_apart_by_the_bytes_that_they_move():
+    some = fits.points([record(1, MOVES, problems=60)])
+    found = fits.fitted(fits.in_use(launch_model.gpu_with(132), some), some, builds=False).gpu
+    plain, paired = (launch_model.LaunchShape(each, 1, 8, 1, 0, 132 // each) for each in (1, 2))
+    tile = speed_of(*BUILDS["w8a8"])
+
+    def more(gpu):
+        """How many times as long the unpaired launch takes."""
+        return launch_model.clocks(tile, plain, 8192, 8192, 8192, gpu) / launch_model.clocks(
+            tile, paired, 8192, 8192, 8192, gpu
+        )
+
+    assert more(MOVES) > 1.06
+    assert more(found) == pytest.approx(more(MOVES), abs=0.01)
+
+
+def test_a_build_that_is_slower_than_it_says_does_not_change_the_gpu():
+    some = fits.points([record(1, slow=SLOW)])
+    found = fits.fitted(fits.in_use(launch_model.gpu_with(132), some), some, builds=False)
+    assert found.gpu.clock_mhz == pytest.approx(1500, rel=0.1)
+    assert found.gpu.memory_bytes == pytest.approx(1600, rel=0.1)
 
 
 def test_a_slower_build_is_found():

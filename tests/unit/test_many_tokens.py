@@ -114,6 +114,57 @@ def test_long_launches_slow_down_and_those_with_nvfp4_weights_more():
         assert clocks(tile, shape, 128, 132 * 128, 1024, gpu) == clocks(tile, shape, 128, 132 * 128, 1024, H200)
 
 
+def test_launches_with_fp8_weights_slow_down_by_the_bytes_that_they_move():
+    """A stage of 788 clocks: 16384 bytes of weights and as many of activations. A pair shares the one or the other."""
+    gpu, plain = replace(H200, slowing=0.1, slowing_moved=0.01), replace(SPEED, weight_bytes=128 * 128, share=788)
+    plain = replace(plain, pair=788)
+    for multicast, sharing, moved in ((1, 1, 32768), (2, 1, 24576), (1, 2, 24576)):
+        shape = LaunchShape(multicast, 1, 8, sharing, 0, 132 // multicast // sharing)
+        usual = clocks(plain, shape, 256, 132 * 128, 65536, H200)
+        longer = usual / (launch_model.LONG_US * H200.clock_mhz)
+        power = 0.1 + 0.01 * moved / 788
+        assert clocks(plain, shape, 256, 132 * 128, 65536, gpu) == pytest.approx(usual * longer**power)
+    shape = LaunchShape(1, 1, 8, 1, 0, 132)
+    fp4 = clocks(SPEED, shape, 128, 132 * 128, 65536, gpu)
+    assert fp4 == clocks(SPEED, shape, 128, 132 * 128, 65536, replace(gpu, slowing_moved=0.0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_tiles", "share"),
+    [
+        (LaunchShape(1, 1, 8, 1, 0, 66), 66, 0),  # as many find room as are needed
+        (LaunchShape(1, 1, 8, 1, 0, 99), 99, 2 / 3),  # 33 of 99 find room
+        (LaunchShape(1, 1, 8, 1, 0, 132), 132, 1),
+        (LaunchShape(1, 1, 8, 1, 0, 132), 165, 0.25),  # 33 of the last 132 run: 99 have ended before
+        (LaunchShape(1, 2, 8, 1, 0, 40), 40, 1 - 26 / 40),  # 66 clusters of two run at once
+        (LaunchShape(1, 2, 8, 1, 1, 66), 140, 1),  # a whole tile each, then half a tile each
+    ],
+)
+def test_a_launch_with_fp8_activations_is_late_where_its_ctas_find_no_room(shape, row_tiles, share):
+    late = replace(H200, late_clocks=1000.0)
+
+    def more(tile):
+        return clocks(tile, shape, 128, row_tiles * 128, 4096, late) - clocks(
+            tile, shape, 128, row_tiles * 128, 4096, H200
+        )
+
+    assert more(SPEED) == pytest.approx(1000 * share)
+    assert more(replace(SPEED, x_bytes=2)) == 0, "no quantiser runs in between"
+
+
+def test_each_part_of_a_split_beyond_the_second_costs_more():
+    parts = replace(H200, part_clocks=100.0)
+    for split, more in ((1, 0), (2, 0), (3, 100), (8, 600)):
+        shape = LaunchShape(1, split, 8, 1, 0, 1)
+        assert clocks(SPEED, shape, 128, 128, 8192, parts) - clocks(SPEED, shape, 128, 128, 8192, H200) == more
+
+
+def test_builds_for_16_bit_activations_say_so():
+    x_bytes = {t.builds["bfloat16"]: t.speed.x_bytes for name in ("w4", "w8") for t in tiles.tiles(name) if t.speed}
+    assert {build for build, size in x_bytes.items() if size == 2} == {b for b in x_bytes if b.startswith("a16_")}
+    assert set(x_bytes.values()) == {1, 2}
+
+
 def test_clocks_become_microseconds_by_the_clock_of_the_gpu():
     assert Prediction(LaunchShape(1, 1, 8, 1, 0, 1), 17550).microseconds(H200) == 10
 
@@ -255,20 +306,20 @@ NEAR_WITH_CONSTANTS = {
     "w4_gemm_sm90/a16_bf16_128": Near(95, 0, 0.97, 0.998, 14),
     "w4_gemm_sm90/a16_bf16_128x128": Near(101, 0, 0.97, 0.997, 8),
     "w4_gemm_sm90/a16_bf16_192": Near(96, 6, 0.81, 0.992, 13),
-    "w4_gemm_sm90/a16_bf16_256": Near(95, 8, 0.83, 0.992, 14),
+    "w4_gemm_sm90/a16_bf16_256": Near(95, 10, 0.83, 0.991, 14),
     "w4_gemm_sm90/a16_bf16_64": Near(26, 0, 0.99, 0.999, 12),
     "w4_gemm_sm90/a16_bf16_64x128": Near(36, 1, 0.93, 0.997, 2),
     "w4_gemm_sm90/a8_bf16_128": Near(101, 0, 0.97, 0.999, 8),
-    "w4_gemm_sm90/a8_bf16_160": Near(98, 1, 0.93, 0.998, 11),
-    "w4_gemm_sm90/a8_bf16_176": Near(97, 2, 0.93, 0.997, 12),
+    "w4_gemm_sm90/a8_bf16_160": Near(97, 0, 0.98, 0.999, 12),
+    "w4_gemm_sm90/a8_bf16_176": Near(96, 1, 0.96, 0.998, 13),
     "w4_gemm_sm90/a8_bf16_32": Near(28, 4, 0.87, 0.984, 3),
-    "w4_gemm_sm90/a8_bf16_64": Near(26, 11, 0.80, 0.947, 12),
+    "w4_gemm_sm90/a8_bf16_64": Near(26, 11, 0.80, 0.945, 12),
     "w4_gemm_sm90/a8_bf16_96": Near(42, 0, 0.99, 0.999, 4),
-    "w8_gemm_sm90/bf16_128": Near(99, 2, 0.96, 0.997, 10),
+    "w8_gemm_sm90/bf16_128": Near(98, 2, 0.96, 0.996, 11),
     "w8_gemm_sm90/bf16_160": Near(98, 3, 0.96, 0.996, 11),
-    "w8_gemm_sm90/bf16_192": Near(94, 2, 0.93, 0.997, 15),
-    "w8_gemm_sm90/bf16_96": Near(41, 5, 0.94, 0.992, 5),
-    "w8_gemm_sm90/block_bf16_128": Near(99, 1, 0.96, 0.997, 10),
+    "w8_gemm_sm90/bf16_192": Near(94, 2, 0.93, 0.996, 15),
+    "w8_gemm_sm90/bf16_96": Near(40, 5, 0.94, 0.992, 6),
+    "w8_gemm_sm90/block_bf16_128": Near(99, 3, 0.91, 0.996, 10),
 }
 
 

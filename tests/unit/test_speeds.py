@@ -125,6 +125,8 @@ def test_resident_ctas_are_limited_by_registers_and_by_shared_memory():
     assert kernel.resident(FewTokensShape(64, 1, 2, 1, 1, 2, 2), SM90) == 2  # of 96
     assert kernel.resident(FewTokensShape(32, 1, 2, 1, 1, 2, 2), SM90) == 2
     assert KERNELS["w8a8_small"].resident(FewTokensShape(64, 1, 2, 1, 1, 7, 7), SM90) == 1  # 230 KB
+    # 108 registers, given out by 8: 18 warps of 112, 16 on four parts. Six warps of a CTA fit twice, not three times.
+    assert KERNELS["w4a16_small"].resident(FewTokensShape(8, 2, 2, 4, 1, 2, 2), SM90) == 2
 
 
 def test_few_tokens_take_a_shape_that_fits_one_wave_where_k_needs_no_sharing():
@@ -165,6 +167,61 @@ def test_a_launch_takes_longer_where_the_next_one_finds_no_room():
         speed, 0.2, 0.1, full._replace(no_room=0.0)
     )
     assert late == pytest.approx(1.3)  # a ring of three stages
+
+
+def test_the_first_ring_hides_latency_and_transfer_but_not_the_tokens():
+    """Eight tokens, four stages of each of four groups: a ring of two, so two stages show less."""
+    usable = speeds.of(H200).many_tokens.usable
+    shape, about = FewTokensShape(8, 1, 4, 2, 1, 2, 2), KERNELS["w4a16_small"]
+    work = few_tokens_model.work(about, shape, 5, 64 * 66, 2048, usable)
+    assert (work.first, work.stages, work.token_bytes) == (2, 4, 2 * 5 * 128 * 2)
+    known = speeds.of(H200).few_tokens["w4a16_small"]
+    # Nothing but latency: 1 us of a ring of two
+    plain = replace(known, latency_sync=2.0, memory=1e15, l2=1e15, tokens=1e15)
+    shown = {e: few_tokens_model.time_of(replace(plain, early=e), 1e-9, 1e-9, work) for e in (1.0, 0.25)}
+    assert shown[1.0] - shown[0.25] == pytest.approx(2 * 0.75)
+    later = few_tokens_model.time_of(replace(plain, early=1.0, tokens=1e4), 1e-9, 1e-9, work)
+    assert later - shown[1.0] == pytest.approx(work.token_bytes / 1e4, rel=1e-3)
+    several = few_tokens_model.work(about, shape, 5, 64 * 600, 2048, usable)
+    assert several.waves == 2
+    more = [few_tokens_model.time_of(replace(plain, early=e), 1e-9, 1e-9, several) for e in (1.0, 0.25)]
+    assert more[0] - more[1] == pytest.approx(2 * 0.75), "once a launch"
+
+
+def test_tiles_by_mma_sync_have_a_latency_of_their_own():
+    usable = speeds.of(H200).many_tokens.usable
+    known = replace(speeds.of(H200).few_tokens["w4a16_small"], memory=1e15, l2=1e15)
+    for shape, name in (((8, 1, 4, 2), "latency_sync"), ((32, 1, 2, 1), "latency")):
+        work = few_tokens_model.work(KERNELS["w4a16_small"], FewTokensShape(*shape, 1, 2, 2), 8, 4096, 4096, usable)
+        times = {
+            each: few_tokens_model.time_of(replace(known, **{each: 10.0}), 1e-9, 1e-9, work)
+            for each in ("latency", "latency_sync")
+        }
+        assert max(times, key=times.get) == name
+
+
+@pytest.mark.parametrize(
+    ("cluster", "row_blocks", "share"),
+    [
+        (3, 22, 0),  # 66 CTAs
+        (3, 39, 1),  # 117 CTAs: one on each SM that clusters of three can fill
+        (3, 40, 0),  # more than one on some SMs
+        (5, 22, 1),
+        (3, 30, (90 - 66) / (117 - 66)),
+        (4, 30, 0),
+        (6, 15, 0),
+    ],
+)
+def test_ctas_of_clusters_of_three_and_five_gather_where_an_sm_has_room_for_two(cluster, row_blocks, share):
+    usable, about = speeds.of(H200).many_tokens.usable, KERNELS["w4a16_small"]
+    shape = FewTokensShape(8, 1, 4, 2, cluster, 2, 2)
+    work = few_tokens_model.work(about, shape, 8, 64 * row_blocks, 4096, usable)
+    assert work.gathers == pytest.approx(share)
+    known = speeds.of(H200).few_tokens["w4a16_small"]
+    times = [few_tokens_model.time_of(replace(known, gather=g), 0.5, 0.1, work) for g in (1e-9, 0.5)]
+    assert (times[1] > times[0]) == (share > 0)
+    full = few_tokens_model.work(about, shape._replace(stages=4), 8, 64 * row_blocks, 4096, usable)
+    assert full.gathers == 0, "a ring of four leaves no room for a second CTA"
 
 
 def test_few_or_many_tokens_is_a_question_of_predicted_times():

@@ -29,9 +29,9 @@ LATE = 0.25
 """Exponent of the share that finds no room: a launch ends with its last CTA, so a few that are late cost nearly as much
 as many (0.25 chose better than 0.5, 1 and a step, on sizes that were not fitted to)."""
 GATHERING, GATHER_FROM = (3, 5), 0.5
-"""Sizes of clusters whose CTAs gather where an SM has room for two, and from how many CTAs for each SM on. Measured on an
-H100 and an H200: up to 1.4 times as long as without, most where all SMs that such clusters can fill have one. Clusters of
-6 and 7 do not (bench/notes/few-tokens.md)."""
+"""Sizes of clusters whose CTAs gather where an SM has room for two, and from how many CTAs for each SM on. Measured on
+an H100 and an H200: up to 1.4 times as long as without, most where all SMs that such clusters can fill have one.
+Clusters of 6 and 7 do not (bench/notes/few-tokens.md)."""
 FIRST_TOKENS = 2
 """Stages of a group: the tokens of so many are waited for before anything is multiplied at full speed."""
 WIDE_CLUSTER, WIDE_SHARE = 4, 0.9
@@ -101,8 +101,8 @@ class FewTokensSpeed:
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
-        slower = ("start", "wave", "crowd", "cluster", "doubling", "latency", "latency_sync")
-        slower += ("late", "late_stage")
+        ends = "start", "wave", "crowd", "cluster", "doubling"
+        slower = *ends, "latency", "latency_sync", "late", "late_stage"
         return replace(
             self,
             **{name: getattr(self, name) / clock for name in slower},
@@ -139,9 +139,10 @@ class Work(NamedTuple):
     ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``of_sm``: CTAs of an SM in all waves; ``weight_bytes``
     and ``read_bytes`` of a stage of a CTA; ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits;
     ``sum_bytes`` and ``sent_bytes`` of a CTA; ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a
-    group loads before it waits; ``token_bytes`` of a group that are waited for first; ``no_room``: share of the first wave of the next launch that finds no room beside the
-    last wave of this one; 1 for FP8 activations, where a quantiser runs in between; ``sync`` (0 or 1): multiplies by
-    ``mma.sync``; ``gathers``: share of :attr:`FewTokensSpeed.gather`.
+    group loads before it waits; ``token_bytes`` of a group that are waited for first; ``no_room``: share of the first
+    wave of the next launch that finds no room beside the last wave of this one; 1 for FP8 activations, where a
+    quantiser runs in between; ``sync`` (0 or 1): multiplies by ``mma.sync``; ``gathers``: how much of
+    :attr:`FewTokensSpeed.gather` applies, 0 to 1.
     """
 
     stages: float
