@@ -39,6 +39,7 @@ FIRST = {"token_clocks": 8.0, "part_clocks": 200.0, "late_clocks": 1000.0}
 FIRST |= {"slowing": 0.05, "slowing_fp4": 0.05, "slowing_moved": 0.0005}
 """From where constants are fitted that are not known."""
 FACTOR_PRIOR = 3.0
+"""Weight of a factor of 1 for each build: else the clock and all factors would be free together."""
 TILE_KEYS = ("alone", "stage", "pair", "share", "cluster")
 
 
@@ -125,9 +126,7 @@ def fitted(start: Model, some: Sequence[Point], *, builds: bool) -> Model:
     some = [point for point in some if modelled(point)]
     weights = np.array(weights_of(some))
     names = [] if builds else sorted(start.tiles)
-    factors = np.zeros((len(some), len(names)))
-    for i, point in enumerate(some):
-        factors[i, [name == point.build for name in names]] = 1
+    factors = np.array([[point.build == name for name in names] for point in some], float)
 
     def residuals(x: np.ndarray) -> np.ndarray:
         model, own = at(x[: len(free)]), x[len(free) :]

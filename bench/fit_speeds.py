@@ -50,8 +50,8 @@ NEAR, FAR = (1.3, 1.0), (2.0, 0.4)
 FAR_WEIGHT = 0.15
 TEMPERATURE, CHOICE_PRIOR = 0.01, 0.1
 """Of kernels for few tokens. With launches of a problem weighed by exp(-log(predicted time) / TEMPERATURE) what a
-choice costs has a slope. The prior holds the constants near those that predict best. Held out, choices cost 2.9 % with
-these, 3.7 % without this step (bench/notes/random-problems.md)."""
+choice costs has a slope. The prior holds the constants near those that predict best. bench/notes/random-problems.md
+says what choices cost with and without this step."""
 FEW_START = {
     "start": 1.5,
     "wave": 1.2,

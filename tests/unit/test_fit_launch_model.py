@@ -54,7 +54,7 @@ def test_the_constants_of_a_gpu_are_found_again():
     found = fits.fitted(start, some, builds=False)
     assert found.gpu.clock_mhz == pytest.approx(1500, rel=0.02)
     assert found.gpu.memory_bytes == pytest.approx(1600, rel=0.05)
-    assert found.gpu.tile_clocks == pytest.approx(9000, rel=0.08)
+    assert found.gpu.tile_clocks == pytest.approx(9000, rel=0.05)
     in_eight = [gpu.split_clocks + 6 * gpu.part_clocks for gpu in (found.gpu, TRUE_GPU)]
     assert in_eight[0] == pytest.approx(in_eight[1], rel=0.15)
     assert found.gpu.late_clocks == pytest.approx(3000, rel=0.1)

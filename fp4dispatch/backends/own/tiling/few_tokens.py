@@ -24,7 +24,7 @@ RESERVED = 1024
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
-"""An SM is four parts, each with a quarter of the registers: so many warps fit, a multiple of four in all."""
+"""An SM is four parts, each with a quarter of the registers. So a multiple of four warps fits."""
 MOST_TILES, MOST_TOKENS = 8, 512
 """Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
 FEW_TILES = 2

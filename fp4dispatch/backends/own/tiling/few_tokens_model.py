@@ -22,6 +22,7 @@ from fp4dispatch.backends.own.tiling.few_tokens import (
     FewTokensShape,
     candidates,
 )
+from fp4dispatch.backends.own.tiling.launch_model import no_room
 
 NORM = 4
 """Exponent of the norm that takes the place of the largest of several times: times near each other add up a little."""
@@ -239,7 +240,6 @@ def work(
         return Wave(count, of_sm, min(max(count / sharers, 1.0), token_tiles))
 
     waves, rest = divmod(ctas, at_once)
-    free = at_once - (rest or at_once)
     stages = _up(_up(k, STAGE_K), shape.cluster * shape.groups)
     weight_bytes = shape.groups * shape.row_blocks * about.weight_bytes
     tokens = min(shape.tokens, m) * STAGE_K * about.x_bytes
@@ -261,7 +261,7 @@ def work(
         several=float(resident > 1),
         first=min(stages, shape.stages),
         token_bytes=min(stages, FIRST_TOKENS) * tokens,
-        no_room=1 - min(free / min(ctas, at_once), 1.0) if about.x_bytes > 1 else 1.0,
+        no_room=no_room(rest or at_once, ctas, at_once) if about.x_bytes > 1 else 1.0,
         sync=float(shape.units > 1),
         gathers=_gathers(shape.cluster, ctas, usable) if resident > 1 else 0.0,
     )

@@ -275,9 +275,11 @@ def _moved(tile: TileSpeed, shape: LaunchShape) -> float:
     return (tile.weight_bytes / shape.sharing + x_bytes / shape.multicast) / tile.stage
 
 
-def _no_room(shape: LaunchShape, count: int, at_once: int) -> float:
-    """Return the share of the CTAs that run at once which find no room beside a launch like this one, as it ends."""
-    last = at_once if shape.rounds else count % at_once or at_once
+def no_room(last: int, count: int, at_once: int) -> float:
+    """Return the share of the first wave of a launch that finds no room beside the last wave of one like it.
+
+    ``last``, ``count``: CTAs or clusters of the last wave and of all. ``at_once``: how many run at once.
+    """
     return 1 - min((at_once - last) / min(count, at_once), 1.0)
 
 
@@ -290,7 +292,8 @@ def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: 
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
     start = gpu.tile_clocks + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
     if tile.x_bytes == 1:
-        start += gpu.late_clocks * _no_room(shape, count, at_once)
+        last = at_once if shape.rounds else count % at_once or at_once
+        start += gpu.late_clocks * no_room(last, count, at_once)
     stages = _divide_up(k, tile.stage_k)
     whole = stages * stage + gpu.token_clocks * tile.tokens * in_an_sm  # a tile
     if shape.split == 1:
