@@ -70,7 +70,9 @@ FEW_START = {
     "early": 0.6,
     "gather": 0.2,
     "tokens": 50e3,
+    "beside": 0.2,
 }
+GONE = 0.1
 TILE_START = (0.2, 0.08)
 REACHED, BANDWIDTH_PRIOR = 0.9, 3.0
 """Of the GPU's memory bandwidth, and the weight of that start: else other constants take its place, and none of them is
@@ -161,14 +163,15 @@ def fit_few(
         found: np.ndarray = few_tokens_model.time_of(speed, alone[which], full[which], work)
         return found
 
-    first = dict(FEW_START) if known is None else {name: getattr(known, name) for name in FEW_START}
+    kept = {} if known is None else {name: value for name in FEW_START if (value := getattr(known, name)) > GONE * FEW_START[name]}
+    first = FEW_START | kept
     if known is None and bandwidth is not None:
         first["memory"] = REACHED * bandwidth
     held = [None if known is None else known.of_tile.get(tile) for tile in tiles]
     times = [TILE_START if each is None else each for each in held]
     start = [*first.values(), *(alone for alone, _ in times), *(full for _, full in times)]
     of_tiles = [PRIOR if each is None else KNOWN_PRIOR for each in held]
-    prior = np.array([*(PRIOR if known is None else KNOWN_PRIOR,) * count, *of_tiles, *of_tiles])
+    prior = np.array([*(KNOWN_PRIOR if name in kept else PRIOR for name in FEW_START), *of_tiles, *of_tiles])
     if bandwidth is not None:
         prior[list(first).index("memory")] = BANDWIDTH_PRIOR
     x = least(lambda x: weights * np.log(at(x) / us), start, prior)

@@ -72,6 +72,8 @@ class FewTokensSpeed:
     tokens
         Bytes per microsecond at which the tokens of a group's first stages arrive. They come when the launch before has
         ended.
+    beside
+        For FP8 activations: more where all CTAs find room beside the launch before, while the quantiser still runs.
     tiles
         For each tile (tokens, row blocks, groups, units): microseconds of a stage of a CTA alone, and of a stage of one
         group on a full SM.
@@ -97,13 +99,14 @@ class FewTokensSpeed:
     early: float
     gather: float
     tokens: float
+    beside: float
     tiles: TileSpeeds
     shallow: tuple[int, ...] = ()
 
     def scaled(self, clock: float, memory: float) -> FewTokensSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
         ends = "start", "wave", "crowd", "cluster", "doubling"
-        slower = *ends, "latency", "latency_sync", "late", "late_stage"
+        slower = *ends, "latency", "latency_sync", "late", "late_stage", "beside"
         return replace(
             self,
             **{name: getattr(self, name) / clock for name in slower},
@@ -142,7 +145,7 @@ class Work(NamedTuple):
     ``sum_bytes`` and ``sent_bytes`` of a CTA; ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a
     group loads before it waits; ``token_bytes`` of a group that are waited for first; ``no_room``: share of the first
     wave of the next launch that finds no room beside the last wave of this one; 1 for FP8 activations, where a
-    quantiser runs in between; ``sync`` (0 or 1): multiplies by ``mma.sync``; ``gathers``: how much of
+    quantiser runs in between; ``beside``: for FP8 activations, the share that finds room; ``sync`` (0 or 1): multiplies by ``mma.sync``; ``gathers``: how much of
     :attr:`FewTokensSpeed.gather` applies, 0 to 1.
     """
 
@@ -164,6 +167,7 @@ class Work(NamedTuple):
     first: float
     token_bytes: float
     no_room: float
+    beside: float
     sync: float
     gathers: float
 
@@ -227,7 +231,8 @@ def work(
     """Return what a launch does."""
     sms = usable[shape.cluster - 1]
     resident = about.resident(shape, SM90, block_scales=block_scales)
-    beside = about.x_bytes == 1 and resident > 1  # starts with its quantiser, while the launch before still runs
+    quantised = about.x_bytes == 1
+    beside = quantised and resident > 1  # starts with its quantiser, while the launch before still runs
     token_tiles, ctas, at_once = _up(m, shape.tokens), shape.ctas(m, n), sms * resident
     sharers = ctas // token_tiles  # CTAs of one token tile
     if beside and shape.cluster >= WIDE_CLUSTER:
@@ -243,6 +248,7 @@ def work(
     stages = _up(_up(k, STAGE_K), shape.cluster * shape.groups)
     weight_bytes = shape.groups * shape.row_blocks * about.weight_bytes
     tokens = min(shape.tokens, m) * STAGE_K * about.x_bytes
+    crowded = no_room(rest or at_once, ctas, at_once)
     return Work(
         stages=stages,
         ring=shape.stages,
@@ -261,7 +267,8 @@ def work(
         several=float(resident > 1),
         first=min(stages, shape.stages),
         token_bytes=min(stages, FIRST_TOKENS) * tokens,
-        no_room=no_room(rest or at_once, ctas, at_once) if about.x_bytes > 1 else 1.0,
+        no_room=1.0 if quantised else crowded,
+        beside=1 - crowded if quantised else 0.0,
         sync=float(shape.units > 1),
         gathers=_gathers(shape.cluster, ctas, usable) if resident > 1 else 0.0,
     )
@@ -292,7 +299,7 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
     stages = w.stages * (w.waves * in_full[0] + w.rest * in_last[0]) - w.first * saved
     stages = stages * (1 + speed.gather * w.gathers)
     late = (speed.late + speed.late_stage * w.first) * w.no_room**LATE
-    first = late + w.token_bytes / speed.tokens
+    first = late + speed.beside * w.beside + w.token_bytes / speed.tokens
     return speed.start + ends * (1 + more) + stages + first
 
 
