@@ -73,6 +73,7 @@ FEW_START = {
     "beside": 0.2,
 }
 GONE = 0.1
+"""Of its start. A constant that was fitted to less says nothing by its logarithm: it is fitted anew, not held near."""
 TILE_START = (0.2, 0.08)
 REACHED, BANDWIDTH_PRIOR = 0.9, 3.0
 """Of the GPU's memory bandwidth, and the weight of that start: else other constants take its place, and none of them is
@@ -163,7 +164,8 @@ def fit_few(
         found: np.ndarray = few_tokens_model.time_of(speed, alone[which], full[which], work)
         return found
 
-    kept = {} if known is None else {name: value for name in FEW_START if (value := getattr(known, name)) > GONE * FEW_START[name]}
+    before = {} if known is None else {name: getattr(known, name) for name in FEW_START}
+    kept = {name: value for name, value in before.items() if value > GONE * FEW_START[name]}
     first = FEW_START | kept
     if known is None and bandwidth is not None:
         first["memory"] = REACHED * bandwidth

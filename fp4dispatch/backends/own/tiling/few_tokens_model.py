@@ -35,8 +35,6 @@ an H100 and an H200: up to 1.4 times as long as without, most where all SMs that
 Clusters of 6 and 7 do not (bench/notes/few-tokens.md)."""
 FIRST_TOKENS = 2
 """Stages of a group: the tokens of so many are waited for before anything is multiplied at full speed."""
-WIDE_CLUSTER, WIDE_SHARE = 4, 0.9
-"""Clusters from this size on fill so much of a GPU where the launch before still runs (bench/notes/few-tokens.md)."""
 
 TileSpeeds = tuple[tuple[tuple[int, ...], float, float], ...]
 
@@ -129,27 +127,29 @@ class FewTokensSpeed:
 
 
 class Wave(NamedTuple):
-    """CTAs that run at once: how many, of one SM, and token tiles that read the same weights."""
+    """CTAs that run at once: how many, and how many of them lie on one SM."""
 
     ctas: float
     of_sm: float
-    readers: float
 
 
 class Work(NamedTuple):
     """What a launch does, in numbers. Fields may be arrays over launches.
 
-    ``stages`` of a CTA's group, ``ring`` stages of its ring, ``groups`` of warps; ``waves`` that are full, each like
-    ``full``, and ``rest`` (0 or 1), a last one like ``last``; ``of_sm``: CTAs of an SM in all waves; ``weight_bytes``
-    and ``read_bytes`` of a stage of a CTA; ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits;
-    ``sum_bytes`` and ``sent_bytes`` of a CTA; ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a
-    group loads before it waits; ``token_bytes`` of a group that are waited for first; ``no_room``: share of the first
-    wave of the next launch that finds no room beside the last wave of this one; 1 for FP8 activations, where a
-    quantiser runs in between; ``beside``: for FP8 activations, the share that finds room; ``sync`` (0 or 1): multiplies by ``mma.sync``; ``gathers``: how much of
+    ``stages`` of the group that has most; ``even``: what groups have in the mean, over that; ``ring``: stages of a
+    ring; ``groups`` of warps; ``waves`` that are full, each like ``full``, and ``rest`` (0 or 1), a last one like
+    ``last``; ``of_sm``: CTAs of an SM in all waves; ``weight_bytes`` and ``read_bytes`` of a stage of a CTA;
+    ``readers`` of the same weights, CTAs of all tiles of tokens, which follow each other: one reads them from memory;
+    ``shared`` (0 or 1): K is shared out, by ``doublings`` binary digits; ``sum_bytes`` and ``sent_bytes`` of a CTA;
+    ``several`` (0 or 1): an SM runs several CTAs; ``first`` stages that a group loads before it waits; ``token_bytes``
+    of a group that are waited for first; ``no_room``: share of the first wave of the next launch that finds no room
+    beside the last wave of this one; 1 for FP8 activations, where a quantiser runs in between; ``beside``: for these,
+    the share that finds room; ``sync`` (0 or 1): multiplies by ``mma.sync``; ``gathers``: how much of
     :attr:`FewTokensSpeed.gather` applies, 0 to 1.
     """
 
     stages: float
+    even: float
     ring: float
     groups: float
     waves: float
@@ -158,6 +158,7 @@ class Work(NamedTuple):
     last: Wave
     of_sm: float
     weight_bytes: float
+    readers: float
     read_bytes: float
     shared: float
     doublings: float
@@ -232,17 +233,11 @@ def work(
     sms = usable[shape.cluster - 1]
     resident = about.resident(shape, SM90, block_scales=block_scales)
     quantised = about.x_bytes == 1
-    beside = quantised and resident > 1  # starts with its quantiser, while the launch before still runs
     token_tiles, ctas, at_once = _up(m, shape.tokens), shape.ctas(m, n), sms * resident
-    sharers = ctas // token_tiles  # CTAs of one token tile
-    if beside and shape.cluster >= WIDE_CLUSTER:
-        at_once = int(at_once * WIDE_SHARE)
 
     def wave(count: int) -> Wave:
-        of_sm = max(_up(count, sms), 1.0)
-        if beside:  # an SM with room for two gets two before every SM has one
-            of_sm = min(max(min(resident, 2) * count / sms, of_sm), resident)
-        return Wave(count, of_sm, min(max(count / sharers, 1.0), token_tiles))
+        """Return a wave of so many CTAs, spread over all SMs."""
+        return Wave(count, _up(count, sms))
 
     waves, rest = divmod(ctas, at_once)
     stages = _up(_up(k, STAGE_K), shape.cluster * shape.groups)
@@ -251,6 +246,7 @@ def work(
     crowded = no_room(rest or at_once, ctas, at_once)
     return Work(
         stages=stages,
+        even=_up(k, STAGE_K) / (shape.cluster * shape.groups * stages),
         ring=shape.stages,
         groups=shape.groups,
         waves=waves,
@@ -259,6 +255,7 @@ def work(
         last=wave(max(rest, 1)),
         of_sm=ctas / usable[0],
         weight_bytes=weight_bytes,
+        readers=token_tiles,
         read_bytes=weight_bytes + shape.groups * tokens,
         shared=float(shape.cluster > 1),
         doublings=math.log2(shape.cluster),
@@ -288,8 +285,9 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
 
     def stage(wave: Wave) -> Any:
         """Return what a stage takes, and one of the first ring."""
-        memory = wave.ctas * w.weight_bytes / wave.readers / speed.memory
-        others = alone, full * w.groups * wave.of_sm, memory, wave.ctas * w.read_bytes / speed.l2
+        memory = w.even * wave.ctas * w.weight_bytes / w.readers / speed.memory
+        of_sm, l2 = w.even * full * w.groups * wave.of_sm, w.even * wave.ctas * w.read_bytes / speed.l2
+        others = alone, of_sm, memory, l2
         ring, rest = (latency + memory) / w.ring, sum(each**NORM for each in others)
         return tuple((rest + (share * ring) ** NORM) ** (1 / NORM) for share in (1.0, speed.early))
 
