@@ -21,6 +21,9 @@ FEWEST_CTAS, MOST_CTAS = 0.45, 3
 only adds starts."""
 RESERVED = 1024
 """Bytes of shared memory that a CTA costs beside its own."""
+QUANTISER = 4096
+"""Bytes of shared memory of an SM that rings for FP8 activations leave, so that the next quantiser can start beside the
+GEMM. One that finds no room makes the next launch up to 1.2 times as long (bench/notes/few-tokens.md)."""
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
@@ -293,8 +296,9 @@ def _stages(
     needed = max(FEW_STAGES[0], -(-k // (STAGE_K * shape.cluster * shape.groups)))
     slots = 63 if shape.units == 1 or about.align == 1024 else 31
     found = set()
+    left = QUANTISER if about.x_bytes == 1 else 0
     for resident in (1, 2, 3, 4):
-        room = min(memory.cta, memory.sm // resident - RESERVED)
+        room = min(memory.cta, (memory.sm - left) // resident - RESERVED)
         most = min(needed, slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales))
         found.add(most)
         if resident == 1:
