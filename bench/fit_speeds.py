@@ -36,7 +36,7 @@ from scipy.optimize import least_squares
 
 from bench import fit_launch_model
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
 from fp4dispatch.machine import gpu_models
 
@@ -104,12 +104,21 @@ Launch = tuple[tuple[int, int, int], FewTokensShape, float]
 
 
 def few_launches(problems: Iterable[dict[str, Any]], kernel: str, *, blocks: bool) -> list[Launch]:
-    """Return the timed launches of a kernel for few tokens, of tiles that are built: (n, k, m), shape, microseconds."""
-    return [
+    """Return the timed launches of a kernel for few tokens: (n, k, m), shape, microseconds.
+
+    Those of tiles that are built, with rings that leave room for the next quantiser: others are not launched.
+    """
+    about = KERNELS[kernel]
+    some = [
         ((p["n"], p["k"], p["m"]), FewTokensShape(*shape), us)
         for p in problems
         for shape, us in timed(p, kernel, blocks=blocks)
-        if shape is not None and tuple(shape[:4]) in KERNELS[kernel].instances
+        if shape is not None
+    ]
+    return [
+        each
+        for each in some
+        if each[1][:4] in about.instances and about.leaves_room(each[1], SM90, block_scales=blocks)
     ]
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from fp4dispatch.backends.own.tiling import few_tokens
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape, candidates
+from fp4dispatch.backends.own.tiling.few_tokens import (
+    KERNELS,
+    QUANTISER,
+    RESERVED,
+    SM90,
+    FewTokensShape,
+    candidates,
+)
 from tests import w4a8_small
 
 CSRC = Path(__file__).parents[2] / "csrc" / "few_tokens"
@@ -109,3 +116,31 @@ def test_a_gpu_with_little_shared_memory_has_fewer_shapes():
     few, many = (set(candidates("w8a16_small", 32, 4096, 4096, 84, memory)) for memory in (small, SM90))
     assert few < many | few
     assert all(KERNELS["w8a16_small"].shared_bytes(shape) <= small.cta for shape in few)
+
+
+@pytest.mark.parametrize("block_scales", [False, True])
+@pytest.mark.parametrize("kernel", ["w4a8_small", "w8a8_small"])
+def test_a_cta_with_fp8_activations_leaves_room_for_the_next_quantiser(kernel, block_scales):
+    about = KERNELS[kernel]
+    shapes = {
+        shape
+        for m in (9, 30, 50, 64, 100, 128, 300)
+        for n in (1024, 4096, 8192)
+        for shape in candidates(kernel, m, n, 8192, 132, block_scales=block_scales)
+    }
+    free = [SM90.sm - RESERVED - about.shared_bytes(shape, block_scales=block_scales) for shape in shapes]
+    assert min(free) >= QUANTISER
+    deepest = {}
+    for shape in shapes:
+        tile = shape._replace(stages=0, trigger=0)
+        deepest[tile] = max(shape.stages, deepest.get(tile, 0))
+    filled = [tile._replace(stages=stages + 1) for tile, stages in deepest.items()]
+    assert not all(about.leaves_room(shape, SM90, block_scales=block_scales) for shape in filled)
+
+
+def test_room_for_a_quantiser_counts_to_the_byte_and_only_with_fp8_activations():
+    for kernel, shape in (("w8a8_small", (64, 1, 2, 1, 1, 6, 6)), ("w8a16_small", (8, 1, 4, 2, 1, 4, 2))):
+        about, filled = KERNELS[kernel], FewTokensShape(*shape)
+        enough = about.shared_bytes(filled) + RESERVED + QUANTISER
+        memories = [few_tokens.SharedMemory(sm, SM90.cta) for sm in (enough, enough - 1)]
+        assert [about.leaves_room(filled, memory) for memory in memories] == [True, about.x_bytes > 1]

@@ -87,7 +87,9 @@ def test_few_samples_leave_constants_near_those_of_another_gpu():
         return fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=scaled)
 
     same, slower, alone = fitted(known, 1.0), fitted(known, 0.7), fitted(None, 1.0)
-    assert [getattr(same, name) for name in names] == pytest.approx([getattr(known, name) for name in names], rel=1e-3)
+    names = [name for name in names if getattr(known, name) > fit_speeds.GONE * fit_speeds.FEW_START[name]]
+    assert {"memory", "cluster"} <= {*names}
+    assert [getattr(same, name) for name in names] == pytest.approx([getattr(known, name) for name in names], rel=0.01)
     assert 0.75 * known.memory <= slower.memory < 0.9 * known.memory, "four launches say 0.7"
     assert slower.cluster == pytest.approx(known.cluster, rel=1e-3)
     assert alone.cluster == pytest.approx(fit_speeds.FEW_START["cluster"], rel=1e-3)
@@ -244,16 +246,47 @@ def work(kernel, tile, cluster, ring, row_blocks):
     return few_tokens_model.work(KERNELS[kernel], shape, tile[0], 64 * tile[1] * row_blocks, 4096, usable)
 
 
-def test_beside_a_quantiser_ctas_start_wherever_there_is_room():
+def test_ctas_are_spread_over_all_sms():
     few = (16, 1, 2, 1)
-    assert work("w4a8_small", few, 1, 4, 120).last.of_sm == pytest.approx(2 * 120 / 132)
-    assert work("w4a8_small", few, 1, 4, 60).last.of_sm == 1
-    assert work("w4a8_small", few, 1, 4, 200).last.of_sm == 2
-    assert work("w4a8_small", few, 1, 14, 120).last.of_sm == 1, "the ring leaves no room for two"
-    assert work("w4a16_small", (8, 1, 4, 2), 1, 2, 120).last.of_sm == 1, "no quantiser"
-    wide, narrow = (work("w4a8_small", few, cluster, 4, 240 // cluster) for cluster in (4, 2))
-    assert (wide.waves, wide.last.ctas) == (1, 24)
-    assert narrow.waves == 0
+    assert [work("w4a8_small", few, 1, 4, ctas).last.of_sm for ctas in (60, 120, 200)] == [1, 1, 2]
+    wide = work("w4a8_small", few, 4, 4, 60)
+    assert (wide.waves, wide.rest) == (1, 0), "clusters of four fill all that they can: 240 CTAs, two on an SM"
+
+
+def test_ctas_that_find_room_before_the_quantiser_ends_cost_a_little():
+    """132 find room beside 132, two on an SM; where all places are taken, none does. Without a quantiser none waits."""
+    shape = (16, 1, 2, 1)
+    assert [work("w8a8_small", shape, 1, 4, ctas).beside for ctas in (132, 198, 264)] == [1, pytest.approx(1 / 3), 0]
+    assert work("w8a16_small", (8, 1, 4, 2), 1, 2, 132).beside == 0
+    known, some = speeds.of(H200).few_tokens["w8a8_small"], work("w8a8_small", shape, 1, 4, 132)
+    more = few_tokens_model.time_of(replace(known, beside=known.beside + 0.5), 0.2, 0.1, some)
+    assert more - few_tokens_model.time_of(known, 0.2, 0.1, some) == pytest.approx(0.5)
+
+
+def test_tiles_of_tokens_read_their_weights_from_memory_once():
+    """In several waves too: tiles of the same rows follow each other."""
+    usable, about = speeds.of(H200).many_tokens.usable, KERNELS["w8a8_small"]
+    shape = FewTokensShape(64, 1, 2, 1, 1, 4, 4)
+    one, four = (few_tokens_model.work(about, shape, m, 64 * 132, 4096, usable) for m in (64, 256))
+    assert (one.readers, one.waves, four.readers, four.waves) == (1, 1, 4, 4)
+    known = replace(speeds.of(H200).few_tokens["w8a8_small"], memory=1e4, l2=1e15, latency=1e-9)  # nothing but memory
+    ends = [few_tokens_model.time_of(replace(known, memory=1e15), 1e-9, 1e-9, each) for each in (one, four)]
+    times = [few_tokens_model.time_of(known, 1e-9, 1e-9, each) for each in (one, four)]
+    assert times[1] - ends[1] == pytest.approx(times[0] - ends[0], rel=0.02)
+
+
+def test_memory_is_asked_for_what_groups_have_in_the_mean():
+    """Nine stages of K on eight groups: one has two, the others one. Five groups' bytes more than that never move."""
+    usable, about = speeds.of(H200).many_tokens.usable, KERNELS["w8a8_small"]
+    shape = FewTokensShape(16, 1, 4, 1, 2, 2, 2)
+    even, uneven = (few_tokens_model.work(about, shape, 16, 64 * 60, 128 * stages, usable) for stages in (16, 9))
+    assert (even.stages, even.even, uneven.stages, uneven.even) == (2, 1, 2, 9 / 16)
+    known = replace(speeds.of(H200).few_tokens["w8a8_small"], memory=1e4, l2=1e15, latency=1e-9, early=1.0)
+    ends = few_tokens_model.time_of(replace(known, memory=1e15), 1e-9, 1e-9, even)
+    bytes_moved = [few_tokens_model.time_of(known, 1e-9, 1e-9, each) - ends for each in (even, uneven)]
+    assert bytes_moved[1] / bytes_moved[0] == pytest.approx(9 / 16, rel=1e-3)
+    alone = [few_tokens_model.time_of(replace(known, memory=1e15), 1.0, 1e-9, each) for each in (even, uneven)]
+    assert alone[0] == pytest.approx(alone[1]), "a CTA alone takes as long as its longest group"
 
 
 def test_launches_of_tiles_that_are_gone_are_not_fitted_to():
@@ -265,6 +298,35 @@ def test_launches_of_tiles_that_are_gone_are_not_fitted_to():
     assert fit_speeds.few_launches([p], "w4a8_small", blocks=False) == [
         ((64, 128, 90), FewTokensShape(*launches[2][0]), 7.0)
     ]
+
+
+def test_launches_that_leave_no_room_for_the_next_quantiser_are_not_fitted_to():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    launches = [[[64, 1, 2, 1, 1, stages, stages], 5.0 + stages] for stages in (6, 7)]
+    p = {"n": 64, "k": 8192, "m": 64, "launches": {"w8a8 w8a8_small/bf16": launches}}
+    assert [us for *_, us in fit_speeds.few_launches([p], "w8a8_small", blocks=False)] == [11.0]
+
+
+def test_a_constant_that_was_nothing_is_fitted_anew():
+    """By its logarithm it would be held at nothing."""
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    known, usable = speeds.of(H100).few_tokens["w8a8_small"], speeds.of(H100).many_tokens.usable
+    truth = replace(known, beside=0.6)
+    shape = FewTokensShape(16, 1, 2, 1, 1, 4, 4)
+    sizes = [(64 * ctas, k, 16) for ctas in (66, 99, 132, 165, 198, 231, 264) for k in (1024, 2048, 4096)]
+    some = [
+        ((n, k, m), shape, few_tokens_model.microseconds("w8a8_small", truth, shape, m, n, k, usable))
+        for n, k, m in sizes
+    ]
+    found = {
+        before: fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=replace(known, beside=before)).beside
+        for before in (1e-4, 0.3)
+    }
+    assert found[1e-4] > 0.3
 
 
 def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeypatch, capsys):

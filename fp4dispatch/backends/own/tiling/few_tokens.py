@@ -22,8 +22,8 @@ only adds starts."""
 RESERVED = 1024
 """Bytes of shared memory that a CTA costs beside its own."""
 QUANTISER = 4096
-"""Bytes of shared memory of an SM that rings for FP8 activations leave, so that the next quantiser can start beside the
-GEMM. One that finds no room makes the next launch up to 1.2 times as long (bench/notes/few-tokens.md)."""
+"""Bytes of shared memory that a CTA with FP8 activations leaves on its SM, so that the next quantiser can start beside
+it. If that finds no room, the next launch takes up to 1.2 times as long (bench/notes/few-tokens.md)."""
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
@@ -104,6 +104,11 @@ class FewTokensKernel:
         by_memory = memory.sm // (self.shared_bytes(shape, block_scales=block_scales) + RESERVED)
         warps = SM_REGISTERS // (32 * self.registers_of(shape)) // SM_PARTS * SM_PARTS
         return max(1, min(by_memory, 32 * warps // threads, SM_THREADS // threads))
+
+    def leaves_room(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> bool:
+        """Return whether the next quantiser can start beside a CTA; True where none is needed."""
+        free = memory.sm - self.shared_bytes(shape, block_scales=block_scales) - RESERVED
+        return self.x_bytes > 1 or free >= QUANTISER
 
     def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""
@@ -296,8 +301,8 @@ def _stages(
     needed = max(FEW_STAGES[0], -(-k // (STAGE_K * shape.cluster * shape.groups)))
     slots = 63 if shape.units == 1 or about.align == 1024 else 31
     found = set()
-    left = QUANTISER if about.x_bytes == 1 else 0
     for resident in (1, 2, 3, 4):
+        left = QUANTISER if about.x_bytes == 1 and resident == 1 else 0
         room = min(memory.cta, (memory.sm - left) // resident - RESERVED)
         most = min(needed, slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales))
         found.add(most)
