@@ -54,6 +54,7 @@ def test_a_gpu_gets_its_own_constants_or_those_of_its_arch_scaled():
     half = replace(H100, name="half", clock_mhz=H100.clock_mhz / 2)
     slow = speeds.of(half).few_tokens["w4a8_small"]
     assert slow.start == pytest.approx(2 * few.start)
+    assert slow.beside == pytest.approx(2 * few.beside)
     assert slow.memory == few.memory
 
 
@@ -276,16 +277,17 @@ def test_tiles_of_tokens_read_their_weights_from_memory_once():
 
 
 def test_memory_is_asked_for_what_groups_have_in_the_mean():
-    """Nine stages of K on eight groups: one has two, the others one. Five groups' bytes more than that never move."""
+    """So are L2 and an SM. Nine stages of K on eight groups: one has two, the others one."""
     usable, about = speeds.of(H200).many_tokens.usable, KERNELS["w8a8_small"]
     shape = FewTokensShape(16, 1, 4, 1, 2, 2, 2)
     even, uneven = (few_tokens_model.work(about, shape, 16, 64 * 60, 128 * stages, usable) for stages in (16, 9))
     assert (even.stages, even.even, uneven.stages, uneven.even) == (2, 1, 2, 9 / 16)
-    known = replace(speeds.of(H200).few_tokens["w8a8_small"], memory=1e4, l2=1e15, latency=1e-9, early=1.0)
-    ends = few_tokens_model.time_of(replace(known, memory=1e15), 1e-9, 1e-9, even)
-    bytes_moved = [few_tokens_model.time_of(known, 1e-9, 1e-9, each) - ends for each in (even, uneven)]
-    assert bytes_moved[1] / bytes_moved[0] == pytest.approx(9 / 16, rel=1e-3)
-    alone = [few_tokens_model.time_of(replace(known, memory=1e15), 1.0, 1e-9, each) for each in (even, uneven)]
+    known = replace(speeds.of(H200).few_tokens["w8a8_small"], memory=1e15, l2=1e15, latency=1e-9, early=1.0)
+    ends = few_tokens_model.time_of(known, 1e-9, 1e-9, even)
+    for slow, full in ((replace(known, memory=1e4), 1e-9), (replace(known, l2=1e4), 1e-9), (known, 1e3)):
+        moved = [few_tokens_model.time_of(slow, 1e-9, full, each) - ends for each in (even, uneven)]
+        assert moved[1] / moved[0] == pytest.approx(9 / 16, rel=1e-3)
+    alone = [few_tokens_model.time_of(known, 1.0, 1e-9, each) for each in (even, uneven)]
     assert alone[0] == pytest.approx(alone[1]), "a CTA alone takes as long as its longest group"
 
 
