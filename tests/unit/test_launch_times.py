@@ -25,6 +25,50 @@ def test_times_of_another_m_are_scaled_by_the_model():
     assert launches.fastest(timed, fewer, GEMMS, None, gpu) == launches.laid_out(first, fewer, gpu)
 
 
+def test_a_tile_that_only_fits_the_smaller_m_counts_though_it_was_not_timed():
+    """At 256 tokens two tiles of 128; at 160 one of 160, which the models put first there, and nobody has timed."""
+    gpu, gemms = H200.many_tokens, (*GEMMS[:1], ("w8_gemm_sm90", "bf16_160"))
+    wide, more = row_problem(160, 16384), row_problem(256, 16384)
+    at = launches.worth_timing(GEMMS[:1], more, H200)[0]
+    us = launches.microseconds(at, more, H200)
+    first = launches.worth_timing(gemms, wide, H200)[0]
+    assert first.build == "bf16_160"
+    gain = launches.microseconds(launches.laid_out(at, wide, gpu), wide, H200) / launches.microseconds(
+        first, wide, H200
+    )
+    assert gain > 1.1
+    for factor in (1.0, 2.0):  # the model may be off on this weight by any factor
+        timed = Tuned(256, ((at, factor * us),))
+        assert launches.fastest(timed, wide, gemms, H200, gpu) == first
+        assert launches.fastest(timed, wide, GEMMS[:1], H200, gpu) == launches.laid_out(at, wide, gpu)
+        assert launches.fastest(timed, more, gemms, H200, gpu) == at, "at their own M measured times decide"
+        assert launches.fastest(timed, wide, gemms, None, gpu) == launches.laid_out(at, wide, gpu)
+
+
+def test_an_untimed_launch_must_be_predicted_to_be_clearly_faster():
+    gpu, gemms, fewer = H200.many_tokens, GEMMS[:1], of(1664)
+    first = launches.worth_timing(gemms, fewer, H200)[0]
+    near = [
+        (launch, launches.microseconds(launches.laid_out(launch, fewer, gpu), fewer, H200))
+        for launch in launches.worth_timing(gemms, of(2048), H200)
+        if launches.laid_out(launch, fewer, gpu)
+    ]
+    best = launches.microseconds(first, fewer, H200)
+    launch, us = min((each for each in near if each[1] > best), key=lambda each: each[1])
+    assert us < best / (1 - launches.UNTIMED), "within what a launch that was not timed must gain"
+    timed = Tuned(2048, ((launch, 100.0),))
+    assert launches.fastest(timed, fewer, gemms, H200, gpu) == launches.laid_out(launch, fewer, gpu)
+
+
+def test_a_kernel_that_chooses_its_own_shape_is_not_put_first():
+    """Its time is that of the best shape by prediction, which it need not choose."""
+    gpu, gemms, asked = H200.many_tokens, GEMMS[1:], row_problem(40)
+    slow = launches.worth_timing(gemms, row_problem(64), H200)[-1]
+    found = launches.fastest(Tuned(64, ((slow, 50.0),)), asked, gemms, H200, gpu)
+    assert found.shape is not None
+    assert found != slow
+
+
 def of(m):
     return row_problem(m, 5120, 5120)
 

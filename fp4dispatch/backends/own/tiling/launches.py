@@ -2,11 +2,13 @@
 
 The launch models choose what ``tune`` times. A measurement is taken at some M and serves smaller ones too, down to the
 next measurement. There a launch is laid out anew, and each measured time is scaled by what the models say of the two M,
-so that tiles that a ragged M leaves empty count.
+so that tiles that a ragged M leaves empty count. A tile that fits the smaller M may not have been worth timing at the
+larger one, so the launch that the models put first counts too.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,6 +24,10 @@ from fp4dispatch.problem.measurement import LaunchConfig
 MOST = 8
 """Launches of a candidate that are timed. The fastest of so many is within 0.4 % of the fastest of all in the mean
 (bench/notes/tuning.md)."""
+
+UNTIMED = 0.05
+"""A launch that was not timed runs where it is predicted to be faster by over this share than the timed ones. Tuned at
+192 tokens only, NVFP4 28672x4096 took 1.34 times as long as the best launch at 151 (H100, not kept)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +148,10 @@ def _many_tokens(launch: LaunchConfig, tile: TileSpeed, problem: Problem, gpu: l
 def fastest(
     timed: Tuned, problem: Problem, gemms: Sequence[tuple[str, str]], speeds: Speeds | None, gpu: launch_model.Gpu
 ) -> LaunchConfig | None:
-    """Return the timed launch that is fastest for a problem; None where none of them fits it.
+    """Return the launch that is fastest for a problem by measured times; None where no timed launch fits it.
+
+    At another M than theirs an untimed launch may be the fastest (:data:`UNTIMED`). Its time is predicted, times what
+    the model is off by on this weight: the median of the timed launches.
 
     Parameters
     ----------
@@ -156,6 +165,7 @@ def fastest(
         The facts with which launches are laid out.
     """
     found: list[tuple[float, int, LaunchConfig]] = []
+    off: list[float] = []
     for i, (measured, us) in enumerate(timed.times):
         launch = laid_out(_for_dtype(measured, gemms), problem, gpu)
         if launch is None or (launch.kernel, launch.build) not in gemms:
@@ -164,8 +174,24 @@ def fastest(
         if speeds is not None and problem.m != timed.m:
             then = microseconds(measured, replace(problem, m=timed.m), speeds)
             now = microseconds(launch, problem, speeds)
+        off += [us / then] if then else []
         found.append((us * now / then if now and then else us, i, launch))
-    return min(found)[2] if found else None
+    if not found:
+        return None
+    us, _, launch = min(found)
+    first = None if speeds is None or not off else _put_first(gemms, problem, speeds)
+    if first is not None and first[0] * statistics.median(off) < (1 - UNTIMED) * us:
+        return first[1]
+    return launch
+
+
+def _put_first(gemms: Iterable[tuple[str, str]], problem: Problem, speeds: Speeds) -> tuple[float, LaunchConfig] | None:
+    """Return the launch that the models put first, of those that are told their shape, and its time."""
+    for launch in worth_timing(gemms, problem, speeds):
+        us = microseconds(launch, problem, speeds)
+        if us is not None and (launch.shape is not None or not has_shapes(launch.kernel, launch.build)):
+            return us, launch
+    return None
 
 
 def _for_dtype(launch: LaunchConfig, gemms: Sequence[tuple[str, str]]) -> LaunchConfig:
