@@ -295,9 +295,7 @@ class CompiledBackend(Backend):
 
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | ByTokens | None:
         """Return the launch shape that the models say is fastest; None for a kernel that is given none."""
-        if (tile := speed_of(*gemm)) is not None:
-            return launch_model.best(tile, problem.m, layout.np, layout.kp, speeds.many_tokens).shape
-        return predict.few_tokens_shape(gemm[0], replace(problem, n=layout.np, k=layout.kp), speeds)
+        return launches.best_shape(*gemm, replace(problem, n=layout.np, k=layout.kp), speeds)
 
     def plan_with(
         self, problem: Problem, prepared: Prepared, gemm: Build, shape: Sequence[int] | ByTokens | None = None

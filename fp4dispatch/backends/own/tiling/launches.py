@@ -185,13 +185,26 @@ def fastest(
     return launch
 
 
+def best_shape(kernel: str, build: str, problem: Problem, speeds: Speeds) -> tuple[int, ...] | None:
+    """Return the launch shape that the models say is fastest; None for a kernel that is given none."""
+    if (tile := speed_of(kernel, build)) is not None:
+        return tuple(launch_model.best(tile, problem.m, problem.n, problem.k, speeds.many_tokens).shape)
+    return predict.few_tokens_shape(kernel, problem, speeds)
+
+
 def _put_first(gemms: Iterable[tuple[str, str]], problem: Problem, speeds: Speeds) -> tuple[float, LaunchConfig] | None:
-    """Return the launch that the models put first, of those that are told their shape, and its time."""
-    for launch in worth_timing(gemms, problem, speeds):
-        us = microseconds(launch, problem, speeds)
-        if us is not None and (launch.shape is not None or not has_shapes(launch.kernel, launch.build)):
-            return us, launch
-    return None
+    """Return the time and the launch that the models put first; None where they cover none."""
+    some = (LaunchConfig(*gemm, best_shape(*gemm, problem, speeds)) for gemm in gemms)
+    timed = [
+        (us, i, launch)
+        for i, launch in enumerate(some)
+        if launch.shape is not None or not has_shapes(launch.kernel, launch.build)
+        if (us := microseconds(launch, problem, speeds)) is not None
+    ]
+    if not timed:
+        return None
+    us, _, launch = min(timed)
+    return us, launch
 
 
 def _for_dtype(launch: LaunchConfig, gemms: Sequence[tuple[str, str]]) -> LaunchConfig:
