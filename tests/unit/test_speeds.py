@@ -75,6 +75,7 @@ def test_few_samples_leave_constants_near_those_of_another_gpu():
     from bench import fit_speeds
 
     known, usable = speeds.of(H200).few_tokens["w8a8_small"], speeds.of(H200).many_tokens.usable
+    known = replace(known, **{name: max(getattr(known, name), at) for name, at in fit_speeds.FEW_START.items()})
     shape = FewTokensShape(16, 1, 2, 1, 1, 3, 3)
     sizes = ((4096, 4096, 16), (8192, 4096, 8), (28672, 4096, 16), (57344, 8192, 16))
     names = [*fit_speeds.FEW_START]
@@ -88,9 +89,7 @@ def test_few_samples_leave_constants_near_those_of_another_gpu():
         return fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=scaled)
 
     same, slower, alone = fitted(known, 1.0), fitted(known, 0.7), fitted(None, 1.0)
-    names = [name for name in names if getattr(known, name) > fit_speeds.GONE * fit_speeds.FEW_START[name]]
-    assert {"memory", "cluster"} <= {*names}
-    assert [getattr(same, name) for name in names] == pytest.approx([getattr(known, name) for name in names], rel=0.01)
+    assert [getattr(same, name) for name in names] == pytest.approx([getattr(known, name) for name in names], rel=1e-3)
     assert 0.75 * known.memory <= slower.memory < 0.9 * known.memory, "four launches say 0.7"
     assert slower.cluster == pytest.approx(known.cluster, rel=1e-3)
     assert alone.cluster == pytest.approx(fit_speeds.FEW_START["cluster"], rel=1e-3)
@@ -324,11 +323,8 @@ def test_a_constant_that_was_nothing_is_fitted_anew():
         ((n, k, m), shape, few_tokens_model.microseconds("w8a8_small", truth, shape, m, n, k, usable))
         for n, k, m in sizes
     ]
-    found = {
-        before: fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=replace(known, beside=before)).beside
-        for before in (1e-4, 0.3)
-    }
-    assert found[1e-4] > 0.3
+    nothing = replace(known, beside=1e-4)
+    assert fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=nothing).beside > 0.3
 
 
 def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeypatch, capsys):

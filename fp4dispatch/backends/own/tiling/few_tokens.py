@@ -105,10 +105,14 @@ class FewTokensKernel:
         warps = SM_REGISTERS // (32 * self.registers_of(shape)) // SM_PARTS * SM_PARTS
         return max(1, min(by_memory, 32 * warps // threads, SM_THREADS // threads))
 
+    @property
+    def spare(self) -> int:
+        """Bytes of an SM that a CTA leaves to the next quantiser (:data:`QUANTISER`); 0 where none is needed."""
+        return QUANTISER if self.x_bytes == 1 else 0
+
     def leaves_room(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> bool:
-        """Return whether the next quantiser can start beside a CTA; True where none is needed."""
-        free = memory.sm - self.shared_bytes(shape, block_scales=block_scales) - RESERVED
-        return self.x_bytes > 1 or free >= QUANTISER
+        """Return whether a CTA leaves :attr:`spare` of its SM."""
+        return memory.sm - self.shared_bytes(shape, block_scales=block_scales) - RESERVED >= self.spare
 
     def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""
@@ -302,8 +306,8 @@ def _stages(
     slots = 63 if shape.units == 1 or about.align == 1024 else 31
     found = set()
     for resident in (1, 2, 3, 4):
-        left = QUANTISER if about.x_bytes == 1 and resident == 1 else 0
-        room = min(memory.cta, (memory.sm - left) // resident - RESERVED)
+        spare = about.spare if resident == 1 else 0
+        room = min(memory.cta, (memory.sm - spare) // resident - RESERVED)
         most = min(needed, slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales))
         found.add(most)
         if resident == 1:

