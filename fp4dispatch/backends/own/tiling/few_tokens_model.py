@@ -8,6 +8,7 @@ ring, memory bandwidth, L2 bandwidth. :class:`FewTokensSpeed` has the constants,
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -202,6 +203,26 @@ def best(
         if speed.covers(shape)
     ]
     return min(found, key=lambda each: each.us, default=None)
+
+
+@functools.lru_cache(maxsize=4096)
+def first(
+    kernel: str,
+    speed: FewTokensSpeed,
+    m: int,
+    n: int,
+    k: int,
+    usable: tuple[int, ...],
+    block_scales: bool,
+    count: int,
+) -> tuple[FewTokensPrediction, ...]:
+    """Return so many launch shapes, with every ring, fastest first; as :func:`best`."""
+    found = (
+        FewTokensPrediction(shape, microseconds(kernel, speed, shape, m, n, k, usable, block_scales))
+        for shape in candidates(kernel, m, n, k, usable[0], block_scales=block_scales)
+        if shape[:4] in speed.of_tile
+    )
+    return tuple(heapq.nsmallest(count, found, key=lambda each: each.us))
 
 
 def microseconds(

@@ -12,6 +12,7 @@ older sweeps on an H200 (bench/notes/many-tokens.md).
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -200,6 +201,13 @@ def best(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Prediction:
         raise ValueError(f"M, N and K are {m}, {n} and {k}, needed at least 1 each")
     predictions = (Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu))
     return min(predictions, key=lambda prediction: prediction.clocks)
+
+
+@functools.lru_cache(maxsize=4096)
+def first(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu, count: int) -> tuple[Prediction, ...]:
+    """Return so many launch shapes, fastest first; as :func:`best`."""
+    found = (Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu))
+    return tuple(heapq.nsmallest(count, found, key=lambda prediction: prediction.clocks))
 
 
 def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchShape]:

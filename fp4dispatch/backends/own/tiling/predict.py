@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model
+from fp4dispatch.backends.own.tiling import corrections, few_tokens_model, launch_model
+from fp4dispatch.backends.own.tiling.corrections import Correction
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape, candidates
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensPrediction, FewTokensSpeed
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
@@ -17,6 +20,16 @@ UNFOLD = "w4_to_e4m3"
 """The kernel that writes NVFP4 weights out for cuBLASLt."""
 LEAST_TILE, TILES_ABOVE = 32, 4
 """Tiles of over four times the tokens (of which a few count as 32) are never near the fastest."""
+FEW_CORRECTED, MANY_CORRECTED = 16, 8
+"""Launches of a build that are corrected: those that the formulas put first. With three times as many choices were as
+good."""
+
+
+class ManyTokensPrediction(NamedTuple):
+    """A launch shape of a kernel for many tokens, and its predicted microseconds."""
+
+    shape: LaunchShape
+    us: float
 
 
 def gemm(kernel: str, build: str, tile: TileSpeed | None, problem: Problem, speeds: Speeds) -> float | None:
@@ -35,7 +48,12 @@ def gemm(kernel: str, build: str, tile: TileSpeed | None, problem: Problem, spee
 
 
 def launch(
-    kernel: str, build: str, tile: TileSpeed | None, shape: Sequence[int] | None, problem: Problem, speeds: Speeds
+    kernel: str,
+    build: str,
+    tile: TileSpeed | None,
+    shape: Sequence[int] | None,
+    problem: Problem,
+    speeds: Speeds,
 ) -> float | None:
     """Return the microseconds of a GEMM in one launch shape; None where the models do not cover it.
 
@@ -46,30 +64,72 @@ def launch(
     shape
         Numbers of the launch shape; None for the best one.
     """
-    m, n, k = problem.m, problem.n, problem.k
     if tile is not None:
-        if tile.tokens > TILES_ABOVE * max(m, LEAST_TILE):
-            return None
-        gpu = speeds.many_tokens
         if shape is None:
-            clocks = launch_model.best(tile, m, n, k, gpu).clocks
-        else:
-            clocks = launch_model.clocks(tile, LaunchShape(*shape), m, n, k, gpu)
-        return clocks / gpu.clock_mhz * speeds.builds.get(f"{kernel}/{build}", 1.0)
+            found = many_tokens(kernel, build, tile, problem, speeds)
+            return None if found is None else found.us
+        if _too_wide(tile, problem):
+            return None
+        gpu, many = speeds.many_tokens, LaunchShape(*shape)
+        clocks = launch_model.clocks(tile, many, problem.m, problem.n, problem.k, gpu)
+        us = clocks / gpu.clock_mhz * speeds.builds.get(f"{kernel}/{build}", 1.0)
+        return us * _factor_of_many(kernel, build, tile, many, problem, speeds)
     if kernel == UNFOLD:
-        return float(speeds.unfold.microseconds(n, k)) + cublaslt(problem, speeds)
+        return float(speeds.unfold.microseconds(problem.n, problem.k)) + cublaslt(problem, speeds)
     if shape is None:
-        found = few_tokens(kernel, problem, speeds)
-        return None if found is None else found.us
+        best = few_tokens(kernel, problem, speeds)
+        return None if best is None else best.us
     return _few_tokens_shape_us(kernel, FewTokensShape(*shape), problem, speeds)
+
+
+def many_tokens(
+    kernel: str, build: str, tile: TileSpeed, problem: Problem, speeds: Speeds
+) -> ManyTokensPrediction | None:
+    """Return the best launch shape of a build for many tokens; None for a tile that is far too wide.
+
+    Of the :data:`MANY_CORRECTED` that the formulas put first.
+    """
+    if _too_wide(tile, problem):
+        return None
+    gpu, known = speeds.many_tokens, speeds.builds.get(f"{kernel}/{build}", 1.0)
+    found = [
+        ManyTokensPrediction(
+            each.shape,
+            each.microseconds(gpu) * known * _factor_of_many(kernel, build, tile, each.shape, problem, speeds),
+        )
+        for each in launch_model.first(tile, problem.m, problem.n, problem.k, gpu, MANY_CORRECTED)
+    ]
+    return min(found, key=lambda each: each.us)
+
+
+def _too_wide(tile: TileSpeed, problem: Problem) -> bool:
+    return tile.tokens > TILES_ABOVE * max(problem.m, LEAST_TILE)
+
+
+def _factor_of_many(
+    kernel: str, build: str, tile: TileSpeed, shape: LaunchShape, problem: Problem, speeds: Speeds
+) -> float:
+    found = speeds.corrections.get(corrections.group(kernel, build, blocks=problem.scaling == BLOCKS))
+    if found is None:
+        return 1.0
+    gpu = speeds.many_tokens
+    return found.factor(corrections.of_many_tokens(tile, shape, problem.m, problem.n, problem.k, gpu))
 
 
 def _few_tokens_shape_us(kernel: str, shape: FewTokensShape, problem: Problem, speeds: Speeds) -> float | None:
     speed = _few_tokens_speed(kernel, problem, speeds)
     if speed is None or shape[:4] not in speed.of_tile:
         return None
-    m, usable, blocks = _whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
-    return few_tokens_model.microseconds(kernel, speed, shape, m, problem.n, problem.k, usable, blocks)
+    m, usable, blocks = whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
+    us = few_tokens_model.microseconds(kernel, speed, shape, m, problem.n, problem.k, usable, blocks)
+    found = _correction_of_few(kernel, problem, speeds)
+    if found is None:
+        return us
+    return us * found.factor(corrections.of_few_tokens(kernel, shape, m, problem.n, problem.k, usable, blocks=blocks))
+
+
+def _correction_of_few(kernel: str, problem: Problem, speeds: Speeds) -> Correction | None:
+    return speeds.corrections.get(corrections.group(kernel, "", blocks=problem.scaling == BLOCKS))
 
 
 def few_tokens_shapes(kernel: str, problem: Problem, speeds: Speeds) -> Iterator[FewTokensShape]:
@@ -81,7 +141,7 @@ def few_tokens_shapes(kernel: str, problem: Problem, speeds: Speeds) -> Iterator
     if speed is None or problem.m > KERNELS[kernel].most_tokens():
         return
     blocks, sms = problem.scaling == BLOCKS, speeds.many_tokens.usable[0]
-    for shape in candidates(kernel, _whole(problem.m), problem.n, problem.k, sms, block_scales=blocks):
+    for shape in candidates(kernel, whole(problem.m), problem.n, problem.k, sms, block_scales=blocks):
         if shape[:4] in speed.of_tile:
             yield shape
 
@@ -92,7 +152,8 @@ def _few_tokens_speed(kernel: str, problem: Problem, speeds: Speeds) -> FewToken
     return speeds.few_tokens.get(f"{kernel} {BLOCKS}" if problem.scaling == BLOCKS else kernel)
 
 
-def _whole(m: int) -> int:
+def whole(m: int) -> int:
+    """Return the largest number of tokens that has the same launch shapes."""
     return TOKENS_APART * -(-m // TOKENS_APART)
 
 
@@ -101,8 +162,35 @@ def few_tokens(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensPredic
     speed = _few_tokens_speed(kernel, problem, speeds)
     if speed is None:
         return None
-    m, usable, blocks = _whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
-    return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, usable, blocks)
+    m, usable, blocks = whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
+    correction = _correction_of_few(kernel, problem, speeds)
+    if correction is None:
+        return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, usable, blocks)
+    return _best_of_few(kernel, speed, correction, m, problem.n, problem.k, usable, blocks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _best_of_few(
+    kernel: str,
+    speed: FewTokensSpeed,
+    correction: Correction,
+    m: int,
+    n: int,
+    k: int,
+    usable: tuple[int, ...],
+    blocks: bool,
+) -> FewTokensPrediction | None:
+    """Return the best of the launch shapes that the formulas put first."""
+    if m > KERNELS[kernel].most_tokens():
+        return None
+    found = [
+        FewTokensPrediction(
+            each.shape,
+            each.us * correction.factor(corrections.of_few_tokens(kernel, each.shape, m, n, k, usable, blocks=blocks)),
+        )
+        for each in few_tokens_model.first(kernel, speed, m, n, k, usable, blocks, FEW_CORRECTED)
+    ]
+    return min(found, key=lambda each: each.us, default=None)
 
 
 def few_tokens_shape(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensShape | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fp4dispatch import strict_toml
-from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling import corrections, launch_model
+from fp4dispatch.backends.own.tiling.corrections import Correction
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed
 from fp4dispatch.backends.own.tiling.other_models import LT_TILES, CublasLtSpeed, QuantiserSpeed, UnfoldSpeed
@@ -58,6 +59,8 @@ class Speeds:
         By kernel; those of builds for block scales by ``<kernel> block128``.
     quantisers, cublaslt, unfold
         The others. Quantisers by the names of :data:`QUANTISERS`.
+    corrections
+        Of the launch models, by group of builds.
     scaled_to
         The GPU model that the constants were scaled to; empty if they are its own.
     """
@@ -70,13 +73,17 @@ class Speeds:
     quantisers: Mapping[str, QuantiserSpeed]
     cublaslt: CublasLtSpeed
     unfold: UnfoldSpeed
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
     scaled_to: str = ""
 
     def __str__(self) -> str:
         return f"scaled from {self.fitted} to {self.scaled_to}" if self.scaled_to else f"fitted on {self.fitted}"
 
     def scaled(self, old: GpuModel, new: GpuModel) -> Speeds:
-        """Return these constants as those of another GPU model of the same arch, by its facts."""
+        """Return these constants as those of another GPU model of the same arch, by its facts.
+
+        Without corrections: nobody has seen that they hold there.
+        """
         clock, memory = new.clock_mhz / old.clock_mhz, new.memory_gbs / old.memory_gbs
         own = self.many_tokens
         many = replace(
@@ -94,6 +101,7 @@ class Speeds:
             quantisers={name: each.scaled(clock, memory) for name, each in self.quantisers.items()},
             cublaslt=self.cublaslt.scaled(clock, memory),
             unfold=self.unfold.scaled(clock, memory),
+            corrections={},
             scaled_to=new.name,
         )
 
@@ -124,11 +132,12 @@ def known(arch: Arch) -> bool:
 @functools.cache
 def fitted() -> dict[str, Speeds]:
     """Return the packaged constants, by GPU model."""
-    return load(strict_toml.load(FILE))
+    found = load(strict_toml.load(FILE))
+    return {name: replace(each, corrections=corrections.packaged()) for name, each in found.items()}
 
 
 def load(data: dict[str, Any]) -> dict[str, Speeds]:
-    """Check the parsed file and return it typed.
+    """Check the parsed file and return it typed, without corrections.
 
     Raises
     ------

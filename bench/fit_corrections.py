@@ -1,0 +1,292 @@
+"""Fit what the formulas of the launch models leave: tiling/corrections.json. Needs numpy, no GPU.
+
+Samples come from bench/launch_samples.py, of all GPUs that speeds.toml has constants of; fit these first. For each
+group of builds, boosted trees learn the logarithm of the measured over the predicted time. All trees of a level ask one
+question, so a tree is five questions and 32 numbers.
+
+    python bench/fit_corrections.py --few FILES --many FILES [--judge FILES] [--write]
+
+``--judge``: samples that were not fitted to. It prints what choices cost without and with corrections: the time of the
+launch that is predicted fastest over that of the best of those that were timed, and the spread of predictions.
+Of few tokens with FP8 activations only samples with their quantiser count, as for bench/fit_speeds.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from bench import fit_speeds
+from fp4dispatch import strict_toml
+from fp4dispatch.backends.own.tiling import corrections, predict, speeds
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
+from fp4dispatch.backends.own.tiling.speeds import Speeds
+from fp4dispatch.backends.own.tiling.tiles import speed_of
+from fp4dispatch.benchmark.methods.launches import FAMILIES
+from fp4dispatch.benchmark.reports.standing import RANGES, quantile
+from fp4dispatch.machine import gpu_models
+from fp4dispatch.problem import Problem
+
+TREES, RATE, HELD, BOUNDS = 300, 0.1, 10.0, 24
+"""Trees of a group; the share of what is left that each takes; launches that a leaf must have before it moves by half
+of that; bounds of a feature. Fitted to seeds up to 91 and judged on 95 and 96, 200 trees chose a little worse, 600 a
+little better."""
+NEAR, FAR = (1.15, 1.0), (1.4, 0.5)
+"""(Times the best launch of the problem, weight), as of bench/fit_speeds.py."""
+FAR_WEIGHT = 0.15
+CLOSE = 1.3
+"""Times the best launch of the problem: launches whose spread is printed."""
+
+
+class Timed(NamedTuple):
+    """A launch of a sample. ``of`` tells problems apart, also of several records."""
+
+    of: tuple[Any, ...]
+    kernel: str
+    build: str
+    shape: tuple[int, ...]
+    problem: Problem
+    us: float
+
+
+def timed(record: Mapping[str, Any], plain: Speeds, *, few: bool) -> Iterator[Timed]:
+    """Yield the launches of a record that have a model, without their quantisers: for few tokens, or for many."""
+    quantised = {kind: asdict(each) for kind, each in plain.quantisers.items()}
+    for p in (fit_speeds.gemms_alone(p, quantised) for p in record["problems"]):
+        of = record["subject"], record["facts"]["device"], p["n"], p["k"], p["m"]
+        for family in FAMILIES:
+            blocks = family.format == "block128"
+            problem = family.problem(p["m"], p["n"], p["k"])
+            for name, launches in p["launches"].items():
+                backend, _, rest = name.partition(" ")
+                kernel, _, build = rest.partition("/")
+                if backend != family.backend or build.startswith("block_") != blocks or (kernel in KERNELS) != few:
+                    continue
+                if few and not fit_speeds.serves(p, kernel):
+                    continue
+                for shape, us in launches:
+                    if shape is not None and is_launched(kernel, build, shape, blocks=blocks):
+                        yield Timed(of, kernel, build, tuple(shape), problem, us)
+
+
+def is_launched(kernel: str, build: str, shape: Sequence[int], *, blocks: bool) -> bool:
+    """Whether a launch is one that layers may choose."""
+    if (about := KERNELS.get(kernel)) is None:
+        return speed_of(kernel, build) is not None
+    few = FewTokensShape(*shape)
+    return few[:4] in about.instances and about.leaves_room(few, fit_speeds.SM90, block_scales=blocks)
+
+
+def predicted(launch: Timed, known: Speeds) -> float | None:
+    """Return the predicted microseconds of a launch."""
+    tile = speed_of(launch.kernel, launch.build)
+    return predict.launch(launch.kernel, launch.build, tile, launch.shape, launch.problem, known)
+
+
+def features(launch: Timed, known: Speeds) -> tuple[float, ...]:
+    """Return what trees may ask of a launch."""
+    p, gpu = launch.problem, known.many_tokens
+    tile = speed_of(launch.kernel, launch.build)
+    if tile is not None:
+        return corrections.of_many_tokens(tile, LaunchShape(*launch.shape), p.m, p.n, p.k, gpu)
+    shape, m = FewTokensShape(*launch.shape), predict.whole(p.m)
+    return corrections.of_few_tokens(launch.kernel, shape, m, p.n, p.k, gpu.usable, blocks=p.scaling == speeds.BLOCKS)
+
+
+def group_of(launch: Timed) -> str:
+    """Return the group of builds of a launch."""
+    return corrections.group(launch.kernel, launch.build, blocks=launch.problem.scaling == speeds.BLOCKS)
+
+
+# ---- Trees ----
+
+
+class Grown(NamedTuple):
+    """A tree: features and bounds by level, and leaves in whole :data:`corrections.UNIT`."""
+
+    features: list[int]
+    bounds: list[float]
+    leaves: list[int]
+
+
+def bounds_of(column: np.ndarray) -> np.ndarray:
+    """Return bounds between values of a feature, at most :data:`BOUNDS`, with as many values between as can be."""
+    values = np.unique(column)
+    if len(values) < 2:
+        return np.empty(0)
+    wanted = np.unique(np.quantile(column, np.linspace(0, 1, BOUNDS + 2)[1:-1], method="lower"))
+    at = np.unique(np.minimum(np.searchsorted(values, wanted), len(values) - 2))
+    return np.unique([float(f"{each:.6g}") for each in (values[at] + values[at + 1]) / 2])
+
+
+def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Grown]:
+    """Fit trees to what is ``left``: logarithms of measured over predicted times, one for each row of features."""
+    bounds = [bounds_of(column) for column in rows.T]
+    above = [np.searchsorted(each, column, side="left") for each, column in zip(bounds, rows.T, strict=True)]
+    left, trees, places = left.copy(), [], BOUNDS + 1
+    for _ in range(TREES):
+        leaf = np.zeros(len(left), np.int64)
+        asked: list[int] = []
+        at: list[float] = []
+        for level in range(corrections.DEPTH):
+            gains = []
+            for j, each in enumerate(bounds):
+                if not len(each):
+                    continue
+                place, leaves = leaf * places + above[j], 1 << level
+                weight = np.bincount(place, weights, leaves * places).reshape(leaves, places)
+                moved = np.bincount(place, weights * left, leaves * places).reshape(leaves, places)
+                below, low = (np.cumsum(part, 1)[:, : len(each)] for part in (weight, moved))
+                rest, high = weight.sum(1, keepdims=True) - below, moved.sum(1, keepdims=True) - low
+                gain = (low**2 / (below + HELD) + high**2 / (rest + HELD)).sum(0)
+                best = int(gain.argmax())
+                gains.append((float(gain[best]), -j, best))
+            _, j, best = max(gains)
+            asked.append(-j)
+            at.append(float(bounds[-j][best]))
+            leaf = 2 * leaf + (above[-j] > best)
+        count = 1 << corrections.DEPTH
+        held = np.bincount(leaf, weights, count) + HELD
+        units = np.rint(RATE * np.bincount(leaf, weights * left, count) / held / corrections.UNIT).astype(int)
+        left -= units[leaf] * corrections.UNIT
+        trees.append(Grown(asked, at, units.tolist()))
+    return trees
+
+
+def weights_of(launches: Sequence[Timed]) -> np.ndarray:
+    """Return the weight of each launch: less for those that are far from the best of their problem."""
+    times = times_of_best(launches)
+    return np.where(times <= NEAR[0], NEAR[1], np.where(times <= FAR[0], FAR[1], FAR_WEIGHT))
+
+
+def times_of_best(launches: Sequence[Timed]) -> np.ndarray:
+    """Return the time of each launch over that of the best of its problem and group."""
+    best: dict[Any, float] = {}
+    for each in launches:
+        key = each.of, group_of(each)
+        best[key] = min(each.us, best.get(key, math.inf))
+    return np.array([each.us / best[each.of, group_of(each)] for each in launches])
+
+
+def fit(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[Grown]]:
+    """Return the trees of each group."""
+    groups: dict[str, list[tuple[Timed, Speeds, float]]] = {}
+    for each, known in launches:
+        if (us := predicted(each, known)) is not None:
+            groups.setdefault(group_of(each), []).append((each, known, us))
+    found = {}
+    for name, some in sorted(groups.items()):
+        rows = np.array([features(each, known) for each, known, _ in some])
+        left = np.array([math.log(each.us / us) for each, _, us in some])
+        found[name] = grown(rows, left, weights_of([each for each, *_ in some]))
+    return found
+
+
+# ---- Judge ----
+
+
+def judged(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, corrections.Correction]) -> list[str]:
+    """Return, as lines of a table, what choices cost by group and range of M, without corrections and with them."""
+    problems: dict[tuple[str, int], dict[Any, list[tuple[Timed, float, float]]]] = {}
+    for each, known in launches:
+        pair = [predicted(each, some) for some in (known, replace(known, corrections=found))]
+        if pair[0] is None or pair[1] is None:
+            continue
+        range_ = next(i for i, (first, last) in enumerate(RANGES) if first <= each.problem.m <= last)
+        problems.setdefault((group_of(each), range_), {}).setdefault(each.of, []).append((each, pair[0], pair[1]))
+    lines = ["| builds | tokens | problems | a choice costs, mean, 95 % | with corrections | spread | with |"]
+    lines.append("|---|---|---:|---|---|---:|---:|")
+    for (name, range_), by_problem in sorted(problems.items()):
+        cells, spreads = [], []
+        for i in (0, 1):
+            cost, errors = [], []
+            for some in by_problem.values():
+                pairs = [(row[0].us, (row[1], row[2])[i]) for row in some]
+                best = min(us for us, _ in pairs)
+                cost.append(min(pairs, key=lambda pair: pair[1])[0] / best)
+                near = [math.log(us / said) for us, said in pairs if us <= CLOSE * best]
+                errors += [each - statistics.fmean(near) for each in near]
+            cells.append(f"{statistics.fmean(cost):.3f}, {quantile(cost, 0.95):.3f}")
+            spreads.append(f"{statistics.pstdev(errors):.3f}")
+        first, last = RANGES[range_]
+        tokens = f"{first}-{last}" if last < 1 << 20 else f"from {first}"
+        lines.append(f"| {name} | {tokens} | {len(by_problem)} | {' | '.join(cells)} | {' | '.join(spreads)} |")
+    return lines
+
+
+# ---- The file ----
+
+
+def text(trees: Mapping[str, Sequence[Grown]], records: Sequence[str]) -> str:
+    """Return the file: a line for each tree."""
+    about = "Made by bench/fit_corrections.py; corrections.py says what it means."
+    head: dict[str, Any] = {"about": about, "speeds": digest_of_speeds(), "records": list(records)}
+    head |= {"depth": corrections.DEPTH, "few": list(corrections.FEW), "many": list(corrections.MANY)}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    groups = []
+    for name, some in trees.items():
+        rows = ",\n".join(f"   {json.dumps(each, separators=(',', ':'))}" for each in some)
+        groups.append(f"  {json.dumps(name)}: [\n{rows}\n  ]")
+    return "\n".join(["{", *lines, ' "trees": {', ",\n".join(groups), " }", "}", ""])
+
+
+def digest_of_speeds() -> str:
+    """Return the SHA-256 of the constants that the corrections are for."""
+    return hashlib.sha256(speeds.FILE.read_bytes()).hexdigest()
+
+
+def with_corrections(trees: Mapping[str, Sequence[Grown]]) -> dict[str, corrections.Correction]:
+    """Return trees as the package reads them."""
+    return corrections.load(json.loads(text(trees, ())))
+
+
+def launches_of(paths: Sequence[Path], *, few: bool) -> list[tuple[Timed, Speeds]]:
+    """Return the launches of records, each with its GPU's constants, without corrections."""
+    plain = speeds.load(strict_toml.load(speeds.FILE))
+    found = []
+    for path in paths:
+        record = json.loads(path.read_text("utf-8"))
+        model = gpu_models.named(record["facts"]["device"])
+        if model is None or model.name not in plain:
+            raise SystemExit(
+                f"{path}: {record['facts']['device']} has no constants in {speeds.FILE.name}: fit them first"
+            )
+        found += [(each, plain[model.name]) for each in timed(record, plain[model.name], few=few)]
+    return found
+
+
+def main() -> None:
+    """Fit, judge, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about in (("few", "samples of kernels for few tokens"), ("many", "samples of kernels for many tokens")):
+        parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, help=about)
+    parser.add_argument("--judge", type=Path, nargs="+", default=[], help="samples that are not fitted to")
+    parser.add_argument("--write", action="store_true", help=f"into {corrections.FILE.name}")
+    args = parser.parse_args()
+    if twice := set(args.judge) & {*args.few, *args.many}:
+        parser.error(f"{', '.join(map(str, sorted(twice)))}: judged on what it is fitted to")
+    trees = fit([*launches_of(args.few, few=True), *launches_of(args.many, few=False)])
+    found = with_corrections(trees)
+    if args.judge:
+        print("\n".join(judged([*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)], found)))
+    if args.write:
+        paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
+        records = [fit_speeds.cited(path, json.loads(path.read_text("utf-8"))) for path in paths]
+        corrections.FILE.write_text(text(trees, records), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What samples say beyond the formulas of the launch models: a factor for the time of each launch. No torch.
+
+The formulas are right in the mean, and off by 5 to 6 % between launches of one problem: how a tile, a ring, a cluster
+and the number of CTAs act together. Boosted trees (https://doi.org/10.1214/aos/1013203451) that ask the same question
+of all launches at each level (https://arxiv.org/abs/1706.09516) are fitted to what is left, of all GPUs together.
+bench/fit_corrections.py makes corrections.json; bench/notes/corrections.md says what it gains on other problems.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, ROWS, SM90, STAGE_K, FewTokensShape
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
+from fp4dispatch.errors import FlagsError
+
+FILE = Path(__file__).with_name("corrections.json")
+DEPTH = 5
+"""Questions of a tree."""
+UNIT = 1e-4
+"""Of a leaf, which is a natural logarithm."""
+MOST = 1.5
+"""Times by which a correction may change a prediction: no sample asks for more, another problem might."""
+
+SIZES = ("m", "n", "k", "weights")
+FEW = (
+    *("tokens", "row_blocks", "groups", "units", "cluster", "stages", "resident"),
+    *("ctas_by_sms", "ctas_by_slots", "last_by_slots", "stages_of_k", "rings", "even"),
+    *("token_tiles", "tokens_filled", "rows_filled"),
+    *SIZES,
+)
+"""What trees may ask of a launch for few tokens: its shape; CTAs of an SM; CTAs over SMs, CTAs and those of the last
+wave over what runs at once; stages of a group, those over the ring's, and how even they are; tiles of tokens, how full
+they are, how full the rows are; the problem."""
+MANY = (
+    *("tokens", "rows", "multicast", "split", "sharing", "rounds", "clusters"),
+    *("token_tiles", "row_tiles", "waves", "last_wave", "parts_by_slots", "stages_of_k", "stages_of_part"),
+    *("tokens_filled", "rows_filled"),
+    *SIZES,
+)
+"""The same of a launch for many tokens."""
+
+
+class Tree(NamedTuple):
+    """At each level: is this feature of the launch above the bound? A leaf for each of the 2^DEPTH answers, in UNITs.
+
+    The first answer is the highest bit of a leaf's number.
+    """
+
+    features: list[int]
+    bounds: list[float]
+    leaves: list[int]
+
+
+class Correction:
+    """The trees of one group of builds.
+
+    All trees are asked at once: an integer holds a byte for each, the number of its leaf. A feature's value sets the
+    same bits whatever the others are, so these are kept for each interval between its bounds.
+    """
+
+    def __init__(self, trees: Sequence[Tree]) -> None:
+        self._leaves = [tree.leaves for tree in trees]
+        asked: dict[int, dict[float, int]] = {}
+        for at, tree in enumerate(trees):
+            for level, (feature, bound) in enumerate(zip(tree.features, tree.bounds, strict=True)):
+                bits = asked.setdefault(feature, {})
+                bits[bound] = bits.get(bound, 0) | 1 << (8 * at + DEPTH - 1 - level)
+        self._bounds = {feature: sorted(bits) for feature, bits in asked.items()}
+        self._bits = {
+            feature: list(accumulate((asked[feature][bound] for bound in bounds), operator.or_, initial=0))
+            for feature, bounds in self._bounds.items()
+        }
+
+    def factor(self, row: Sequence[float]) -> float:
+        """Return the factor for the predicted time of a launch with these features."""
+        bits = 0
+        for feature, bounds in self._bounds.items():
+            bits |= self._bits[feature][bisect_left(bounds, row[feature])]
+        numbers = bits.to_bytes(len(self._leaves), "little")
+        total = sum(map(operator.getitem, self._leaves, numbers))
+        return min(max(math.exp(UNIT * total), 1 / MOST), MOST)
+
+
+def group(kernel: str, build: str, *, blocks: bool) -> str:
+    """Return the name of the group of a build: those of a kernel, apart by activations and block scales."""
+    if kernel in KERNELS:
+        return f"{kernel} block128" if blocks else kernel
+    return f"{kernel} {build.partition('bf16')[0].strip('_')}".strip()
+
+
+def of_few_tokens(
+    kernel: str, shape: FewTokensShape, m: int, n: int, k: int, usable: Sequence[int], *, blocks: bool
+) -> tuple[float, ...]:
+    """Return :data:`FEW` of a launch; ``usable`` as of :func:`few_tokens_model.best`."""
+    resident = KERNELS[kernel].resident(shape, SM90, block_scales=blocks)
+    ctas, token_tiles, slots = shape.ctas(m, n), _up(m, shape.tokens), usable[shape.cluster - 1] * resident
+    all_stages, rows = _up(k, STAGE_K), ROWS * shape.row_blocks
+    stages = _up(all_stages, shape.cluster * shape.groups)
+    return (
+        *(*shape[:6], resident),
+        *(ctas / usable[0], ctas / slots, (ctas % slots or min(ctas, slots)) / slots),
+        *(stages, stages / shape.stages, all_stages / (shape.cluster * shape.groups * stages)),
+        *(token_tiles, m / (token_tiles * shape.tokens), n / (_up(n, rows) * rows)),
+        *(m, n, k, n * k),
+    )
+
+
+def of_many_tokens(
+    tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: launch_model.Gpu
+) -> tuple[float, ...]:
+    """Return :data:`MANY` of a launch."""
+    token_tiles, row_tiles, stages = _up(m, tile.tokens), _up(n, tile.rows), _up(k, tile.stage_k)
+    waves = token_tiles * row_tiles / (gpu.sms * tile.ctas)
+    return (
+        *(tile.tokens, tile.rows, shape.multicast, shape.split, shape.sharing, shape.rounds, shape.clusters),
+        *(token_tiles, row_tiles, waves, waves % 1, waves * shape.split, stages, stages / shape.split),
+        *(m / (token_tiles * tile.tokens), n / (row_tiles * tile.rows)),
+        *(m, n, k, n * k),
+    )
+
+
+@functools.cache
+def packaged() -> Mapping[str, Correction]:
+    """Return the packaged corrections, by group."""
+    return load(json.loads(FILE.read_text("utf-8")))
+
+
+def load(data: Any) -> dict[str, Correction]:
+    """Check the parsed file and return it typed.
+
+    Raises
+    ------
+    FlagsError
+        Where it was made for other features or another depth, and for a tree that is not whole.
+    """
+    if data["depth"] != DEPTH or (tuple(data["few"]), tuple(data["many"])) != (FEW, MANY):
+        raise FlagsError(f"{FILE.name} was made for other features than this code has: run bench/fit_corrections.py")
+    return {name: Correction([_tree(name, each) for each in trees]) for name, trees in data["trees"].items()}
+
+
+def _tree(name: str, row: Any) -> Tree:
+    features, bounds, leaves = row
+    names = FEW if name.partition(" ")[0] in KERNELS else MANY
+    if (len(features), len(bounds), len(leaves)) != (DEPTH, DEPTH, 1 << DEPTH):
+        raise FlagsError(f"{FILE.name}, {name}: a tree needs {DEPTH} questions and {1 << DEPTH} leaves")
+    if not all(0 <= each < len(names) for each in features):
+        raise FlagsError(f"{FILE.name}, {name}: a tree asks for a feature that is not there: {features}")
+    return Tree(features, bounds, leaves)
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
