@@ -1,0 +1,311 @@
+"""Corrections of the launch models: what the file cites and covers, what is refused, and that choices cost less."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp4dispatch.backends.own.tiling import (
+    corrections,
+    few_tokens_model,
+    launch_model,
+    launches,
+    predict,
+    speeds,
+    tiles,
+)
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
+from fp4dispatch.backends.own.tiling.tiles import speed_of
+from fp4dispatch.errors import FlagsError
+from fp4dispatch.machine import gpu_models
+from fp4dispatch.problem import Problem
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+H200, H100, NVL = (gpu_models.named(name) for name in ("H200 SXM", "H100 SXM", "H100 NVL"))
+CITED = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
+FEW, MANY = Problem("nvfp4_gemm", 24, 5120, 2560, "fp8"), Problem("fp8_gemm", 700, 6144, 4096, "fp8", "row")
+
+
+@pytest.fixture(scope="module")
+def packaged():
+    return json.loads(corrections.FILE.read_text("utf-8"))
+
+
+# ---- The file ----
+
+
+def test_it_is_for_the_constants_that_ship_and_cites_its_records(packaged):
+    assert packaged["speeds"] == hashlib.sha256(speeds.FILE.read_bytes()).hexdigest(), "run bench/fit_corrections.py"
+    gpus = set()
+    assert packaged["records"]
+    for text in packaged["records"]:
+        name, _, digest = CITED.fullmatch(text).groups()
+        path = RESULTS / f"{name}.json"
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest, name
+        gpus.add(gpu_models.named(json.loads(path.read_text("utf-8"))["facts"]["device"]).name)
+    assert gpus == set(speeds.fitted()), "of every GPU that has constants"
+
+
+def test_every_build_with_a_launch_model_is_in_a_group():
+    """So no build competes without a correction against others that have one."""
+    found = {corrections.group(kernel, "bf16", blocks=False) for kernel in KERNELS}
+    found.add(corrections.group("w8a8_small", "block_bf16", blocks=True))
+    for table in ("w4", "w8"):
+        for tile in tiles.tiles(table):
+            if tile.speed is not None:
+                found.add(
+                    corrections.group(tile.kernel, tile.builds["bfloat16"], blocks=tile.scalings == ("block128",))
+                )
+    assert found == set(corrections.packaged())
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data.update(depth=4), "made for other features"),
+        (lambda data: data["few"].reverse(), "made for other features"),
+        (lambda data: data["many"].pop(), "made for other features"),
+        (lambda data: data["trees"]["w4a8_small"][3][2].pop(), "needs 5 questions and 32 leaves"),
+        (lambda data: data["trees"]["w4a8_small"][3][0].append(1), "needs 5 questions and 32 leaves"),
+        (lambda data: data["trees"]["w8_gemm_sm90"][0][0].__setitem__(0, len(corrections.MANY)), "asks for a feature"),
+        (lambda data: data["trees"]["w4a8_small"][0][0].__setitem__(0, -1), "asks for a feature"),
+    ],
+)
+def test_a_file_that_does_not_fit_the_code_is_refused(packaged, change, said):
+    data = json.loads(json.dumps(packaged))
+    corrections.load(data)
+    change(data)
+    with pytest.raises(FlagsError, match=said):
+        corrections.load(data)
+
+
+# ---- The trees ----
+
+
+def asked_one_by_one(trees, row):
+    total = 0
+    for features, bounds, leaves in trees:
+        at = 0
+        for feature, bound in zip(features, bounds, strict=True):
+            at = 2 * at + (row[feature] > bound)
+        total += leaves[at]
+    return math.exp(corrections.UNIT * total)
+
+
+@pytest.mark.parametrize("name", ["w4a8_small", "w8_gemm_sm90 block"])
+def test_all_trees_at_once_say_what_they_say_one_by_one(packaged, name):
+    """On bounds, too: the answer there is no."""
+    trees, found, draw = packaged["trees"][name], corrections.packaged()[name], random.Random(1)
+    values = {i: [0.0] for i in range(max(len(corrections.FEW), len(corrections.MANY)))}
+    for features, bounds, _ in trees:
+        for feature, bound in zip(features, bounds, strict=True):
+            values[feature] += [bound, bound * 1.001, bound - 0.001]
+    factors = set()
+    for _ in range(100):
+        row = [draw.choice(values[i]) for i in values]
+        want = min(max(asked_one_by_one(trees, row), 1 / corrections.MOST), corrections.MOST)
+        assert found.factor(row) == pytest.approx(want, rel=1e-12)
+        factors.add(found.factor(row))
+    assert len(factors) > 50
+
+
+@pytest.mark.parametrize(("leaf", "factor"), [(9000, corrections.MOST), (-9000, 1 / corrections.MOST), (1000, 1.10517)])
+def test_a_correction_is_bounded(leaf, factor):
+    tree = corrections.Tree([0] * 5, [1.0] * 5, [leaf] * 32)
+    assert corrections.Correction([tree]).factor([0.0]) == pytest.approx(factor, rel=1e-5)
+
+
+def test_a_fit_learns_what_features_do_together():
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    draw = np.random.default_rng(2)
+    rows = draw.integers(0, 6, (2000, 4)).astype(float)
+    left = 0.2 * (rows[:, 0] > 2) * (rows[:, 2] > 3) - 0.1 * (rows[:, 1] > 4)
+    trees = fit_corrections.grown(rows[:1500], left[:1500], np.ones(1500))
+    said = np.array([math.log(asked_one_by_one(trees, row)) for row in rows[1500:]])
+    assert np.abs(said - left[1500:]).max() < 0.02
+    assert {feature for tree in trees[:5] for feature in tree.features} <= {0, 1, 2}, "the fourth says nothing"
+    light = fit_corrections.grown(rows[:1500], left[:1500], np.full(1500, 1e-3))
+    assert max(abs(leaf) for leaf in light[0].leaves) < 0.1 * max(abs(leaf) for leaf in trees[0].leaves)
+
+
+def test_bounds_lie_between_values():
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    assert fit_corrections.bounds_of(np.array([1.0, 1, 2, 4, 4])).tolist() == [1.5, 3.0]
+    assert fit_corrections.bounds_of(np.array([3.0, 3, 3])).tolist() == []
+    many = fit_corrections.bounds_of(np.arange(1000.0))
+    assert 20 <= len(many) <= fit_corrections.BOUNDS
+    assert all(each % 1 == 0.5 for each in many)
+
+
+# ---- Predictions ----
+
+
+def test_a_prediction_is_the_formula_times_the_factor():
+    own = speeds.of(H100)
+    plain = replace(own, corrections={})
+    shape = FewTokensShape(24, 1, 2, 1, 2, 4, 4)
+    row = corrections.of_few_tokens("w4a8_small", shape, 24, FEW.n, FEW.k, own.many_tokens.usable, blocks=False)
+    times = [predict.launch("w4a8_small", "bf16", None, shape, FEW, each) for each in (plain, own)]
+    factor = own.corrections["w4a8_small"].factor(row)
+    assert times[1] == pytest.approx(times[0] * factor)
+    assert factor != 1.0
+    tile = speed_of("w8_gemm_sm90", "bf16_128")
+    for many in launch_model.first(tile, MANY.m, MANY.n, MANY.k, own.many_tokens, 3):
+        row = corrections.of_many_tokens(tile, many.shape, MANY.m, MANY.n, MANY.k, own.many_tokens)
+        asked = "w8_gemm_sm90", "bf16_128", tile, many.shape, MANY
+        factor = own.corrections["w8_gemm_sm90"].factor(row)
+        assert predict.launch(*asked, own) == pytest.approx(predict.launch(*asked, plain) * factor)
+
+
+def test_features_are_those_that_are_named():
+    usable = speeds.of(H100).many_tokens.usable
+    shape = FewTokensShape(24, 1, 2, 1, 2, 4, 4)  # two on an SM: registers
+    few = dict(
+        zip(
+            corrections.FEW,
+            corrections.of_few_tokens("w4a8_small", shape, 40, 5100, 2560, usable, blocks=False),
+            strict=True,
+        )
+    )
+    assert (few["tokens"], few["cluster"], few["stages"], few["resident"]) == (24, 2, 4, 2)
+    assert few["ctas_by_sms"] == pytest.approx(320 / 132)  # 80 row blocks, two parts of K, two tiles of tokens
+    assert few["ctas_by_slots"] == pytest.approx(320 / (2 * usable[1]))
+    assert few["last_by_slots"] == pytest.approx(few["ctas_by_slots"] - 1)
+    assert (few["stages_of_k"], few["rings"], few["even"]) == (5, 1.25, 1.0)  # 20 stages on four groups
+    assert (few["token_tiles"], few["tokens_filled"]) == (2, pytest.approx(40 / 48))
+    assert few["rows_filled"] == pytest.approx(5100 / 5120)
+    assert [few[name] for name in corrections.SIZES] == [40, 5100, 2560, 5100 * 2560]
+    tile, gpu = speed_of("w8_gemm_sm90", "bf16_128"), speeds.of(H100).many_tokens
+    shape = launch_model.LaunchShape(1, 2, 8, 1, 1, 66)
+    many = dict(zip(corrections.MANY, corrections.of_many_tokens(tile, shape, 700, 6100, 4096, gpu), strict=True))
+    assert (many["tokens"], many["rows"], many["split"], many["rounds"], many["clusters"]) == (128, 128, 2, 1, 66)
+    assert (many["token_tiles"], many["row_tiles"]) == (6, 48)
+    assert (many["waves"], many["last_wave"]) == (pytest.approx(288 / 132), pytest.approx(24 / 132))
+    assert (many["parts_by_slots"], many["stages_of_k"], many["stages_of_part"]) == (pytest.approx(576 / 132), 32, 16)
+    assert (many["tokens_filled"], many["rows_filled"]) == (pytest.approx(700 / 768), pytest.approx(6100 / 6144))
+
+
+def test_the_launch_that_is_chosen_is_the_fastest_of_those_that_the_formulas_put_first():
+    own = speeds.of(H100)
+    found = predict.few_tokens("w4a8_small", FEW, own)
+    usable = own.many_tokens.usable
+    first = few_tokens_model.first(
+        "w4a8_small", own.few_tokens["w4a8_small"], 24, FEW.n, FEW.k, usable, False, predict.FEW_CORRECTED
+    )
+    times = {each.shape: predict.launch("w4a8_small", "bf16", None, each.shape, FEW, own) for each in first}
+    assert (found.shape, found.us) == min(times.items(), key=lambda each: each[1])
+    assert [each.us for each in first] == sorted(each.us for each in first)
+    assert len({each.shape.stages for each in first}) > 1, "with any ring"
+    tile = speed_of("w8_gemm_sm90", "bf16_128")
+    many = predict.many_tokens("w8_gemm_sm90", "bf16_128", tile, MANY, own)
+    times = {
+        each.shape: predict.launch("w8_gemm_sm90", "bf16_128", tile, each.shape, MANY, own)
+        for each in launch_model.first(tile, MANY.m, MANY.n, MANY.k, own.many_tokens, predict.MANY_CORRECTED)
+    }
+    assert (many.shape, many.us) == min(times.items(), key=lambda each: each[1])
+    assert predict.gemm("w8_gemm_sm90", "bf16_128", tile, MANY, own) == many.us
+
+
+def test_builds_for_float16_get_the_launches_of_bfloat16():
+    own = speeds.of(H100)
+    asked = [replace(MANY, m=m) for m in range(130, 1000, 50)]
+    shapes = {
+        dtype: [launches.best_shape("w8_gemm_sm90", f"{dtype}_128", each, own) for each in asked]
+        for dtype in ("bf16", "fp16")
+    }
+    assert shapes["fp16"] == shapes["bf16"]
+    tile = speed_of("w8_gemm_sm90", "bf16_128")
+    formulas = [tuple(launch_model.best(tile, each.m, each.n, each.k, own.many_tokens).shape) for each in asked]
+    assert shapes["bf16"] != formulas, "some are corrected"
+
+
+def test_scaled_constants_have_no_corrections():
+    """Nobody has measured that they hold on other GPUs."""
+    assert not speeds.of(NVL).corrections
+    assert speeds.of(H100).corrections == speeds.of(H200).corrections == corrections.packaged()
+    scaled = speeds.of(NVL)
+    found = predict.few_tokens("w4a8_small", FEW, scaled)
+    few = scaled.few_tokens["w4a8_small"]
+    usable = scaled.many_tokens.usable
+    assert found == few_tokens_model.best("w4a8_small", few, 24, FEW.n, FEW.k, usable, False)
+
+
+# ---- Samples ----
+
+
+def test_choices_cost_less_on_samples_that_nothing_was_fitted_to(packaged):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    path = RESULTS / "launch-samples-seed-92-h100.json"
+    cited = {CITED.fullmatch(text).group(1) for text in packaged["records"]}
+    assert path.stem not in cited | {CITED.fullmatch(each).group(1) for each in speeds.of(H100).records}
+    some = [*fit_corrections.launches_of([path], few=True), *fit_corrections.launches_of([path], few=False)]
+    rows = fit_corrections.judged(some, corrections.packaged())[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert {row[0] for row in cells} == {
+        *("w4_gemm_sm90 a8", "w4a8_small", "w8_gemm_sm90", "w8_gemm_sm90 block", "w8a8_small", "w8a8_small block128"),
+    }
+    weights = [int(row[2]) for row in cells]
+
+    def mean(column, part=0):
+        values = [float(row[column].split(",")[part]) for row in cells]
+        return statistics.fmean(v * w for v, w in zip(values, weights, strict=True)) / statistics.fmean(weights)
+
+    assert mean(3) - 1 > 1.6 * (mean(4) - 1), "what a choice costs, in the mean"
+    assert mean(3, 1) - 1 > 1.4 * (mean(4, 1) - 1), "and at 95 %"
+    assert mean(5) > 1.4 * mean(6), "spread of predictions"
+
+
+def test_launches_that_layers_do_not_choose_are_not_fitted_to():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    own = replace(speeds.of(H100), corrections={})
+    few = {"w8a8 w8a8_small/bf16": [[None, 3.0], [[64, 1, 2, 1, 1, 6, 6], 9.0], [[64, 1, 2, 1, 1, 7, 7], 9.0]]}
+    few |= {"w8a16 w8a16_small/bf16": [[[8, 1, 4, 2, 1, 2, 1], 9.0]]}
+    few |= {"w8a8 w8_gemm_sm90/bf16_128": [[[1, 1, 8, 1, 0, 8], 7.0]]}
+    p = {"n": 1024, "k": 8192, "m": 64, "launches": few}
+    record = {"subject": "x", "facts": {"device": "NVIDIA H100 80GB HBM3"}, "problems": [p | {"whole": True}]}
+
+    def found(record, few):
+        return [(each.kernel, each.us) for each in fit_corrections.timed(record, own, few=few)]
+
+    less = 9.0 - own.quantisers["w8_row"].microseconds(64, 8192)
+    assert found(record, True) == [("w8a16_small", 9.0), ("w8a8_small", pytest.approx(less))]
+    assert [kernel for kernel, _ in found(record, False)] == ["w8_gemm_sm90"]
+    assert found(record | {"problems": [p]}, True) == [("w8a16_small", 9.0)], "FP8 activations: with their quantiser"
+
+
+def test_judging_on_what_was_fitted_to_is_refused(monkeypatch, capsys):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    monkeypatch.setattr("sys.argv", ["x", "--few", "a.json", "--many", "b.json", "--judge", "b.json"])
+    with pytest.raises(SystemExit):
+        fit_corrections.main()
+    assert "b.json: judged on what it is fitted to" in capsys.readouterr().err
+
+
+def test_the_file_is_written_as_it_is_read(packaged):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    trees = {name: [fit_corrections.Grown(*each) for each in some] for name, some in packaged["trees"].items()}
+    assert fit_corrections.text(trees, packaged["records"]) == corrections.FILE.read_text("utf-8")
