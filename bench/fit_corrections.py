@@ -102,7 +102,7 @@ def features(launch: Timed, known: Speeds) -> tuple[float, ...]:
     if tile is not None:
         return corrections.of_many_tokens(tile, LaunchShape(*launch.shape), p.m, p.n, p.k, gpu)
     shape, m = FewTokensShape(*launch.shape), predict.whole(p.m)
-    return corrections.of_few_tokens(launch.kernel, shape, m, p.n, p.k, gpu.usable, blocks=p.scaling == speeds.BLOCKS)
+    return corrections.of_few_tokens(launch.kernel, shape, m, p.n, p.k, gpu, blocks=p.scaling == speeds.BLOCKS)
 
 
 def group_of(launch: Timed) -> str:

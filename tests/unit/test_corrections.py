@@ -160,7 +160,7 @@ def test_a_prediction_is_the_formula_times_the_factor():
     own = speeds.of(H100)
     plain = replace(own, corrections={})
     shape = FewTokensShape(24, 1, 2, 1, 2, 4, 4)
-    row = corrections.of_few_tokens("w4a8_small", shape, 24, FEW.n, FEW.k, own.many_tokens.usable, blocks=False)
+    row = corrections.of_few_tokens("w4a8_small", shape, 24, FEW.n, FEW.k, own.many_tokens, blocks=False)
     times = [predict.launch("w4a8_small", "bf16", None, shape, FEW, each) for each in (plain, own)]
     factor = own.corrections["w4a8_small"].factor(row)
     assert times[1] == pytest.approx(times[0] * factor)
@@ -174,24 +174,28 @@ def test_a_prediction_is_the_formula_times_the_factor():
 
 
 def test_features_are_those_that_are_named():
-    usable = speeds.of(H100).many_tokens.usable
+    gpu = speeds.of(H100).many_tokens
+    usable = gpu.usable
     shape = FewTokensShape(24, 1, 2, 1, 2, 4, 4)  # two on an SM: registers
     few = dict(
         zip(
             corrections.FEW,
-            corrections.of_few_tokens("w4a8_small", shape, 40, 5100, 2560, usable, blocks=False),
+            corrections.of_few_tokens("w4a8_small", shape, 40, 5100, 2560, gpu, blocks=False),
             strict=True,
         )
     )
     assert (few["tokens"], few["cluster"], few["stages"], few["resident"]) == (24, 2, 4, 2)
     assert few["ctas_by_sms"] == pytest.approx(320 / 132)  # 80 row blocks, two parts of K, two tiles of tokens
-    assert few["ctas_by_slots"] == pytest.approx(320 / (2 * usable[1]))
+    assert few["ctas_by_slots"] == pytest.approx(320 / (2 * gpu.usable[1]))
     assert few["last_by_slots"] == pytest.approx(few["ctas_by_slots"] - 1)
+    whole = corrections.of_few_tokens("w4a8_small", shape, 24, 64 * usable[1], 2560, gpu, blocks=False)
+    assert whole[corrections.FEW.index("last_by_slots")] == 1.0, "two waves that are full"
     assert (few["stages_of_k"], few["rings"], few["even"]) == (5, 1.25, 1.0)  # 20 stages on four groups
     assert (few["token_tiles"], few["tokens_filled"]) == (2, pytest.approx(40 / 48))
     assert few["rows_filled"] == pytest.approx(5100 / 5120)
-    assert [few[name] for name in corrections.SIZES] == [40, 5100, 2560, 5100 * 2560]
-    tile, gpu = speed_of("w8_gemm_sm90", "bf16_128"), speeds.of(H100).many_tokens
+    assert [few[name] for name in corrections.SIZES] == [40, 5100, 2560, 5100 * 2560, gpu.memory_bytes]
+    assert gpu.memory_bytes < speeds.of(H200).many_tokens.memory_bytes
+    tile = speed_of("w8_gemm_sm90", "bf16_128")
     shape = launch_model.LaunchShape(1, 2, 8, 1, 1, 66)
     many = dict(zip(corrections.MANY, corrections.of_many_tokens(tile, shape, 700, 6100, 4096, gpu), strict=True))
     assert (many["tokens"], many["rows"], many["split"], many["rounds"], many["clusters"]) == (128, 128, 2, 1, 66)
@@ -199,19 +203,22 @@ def test_features_are_those_that_are_named():
     assert (many["waves"], many["last_wave"]) == (pytest.approx(288 / 132), pytest.approx(24 / 132))
     assert (many["parts_by_slots"], many["stages_of_k"], many["stages_of_part"]) == (pytest.approx(576 / 132), 32, 16)
     assert (many["tokens_filled"], many["rows_filled"]) == (pytest.approx(700 / 768), pytest.approx(6100 / 6144))
+    assert [many[name] for name in corrections.SIZES] == [700, 6100, 4096, 6100 * 4096, gpu.memory_bytes]
 
 
 def test_the_launch_that_is_chosen_is_the_fastest_of_those_that_the_formulas_put_first():
     own = speeds.of(H100)
-    found = predict.few_tokens("w4a8_small", FEW, own)
-    usable = own.many_tokens.usable
-    first = few_tokens_model.first(
-        "w4a8_small", own.few_tokens["w4a8_small"], 24, FEW.n, FEW.k, usable, False, predict.FEW_CORRECTED
-    )
-    times = {each.shape: predict.launch("w4a8_small", "bf16", None, each.shape, FEW, own) for each in first}
-    assert (found.shape, found.us) == min(times.items(), key=lambda each: each[1])
-    assert [each.us for each in first] == sorted(each.us for each in first)
-    assert len({each.shape.stages for each in first}) > 1, "with any ring"
+    few, usable, moved = own.few_tokens["w4a8_small"], own.many_tokens.usable, 0
+    for m in (8, 24, 40, 64, 96):
+        asked = replace(FEW, m=m)
+        first = few_tokens_model.first("w4a8_small", few, m, FEW.n, FEW.k, usable, False, predict.FEW_CORRECTED)
+        times = {each.shape: predict.launch("w4a8_small", "bf16", None, each.shape, asked, own) for each in first}
+        found = predict.few_tokens("w4a8_small", asked, own)
+        assert (found.shape, found.us) == min(times.items(), key=lambda each: each[1])
+        assert [each.us for each in first] == sorted(each.us for each in first)
+        assert len({each.shape.stages for each in first}) > 1, "with any ring"
+        moved += found.shape != first[0].shape
+    assert moved, "some are corrected"
     tile = speed_of("w8_gemm_sm90", "bf16_128")
     many = predict.many_tokens("w8_gemm_sm90", "bf16_128", tile, MANY, own)
     times = {

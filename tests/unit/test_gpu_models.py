@@ -11,7 +11,7 @@ from fp4dispatch import cli, explain
 from fp4dispatch.backends import predictions as asked
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.libraries import cublaslt
-from fp4dispatch.backends.own.tiling import launch_model, predict, speeds
+from fp4dispatch.backends.own.tiling import predict, speeds
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.dispatch import here
 from fp4dispatch.errors import FlagsError, InputError
@@ -134,12 +134,9 @@ def test_a_backend_predicts_its_fastest_build_and_its_quantiser():
     found = speeds.of(H200)
     tiles = [many_tokens.tile_of("w4_gemm_sm90", f"a16_bf16_{name}") for name in ("128", "128x128", "192", "256")]
     builds = [f"w4_gemm_sm90/a16_bf16_{name}" for name in ("128", "128x128", "192", "256")]
-    times = [
-        launch_model.best(tile, 300, 28672, 4096, found.many_tokens).microseconds(found.many_tokens)
-        * found.builds[build]
-        for tile, build in zip(tiles, builds, strict=True)
-    ]
-    us = registry.instance("w4a16").predict(Problem("nvfp4_gemm", 300, 28672, 4096, "bf16"), H200)
+    many = Problem("nvfp4_gemm", 300, 28672, 4096, "bf16")
+    times = [predict.gemm(*build.split("/"), tile, many, found) for tile, build in zip(tiles, builds, strict=True)]
+    us = registry.instance("w4a16").predict(many, H200)
     assert min(times) <= us <= min(times) / (1 - MARGIN)
     few = Problem("nvfp4_gemm", 8, 4096, 4096, "bf16")
     assert registry.instance("w4a16").predict(few, H200) == predict.few_tokens("w4a16_small", few, found).us

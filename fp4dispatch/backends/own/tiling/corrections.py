@@ -31,7 +31,7 @@ UNIT = 1e-4
 MOST = 1.5
 """Times by which a correction may change a prediction: no sample asks for more, another problem might."""
 
-SIZES = ("m", "n", "k", "weights")
+SIZES = ("m", "n", "k", "weights", "memory")
 FEW = (
     *("tokens", "row_blocks", "groups", "units", "cluster", "stages", "resident"),
     *("ctas_by_sms", "ctas_by_slots", "last_by_slots", "stages_of_k", "rings", "even"),
@@ -40,7 +40,7 @@ FEW = (
 )
 """What trees may ask of a launch for few tokens: its shape; CTAs of an SM; CTAs over SMs, CTAs and those of the last
 wave over what runs at once; stages of a group, those over the ring's, and how even they are; tiles of tokens, how full
-they are, how full the rows are; the problem."""
+they are, how full the rows are; the problem, and bytes per clock of the GPU's memory."""
 MANY = (
     *("tokens", "rows", "multicast", "split", "sharing", "rounds", "clusters"),
     *("token_tiles", "row_tiles", "waves", "last_wave", "parts_by_slots", "stages_of_k", "stages_of_part"),
@@ -99,19 +99,19 @@ def group(kernel: str, build: str, *, blocks: bool) -> str:
 
 
 def of_few_tokens(
-    kernel: str, shape: FewTokensShape, m: int, n: int, k: int, usable: Sequence[int], *, blocks: bool
+    kernel: str, shape: FewTokensShape, m: int, n: int, k: int, gpu: launch_model.Gpu, *, blocks: bool
 ) -> tuple[float, ...]:
-    """Return :data:`FEW` of a launch; ``usable`` as of :func:`few_tokens_model.best`."""
+    """Return :data:`FEW` of a launch."""
     resident = KERNELS[kernel].resident(shape, SM90, block_scales=blocks)
-    ctas, token_tiles, slots = shape.ctas(m, n), _up(m, shape.tokens), usable[shape.cluster - 1] * resident
+    ctas, token_tiles, slots = shape.ctas(m, n), _up(m, shape.tokens), gpu.usable[shape.cluster - 1] * resident
     all_stages, rows = _up(k, STAGE_K), ROWS * shape.row_blocks
     stages = _up(all_stages, shape.cluster * shape.groups)
     return (
         *(*shape[:6], resident),
-        *(ctas / usable[0], ctas / slots, (ctas % slots or min(ctas, slots)) / slots),
+        *(ctas / gpu.usable[0], ctas / slots, (ctas % slots or min(ctas, slots)) / slots),
         *(stages, stages / shape.stages, all_stages / (shape.cluster * shape.groups * stages)),
         *(token_tiles, m / (token_tiles * shape.tokens), n / (_up(n, rows) * rows)),
-        *(m, n, k, n * k),
+        *(m, n, k, n * k, gpu.memory_bytes),
     )
 
 
@@ -125,7 +125,7 @@ def of_many_tokens(
         *(tile.tokens, tile.rows, shape.multicast, shape.split, shape.sharing, shape.rounds, shape.clusters),
         *(token_tiles, row_tiles, waves, waves % 1, waves * shape.split, stages, stages / shape.split),
         *(m / (token_tiles * tile.tokens), n / (row_tiles * tile.rows)),
-        *(m, n, k, n * k),
+        *(m, n, k, n * k, gpu.memory_bytes),
     )
 
 

@@ -125,7 +125,9 @@ def _few_tokens_shape_us(kernel: str, shape: FewTokensShape, problem: Problem, s
     found = _correction_of_few(kernel, problem, speeds)
     if found is None:
         return us
-    return us * found.factor(corrections.of_few_tokens(kernel, shape, m, problem.n, problem.k, usable, blocks=blocks))
+    return us * found.factor(
+        corrections.of_few_tokens(kernel, shape, m, problem.n, problem.k, speeds.many_tokens, blocks=blocks)
+    )
 
 
 def _correction_of_few(kernel: str, problem: Problem, speeds: Speeds) -> Correction | None:
@@ -166,7 +168,7 @@ def few_tokens(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensPredic
     correction = _correction_of_few(kernel, problem, speeds)
     if correction is None:
         return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, usable, blocks)
-    return _best_of_few(kernel, speed, correction, m, problem.n, problem.k, usable, blocks)
+    return _best_of_few(kernel, speed, correction, m, problem.n, problem.k, speeds.many_tokens, blocks)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,7 +179,7 @@ def _best_of_few(
     m: int,
     n: int,
     k: int,
-    usable: tuple[int, ...],
+    gpu: launch_model.Gpu,
     blocks: bool,
 ) -> FewTokensPrediction | None:
     """Return the best of the launch shapes that the formulas put first."""
@@ -186,9 +188,9 @@ def _best_of_few(
     found = [
         FewTokensPrediction(
             each.shape,
-            each.us * correction.factor(corrections.of_few_tokens(kernel, each.shape, m, n, k, usable, blocks=blocks)),
+            each.us * correction.factor(corrections.of_few_tokens(kernel, each.shape, m, n, k, gpu, blocks=blocks)),
         )
-        for each in few_tokens_model.first(kernel, speed, m, n, k, usable, blocks, FEW_CORRECTED)
+        for each in few_tokens_model.first(kernel, speed, m, n, k, gpu.usable, blocks, FEW_CORRECTED)
     ]
     return min(found, key=lambda each: each.us, default=None)
 
