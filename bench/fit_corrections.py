@@ -31,6 +31,7 @@ import numpy as np
 from bench import fit_speeds
 from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import corrections, predict, speeds
+from fp4dispatch.backends.own.tiling.corrections import Tree
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.speeds import Speeds
@@ -113,14 +114,6 @@ def group_of(launch: Timed) -> str:
 # ---- Trees ----
 
 
-class Grown(NamedTuple):
-    """A tree: features and bounds by level, and leaves in whole :data:`corrections.UNIT`."""
-
-    features: list[int]
-    bounds: list[float]
-    leaves: list[int]
-
-
 def bounds_of(column: np.ndarray) -> np.ndarray:
     """Return bounds between values of a feature, at most :data:`BOUNDS`, with as many values between as can be."""
     values = np.unique(column)
@@ -131,7 +124,7 @@ def bounds_of(column: np.ndarray) -> np.ndarray:
     return np.unique([float(f"{each:.6g}") for each in (values[at] + values[at + 1]) / 2])
 
 
-def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Grown]:
+def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Tree]:
     """Fit trees to what is ``left``: logarithms of measured over predicted times, one for each row of features."""
     bounds = [bounds_of(column) for column in rows.T]
     above = [np.searchsorted(each, column, side="left") for each, column in zip(bounds, rows.T, strict=True)]
@@ -161,7 +154,7 @@ def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Grown
         held = np.bincount(leaf, weights, count) + HELD
         units = np.rint(RATE * np.bincount(leaf, weights * left, count) / held / corrections.UNIT).astype(int)
         left -= units[leaf] * corrections.UNIT
-        trees.append(Grown(asked, at, units.tolist()))
+        trees.append(Tree(asked, at, units.tolist()))
     return trees
 
 
@@ -180,7 +173,7 @@ def times_of_best(launches: Sequence[Timed]) -> np.ndarray:
     return np.array([each.us / best[each.of, group_of(each)] for each in launches])
 
 
-def fit(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[Grown]]:
+def fit(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[Tree]]:
     """Return the trees of each group."""
     groups: dict[str, list[tuple[Timed, Speeds, float]]] = {}
     for each, known in launches:
@@ -229,7 +222,7 @@ def judged(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, correct
 # ---- The file ----
 
 
-def text(trees: Mapping[str, Sequence[Grown]], records: Sequence[str]) -> str:
+def text(trees: Mapping[str, Sequence[Tree]], records: Sequence[str]) -> str:
     """Return the file: a line for each tree."""
     about = "Made by bench/fit_corrections.py; corrections.py says what it means."
     head: dict[str, Any] = {"about": about, "speeds": digest_of_speeds(), "records": list(records)}
@@ -247,7 +240,7 @@ def digest_of_speeds() -> str:
     return hashlib.sha256(speeds.FILE.read_bytes()).hexdigest()
 
 
-def with_corrections(trees: Mapping[str, Sequence[Grown]]) -> dict[str, corrections.Correction]:
+def with_corrections(trees: Mapping[str, Sequence[Tree]]) -> dict[str, corrections.Correction]:
     """Return trees as the package reads them."""
     return corrections.load(json.loads(text(trees, ())))
 

@@ -314,5 +314,5 @@ def test_the_file_is_written_as_it_is_read(packaged):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_corrections
 
-    trees = {name: [fit_corrections.Grown(*each) for each in some] for name, some in packaged["trees"].items()}
+    trees = {name: [corrections.Tree(*each) for each in some] for name, some in packaged["trees"].items()}
     assert fit_corrections.text(trees, packaged["records"]) == corrections.FILE.read_text("utf-8")

@@ -29,7 +29,7 @@ DEPTH = 5
 UNIT = 1e-4
 """Of a leaf, which is a natural logarithm."""
 MOST = 1.5
-"""Times by which a correction may change a prediction: no sample asks for more, another problem might."""
+"""Times by which a correction may change a prediction, at most: problems may be unlike all samples."""
 
 SIZES = ("m", "n", "k", "weights", "memory")
 FEW = (
