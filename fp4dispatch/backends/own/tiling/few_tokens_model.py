@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -197,12 +198,8 @@ def best(
     """
     if m > KERNELS[kernel].most_tokens():
         return None
-    found = [
-        FewTokensPrediction(shape, microseconds(kernel, speed, shape, m, n, k, usable, block_scales))
-        for shape in candidates(kernel, m, n, k, usable[0], block_scales=block_scales)
-        if speed.covers(shape)
-    ]
-    return min(found, key=lambda each: each.us, default=None)
+    found = _predictions(kernel, speed, m, n, k, usable, block_scales)
+    return min((each for each in found if speed.covers(each.shape)), key=lambda each: each.us, default=None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -217,12 +214,16 @@ def first(
     count: int,
 ) -> tuple[FewTokensPrediction, ...]:
     """Return so many launch shapes, with every ring, fastest first; as :func:`best`."""
-    found = (
-        FewTokensPrediction(shape, microseconds(kernel, speed, shape, m, n, k, usable, block_scales))
-        for shape in candidates(kernel, m, n, k, usable[0], block_scales=block_scales)
-        if shape[:4] in speed.of_tile
-    )
+    found = _predictions(kernel, speed, m, n, k, usable, block_scales)
     return tuple(heapq.nsmallest(count, found, key=lambda each: each.us))
+
+
+def _predictions(
+    kernel: str, speed: FewTokensSpeed, m: int, n: int, k: int, usable: tuple[int, ...], block_scales: bool
+) -> Iterator[FewTokensPrediction]:
+    for shape in candidates(kernel, m, n, k, usable[0], block_scales=block_scales):
+        if shape[:4] in speed.of_tile:
+            yield FewTokensPrediction(shape, microseconds(kernel, speed, shape, m, n, k, usable, block_scales))
 
 
 def microseconds(

@@ -199,8 +199,7 @@ def best(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Prediction:
     """
     if min(m, n, k) < 1:
         raise ValueError(f"M, N and K are {m}, {n} and {k}, needed at least 1 each")
-    predictions = (Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu))
-    return min(predictions, key=lambda prediction: prediction.clocks)
+    return first(tile, m, n, k, gpu, 1)[0]
 
 
 @functools.lru_cache(maxsize=4096)
