@@ -113,7 +113,7 @@ def test_the_wheel_is_for_any_platform_and_holds_every_file(source: Path, instal
     assert built.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(built) as archive:
         names = set(archive.namelist())
-    kept = {".py", ".toml", ".cu", ".h", ".cuh", ".typed"}
+    kept = {".py", ".toml", ".json", ".cu", ".h", ".cuh", ".typed"}
     places = {"fp4dispatch": "fp4dispatch", "csrc": "fp4dispatch/csrc", "jit_flags": "fp4dispatch/jit_flags"}
     wanted = {
         f"{place}/{path.relative_to(source / top).as_posix()}"
@@ -126,7 +126,7 @@ def test_the_wheel_is_for_any_platform_and_holds_every_file(source: Path, instal
         *("csrc/cutlass_gemm/nvfp4_gemm_sm120.cu", "csrc/common/gdc_guard.h", "csrc/kernels.toml"),
         "jit_flags/sm120f.toml",
         *("policy/rules.toml", "policy/capabilities.toml", "backends/own/tiling/cutlass_tiles.toml"),
-        *("cli/demos/sentence_pairs.toml", "py.typed"),
+        *("backends/own/tiling/corrections.json", "cli/demos/sentence_pairs.toml", "py.typed"),
     ):
         assert f"fp4dispatch/{name}" in names
     assert not any(name.startswith(("tests/", "bench/", "fp4dispatch/prebuilt")) for name in names)
