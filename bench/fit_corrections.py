@@ -45,8 +45,7 @@ TREES, RATE, HELD, BOUNDS = 600, 0.25, 5.0, 40
 """Trees of a group; the share of what is left that each takes; launches that a leaf must have before it moves by half
 of that; bounds of a feature. Chosen for choices on samples that were not fitted to (bench/notes/corrections.md)."""
 NEAR, FAR = (1.15, 1.0), (1.4, 0.5)
-"""(Times the best launch of the problem, weight), as of bench/fit_speeds.py."""
-FAR_WEIGHT = 0.15
+"""(Times the best launch of the problem, weight), as of bench/fit_speeds.py, but nearer."""
 CLOSE = 1.3
 """Times the best launch of the problem: launches whose spread is printed."""
 
@@ -86,8 +85,7 @@ def is_launched(kernel: str, build: str, shape: Sequence[int], *, blocks: bool) 
     """Whether a launch is one that layers may choose."""
     if (about := KERNELS.get(kernel)) is None:
         return speed_of(kernel, build) is not None
-    few = FewTokensShape(*shape)
-    return few[:4] in about.instances and about.leaves_room(few, fit_speeds.SM90, block_scales=blocks)
+    return fit_speeds.is_launched(about, FewTokensShape(*shape), blocks=blocks)
 
 
 def predicted(launch: Timed, known: Speeds) -> float | None:
@@ -158,21 +156,6 @@ def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Tree]
     return trees
 
 
-def weights_of(launches: Sequence[Timed]) -> np.ndarray:
-    """Return the weight of each launch: less for those that are far from the best of their problem."""
-    times = times_of_best(launches)
-    return np.where(times <= NEAR[0], NEAR[1], np.where(times <= FAR[0], FAR[1], FAR_WEIGHT))
-
-
-def times_of_best(launches: Sequence[Timed]) -> np.ndarray:
-    """Return the time of each launch over that of the best of its problem and group."""
-    best: dict[Any, float] = {}
-    for each in launches:
-        key = each.of, group_of(each)
-        best[key] = min(each.us, best.get(key, math.inf))
-    return np.array([each.us / best[each.of, group_of(each)] for each in launches])
-
-
 def fit(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[Tree]]:
     """Return the trees of each group."""
     groups: dict[str, list[tuple[Timed, Speeds, float]]] = {}
@@ -183,7 +166,8 @@ def fit(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[Tree]]:
     for name, some in sorted(groups.items()):
         rows = np.array([features(each, known) for each, known, _ in some])
         left = np.array([math.log(each.us / us) for each, _, us in some])
-        found[name] = grown(rows, left, weights_of([each for each, *_ in some]))
+        us = np.array([each.us for each, *_ in some])
+        found[name] = grown(rows, left, fit_speeds.weights_of([each.of for each, *_ in some], us, NEAR, FAR))
     return found
 
 

@@ -24,7 +24,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from scipy.optimize import least_squares
 
 from bench import fit_launch_model
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensKernel, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
 from fp4dispatch.machine import gpu_models
 
@@ -115,11 +115,12 @@ def few_launches(problems: Iterable[dict[str, Any]], kernel: str, *, blocks: boo
         for shape, us in timed(p, kernel, blocks=blocks)
         if shape is not None
     ]
-    return [
-        each
-        for each in some
-        if each[1][:4] in about.instances and about.leaves_room(each[1], SM90, block_scales=blocks)
-    ]
+    return [each for each in some if is_launched(about, each[1], blocks=blocks)]
+
+
+def is_launched(about: FewTokensKernel, shape: FewTokensShape, *, blocks: bool) -> bool:
+    """Whether a launch is one that layers may choose."""
+    return shape[:4] in about.instances and about.leaves_room(shape, SM90, block_scales=blocks)
 
 
 def gemms_alone(p: dict[str, Any], quantised: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -301,13 +302,18 @@ def stacked(works: Sequence[Work]) -> Work:
     return Work(*columns)
 
 
-def weights_of(problems: Sequence[tuple[int, int, int]], us: np.ndarray) -> np.ndarray:
+def weights_of(
+    problems: Sequence[Hashable],
+    us: np.ndarray,
+    near: tuple[float, float] = NEAR,
+    far: tuple[float, float] = FAR,
+) -> np.ndarray:
     """Return the weight of each launch: less for those that are far from the best of their problem."""
-    best: dict[tuple[int, int, int], float] = {}
+    best: dict[Hashable, float] = {}
     for problem, each in zip(problems, us, strict=True):
         best[problem] = min(each, best.get(problem, math.inf))
     times = us / np.array([best[problem] for problem in problems])
-    return np.where(times <= NEAR[0], NEAR[1], np.where(times <= FAR[0], FAR[1], FAR_WEIGHT))
+    return np.where(times <= near[0], near[1], np.where(times <= far[0], far[1], FAR_WEIGHT))
 
 
 # ---- Everything else ----

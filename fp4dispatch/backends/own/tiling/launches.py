@@ -189,9 +189,10 @@ def fastest(
 def best_shape(kernel: str, build: str, problem: Problem, speeds: Speeds) -> tuple[int, ...] | None:
     """Return the launch shape that the models say is fastest; None for a kernel that is given none."""
     if (tile := speed_of(kernel, build)) is not None:
-        best = predict.many_tokens(kernel, build.replace("fp16", "bf16"), tile, problem, speeds)
-        usual = launch_model.best(tile, problem.m, problem.n, problem.k, speeds.many_tokens)
-        return tuple((usual if best is None else best).shape)
+        found = predict.many_tokens(kernel, build.replace("fp16", "bf16"), tile, problem, speeds)
+        if found is None:
+            return tuple(launch_model.best(tile, problem.m, problem.n, problem.k, speeds.many_tokens).shape)
+        return tuple(found.shape)
     return predict.few_tokens_shape(kernel, problem, speeds)
 
 

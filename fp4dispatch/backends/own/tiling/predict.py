@@ -10,7 +10,7 @@ from fp4dispatch.backends.own.tiling import corrections, few_tokens_model, launc
 from fp4dispatch.backends.own.tiling.corrections import Correction
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape, candidates
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensPrediction, FewTokensSpeed
-from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, Prediction, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import BLOCKS, Speeds
 from fp4dispatch.problem import Problem
 
@@ -48,12 +48,7 @@ def gemm(kernel: str, build: str, tile: TileSpeed | None, problem: Problem, spee
 
 
 def launch(
-    kernel: str,
-    build: str,
-    tile: TileSpeed | None,
-    shape: Sequence[int] | None,
-    problem: Problem,
-    speeds: Speeds,
+    kernel: str, build: str, tile: TileSpeed | None, shape: Sequence[int] | None, problem: Problem, speeds: Speeds
 ) -> float | None:
     """Return the microseconds of a GEMM in one launch shape; None where the models do not cover it.
 
@@ -70,10 +65,9 @@ def launch(
             return None if found is None else found.us
         if _too_wide(tile, problem):
             return None
-        gpu, many = speeds.many_tokens, LaunchShape(*shape)
-        clocks = launch_model.clocks(tile, many, problem.m, problem.n, problem.k, gpu)
-        us = clocks / gpu.clock_mhz * speeds.builds.get(f"{kernel}/{build}", 1.0)
-        return us * _factor_of_many(kernel, build, tile, many, problem, speeds)
+        many = LaunchShape(*shape)
+        clocks = launch_model.clocks(tile, many, problem.m, problem.n, problem.k, speeds.many_tokens)
+        return _many_tokens_us(kernel, build, tile, Prediction(many, clocks), problem, speeds)
     if kernel == UNFOLD:
         return float(speeds.unfold.microseconds(problem.n, problem.k)) + cublaslt(problem, speeds)
     if shape is None:
@@ -91,13 +85,9 @@ def many_tokens(
     """
     if _too_wide(tile, problem):
         return None
-    gpu, known = speeds.many_tokens, speeds.builds.get(f"{kernel}/{build}", 1.0)
     found = [
-        ManyTokensPrediction(
-            each.shape,
-            each.microseconds(gpu) * known * _factor_of_many(kernel, build, tile, each.shape, problem, speeds),
-        )
-        for each in launch_model.first(tile, problem.m, problem.n, problem.k, gpu, MANY_CORRECTED)
+        ManyTokensPrediction(each.shape, _many_tokens_us(kernel, build, tile, each, problem, speeds))
+        for each in launch_model.first(tile, problem.m, problem.n, problem.k, speeds.many_tokens, MANY_CORRECTED)
     ]
     return min(found, key=lambda each: each.us)
 
@@ -106,14 +96,15 @@ def _too_wide(tile: TileSpeed, problem: Problem) -> bool:
     return tile.tokens > TILES_ABOVE * max(problem.m, LEAST_TILE)
 
 
-def _factor_of_many(
-    kernel: str, build: str, tile: TileSpeed, shape: LaunchShape, problem: Problem, speeds: Speeds
+def _many_tokens_us(
+    kernel: str, build: str, tile: TileSpeed, said: Prediction, problem: Problem, speeds: Speeds
 ) -> float:
+    gpu = speeds.many_tokens
+    us = said.microseconds(gpu) * speeds.builds.get(f"{kernel}/{build}", 1.0)
     found = speeds.corrections.get(corrections.group(kernel, build, blocks=problem.scaling == BLOCKS))
     if found is None:
-        return 1.0
-    gpu = speeds.many_tokens
-    return found.factor(corrections.of_many_tokens(tile, shape, problem.m, problem.n, problem.k, gpu))
+        return us
+    return us * found.factor(corrections.of_many_tokens(tile, said.shape, problem.m, problem.n, problem.k, gpu))
 
 
 def _few_tokens_shape_us(kernel: str, shape: FewTokensShape, problem: Problem, speeds: Speeds) -> float | None:
