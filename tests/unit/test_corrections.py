@@ -6,10 +6,8 @@ import hashlib
 import json
 import math
 import random
-import re
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -27,11 +25,9 @@ from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
+from tests.cited import RESULTS, cited
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results"
 H200, H100, NVL = (gpu_models.named(name) for name in ("H200 SXM", "H100 SXM", "H100 NVL"))
-CITED = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
 FEW, MANY = Problem("nvfp4_gemm", 24, 5120, 2560, "fp8"), Problem("fp8_gemm", 700, 6144, 4096, "fp8", "row")
 
 
@@ -45,13 +41,7 @@ def packaged():
 
 def test_it_is_for_the_constants_that_ship_and_cites_its_records(packaged):
     assert packaged["speeds"] == hashlib.sha256(speeds.FILE.read_bytes()).hexdigest(), "run bench/fit_corrections.py"
-    gpus = set()
-    assert packaged["records"]
-    for text in packaged["records"]:
-        name, _, digest = CITED.fullmatch(text).groups()
-        path = RESULTS / f"{name}.json"
-        assert hashlib.sha256(path.read_bytes()).hexdigest() == digest, name
-        gpus.add(gpu_models.named(json.loads(path.read_text("utf-8"))["facts"]["device"]).name)
+    gpus = {gpu_models.named(record.read()["facts"]["device"]).name for record in cited(packaged["records"])}
     assert gpus == set(speeds.fitted()), "of every GPU that has constants"
 
 
@@ -261,8 +251,8 @@ def test_choices_cost_less_on_samples_that_nothing_was_fitted_to(packaged):
     from bench import fit_corrections
 
     path = RESULTS / "launch-samples-seed-92-h100.json"
-    cited = {CITED.fullmatch(text).group(1) for text in packaged["records"]}
-    assert path.stem not in cited | {CITED.fullmatch(each).group(1) for each in speeds.of(H100).records}
+    fitted_to = cited([*packaged["records"], *speeds.of(H100).records])
+    assert path.stem not in {record.name for record in fitted_to}
     some = [*fit_corrections.launches_of([path], few=True), *fit_corrections.launches_of([path], few=False)]
     rows = fit_corrections.judged(some, corrections.packaged())[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]

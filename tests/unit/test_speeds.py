@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,22 +20,16 @@ from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
+from tests.cited import cited
 
-ROOT = Path(__file__).parents[2]
 H200, H100, NVL, B200 = (gpu_models.named(name) for name in ("H200 SXM", "H100 SXM", "H100 NVL", "B200"))
-CITED = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
 
 
 def test_each_record_is_cited_with_its_hash_and_is_that_file_where_it_is_kept():
-    cited = [(gpu, record) for gpu, found in speeds.fitted().items() for record in found.records]
-    assert cited
-    for gpu, text in cited:
-        name, problems, digest = CITED.fullmatch(text).groups()
-        assert int(problems) > 0
-        path = ROOT / "bench" / "results" / f"{name}.json"
-        if path.exists():
-            assert hashlib.sha256(path.read_bytes()).hexdigest() == digest, name
-            assert gpu_models.named(json.loads(path.read_text("utf-8"))["facts"]["device"]).name == gpu, name
+    for gpu, found in speeds.fitted().items():
+        for record in cited(found.records):
+            if record.path.exists():
+                assert gpu_models.named(record.read()["facts"]["device"]).name == gpu, record.name
 
 
 def test_a_gpu_gets_its_own_constants_or_those_of_its_arch_scaled():

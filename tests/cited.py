@@ -1,0 +1,45 @@
+"""Records that a data file cites, each with its name, its number of problems and its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+_TEXT = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
+
+
+class Cited(NamedTuple):
+    """One citation."""
+
+    name: str
+    problems: int
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """Return where the record is kept."""
+        return RESULTS / f"{self.name}.json"
+
+    def read(self) -> dict[str, Any]:
+        """Return the record, which must be the file that was cited."""
+        data = self.path.read_bytes()
+        assert hashlib.sha256(data).hexdigest() == self.sha256, self.name
+        found: dict[str, Any] = json.loads(data)
+        assert len(found["problems"]) == self.problems > 0, self.name
+        return found
+
+
+def cited(texts: Iterable[str]) -> list[Cited]:
+    """Return the citations of a file."""
+    found = []
+    for text in texts:
+        match = _TEXT.fullmatch(text)
+        assert match, text
+        found.append(Cited(match.group(1), int(match.group(2)), match.group(3)))
+    assert found
+    return found
