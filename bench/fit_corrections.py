@@ -6,6 +6,7 @@ question, so a tree is five questions and 32 numbers.
 
     python bench/fit_corrections.py --few FILES --many FILES [--judge FILES] [--write]
 
+Trees for cuBLASLt's FP8 GEMM are fitted to the samples of ``--many``, and to nothing but the problem.
 ``--judge``: samples that were not fitted to. It prints what choices cost without and with corrections: the time of the
 launch that is predicted fastest over that of the best of those that were timed, and the spread of predictions.
 Of few tokens with FP8 activations only samples with their quantiser count, as for bench/fit_speeds.py.
@@ -81,6 +82,15 @@ def timed(record: Mapping[str, Any], plain: Speeds, *, few: bool) -> Iterator[Ti
                         yield Timed(of, kernel, build, tuple(shape), problem, us)
 
 
+def of_cublaslt(record: Mapping[str, Any]) -> Iterator[Timed]:
+    """Yield cuBLASLt's FP8 GEMM of each problem of a record that has it."""
+    for p in record["problems"]:
+        if (us := p.get("scaled_mm")) is not None:
+            of = record["subject"], record["facts"]["device"], p["n"], p["k"], p["m"]
+            problem = Problem("fp8_gemm", p["m"], p["n"], p["k"], "fp8", "row")
+            yield Timed(of, corrections.CUBLASLT, "", (), problem, us)
+
+
 def is_launched(kernel: str, build: str, shape: Sequence[int], *, blocks: bool) -> bool:
     """Whether a launch is one that layers may choose."""
     if (about := KERNELS.get(kernel)) is None:
@@ -90,6 +100,8 @@ def is_launched(kernel: str, build: str, shape: Sequence[int], *, blocks: bool) 
 
 def predicted(launch: Timed, known: Speeds) -> float | None:
     """Return the predicted microseconds of a launch."""
+    if launch.kernel == corrections.CUBLASLT:
+        return predict.cublaslt(launch.problem, known)
     tile = speed_of(launch.kernel, launch.build)
     return predict.launch(launch.kernel, launch.build, tile, launch.shape, launch.problem, known)
 
@@ -97,6 +109,8 @@ def predicted(launch: Timed, known: Speeds) -> float | None:
 def features(launch: Timed, known: Speeds) -> tuple[float, ...]:
     """Return what trees may ask of a launch."""
     p, gpu = launch.problem, known.many_tokens
+    if launch.kernel == corrections.CUBLASLT:
+        return corrections.of_cublaslt(p.m, p.n, p.k, gpu)
     tile = speed_of(launch.kernel, launch.build)
     if tile is not None:
         return corrections.of_many_tokens(tile, LaunchShape(*launch.shape), p.m, p.n, p.k, gpu)
@@ -179,7 +193,7 @@ def judged(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, correct
     problems: dict[tuple[str, int], dict[Any, list[tuple[Timed, float, float]]]] = {}
     for each, known in launches:
         pair = [predicted(each, some) for some in (known, replace(known, corrections=found))]
-        if pair[0] is None or pair[1] is None:
+        if pair[0] is None or pair[1] is None or each.kernel == corrections.CUBLASLT:
             continue
         range_ = next(i for i, (first, last) in enumerate(RANGES) if first <= each.problem.m <= last)
         problems.setdefault((group_of(each), range_), {}).setdefault(each.of, []).append((each, pair[0], pair[1]))
@@ -203,6 +217,28 @@ def judged(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, correct
     return lines
 
 
+def judged_cublaslt(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, corrections.Correction]) -> list[str]:
+    """Return, as lines of a table, by how much cuBLASLt's predictions are off, by range of M, without and with them.
+
+    The root mean square of logarithms: it competes with other kernels, so its mean counts too.
+    """
+    lines = ["| cuBLASLt, tokens | problems | off by | with corrections |", "|---|---:|---:|---:|"]
+    for first, last in RANGES:
+        cells = []
+        some = [(each, known) for each, known in launches if each.kernel == corrections.CUBLASLT]
+        some = [(each, known) for each, known in some if first <= each.problem.m <= last]
+        for added in ({}, found):
+            errors = [
+                math.log(each.us / predict.cublaslt(each.problem, replace(known, corrections=added)))
+                for each, known in some
+            ]
+            cells.append(f"{math.sqrt(statistics.fmean(e * e for e in errors)):.3f}" if errors else "")
+        tokens = f"{first}-{last}" if last < 1 << 20 else f"from {first}"
+        if some:
+            lines.append(f"| {tokens} | {len(some)} | {' | '.join(cells)} |")
+    return lines
+
+
 # ---- The file ----
 
 
@@ -211,6 +247,7 @@ def text(trees: Mapping[str, Sequence[Tree]], records: Sequence[str]) -> str:
     about = "Made by bench/fit_corrections.py; corrections.py says what it means."
     head: dict[str, Any] = {"about": about, "speeds": digest_of_speeds(), "records": list(records)}
     head |= {"depth": corrections.DEPTH, "few": list(corrections.FEW), "many": list(corrections.MANY)}
+    head |= {corrections.CUBLASLT: list(corrections.LT)}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     groups = []
     for name, some in trees.items():
@@ -230,7 +267,7 @@ def with_corrections(trees: Mapping[str, Sequence[Tree]]) -> dict[str, correctio
 
 
 def launches_of(paths: Sequence[Path], *, few: bool) -> list[tuple[Timed, Speeds]]:
-    """Return the launches of records, each with its GPU's constants, without corrections."""
+    """Return the launches of records, each with its GPU's constants, without corrections; cuBLASLt is with many."""
     plain = speeds.load(strict_toml.load(speeds.FILE))
     found = []
     for path in paths:
@@ -241,6 +278,8 @@ def launches_of(paths: Sequence[Path], *, few: bool) -> list[tuple[Timed, Speeds
                 f"{path}: {record['facts']['device']} has no constants in {speeds.FILE.name}: fit them first"
             )
         found += [(each, plain[model.name]) for each in timed(record, plain[model.name], few=few)]
+        if not few:
+            found += [(each, plain[model.name]) for each in of_cublaslt(record)]
     return found
 
 
@@ -257,7 +296,8 @@ def main() -> None:
     trees = fit([*launches_of(args.few, few=True), *launches_of(args.many, few=False)])
     found = with_corrections(trees)
     if args.judge:
-        print("\n".join(judged([*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)], found)))
+        some = [*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)]
+        print("\n".join([*judged(some, found), "", *judged_cublaslt(some, found)]))
     if args.write:
         paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
         records = [fit_speeds.cited(path, json.loads(path.read_text("utf-8"))) for path in paths]

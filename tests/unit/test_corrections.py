@@ -48,7 +48,7 @@ def test_it_is_for_the_constants_that_ship_and_cites_its_records(packaged):
 def test_every_build_with_a_launch_model_is_in_a_group():
     """So no build competes without a correction against others that have one."""
     found = {corrections.group(kernel, "bf16", blocks=False) for kernel in KERNELS}
-    found.add(corrections.group("w8a8_small", "block_bf16", blocks=True))
+    found |= {corrections.group("w8a8_small", "block_bf16", blocks=True), corrections.CUBLASLT}
     for table in ("w4", "w8"):
         for tile in tiles.tiles(table):
             if tile.speed is not None:
@@ -56,7 +56,7 @@ def test_every_build_with_a_launch_model_is_in_a_group():
                     corrections.group(tile.kernel, tile.builds["bfloat16"], blocks=tile.scalings == ("block128",))
                 )
     assert found == set(corrections.packaged())
-    assert len(found) == 9
+    assert len(found) == 10
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,8 @@ def test_every_build_with_a_launch_model_is_in_a_group():
         (lambda data: data.update(depth=4), "made for other features"),
         (lambda data: data["few"].reverse(), "made for other features"),
         (lambda data: data["many"].pop(), "made for other features"),
+        (lambda data: data["cublaslt"].pop(0), "made for other features"),
+        (lambda data: data["trees"]["cublaslt"][0][0].__setitem__(0, len(corrections.LT)), "asks for a feature"),
         (lambda data: data["trees"]["w4a8_small"][3][2].pop(), "needs 5 questions and 32 leaves"),
         (lambda data: data["trees"]["w4a8_small"][3][0].append(1), "needs 5 questions and 32 leaves"),
         (lambda data: data["trees"]["w8_gemm_sm90"][0][0].__setitem__(0, len(corrections.MANY)), "asks for a feature"),
@@ -92,11 +94,11 @@ def asked_one_by_one(trees, row):
     return math.exp(corrections.UNIT * total)
 
 
-@pytest.mark.parametrize("name", ["w4a8_small", "w8_gemm_sm90 block"])
+@pytest.mark.parametrize("name", ["w4a8_small", "w8_gemm_sm90 block", "cublaslt"])
 def test_all_trees_at_once_say_what_they_say_one_by_one(packaged, name):
     """On bounds, too: the answer there is no."""
     trees, found, draw = packaged["trees"][name], corrections.packaged()[name], random.Random(1)
-    values = {i: [0.0] for i in range(max(len(corrections.FEW), len(corrections.MANY)))}
+    values = {i: [0.0] for i in range(max(map(len, (corrections.FEW, corrections.MANY, corrections.LT))))}
     for features, bounds, _ in trees:
         for feature, bound in zip(features, bounds, strict=True):
             values[feature] += [bound, bound * 1.001, bound - 0.001]
@@ -243,6 +245,29 @@ def test_scaled_constants_have_no_corrections():
     assert found == few_tokens_model.best("w4a8_small", few, 24, FEW.n, FEW.k, usable, False)
 
 
+def test_cublaslt_is_corrected_by_its_problem_alone_also_behind_weights_that_are_written_out():
+    own = speeds.of(H100)
+    plain = replace(own, corrections={})
+    factor = own.corrections["cublaslt"].factor(corrections.of_cublaslt(MANY.m, MANY.n, MANY.k, own.many_tokens))
+    assert factor != 1.0
+    assert predict.cublaslt(MANY, own) == pytest.approx(predict.cublaslt(MANY, plain) * factor)
+    fp4 = replace(MANY, op="nvfp4_gemm", scaling="nvfp4")
+    with_, without = (predict.launch(predict.UNFOLD, "any", None, None, fp4, each) for each in (own, plain))
+    assert with_ - without == pytest.approx(predict.cublaslt(MANY, own) - predict.cublaslt(MANY, plain))
+    assert predict.cublaslt(MANY, speeds.of(NVL)) == speeds.of(NVL).cublaslt.microseconds(700, 6144, 4096, 132)
+
+
+def test_features_of_cublaslt():
+    gpu = speeds.of(H200).many_tokens
+    found = dict(zip(corrections.LT, corrections.of_cublaslt(700, 6100, 4100, gpu), strict=True))
+    assert found["waves_128x256"] == 2  # 6 x 24 tiles on 132 SMs
+    assert found["wave_filled_128x256"] == pytest.approx(144 / 264)
+    assert (found["waves_64x128"], found["tokens_filled_64x128"]) == (4, pytest.approx(700 / 704))
+    assert found["rows_filled_256x128"] == pytest.approx(6100 / 6144)
+    assert (found["stages_of_k"], found["m"], found["k"]) == (33, 700, 4100)
+    assert (found["weights"], found["memory"]) == (6100 * 4100, gpu.memory_bytes)
+
+
 # ---- Samples ----
 
 
@@ -268,6 +293,30 @@ def test_choices_cost_less_on_samples_that_nothing_was_fitted_to(packaged):
     assert mean(3) - 1 > 1.6 * (mean(4) - 1), "what a choice costs, in the mean"
     assert mean(3, 1) - 1 > 1.4 * (mean(4, 1) - 1), "and at 95 %"
     assert mean(5) > 1.4 * mean(6), "spread of predictions"
+
+
+def test_cublaslt_is_predicted_better_on_samples_that_nothing_was_fitted_to(packaged):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    paths = [RESULTS / f"launch-samples-seed-{seed}-h100.json" for seed in (92, 86)]
+    fitted_to = cited([*packaged["records"], *speeds.of(H100).records])
+    assert not {path.stem for path in paths} & {record.name for record in fitted_to}
+    rows = fit_corrections.judged_cublaslt(fit_corrections.launches_of(paths, few=False), corrections.packaged())[2:]
+    off = {cells[0]: [float(each) for each in cells[2:]] for row in rows if (cells := row.strip("| ").split(" | "))}
+    assert set(off) == {"1-16", "17-64", "65-128", "129-1024", "from 1025"}
+    for tokens in ("65-128", "129-1024", "from 1025"):
+        assert off[tokens][0] > 1.4 * off[tokens][1], tokens
+
+
+def test_a_problem_without_cublaslt_has_no_row_for_it():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    p = {"n": 1024, "k": 8192, "m": 64}
+    record = {"subject": "x", "facts": {"device": "y"}, "problems": [p, p | {"scaled_mm": 7.5, "m": 65}]}
+    (found,) = fit_corrections.of_cublaslt(record)
+    assert (found.kernel, found.problem.m, found.problem.scaling, found.us) == ("cublaslt", 65, "row", 7.5)
 
 
 def test_launches_that_layers_do_not_choose_are_not_fitted_to():

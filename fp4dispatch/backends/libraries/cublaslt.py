@@ -64,7 +64,8 @@ _ROWS_FROM = Version("12.9")
 """First CUDA whose cuBLASLt supports row scaling, on sm_90."""
 
 DOUBT = 1.08
-"""Times of what the model of cuBLASLt says: it is off by 10 % (one standard deviation), those of our kernels by 5."""
+"""Times of what the model of cuBLASLt says: it is off by 4 to 5 % with corrections and by 10 % without, and a choice is
+for a range of M. Of 1.08, 1.04 and 1.00 this costs least (bench/notes/corrections.md)."""
 
 
 class CublasLtBackend(Backend):

@@ -1,4 +1,4 @@
-"""What samples say beyond the formulas of the launch models: a factor for the time of each launch. No torch.
+"""What samples say beyond the formulas of the time models: a factor for each launch, and for cuBLASLt. No torch.
 
 The formulas are right in the mean, and off by 5 to 6 % between launches of one problem: how a tile, a ring, a cluster
 and the number of CTAs act together. Boosted trees (https://doi.org/10.1214/aos/1013203451) that ask the same question
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, ROWS, SM90, STAGE_K, FewTokensShape
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
+from fp4dispatch.backends.own.tiling.other_models import LT_TILES
 from fp4dispatch.errors import FlagsError
 
 FILE = Path(__file__).with_name("corrections.json")
@@ -48,6 +49,15 @@ MANY = (
     *SIZES,
 )
 """The same of a launch for many tokens."""
+CUBLASLT = "cublaslt"
+"""The group of cuBLASLt's FP8 GEMM, which says nothing of its launch."""
+LT = (
+    *(f"{what}_{t}x{n}" for t, n in LT_TILES for what in ("waves", "wave_filled", "tokens_filled", "rows_filled")),
+    "stages_of_k",
+    *SIZES,
+)
+"""What trees may ask of it: for each tile that it may take waves, and how full these, its tokens and its rows are; the
+problem, as above."""
 
 
 class Tree(NamedTuple):
@@ -129,6 +139,21 @@ def of_many_tokens(
     )
 
 
+def of_cublaslt(m: int, n: int, k: int, gpu: launch_model.Gpu) -> tuple[float, ...]:
+    """Return :data:`LT` of a problem."""
+    found: list[float] = []
+    for tokens, rows in LT_TILES:
+        token_tiles, row_tiles = _up(m, tokens), _up(n, rows)
+        waves = _up(token_tiles * row_tiles, gpu.sms)
+        found += (
+            waves,
+            token_tiles * row_tiles / (waves * gpu.sms),
+            m / (token_tiles * tokens),
+            n / (row_tiles * rows),
+        )
+    return (*found, _up(k, STAGE_K), *(m, n, k, n * k, gpu.memory_bytes))
+
+
 @functools.cache
 def packaged() -> Mapping[str, Correction]:
     """Return the packaged corrections, by group."""
@@ -143,14 +168,15 @@ def load(data: Any) -> dict[str, Correction]:
     FlagsError
         Where it was made for other features or another depth, and for a tree that is not whole.
     """
-    if data["depth"] != DEPTH or (tuple(data["few"]), tuple(data["many"])) != (FEW, MANY):
+    made_for = (tuple(data["few"]), tuple(data["many"]), tuple(data[CUBLASLT]))
+    if data["depth"] != DEPTH or made_for != (FEW, MANY, LT):
         raise FlagsError(f"{FILE.name} was made for other features than this code has: run bench/fit_corrections.py")
     return {name: Correction([_tree(name, each) for each in trees]) for name, trees in data["trees"].items()}
 
 
 def _tree(name: str, row: Any) -> Tree:
     features, bounds, leaves = row
-    names = FEW if name.partition(" ")[0] in KERNELS else MANY
+    names = FEW if name.partition(" ")[0] in KERNELS else LT if name == CUBLASLT else MANY
     if (len(features), len(bounds), len(leaves)) != (DEPTH, DEPTH, 1 << DEPTH):
         raise FlagsError(f"{FILE.name}, {name}: a tree needs {DEPTH} questions and {1 << DEPTH} leaves")
     if not all(0 <= each < len(names) for each in features):

@@ -203,4 +203,7 @@ def quantiser(problem: Problem, speeds: Speeds, *, packed: bool = True) -> float
 
 def cublaslt(problem: Problem, speeds: Speeds) -> float:
     """Return the microseconds of cuBLASLt's FP8 GEMM with scales by row and column."""
-    return speeds.cublaslt.microseconds(problem.m, problem.n, problem.k, speeds.many_tokens.sms)
+    m, n, k, gpu = problem.m, problem.n, problem.k, speeds.many_tokens
+    us = speeds.cublaslt.microseconds(m, n, k, gpu.sms)
+    found = speeds.corrections.get(corrections.CUBLASLT)
+    return us if found is None else us * found.factor(corrections.of_cublaslt(m, n, k, gpu))

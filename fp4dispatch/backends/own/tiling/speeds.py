@@ -60,7 +60,7 @@ class Speeds:
     quantisers, cublaslt, unfold
         The others. Quantisers by the names of :data:`QUANTISERS`.
     corrections
-        Of the launch models, by group of builds.
+        Of the launch models and of cuBLASLt, by group of builds.
     scaled_to
         The GPU model that the constants were scaled to; empty if they are its own.
     """
