@@ -82,13 +82,11 @@ def timed(record: Mapping[str, Any], plain: Speeds, *, few: bool) -> Iterator[Ti
                         yield Timed(of, kernel, build, tuple(shape), problem, us)
 
 
-def of_cublaslt(record: Mapping[str, Any]) -> Iterator[Timed]:
-    """Yield cuBLASLt's FP8 GEMM of each problem of a record that has it."""
+def timed_cublaslt(record: Mapping[str, Any]) -> Iterator[tuple[Problem, float]]:
+    """Yield each problem of a record on which cuBLASLt's FP8 GEMM was timed, with its microseconds."""
     for p in record["problems"]:
         if (us := p.get("scaled_mm")) is not None:
-            of = record["subject"], record["facts"]["device"], p["n"], p["k"], p["m"]
-            problem = Problem("fp8_gemm", p["m"], p["n"], p["k"], "fp8", "row")
-            yield Timed(of, corrections.CUBLASLT, "", (), problem, us)
+            yield Problem("fp8_gemm", p["m"], p["n"], p["k"], "fp8", "row"), us
 
 
 def is_launched(kernel: str, build: str, shape: Sequence[int], *, blocks: bool) -> bool:
@@ -100,8 +98,6 @@ def is_launched(kernel: str, build: str, shape: Sequence[int], *, blocks: bool) 
 
 def predicted(launch: Timed, known: Speeds) -> float | None:
     """Return the predicted microseconds of a launch."""
-    if launch.kernel == corrections.CUBLASLT:
-        return predict.cublaslt(launch.problem, known)
     tile = speed_of(launch.kernel, launch.build)
     return predict.launch(launch.kernel, launch.build, tile, launch.shape, launch.problem, known)
 
@@ -109,8 +105,6 @@ def predicted(launch: Timed, known: Speeds) -> float | None:
 def features(launch: Timed, known: Speeds) -> tuple[float, ...]:
     """Return what trees may ask of a launch."""
     p, gpu = launch.problem, known.many_tokens
-    if launch.kernel == corrections.CUBLASLT:
-        return corrections.of_cublaslt(p.m, p.n, p.k, gpu)
     tile = speed_of(launch.kernel, launch.build)
     if tile is not None:
         return corrections.of_many_tokens(tile, LaunchShape(*launch.shape), p.m, p.n, p.k, gpu)
@@ -185,7 +179,19 @@ def fit(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[Tree]]:
     return found
 
 
+def fit_cublaslt(some: Sequence[tuple[Problem, float, Speeds]]) -> list[Tree]:
+    """Return the trees of cuBLASLt's FP8 GEMM."""
+    rows = np.array([corrections.of_cublaslt(p.m, p.n, p.k, known.many_tokens) for p, _, known in some])
+    left = np.array([math.log(us / predict.cublaslt(p, known)) for p, us, known in some])
+    return grown(rows, left, np.ones(len(some)))
+
+
 # ---- Judge ----
+
+
+def tokens_of(first: int, last: int) -> str:
+    """Return the words for a range of M."""
+    return f"{first}-{last}" if last < 1 << 20 else f"from {first}"
 
 
 def judged(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, corrections.Correction]) -> list[str]:
@@ -193,7 +199,7 @@ def judged(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, correct
     problems: dict[tuple[str, int], dict[Any, list[tuple[Timed, float, float]]]] = {}
     for each, known in launches:
         pair = [predicted(each, some) for some in (known, replace(known, corrections=found))]
-        if pair[0] is None or pair[1] is None or each.kernel == corrections.CUBLASLT:
+        if pair[0] is None or pair[1] is None:
             continue
         range_ = next(i for i, (first, last) in enumerate(RANGES) if first <= each.problem.m <= last)
         problems.setdefault((group_of(each), range_), {}).setdefault(each.of, []).append((each, pair[0], pair[1]))
@@ -211,31 +217,28 @@ def judged(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, correct
                 errors += [each - statistics.fmean(near) for each in near]
             cells.append(f"{statistics.fmean(cost):.3f}, {quantile(cost, 0.95):.3f}")
             spreads.append(f"{statistics.pstdev(errors):.3f}")
-        first, last = RANGES[range_]
-        tokens = f"{first}-{last}" if last < 1 << 20 else f"from {first}"
+        tokens = tokens_of(*RANGES[range_])
         lines.append(f"| {name} | {tokens} | {len(by_problem)} | {' | '.join(cells)} | {' | '.join(spreads)} |")
     return lines
 
 
-def judged_cublaslt(launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, corrections.Correction]) -> list[str]:
+def judged_cublaslt(
+    some: Sequence[tuple[Problem, float, Speeds]], found: Mapping[str, corrections.Correction]
+) -> list[str]:
     """Return, as lines of a table, by how much cuBLASLt's predictions are off, by range of M, without and with them.
 
     The root mean square of logarithms: it competes with other kernels, so its mean counts too.
     """
     lines = ["| cuBLASLt, tokens | problems | off by | with corrections |", "|---|---:|---:|---:|"]
     for first, last in RANGES:
+        within = [each for each in some if first <= each[0].m <= last]
+        if not within:
+            continue
         cells = []
-        some = [(each, known) for each, known in launches if each.kernel == corrections.CUBLASLT]
-        some = [(each, known) for each, known in some if first <= each.problem.m <= last]
         for added in ({}, found):
-            errors = [
-                math.log(each.us / predict.cublaslt(each.problem, replace(known, corrections=added)))
-                for each, known in some
-            ]
-            cells.append(f"{math.sqrt(statistics.fmean(e * e for e in errors)):.3f}" if errors else "")
-        tokens = f"{first}-{last}" if last < 1 << 20 else f"from {first}"
-        if some:
-            lines.append(f"| {tokens} | {len(some)} | {' | '.join(cells)} |")
+            errors = [math.log(us / predict.cublaslt(p, replace(known, corrections=added))) for p, us, known in within]
+            cells.append(f"{math.sqrt(statistics.fmean(e * e for e in errors)):.3f}")
+        lines.append(f"| {tokens_of(first, last)} | {len(within)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -267,9 +270,18 @@ def with_corrections(trees: Mapping[str, Sequence[Tree]]) -> dict[str, correctio
 
 
 def launches_of(paths: Sequence[Path], *, few: bool) -> list[tuple[Timed, Speeds]]:
-    """Return the launches of records, each with its GPU's constants, without corrections; cuBLASLt is with many."""
+    """Return the launches of records, each with its GPU's constants, without corrections."""
+    return [(each, known) for record, known in records_of(paths) for each in timed(record, known, few=few)]
+
+
+def cublaslt_of(paths: Sequence[Path]) -> list[tuple[Problem, float, Speeds]]:
+    """Return what records say of cuBLASLt's FP8 GEMM, with the GPU's constants as of :func:`launches_of`."""
+    return [(*each, known) for record, known in records_of(paths) for each in timed_cublaslt(record)]
+
+
+def records_of(paths: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Speeds]]:
+    """Yield records, each with its GPU's constants, without corrections."""
     plain = speeds.load(strict_toml.load(speeds.FILE))
-    found = []
     for path in paths:
         record = json.loads(path.read_text("utf-8"))
         model = gpu_models.named(record["facts"]["device"])
@@ -277,10 +289,7 @@ def launches_of(paths: Sequence[Path], *, few: bool) -> list[tuple[Timed, Speeds
             raise SystemExit(
                 f"{path}: {record['facts']['device']} has no constants in {speeds.FILE.name}: fit them first"
             )
-        found += [(each, plain[model.name]) for each in timed(record, plain[model.name], few=few)]
-        if not few:
-            found += [(each, plain[model.name]) for each in of_cublaslt(record)]
-    return found
+        yield record, plain[model.name]
 
 
 def main() -> None:
@@ -293,11 +302,12 @@ def main() -> None:
     args = parser.parse_args()
     if twice := set(args.judge) & {*args.few, *args.many}:
         parser.error(f"{', '.join(map(str, sorted(twice)))}: judged on what it is fitted to")
-    trees = fit([*launches_of(args.few, few=True), *launches_of(args.many, few=False)])
+    trees = {corrections.CUBLASLT: fit_cublaslt(cublaslt_of(args.many))}
+    trees |= fit([*launches_of(args.few, few=True), *launches_of(args.many, few=False)])
     found = with_corrections(trees)
     if args.judge:
         some = [*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)]
-        print("\n".join([*judged(some, found), "", *judged_cublaslt(some, found)]))
+        print("\n".join([*judged(some, found), "", *judged_cublaslt(cublaslt_of(args.judge), found)]))
     if args.write:
         paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
         records = [fit_speeds.cited(path, json.loads(path.read_text("utf-8"))) for path in paths]

@@ -30,7 +30,7 @@ class Cited(NamedTuple):
         data = self.path.read_bytes()
         assert hashlib.sha256(data).hexdigest() == self.sha256, self.name
         found: dict[str, Any] = json.loads(data)
-        assert len(found["problems"]) == self.problems > 0, self.name
+        assert len(found["problems"]) == self.problems, self.name
         return found
 
 
@@ -42,4 +42,5 @@ def cited(texts: Iterable[str]) -> list[Cited]:
         assert match, text
         found.append(Cited(match.group(1), int(match.group(2)), match.group(3)))
     assert found
+    assert all(each.problems > 0 for each in found)
     return found

@@ -302,7 +302,7 @@ def test_cublaslt_is_predicted_better_on_samples_that_nothing_was_fitted_to(pack
     paths = [RESULTS / f"launch-samples-seed-{seed}-h100.json" for seed in (92, 86)]
     fitted_to = cited([*packaged["records"], *speeds.of(H100).records])
     assert not {path.stem for path in paths} & {record.name for record in fitted_to}
-    rows = fit_corrections.judged_cublaslt(fit_corrections.launches_of(paths, few=False), corrections.packaged())[2:]
+    rows = fit_corrections.judged_cublaslt(fit_corrections.cublaslt_of(paths), corrections.packaged())[2:]
     off = {cells[0]: [float(each) for each in cells[2:]] for row in rows if (cells := row.strip("| ").split(" | "))}
     assert set(off) == {"1-16", "17-64", "65-128", "129-1024", "from 1025"}
     for tokens in ("65-128", "129-1024", "from 1025"):
@@ -315,8 +315,8 @@ def test_a_problem_without_cublaslt_has_no_row_for_it():
 
     p = {"n": 1024, "k": 8192, "m": 64}
     record = {"subject": "x", "facts": {"device": "y"}, "problems": [p, p | {"scaled_mm": 7.5, "m": 65}]}
-    (found,) = fit_corrections.of_cublaslt(record)
-    assert (found.kernel, found.problem.m, found.problem.scaling, found.us) == ("cublaslt", 65, "row", 7.5)
+    ((problem, us),) = fit_corrections.timed_cublaslt(record)
+    assert (problem.op, problem.m, problem.scaling, us) == ("fp8_gemm", 65, "row", 7.5)
 
 
 def test_launches_that_layers_do_not_choose_are_not_fitted_to():
