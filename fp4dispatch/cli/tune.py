@@ -2,8 +2,9 @@
 
 ``auto`` then uses the fastest backend, and our kernels their fastest build and launch shape. Times are stored in the
 cache folder under the GPU model, the versions and the code. They are invalid after a change of any of these. A backend
-replaces the rules' choice only if it is faster by more than the noise, and never if it is denied, quarantined or uses a
-coarser activation format. FP4DISPATCH_TUNED=off ignores stored times and shipped tables.
+replaces the rules' choice only if it is faster by more than the noise, and never if it is denied or quarantined. With a
+coarser activation format it must be faster by more than the rule says that the finer one is worth; most rules say that
+it is worth any time. FP4DISPATCH_TUNED=off ignores stored times and shipped tables.
 """
 
 from __future__ import annotations

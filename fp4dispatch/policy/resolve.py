@@ -13,8 +13,8 @@ from fp4dispatch.policy.capability import activation_of, offered, quarantined, r
 from fp4dispatch.policy.rules import Rule
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.problem.decision import Decision, Reason, RuleHit, Verdict
-from fp4dispatch.problem.measurement import Measurement
-from fp4dispatch.problem.prediction import Predictions
+from fp4dispatch.problem.measurement import EXACTNESS, Measurement, Timing, Worth
+from fp4dispatch.problem.prediction import PredictedTime, Predictions
 
 TUNED, PREDICTED = "tuned", "predicted"
 """Ids of the rules that a measurement and a prediction are."""
@@ -55,8 +55,9 @@ def resolve(
     4. Where there is none, ``reference`` is, if it can run the problem, with a warning that says what to install.
     5. Where that cannot either, ``backend`` is None.
     6. Predicted times may replace the choice of step 3 by a faster candidate that was acceptable as well, of the same
-       or a finer activation format (:meth:`~fp4dispatch.problem.prediction.Predictions.faster`). The rule is then
-       called ``predicted``. Where the choice of step 3 has a measured time, predictions are not asked.
+       or a finer activation format (:meth:`~fp4dispatch.problem.prediction.Predictions.faster`), or of a coarser one
+       where the rule says what its format is worth. The rule is then called ``predicted``. Where the choice of step 3
+       has a measured time, predictions are not asked.
     7. Measured times may replace the choice so far by a faster candidate that was acceptable as well
        (:meth:`~fp4dispatch.problem.measurement.Measurement.faster`). The rule is then called ``tuned``. A candidate
        with a reason or a deny rule against it stays out, however fast it is.
@@ -109,10 +110,11 @@ def resolve(
         if chosen is not None:
             candidates = [v for v in verdicts if _offered(v.backend, backends)]
             known = measured is not None and measured.of(chosen.backend, chosen.activation) is not None
+            worth = _worth(chosen, held, candidates)
             if predicted is not None and not known:
-                chosen, rule = _predicted(predicted, chosen, rule, candidates)
+                chosen, rule = _predicted(predicted, chosen, rule, candidates, worth)
             if measured is not None:
-                chosen, rule = _tuned(measured, chosen, rule, candidates)
+                chosen, rule = _tuned(measured, chosen, rule, candidates, worth)
         warning = _fallback(problem, system, verdicts, default, chosen, backends)
         if chosen is None:
             chosen = next((v for v in verdicts if v.backend == REFERENCE and v.accepted), None)
@@ -209,33 +211,57 @@ def _table(measured: Measurement) -> str:
     return f", {measured.table}" if measured.table else ""
 
 
+def _worth(default: Verdict, held: Sequence[Rule], offered: Sequence[Verdict]) -> Worth | None:
+    """Return what the rule that placed a choice says of its activations; None where they are worth any time.
+
+    Or where no coarser ones would run without that rule.
+    """
+    prefer = [rule for rule in held if rule.verb == "prefer"]
+    placed_by = next((rule for rule in prefer if default.backend in rule.backends), None)
+    if placed_by is None or placed_by.worth is None:
+        return None
+    accepted = {v.backend: v for v in offered if v.accepted}
+    others = (name for rule in prefer if rule is not placed_by for name in rule.backends)
+    without = next((accepted[name] for name in others if name in accepted), default)
+    if EXACTNESS[without.activation] >= EXACTNESS[default.activation]:
+        return None
+    return Worth(without.activation, placed_by.worth)
+
+
+def _preferred(
+    old: PredictedTime | Timing, new: PredictedTime | Timing, rule: RuleHit | None, worth: Worth | None
+) -> str:
+    """Name a choice that times have replaced, and the rule behind it."""
+    by = f" by {rule.id}" if rule is not None else ""
+    coarser = worth is not None and EXACTNESS[new.activation] < EXACTNESS[old.activation]
+    return f"{old.backend} ({old.activation}), preferred{by}{f' {worth}' if coarser else ''}"
+
+
 def _predicted(
-    predicted: Predictions, default: Verdict, rule: RuleHit | None, offered: Sequence[Verdict]
+    predicted: Predictions, default: Verdict, rule: RuleHit | None, offered: Sequence[Verdict], worth: Worth | None
 ) -> tuple[Verdict, RuleHit | None]:
     """Return the choice after predicted times have been looked at, and the rule to cite for it."""
     accepted = {(v.backend, v.activation): v for v in offered if v.accepted}
-    found = predicted.faster((default.backend, default.activation), accepted)
+    found = predicted.faster((default.backend, default.activation), accepted, worth)
     if found is None:
         return default, rule
     new, old = found
-    by = f" by {rule.id}" if rule is not None else ""
-    instead = f"{old.backend} ({old.activation}), preferred{by}, {old.us:.1f} us"
+    instead = f"{_preferred(old, new, rule, worth)}, {old.us:.1f} us"
     because = f"predicted {new.us:.1f} us; {instead}; {predicted.source}"
     return accepted[new.backend, new.activation], RuleHit(PREDICTED, "prefer", because, PREDICTED_SOURCE, "")
 
 
 def _tuned(
-    measured: Measurement, default: Verdict, rule: RuleHit | None, offered: Sequence[Verdict]
+    measured: Measurement, default: Verdict, rule: RuleHit | None, offered: Sequence[Verdict], worth: Worth | None
 ) -> tuple[Verdict, RuleHit | None]:
     """Return the choice after measured times have been looked at, and the rule to cite for it."""
     accepted = {(v.backend, v.activation): v for v in offered if v.accepted}
-    found = measured.faster((default.backend, default.activation), accepted)
+    found = measured.faster((default.backend, default.activation), accepted, worth)
     if found is None:
         return default, rule
     new, old = found
-    by = f" by {rule.id}" if rule is not None else ""
     where = measured.table or "measured here"
-    because = f"{where}: {new}; {old.backend} ({old.activation}), preferred{by}, {old}"
+    because = f"{where}: {new}; {_preferred(old, new, rule, worth)}, {old}"
     ranks = f", {measured.ranks} ranks" if measured.ranks > 1 else ""
     source = measured.table or f"fp4dispatch tune, {measured.name[:12]}{ranks}"
     hit = RuleHit(TUNED, "prefer", because, source, measured.date)

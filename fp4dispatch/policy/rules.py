@@ -87,7 +87,8 @@ class Rule:
 
     ``because`` says why the first of ``backends`` is preferred, or why all of them are denied. ``others`` says why each
     other one comes where it does. ``having`` names a property instead of backends: ``backends`` are then all that have
-    it for any op. ``measured`` are the figures that the rule rests on.
+    it for any op. ``measured`` are the figures that the rule rests on. ``worth`` is how much longer its backends may
+    take than coarser activations, which would run without it, as a share; None: any time.
     """
 
     id: str
@@ -102,6 +103,7 @@ class Rule:
     others: tuple[tuple[str, str], ...] = ()
     having: str = ""
     measured: tuple[Speedup, ...] = ()
+    worth: float | None = None
 
     def hit(self, backend: str) -> RuleHit:
         """Return what a decision about a backend says of this rule."""
@@ -196,7 +198,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         where,
         row,
         {**dict.fromkeys(("id", "verb", "because", "source"), str), "checked": date, "when": dict},
-        {"backends": list, "having": str, "others": dict, "measured": list, "code": str, "fix": str},
+        {"backends": list, "having": str, "others": dict, "measured": list, "code": str, "fix": str, "worth": float},
     )
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
         raise SettingsError(f"{where}: the id must be lower-case words joined by -")
@@ -206,6 +208,8 @@ def _rule(row: dict[str, Any]) -> Rule:
         raise SettingsError(f"{where}: because is empty")
     if row["verb"] == "prefer" and "code" in row:
         raise SettingsError(f"{where}: code belongs to deny rules")
+    if "worth" in row and (row["verb"] != "prefer" or not 0 < row["worth"] < 1):
+        raise SettingsError(f"{where}: worth {row['worth']!r}: it is a share between 0 and 1, of a prefer rule")
     backends = _whom(where, row)
     source, checked = provenance(where, row)
     return Rule(
@@ -221,6 +225,7 @@ def _rule(row: dict[str, Any]) -> Rule:
         others=tuple(row.get("others", {}).items()),
         having=row.get("having", ""),
         measured=load_measured(where, row["measured"]) if "measured" in row else (),
+        worth=row.get("worth"),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +23,8 @@ FLOOR = 0.02
 """Least gain that counts, as a share of the time of the present choice."""
 
 EXACTNESS: dict[Activation, int] = {"nvfp4": 0, "fp8": 1, "bf16": 2}
-"""Rank of each activation format. Speed may move a layer to a finer format than the rules chose, never to a coarser."""
+"""Rank of each activation format. Speed may move a layer to a finer format than the rules chose. It moves one to a
+coarser format only where the rule says what the finer one is worth (:class:`Worth`)."""
 
 SCHEMA = 2
 _ROUNDED = 3
@@ -49,15 +50,48 @@ class Candidate(Protocol):
 C = TypeVar("C", bound=Candidate)
 
 
-def fastest(times: Iterable[C], old: C, accepted: Iterable[tuple[str, Activation]]) -> C:
-    """Return the fastest candidate that may run in place of ``old``: accepted, and no coarser; ``old`` without any."""
+class Worth(NamedTuple):
+    """What a rule says that its finer activations are worth.
+
+    ``coarser``: the format that would run without the rule. ``share``: how much longer than with that format a call may
+    take, as a share of the shorter time.
+    """
+
+    coarser: Activation
+    share: float
+
+    def __str__(self) -> str:
+        return f"while it takes at most {self.share:.0%} longer than {self.coarser} activations"
+
+
+def fastest(times: Iterable[C], old: C, accepted: Iterable[tuple[str, Activation]], coarsest: Activation) -> C:
+    """Return the fastest candidate that may run in place of ``old``: accepted, and no coarser than ``coarsest``.
+
+    ``old`` where there is none.
+    """
     may_run = set(accepted)
-    fit = [
-        t
-        for t in times
-        if (t.backend, t.activation) in may_run and EXACTNESS[t.activation] >= EXACTNESS[old.activation]
-    ]
+    fit = [t for t in times if (t.backend, t.activation) in may_run and EXACTNESS[t.activation] >= EXACTNESS[coarsest]]
     return min(fit, key=lambda t: t.us, default=old)
+
+
+def replacement(
+    times: Sequence[C],
+    old: C,
+    accepted: Collection[tuple[str, Activation]],
+    worth: Worth | None,
+    gains: Callable[[C, C], bool],
+) -> C | None:
+    """Return the candidate that replaces ``old``, the choice of the rules; None where that stays.
+
+    ``gains``: whether the first takes less time than the second by enough to count.
+    """
+    new = fastest(times, old, accepted, old.activation)
+    best = new if gains(new, old) else old
+    if worth is not None:
+        coarser = fastest(times, old, accepted, worth.coarser)
+        if gains(coarser, best) and coarser.us * (1 + worth.share) < best.us:
+            best = coarser
+    return None if best is old else best
 
 
 def name_of(problem: Problem, facts: Mapping[str, str]) -> str:
@@ -175,7 +209,10 @@ class Measurement:
         )
 
     def faster(
-        self, default: tuple[str, Activation], accepted: Iterable[tuple[str, Activation]]
+        self,
+        default: tuple[str, Activation],
+        accepted: Collection[tuple[str, Activation]],
+        worth: Worth | None = None,
     ) -> tuple[Timing, Timing] | None:
         """Return (new, old) where a candidate that may run replaces the choice of the rules; None where that stays.
 
@@ -185,12 +222,18 @@ class Measurement:
             Backend and activation format that the rules chose.
         accepted
             All candidates that may be chosen. Times never add one.
+        worth
+            What the rule says that the activation format of its choice is worth; None for any time.
         """
+
+        def gains(new: Timing, old: Timing) -> bool:
+            return old.us - new.us > max(old.noise_us, new.noise_us, FLOOR * old.us)
+
         old = self.of(*default)
         if old is None:
             return None
-        new = fastest(self.timings, old, accepted)
-        return (new, old) if old.us - new.us > max(old.noise_us, new.noise_us, FLOOR * old.us) else None
+        new = replacement(self.timings, old, accepted, worth, gains)
+        return None if new is None else (new, old)
 
     def text(self) -> str:
         """Return it as text: the problem, then one line for each candidate."""

@@ -6,12 +6,12 @@ are off by some percent, and a choice should not flip from one M to the next for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp4dispatch.problem import Activation
-from fp4dispatch.problem.measurement import fastest
+from fp4dispatch.problem.measurement import Worth, replacement
 
 MARGIN = 0.03
 """Least predicted gain that counts, as a share of the time of the choice of the rules."""
@@ -49,14 +49,21 @@ class Predictions:
         return next((t for t in self.times if (t.backend, t.activation) == (backend, activation)), None)
 
     def faster(
-        self, default: tuple[str, Activation], accepted: Iterable[tuple[str, Activation]]
+        self,
+        default: tuple[str, Activation],
+        accepted: Collection[tuple[str, Activation]],
+        worth: Worth | None = None,
     ) -> tuple[PredictedTime, PredictedTime] | None:
         """Return (new, old) where a candidate that may run replaces the choice of the rules; None where that stays.
 
-        As :meth:`~fp4dispatch.problem.measurement.Measurement.faster`: to a finer activation format at most.
+        As :meth:`~fp4dispatch.problem.measurement.Measurement.faster`.
         """
+
+        def gains(new: PredictedTime, old: PredictedTime) -> bool:
+            return new.us < (1 - MARGIN) * old.us
+
         old = self.of(*default)
         if old is None:
             return None
-        new = fastest(self.times, old, accepted)
-        return (new, old) if new.us < (1 - MARGIN) * old.us else None
+        new = replacement(self.times, old, accepted, worth, gains)
+        return None if new is None else (new, old)

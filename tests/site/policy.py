@@ -61,6 +61,11 @@ def section(rule: Rule) -> str:
     if rule.fix:
         lines.append(f"- **What to do**: {rule.fix}")
     lines += [f"- `{name}`: {why}" for name, why in rule.others]
+    if rule.worth is not None:
+        lines.append(
+            f"- **Worth**: {rule.worth:.0%}. Where predicted or tuned times say that it takes longer than coarser "
+            "activations by more, these run"
+        )
     lines += [f"- **Measured**: {figures}" for figures in map(str, rule.measured)]
     lines.append(f"- **Read in** {link(rule.source)}, {rule.checked}")
     return "\n".join(lines)

@@ -215,11 +215,14 @@ def test_a_choice_counts_the_whole_range(monkeypatch):
     assert explain("nvfp4_gemm", 300, 4096, 4000, gpu="H200 SXM", **MACHINE).verdict("w4a8").predicted == ""
 
 
-def test_predictions_never_move_to_coarser_activations(monkeypatch):
-    for name, us in (("w4a8", 1.0), ("w4a16", 100.0)):
-        monkeypatch.setattr(registry.instance(name), "predict", lambda problem, gpu, us=us: us, raising=False)
+@pytest.mark.parametrize(
+    ("us", "chosen"), [(96.0, ("w4a16", "nvfp4-sm90-decode-w4a16")), (94.0, ("w4a8", "predicted"))]
+)
+def test_predictions_move_to_coarser_activations_only_where_the_finer_are_not_worth_it(monkeypatch, us, chosen):
+    for name, each in (("w4a8", us), ("w4a16", 100.0)):
+        monkeypatch.setattr(registry.instance(name), "predict", lambda problem, gpu, us=each: us, raising=False)
     found = explain("nvfp4_gemm", 8, 4096, 4096, gpu="H200 SXM", **MACHINE)
-    assert (found.backend, found.rule.id) == ("w4a16", "nvfp4-sm90-decode-w4a16")
+    assert (found.backend, found.rule.id) == chosen
 
 
 def test_explain_knows_the_gpu_of_this_machine(monkeypatch):
