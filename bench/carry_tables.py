@@ -1,4 +1,4 @@
-"""Carry the shipped tables over a change of csrc/ or jit_flags/ that leaves the machine code of our kernels as it was.
+"""Carry the shipped tables over a change of csrc/ or jit_flags/ that leaves machine code of our kernels as it was.
 
 A table holds for the sources that it was measured with. Where a change of them changes no instruction of a build that
 was there (comments, names, new builds), its times are still true, and no GPU is needed:
@@ -11,6 +11,14 @@ was there (comments, names, new builds), its times are still true, and no GPU is
 Every build in BEFORE must have the same machine code in AFTER, and BEFORE must have every build that a table names.
 Else nothing is written: measure again (``fp4dispatch tune --model-shapes``). A new build is not in the tables: where it
 may be faster, measure again too.
+
+Where kernels of one op changed, measure the layers of that op alone, and give the folder with these tables:
+
+    fp4dispatch tune --model-shapes nvfp4_gemm --out FOLDER --commit HASH        # on each GPU model that has a table
+    python bench/carry_tables.py /tmp/old /tmp/before /tmp/after --measured FOLDER
+
+Its layers replace those of the same op. The others are carried over, and only kernels that they do not name, and that
+new layers do, may have changed. The table then names both commits.
 """
 
 from __future__ import annotations
@@ -64,18 +72,52 @@ def named(tables: Sequence[shipped.Table]) -> set[str]:
     }
 
 
-def check_same_code(before: Path, after: Path, needed: set[str]) -> int:
-    """Return how many kernels have the same machine code on both sides; refuse where one has not."""
+def check_same_code(before: Path, after: Path, needed: set[str], measured: set[str]) -> int:
+    """Return how many kernels have the same machine code on both sides; refuse where one has not.
+
+    ``measured``: builds with new times. Their kernels may differ, unless builds that are ``needed`` are of them.
+    """
     rows = [row for row in mc.compare_paths(before, after) if row.verdict != mc.NEW]
     if missing := sorted(needed - {row.build for row in rows}):
         raise Refused(f"{before} lacks {', '.join(missing)}, which the tables name")
-    for row in rows:
+    free = {_kernel(build) for build in measured} - {_kernel(build) for build in needed}
+    held = [row for row in rows if _kernel(row.build) not in free]
+    for row in held:
         if row.verdict != mc.EQUAL:
             raise Refused(f"{row.build}, {row.kernel}: {row.verdict} {row.note[:200]}")
-    return len(rows)
+    return len(held)
 
 
-def carry(old: Path, before: Path, after: Path, folder: Path, here: Path) -> list[str]:
+def _kernel(build: str) -> str:
+    return build.partition("/")[0]
+
+
+def replaced(table: shipped.Table, new: shipped.Table | None) -> tuple[shipped.Table, shipped.Table]:
+    """Return a table with the layers of the ops of ``new`` in place of its own, and what it keeps of its own.
+
+    Raises
+    ------
+    Refused
+        If ``new`` lacks a layer, or one of its numbers of tokens, or was measured with another driver or library.
+    """
+    if new is None:
+        return table, table
+    for name in sorted({*table.facts, *new.facts} - {"commit"}):
+        if table.facts.get(name) != new.facts.get(name):
+            raise Refused(
+                f"the new table of {new.gpu} has {name} {new.facts.get(name)}, the old {table.facts.get(name)}"
+            )
+    ops = {key[0] for key in new.layers}
+    own = {key: by_m for key, by_m in table.layers.items() if key[0] not in ops}
+    for key, by_m in table.layers.items():
+        if key not in own and (left := sorted(set(by_m) - set(new.layers.get(key, {})))):
+            raise Refused(f"the new table of {table.gpu} has no times of {key} at M={', '.join(map(str, left))}")
+    commit = f"{table.facts.get('commit', '')}, {' and '.join(sorted(ops))} {new.facts.get('commit', '')}"
+    merged = replace(table, date=new.date, facts={**table.facts, "commit": commit}, layers={**own, **new.layers})
+    return merged, replace(table, layers=own)
+
+
+def carry(old: Path, before: Path, after: Path, folder: Path, here: Path, fresh: Path | None = None) -> list[str]:
     """Write the tables with the hash of today's sources; return a line for each.
 
     Parameters
@@ -86,6 +128,8 @@ def carry(old: Path, before: Path, after: Path, folder: Path, here: Path) -> lis
         Finished kernels of both.
     folder
         Of the tables.
+    fresh
+        Folder of tables that were measured with today's sources, of some ops; None: nothing was measured.
     """
     paths = sorted(folder.glob("*.json"))
     tables = [shipped.load(path) for path in paths]
@@ -95,10 +139,18 @@ def carry(old: Path, before: Path, after: Path, folder: Path, here: Path) -> lis
     for path, table in zip(paths, tables, strict=True):
         if table.kernels != was:
             raise Refused(f"{path} was measured with sources {table.kernels[:12]}, {old} has {was[:12]}")
+    news = [None if fresh is None else shipped.load(fresh / path.name) for path in paths]
+    for new in news:
+        if new is not None and new.kernels != now:
+            raise Refused(
+                f"the new table of {new.gpu} was measured with sources {new.kernels[:12]}, here is {now[:12]}"
+            )
     check_made_from(before, old / "csrc")
     check_made_from(after, here / "csrc")
-    count = check_same_code(before, after, named(tables))
-    for path, table in zip(paths, tables, strict=True):
+    merged = [replaced(table, new) for table, new in zip(tables, news, strict=True)]
+    measured = named([new for new in news if new is not None])
+    count = check_same_code(before, after, named([own for _, own in merged]), measured)
+    for path, (table, _) in zip(paths, merged, strict=True):
         tune_tables.write(path, replace(table, kernels=now), [])
     return [f"{path.name}: {was[:12]} -> {now[:12]}, {count} kernels are the same" for path in paths]
 
@@ -109,10 +161,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("old", type=Path, metavar="OLD", help="checkout of a commit where the tables hold")
     parser.add_argument("before", type=Path, metavar="BEFORE", help="finished kernels of that checkout")
     parser.add_argument("after", type=Path, metavar="AFTER", help="finished kernels of this one")
+    parser.add_argument(
+        "--measured", type=Path, metavar="FOLDER", help="tables of some ops, measured with these sources"
+    )
     args = parser.parse_args(words)
     here = manifest.installed().csrc.parent
     try:
-        print("\n".join(carry(args.old, args.before, args.after, shipped.FOLDER, here)))
+        print("\n".join(carry(args.old, args.before, args.after, shipped.FOLDER, here, args.measured)))
     except (Refused, mc.Incomparable, Fp4DispatchError, OSError) as error:
         print(f"not carried over: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -39,9 +40,9 @@ def case(tmp_path, monkeypatch):
     rows = [SAME, mc.Row("w4a8_small/new-90a", "(all)", mc.NEW)]
     monkeypatch.setattr(mc, "compare_paths", lambda before, after: rows)
 
-    def carry():
+    def carry(fresh=None):
         paths = (tmp_path / name for name in ("old", "old-built", "here-built", "tables", "here"))
-        return carry_tables.carry(*paths)
+        return carry_tables.carry(*paths, fresh)
 
     return tmp_path, rows, carry
 
@@ -100,3 +101,86 @@ def test_else_nothing_is_written(case, change, why):
     with pytest.raises(carry_tables.Refused, match=why):
         carry()
     assert [path.read_text() for path in (folder / "tables").glob("*")] == before
+
+
+FP8 = "w8a8_small/bf16-90a"
+
+
+@pytest.fixture
+def measured_anew(case):
+    """NVFP4 kernels changed, FP8 ones did not; a second table has new times of the NVFP4 layer."""
+    folder, rows, carry = case
+    rows[:] = [mc.Row(NAMED, "kernel", mc.DIFFERENT, "line 3"), mc.Row(FP8, "kernel", mc.EQUAL)]
+    path = folder / "tables" / "h200-sxm.json"
+    old = shipped.load(path)
+    timing = Timing("w8a8", "fp8", 7.0, 0.1, 9, LaunchConfig("w8a8_small", "bf16", (16, 1, 2, 1, 1, 2, 2)))
+    both = {**old.layers, ("fp8_gemm", "row", 64, 128): {1: (timing,)}}
+    path.write_text(shipped.to_json(replace(old, layers=both, facts={"driver": "1", "commit": "aaaaaaa"})))
+    faster = {key: {1: (replace(by_m[1][0], us=4.0),)} for key, by_m in old.layers.items()}
+    new = replace(
+        old,
+        kernels=facts.kernel_sources_in(folder / "here"),
+        date="2026-11-26",
+        layers=faster,
+        facts={"driver": "1", "commit": "bbbbbbb"},
+    )
+    fresh = folder / "fresh"
+    fresh.mkdir()
+
+    def write(table):
+        (fresh / "h200-sxm.json").write_text(shipped.to_json(table))
+
+    write(new)
+    return path, rows, lambda: carry(fresh), new, write
+
+
+def test_new_times_of_one_op_join_what_is_carried_over(measured_anew):
+    path, _, carry, new, _ = measured_anew
+    (line,) = carry()
+    now = shipped.load(path)
+    assert now.kernels == new.kernels
+    assert now.layers["nvfp4_gemm", "nvfp4", 64, 128][1][0].us == 4.0
+    assert now.layers["fp8_gemm", "row", 64, 128][1][0].us == 7.0
+    assert now.date == "2026-11-26"
+    assert now.facts["commit"] == "aaaaaaa, nvfp4_gemm bbbbbbb"
+    assert line.endswith("1 kernels are the same")
+
+
+def carried_layer_changed(rows, new, write):
+    rows[1] = mc.Row(FP8, "kernel", mc.DIFFERENT, "line 3")
+
+
+def quantiser_changed(rows, new, write):
+    rows.append(mc.Row("w4_activations/any-90a", "kernel", mc.DIFFERENT, "line 3"))
+
+
+def other_sources(rows, new, write):
+    write(replace(new, kernels="0" * 32))
+
+
+def not_all_tokens(rows, new, write):
+    ((key, by_m),) = new.layers.items()
+    write(replace(new, layers={key: {2: by_m[1]}}))
+
+
+def another_driver(rows, new, write):
+    write(replace(new, facts={**new.facts, "driver": "2"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (another_driver, "has driver 2, the old 1"),
+        (carried_layer_changed, f"{FP8}, kernel: DIFFERENT"),
+        (quantiser_changed, "w4_activations/any-90a, kernel: DIFFERENT"),
+        (other_sources, "was measured with sources 000000000000"),
+        (not_all_tokens, "has no times of .* at M=1"),
+    ],
+)
+def test_new_times_that_do_not_fit_change_nothing(measured_anew, change, why):
+    path, rows, carry, new, write = measured_anew
+    change(rows, new, write)
+    before = path.read_text()
+    with pytest.raises(carry_tables.Refused, match=why):
+        carry()
+    assert path.read_text() == before
