@@ -110,22 +110,37 @@ struct Lut {
   uint32_t low, high;
 };
 
+// By what the upper half of a word comes down: a shift, which the ALU pipe does, or a dot product of its halves with
+// (0, 1), which the FMA pipe does. All else of a look-up is for the ALU. Where that is the limit, the dot product is
+// faster (bench/notes/few-tokens.md, many-tokens.md).
+enum class UpperHalf { kShift, kDotProduct };
+
+template <UpperHalf how>
+__device__ __forceinline__ uint32_t upper_half(uint32_t word) {
+  if constexpr (how == UpperHalf::kShift) {
+    return word >> 16;
+  } else {
+    return __dp2a_lo(word, 0x0100u, 0u);
+  }
+}
+
 // What a table makes of a word's first four magnitudes and of the others. Signs of the first four are on top of the
 // bytes of `word`, those of the others on top of `word * 16`.
+template <UpperHalf how>
 __device__ __forceinline__ void look_up(uint32_t word, Lut lut, uint32_t& first, uint32_t& second) {
   uint32_t const magnitudes = word & 0x77777777;
   first = permute(lut.low, lut.high, magnitudes);
-  second = permute(lut.low, lut.high, magnitudes >> 16);
+  second = permute(lut.low, lut.high, upper_half<how>(magnitudes));
 }
 
-// A word to four pairs (k = 2j, 2j+1) times its scale (in both halves): value / kUnscale. 15 instructions, of which 4 are
-// the products and one is a shift that need not run on the half-rate pipe.
+// A word to four pairs (k = 2j, 2j+1) times its scale (in both halves): value / kUnscale. 15 instructions: 9 on the ALU
+// pipe, and 4 products, a shift to the left and a dot product on the FMA pipe.
 template <class T>
 __device__ __forceinline__ void dequantize(uint32_t word, typename Dequant<T>::Pair scale,
                                            uint32_t (&out)[4]) {
   using D = Dequant<T>;
   uint32_t first, second;
-  look_up(word, {D::kMagnitudes[0], D::kMagnitudes[1]}, first, second);
+  look_up<UpperHalf::kDotProduct>(word, {D::kMagnitudes[0], D::kMagnitudes[1]}, first, second);
   D::pairs(first, word, out);
   D::pairs(second, word * 16, out + 2);
 #pragma unroll
@@ -160,9 +175,10 @@ __device__ __forceinline__ void e4m3_luts(uint32_t bytes, Lut (&luts)[2]) {
   luts[1] = e4m3_lut(__high2half2(s));
 }
 
-// A word to e4m3 of its first four k and of the others: 6 instructions on the half-rate pipe and a shift.
+// A word to e4m3 of its first four k and of the others: 7 instructions, of which 6 or 5 are on the ALU pipe.
+template <UpperHalf how = UpperHalf::kShift>
 __device__ __forceinline__ void to_e4m3(uint32_t word, Lut lut, uint32_t& first, uint32_t& second) {
-  look_up(word, lut, first, second);
+  look_up<how>(word, lut, first, second);
   first |= word & 0x80808080;
   second |= word * 16 & 0x80808080;
 }

@@ -49,10 +49,10 @@ struct Fp8Chunk {
     luts[1] = load_lut(luts_at + scales[1] * kLutPitch);
   }
   // Operand A of the first or the second MMA.
-  template <int step>
+  template <int step, UpperHalf how = UpperHalf::kShift>
   __device__ __forceinline__ void dequantize(uint32_t (&a)[4]) const {
-    to_e4m3(step == 0 ? codes.x : codes.z, luts[0], a[0], a[2]);
-    to_e4m3(step == 0 ? codes.y : codes.w, luts[1], a[1], a[3]);
+    to_e4m3<how>(step == 0 ? codes.x : codes.z, luts[0], a[0], a[2]);
+    to_e4m3<how>(step == 0 ? codes.y : codes.w, luts[1], a[1], a[3]);
   }
 };
 

@@ -19,6 +19,8 @@ namespace fp4d {
 template <class Tile>
 struct W4LoopFp8 {
   static constexpr int T = Tile::kTokens;
+  // Faster in tiles of 176 tokens, not in narrower ones (bench/notes/many-tokens.md).
+  static constexpr w4::UpperHalf kUpper = T > 160 ? w4::UpperHalf::kDotProduct : w4::UpperHalf::kShift;
   Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
@@ -44,8 +46,8 @@ struct W4LoopFp8 {
     load(second, w4::kChunkBytes);
     first.look_up(luts_at);
     second.look_up(luts_at);
-    first.dequantize<0>(a[0]);
-    first.dequantize<1>(a[1]);
+    first.dequantize<0, kUpper>(a[0]);
+    first.dequantize<1, kUpper>(a[1]);
   }
 
   __device__ void load(w4::Fp8Chunk& chunk, uint32_t at) const { chunk.load(words_at + at, scales_at + at); }
@@ -100,10 +102,10 @@ struct W4LoopFp8 {
       wgmma_wait<1>();
       if (release != 0) barrier_arrive_in(empty_at + previous.barrier);
       release = empty_at;
-      second.dequantize<0>(a[2]);
+      second.dequantize<0, kUpper>(a[2]);
       multiply(partial, a[1], b + kDescriptorStep, 1);
       if constexpr (kAhead) first.look_up(luts_at);
-      second.dequantize<1>(a[3]);
+      second.dequantize<1, kUpper>(a[3]);
       if constexpr (!kAhead) {
         barrier_wait(full(at), at.parity);
         load(first, at.offset);
@@ -117,11 +119,11 @@ struct W4LoopFp8 {
         first.look_up(luts_at);
       }
       wgmma_wait<1>();
-      first.dequantize<0>(a[0]);
+      first.dequantize<0, kUpper>(a[0]);
       multiply(partial, a[3], b + 3 * kDescriptorStep, 1);
       // Where no stage follows the question would be answered after microseconds.
       if constexpr (kAhead) ready = !(last_item && left < 2) && barrier_done(full(next), next.parity);
-      first.dequantize<1>(a[1]);
+      first.dequantize<1, kUpper>(a[1]);
       second.look_up(luts_at);
       previous = current;
       if (phase == 0) {
