@@ -122,7 +122,7 @@ def test_graphs_of_every_m_replay_what_eager_computes():
     layers.graphs_of_every_m_replay_what_eager_computes(layer, (1, 16, 33, 64, 200))
 
 
-@pytest.mark.parametrize(("activation", "n", "m"), [("any", 536, 16), ("bf16", 536, 100), ("fp8", 536, 100)])
+@pytest.mark.parametrize(("activation", "n", "m"), [("any", 536, 16), ("bf16", 544, 100), ("fp8", 552, 100)])
 def test_an_m_that_was_never_planned_is_refused_during_capture(activation, n, m):
     """Layers of one shape share their plans: nothing but ``warmup`` here has planned this one."""
     if activation == "fp8" and torch.cuda.get_device_capability() != (9, 0):
