@@ -10,7 +10,7 @@ from dataclasses import replace
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.own.tiling import speeds
 from fp4dispatch.machine.gpu_models import GpuModel
-from fp4dispatch.problem import Problem, m_bucket
+from fp4dispatch.problem import Problem, m_before
 from fp4dispatch.problem.prediction import PredictedTime, Predictions
 
 SMALL_TILES = 64
@@ -39,7 +39,7 @@ def tokens(m: int) -> tuple[int, ...]:
     """Return the numbers of tokens that stand for the range which ends at ``m``, ascending, ``m`` the last."""
     if m <= SMALL_TILES:
         return (m,)
-    before = m_bucket(m) // 2
+    before = m_before(m)
     return tuple(dict.fromkeys(before + math.ceil((m - before) * share) for share in SHARES))
 
 

@@ -146,7 +146,7 @@ def _tune(args: argparse.Namespace) -> int:
         for n, k in args.nk
         for m in args.m or TOKENS
     ]
-    problems = dict.fromkeys(replace(each, m=m) for each in asked for m in choose.measured_at(each, device.index))
+    problems = dict.fromkeys(replace(each, m=choose.bucket(each.m, each.op, device.index)) for each in asked)
     with Progress("tuning", len(problems), unit="shapes", announce=True, quiet=args.json) as progress:
         copies: Copies | None = None
         for problem in problems:

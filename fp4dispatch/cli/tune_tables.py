@@ -23,13 +23,13 @@ import torch
 from fp4dispatch.benchmark.problems import shapes
 from fp4dispatch.cli import FAILED, OK
 from fp4dispatch.dispatch import choose, shipped
-from fp4dispatch.dispatch.launches import MOST_TOKENS, point
+from fp4dispatch.dispatch.launches import MOST_TOKENS
 from fp4dispatch.dispatch.shipped import Layer, Table
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.machine.system import System
-from fp4dispatch.problem import Op, Problem, Scaling
+from fp4dispatch.problem import Op, Problem, Scaling, m_bucket
 from fp4dispatch.problem.measurement import Measurement
 from fp4dispatch.settings import did_you_mean, settings
 from fp4dispatch.trust import facts
@@ -117,7 +117,7 @@ def tokens() -> tuple[int, ...]:
     """Return every number of tokens at which launches are timed, up to ``MOST_TOKENS``."""
     found, m = [], 0
     while m < MOST_TOKENS:
-        m = point(m + 1)
+        m = m_bucket(m + 1)
         found.append(m)
     return tuple(found)
 
@@ -185,7 +185,7 @@ def measure(key: Layer, ms: Iterable[int], gpu: int, force: bool) -> list[Measur
     """Return the measurements of a layer, by ascending M."""
     op, scaling, n, k = key
     problem = Problem(op, 1, n, k, scaling=scaling)
-    all_m = {at for m in ms for at in choose.measured_at(Problem(op, m, n, k, scaling=scaling), gpu)}
+    all_m = {choose.bucket(m, op, gpu) for m in ms}
     device = torch.device("cuda", gpu)
     copies = Copies(tuning.make_weights(problem, device), tuning.engine_of(device))
     alone = Ranks(alone=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.registry import instance
-from fp4dispatch.dispatch import here, launches, predicted, tuned
+from fp4dispatch.dispatch import here, predicted, tuned
 from fp4dispatch.dispatch.report import capture_refusal, refusal, report
 from fp4dispatch.dispatch.report import reset as forget_reports
 from fp4dispatch.dispatch.request import Request, requested
@@ -122,12 +122,6 @@ def facts(gpu: int | None = 0) -> System:
 def bucket(m: int, op: Op, gpu: int | None = 0) -> int:
     """Return the largest M that shares its decision with ``m`` on a device."""
     return m_bucket(m, op, here.arch_on(_system.current(), gpu))
-
-
-def measured_at(problem: Problem, gpu: int | None = 0) -> tuple[int, ...]:
-    """Return the numbers of tokens that ``tune`` times for a problem: that of its launch, and that of its decision."""
-    system = here.seen_from(_system.current(), gpu)
-    return launches.points(problem, system)
 
 
 def m_ranges(op: Op, gpu: int | None, last: int) -> Iterator[int]:

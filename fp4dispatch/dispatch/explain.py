@@ -150,7 +150,7 @@ def _of_times(decision: Decision, system: System, bucket: Problem) -> list[str]:
     notes = []
     problem = replace(decision.problem, activation=decision.activation)
     found = launches.measured(problem, system, decision.backend or "") if system.gpus else None
-    if found is not None and found.problem.m != bucket.m:
+    if found is not None and not any(v.measured for v in decision.verdicts if v.backend == decision.backend):
         fastest = found.launches(str(decision.backend), decision.activation)[0]
         notes.append(f"launches for M={problem.m} are tuned at M={found.problem.m}: {fastest}, on {found.date}")
     void = tuned.void(bucket, system, registry.backends())

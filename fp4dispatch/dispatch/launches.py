@@ -1,7 +1,6 @@
 """Which timed launches serve a problem: what backends ask when they make a plan. No torch.
 
-Launches are timed at numbers of tokens that are finer than the ranges of decisions: a tile that the last tokens leave
-half empty changes which one is fastest. A measurement serves all M down to the next one.
+Launches are timed at the last M of each range of M that has a decision of its own. A measurement serves that range.
 """
 
 from __future__ import annotations
@@ -18,31 +17,20 @@ from fp4dispatch.dispatch import here, tuned
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.rules import m_bucket
 from fp4dispatch.problem import Problem
-from fp4dispatch.problem import m_bucket as power_of_two
 from fp4dispatch.problem.measurement import Measurement
 from fp4dispatch.settings import settings
 
 MOST_TOKENS = 8192
 """Up to so many tokens, tables of launches that ship are made."""
-HALVES_FROM = 16
-"""Above so many tokens, launches are also timed half way between two powers of two."""
 ONE_TILE = 8
 """Up to so many tokens all launches do the same: the smallest tile holds them."""
 
 _found: dict[tuple[str, Problem, int], tuple[Hashable, Tuned | None]] = {}
 
 
-def point(m: int) -> int:
-    """Return the least number of tokens, not under ``m``, at which launches are timed: 1, 2, 4, 8, 16, 24, 32 ..."""
-    above = power_of_two(m)
-    half = above * 3 // 4
-    return half if above > HALVES_FROM and m <= half else above
-
-
-def points(problem: Problem, system: System) -> tuple[int, ...]:
-    """Return the numbers of tokens to time for a problem: that for its launch, and that for its decision."""
-    bucket = m_bucket(problem.m, problem.op, system.arch)
-    return tuple(dict.fromkeys((min(point(problem.m), bucket), bucket)))
+def point(problem: Problem, system: System) -> int:
+    """Return the number of tokens at which launches and backends are timed for a problem."""
+    return m_bucket(problem.m, problem.op, system.arch)
 
 
 def measured(problem: Problem, system: System, backend: str) -> Measurement | None:
@@ -80,15 +68,15 @@ def digest(backends: Iterable[tuple[int, str, Problem]], system: System) -> str:
                 found.append(
                     [m, backend, each.problem.m, [t.launch for t in each.launches(backend, problem.activation)]]
                 )
-            m = points(replace(problem, m=m), system)[0] + 1
+            m = point(replace(problem, m=m), system) + 1
         first = last + 1
     return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else ""
 
 
 def _candidates(problem: Problem, system: System) -> Iterator[Measurement]:
-    tokens = points(problem, system)
+    tokens = [point(problem, system)]
     if problem.m <= ONE_TILE:
-        tokens = tuple(dict.fromkeys((*tokens, 8, 4, 2, 1)))
+        tokens = list(dict.fromkeys((*tokens, 8, 4, 2, 1)))
     plain = replace(problem, capture="none", m_min=1, sf_layout=None)
     backends = registry.backends()
     for m in tokens:

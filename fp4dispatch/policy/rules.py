@@ -31,7 +31,7 @@ from fp4dispatch.policy.catalogue import (
 from fp4dispatch.policy.measured import Speedup
 from fp4dispatch.policy.measured import load as load_measured
 from fp4dispatch.problem import CAPTURE_MODES, OPS, SCALINGS, Op, Problem
-from fp4dispatch.problem import m_bucket as power_of_two
+from fp4dispatch.problem import m_bucket as end_of_range
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.problem.decision import ReasonCode, RuleHit
 
@@ -163,8 +163,8 @@ def bounds(op: Op, arch: Arch | None) -> tuple[int, ...]:
 
 
 def m_bucket(m: int, op: Op, arch: Arch | None) -> int:
-    """Return the largest M with the same decision as ``m``: the next power of two, or the next ``m_max`` of a rule."""
-    return min([power_of_two(m), *(bound for bound in bounds(op, arch) if bound >= m)])
+    """Return the largest M with the same decision as ``m``: the end of its range, or the next ``m_max`` of a rule."""
+    return min([end_of_range(m), *(bound for bound in bounds(op, arch) if bound >= m)])
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from fp4dispatch.problem.problem import (
     Problem,
     Scaling,
     SfLayout,
+    m_before,
     m_bucket,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "Problem",
     "Scaling",
     "SfLayout",
+    "m_before",
     "m_bucket",
 ]

@@ -23,6 +23,8 @@ SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
 OUT_DTYPES: tuple[OutDtype, ...] = get_args(OutDtype)
 CAPTURE_MODES: tuple[CaptureMode, ...] = get_args(CaptureMode)
 SF_LAYOUTS: tuple[SfLayout, ...] = get_args(SfLayout)
+HALVES_FROM = 16
+"""Above so many tokens, ranges of M also end half way between two powers of two."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,22 @@ class Problem:
 
 
 def m_bucket(m: int) -> int:
-    """Return the smallest power of two that is at least ``m``."""
-    return 1 << max(m - 1, 0).bit_length()
+    """Return the last M of the range that ``m`` lies in: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96 and so on.
+
+    Ranges end at powers of two, and above :data:`HALVES_FROM` also half way between two: there a tile that the last
+    tokens leave half empty changes which kernel is fastest.
+    """
+    above = 1 << max(m - 1, 0).bit_length()
+    half = above * 3 // 4
+    return half if above > HALVES_FROM and m <= half else above
+
+
+def m_before(m: int) -> int:
+    """Return the last M of the range before that of ``m``; 0 for M of 1."""
+    last = m_bucket(m)
+    if last & (last - 1):
+        return last * 2 // 3
+    return last * 3 // 4 if last > HALVES_FROM else last // 2
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -106,12 +106,10 @@ def tune_each(
     ranks = Ranks(alone=True) if ranks is None else ranks
     copies = Copies(weights, engine or engine_of(weights.weight.device))
     try:
-        found = []
-        for problem in problems:
-            for m in choose.measured_at(problem, gpu):
-                last = tune_at(replace(problem, m=m), copies, gpu=gpu, ranks=ranks, force=force)
-            found.append(last)
-        return found
+        return [
+            tune_at(replace(each, m=choose.bucket(each.m, each.op, gpu)), copies, gpu=gpu, ranks=ranks, force=force)
+            for each in problems
+        ]
     finally:
         del copies
         _free(weights.weight.device)
@@ -125,7 +123,7 @@ def tune_at(
     ranks: Ranks,
     force: bool = False,
 ) -> Measurement:
-    """Measure a problem at its very M, one of :func:`fp4dispatch.dispatch.choose.measured_at`. Else as :func:`tune`.
+    """Measure a problem at its very M, the last of a range of decisions. Else as :func:`tune`.
 
     ``copies`` of the layer's weights serve every M, so whoever measures several should share them.
     """

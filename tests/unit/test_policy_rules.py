@@ -91,10 +91,10 @@ def test_a_bad_rule_is_refused_and_named(changes, text):
         load(changed(**changes))
 
 
-def test_m_is_decided_in_ranges_that_end_at_powers_of_two_and_where_rules_end(monkeypatch):
-    monkeypatch.setattr("fp4dispatch.policy.rules.bounds", lambda op, arch: (48, 64))
-    found = [m_bucket(m, "nvfp4_gemm", SM90) for m in (0, 1, 3, 32, 33, 48, 49, 64, 65, 128)]
-    assert found == [1, 1, 4, 32, 48, 48, 64, 64, 128, 128]
+def test_m_is_decided_in_ranges_and_up_to_where_rules_end(monkeypatch):
+    monkeypatch.setattr("fp4dispatch.policy.rules.bounds", lambda op, arch: (40, 64))
+    found = [m_bucket(m, "nvfp4_gemm", SM90) for m in (0, 1, 3, 32, 33, 40, 41, 49, 64, 65, 128)]
+    assert found == [1, 1, 4, 32, 40, 40, 48, 64, 64, 96, 128]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -115,7 +115,7 @@ def test_rules_of_other_archs_do_not_cut_ranges():
     assert {8, 128} <= set(bounds("nvfp4_gemm", SM90))
     assert 191 not in bounds("nvfp4_gemm", SM90)  # sm_89's
     assert bounds("nvfp4_gemm", SM120) == bounds("nvfp4_gemm", None) == ()
-    assert m_bucket(33, "nvfp4_gemm", SM120) == 64
+    assert m_bucket(129, "nvfp4_gemm", SM120) == 192
 
 
 def test_ids_are_unique():

@@ -7,7 +7,7 @@ import operator
 import pytest
 
 from fp4dispatch.errors import InputError
-from fp4dispatch.problem import Problem, m_bucket
+from fp4dispatch.problem import Problem, m_before, m_bucket
 from fp4dispatch.problem.arch import KNOWN_ARCHS, SM100, SM120, Arch
 
 
@@ -66,4 +66,13 @@ def test_a_problem_reads_well():
 
 
 def test_buckets_are_powers_of_two():
-    assert [m_bucket(m) for m in (0, 1, 2, 3, 4, 5, 127, 128, 129)] == [1, 1, 2, 4, 4, 8, 128, 128, 256]
+    tokens = (0, 1, 2, 3, 4, 5, 9, 12, 17, 25, 48, 49, 96, 97, 127, 128, 129, 193)
+    assert [m_bucket(m) for m in tokens] == [1, 1, 2, 4, 4, 8, 16, 16, 24, 32, 48, 64, 96, 128, 128, 128, 192, 256]
+
+
+def test_ranges_follow_each_other():
+    for m in range(1, 5000):
+        last, before = m_bucket(m), m_before(m)
+        assert before < m <= last
+        assert m_bucket(before + 1) == last
+        assert before == 0 or m_bucket(before) == before

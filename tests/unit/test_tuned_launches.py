@@ -22,6 +22,7 @@ from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
 from fp4dispatch.models.linear import FP4Linear
 from fp4dispatch.models.replace import warmup
+from fp4dispatch.policy.rules import bounds
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.problem.measurement import LaunchConfig, Measurement, Timing
@@ -265,16 +266,17 @@ def test_one_backend_with_several_launches_is_a_choice(kernels, monkeypatch):
 
 @pytest.mark.parametrize(
     ("m", "at"),
-    [(1, (1,)), (3, (4,)), (12, (16,)), (17, (24, 32)), (25, (32,)), (33, (48, 64)), (300, (384, 512)), (400, (512,))],
+    [(1, 1), (3, 4), (12, 16), (17, 24), (25, 32), (33, 48), (300, 384), (400, 512)],
 )
-def test_a_ragged_m_is_timed_for_its_launch_and_for_its_decision(m, at):
-    assert stored.points(replace(FP4, m=m), HERE) == at
+def test_a_ragged_m_is_timed_at_the_end_of_its_range(m, at):
+    assert stored.point(replace(FP4, m=m), HERE) == at
 
 
 def test_a_bound_of_a_rule_is_never_passed():
     for m in range(1, 3000):
-        first, *_, last = (0, *stored.points(replace(FP8, m=m), HERE))
-        assert first <= m <= stored.points(replace(FP8, m=m), HERE)[0] <= last
+        last = stored.point(replace(FP8, m=m), HERE)
+        assert m <= last
+        assert all(last <= bound or m > bound for bound in bounds("fp8_gemm", HERE.arch))
 
 
 def test_ragged_tokens_take_the_launch_of_their_own_measurement(kernels):
@@ -282,8 +284,8 @@ def test_ragged_tokens_take_the_launch_of_their_own_measurement(kernels):
     at = {m: listed("w8a8", replace(problem, m=m)) for m in (384, 512)}
     split = {m: next(e for e in at[m] if e.shape and e.shape[1] == parts) for m, parts in ((384, 2), (512, 1))}
     kernels.us = dict.fromkeys(split.values(), 10.0)
-    tune(problem)
-    assert len(list(tuned.store.folder().iterdir())) == 2
+    for m in (300, 500):
+        tune(replace(problem, m=m))
     numbers = launched(kernels, "w8a8", problem)
     assert numbers[1] == split[384].shape[1]
     assert launched(kernels, "w8a8", replace(problem, m=500))[1] == split[512].shape[1]
@@ -291,6 +293,14 @@ def test_ragged_tokens_take_the_launch_of_their_own_measurement(kernels):
     assert any(
         f"launches for M=300 are tuned at M=384: 10.0 us, launch shape {split[384]}" in n for n in decision.notes
     )
+
+
+def test_what_was_tuned_at_eight_tokens_serves_fewer_and_explain_says_so(kernels):
+    _, good = another("w8a16", replace(FP8, m=8))
+    kernels.us = {good: 10.0}
+    tune(replace(FP8, m=8))
+    decision = explain("fp8_gemm", 3, FP8.n, FP8.k, scaling="row", backend="w8a16")
+    assert any(f"launches for M=3 are tuned at M=8: 10.0 us, launch shape {good}" in n for n in decision.notes)
 
 
 def test_a_plan_for_every_m_takes_each_timed_launch(kernels):
