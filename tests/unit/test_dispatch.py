@@ -137,7 +137,7 @@ def test_one_decision_per_bucket_of_m(monkeypatch):
     monkeypatch.setattr(resolve, "resolve", lambda *a, **k: asked.append(a[0].m) or real(*a, **k))
     for m in (9, 16, 13, 17, 0, 1):
         assert choose.select(replace(NVFP4, m=m)).problem.m == m
-    assert asked == [16, 32, 1]
+    assert asked == [16, 24, 1]
 
 
 def test_a_changed_machine_is_noticed(machine):

@@ -65,7 +65,7 @@ def test_a_problem_reads_well():
     assert text == "fp8_gemm M=0 N=64 K=32 (row, activation bf16) -> float16 + bias, piecewise capture"
 
 
-def test_buckets_are_powers_of_two():
+def test_ranges_of_m_end_at_powers_of_two_and_half_way_between_them():
     tokens = (0, 1, 2, 3, 4, 5, 9, 12, 17, 25, 48, 49, 96, 97, 127, 128, 129, 193)
     assert [m_bucket(m) for m in tokens] == [1, 1, 2, 4, 4, 8, 16, 16, 24, 32, 48, 64, 96, 128, 128, 128, 192, 256]
 

@@ -9,7 +9,7 @@ import pytest
 from fp4dispatch.backends import registry
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.resolve import resolve
-from fp4dispatch.policy.rules import rules
+from fp4dispatch.policy.rules import Rule, When, rules
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.measurement import Measurement, Timing, Worth
 from fp4dispatch.problem.prediction import PredictedTime, Predictions
@@ -70,6 +70,18 @@ def test_a_backend_that_may_not_run_takes_nobodys_place():
     assert ask("nvfp4_gemm", "nvfp4", times, system=replace(HOPPER, fp8_copy=True)).backend == "w4a8_expanded"
     shut = replace(HOPPER, quarantined=frozenset({("w4a8", "nvfp4_gemm", "sm_90")}))
     assert ask("nvfp4_gemm", "nvfp4", times, system=shut).backend == "w4a16"
+
+
+def test_what_would_run_without_the_rule_is_what_may_run():
+    """Without the rule w4a8 would come next, but may not run, and then w4a16: FP8 is nobody's choice."""
+    about = {"when": When(ops=("nvfp4_gemm",)), "source": "https://example.org", "checked": "2026-11-26"}
+    only = [
+        Rule("first", "prefer", backends=("w4a16",), because="x", worth=0.05, **about),
+        Rule("next", "prefer", backends=("w4a8", "w4a16"), because="x", others=(("w4a16", "x"),), **about),
+    ]
+    times = [("w4a16", "bf16", 200.0), ("w4a8", "fp8", 100.0), ("w4a8_expanded", "fp8", 50.0)]
+    assert ask("nvfp4_gemm", "nvfp4", times, rules=only).backend == "w4a8_expanded"
+    assert ask("nvfp4_gemm", "nvfp4", times, rules=only, disabled=["w4a8"]).backend == "w4a16"
 
 
 def test_no_format_below_that_of_the_choice_without_the_rule():
