@@ -160,7 +160,10 @@ class Sample:
 
 
 def least_exact(problem: Problem, system: System) -> int:
-    """Return how exact activations must be: as those of the rules' choice."""
+    """Return how exact activations must be: as those of the rules' choice.
+
+    Models may choose coarser ones where a rule says what its own are worth. The regret of such a choice may be under 1.
+    """
     decision = resolve.resolve(_at(problem), system, registry.backends())
     return EXACTNESS[decision.activation] if decision.activation != "any" else EXACTNESS["bf16"]
 

@@ -28,11 +28,6 @@ ONE_TILE = 8
 _found: dict[tuple[str, Problem, int], tuple[Hashable, Tuned | None]] = {}
 
 
-def point(problem: Problem, system: System) -> int:
-    """Return the number of tokens at which launches and backends are timed for a problem."""
-    return m_bucket(problem.m, problem.op, system.arch)
-
-
 def measured(problem: Problem, system: System, backend: str) -> Measurement | None:
     """Return the measurement whose launches serve a problem: this user's own, else one of the shipped table.
 
@@ -68,15 +63,14 @@ def digest(backends: Iterable[tuple[int, str, Problem]], system: System) -> str:
                 found.append(
                     [m, backend, each.problem.m, [t.launch for t in each.launches(backend, problem.activation)]]
                 )
-            m = point(replace(problem, m=m), system) + 1
+            m = m_bucket(m, problem.op, system.arch) + 1
         first = last + 1
     return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else ""
 
 
 def _candidates(problem: Problem, system: System) -> Iterator[Measurement]:
-    tokens = [point(problem, system)]
-    if problem.m <= ONE_TILE:
-        tokens = list(dict.fromkeys((*tokens, 8, 4, 2, 1)))
+    last = m_bucket(problem.m, problem.op, system.arch)
+    tokens = dict.fromkeys((last, 8, 4, 2, 1) if problem.m <= ONE_TILE else (last,))
     plain = replace(problem, capture="none", m_min=1, sf_layout=None)
     backends = registry.backends()
     for m in tokens:

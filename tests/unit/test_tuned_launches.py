@@ -15,14 +15,13 @@ from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.tiling import speeds
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.dispatch import choose, tuned
-from fp4dispatch.dispatch import launches as stored
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
 from fp4dispatch.models.linear import FP4Linear
 from fp4dispatch.models.replace import warmup
-from fp4dispatch.policy.rules import bounds
+from fp4dispatch.policy.rules import bounds, m_bucket
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.problem.measurement import LaunchConfig, Measurement, Timing
@@ -269,12 +268,12 @@ def test_one_backend_with_several_launches_is_a_choice(kernels, monkeypatch):
     [(1, 1), (3, 4), (12, 16), (17, 24), (25, 32), (33, 48), (300, 384), (400, 512)],
 )
 def test_a_ragged_m_is_timed_at_the_end_of_its_range(m, at):
-    assert stored.point(replace(FP4, m=m), HERE) == at
+    assert m_bucket(m, FP4.op, HERE.arch) == at
 
 
 def test_a_bound_of_a_rule_is_never_passed():
     for m in range(1, 3000):
-        last = stored.point(replace(FP8, m=m), HERE)
+        last = m_bucket(m, FP8.op, HERE.arch)
         assert m <= last
         assert all(last <= bound or m > bound for bound in bounds("fp8_gemm", HERE.arch))
 
