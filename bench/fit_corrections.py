@@ -2,7 +2,7 @@
 
 Samples come from bench/launch_samples.py, of all GPUs that speeds.toml has constants of; fit these first. For each
 group of builds, boosted trees learn the logarithm of the measured over the predicted time. All trees of a level ask one
-question, so a tree is five questions and 32 numbers.
+question, so a tree is six questions and 64 numbers.
 
     python bench/fit_corrections.py --few FILES --many FILES [--judge FILES] [--write]
 
@@ -108,8 +108,8 @@ def features(launch: Timed, known: Speeds) -> tuple[float, ...]:
     tile = speed_of(launch.kernel, launch.build)
     if tile is not None:
         return corrections.of_many_tokens(tile, LaunchShape(*launch.shape), p.m, p.n, p.k, gpu)
-    shape, m = FewTokensShape(*launch.shape), predict.whole(p.m)
-    return corrections.of_few_tokens(launch.kernel, shape, m, p.n, p.k, gpu, blocks=p.scaling == speeds.BLOCKS)
+    shape, blocks = FewTokensShape(*launch.shape), p.scaling == speeds.BLOCKS
+    return corrections.of_few_tokens(launch.kernel, shape, p.m, p.n, p.k, gpu, blocks=blocks)
 
 
 def group_of(launch: Timed) -> str:

@@ -113,7 +113,7 @@ def test_all_trees_at_once_say_what_they_say_one_by_one(packaged, name):
 
 @pytest.mark.parametrize(("leaf", "factor"), [(9000, corrections.MOST), (-9000, 1 / corrections.MOST), (1000, 1.10517)])
 def test_a_correction_is_bounded(leaf, factor):
-    tree = corrections.Tree([0] * 5, [1.0] * 5, [leaf] * 32)
+    tree = corrections.Tree([0] * corrections.DEPTH, [1.0] * corrections.DEPTH, [leaf] * 2**corrections.DEPTH)
     assert corrections.Correction([tree]).factor([0.0]) == pytest.approx(factor, rel=1e-5)
 
 
@@ -185,6 +185,11 @@ def test_features_are_those_that_are_named():
     assert (few["stages_of_k"], few["rings"], few["even"]) == (5, 1.25, 1.0)  # 20 stages on four groups
     assert (few["token_tiles"], few["tokens_filled"]) == (2, pytest.approx(40 / 48))
     assert few["rows_filled"] == pytest.approx(5100 / 5120)
+    three = corrections.of_few_tokens("w4a8_small", shape, 3, 5100, 2560, gpu, blocks=False)
+    eight = corrections.of_few_tokens("w4a8_small", shape, 8, 5100, 2560, gpu, blocks=False)
+    at = corrections.FEW.index("m")
+    assert (three[at], eight[at]) == (3, 8)
+    assert (*three[:at], *three[at + 1 :]) == (*eight[:at], *eight[at + 1 :]), "all else is for 8 tokens"
     assert [few[name] for name in corrections.SIZES] == [40, 5100, 2560, 5100 * 2560, gpu.memory_bytes]
     assert gpu.memory_bytes < speeds.of(H200).many_tokens.memory_bytes
     tile = speed_of("w8_gemm_sm90", "bf16_128")

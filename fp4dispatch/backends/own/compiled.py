@@ -7,6 +7,7 @@ the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
 from __future__ import annotations
 
 import abc
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from fp4dispatch.backends.own.tensors.operands import (
     taken_as_is,
 )
 from fp4dispatch.backends.own.tiling import launch_model, launches, predict
+from fp4dispatch.backends.own.tiling.few_tokens import UP_TO
 from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.speeds import of as speeds_of
@@ -134,11 +136,14 @@ class State:
 
 
 class ByTokens(list[Sequence[int] | None]):
-    """Launch shapes for up to 8, 16, 24 ... tokens, of a kernel whose plan serves every M; None: the kernel's own."""
+    """Launch shapes for numbers of tokens, of a kernel whose plan serves every M; None: the kernel's own.
+
+    In the order of :data:`~fp4dispatch.backends.own.tiling.few_tokens.UP_TO`.
+    """
 
     def at(self, m: int) -> Sequence[int] | None:
         """Return the launch shape for M tokens."""
-        index = (m - 1) // predict.TOKENS_APART
+        index = bisect_left(UP_TO, m)
         return self[index] if index < len(self) else None
 
 
@@ -154,7 +159,7 @@ def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., No
         shapes = [None if each is None else launch_numbers(each) for each in shape]
 
         def gemm_of_any(x: Tensor, *operands: Any) -> None:
-            index = (x.shape[0] - 1) // predict.TOKENS_APART
+            index = bisect_left(UP_TO, x.shape[0])
             numbers = shapes[index] if index < len(shapes) else None
             if numbers is None:
                 own(x, *operands)

@@ -37,8 +37,7 @@ from fp4dispatch.backends.own.compiled import (
 from fp4dispatch.backends.own.swiglu import PRODUCT
 from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
 from fp4dispatch.backends.own.tiling import launches, predict
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
-from fp4dispatch.backends.own.tiling.predict import TOKENS_APART
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, UP_TO
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
@@ -48,8 +47,8 @@ KERNEL = "w8a16_small"
 BUILDS = {"bfloat16": "bf16", "float16": "fp16"}
 """Build of :data:`KERNEL` by output dtype."""
 
-MOST_TOKENS = KERNELS[KERNEL].most_tokens()
-"""The most tokens for which a launch shape of ours takes the place of the kernel's own."""
+TOKENS = tuple(m for m in UP_TO if m <= KERNELS[KERNEL].most_tokens())
+"""Numbers of tokens for which launch shapes of ours take the place of the kernel's own."""
 
 _K_MULTIPLE = 16  # the kernel reads rows of the weight that start on 16 bytes
 _STEP_BYTES = 1 << 24
@@ -78,9 +77,9 @@ class W8A16Backend(CompiledBackend):
         if chosen is None:
             return None
         gemm, predicted = chosen
-        shapes = predicted if isinstance(predicted, ByTokens) else ByTokens([None] * (MOST_TOKENS // TOKENS_APART))
-        for i in range(len(shapes)):
-            at = replace(problem, m=(i + 1) * TOKENS_APART)
+        shapes = predicted if isinstance(predicted, ByTokens) else ByTokens([None] * len(TOKENS))
+        for i, m in enumerate(TOKENS):
+            at = replace(problem, m=m)
             timed = launches.tuned(self.name, at, device.index or 0)
             if timed is not None and (launch := self._timed(timed, at, layout, device)) is not None:
                 shapes[i] = launch.shape
@@ -89,8 +88,7 @@ class W8A16Backend(CompiledBackend):
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> ByTokens:
         """Return launch shapes for all M: the plan serves every M."""
         return ByTokens(
-            predict.few_tokens_shape(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds)
-            for m in range(TOKENS_APART, MOST_TOKENS + 1, TOKENS_APART)
+            predict.few_tokens_shape(KERNEL, replace(problem, m=m, n=layout.np, k=layout.kp), speeds) for m in TOKENS
         )
 
     def prepare(self, weights: LinearWeights) -> Prepared:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp4dispatch.backends.own.tiling import launch_model
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, ROWS, SM90, STAGE_K, FewTokensShape
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, ROWS, SM90, STAGE_K, FewTokensShape, whole
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.other_models import LT_TILES
 from fp4dispatch.errors import FlagsError
 
 FILE = Path(__file__).with_name("corrections.json")
-DEPTH = 5
+DEPTH = 6
 """Questions of a tree."""
 UNIT = 1e-4
 """Of a leaf, which is a natural logarithm."""
@@ -75,27 +75,33 @@ class Correction:
     """The trees of one group of builds.
 
     All trees are asked at once: an integer holds a byte for each, the number of its leaf. A feature's value sets the
-    same bits whatever the others are, so these are kept for each interval between its bounds.
+    same bits whatever the others are, so these are kept for each interval between its bounds. They are made when a
+    factor is first asked for: a process uses a few of the groups.
     """
 
     def __init__(self, trees: Sequence[Tree]) -> None:
+        self._trees = trees
         self._leaves = [tree.leaves for tree in trees]
+
+    @functools.cached_property
+    def _intervals(self) -> list[tuple[int, list[float], list[int]]]:
+        """Features that trees ask for: the bounds of each, and the bits that its value sets between them."""
         asked: dict[int, dict[float, int]] = {}
-        for at, tree in enumerate(trees):
+        for at, tree in enumerate(self._trees):
             for level, (feature, bound) in enumerate(zip(tree.features, tree.bounds, strict=True)):
                 bits = asked.setdefault(feature, {})
                 bits[bound] = bits.get(bound, 0) | 1 << (8 * at + DEPTH - 1 - level)
-        self._bounds = {feature: sorted(bits) for feature, bits in asked.items()}
-        self._bits = {
-            feature: list(accumulate((asked[feature][bound] for bound in bounds), operator.or_, initial=0))
-            for feature, bounds in self._bounds.items()
-        }
+        found = []
+        for feature, bits in asked.items():
+            bounds = sorted(bits)
+            found.append((feature, bounds, list(accumulate((bits[each] for each in bounds), operator.or_, initial=0))))
+        return found
 
     def factor(self, row: Sequence[float]) -> float:
         """Return the factor for the predicted time of a launch with these features."""
         bits = 0
-        for feature, bounds in self._bounds.items():
-            bits |= self._bits[feature][bisect_left(bounds, row[feature])]
+        for feature, bounds, set_bits in self._intervals:
+            bits |= set_bits[bisect_left(bounds, row[feature])]
         numbers = bits.to_bytes(len(self._leaves), "little")
         total = sum(map(operator.getitem, self._leaves, numbers))
         return min(max(math.exp(UNIT * total), 1 / MOST), MOST)
@@ -111,16 +117,18 @@ def group(kernel: str, build: str, *, blocks: bool) -> str:
 def of_few_tokens(
     kernel: str, shape: FewTokensShape, m: int, n: int, k: int, gpu: launch_model.Gpu, *, blocks: bool
 ) -> tuple[float, ...]:
-    """Return :data:`FEW` of a launch."""
+    """Return :data:`FEW` of a launch. How full its tiles of tokens are, with M a multiple of 8: the model's M."""
+    tokens = whole(m)
     resident = KERNELS[kernel].resident(shape, SM90, block_scales=blocks)
-    ctas, token_tiles, slots = shape.ctas(m, n), _up(m, shape.tokens), gpu.usable[shape.cluster - 1] * resident
+    ctas, token_tiles = shape.ctas(tokens, n), _up(tokens, shape.tokens)
+    slots = gpu.usable[shape.cluster - 1] * resident
     all_stages, rows = _up(k, STAGE_K), ROWS * shape.row_blocks
     stages = _up(all_stages, shape.cluster * shape.groups)
     return (
         *(*shape[:6], resident),
         *(ctas / gpu.usable[0], ctas / slots, (ctas % slots or min(ctas, slots)) / slots),
         *(stages, stages / shape.stages, all_stages / (shape.cluster * shape.groups * stages)),
-        *(token_tiles, m / (token_tiles * shape.tokens), n / (_up(n, rows) * rows)),
+        *(token_tiles, tokens / (token_tiles * shape.tokens), n / (_up(n, rows) * rows)),
         *(m, n, k, n * k, gpu.memory_bytes),
     )
 

@@ -30,6 +30,11 @@ SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
 """An SM is four parts, each with a quarter of the registers. So a multiple of four warps fits."""
 MOST_TILES, MOST_TOKENS = 8, 512
 """Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
+TOKENS_APART = 8
+"""Tiles hold a multiple of so many tokens: within it, M changes no launch shape that there is."""
+UP_TO = (1, 2, 4, *range(TOKENS_APART, MOST_TOKENS + 1, TOKENS_APART))
+"""Launch shapes are chosen for these numbers of tokens; any other takes that of the next. From 1 token to 8 times grow
+by up to 10 %, in some tiles more than in others (bench/notes/corrections.md)."""
 FEW_TILES = 2
 """Tiles of the largest size, for any weights."""
 WIDE_TOKENS, WIDE_CLUSTER = 64, 4
@@ -313,6 +318,11 @@ def _stages(
         if resident == 1:
             found |= {min(few, most) for few in FEW_STAGES}
     return {stages for stages in found if stages >= FEW_STAGES[0]}
+
+
+def whole(m: int) -> int:
+    """Return the largest number of tokens that has the same launch shapes."""
+    return _up(m, TOKENS_APART)
 
 
 def _power_of_two(least: int) -> int:

@@ -8,14 +8,12 @@ from typing import NamedTuple
 
 from fp4dispatch.backends.own.tiling import corrections, few_tokens_model, launch_model
 from fp4dispatch.backends.own.tiling.corrections import Correction
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape, candidates
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape, candidates, whole
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensPrediction, FewTokensSpeed
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, Prediction, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import BLOCKS, Speeds
 from fp4dispatch.problem import Problem
 
-TOKENS_APART = 8
-"""Tiles of kernels for few tokens hold a multiple of so many: within it, M changes no launch shape."""
 UNFOLD = "w4_to_e4m3"
 """The kernel that writes NVFP4 weights out for cuBLASLt."""
 LEAST_TILE, TILES_ABOVE = 32, 4
@@ -111,14 +109,12 @@ def _few_tokens_shape_us(kernel: str, shape: FewTokensShape, problem: Problem, s
     speed = _few_tokens_speed(kernel, problem, speeds)
     if speed is None or shape[:4] not in speed.of_tile:
         return None
-    m, usable, blocks = whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
-    us = few_tokens_model.microseconds(kernel, speed, shape, m, problem.n, problem.k, usable, blocks)
+    m, n, k, gpu, blocks = problem.m, problem.n, problem.k, speeds.many_tokens, problem.scaling == BLOCKS
+    us = few_tokens_model.microseconds(kernel, speed, shape, whole(m), n, k, gpu.usable, blocks)
     found = _correction_of_few(kernel, problem, speeds)
     if found is None:
         return us
-    return us * found.factor(
-        corrections.of_few_tokens(kernel, shape, m, problem.n, problem.k, speeds.many_tokens, blocks=blocks)
-    )
+    return us * found.factor(corrections.of_few_tokens(kernel, shape, m, n, k, gpu, blocks=blocks))
 
 
 def _correction_of_few(kernel: str, problem: Problem, speeds: Speeds) -> Correction | None:
@@ -145,21 +141,16 @@ def _few_tokens_speed(kernel: str, problem: Problem, speeds: Speeds) -> FewToken
     return speeds.few_tokens.get(f"{kernel} {BLOCKS}" if problem.scaling == BLOCKS else kernel)
 
 
-def whole(m: int) -> int:
-    """Return the largest number of tokens that has the same launch shapes."""
-    return TOKENS_APART * -(-m // TOKENS_APART)
-
-
 def few_tokens(kernel: str, problem: Problem, speeds: Speeds) -> FewTokensPrediction | None:
     """Return the best launch shape of a kernel for few tokens; None where the model does not cover it."""
     speed = _few_tokens_speed(kernel, problem, speeds)
     if speed is None:
         return None
-    m, usable, blocks = whole(problem.m), speeds.many_tokens.usable, problem.scaling == BLOCKS
+    m, n, k, gpu, blocks = problem.m, problem.n, problem.k, speeds.many_tokens, problem.scaling == BLOCKS
     correction = _correction_of_few(kernel, problem, speeds)
     if correction is None:
-        return few_tokens_model.best(kernel, speed, m, problem.n, problem.k, usable, blocks)
-    return _best_of_few(kernel, speed, correction, m, problem.n, problem.k, speeds.many_tokens, blocks)
+        return few_tokens_model.best(kernel, speed, whole(m), n, k, gpu.usable, blocks)
+    return _best_of_few(kernel, speed, correction, m, n, k, gpu, blocks)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,7 +172,7 @@ def _best_of_few(
             each.shape,
             each.us * correction.factor(corrections.of_few_tokens(kernel, each.shape, m, n, k, gpu, blocks=blocks)),
         )
-        for each in few_tokens_model.first(kernel, speed, m, n, k, gpu.usable, blocks, FEW_CORRECTED)
+        for each in few_tokens_model.first(kernel, speed, whole(m), n, k, gpu.usable, blocks, FEW_CORRECTED)
     ]
     return min(found, key=lambda each: each.us, default=None)
 
