@@ -1,8 +1,8 @@
 """Fit what the formulas of the launch models leave: tiling/corrections.json. Needs numpy, no GPU.
 
 Samples come from bench/launch_samples.py, of all GPUs that speeds.toml has constants of; fit these first. For each
-group of builds, boosted trees learn the logarithm of the measured over the predicted time. All trees of a level ask one
-question, so a tree is six questions and 64 numbers.
+group of builds, boosted trees learn the logarithm of the measured over the predicted time. All nodes of a level ask the
+same question, so a tree is six questions and 64 numbers.
 
     python bench/fit_corrections.py --few FILES --many FILES [--judge FILES] [--write]
 

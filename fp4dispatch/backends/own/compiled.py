@@ -136,9 +136,9 @@ class State:
 
 
 class ByTokens(list[Sequence[int] | None]):
-    """Launch shapes for numbers of tokens, of a kernel whose plan serves every M; None: the kernel's own.
+    """Launch shapes of a kernel whose plan serves every M; None: the kernel's own.
 
-    In the order of :data:`~fp4dispatch.backends.own.tiling.few_tokens.UP_TO`.
+    One for each of the first numbers of :data:`~fp4dispatch.backends.own.tiling.few_tokens.UP_TO`.
     """
 
     def at(self, m: int) -> Sequence[int] | None:
@@ -156,11 +156,10 @@ def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., No
     function = getattr(loaded.module, f"{loaded.kernel}_shaped")
     if isinstance(shape, ByTokens):
         own = getattr(loaded.module, loaded.kernel)
-        shapes = [None if each is None else launch_numbers(each) for each in shape]
+        by_tokens = ByTokens(None if each is None else launch_numbers(each) for each in shape)
 
         def gemm_of_any(x: Tensor, *operands: Any) -> None:
-            index = bisect_left(UP_TO, x.shape[0])
-            numbers = shapes[index] if index < len(shapes) else None
+            numbers = by_tokens.at(x.shape[0])
             if numbers is None:
                 own(x, *operands)
             else:

@@ -117,7 +117,10 @@ def group(kernel: str, build: str, *, blocks: bool) -> str:
 def of_few_tokens(
     kernel: str, shape: FewTokensShape, m: int, n: int, k: int, gpu: launch_model.Gpu, *, blocks: bool
 ) -> tuple[float, ...]:
-    """Return :data:`FEW` of a launch. How full its tiles of tokens are, with M a multiple of 8: the model's M."""
+    """Return :data:`FEW` of a launch: ``m`` as it is, CTAs and tiles of tokens for the next multiple of 8.
+
+    The formulas count them for that multiple, too.
+    """
     tokens = whole(m)
     resident = KERNELS[kernel].resident(shape, SM90, block_scales=blocks)
     ctas, token_tiles = shape.ctas(tokens, n), _up(tokens, shape.tokens)
