@@ -49,6 +49,7 @@ __device__ __forceinline__ void wgmma_wait() {
   ", "                                                                               \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FP4D_R72 FP4D_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define FP4D_R80 \
   FP4D_R64       \
   ", "           \
@@ -121,7 +122,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
   static_assert(T == 16 || T == 24 || T == 32 || T == 48 || T == 64 || T == 80 || T == 96 || T == 112 ||
-                T == 128 || T == 160 || T == 176);
+                T == 128 || T == 144 || T == 160 || T == 176);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3("m64n16k32", FP4D_R8, "{%8, %9, %10, %11}, %12", "%13", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 24) {
@@ -145,6 +146,9 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
                     FP4D_D4(48), FP4D_D4(52));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3("m64n128k32", FP4D_R64, "{%64, %65, %66, %67}, %68", "%69", FP4D_D32(0), FP4D_D32(32));
+  } else if constexpr (T == 144) {
+    FP4D_WGMMA_E4M3("m64n144k32", FP4D_R72, "{%72, %73, %74, %75}, %76", "%77", FP4D_D32(0), FP4D_D32(32),
+                    FP4D_D4(64), FP4D_D4(68));
   } else if constexpr (T == 160) {
     FP4D_WGMMA_E4M3("m64n160k32", FP4D_R80, "{%80, %81, %82, %83}, %84", "%85", FP4D_D32(0), FP4D_D32(32),
                     FP4D_D16(64));
@@ -158,7 +162,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uint64_t b_at, int add) {
   static_assert(T == 16 || T == 24 || T == 32 || T == 48 || T == 64 || T == 80 || T == 96 || T == 112 ||
-                T == 128 || T == 160 || T == 192);
+                T == 128 || T == 144 || T == 160 || T == 176 || T == 192);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3_SHARED("m64n16k32", FP4D_R8, "%8", "%9", "%10", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 24) {
@@ -179,9 +183,15 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uin
                            FP4D_D4(48), FP4D_D4(52));
   } else if constexpr (T == 128) {
     FP4D_WGMMA_E4M3_SHARED("m64n128k32", FP4D_R64, "%64", "%65", "%66", FP4D_D32(0), FP4D_D32(32));
+  } else if constexpr (T == 144) {
+    FP4D_WGMMA_E4M3_SHARED("m64n144k32", FP4D_R72, "%72", "%73", "%74", FP4D_D32(0), FP4D_D32(32),
+                           FP4D_D4(64), FP4D_D4(68));
   } else if constexpr (T == 160) {
     FP4D_WGMMA_E4M3_SHARED("m64n160k32", FP4D_R80, "%80", "%81", "%82", FP4D_D32(0), FP4D_D32(32),
                            FP4D_D16(64));
+  } else if constexpr (T == 176) {
+    FP4D_WGMMA_E4M3_SHARED("m64n176k32", FP4D_R88, "%88", "%89", "%90", FP4D_D32(0), FP4D_D32(32),
+                           FP4D_D16(64), FP4D_D4(80), FP4D_D4(84));
   } else if constexpr (T == 192) {
     FP4D_WGMMA_E4M3_SHARED("m64n192k32", FP4D_R96, "%96", "%97", "%98", FP4D_D32(0), FP4D_D32(32),
                            FP4D_D32(64));
@@ -237,6 +247,7 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_R96
 #undef FP4D_R88
 #undef FP4D_R80
+#undef FP4D_R72
 #undef FP4D_R64
 #undef FP4D_R56
 #undef FP4D_R48

@@ -51,9 +51,9 @@ struct W4Weights {
   // 256 k (2 stages) and 0.51 % after 512 k (measured on an H200).
   static constexpr int promote_stages(int tokens) { return tokens >= 96 ? 3 : 2; }
   // Clocks by which the first warpgroup runs ahead of the second where a CTA does many tiles: one multiplies while the
-  // other stores. Tuned on an H200 for 128 and 176 tokens (bench/NOTES.md); 96 and 160 tokens take values near these.
+  // other stores. Tuned on an H200 for 128 and 176 tokens (bench/NOTES.md); the others take values near these.
   static constexpr int head_start(int tokens) {
-    return !kFp8 || tokens < 96 ? 0 : tokens <= 128 ? 2000 : tokens == 160 ? 1200 : 800;
+    return !kFp8 || tokens < 96 ? 0 : tokens <= 128 ? 2000 : tokens <= 160 ? 1200 : 800;
   }
   // Whether a CTA leaves registers for the kernel that packs the next launch's activations (packed_activations.cu). That
   // kernel then already waits on the same multiprocessor when this launch ends.
