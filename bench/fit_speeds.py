@@ -79,6 +79,8 @@ REACHED, BANDWIDTH_PRIOR = 0.9, 3.0
 """Of the GPU's memory bandwidth, and the weight of that start: else other constants take its place, and none of them is
 scaled by the bandwidth of another GPU."""
 LT_START, LT_MEMORY, LT_END, LT_SLOWING, LT_STAGE = 4.0, 4.3e6, 2.0, 0.05, 0.36
+LEAST_UNFOLD = 1.1
+"""Times cuBLASLt's GEMM: a smaller difference says nothing."""
 FEW = 8
 """Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
 DIGITS = 4
@@ -389,13 +391,16 @@ def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]
     return {**numbers, "tiles": [rounded(each) for each in x[4:]]}
 
 
-def fit_unfold(problems: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Fit the writing out of weights: what it takes beyond cuBLASLt's GEMM."""
+def fit_unfold(problems: Sequence[dict[str, Any]], quantiser: dict[str, float]) -> dict[str, float]:
+    """Fit the writing out of weights: what it takes beyond cuBLASLt's GEMM, and its quantiser where that was timed."""
     some = []
     for p in problems:
-        whole = p["launches"].get(f"w4a8 {predict.UNFOLD}/any")
-        if whole and "scaled_mm" in p and whole[0][1] > 1.1 * p["scaled_mm"]:
-            some.append((p["n"], p["k"], whole[0][1] - p["scaled_mm"]))
+        launches = p["launches"].get(f"w4a8 {predict.UNFOLD}/any")
+        if not launches or "scaled_mm" not in p:
+            continue
+        added = other_models.QuantiserSpeed(**quantiser).microseconds(p["m"], p["k"]) if p.get("whole") else 0.0
+        if (us := launches[0][1] - added) > LEAST_UNFOLD * p["scaled_mm"]:
+            some.append((p["n"], p["k"], us - p["scaled_mm"]))
     n, k, us = np.array(some, float).T
     x = least(lambda x: np.log(other_models.UnfoldSpeed(*x).microseconds(n, k) / us), [2.0, 3.5e6])
     return {"start": rounded(x[0]), "memory": rounded(x[1])}
@@ -470,7 +475,7 @@ def fit(
         "builds": builds,
         "quantisers": quantised,
         "cublaslt": fit_cublaslt(more, model.sms),
-        "unfold": fit_unfold(more),
+        "unfold": fit_unfold(more, quantised["plain_row"]),
         "few_tokens": few,
     }
 

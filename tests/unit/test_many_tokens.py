@@ -301,6 +301,11 @@ H200_SPEEDS = speeds.of(gpu_models.named("H200 SXM"))
 FITTED = H200_SPEEDS.many_tokens
 NEWER = "launch-samples-seed-65-h200.json"
 """Of the kernels of today; the sweeps and the other samples are of those before."""
+NEWEST = "launch-samples-seed-123-h200.json"
+"""With the builds of 112, 144 and 176 tokens; FP8 activations alone, with their quantiser, of each build the launches
+that were predicted fastest."""
+A8_BUILDS = tuple(f"a8_bf16_{tokens}" for tokens in (96, 112, 128, 144, 160, 176))
+ROW_BUILDS = tuple(f"bf16_{tokens}" for tokens in (96, 112, 128, 144, 160, 176, 192))
 
 NEAR_WITH_CONSTANTS = {
     "w4_gemm_sm90/a16_bf16_128": Near(95, 0, 0.97, 0.998, 14),
@@ -310,23 +315,39 @@ NEAR_WITH_CONSTANTS = {
     "w4_gemm_sm90/a16_bf16_64": Near(26, 0, 0.99, 0.999, 12),
     "w4_gemm_sm90/a16_bf16_64x128": Near(36, 1, 0.93, 0.997, 2),
     "w4_gemm_sm90/a8_bf16_128": Near(101, 0, 0.97, 0.999, 8),
-    "w4_gemm_sm90/a8_bf16_160": Near(97, 0, 0.98, 0.999, 12),
+    "w4_gemm_sm90/a8_bf16_160": Near(98, 0, 0.98, 0.999, 11),
     "w4_gemm_sm90/a8_bf16_176": Near(96, 1, 0.96, 0.998, 13),
     "w4_gemm_sm90/a8_bf16_32": Near(28, 4, 0.87, 0.984, 3),
     "w4_gemm_sm90/a8_bf16_64": Near(26, 11, 0.80, 0.945, 12),
     "w4_gemm_sm90/a8_bf16_96": Near(42, 0, 0.99, 0.999, 4),
-    "w8_gemm_sm90/bf16_128": Near(98, 2, 0.96, 0.996, 11),
+    "w8_gemm_sm90/bf16_128": Near(98, 3, 0.92, 0.995, 11),
     "w8_gemm_sm90/bf16_160": Near(98, 3, 0.96, 0.996, 11),
     "w8_gemm_sm90/bf16_192": Near(94, 2, 0.93, 0.996, 15),
     "w8_gemm_sm90/bf16_96": Near(40, 5, 0.94, 0.992, 6),
-    "w8_gemm_sm90/block_bf16_128": Near(99, 3, 0.91, 0.996, 10),
+    "w8_gemm_sm90/block_bf16_128": Near(99, 4, 0.91, 0.994, 10),
 }
 
 
-@pytest.mark.parametrize("build", NEAR_WITH_CONSTANTS)
-def test_the_shape_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(build):
-    tile, wanted, found, unknown = many_tokens.tile_of(*build.split("/")), NEAR_WITH_CONSTANTS[build], [], 0
-    for problem in many_tokens.samples(NEWER):
+NEAR_OF_NEWEST = {
+    "w4_gemm_sm90/a8_bf16_112": Near(109, 4, 0.93, 0.996, 0),
+    "w4_gemm_sm90/a8_bf16_144": Near(185, 0, 0.97, 0.999, 0),
+    "w8_gemm_sm90/bf16_112": Near(109, 5, 0.85, 0.992, 0),
+    "w8_gemm_sm90/bf16_144": Near(185, 6, 0.93, 0.996, 0),
+    "w8_gemm_sm90/bf16_176": Near(185, 0, 0.97, 0.997, 0),
+}
+"""The same of builds that only the newest samples hold."""
+
+
+@pytest.mark.parametrize(
+    ("record", "build", "wanted"),
+    [
+        *((NEWER, build, wanted) for build, wanted in NEAR_WITH_CONSTANTS.items()),
+        *((NEWEST, build, wanted) for build, wanted in NEAR_OF_NEWEST.items()),
+    ],
+)
+def test_the_shape_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(record, build, wanted):
+    tile, found, unknown = many_tokens.tile_of(*build.split("/")), [], 0
+    for problem in many_tokens.samples(record):
         us = many_tokens.launches(problem).get(build)
         if us is not None:
             chosen = best(tile, problem["m"], problem["n"], problem["k"], FITTED).shape
@@ -379,50 +400,53 @@ SWEPT = {act: {build for problem in many_tokens.problems(act) for build in probl
 def test_what_no_sweep_holds_are_the_builds_that_samples_hold():
     rows = [t for name in ("w4", "w8") for t in tiles.tiles(name) if t.speed and t.predicted]
     missing = {t.builds["bfloat16"] for t in rows if not any(swept(t, act) for act in SWEPT)}
-    assert missing == {"a8_bf16_96", "a8_bf16_160", "bf16_96", "bf16_160", "bf16_192"}
-    assert {f"{t.kernel}/{t.builds['bfloat16']}" for t in rows if t.builds["bfloat16"] in missing} == {*NEAR_OF_SAMPLES}
+    younger = {"a8_bf16_112", "a8_bf16_144", "bf16_112", "bf16_144", "bf16_176"}
+    assert missing == {"a8_bf16_96", "a8_bf16_160", "bf16_96", "bf16_160", "bf16_192"} | younger
+    named = {f"{t.kernel}/{t.builds['bfloat16']}" for t in rows if t.builds["bfloat16"] in missing}
+    assert named == {*NEAR_OF_SAMPLES, *NEAR_OF_NEWEST}
 
 
 @pytest.mark.parametrize(
     ("table", "kernel", "asked", "builds"),
     [
-        ("w4", KERNEL, ("nvfp4_gemm", "nvfp4"), ("a8_bf16_96", "a8_bf16_128", "a8_bf16_160", "a8_bf16_176")),
-        ("w8", W8, ("fp8_gemm", "row"), ("bf16_96", "bf16_128", "bf16_160", "bf16_192")),
+        ("w4", KERNEL, ("nvfp4_gemm", "nvfp4"), A8_BUILDS),
+        ("w8", W8, ("fp8_gemm", "row"), ROW_BUILDS),
     ],
 )
 def test_the_chosen_tile_is_near_the_fastest_of_random_problems(table, kernel, asked, builds):
     """Ragged M from 129 to 4096, layers of real models; without the constants of the GPU."""
     speeds, chosen = [], collections.Counter()
-    for problem in many_tokens.samples():
+    for problem in many_tokens.samples(NEWEST):
         m, n, k = problem["m"], problem["n"], problem["k"]
         timed = many_tokens.launches(problem).items()
         us = {name.split("/")[1]: min(found.values()) for name, found in timed if name.startswith(kernel)}
+        us = {build: us[build] for build in builds if build in us}
         wanted = Problem(asked[0], m, n, k, "fp8", asked[1], "float16")  # which has no cuBLASLt
         build = tiles.tile_for(wanted, SM90, 132, table).builds["bfloat16"]
         if m > 128 and build in us:  # a sample times what is worth a try
             speeds.append(min(us.values()) / us[build])
             chosen[build] += 1
     assert len(speeds) >= 70
-    assert min(chosen[build] for build in builds) >= 10, "each is the fastest somewhere"
+    assert min(chosen[build] for build in builds) >= 8, "each is the fastest somewhere"
     assert statistics.geometric_mean(speeds) >= 0.99
-    assert min(speeds) >= 0.88
+    assert min(speeds) >= 0.84
     assert sum(speed < 0.97 for speed in speeds) <= 0.1 * len(speeds)
 
 
 @pytest.mark.parametrize(
-    ("table", "asked", "builds", "least"),
+    ("record", "table", "asked", "builds", "least"),
     [
-        ("w4", ("fp8", "nvfp4"), ("a8_bf16_96", "a8_bf16_128", "a8_bf16_160", "a8_bf16_176"), 7),
+        (NEWEST, "w4", ("fp8", "nvfp4"), A8_BUILDS, 4),
         # Up to 512 tokens w4a16_small has tiles too.
-        ("w4", ("bf16", "nvfp4"), ("a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256"), 4),
+        (NEWER, "w4", ("bf16", "nvfp4"), ("a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256"), 4),
         # Up to 512 tokens w8a8_small has tiles too.
-        ("w8", ("fp8", "row"), ("bf16_96", "bf16_128", "bf16_160", "bf16_192"), 4),
+        (NEWEST, "w8", ("fp8", "row"), ROW_BUILDS, 4),
     ],
 )
-def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(table, asked, builds, least):
+def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(record, table, asked, builds, least):
     """Ragged M from 129 on, layers of real models, with the constants of the GPU that was measured."""
     found, chosen = [], collections.Counter()
-    for problem in many_tokens.samples(NEWER):
+    for problem in many_tokens.samples(record):
         m, n, k = problem["m"], problem["n"], problem["k"]
         timed = {name.split("/")[1]: us for name, us in many_tokens.launches(problem).items()}
         op = "nvfp4_gemm" if table == "w4" else "fp8_gemm"

@@ -14,7 +14,7 @@ from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.compiled import Layout, Loaded
 from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, launch_model, predict, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, UP_TO, FewTokensShape
-from fp4dispatch.backends.own.tiling.other_models import CublasLtSpeed
+from fp4dispatch.backends.own.tiling.other_models import CublasLtSpeed, QuantiserSpeed, UnfoldSpeed
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
@@ -317,12 +317,30 @@ def test_a_constant_that_was_nothing_is_fitted_anew():
     assert fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=nothing).beside > 0.3
 
 
+def test_writing_weights_out_is_fitted_without_the_quantiser_that_was_timed_with_it():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    truth, quantiser = UnfoldSpeed(2.0, 3.5e6), {"start": 1.5, "row": 1e-3, "element": 1e-7}
+
+    def sample(n, k, m, whole):
+        added = QuantiserSpeed(**quantiser).microseconds(m, k) if whole else 0.0
+        us = 5.0 + truth.microseconds(n, k) + added
+        launches = {f"w4a8 {UNFOLD}/any": [[None, us]]}
+        return {"n": n, "k": k, "m": m, "scaled_mm": 5.0, "launches": launches} | ({"whole": True} if whole else {})
+
+    sizes = [(n, k, m, whole) for n in (2048, 8192) for k in (2048, 8192) for m in (512, 4096) for whole in (0, 1)]
+    found = fit_speeds.fit_unfold([sample(*each) for each in sizes], quantiser)
+    assert found == {"start": pytest.approx(2.0, rel=0.01), "memory": pytest.approx(3.5e6, rel=0.01)}
+
+
 def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeypatch, capsys):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_speeds
 
-    for name in ("quantisers", "fit_cublaslt", "fit_unfold"):
+    for name in ("fit_cublaslt", "fit_unfold"):
         monkeypatch.setattr(fit_speeds, name, lambda *_: {})
+    monkeypatch.setattr(fit_speeds, "quantisers", lambda *_: {"plain_row": {}})
     monkeypatch.setattr(fit_speeds, "many_tokens", lambda *_: ({}, {}))
     monkeypatch.setattr(fit_speeds, "few_tokens", lambda problems, *_, **__: {"fitted to": [p["n"] for p in problems]})
     old, new = ({"facts": {"device": "NVIDIA H200"}, "problems": [{"n": n, "m": 1, "launches": {}}]} for n in (1, 2))
