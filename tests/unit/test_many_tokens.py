@@ -363,7 +363,7 @@ def test_the_shape_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fast
 
 @pytest.mark.parametrize(
     ("activation", "act", "builds", "tokens", "least"),
-    [  # a sweep holds all builds but those of 96 and 160 tokens, which are younger
+    [  # a sweep holds all builds but those of 96, 112, 144 and 160 tokens, which are younger
         ("fp8", "a8", ("a8_bf16_128", "a8_bf16_176"), (256, 384, 512, 768, 1024, 1536, 2048), (0.97, 0.99)),
         ("bf16", "a16", ("a16_bf16_64", "a16_bf16_64x128"), (40, 64), (0.97, 0.99)),
         ("bf16", "a16", ("a16_bf16_128", "a16_bf16_128x128"), (96, 128), (0.97, 0.99)),
