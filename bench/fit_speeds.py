@@ -131,7 +131,7 @@ def gemms_alone(p: dict[str, Any], quantised: dict[str, dict[str, float]]) -> di
         return p
     launches = {}
     for name, some in p["launches"].items():
-        kind = KINDS.get(f"{name.split()[0]} {format_of(name)}")
+        kind = "plain_row" if predict.UNFOLD in name else KINDS.get(f"{name.split()[0]} {format_of(name)}")
         added = other_models.QuantiserSpeed(**quantised[kind]).microseconds(p["m"], p["k"]) if kind else 0.0
         launches[name] = [[shape, max(us - added, LEAST_SHARE * us)] for shape, us in some]
     return p | {"launches": launches}
@@ -391,16 +391,13 @@ def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]
     return {**numbers, "tiles": [rounded(each) for each in x[4:]]}
 
 
-def fit_unfold(problems: Sequence[dict[str, Any]], quantiser: dict[str, float]) -> dict[str, float]:
-    """Fit the writing out of weights: what it takes beyond cuBLASLt's GEMM, and its quantiser where that was timed."""
+def fit_unfold(problems: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Fit the writing out of weights: what it takes beyond cuBLASLt's GEMM, quantisers taken off."""
     some = []
     for p in problems:
-        launches = p["launches"].get(f"w4a8 {predict.UNFOLD}/any")
-        if not launches or "scaled_mm" not in p:
-            continue
-        added = other_models.QuantiserSpeed(**quantiser).microseconds(p["m"], p["k"]) if p.get("whole") else 0.0
-        if (us := launches[0][1] - added) > LEAST_UNFOLD * p["scaled_mm"]:
-            some.append((p["n"], p["k"], us - p["scaled_mm"]))
+        found = p["launches"].get(f"w4a8 {predict.UNFOLD}/any")
+        if found and "scaled_mm" in p and found[0][1] > LEAST_UNFOLD * p["scaled_mm"]:
+            some.append((p["n"], p["k"], found[0][1] - p["scaled_mm"]))
     n, k, us = np.array(some, float).T
     x = least(lambda x: np.log(other_models.UnfoldSpeed(*x).microseconds(n, k) / us), [2.0, 3.5e6])
     return {"start": rounded(x[0]), "memory": rounded(x[1])}
@@ -475,7 +472,7 @@ def fit(
         "builds": builds,
         "quantisers": quantised,
         "cublaslt": fit_cublaslt(more, model.sms),
-        "unfold": fit_unfold(more, quantised["plain_row"]),
+        "unfold": fit_unfold([gemms_alone(p, quantised) for p in more]),
         "few_tokens": few,
     }
 

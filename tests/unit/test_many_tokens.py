@@ -407,13 +407,13 @@ def test_what_no_sweep_holds_are_the_builds_that_samples_hold():
 
 
 @pytest.mark.parametrize(
-    ("table", "kernel", "asked", "builds"),
+    ("table", "kernel", "asked", "builds", "worst"),
     [
-        ("w4", KERNEL, ("nvfp4_gemm", "nvfp4"), A8_BUILDS),
-        ("w8", W8, ("fp8_gemm", "row"), ROW_BUILDS),
+        ("w4", KERNEL, ("nvfp4_gemm", "nvfp4"), A8_BUILDS, 0.84),
+        ("w8", W8, ("fp8_gemm", "row"), ROW_BUILDS, 0.93),
     ],
 )
-def test_the_chosen_tile_is_near_the_fastest_of_random_problems(table, kernel, asked, builds):
+def test_the_chosen_tile_is_near_the_fastest_of_random_problems(table, kernel, asked, builds, worst):
     """Ragged M from 129 to 4096, layers of real models; without the constants of the GPU."""
     speeds, chosen = [], collections.Counter()
     for problem in many_tokens.samples(NEWEST):
@@ -429,18 +429,18 @@ def test_the_chosen_tile_is_near_the_fastest_of_random_problems(table, kernel, a
     assert len(speeds) >= 70
     assert min(chosen[build] for build in builds) >= 8, "each is the fastest somewhere"
     assert statistics.geometric_mean(speeds) >= 0.99
-    assert min(speeds) >= 0.84
+    assert min(speeds) >= worst
     assert sum(speed < 0.97 for speed in speeds) <= 0.1 * len(speeds)
 
 
 @pytest.mark.parametrize(
     ("record", "table", "asked", "builds", "least"),
     [
-        (NEWEST, "w4", ("fp8", "nvfp4"), A8_BUILDS, 4),
+        (NEWEST, "w4", ("fp8", "nvfp4"), A8_BUILDS, 6),
         # Up to 512 tokens w4a16_small has tiles too.
         (NEWER, "w4", ("bf16", "nvfp4"), ("a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256"), 4),
         # Up to 512 tokens w8a8_small has tiles too.
-        (NEWEST, "w8", ("fp8", "row"), ROW_BUILDS, 4),
+        (NEWEST, "w8", ("fp8", "row"), ROW_BUILDS, 7),
     ],
 )
 def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(record, table, asked, builds, least):

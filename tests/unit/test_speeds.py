@@ -330,7 +330,8 @@ def test_writing_weights_out_is_fitted_without_the_quantiser_that_was_timed_with
         return {"n": n, "k": k, "m": m, "scaled_mm": 5.0, "launches": launches} | ({"whole": True} if whole else {})
 
     sizes = [(n, k, m, whole) for n in (2048, 8192) for k in (2048, 8192) for m in (512, 4096) for whole in (0, 1)]
-    found = fit_speeds.fit_unfold([sample(*each) for each in sizes], quantiser)
+    quantised = {"plain_row": quantiser, "w4_row": {"start": 9.0, "row": 0.0, "element": 0.0}}
+    found = fit_speeds.fit_unfold([fit_speeds.gemms_alone(sample(*each), quantised) for each in sizes])
     assert found == {"start": pytest.approx(2.0, rel=0.01), "memory": pytest.approx(3.5e6, rel=0.01)}
 
 
@@ -338,9 +339,8 @@ def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeyp
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_speeds
 
-    for name in ("fit_cublaslt", "fit_unfold"):
+    for name in ("quantisers", "fit_cublaslt", "fit_unfold"):
         monkeypatch.setattr(fit_speeds, name, lambda *_: {})
-    monkeypatch.setattr(fit_speeds, "quantisers", lambda *_: {"plain_row": {}})
     monkeypatch.setattr(fit_speeds, "many_tokens", lambda *_: ({}, {}))
     monkeypatch.setattr(fit_speeds, "few_tokens", lambda problems, *_, **__: {"fitted to": [p["n"] for p in problems]})
     old, new = ({"facts": {"device": "NVIDIA H200"}, "problems": [{"n": n, "m": 1, "launches": {}}]} for n in (1, 2))
