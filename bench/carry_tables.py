@@ -12,13 +12,14 @@ Every build in BEFORE must have the same machine code in AFTER, and BEFORE must 
 Else nothing is written: measure again (``fp4dispatch tune --model-shapes``). A new build is not in the tables: where it
 may be faster, measure again too.
 
-Where kernels of one op changed, measure the layers of that op alone, and give the folder with these tables:
+Where kernels of one format changed, or there are new builds of it, measure its layers alone, and give the folder:
 
-    fp4dispatch tune --model-shapes nvfp4_gemm --out FOLDER --commit HASH        # on each GPU model that has a table
+    fp4dispatch tune --model-shapes fp8_gemm --scaling row --out FOLDER --commit HASH   # on each GPU that has a table
     python bench/carry_tables.py /tmp/old /tmp/before /tmp/after --measured FOLDER
 
-Its layers replace those of the same op. The others are carried over, and only kernels that they do not name, and that
-new layers do, may have changed. The table then names both commits.
+Its layers replace those of the same op and scaling. The others are carried over, and only kernels that they do not
+name, and that new layers do, may have changed. The table then names both commits. Where no source has changed, OLD is
+this checkout, and BEFORE and AFTER are one folder.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _kernel(build: str) -> str:
 
 
 def replaced(table: shipped.Table, new: shipped.Table | None) -> tuple[shipped.Table, shipped.Table]:
-    """Return a table with the layers of the ops of ``new`` in place of its own, and what it keeps of its own.
+    """Return a table with the layers of the formats of ``new`` in place of its own, and what it keeps of its own.
 
     Raises
     ------
@@ -107,14 +108,23 @@ def replaced(table: shipped.Table, new: shipped.Table | None) -> tuple[shipped.T
             raise Refused(
                 f"the new table of {new.gpu} has {name} {new.facts.get(name)}, the old {table.facts.get(name)}"
             )
-    ops = {key[0] for key in new.layers}
-    own = {key: by_m for key, by_m in table.layers.items() if key[0] not in ops}
+    formats = {key[:2] for key in new.layers}
+    own = {key: by_m for key, by_m in table.layers.items() if key[:2] not in formats}
     for key, by_m in table.layers.items():
         if key not in own and (left := sorted(set(by_m) - set(new.layers.get(key, {})))):
             raise Refused(f"the new table of {table.gpu} has no times of {key} at M={', '.join(map(str, left))}")
-    commit = f"{table.facts.get('commit', '')}, {' and '.join(sorted(ops))} {new.facts.get('commit', '')}"
+    commit = commits(table.facts.get("commit", ""), {scaling for _, scaling in formats}, new.facts.get("commit", ""))
     merged = replace(table, date=new.date, facts={**table.facts, "commit": commit}, layers={**own, **new.layers})
     return merged, replace(table, layers=own)
+
+
+def commits(text: str, scalings: set[str], commit: str) -> str:
+    """Return the commits of a table, of which some scalings now have another: ``1234567, row 89abcde``."""
+    first, *others = text.split(", ")
+    kept = {scaling: of for each in others for scaling, of in [each.rsplit(" ", 1)] if scaling not in scalings}
+    return ", ".join(
+        [first, *(f"{scaling} {of}" for scaling, of in sorted({**kept, **dict.fromkeys(scalings, commit)}.items()))]
+    )
 
 
 def carry(old: Path, before: Path, after: Path, folder: Path, here: Path, fresh: Path | None = None) -> list[str]:
@@ -129,7 +139,7 @@ def carry(old: Path, before: Path, after: Path, folder: Path, here: Path, fresh:
     folder
         Of the tables.
     fresh
-        Folder of tables that were measured with today's sources, of some ops; None: nothing was measured.
+        Folder of tables that were measured with today's sources, of some formats; None: nothing was measured.
     """
     paths = sorted(folder.glob("*.json"))
     tables = [shipped.load(path) for path in paths]
@@ -162,7 +172,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("before", type=Path, metavar="BEFORE", help="finished kernels of that checkout")
     parser.add_argument("after", type=Path, metavar="AFTER", help="finished kernels of this one")
     parser.add_argument(
-        "--measured", type=Path, metavar="FOLDER", help="tables of some ops, measured with these sources"
+        "--measured", type=Path, metavar="FOLDER", help="tables of some formats, measured with these sources"
     )
     args = parser.parse_args(words)
     here = manifest.installed().csrc.parent

@@ -134,7 +134,7 @@ def measured_anew(case):
     return path, rows, lambda: carry(fresh), new, write
 
 
-def test_new_times_of_one_op_join_what_is_carried_over(measured_anew):
+def test_new_times_of_one_format_join_what_is_carried_over(measured_anew):
     path, _, carry, new, _ = measured_anew
     (line,) = carry()
     now = shipped.load(path)
@@ -142,8 +142,33 @@ def test_new_times_of_one_op_join_what_is_carried_over(measured_anew):
     assert now.layers["nvfp4_gemm", "nvfp4", 64, 128][1][0].us == 4.0
     assert now.layers["fp8_gemm", "row", 64, 128][1][0].us == 7.0
     assert now.date == "2026-11-26"
-    assert now.facts["commit"] == "aaaaaaa, nvfp4_gemm bbbbbbb"
+    assert now.facts["commit"] == "aaaaaaa, nvfp4 bbbbbbb"
     assert line.endswith("1 kernels are the same")
+
+
+def test_new_times_of_rows_leave_those_of_blocks(measured_anew):
+    path, rows, carry, new, write = measured_anew
+    rows[:] = [SAME, mc.Row(FP8, "kernel", mc.EQUAL)]
+    old = shipped.load(path)
+    row, block = ("fp8_gemm", "row", 64, 128), ("fp8_gemm", "block128", 64, 128)
+    path.write_text(shipped.to_json(replace(old, layers={**old.layers, block: old.layers[row]})))
+    write(replace(new, layers={row: {1: (replace(old.layers[row][1][0], us=6.0),)}}))
+    carry()
+    now = shipped.load(path)
+    assert [now.layers[key][1][0].us for key in (row, block)] == [6.0, 7.0]
+    assert now.layers.keys() == {*old.layers, block}
+
+
+@pytest.mark.parametrize(
+    ("text", "scalings", "want"),
+    [
+        ("aaaaaaa", {"row"}, "aaaaaaa, row ccccccc"),
+        ("aaaaaaa, row bbbbbbb", {"row", "nvfp4"}, "aaaaaaa, nvfp4 ccccccc, row ccccccc"),
+        ("aaaaaaa, nvfp4 bbbbbbb", {"row"}, "aaaaaaa, nvfp4 bbbbbbb, row ccccccc"),
+    ],
+)
+def test_a_table_names_the_commit_of_each_format_that_was_measured_apart(text, scalings, want):
+    assert carry_tables.commits(text, scalings, "ccccccc") == want
 
 
 def carried_layer_changed(rows, new, write):
