@@ -79,8 +79,6 @@ REACHED, BANDWIDTH_PRIOR = 0.9, 3.0
 """Of the GPU's memory bandwidth, and the weight of that start: else other constants take its place, and none of them is
 scaled by the bandwidth of another GPU."""
 LT_START, LT_MEMORY, LT_END, LT_SLOWING, LT_STAGE = 4.0, 4.3e6, 2.0, 0.05, 0.36
-LEAST_UNFOLD = 1.1
-"""Times cuBLASLt's GEMM: a smaller difference says nothing."""
 FEW = 8
 """Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
 DIGITS = 4
@@ -131,7 +129,8 @@ def gemms_alone(p: dict[str, Any], quantised: dict[str, dict[str, float]]) -> di
         return p
     launches = {}
     for name, some in p["launches"].items():
-        kind = "plain_row" if predict.UNFOLD in name else KINDS.get(f"{name.split()[0]} {format_of(name)}")
+        # Weights that are written out are fitted together with their quantiser: fit_unfold().
+        kind = None if predict.UNFOLD in name else KINDS.get(f"{name.split()[0]} {format_of(name)}")
         added = other_models.QuantiserSpeed(**quantised[kind]).microseconds(p["m"], p["k"]) if kind else 0.0
         launches[name] = [[shape, max(us - added, LEAST_SHARE * us)] for shape, us in some]
     return p | {"launches": launches}
@@ -332,8 +331,8 @@ def fit_quantiser(samples: Sequence[Added]) -> dict[str, float]:
     return {"start": rounded(x[0]), "row": rounded(x[1]), "element": rounded(x[2])}
 
 
-def quantisers(problems: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]] = ()) -> dict[str, dict[str, float]]:
-    """Fit quantisers: those of our GEMMs to what a GEMM takes with it and without, cuBLASLt's to ``plain``.
+def quantisers(problems: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Fit the quantisers before our GEMMs to what a GEMM takes with it and without.
 
     That is more than a quantiser alone takes: without it, the next GEMM starts while this one ends.
     """
@@ -345,10 +344,6 @@ def quantisers(problems: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any
             whole, alone = p["with_quantiser"].get(family), fastest_of(p, *family.split())
             if whole is not None and alone is not None:
                 of[kind].append((p["m"], p["k"], whole - alone, whole))
-    for p in plain:
-        us = p["quantise"].get(f"w4a8 row {predict.UNFOLD}")
-        if us is not None and "scaled_mm" in p:
-            of["plain_row"].append((p["m"], p["k"], us, us + p["scaled_mm"]))
     return {kind: fit_quantiser(samples or of["w4_row"]) for kind, samples in of.items()}
 
 
@@ -391,16 +386,29 @@ def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]
     return {**numbers, "tiles": [rounded(each) for each in x[4:]]}
 
 
-def fit_unfold(problems: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Fit the writing out of weights: what it takes beyond cuBLASLt's GEMM, quantisers taken off."""
-    some = []
-    for p in problems:
-        found = p["launches"].get(f"w4a8 {predict.UNFOLD}/any")
-        if found and "scaled_mm" in p and found[0][1] > LEAST_UNFOLD * p["scaled_mm"]:
-            some.append((p["n"], p["k"], found[0][1] - p["scaled_mm"]))
-    n, k, us = np.array(some, float).T
-    x = least(lambda x: np.log(other_models.UnfoldSpeed(*x).microseconds(n, k) / us), [2.0, 3.5e6])
-    return {"start": rounded(x[0]), "memory": rounded(x[1])}
+def fit_unfold(problems: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Fit the writing out of weights and the quantiser before cuBLASLt's GEMM, to what they take beside that GEMM.
+
+    Only samples with the quantiser (``--whole``) say what it adds: with many tokens up to 1.8 times what it takes alone
+    (bench/notes/quantisers.md). Errors are shares of the whole, because that is what choices compare.
+    """
+    some = [
+        (p["n"], p["k"], p["m"], bool(p.get("whole")), p["scaled_mm"], found[0][1])
+        for p in problems
+        if "scaled_mm" in p and (found := p["launches"].get(f"w4a8 {predict.UNFOLD}/any"))
+    ]
+    n, k, m, whole, alone, us = np.array(some, float).T
+    if not whole.any():
+        raise SystemExit("no sample has cuBLASLt's GEMM with its quantiser: add some of launch_samples.py --whole")
+
+    def at(x: np.ndarray) -> np.ndarray:
+        added = whole * other_models.RowsQuantiserSpeed(*x[2:]).microseconds(m, k)
+        found: np.ndarray = alone + other_models.UnfoldSpeed(*x[:2]).microseconds(n, k) + added
+        return found
+
+    x = least(lambda x: np.log(at(x) / us), [2.0, 3.5e6, 1.2, 1e-4, 1e-6, 1e-6])
+    unfold = dict(zip(("start", "memory"), map(rounded, x[:2]), strict=True))
+    return unfold, dict(zip(("start", "token", "element", "far"), map(rounded, x[2:]), strict=True))
 
 
 def many_tokens(problems: Sequence[dict[str, Any]], sms: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -446,7 +454,8 @@ def fit(
     if near_scaled and scaled is None:
         raise SystemExit(f"no other GPU of {model.arch} is in {speeds.FILE.name}: leave --near-scaled out")
     few: dict[str, Any] = {}
-    quantised = quantisers([*of_few_tokens, *of_many_tokens], problems)
+    quantised = quantisers([*of_few_tokens, *of_many_tokens])
+    unfold, before_cublaslt = fit_unfold(more)
     gpu, builds = many_tokens([gemms_alone(p, quantised) for p in of_many_tokens], model.sms)
 
     def alone(some: Records) -> list[dict[str, Any]]:
@@ -471,8 +480,9 @@ def fit(
         "many_tokens": gpu,
         "builds": builds,
         "quantisers": quantised,
+        "before_cublaslt": before_cublaslt,
         "cublaslt": fit_cublaslt(more, model.sms),
-        "unfold": fit_unfold([gemms_alone(p, quantised) for p in more]),
+        "unfold": unfold,
         "few_tokens": few,
     }
 
@@ -494,7 +504,8 @@ def text(rows: Iterable[dict[str, Any]]) -> str:
         lines += ["[[gpu]]", f"name = {json.dumps(row['name'])}", "records = ["]
         lines += [f"  {json.dumps(each)}," for each in row["records"]]
         lines += ["]", f"many_tokens = {inline(row['many_tokens'])}"]
-        lines += [f"cublaslt = {inline(row['cublaslt'])}", f"unfold = {inline(row['unfold'])}", "", "[gpu.builds]"]
+        lines += [f"{key} = {inline(row[key])}" for key in ("before_cublaslt", "cublaslt", "unfold")]
+        lines += ["", "[gpu.builds]"]
         lines += [f"{json.dumps(key)} = {value}" for key, value in row["builds"].items()]
         lines += ["", "[gpu.quantisers]"]
         lines += [f"{key} = {inline(value)}" for key, value in row["quantisers"].items()]

@@ -14,7 +14,7 @@ from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.compiled import Layout, Loaded
 from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, launch_model, predict, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, UP_TO, FewTokensShape
-from fp4dispatch.backends.own.tiling.other_models import CublasLtSpeed, QuantiserSpeed, UnfoldSpeed
+from fp4dispatch.backends.own.tiling.other_models import CublasLtSpeed, RowsQuantiserSpeed, UnfoldSpeed
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
@@ -317,30 +317,41 @@ def test_a_constant_that_was_nothing_is_fitted_anew():
     assert fit_speeds.fit_few("w8a8_small", some, usable, blocks=False, known=nothing).beside > 0.3
 
 
-def test_writing_weights_out_is_fitted_without_the_quantiser_that_was_timed_with_it():
+def test_writing_weights_out_is_fitted_together_with_the_quantiser_that_was_timed_with_it():
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_speeds
 
-    truth, quantiser = UnfoldSpeed(2.0, 3.5e6), {"start": 1.5, "row": 1e-3, "element": 1e-7}
+    truth, quantiser = UnfoldSpeed(2.0, 3.5e6), RowsQuantiserSpeed(1.5, 1e-3, 5e-7, 2e-6)
 
     def sample(n, k, m, whole):
-        added = QuantiserSpeed(**quantiser).microseconds(m, k) if whole else 0.0
-        us = 5.0 + truth.microseconds(n, k) + added
+        added = quantiser.microseconds(m, k) if whole else 0.0
+        us = 50.0 + truth.microseconds(n, k) + added
         launches = {f"w4a8 {UNFOLD}/any": [[None, us]]}
-        return {"n": n, "k": k, "m": m, "scaled_mm": 5.0, "launches": launches} | ({"whole": True} if whole else {})
+        return {"n": n, "k": k, "m": m, "scaled_mm": 50.0, "launches": launches} | ({"whole": True} if whole else {})
 
-    sizes = [(n, k, m, whole) for n in (2048, 8192) for k in (2048, 8192) for m in (512, 4096) for whole in (0, 1)]
-    quantised = {"plain_row": quantiser, "w4_row": {"start": 9.0, "row": 0.0, "element": 0.0}}
-    found = fit_speeds.fit_unfold([fit_speeds.gemms_alone(sample(*each), quantised) for each in sizes])
-    assert found == {"start": pytest.approx(2.0, rel=0.01), "memory": pytest.approx(3.5e6, rel=0.01)}
+    sizes = [
+        (n, k, m, whole)
+        for n in (2048, 8192)
+        for k in (1024, 2048, 8192)
+        for m in (64, 512, 2048, 8192)
+        for whole in (0, 1)
+    ]
+    unfold, before = fit_speeds.fit_unfold([sample(*each) for each in sizes])
+    assert unfold == {"start": pytest.approx(2.0, rel=0.05), "memory": pytest.approx(3.5e6, rel=0.02)}
+    for m, k in ((64, 1024), (512, 8192), (8192, 1024), (8192, 8192)):  # below FAR, at it, and above
+        said = RowsQuantiserSpeed(**before).microseconds(m, k)
+        assert said == pytest.approx(quantiser.microseconds(m, k), rel=0.05)
+    with pytest.raises(SystemExit, match="--whole"):
+        fit_speeds.fit_unfold([sample(*each) for each in sizes if not each[3]])
 
 
 def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeypatch, capsys):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_speeds
 
-    for name in ("quantisers", "fit_cublaslt", "fit_unfold"):
+    for name in ("quantisers", "fit_cublaslt"):
         monkeypatch.setattr(fit_speeds, name, lambda *_: {})
+    monkeypatch.setattr(fit_speeds, "fit_unfold", lambda *_: ({}, {}))
     monkeypatch.setattr(fit_speeds, "many_tokens", lambda *_: ({}, {}))
     monkeypatch.setattr(fit_speeds, "few_tokens", lambda problems, *_, **__: {"fitted to": [p["n"] for p in problems]})
     old, new = ({"facts": {"device": "NVIDIA H200"}, "problems": [{"n": n, "m": 1, "launches": {}}]} for n in (1, 2))
@@ -380,13 +391,13 @@ def test_samples_with_their_quantiser_count_less_what_it_adds():
     from bench import fit_speeds
 
     quantised = {kind: {"start": 1.0, "row": 0.0, "element": 0.001} for kind in speeds.QUANTISERS}
-    names = ("w4a16 w4a16_small/bf16", "w4a8 w4a8_small/bf16", "w8a8 w8a8_small/block_bf16")
+    names = ("w4a16 w4a16_small/bf16", f"w4a8 {UNFOLD}/any", "w4a8 w4a8_small/bf16", "w8a8 w8a8_small/block_bf16")
     p = {"n": 64, "k": 100, "m": 10, "launches": {name: [[None, 10.0], [[1], 2.0]] for name in names}}
     assert fit_speeds.gemms_alone(p, quantised) is p
     whole = p | {"whole": True}
     alone = fit_speeds.gemms_alone(whole, quantised)["launches"]
-    assert alone[names[0]] == p["launches"][names[0]]
-    for name in names[1:]:
+    assert all(alone[name] == p["launches"][name] for name in names[:2])
+    for name in names[2:]:
         assert alone[name] == [[None, 8.0], [[1], pytest.approx(0.4)]], "at least a fifth"
     assert [fit_speeds.serves(each, "w4a8_small") for each in (p, whole)] == [False, True]
     assert all(fit_speeds.serves(each, "w4a16_small") for each in (p, whole))

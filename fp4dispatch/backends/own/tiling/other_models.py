@@ -14,11 +14,13 @@ LT_TILES = ((64, 128), (128, 64), (128, 128), (64, 256), (128, 256), (256, 128))
 """Tokens and rows of the tiles that cuBLASLt may take."""
 UNFOLD_BYTES = 0.5625 + 1
 """Of a weight: read as NVFP4, written as FP8."""
+FAR = 4_000_000
+"""Elements of activations from which on each costs more before cuBLASLt's GEMM (bench/notes/quantisers.md)."""
 
 
 @dataclass(frozen=True)
 class QuantiserSpeed:
-    """A quantiser in front of its GEMM: microseconds of its start, per k of a token, and per element."""
+    """A quantiser in front of a GEMM of ours: microseconds of its start, per k of a token, and per element."""
 
     start: float
     row: float
@@ -31,6 +33,28 @@ class QuantiserSpeed:
     def scaled(self, clock: float, memory: float) -> QuantiserSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
         return QuantiserSpeed(self.start / clock, self.row / clock, self.element / clock)
+
+
+@dataclass(frozen=True)
+class RowsQuantiserSpeed:
+    """The quantiser in front of cuBLASLt's GEMM, with what it costs that GEMM.
+
+    Microseconds of its start, per token, per element up to :data:`FAR`, and per element from there on.
+    """
+
+    start: float
+    token: float
+    element: float
+    far: float
+
+    def microseconds(self, m: Any, k: Any) -> Any:
+        """Return the predicted time for [m, k] activations; numbers may be arrays."""
+        beyond = (m * k - FAR + abs(m * k - FAR)) / 2
+        return self.start + self.token * m + self.element * (m * k - beyond) + self.far * beyond
+
+    def scaled(self, clock: float, memory: float) -> RowsQuantiserSpeed:
+        """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
+        return RowsQuantiserSpeed(self.start / clock, self.token / clock, self.element / clock, self.far / clock)
 
 
 @dataclass(frozen=True)

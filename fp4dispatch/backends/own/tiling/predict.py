@@ -187,8 +187,9 @@ def quantiser(problem: Problem, speeds: Speeds, *, packed: bool = True) -> float
     """Return the microseconds that quantising activations adds to a GEMM of ours, or to cuBLASLt's (not ``packed``)."""
     if problem.activation != "fp8":
         return 0.0
-    ours = "w4_row" if problem.op == "nvfp4_gemm" else "w8_block" if problem.scaling == BLOCKS else "w8_row"
-    kind = ours if packed else "plain_row"
+    if not packed:
+        return float(speeds.before_cublaslt.microseconds(problem.m, problem.k))
+    kind = "w4_row" if problem.op == "nvfp4_gemm" else "w8_block" if problem.scaling == BLOCKS else "w8_row"
     return float(speeds.quantisers[kind].microseconds(problem.m, problem.k))
 
 

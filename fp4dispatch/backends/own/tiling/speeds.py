@@ -17,7 +17,13 @@ from fp4dispatch.backends.own.tiling import corrections, launch_model
 from fp4dispatch.backends.own.tiling.corrections import Correction
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed
-from fp4dispatch.backends.own.tiling.other_models import LT_TILES, CublasLtSpeed, QuantiserSpeed, UnfoldSpeed
+from fp4dispatch.backends.own.tiling.other_models import (
+    LT_TILES,
+    CublasLtSpeed,
+    QuantiserSpeed,
+    RowsQuantiserSpeed,
+    UnfoldSpeed,
+)
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.gpu_models import GpuModel
@@ -26,8 +32,8 @@ from fp4dispatch.problem.arch import Arch
 FILE = Path(__file__).with_name("speeds.toml")
 BLOCKS = "block128"
 """After the name of a kernel for few tokens: its builds for block scales."""
-QUANTISERS = ("w4_row", "w8_row", "w8_block", "plain_row")
-"""Kinds of quantisers: before our GEMMs on NVFP4 weights, on FP8 weights by row and by block; before cuBLASLt."""
+QUANTISERS = ("w4_row", "w8_row", "w8_block")
+"""Kinds of quantisers before our GEMMs: on NVFP4 weights, on FP8 weights by row and by block."""
 GPU_CONSTANTS = (
     "clock_mhz",
     "memory_bytes",
@@ -57,8 +63,10 @@ class Speeds:
         The launch model's constants, and how many times as long as it says each of its builds takes.
     few_tokens
         By kernel; those of builds for block scales by ``<kernel> block128``.
-    quantisers, cublaslt, unfold
-        The others. Quantisers by the names of :data:`QUANTISERS`.
+    quantisers, before_cublaslt
+        Quantisers before our GEMMs, by the names of :data:`QUANTISERS`, and the one before cuBLASLt's.
+    cublaslt, unfold
+        The others.
     corrections
         Of the launch models and of cuBLASLt, by group of builds.
     scaled_to
@@ -71,6 +79,7 @@ class Speeds:
     builds: Mapping[str, float]
     few_tokens: Mapping[str, FewTokensSpeed]
     quantisers: Mapping[str, QuantiserSpeed]
+    before_cublaslt: RowsQuantiserSpeed
     cublaslt: CublasLtSpeed
     unfold: UnfoldSpeed
     corrections: Mapping[str, Correction] = field(default_factory=dict)
@@ -99,6 +108,7 @@ class Speeds:
             many_tokens=many,
             few_tokens={name: each.scaled(clock, memory) for name, each in self.few_tokens.items()},
             quantisers={name: each.scaled(clock, memory) for name, each in self.quantisers.items()},
+            before_cublaslt=self.before_cublaslt.scaled(clock, memory),
             cublaslt=self.cublaslt.scaled(clock, memory),
             unfold=self.unfold.scaled(clock, memory),
             corrections={},
@@ -155,7 +165,7 @@ def load(data: dict[str, Any]) -> dict[str, Speeds]:
     return found
 
 
-_TABLES = ("many_tokens", "builds", "few_tokens", "quantisers", "cublaslt", "unfold")
+_TABLES = ("many_tokens", "builds", "few_tokens", "quantisers", "before_cublaslt", "cublaslt", "unfold")
 
 
 def _speeds(row: Any) -> Speeds:
@@ -169,6 +179,7 @@ def _speeds(row: Any) -> Speeds:
     usual = launch_model.gpu_with(model.sms)
     l2_bytes = int(model.l2_mib * 2**20)
     facts = launch_model.Gpu(sms=usual.sms, l2_bytes=l2_bytes, usable=usual.usable, **many)
+    before_cublaslt = _numbers(f"{where} before_cublaslt", row["before_cublaslt"], _names(RowsQuantiserSpeed))
     strict_toml.check(f"{where} quantisers", row["quantisers"], dict.fromkeys(QUANTISERS, dict))
     quantisers = {
         name: QuantiserSpeed(**_numbers(f"{where} {name}", each, _names(QuantiserSpeed)))
@@ -181,6 +192,7 @@ def _speeds(row: Any) -> Speeds:
         _numbers(f"{where} builds", row["builds"], row["builds"]),
         {name: _few_tokens(f"{where} {name}", name, each) for name, each in row["few_tokens"].items()},
         quantisers,
+        RowsQuantiserSpeed(**before_cublaslt),
         _cublaslt(f"{where} cublaslt", row["cublaslt"]),
         UnfoldSpeed(**_numbers(f"{where} unfold", row["unfold"], _names(UnfoldSpeed))),
     )
