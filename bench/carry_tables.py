@@ -121,10 +121,8 @@ def replaced(table: shipped.Table, new: shipped.Table | None) -> tuple[shipped.T
 def commits(text: str, scalings: set[str], commit: str) -> str:
     """Return the commits of a table, of which some scalings now have another: ``1234567, row 89abcde``."""
     first, *others = text.split(", ")
-    kept = {scaling: of for each in others for scaling, of in [each.rsplit(" ", 1)] if scaling not in scalings}
-    return ", ".join(
-        [first, *(f"{scaling} {of}" for scaling, of in sorted({**kept, **dict.fromkeys(scalings, commit)}.items()))]
-    )
+    by_scaling = dict(each.rsplit(" ", 1) for each in others) | dict.fromkeys(scalings, commit)
+    return ", ".join([first, *(f"{scaling} {of}" for scaling, of in sorted(by_scaling.items()))])
 
 
 def carry(old: Path, before: Path, after: Path, folder: Path, here: Path, fresh: Path | None = None) -> list[str]:

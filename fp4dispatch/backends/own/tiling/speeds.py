@@ -179,7 +179,6 @@ def _speeds(row: Any) -> Speeds:
     usual = launch_model.gpu_with(model.sms)
     l2_bytes = int(model.l2_mib * 2**20)
     facts = launch_model.Gpu(sms=usual.sms, l2_bytes=l2_bytes, usable=usual.usable, **many)
-    before_cublaslt = _numbers(f"{where} before_cublaslt", row["before_cublaslt"], _names(RowsQuantiserSpeed))
     strict_toml.check(f"{where} quantisers", row["quantisers"], dict.fromkeys(QUANTISERS, dict))
     quantisers = {
         name: QuantiserSpeed(**_numbers(f"{where} {name}", each, _names(QuantiserSpeed)))
@@ -192,7 +191,7 @@ def _speeds(row: Any) -> Speeds:
         _numbers(f"{where} builds", row["builds"], row["builds"]),
         {name: _few_tokens(f"{where} {name}", name, each) for name, each in row["few_tokens"].items()},
         quantisers,
-        RowsQuantiserSpeed(**before_cublaslt),
+        RowsQuantiserSpeed(**_numbers(f"{where} before_cublaslt", row["before_cublaslt"], _names(RowsQuantiserSpeed))),
         _cublaslt(f"{where} cublaslt", row["cublaslt"]),
         UnfoldSpeed(**_numbers(f"{where} unfold", row["unfold"], _names(UnfoldSpeed))),
     )
