@@ -4,9 +4,10 @@ Samples come from bench/launch_samples.py, of all GPUs that speeds.toml has cons
 group of builds, boosted trees learn the logarithm of the measured over the predicted time. All nodes of a level ask the
 same question, so a tree is six questions and 64 numbers.
 
-    python bench/fit_corrections.py --few FILES --many FILES [--judge FILES] [--write]
+    python bench/fit_corrections.py --few FILES --many FILES [--judge FILES] [--only GROUP ...] [--write]
 
 Trees for cuBLASLt's FP8 GEMM are fitted to the samples of ``--many``, and to nothing but the problem.
+``--only GROUP ...``: fit these groups; the trees of the others stay, as long as their constants do.
 ``--judge``: samples that were not fitted to. It prints what choices cost without and with corrections: the time of the
 launch that is predicted fastest over that of the best of those that were timed, and the spread of predictions.
 Of few tokens with FP8 activations only samples with their quantiser count, as for bench/fit_speeds.py.
@@ -164,10 +165,12 @@ def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Tree]
     return trees
 
 
-def fit(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[Tree]]:
-    """Return the trees of each group."""
+def fit(launches: Sequence[tuple[Timed, Speeds]], only: Sequence[str] | None = None) -> dict[str, list[Tree]]:
+    """Return the trees of each group, or of some."""
     groups: dict[str, list[tuple[Timed, Speeds, float]]] = {}
     for each, known in launches:
+        if only is not None and group_of(each) not in only:
+            continue
         if (us := predicted(each, known)) is not None:
             groups.setdefault(group_of(each), []).append((each, known, us))
     found = {}
@@ -303,22 +306,34 @@ def main() -> None:
     """Fit, judge, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, about in (("few", "samples of kernels for few tokens"), ("many", "samples of kernels for many tokens")):
-        parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, help=about)
+        parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], help=about)
     parser.add_argument("--judge", type=Path, nargs="+", default=[], help="samples that are not fitted to")
+    parser.add_argument("--only", nargs="+", metavar="GROUP", help="fit these; the others stay as the file has them")
     parser.add_argument("--write", action="store_true", help=f"into {corrections.FILE.name}")
     args = parser.parse_args()
+    if not args.only and not (args.few and args.many):
+        parser.error("needs --few and --many, or --only")
     if twice := set(args.judge) & {*args.few, *args.many}:
         parser.error(f"{', '.join(map(str, sorted(twice)))}: judged on what it is fitted to")
-    trees = {corrections.CUBLASLT: fit_cublaslt(cublaslt_of(args.many))}
-    trees |= fit([*launches_of(args.few, few=True), *launches_of(args.many, few=False)])
+    paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
+    records = {fit_speeds.cited(path, json.loads(path.read_text("utf-8"))) for path in paths}
+    if args.only:
+        held = json.loads(corrections.FILE.read_text("utf-8"))
+        if unknown := sorted({*args.only} - {*held["trees"]}):
+            parser.error(f"--only {' '.join(unknown)}: groups are {', '.join(held['trees'])}")
+        trees = {name: [Tree(*each) for each in some] for name, some in held["trees"].items()}
+        records |= {*held["records"]}
+    else:
+        trees = {}
+    if not args.only or corrections.CUBLASLT in args.only:
+        trees[corrections.CUBLASLT] = fit_cublaslt(cublaslt_of(args.many))
+    trees |= fit([*launches_of(args.few, few=True), *launches_of(args.many, few=False)], args.only)
     found = with_corrections(trees)
     if args.judge:
         some = [*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)]
         print("\n".join([*judged(some, found), "", *judged_cublaslt(cublaslt_of(args.judge), found)]))
     if args.write:
-        paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
-        records = [fit_speeds.cited(path, json.loads(path.read_text("utf-8"))) for path in paths]
-        corrections.FILE.write_text(text(trees, records), "utf-8")
+        corrections.FILE.write_text(text(trees, sorted(records)), "utf-8")
 
 
 if __name__ == "__main__":

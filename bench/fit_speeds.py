@@ -13,6 +13,7 @@ few tokens with FP8 activations only samples with their quantiser (``--whole``) 
 adds is taken off: layers run both.
 ``--few-of KERNEL FILE ...``: where one of them has changed since ``--few``. It is fitted to these samples, and stays
 near what the older ones say.
+``--young BUILD ...``: fit only the factors of these builds, to ``--many``; everything else stays as speeds.toml has it.
 ``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
@@ -35,6 +36,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench import fit_launch_model
+from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensKernel, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
@@ -416,6 +418,12 @@ def many_tokens(problems: Sequence[dict[str, Any]], sms: int) -> tuple[dict[str,
     some = fit_launch_model.points([{"problems": problems}])
     start = fit_launch_model.in_use(launch_model.gpu_with(sms), some)
     model = fit_launch_model.fitted(start, some, builds=False)
+    gpu = {name: rounded(getattr(model.gpu, name)) for name in speeds.GPU_CONSTANTS}
+    return gpu, build_factors(model, some)
+
+
+def build_factors(model: fit_launch_model.Model, some: Iterable[fit_launch_model.Point]) -> dict[str, float]:
+    """Return how many times as long as a model says the launches take that it chooses: medians, by build."""
     ratios: dict[str, list[float]] = {}
     groups: dict[Any, list[fit_launch_model.Point]] = {}
     for point in filter(fit_launch_model.modelled, some):
@@ -423,8 +431,32 @@ def many_tokens(problems: Sequence[dict[str, Any]], sms: int) -> tuple[dict[str,
     for (_, build), group in groups.items():
         chosen = min(group, key=lambda point: point.predicted(model))
         ratios.setdefault("/".join(build), []).append(math.log(chosen.us / chosen.predicted(model)))
-    gpu = {name: rounded(getattr(model.gpu, name)) for name in speeds.GPU_CONSTANTS}
-    return gpu, {build: rounded(math.exp(statistics.median(found))) for build, found in sorted(ratios.items())}
+    return {build: rounded(math.exp(statistics.median(found))) for build, found in sorted(ratios.items())}
+
+
+def with_young(
+    row: dict[str, Any], problems: Sequence[dict[str, Any]], young: Sequence[str], named: Sequence[str]
+) -> dict[str, Any]:
+    """Return the [[gpu]] of speeds.toml with the factors of builds that are younger than its constants.
+
+    Parameters
+    ----------
+    row
+        The [[gpu]] as it is.
+    problems
+        Samples of these builds.
+    young
+        The builds: ``kernel/build``.
+    named
+        The records of the samples, as the file names them.
+    """
+    some = fit_launch_model.points([{"problems": [gemms_alone(p, row["quantisers"]) for p in problems]}])
+    facts = replace(launch_model.H200, **row["many_tokens"])
+    found = build_factors(fit_launch_model.in_use(facts, some), some)
+    if missing := sorted({*young} - {*found}):
+        raise SystemExit(f"{', '.join(missing)}: not in the samples, which have {', '.join(found)}")
+    builds = dict(sorted((row["builds"] | {build: found[build] for build in young}).items()))
+    return row | {"records": sorted({*row["records"], *named}), "builds": builds}
 
 
 Records = Sequence[dict[str, Any]]
@@ -532,10 +564,18 @@ def cited(path: Path, record: dict[str, Any]) -> str:
     return f"{path.stem}, {len(record['problems'])} problems, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
+def row_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the [[gpu]] that the file has of a record's GPU."""
+    model = gpu_models.named(record["facts"]["device"])
+    found = [row for row in strict_toml.load(speeds.FILE)["gpu"] if model is not None and row["name"] == model.name]
+    if not found:
+        raise SystemExit(f"{record['facts']['device']} is not in {speeds.FILE.name}: fit all of it first")
+    row: dict[str, Any] = found[0]
+    return row
+
+
 def written(path: Path, row: dict[str, Any]) -> None:
     """Put a GPU's constants into the file."""
-    from fp4dispatch import strict_toml
-
     rows = strict_toml.load(path)["gpu"] if path.exists() else []
     at = next((i for i, each in enumerate(rows) if each["name"] == row["name"]), len(rows))
     path.write_text(text([*rows[:at], row, *rows[at + 1 :]]), "utf-8")
@@ -544,9 +584,9 @@ def written(path: Path, row: dict[str, Any]) -> None:
 def main() -> None:
     """Fit, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", type=Path, nargs="+", required=True)
+    parser.add_argument("--fit", type=Path, nargs="+", default=[])
     parser.add_argument("--many", type=Path, nargs="+", required=True, help="samples of kernels for many tokens")
-    parser.add_argument("--few", type=Path, nargs="+", required=True, help="samples of kernels for few tokens")
+    parser.add_argument("--few", type=Path, nargs="+", default=[], help="samples of kernels for few tokens")
     parser.add_argument(
         "--few-of", nargs="+", action="append", default=[], metavar="KERNEL", help="a kernel, and newer samples of it"
     )
@@ -558,9 +598,14 @@ def main() -> None:
         action="store_true",
         help="few tokens: stay near the constants of another GPU of this arch, scaled",
     )
+    parser.add_argument("--young", nargs="+", default=[], metavar="BUILD", help="kernel/build: fit only their factors")
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
+    if args.young and (args.fit or args.few or args.few_of or args.few_before or args.near_scaled):
+        parser.error("--young leaves all else as it is: it takes --many alone")
+    if not args.young and not (args.fit and args.few):
+        parser.error("needs --fit and --few, or --young")
     known = {f"{kernel}{kind}" for kernel in KERNELS for kind in ("", f" {speeds.BLOCKS}")}
     for name, *files in args.few_of:
         if name not in known or not files:
@@ -574,7 +619,10 @@ def main() -> None:
     records, many, few, before = ([read[path] for path in paths if path in some] for some in asked)
     named = [cited(path, record) for path, record in read.items()]
     of = {name: [read[path] for path in some] for name, some in few_of.items()}
-    row = fit(records, many, few, before, named, near_scaled=args.near_scaled, few_of=of)
+    if args.young:
+        row = with_young(row_of(many[0]), [p for record in many for p in record["problems"]], args.young, named)
+    else:
+        row = fit(records, many, few, before, named, near_scaled=args.near_scaled, few_of=of)
     if args.write or args.to != speeds.FILE:
         written(args.to, row)
     else:

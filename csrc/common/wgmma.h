@@ -64,6 +64,8 @@ __device__ __forceinline__ void wgmma_wait() {
   ", "                                                                                                   \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
   "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FP4D_R104 FP4D_R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define FP4D_R112 FP4D_R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define FP4D_R128                                                                                \
   FP4D_R64                                                                                       \
   ", "                                                                                           \
@@ -122,7 +124,7 @@ __device__ __forceinline__ void wgmma_wait() {
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b, int add) {
   static_assert(T == 16 || T == 24 || T == 32 || T == 48 || T == 64 || T == 80 || T == 96 || T == 112 ||
-                T == 128 || T == 144 || T == 160 || T == 176);
+                T == 128 || T == 144 || T == 160 || T == 176 || T == 192 || T == 208);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3("m64n16k32", FP4D_R8, "{%8, %9, %10, %11}, %12", "%13", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 24) {
@@ -155,6 +157,12 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
   } else if constexpr (T == 176) {
     FP4D_WGMMA_E4M3("m64n176k32", FP4D_R88, "{%88, %89, %90, %91}, %92", "%93", FP4D_D32(0), FP4D_D32(32),
                     FP4D_D16(64), FP4D_D4(80), FP4D_D4(84));
+  } else if constexpr (T == 192) {
+    FP4D_WGMMA_E4M3("m64n192k32", FP4D_R96, "{%96, %97, %98, %99}, %100", "%101", FP4D_D32(0), FP4D_D32(32),
+                    FP4D_D32(64));
+  } else if constexpr (T == 208) {
+    FP4D_WGMMA_E4M3("m64n208k32", FP4D_R104, "{%104, %105, %106, %107}, %108", "%109", FP4D_D32(0),
+                    FP4D_D32(32), FP4D_D32(64), FP4D_D4(96), FP4D_D4(100));
   }
 }
 
@@ -162,7 +170,7 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint32_t const (&a
 template <int T>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uint64_t b_at, int add) {
   static_assert(T == 16 || T == 24 || T == 32 || T == 48 || T == 64 || T == 80 || T == 96 || T == 112 ||
-                T == 128 || T == 144 || T == 160 || T == 176 || T == 192);
+                T == 128 || T == 144 || T == 160 || T == 176 || T == 192 || T == 208 || T == 224);
   if constexpr (T == 16) {
     FP4D_WGMMA_E4M3_SHARED("m64n16k32", FP4D_R8, "%8", "%9", "%10", FP4D_D4(0), FP4D_D4(4));
   } else if constexpr (T == 24) {
@@ -195,6 +203,12 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uin
   } else if constexpr (T == 192) {
     FP4D_WGMMA_E4M3_SHARED("m64n192k32", FP4D_R96, "%96", "%97", "%98", FP4D_D32(0), FP4D_D32(32),
                            FP4D_D32(64));
+  } else if constexpr (T == 208) {
+    FP4D_WGMMA_E4M3_SHARED("m64n208k32", FP4D_R104, "%104", "%105", "%106", FP4D_D32(0), FP4D_D32(32),
+                           FP4D_D32(64), FP4D_D4(96), FP4D_D4(100));
+  } else if constexpr (T == 224) {
+    FP4D_WGMMA_E4M3_SHARED("m64n224k32", FP4D_R112, "%112", "%113", "%114", FP4D_D32(0), FP4D_D32(32),
+                           FP4D_D32(64), FP4D_D16(96));
   }
 }
 
@@ -244,6 +258,8 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_D16
 #undef FP4D_D4
 #undef FP4D_R128
+#undef FP4D_R112
+#undef FP4D_R104
 #undef FP4D_R96
 #undef FP4D_R88
 #undef FP4D_R80

@@ -81,9 +81,13 @@ struct Tile {
   // 65536 registers, shared out evenly at the start; the producer gives its up. Or 49152, as if there were more threads.
   static constexpr bool kLeavesRegisters = Weights::leaves_registers(T, kConsumers);
   static constexpr int kSharingThreads = kLeavesRegisters ? 512 : kThreads;
-  static constexpr int kProducerRegisters = kConsumers == 2 && kCtas == 1 && !kLeavesRegisters ? 40 : 32;
+  static constexpr bool kMostSums = kFp8 && T > 192;  // which leave the producer no more than it needs
+  static constexpr int kProducerRegisters = kMostSums                                            ? 24
+                                            : kConsumers == 2 && kCtas == 1 && !kLeavesRegisters ? 40
+                                                                                                 : 32;
   static constexpr int kConsumerRegisters = kLeavesRegisters  ? 176
                                             : kCtas == 2      ? 104
+                                            : kMostSums       ? 240
                                             : kConsumers == 2 ? 232
                                                               : 112;
   static constexpr int kPromoteStages = Weights::promote_stages(T);

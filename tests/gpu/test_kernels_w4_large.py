@@ -44,11 +44,12 @@ SHAPES = (
     (333, 392, 528),
     (256, 256, 256),
 )
-AT_176 = ((175, 136, 208), (176, 264, 400), (177, 72, 1040), (361, 136, 528))
-"""Around the ends of a tile of 176 tokens, which it writes 16 at a time; 361 ends in a piece of 9."""
-AT_96 = ((95, 136, 208), (96, 264, 400), (97, 72, 1040), (201, 136, 528))
-AT_160 = ((159, 136, 208), (160, 264, 400), (161, 72, 1040), (329, 136, 528))
 FEW = ((7, 200, 144), (16, 136, 528), (17, 264, 1040), (32, 520, 2064), (33, 264, 400), (64, 136, 1040))
+AT_ENDS = {"32": FEW} | {
+    str(t): ((t - 1, 136, 208), (t, 264, 400), (t + 1, 72, 1040), (2 * t + 9, 136, 528))
+    for t in (96, 160, 176, 192, 208)
+}
+"""Around the ends of a tile, which is written in pieces of tokens; the last M ends in a piece of 9."""
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def test_packing_bit_for_bit(dtype, m, k):
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tile_and_the_same_bits_twice(variant, launch):
-    for m, n, k in (*SHAPES, *{"32": FEW, "96": AT_96, "160": AT_160, "176": AT_176}.get(variant.split("_")[2], ())):
+    for m, n, k in (*SHAPES, *AT_ENDS.get(variant.split("_")[2], ())):
         if launch is not None and launch[1] > most_split(variant, k):
             continue
         problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
@@ -133,7 +134,7 @@ def test_whole_tiles_and_then_parts_of_k_and_the_same_bits_twice(variant, launch
 
 @pytest.mark.parametrize(
     "variant",
-    [*(f"a8_bf16_{tile}" for tile in (96, 112, 128, 144, 160, 176)), "a16_bf16_128x128", "a16_bf16_256"],
+    [*(f"a8_bf16_{tile}" for tile in (96, 112, 128, 144, 160, 176, 192, 208)), "a16_bf16_128x128", "a16_bf16_256"],
 )
 def test_a_plan_that_does_whole_tiles_first(variant):
     m, n = many_tokens.whole_tiles_first(gemm(variant).tile, (1, 2), sms(), 4, "few")
@@ -153,7 +154,14 @@ def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
 @pytest.mark.parametrize(
     ("variant", "m"),
     [
-        *(("a8_bf16_32", 1), ("a8_bf16_32", 32), ("a8_bf16_64", 64), ("a8_bf16_128", 200), ("a8_bf16_176", 300)),
+        *(
+            ("a8_bf16_32", 1),
+            ("a8_bf16_32", 32),
+            ("a8_bf16_64", 64),
+            ("a8_bf16_128", 200),
+            ("a8_bf16_176", 300),
+            ("a8_bf16_208", 300),
+        ),
         *(("a8_bf16_96", 65), ("a8_bf16_96", 200), ("a8_bf16_112", 130), ("a8_bf16_144", 200), ("a8_bf16_160", 300)),
         *(("a16_bf16_64", 40), ("a16_bf16_128x128", 200)),
     ],
@@ -165,7 +173,11 @@ def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
 def test_long_k_and_many_tiles():
     """More tiles than multiprocessors (a persistent grid's ring runs on into the next tile), and long K."""
     for variant, (m, n, k) in itertools.product(
-        (*(f"a8_bf16_{tile}" for tile in (32, 64, 96, 112, 128, 144, 160, 176)), "a16_bf16_128", "a16_bf16_128x128"),
+        (
+            *(f"a8_bf16_{tile}" for tile in (32, 64, 96, 112, 128, 144, 160, 176, 192, 208)),
+            "a16_bf16_128",
+            "a16_bf16_128x128",
+        ),
         ((1024, 5120, 512), (300, 256, 14336)),
     ):
         x = torch.randn(m, k, generator=torch.Generator("cuda").manual_seed(k), device="cuda").bfloat16()
@@ -183,7 +195,7 @@ def test_long_k_and_many_tiles():
 def test_a_token_that_is_not_finite_stays_alone():
     x = torch.randn(70, 256, device="cuda").bfloat16()
     x[3, 7] = torch.nan
-    for variant in (*(f"a8_bf16_{tile}" for tile in (32, 64, 96, 112, 144, 160, 176)), "a16_bf16_64"):
+    for variant in (*(f"a8_bf16_{tile}" for tile in (32, 64, 96, 112, 144, 160, 176, 192, 208)), "a16_bf16_64"):
         given, scale, _ = activations(is_fp8(variant), x)
         out = torch.zeros(70, 128, device="cuda", dtype=torch.bfloat16)
         gemm(variant).planned(given, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)

@@ -44,7 +44,7 @@ SHAPES = (
     *((1, 8, 16), (9, 72, 128), (65, 72, 48), (77, 136, 208), (100, 64, 144), (127, 264, 1040), (128, 128, 128)),
     *((129, 520, 2064), (200, 392, 528), (255, 136, 272), (256, 256, 256), (257, 200, 1040), (300, 648, 2064)),
 )
-TILES = (96, 112, 128, 144, 160, 176, 192)
+TILES = (96, 112, 128, 144, 160, 176, 192, 208, 224)
 """Tokens, of builds for scales by row. Block scales have 128."""
 AT_ENDS = tuple((tile + more, 200, 528) for tile in TILES for more in (-1, 0, 1, 9))
 # Whole tiles first, once and twice, and what is left of them in parts of K.

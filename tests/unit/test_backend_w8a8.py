@@ -32,7 +32,7 @@ E4M3 = torch.float8_e4m3fn
 FEW, MANY = "w8a8_small", "w8_gemm_sm90"
 DYNAMIC_AND_STATIC = [("row", None), ("row", torch.tensor(0.1)), ("block128", None)]
 """Scaling and static scale: what each way to quantise is for."""
-ROW_TILES = (128, 96, 160, 192, 176, 144, 112)
+ROW_TILES = (128, 96, 160, 192, 208, 224, 176, 144, 112)
 """Tokens of the builds for many tokens, as the table has them; block scales have 128."""
 
 

@@ -116,7 +116,7 @@ def test_a_tile_of_32_tokens_is_never_asked_for_8_parts_of_k(bench):
     assert tokens > {1, 16, 17, 33, 64, 65, 100, 385}
 
 
-@pytest.mark.parametrize(("tile", "ragged"), [(96, 201), (112, 233), (144, 297), (160, 329), (176, 361)])
+@pytest.mark.parametrize(("tile", "ragged"), [(96, 201), (112, 233), (144, 297), (160, 329), (176, 361), (208, 425)])
 def test_a_tile_that_is_no_power_of_two_is_checked_at_its_own_edges(bench, tile, ragged):
     tokens = {m for _, _, m, _ in bench.check.problems_of(f"a8_bf16_{tile}", weights(bench, ((8, 16),)))}
     assert tokens > {1, tile, tile + 1, ragged, 385}
@@ -161,15 +161,15 @@ def test_the_sums_of_every_tile_of_fp8_are_measured(bench, monkeypatch):
 
 
 def test_tiles_that_are_timed(bench):
-    names = [f"a8_bf16_{tile}" for tile in ("small", 32, 64, 96, 112, 128, 144, 160, 176)]
+    names = [f"a8_bf16_{tile}" for tile in ("small", 32, 64, 96, 112, 128, 144, 160, 176, 192, 208)]
     modules = dict.fromkeys([*names, "a16_bf16_64", "a16_bf16_128x128", "a16_bf16_256", "w4a16"])
     for act, m, tiles in (
         ("a8", 1, ["small", 32, 64, 128]),
         ("a8", 64, ["small", 32, 64, 128]),
         ("a8", 65, [64, 96, 112, 128]),
         ("a8", 128, [64, 96, 112, 128]),
-        ("a8", 129, [64, 96, 112, 128, 144, 160, 176]),
-        ("a8", 193, [96, 112, 128, 144, 160, 176]),
+        ("a8", 129, [64, 96, 112, 128, 144, 160, 176, 192, 208]),
+        ("a8", 193, [96, 112, 128, 144, 160, 176, 192, 208]),
         ("a16", 32, [64]),
         ("a16", 65, [64, "128x128", 256]),
         ("a16", 256, ["128x128", 256]),

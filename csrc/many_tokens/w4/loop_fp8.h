@@ -6,6 +6,9 @@
 // warp, which issues these instructions in order, waits for few of them. Where a CTA has its multiprocessor to itself,
 // and nobody else issues while it waits, it asks earlier still; with two CTAs that costs time.
 //
+// Wide tiles, whose MMAs take longer and whose sums take most registers, hold two operands instead of four: while one is
+// multiplied, the other is dequantised.
+//
 // FP8 wgmma keeps 13 bits of a sum. So every kPromoteStages stages the partial sums, which the first MMA has started
 // from zero, are added to f32 ones. A warpgroup that adds has no MMA under way, so the two do it half an interval apart:
 // one multiplies while the other adds.
@@ -21,12 +24,14 @@ struct W4LoopFp8 {
   static constexpr int T = Tile::kTokens;
   // Faster in tiles of 176 tokens, not in narrower ones (bench/notes/many-tokens.md).
   static constexpr w4::UpperHalf kUpper = T > 160 ? w4::UpperHalf::kDotProduct : w4::UpperHalf::kShift;
+  static constexpr bool kWide = T > 128;  // measured: bench/notes/many-tokens.md
   Params<typename Tile::Weights> const& p;
   Place const& place;
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup
-  // Operand A of a stage's four MMAs, of which the first two are dequantised, and the words of its two chunks.
-  uint32_t a[4][4] = {};
+  // Operands A: of a stage's four MMAs, of which the first two are dequantised, or in wide tiles of the MMA at hand and the
+  // next one. The words of a stage's two chunks.
+  uint32_t a[kWide ? 2 : 4][4] = {};
   w4::Fp8Chunk first = {}, second = {};
   struct Stage {
     uint32_t offset = 0, barrier = 0, parity = 0;  // in the ring
@@ -45,9 +50,9 @@ struct W4LoopFp8 {
     load(first, 0);
     load(second, w4::kChunkBytes);
     first.look_up(luts_at);
-    second.look_up(luts_at);
+    if constexpr (!kWide) second.look_up(luts_at);
     first.dequantize<0, kUpper>(a[0]);
-    first.dequantize<1, kUpper>(a[1]);
+    if constexpr (!kWide) first.dequantize<1, kUpper>(a[1]);
   }
 
   __device__ void load(w4::Fp8Chunk& chunk, uint32_t at) const { chunk.load(words_at + at, scales_at + at); }
@@ -72,6 +77,14 @@ struct W4LoopFp8 {
 
   // Adds an item's stages to `sums`.
   __device__ void run(bool last_item, int count, float (&sums)[T / 2], float const*) {
+    if constexpr (kWide) {
+      run_wide(last_item, count, sums);
+    } else {
+      run_narrow(last_item, count, sums);
+    }
+  }
+
+  __device__ void run_narrow(bool last_item, int count, float (&sums)[T / 2]) {
     constexpr bool kAhead = Tile::kCtas == 1;
     float partial[T / 2];
 #pragma unroll
@@ -126,6 +139,56 @@ struct W4LoopFp8 {
       first.dequantize<1, kUpper>(a[1]);
       second.look_up(luts_at);
       previous = current;
+      if (phase == 0) {
+        wgmma_wait<0>();
+        add(partial, sums);
+      }
+    } while (left > 0);
+    wgmma_wait<0>();
+    if (phase != 0) add(partial, sums);
+    if (empty_at != 0) barrier_arrive_in(empty_at + previous.barrier);
+  }
+
+  __device__ void run_wide(bool last_item, int count, float (&sums)[T / 2]) {
+    float partial[T / 2];
+#pragma unroll
+    for (float& sum : partial) sum = 0.f;
+    int phase = warpgroup * (Tile::kPromoteStages / 2), left = count;
+    Stage previous = at, next = at;
+    advance(next, false);
+    uint32_t release = 0;  // nothing before the first stage has been multiplied
+    bool ready = false;    // the next stage, without a wait
+#pragma unroll 1
+    do {
+      uint64_t const b = operand_b(ring.base) + (at.offset >> 4);
+      multiply(partial, a[0], b, phase);  // the tile's first sums are zero anyway
+      --left;
+      if (++phase == Tile::kPromoteStages) phase = 0;
+      second.look_up(luts_at);
+      wgmma_wait<1>();
+      if (release != 0) barrier_arrive_in(empty_at + previous.barrier);
+      release = empty_at;
+      first.dequantize<1, kUpper>(a[1]);
+      multiply(partial, a[1], b + kDescriptorStep, 1);
+      // After the CTA's last stage the same one again, as above.
+      bool const last = last_item && left == 0;
+      previous = at;
+      if (!ready && !last) barrier_wait(full(next), next.parity);
+      at = last ? at : next;
+      load(first, at.offset);
+      wgmma_wait<1>();
+      second.dequantize<0, kUpper>(a[0]);
+      multiply(partial, a[0], b + 2 * kDescriptorStep, 1);
+      first.look_up(luts_at);
+      wgmma_wait<1>();
+      second.dequantize<1, kUpper>(a[1]);
+      multiply(partial, a[1], b + 3 * kDescriptorStep, 1);
+      load(second, at.offset + w4::kChunkBytes);
+      advance(next = at, false);
+      // Where no stage follows the question would be answered after microseconds.
+      ready = !(last_item && left < 2) && barrier_done(full(next), next.parity);
+      wgmma_wait<1>();
+      first.dequantize<0, kUpper>(a[0]);
       if (phase == 0) {
         wgmma_wait<0>();
         add(partial, sums);

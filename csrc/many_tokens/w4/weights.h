@@ -61,7 +61,9 @@ struct W4Weights {
     return kFp8 && tokens >= 96 && tokens <= 128 && consumers == 2;
   }
   // Tokens of a tile that are turned at once at its end. They take shared memory from the ring.
-  static constexpr int out_tokens(int tokens) { return kFp8 || tokens <= 128 ? tokens : tokens / 2; }
+  static constexpr int out_tokens(int tokens) {
+    return tokens <= (kFp8 ? 176 : 128) ? tokens : tokens == 208 ? 112 : tokens / 2;
+  }
   static constexpr int ctas(int tokens) { return kFp8 && tokens <= 64 ? 2 : 1; }
 
   template <int threads>

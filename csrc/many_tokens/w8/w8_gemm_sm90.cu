@@ -17,7 +17,7 @@
 //             sharing (1, 2), rounds, clusters]; multicast * split * sharing <= 8, split <= stages of 128 k; covers every
 //             tile
 //
-// FP4D_TOKENS is the tile's number of tokens (96 to 192 in steps of 16; FP4D_SCALING == 1: 128); every build takes every M.
+// FP4D_TOKENS is the tile's number of tokens (96 to 224 in steps of 16; FP4D_SCALING == 1: 128); every build takes every M.
 // Sums of at most 256 k are what FP8 wgmma keeps (13 bits behind the point of the largest addend, truncated at every MMA
 // of 32 k: https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32. The same inputs give the same bits,
 // whatever ran before; another launch shape may give others (order of sums).
@@ -27,7 +27,7 @@
 #include "common/gdc_guard.h"
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS) || FP4D_ACT != 8
-#error "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8; FP4D_TOKENS: 96 to 192 in steps of 16"
+#error "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8; FP4D_TOKENS: 96 to 224 in steps of 16"
 #endif
 
 #if !defined(FP4D_SCALING)

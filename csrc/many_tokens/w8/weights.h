@@ -40,7 +40,7 @@ struct W8Weights {
   // Registers for the kernel that packs the next activations (many_tokens/w4/weights.h); a gain with block scales only.
   static constexpr bool leaves_registers(int, int) { return kBlocks; }
   // Tokens of a tile that are turned at once at its end. They take shared memory from the ring.
-  static constexpr int out_tokens(int tokens) { return tokens <= 160 ? tokens : 96; }
+  static constexpr int out_tokens(int tokens) { return tokens <= 160 ? tokens : tokens <= 192 ? 96 : 112; }
   static constexpr int ctas(int) { return 1; }
 };
 
