@@ -369,6 +369,28 @@ def test_judging_on_what_was_fitted_to_is_refused(monkeypatch, capsys):
     assert "b.json: judged on what it is fitted to" in capsys.readouterr().err
 
 
+def test_groups_that_are_not_asked_for_keep_their_trees(packaged, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    path, asked = tmp_path / "corrections.json", "w8_gemm_sm90"
+    path.write_text(corrections.FILE.read_text("utf-8"), "utf-8")
+    monkeypatch.setattr(corrections, "FILE", path)
+    monkeypatch.setattr(fit_corrections, "TREES", 2)
+    sample = str(RESULTS / "launch-samples-seed-131-h200.json")
+    monkeypatch.setattr("sys.argv", ["x", "--many", sample, "--only", asked, "--write"])
+    fit_corrections.main()
+    found = json.loads(path.read_text("utf-8"))
+    assert len(found["trees"][asked]) == 2
+    assert {**found["trees"], asked: None} == {**packaged["trees"], asked: None}
+    assert {*found["records"]} > {*packaged["records"]}
+    for words, said in ((["--only", "w9"], "--only w9: groups are "), ([], "needs --few and --many, or --only")):
+        monkeypatch.setattr("sys.argv", ["x", "--many", sample, *words])
+        with pytest.raises(SystemExit):
+            fit_corrections.main()
+        assert said in capsys.readouterr().err
+
+
 def test_the_file_is_written_as_it_is_read(packaged):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_corrections

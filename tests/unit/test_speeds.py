@@ -369,6 +369,38 @@ def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeyp
         assert f"--few-of {wrong[0]}: needs one of " in capsys.readouterr().err
 
 
+def test_factors_of_young_builds_are_fitted_and_all_else_stays(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    kernel, young, other = "w8_gemm_sm90", "bf16_224", "bf16_192"
+    row = fit_speeds.row_of({"facts": {"device": "NVIDIA H200"}})
+    gpu, problems = speeds.of(H200).many_tokens, []
+    for m, n, k in ((448, 8192, 4096), (900, 5120, 8192), (2000, 14336, 4096)):
+        launches = {}
+        for build, factor in ((young, 1.25), (other, 3.0)):
+            best = launch_model.best(speed_of(kernel, build), m, n, k, gpu)
+            launches[f"w8a8 {kernel}/{build}"] = [[list(best.shape), factor * best.microseconds(gpu)]]
+        problems.append({"n": n, "k": k, "m": m, "launches": launches})
+    found = fit_speeds.with_young(row, problems, [f"{kernel}/{young}"], ["a new record"])
+    assert found["builds"] == row["builds"] | {f"{kernel}/{young}": pytest.approx(1.25, rel=1e-3)}
+    assert found["records"] == sorted([*row["records"], "a new record"])
+    same = {key: value for key, value in row.items() if key not in ("builds", "records")}
+    assert {key: found[key] for key in same} == same
+    with pytest.raises(SystemExit, match="bf16_96: not in the samples, which have"):
+        fit_speeds.with_young(row, problems, [f"{kernel}/bf16_96"], [])
+    with pytest.raises(SystemExit, match="fit all of it first"):
+        fit_speeds.row_of({"facts": {"device": "NVIDIA T4"}})
+    for words, said in (
+        (["--many", "x.json", "--young", "a/b", "--fit", "x.json"], "it takes --many alone"),
+        (["--many", "x.json"], "needs --fit and --few, or --young"),
+    ):
+        monkeypatch.setattr("sys.argv", ["fit_speeds.py", *words])
+        with pytest.raises(SystemExit):
+            fit_speeds.main()
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("prior", "moves"), [(0.1, True), (1e3, False)])
 def test_constants_move_so_that_the_launch_that_is_put_first_costs_less(prior, moves):
     """Two launches a problem, each with one constant: they start in the wrong order, 1 % apart."""
