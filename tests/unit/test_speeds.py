@@ -379,7 +379,7 @@ def test_factors_of_young_builds_are_fitted_and_all_else_stays(tmp_path, monkeyp
     for m, n, k in ((448, 8192, 4096), (900, 5120, 8192), (2000, 14336, 4096)):
         launches = {}
         for build, factor in ((young, 1.25), (other, 3.0)):
-            best = launch_model.best(speed_of(kernel, build), m, n, k, gpu)
+            best = launch_model.best(tiles.speed_of(kernel, build), m, n, k, gpu)
             launches[f"w8a8 {kernel}/{build}"] = [[list(best.shape), factor * best.microseconds(gpu)]]
         problems.append({"n": n, "k": k, "m": m, "launches": launches})
     found = fit_speeds.with_young(row, problems, [f"{kernel}/{young}"], ["a new record"])
