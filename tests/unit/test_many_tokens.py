@@ -455,7 +455,9 @@ def test_the_chosen_tile_is_near_the_fastest_of_random_problems(table, kernel, a
         (WIDEST, "w8", ("fp8", "row"), ROW_BUILDS, 7),
     ],
 )
-def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(sampled, table, asked, builds, least):
+def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(
+    sampled, table, asked, builds, least
+):
     """Ragged M from 129 on, layers of real models, with the constants of the GPU that was measured."""
     found, chosen = [], collections.Counter()
     for problem in itertools.chain(*map(many_tokens.samples, sampled)):
