@@ -77,14 +77,6 @@ struct W4LoopFp8 {
 
   // Adds an item's stages to `sums`.
   __device__ void run(bool last_item, int count, float (&sums)[T / 2], float const*) {
-    if constexpr (kWide) {
-      run_wide(last_item, count, sums);
-    } else {
-      run_narrow(last_item, count, sums);
-    }
-  }
-
-  __device__ void run_narrow(bool last_item, int count, float (&sums)[T / 2]) {
     constexpr bool kAhead = Tile::kCtas == 1;
     float partial[T / 2];
 #pragma unroll
@@ -101,94 +93,71 @@ struct W4LoopFp8 {
       multiply(partial, a[0], b, phase);  // the tile's first sums are zero anyway
       --left;
       if (++phase == Tile::kPromoteStages) phase = 0;
-      // After the CTA's last stage the same one again, for nothing: there must be no branch around registers that a wgmma
-      // reads.
-      bool const last = last_item && left == 0;
-      Stage const current = at;
-      if constexpr (kAhead) {
+      // `last`: after the CTA's last stage the same one again, for nothing. There must be no branch around registers that a
+      // wgmma reads.
+      if constexpr (kWide) {
+        second.look_up(luts_at);
+        wgmma_wait<1>();
+        if (release != 0) barrier_arrive_in(empty_at + previous.barrier);
+        release = empty_at;
+        first.dequantize<1, kUpper>(a[1]);
+        multiply(partial, a[1], b + kDescriptorStep, 1);
+        bool const last = last_item && left == 0;
+        previous = at;
         if (!ready && !last) barrier_wait(full(next), next.parity);
         at = last ? at : next;
         load(first, at.offset);
-      } else {
-        advance(at, last);
-      }
-      wgmma_wait<1>();
-      if (release != 0) barrier_arrive_in(empty_at + previous.barrier);
-      release = empty_at;
-      second.dequantize<0, kUpper>(a[2]);
-      multiply(partial, a[1], b + kDescriptorStep, 1);
-      if constexpr (kAhead) first.look_up(luts_at);
-      second.dequantize<1, kUpper>(a[3]);
-      if constexpr (!kAhead) {
-        barrier_wait(full(at), at.parity);
-        load(first, at.offset);
-        load(second, at.offset + w4::kChunkBytes);
-      }
-      multiply(partial, a[2], b + 2 * kDescriptorStep, 1);
-      if constexpr (kAhead) {
+        wgmma_wait<1>();
+        second.dequantize<0, kUpper>(a[0]);
+        multiply(partial, a[0], b + 2 * kDescriptorStep, 1);
+        first.look_up(luts_at);
+        wgmma_wait<1>();
+        second.dequantize<1, kUpper>(a[1]);
+        multiply(partial, a[1], b + 3 * kDescriptorStep, 1);
         load(second, at.offset + w4::kChunkBytes);
         advance(next = at, false);
+        // Where no stage follows the question would be answered after microseconds.
+        ready = !(last_item && left < 2) && barrier_done(full(next), next.parity);
+        wgmma_wait<1>();
+        first.dequantize<0, kUpper>(a[0]);
       } else {
-        first.look_up(luts_at);
+        bool const last = last_item && left == 0;
+        Stage const current = at;
+        if constexpr (kAhead) {
+          if (!ready && !last) barrier_wait(full(next), next.parity);
+          at = last ? at : next;
+          load(first, at.offset);
+        } else {
+          advance(at, last);
+        }
+        wgmma_wait<1>();
+        if (release != 0) barrier_arrive_in(empty_at + previous.barrier);
+        release = empty_at;
+        second.dequantize<0, kUpper>(a[2]);
+        multiply(partial, a[1], b + kDescriptorStep, 1);
+        if constexpr (kAhead) first.look_up(luts_at);
+        second.dequantize<1, kUpper>(a[3]);
+        if constexpr (!kAhead) {
+          barrier_wait(full(at), at.parity);
+          load(first, at.offset);
+          load(second, at.offset + w4::kChunkBytes);
+        }
+        multiply(partial, a[2], b + 2 * kDescriptorStep, 1);
+        if constexpr (kAhead) {
+          load(second, at.offset + w4::kChunkBytes);
+          advance(next = at, false);
+        } else {
+          first.look_up(luts_at);
+        }
+        wgmma_wait<1>();
+        first.dequantize<0, kUpper>(a[0]);
+        multiply(partial, a[3], b + 3 * kDescriptorStep, 1);
+        // Where no stage follows the question would be answered after microseconds.
+        if constexpr (kAhead) ready = !(last_item && left < 2) && barrier_done(full(next), next.parity);
+        first.dequantize<1, kUpper>(a[1]);
+        second.look_up(luts_at);
+        previous = current;
       }
-      wgmma_wait<1>();
-      first.dequantize<0, kUpper>(a[0]);
-      multiply(partial, a[3], b + 3 * kDescriptorStep, 1);
-      // Where no stage follows the question would be answered after microseconds.
-      if constexpr (kAhead) ready = !(last_item && left < 2) && barrier_done(full(next), next.parity);
-      first.dequantize<1, kUpper>(a[1]);
-      second.look_up(luts_at);
-      previous = current;
-      if (phase == 0) {
-        wgmma_wait<0>();
-        add(partial, sums);
-      }
-    } while (left > 0);
-    wgmma_wait<0>();
-    if (phase != 0) add(partial, sums);
-    if (empty_at != 0) barrier_arrive_in(empty_at + previous.barrier);
-  }
-
-  __device__ void run_wide(bool last_item, int count, float (&sums)[T / 2]) {
-    float partial[T / 2];
-#pragma unroll
-    for (float& sum : partial) sum = 0.f;
-    int phase = warpgroup * (Tile::kPromoteStages / 2), left = count;
-    Stage previous = at, next = at;
-    advance(next, false);
-    uint32_t release = 0;  // nothing before the first stage has been multiplied
-    bool ready = false;    // the next stage, without a wait
-#pragma unroll 1
-    do {
-      uint64_t const b = operand_b(ring.base) + (at.offset >> 4);
-      multiply(partial, a[0], b, phase);  // the tile's first sums are zero anyway
-      --left;
-      if (++phase == Tile::kPromoteStages) phase = 0;
-      second.look_up(luts_at);
-      wgmma_wait<1>();
-      if (release != 0) barrier_arrive_in(empty_at + previous.barrier);
-      release = empty_at;
-      first.dequantize<1, kUpper>(a[1]);
-      multiply(partial, a[1], b + kDescriptorStep, 1);
-      // After the CTA's last stage the same one again, as above.
-      bool const last = last_item && left == 0;
-      previous = at;
-      if (!ready && !last) barrier_wait(full(next), next.parity);
-      at = last ? at : next;
-      load(first, at.offset);
-      wgmma_wait<1>();
-      second.dequantize<0, kUpper>(a[0]);
-      multiply(partial, a[0], b + 2 * kDescriptorStep, 1);
-      first.look_up(luts_at);
-      wgmma_wait<1>();
-      second.dequantize<1, kUpper>(a[1]);
-      multiply(partial, a[1], b + 3 * kDescriptorStep, 1);
-      load(second, at.offset + w4::kChunkBytes);
-      advance(next = at, false);
-      // Where no stage follows the question would be answered after microseconds.
-      ready = !(last_item && left < 2) && barrier_done(full(next), next.parity);
-      wgmma_wait<1>();
-      first.dequantize<0, kUpper>(a[0]);
       if (phase == 0) {
         wgmma_wait<0>();
         add(partial, sums);
