@@ -16,7 +16,6 @@ from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
 from fp4dispatch.problem.arch import Arch
-from fp4dispatch.problem.prediction import MARGIN
 
 _REQUIRED = {"kernel": str, "scalings": list, "builds": dict}
 _OPTIONAL = {"activations": list, "m_min": int, "m_max": int, "weights_max": int, "fill": dict, "speed": dict}
@@ -151,17 +150,16 @@ def tile_for(
         return None if speeds is None else tile.predicted_us(problem, speeds)
 
     fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
-    if fitting and predicted(fitting[0]) is not None:
-        timed = [
-            (us, i, tile)
-            for i, tile in enumerate(tiles(table))
-            if tile.runs(problem, arch) and takes(tile) and (us := predicted(tile)) is not None
-        ]
-        us, _, fastest = min(timed)
-        default = _by_bounds(fitting, problem, sms)
-        usual = predicted(default)
-        return default if usual is None or us >= (1 - MARGIN) * usual else fastest
-    return _by_bounds(fitting, problem, sms) if fitting else None
+    if not fitting:
+        return None
+    if predicted(fitting[0]) is None:
+        return _by_bounds(fitting, problem, sms)
+    timed = [
+        (us, i, tile)
+        for i, tile in enumerate(tiles(table))
+        if tile.runs(problem, arch) and takes(tile) and (us := predicted(tile)) is not None
+    ]
+    return min(timed)[2]
 
 
 def _by_bounds(fitting: Sequence[Tile], problem: Problem, sms: int) -> Tile:
