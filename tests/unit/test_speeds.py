@@ -216,12 +216,17 @@ def test_ctas_of_clusters_of_three_and_five_gather_where_an_sm_has_room_for_two(
     assert full.gathers == 0, "a ring of four leaves no room for a second CTA"
 
 
+def least_us(table, asked, gpu):
+    """Return the lowest predicted time of the tiles of a table."""
+    times = [tile.predicted_us(asked, speeds.of(gpu)) for tile in tiles.tiles(table) if tile.runs(asked, gpu.arch)]
+    return min(us for us in times if us is not None)
+
+
 def test_few_or_many_tokens_is_a_question_of_predicted_times():
     def chosen(m, activation):
         asked = Problem("nvfp4_gemm", m, 8192, 4096, activation)
         tile = tiles.tile_for(asked, H200.arch, H200.sms, "w4", lambda t: t.kernel != UNFOLD, speeds.of(H200))
-        times = [t.predicted_us(asked, speeds.of(H200)) for t in tiles.tiles("w4") if t.runs(asked, H200.arch)]
-        assert tile.predicted_us(asked, speeds.of(H200)) == min(us for us in times if us is not None)
+        assert tile.predicted_us(asked, speeds.of(H200)) == least_us("w4", asked, H200)
         return tile.kernel
 
     asked = [(33, "fp8"), (72, "fp8"), (200, "fp8"), (513, "fp8"), (33, "bf16"), (300, "bf16")]
@@ -512,10 +517,9 @@ def test_constants_for_many_tokens_are_scaled_by_the_facts_of_a_gpu_and_else_kep
 
 @pytest.mark.parametrize(("n", "k", "m"), [(2304, 9216, 744), (2048, 5376, 612)])
 def test_bounds_do_not_keep_a_tile_that_is_predicted_to_be_slower(n, k, m):
-    """On an H100 their tile took 1.16 and 1.11 times as long (bench/notes/random-problems.md)."""
+    """On an H100 the tile of the bounds took 1.15 and 1.11 times as long (seeds 185 and 184 of the random suite)."""
     asked, known = Problem("fp8_gemm", m, n, k, "fp8", scaling="row"), speeds.of(H100)
     by_bounds = tiles.tile_for(asked, H100.arch, H100.sms, "w8").predicted_us(asked, known)
     chosen = tiles.tile_for(asked, H100.arch, H100.sms, "w8", speeds=known).predicted_us(asked, known)
-    times = [t.predicted_us(asked, known) for t in tiles.tiles("w8") if t.runs(asked, H100.arch)]
-    assert chosen == min(us for us in times if us is not None)
+    assert chosen == least_us("w8", asked, H100)
     assert 0.97 * by_bounds < chosen < by_bounds, "so near that a margin would keep the tile of the bounds"
