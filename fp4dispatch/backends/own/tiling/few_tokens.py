@@ -28,7 +28,7 @@ FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
 """An SM is four parts, each with a quarter of the registers. So a multiple of four warps fits."""
-MOST_TILES, MOST_TOKENS = 8, 512
+MOST_TILES, MOST_TOKENS = 16, 2048
 """Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
 TOKENS_APART = 8
 """Tiles hold a multiple of so many tokens: between two multiples all M have the same launch shapes."""
@@ -85,6 +85,8 @@ class FewTokensKernel:
         Bytes of tables.
     trigger_part
         A CTA lets the next grid start this part of a ring's stages before its end.
+    most
+        Tokens for which a launch is worth a look at most.
     """
 
     instances: Mapping[Instance, int]
@@ -94,10 +96,11 @@ class FewTokensKernel:
     reuse: int = 32
     table: int = 0
     trigger_part: int = 1
+    most: int = MOST_TOKENS
 
     def most_tokens(self) -> int:
         """Return the most tokens for which shapes are worth a look."""
-        return min(MOST_TILES * max(instance[0] for instance in self.instances), MOST_TOKENS)
+        return min(MOST_TILES * max(instance[0] for instance in self.instances), self.most)
 
     def threads(self, shape: FewTokensShape) -> int:
         """Return the threads of a CTA: in each group warps that multiply, and one that loads."""
@@ -208,6 +211,7 @@ KERNELS = {
         align=1024,
         reuse=16,
         trigger_part=2,
+        most=256,
     ),
     "w4a8_small": FewTokensKernel(
         {
