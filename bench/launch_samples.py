@@ -382,6 +382,9 @@ def main() -> int:
         "--near", type=int, help=f"of each tile, and {FIRST} times that of each build, time what the models put first"
     )
     parser.add_argument("--whole", action="store_true", help="time FP8 activations with their quantiser")
+    parser.add_argument(
+        "--small", action="store_true", help=f"of the problems drawn only weights under {sampling.SMALL:,} elements"
+    )
     parser.add_argument("--device")
     args = parser.parse_args()
     families = [f for f in FAMILIES if args.families is None or name_of(f) in args.families]
@@ -397,7 +400,10 @@ def main() -> int:
         print(f"{len(builds(families))} builds: {time.monotonic() - start:.1f} s", flush=True)
     facts, gpu = machine.facts(card, args.commit), gpu_facts(card, engine)
     drawn = sampling.sample(args.seed, args.problems, least_m=args.m[0], most_m=args.m[1], each=EACH)
-    path = args.out / records.name({"kind": KIND, "subject": f"seed {args.seed}", "facts": facts})
+    if args.small:
+        drawn = replace(drawn, shapes=tuple(each for each in drawn.shapes if each[0].n * each[0].k < sampling.SMALL))
+    subject = f"{'small ' if args.small else ''}seed {args.seed}"
+    path = args.out / records.name({"kind": KIND, "subject": subject, "facts": facts})
     method = METHOD.format(what=WHAT[args.whole])
     found = before(path, args.seed, args.commit, facts["device"], method)
     done = {(p["n"], p["k"], p["m"]) for p in found}
@@ -410,7 +416,7 @@ def main() -> int:
             continue
         found += sampler.shape(layer, left, lambda: time.monotonic() > ends)
         body = {"seed": args.seed, "method": method, "gpu": gpu, "drawn": drawn.problems, "problems": found}
-        records.write(path, KIND, facts, body, f"seed {args.seed}")
+        records.write(path, KIND, facts, body, subject)
         if card.device.type == "cuda":
             torch.cuda.empty_cache()
         print(f"{len(found)} of {drawn.problems}: {layer.owner} {layer.n}x{layer.k} M={left}", flush=True)

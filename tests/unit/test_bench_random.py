@@ -175,7 +175,7 @@ def test_of_each_kernel_only_what_the_model_puts_first_may_be_asked_for(m):
         return sorted(predict.launch(*b, speed_of(*b), shape, problem, constants) for _, b, shape in found)
 
     kernels = {(each.family, each.build[0]) for each in every if each.shape is not None}
-    assert len(kernels) == (9 if m == 24 else 4)
+    assert len(kernels) == (9 if m == 24 else 8)
     for family, kernel in kernels:
         assert times(four, family, kernel) == times(every, family, kernel)[:4], "of all builds of a kernel"
     assert {each.build[1] for each in every if each.build[0] == "w4_gemm_sm90"} > {
@@ -234,6 +234,20 @@ def test_samples_are_taken_once_and_kept(few, monkeypatch, tmp_path, capsys):
     for other in (("--commit", "def"), ("--whole",)):
         with pytest.raises(SystemExit, match="name another --out"):
             sampled(monkeypatch, tmp_path, "--problems", "2", *other)
+
+
+def test_samples_of_small_weights_alone(few, monkeypatch, tmp_path):
+    random_cases.kernels(monkeypatch)
+    asked = "--problems", "4", "--near", "0", "--families", "w4a8 nvfp4"
+    assert sampled(monkeypatch, tmp_path, *asked) == 0
+    every = records.read(tmp_path / "launch-samples-seed-3-h200.json")["problems"]
+    largest = max(each["n"] * each["k"] for each in every)
+    monkeypatch.setattr(launch_samples.sampling, "SMALL", largest)
+    assert sampled(monkeypatch, tmp_path, *asked, "--small") == 0
+    found = records.read(tmp_path / "launch-samples-small-seed-3-h200.json")
+    drawn = [(each["n"], each["k"], each["m"]) for each in every if each["n"] * each["k"] < largest]
+    assert [(each["n"], each["k"], each["m"]) for each in found["problems"]] == drawn
+    assert 0 < found["drawn"] == len(drawn) < len(every)
 
 
 FEW = "--near", "0"

@@ -75,19 +75,20 @@ def test_candidates_fit_and_fill_the_gpu(kernel, mnk):
 
 
 def test_tiles_of_tokens_and_how_many_hold_them():
-    tiles = {m: KERNELS["w4a8_small"].tiles(m) for m in (7, 33, 65, 97, 129, 257, 512)}
+    tiles = {m: KERNELS["w4a8_small"].tiles(m) for m in (7, 33, 65, 97, 129, 257, 512, 2048)}
     assert tiles == {
         7: {16: 1},
         33: {16: 3, 24: 2, 48: 1},
         65: {16: 5, 24: 3, 48: 2, 80: 1},
         97: {16: 7, 24: 5, 32: 4, 48: 3, 64: 2, 112: 1},
-        129: {24: 6, 32: 5, 48: 3, 80: 2},
-        257: {48: 6, 64: 5, 80: 4, 96: 3},
-        512: {64: 8, 80: 7, 96: 6, 112: 5, 128: 4},
+        129: {16: 9, 24: 6, 32: 5, 48: 3, 80: 2},
+        257: {24: 11, 32: 9, 48: 6, 64: 5, 80: 4, 96: 3},
+        512: {32: 16, 48: 11, 64: 8, 80: 7, 96: 6, 112: 5, 128: 4},
+        2048: {128: 16},
     }
     assert KERNELS["w8a16_small"].tiles(40) == {8: 5, 16: 3, 32: 2}
     most = {kernel: about.most_tokens() for kernel, about in KERNELS.items()}
-    assert most == {"w4a16_small": 512, "w8a16_small": 256, "w4a8_small": 512, "w8a8_small": 512}
+    assert most == {"w4a16_small": 1536, "w8a16_small": 256, "w4a8_small": 2048, "w8a8_small": 2048}
 
 
 def test_several_small_tiles_are_for_small_weights():

@@ -29,7 +29,8 @@ UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
 """An SM is four parts, each with a quarter of the registers. So a multiple of four warps fits."""
 MOST_TILES, MOST_TOKENS = 16, 2048
-"""Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster."""
+"""Tiles of tokens, each of which reads all weights, and tokens: with more of them another kernel is faster
+(bench/notes/few-tokens.md)."""
 TOKENS_APART = 8
 """Tiles hold a multiple of so many tokens: between two multiples all M have the same launch shapes."""
 UP_TO = (1, 2, 4, *range(TOKENS_APART, MOST_TOKENS + 1, TOKENS_APART))
@@ -86,7 +87,7 @@ class FewTokensKernel:
     trigger_part
         A CTA lets the next grid start this part of a ring's stages before its end.
     most
-        Tokens for which a launch is worth a look at most.
+        The most tokens for which a launch is worth a look.
     """
 
     instances: Mapping[Instance, int]
