@@ -47,7 +47,7 @@ def test_not_finite_activations_stay_with_their_token() -> None:
     few_tokens.check_not_finite_stays_alone(Problem)
 
 
-@pytest.mark.parametrize("m", [1, 16, 32, 48, 64, 96])
+@pytest.mark.parametrize("m", [1, 16, 32, 48, 64, 96, 700])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
     few_tokens.check_pdl_chain([Problem("bf16", 1, 2048, 2048) for _ in range(3)], m)

@@ -29,7 +29,7 @@ from tests.w4a8_small import INSTANCES, NAME, launch_shapes
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-M = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 129, 200)
+M = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 129, 600, 2048)
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
     check_tokens_stay_alone(module().w4a8_small, weight(136, 400)[2], functools.partial(activations, True))
 
 
-@pytest.mark.parametrize("m", [1, 16, 24, 32, 48, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("m", [1, 16, 24, 32, 48, 64, 80, 96, 112, 128, 700])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
     check_pdl_chain(module().w4a8_small, True, m)

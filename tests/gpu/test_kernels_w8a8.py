@@ -37,7 +37,7 @@ from tests.gpu.w8_packed import (
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-M = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 130, 200)
+M = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 130, 600, 2048)
 INSTANCES = tuple(KERNELS["w8a8_small"].instances)
 SHAPE = [16, 1, 2, 1, 1, 2, 2]
 
@@ -191,7 +191,7 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
 
 
 @pytest.mark.parametrize("static", [None, 0.01])
-@pytest.mark.parametrize("m", [1, 16, 24, 32, 48, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("m", [1, 16, 24, 32, 48, 64, 80, 96, 112, 128, 700])
 def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, static: float | None) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
     check_pdl_chain(kernel().w8a8_small, m, static)
