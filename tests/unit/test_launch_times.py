@@ -94,8 +94,8 @@ def test_a_launch_is_laid_out_for_fewer_tokens_or_not_at_all():
     few = LaunchConfig("w8a8_small", "bf16", (64, 1, 2, 1, 1, 3, 3))
     assert launches.laid_out(few, row_problem(60), gpu) == few
     narrow, wide = (few._replace(shape=(tokens, 1, 2, 1, 1, 3, 3)) for tokens in (16, 128))
-    assert [launches.laid_out(narrow, row_problem(m), gpu) for m in (128, 129)] == [narrow, None]
-    assert [launches.laid_out(wide, row_problem(m), gpu) for m in (512, 513)] == [wide, None]
+    assert [launches.laid_out(narrow, row_problem(m), gpu) for m in (256, 257)] == [narrow, None]
+    assert [launches.laid_out(wide, row_problem(m), gpu) for m in (2048, 2049)] == [wide, None]
     assert launches.laid_out(few._replace(shape=(40, 1, 2, 1, 1, 3, 3)), row_problem(40), gpu) is None
     assert launches.laid_out(LaunchConfig("w8_gemm_sm90", "bf16_128", (1, 2)), row_problem(200), gpu) is None
 
