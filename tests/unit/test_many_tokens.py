@@ -460,7 +460,7 @@ def test_the_chosen_tile_is_near_the_fastest_of_random_problems(table, kernel, a
 def test_the_tile_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(
     sampled, table, asked, builds, least
 ):
-    """Of kernels for many tokens; ragged M from 129 on, layers of real models, constants of the GPU that was measured."""
+    """Of kernels for many tokens; ragged M from 129 on, layers of real models, constants of the GPU of the samples."""
     found, chosen = [], collections.Counter()
     for problem in itertools.chain(*map(many_tokens.samples, sampled)):
         m, n, k = problem["m"], problem["n"], problem["k"]
