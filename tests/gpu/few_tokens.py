@@ -19,6 +19,8 @@ from tests.gpu import tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 RAGGED_M = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 70, 96, 97, 600)
+# Tiles of wgmma hold up to 128 tokens.
+WGMMA_M = (*RAGGED_M, 24, 25, 63, 65, 80, 81, 112, 113, 128, 129, 130, 200, 2048)
 # Tails of N (multiples of 8) and K (multiples of 16) of chunks, stages and row blocks; two real layers.
 NK = ((8, 16), (72, 80), (136, 48), (264, 144), (1032, 2064), (1024, 4096), (4096, 1040))
 needs_sm80 = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp4dispatch import jit
-from tests.gpu.few_tokens import NK
+from tests.gpu.few_tokens import NK, WGMMA_M
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
 from tests.gpu.tiles import sees_one_wrong_element
 from tests.gpu.w4_packed import (
@@ -29,8 +29,6 @@ from tests.w4a8_small import INSTANCES, NAME, launch_shapes
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-M = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 129, 600, 2048)
-
 
 @functools.cache
 def module(variant: str = "bf16") -> Any:
@@ -40,7 +38,7 @@ def module(variant: str = "bf16") -> Any:
 @pytest.mark.parametrize("nk", NK, ids=str)
 @pytest.mark.parametrize("variant", OUT_DTYPES)
 def test_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> None:
-    for m in M:
+    for m in WGMMA_M:
         problem = Problem(True, OUT_DTYPES[variant], (m, *nk))
         problem.run(module(variant).w4a8_small)
         problem.check(variant)

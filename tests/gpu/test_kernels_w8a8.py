@@ -10,7 +10,7 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tiling.few_tokens import CLUSTERS, KERNELS
 from tests import w8_fake
-from tests.gpu.few_tokens import NK
+from tests.gpu.few_tokens import NK, WGMMA_M
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
 from tests.gpu.tiles import bits, sees_one_wrong_element
 from tests.gpu.w4_packed import (
@@ -37,7 +37,6 @@ from tests.gpu.w8_packed import (
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-M = (1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 48, 49, 63, 64, 65, 80, 81, 96, 97, 112, 113, 128, 130, 600, 2048)
 INSTANCES = tuple(KERNELS["w8a8_small"].instances)
 SHAPE = [16, 1, 2, 1, 1, 2, 2]
 
@@ -114,7 +113,7 @@ def test_wrong_operands_of_the_quantisers_are_refused(name: str, change: Any, me
 @pytest.mark.parametrize("nk", NK, ids=str)
 @pytest.mark.parametrize("variant", OUT_DTYPES)
 def test_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> None:
-    for m in M:
+    for m in WGMMA_M:
         problem = Problem(OUT_DTYPES[variant], (m, *nk))
         problem.run(kernel(variant).w8a8_small)
         problem.check(variant)

@@ -87,7 +87,7 @@ class FewTokensKernel:
     trigger_part
         A CTA lets the next grid start this part of a ring's stages before its end.
     most
-        The most tokens for which a launch is worth a look.
+        The most tokens for which a launch is worth a look. Few, where a plan chooses a launch for every M.
     """
 
     instances: Mapping[Instance, int]
