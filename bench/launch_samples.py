@@ -54,7 +54,9 @@ EACH = 2
 """Numbers of tokens of one (N, K)."""
 FIRST = 6
 """Times ``near``: launches of a build that are timed whatever their tile."""
-LAYERS = (Layer("nvfp4", None), Layer("row", None), Layer("block128", None))
+BLOCK_CUBLASLT = Layer("block128", None, "cublaslt")
+"""Its quantiser included. Its GEMM alone is not timed."""
+LAYERS = (Layer("nvfp4", None), Layer("row", None), Layer("block128", None), BLOCK_CUBLASLT)
 METHOD = (
     "us; CUDA graph replay, cold weights (over 3 L2 caches rotated), 5 rounds in turns, medians; launches: {what}, "
     "every output right by tile before it was timed; [shape, us], shape null: the kernel's own"
@@ -102,7 +104,11 @@ class Sampler:
         operands = Operands(layer.n, layer.k, self.card.device)
         launcher = Launcher(operands, self.engine.cache_bytes, self.card, self.families)
         copies = {fmt: timing.copies_for(operands.n * operands.k * size, self.engine.cache_bytes) for fmt, size in SIZE}
-        layers = {each.name: each.prepare(operands, copies[each.format], self.card) for each in LAYERS}
+        layers = {
+            each.name: each.prepare(operands, copies[each.format], self.card)
+            for each in LAYERS
+            if not each.lacks(self.card)
+        }
         dense = [operands.bf16, *(operands.bf16.clone() for _ in range(copies["bf16"] - 1))]
         for m in ms:
             if over():
@@ -377,7 +383,9 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--m", type=int, nargs=2, default=(17, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--seconds", type=float, default=280.0)
-    parser.add_argument("--families", nargs="+", choices=[name_of(f) for f in FAMILIES], help="all by default")
+    parser.add_argument(
+        "--families", nargs="*", metavar="NAME", help="of launches; all by default, none after the option: layers alone"
+    )
     parser.add_argument(
         "--near", type=int, help=f"of each tile, and {FIRST} times that of each build, time what the models put first"
     )
@@ -387,6 +395,8 @@ def main() -> int:
     )
     parser.add_argument("--device")
     args = parser.parse_args()
+    if unknown := {*(args.families or ())} - {name_of(f) for f in FAMILIES}:
+        parser.error(f"--families {', '.join(sorted(unknown))}: needs some of {', '.join(map(name_of, FAMILIES))}")
     families = [f for f in FAMILIES if args.families is None or name_of(f) in args.families]
     ends = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)

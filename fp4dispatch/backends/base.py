@@ -213,13 +213,24 @@ class Backend(abc.ABC):
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """Launch ``out[M,N] = x[M,K] @ W^T (+ bias)``; M >= 1. No compile, sync, logging or environment read."""
+        """Launch ``out[M,N] = x[M,K] @ W^T (+ bias)``; M >= 1. No compile, sync, logging or environment read.
+
+        ``out`` has M rows, or as many as :meth:`out_rows` says: what is in those beyond M does not matter.
+        """
+
+    def out_rows(self, plan: Plan, m: int) -> int:
+        """Return the rows, at least M, of the memory that a layer gives :meth:`run` for the output of M tokens.
+
+        More than M is for GEMMs that pad M: they then write the output in place, where they would copy it. Only
+        speed depends on it: ``run`` takes an ``out`` of M rows too.
+        """
+        return m
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return :meth:`run` of a plan and weights as the eager fast path of a layer calls it, ``ready(x, out, bias)``.
 
-        Same launches and results, for less host time: do the look-ups here, not in each call. The layer guarantees for
-        each call: M is the plan's; ``x`` [M, K] has the planned dtype, is contiguous, on 16 bytes and on the device of
+        Same launches and results, for less host time: do the look-ups here, not in each call. A layer asks for it only
+        where :meth:`out_rows` is M. It guarantees for each call: M is the plan's; ``x`` [M, K] has the planned dtype, is contiguous, on 16 bytes and on the device of
         the weights, which is the current device; ``out`` [M, N] is fresh from the allocator; ``bias`` has the dtype of
         ``out`` and is contiguous; the current stream is not being captured.
         """

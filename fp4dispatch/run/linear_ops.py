@@ -115,13 +115,13 @@ def run_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: 
     _check_linear(x, tensors, bias, spec)
     lead = x.shape[:-1]
     m = math.prod(lead)
-    out = x.new_empty(m, spec.n)
-    if m:
-        rows = x.reshape(m, spec.k)
-        if not rows.is_contiguous():
-            rows = rows.contiguous()
-        ready, prepared = spec.launch(m, x.dtype, bias is not None, tuple(tensors))
-        routes.launch(ready.backend, ready.plan, prepared, rows, out, bias)
+    if not m:
+        return x.new_empty(*lead, spec.n)
+    rows = x.reshape(m, spec.k)
+    if not rows.is_contiguous():
+        rows = rows.contiguous()
+    ready, prepared = spec.launch(m, x.dtype, bias is not None, tuple(tensors))
+    out = routes.launch_into_new(ready.backend, ready.plan, prepared, rows, spec.n, bias)
     return out.reshape(*lead, spec.n)
 
 
@@ -131,17 +131,17 @@ def run_bound(x: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     _check_linear(x, bound.tensors, bias, spec)
     lead = x.shape[:-1]
     m = math.prod(lead)
-    out = x.new_empty(m, spec.n)
-    if m:
-        rows = x.reshape(m, spec.k)
-        if not rows.is_contiguous():
-            rows = rows.contiguous()
-        backend, plan, prepared = bound.launch(m, bias is not None)
-        if bound.cuda and capture.stream_is_capturing():
-            bound.captured = True
-        if bias is not bound.bias and (bias is None) == (bound.bias is None):
-            bound.bias = bias  # a new bias, checked above
-        routes.launch(backend, plan, prepared, rows, out, bias)
+    if not m:
+        return x.new_empty(*lead, spec.n)
+    rows = x.reshape(m, spec.k)
+    if not rows.is_contiguous():
+        rows = rows.contiguous()
+    backend, plan, prepared = bound.launch(m, bias is not None)
+    if bound.cuda and capture.stream_is_capturing():
+        bound.captured = True
+    if bias is not bound.bias and (bias is None) == (bound.bias is None):
+        bound.bias = bias  # a new bias, checked above
+    out = routes.launch_into_new(backend, plan, prepared, rows, spec.n, bias)
     return out.reshape(*lead, spec.n)
 
 

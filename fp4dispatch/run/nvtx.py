@@ -86,11 +86,16 @@ class Ranged(Backend):
         bias: Tensor | None = None,
     ) -> None:
         """Launch inside a range."""
-        _push(f"{self._before}{out.shape[0]}{self._behind}")
+        tokens = x.shape[0] if isinstance(x, Tensor) else x.data.shape[0]
+        _push(f"{self._before}{tokens}{self._behind}")
         try:
             self.inner.run(plan, prepared, x, out, bias)
         finally:
             _pop()
+
+    def out_rows(self, plan: Plan, m: int) -> int:
+        """Ask the other backend."""
+        return self.inner.out_rows(plan, m)
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the other backend's fast launch inside a range."""

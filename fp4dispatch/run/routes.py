@@ -221,7 +221,12 @@ class Bound:
         index = self.spec.index(m)
         prepared = self._prepared[index]
         found = self.spec.launch_on(m, self.dtype, bias, index, prepared)
-        if m <= READY_M and m not in self.ready and bias == (self.bias is not None):
+        if (
+            m <= READY_M
+            and m not in self.ready
+            and bias == (self.bias is not None)
+            and found.backend.out_rows(found.plan, m) == m
+        ):
             ready = found.backend.ready(found.plan, prepared)
             if self.cuda and torch.cuda.device_count() > 1:
                 ready = _on_its_device(ready, found.backend, found.plan, prepared)
@@ -306,6 +311,19 @@ def launch(
 ) -> None:
     """Run a plan on the device of its operands, whatever the current device is."""
     on_device_of(out, backend.run, plan, prepared, x, out, bias)
+
+
+def launch_into_new(backend: Backend, plan: Plan, prepared: Prepared, x: Tensor, n: int, bias: Tensor | None) -> Tensor:
+    """Run a plan on x [M, K], contiguous, as :func:`launch` does; return a new output [M, N].
+
+    Its memory has the rows that the backend asks for. ``resize_`` keeps that memory, and makes no view: autograd
+    refuses to change views in place that were made without gradients.
+    """
+    m = x.shape[0]
+    rows = max(m, backend.out_rows(plan, m))
+    out = x.new_empty(rows, n)
+    launch(backend, plan, prepared, x, out, bias)
+    return out if rows == m else out.resize_(m, n)
 
 
 def on_device_of(out: Tensor, call: Callable[..., None], *arguments: object) -> None:

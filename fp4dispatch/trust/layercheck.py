@@ -18,6 +18,7 @@ extra; the layer needs it anyway.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, replace
 
@@ -186,16 +187,18 @@ class _Check:
         inputs = [self.x[:m].clone() if m < self.x.shape[0] else self.x]
         if 2 * m <= min(self.x.shape[0], 2 * TILE):  # two inputs in turn: a stale output shows
             inputs.append(self.x[m : 2 * m].clone())
-        target = Poisoned(m, self.subject.problem.n, self.subject.dtype, self.device)
         backend, prepared = self.subject.backend, self.subject.prepared
+        rows = max(m, backend.out_rows(plan, m))
+        target = Poisoned(m, self.subject.problem.n, self.subject.dtype, self.device, rows)
         firsts = []
         for i, x in enumerate(inputs):
             target.poison()
-            backend.run(plan, prepared, x, target.out, self.bias)
+            backend.run(plan, prepared, x, target.whole, self.bias)
             if found := self._judge(name, target, i * m, m):
                 return i + 1, found
             firsts.append(_fingerprint(target))
-        done, differ = self._repeat(backend.ready(plan, prepared), target, inputs, firsts, repeats)
+        ready = backend.ready(plan, prepared) if rows == m else functools.partial(backend.run, plan, prepared)
+        done, differ = self._repeat(ready, target, inputs, firsts, repeats)
         if not differ:
             return len(inputs) + done, None
         detail = f"{differ} of {done} calls gave other bits than the first call with the same input"
@@ -211,7 +214,7 @@ class _Check:
             for _ in range(min(_BATCH, repeats - done)):
                 which = done % len(inputs)
                 target.poison()
-                ready(inputs[which], target.out, self.bias)
+                ready(inputs[which], target.whole, self.bias)
                 differ += (_fingerprint(target) != firsts[which]).any()
                 done += 1
             finish(self.device)

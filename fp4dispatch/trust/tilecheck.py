@@ -33,12 +33,17 @@ _LEAST_ELEMENTS = 12.0
 
 
 class Poisoned:
-    """An output [M, N] between two guards, all of it poisoned."""
+    """An output [M, N] between two guards, all of it poisoned.
 
-    def __init__(self, m: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
+    ``whole``: ``out`` and the rows beyond M, of ``rows`` in all, which may be written too; None: there are none.
+    """
+
+    def __init__(self, m: int, n: int, dtype: torch.dtype, device: torch.device, rows: int | None = None) -> None:
         self.bits, self.value = _POISON.get(dtype, _POISON_F32)
-        self.memory = torch.full((m * n + 2 * GUARD,), self.value, dtype=self.bits, device=device)
-        self.out = self.memory.view(dtype)[GUARD : GUARD + m * n].view(m, n)
+        rows = m if rows is None else rows
+        self.memory = torch.full((rows * n + 2 * GUARD,), self.value, dtype=self.bits, device=device)
+        self.whole = self.memory.view(dtype)[GUARD : GUARD + rows * n].view(rows, n)
+        self.out = self.whole[:m]
 
     def poison(self) -> None:
         """Poison everything again."""
@@ -46,7 +51,7 @@ class Poisoned:
 
     def guards(self) -> tuple[Tensor, Tensor]:
         """Return the memory before and after the output."""
-        return self.memory[:GUARD], self.memory[GUARD + self.out.numel() :]
+        return self.memory[:GUARD], self.memory[GUARD + self.whole.numel() :]
 
     def snapshot(self) -> Tensor:
         """Return a copy of all memory on the same device; no sync."""

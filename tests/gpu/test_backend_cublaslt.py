@@ -17,7 +17,7 @@ from fp4dispatch.backends.libraries.cublaslt_direct import DirectGemms
 from fp4dispatch.machine import system
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
-from fp4dispatch.run import ops
+from fp4dispatch.run import ops, routes
 from tests import contract, quantizer_fake
 from tests.gpu import backend_cases
 from tests.gpu.backend_cases import K, N, captured, tokens
@@ -123,6 +123,29 @@ def test_on_hopper_it_is_called_without_torchs_operator_for_the_same_bits(scalin
             for _ in range(2):
                 backend.run(plan, prepared, x, out.fill_(torch.nan), bias_row)
                 assert torch.equal(out, want), f"M={m}: {int((out != want).sum())} of {out.numel()} differ"
+
+
+@pytest.mark.parametrize("m", [1, 5, 130, 999, 4099])
+def test_ragged_tokens_under_block_scales_are_multiplied_in_place(m, monkeypatch):
+    backend, case = registry.instance("cublaslt"), case_of("block128", m)
+    prepared = backend.prepare(contract.make_weights(case, "cuda", 1))
+    plan, x = backend.plan(case.problem(), prepared), tokens(m, m)
+    rows = backend.out_rows(plan, m)
+    assert rows == formats.round_up(m, 4)
+    want = torch.full((m, N), torch.nan, device="cuda", dtype=torch.bfloat16)
+    backend.run(plan, prepared, x, want)
+    poison = torch.full((1 << 24,), float("nan"), device="cuda")  # scratch rows beyond M then hold NaN
+    del poison
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
+        out = routes.launch_into_new(backend, plan, prepared, x, N, None)
+    assert out.isfinite().all()
+    assert torch.equal(out, want)
+    layer = layer_of("block128")
+    made = layer(x.view(1, m, K))
+    assert made.shape == (1, m, N)
+    assert made.is_contiguous()
+    assert made.untyped_storage().nbytes() == rows * N * 2
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block128"])

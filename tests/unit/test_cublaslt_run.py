@@ -18,6 +18,7 @@ from fp4dispatch.errors import CaptureError, CompileError, FlagsError, Toolchain
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
+from fp4dispatch.run import routes
 from tests import contract, pdl_fake, quantizer_fake
 
 KINDS = [("tensor", False), ("tensor", True), ("row", False), ("row", True), ("block128", False)]
@@ -205,6 +206,56 @@ def test_what_a_layer_calls_is_run(kernels, scaling, static, m):
     backend, plan, prepared = subject
     backend.ready(plan, prepared)(x, out, None)
     assert torch.equal(out, run(subject, x))
+
+
+@pytest.mark.parametrize(("scaling", "static"), ALL)
+def test_only_block_scales_ask_for_more_rows(kernels, scaling, static):
+    backend, plan, _ = planned(weights(scaling, static))
+    assert [backend.out_rows(plan, m) for m in (1, 4, 6)] == ([4, 4, 8] if scaling == "block128" else [1, 4, 6])
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"dtype": "float16"}, {"dtype": "float32"}])
+def test_what_is_rounded_after_the_gemm_asks_for_no_rows(kernels, options):
+    backend, plan, _ = planned(weights("block128"), **options)
+    assert backend.out_rows(plan, 6) == 6
+    padded = planned(weights("block128", n=120))
+    assert padded[0].out_rows(padded[1], 6) == 6
+
+
+def test_an_output_with_rows_for_the_padding_is_written_in_place(kernels, monkeypatch):
+    (backend, plan, prepared), x = planned(weights("block128"), 6), torch.randn(6, 256).bfloat16()
+    want, into = run((backend, plan, prepared), x), []
+    monkeypatch.setattr(cublaslt_gemms, "_block128_gemm", lambda *args: (into.append(args[-1]), block128(*args)))
+    whole = torch.full((8, 128), torch.nan, dtype=torch.bfloat16)
+    backend.run(plan, prepared, x, whole)
+    assert torch.equal(whole[:6], want)
+    assert into == [whole]
+    # what does not fit as it is: an activation that starts off 16 bytes, one in float32
+    odd = torch.zeros(6 * 256 + 1).bfloat16()[1:].view(6, 256).copy_(x)
+    assert odd.data_ptr() % 16
+    for other in (odd, x.float()):
+        backend.run(plan, prepared, other, whole.fill_(torch.nan))
+        assert torch.equal(whole[:6], want)
+        assert into[-1] is whole
+
+
+def test_a_new_output_keeps_its_rows_and_is_no_view(kernels):
+    (backend, plan, prepared), x = planned(weights("block128"), 6), torch.randn(6, 256).bfloat16()
+    want = run((backend, plan, prepared), x)
+    with torch.no_grad():
+        out = routes.launch_into_new(backend, plan, prepared, x, 128, None)
+    assert out.shape == want.shape
+    assert torch.equal(out, want)
+    assert out.is_contiguous()
+    assert out.untyped_storage().nbytes() == 8 * 128 * 2
+    out.add_(torch.ones(128, dtype=torch.bfloat16, requires_grad=True))  # of a view without gradients it is refused
+    assert out.requires_grad
+
+
+def test_a_backend_that_asks_for_fewer_rows_gets_them_all(kernels, monkeypatch):
+    (backend, plan, prepared), x = planned(weights("block128"), 6), torch.randn(6, 256).bfloat16()
+    monkeypatch.setattr(cublaslt.CublasLtBackend, "out_rows", lambda *_: 2)
+    assert routes.launch_into_new(backend, plan, prepared, x, 128, None).shape == (6, 128)
 
 
 def test_f32_activations_are_quantised_by_torch(kernels):

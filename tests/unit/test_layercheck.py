@@ -133,6 +133,44 @@ def test_a_write_between_two_calls_that_only_repeats_see():
     assert finding.kind == "not repeatable"
 
 
+class Pads(Honest):
+    """Asks for rows up to a multiple of 16, and writes all of them: those beyond M differ from call to call."""
+
+    written = 0
+
+    def out_rows(self, plan, m):
+        return -(-m // 16) * 16
+
+    def write(self, plan, out, result):
+        m = plan.problem.m
+        assert out.shape[0] == self.out_rows(plan, m)
+        out[:m].copy_(result)
+        out[m:] = self.written = self.written + 1
+
+
+def test_rows_that_a_backend_asks_for_are_there_and_do_not_matter():
+    assert check(Pads(), ROW, last=300).findings == []
+
+
+def test_a_write_beyond_the_rows_that_a_backend_asks_for_is_seen():
+    class WritesMore(Pads):
+        def write(self, plan, out, result):
+            super().write(plan, out, result)
+            out.as_strided((1, out.shape[1]), out.stride(), out.storage_offset() + out.numel()).fill_(1)
+
+    (finding,) = check(WritesMore(), ROW, last=300).findings
+    assert finding.kind == "outside"
+
+
+def test_a_fault_in_the_rows_of_m_is_seen_beside_rows_that_do_not_matter():
+    class LastRow(Pads):
+        def write(self, plan, out, result):
+            super().write(plan, out, result)
+            out[plan.problem.m - 1] += 100
+
+    assert check(LastRow(), ROW, last=300).findings
+
+
 def test_evidence_names_the_tile_and_the_element():
     class OneElement(Honest):
         def write(self, plan, out, result):

@@ -55,6 +55,21 @@ def test_each_launch_has_a_range(ranges, monkeypatch, kind, op):
     assert ranges[-2:] == [RANGE.format(op, 1200), "/"]
 
 
+def test_a_range_names_the_tokens_where_the_output_has_more_rows(ranges, monkeypatch):
+    on(monkeypatch)
+    layer, x = make(), torch.ones(3, 64)
+    layer(x)
+    reference = type(routes.choose.instance("reference"))
+    padded = lambda run: lambda self, plan, prepared, x, out, bias=None: run(self, plan, prepared, x, out[:3], bias)  # noqa: E731
+    monkeypatch.setattr(reference, "out_rows", lambda *_: 4)
+    monkeypatch.setattr(reference, "run", padded(reference.run))
+    layer._forget()
+    routes.LayerSpec.parse.cache_clear()
+    del ranges[:]
+    assert layer(x).shape == (3, 48)
+    assert ranges == [RANGE.format("nvfp4_gemm", 3), "/"]
+
+
 def test_a_range_ends_when_a_launch_fails(ranges, monkeypatch):
     on(monkeypatch)
     layer = make()

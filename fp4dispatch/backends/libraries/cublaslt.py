@@ -146,12 +146,12 @@ class CublasLtBackend(Backend):
     ) -> None:
         """Quantise the activation if it is not quantised yet, and launch the GEMM."""
         s: State = plan.state
-        m = out.shape[0]
+        m = x.shape[0] if isinstance(x, Tensor) else x.data.shape[0]
         if (
             s.launch is not None
             and isinstance(x, Tensor)
             and x.dtype == out.dtype
-            and not m % s.m_multiple
+            and not out.shape[0] % s.m_multiple
             and (bias is not None) == plan.problem.bias
             and taken_as_is(x, out, bias)
         ):
@@ -162,7 +162,7 @@ class CublasLtBackend(Backend):
         row_scales = scales_rows(layout, x) and s.rows_need_bf16 and (epilogue or out.dtype != torch.bfloat16)
         epilogue = epilogue or row_scales
         mp = round_up(m, s.m_multiple)
-        direct = not epilogue and (mp, layout.np) == (m, layout.n) and out.is_contiguous()
+        direct = not epilogue and (mp, layout.np) == tuple(out.shape) and out.is_contiguous()
         d = out if direct else out.new_empty(mp, layout.np, dtype=torch.float32 if epilogue else out.dtype)
         fused_bias = None if bias is None or epilogue else zero_pad(bias.reshape(1, -1), 1, layout.np).reshape(-1)
         if layout.scaling == "nvfp4":
@@ -179,7 +179,12 @@ class CublasLtBackend(Backend):
                 result.mul_(factor)
             if bias is not None:
                 result.add_(bias)
-        out.copy_(result)
+        out[:m].copy_(result)
+
+    def out_rows(self, plan: Plan, m: int) -> int:
+        """Pad M where the GEMM writes the output as it is: cuBLASLt takes M of a multiple of 4 under block scales."""
+        s: State = plan.state
+        return m if s.launch is None else round_up(m, s.m_multiple)
 
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the launch alone if nothing is padded."""

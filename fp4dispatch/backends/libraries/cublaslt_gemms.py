@@ -40,7 +40,7 @@ class State(NamedTuple):
 
     ``epilogue``: the GEMM writes f32, and the row scales and the bias are applied after it, so that the output is
     rounded once. ``rows_need_bf16``: row scaling exists for bfloat16 output only; for others it goes to the epilogue.
-    ``m_multiple``: M is padded to it. ``quantizers``, ``nvfp4``: our quantisers, if they could be compiled. ``launch``:
+    ``m_multiple``: M is padded to it, and so may be the rows of the output. ``quantizers``, ``nvfp4``: our quantisers, if they could be compiled. ``launch``:
     quantises into ``scratch`` and multiplies operands that fit as they are; None if the layer's never do. ``ones``: f32
     [32768, 1].
     """
@@ -109,8 +109,12 @@ def _launch_static_row(
 
 def _launch_block128(s: State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
     assert s.quantizers is not None
-    q, scale = s.scratch(m)
-    s.quantizers.block(x, q, scale, s.quantizers.pdl)
+    rows = d.shape[0]
+    q, scale = s.scratch(rows)
+    if rows == m:
+        s.quantizers.block(x, q, scale, s.quantizers.pdl)
+    else:  # what is in the rows beyond M reaches only theirs of d
+        s.quantizers.block(x, q[:m], scale[:m], s.quantizers.pdl)
     _block128_gemm(q, scale, tensors[0], tensors[1], bias, d)
 
 

@@ -127,6 +127,11 @@ class W4A8ExpandedBackend(Backend):
         s: _State = plan.state
         s.backend.run(s.plan, prepared, x, out, bias)
 
+    def out_rows(self, plan: Plan, m: int) -> int:
+        """Return what the FP8 backend asks for."""
+        s: _State = plan.state
+        return s.backend.out_rows(s.plan, m)
+
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the fast path of the FP8 backend."""
         s: _State = plan.state
