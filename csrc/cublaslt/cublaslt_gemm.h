@@ -18,8 +18,10 @@
 #include <tvm/ffi/extra/cuda/device_guard.h>
 #include <tvm/ffi/function.h>
 
+#include "common/divide_up.h"
 #include "common/ffi_checks.h"
 #include "common/per_device.h"
+#include "common/scale_block.h"
 
 namespace fp4d::cublaslt {
 
@@ -42,10 +44,11 @@ struct Heuristic {
 
 constexpr int kCompute32F = 68;                         // cublasComputeType_t
 constexpr int32_t kTransposed = 1, kNotTransposed = 0;  // cublasOperation_t
-constexpr int32_t kScalar = 0, kVector32F = 3;          // cublasLtMatmulMatrixScale_t
-constexpr int32_t kBiasEpilogue = 4;                    // cublasLtEpilogue_t
-constexpr int kWorkspaceBytes = 1;                      // cublasLtMatmulPreferenceAttributes_t
-enum Attribute {                                        // cublasLtMatmulDescAttributes_t
+constexpr int32_t kScalar = 0, kVector32F = 3,          // cublasLtMatmulMatrixScale_t
+    kVector128 = 4, kBlock128x128 = 5;
+constexpr int32_t kBiasEpilogue = 4;  // cublasLtEpilogue_t
+constexpr int kWorkspaceBytes = 1;    // cublasLtMatmulPreferenceAttributes_t
+enum Attribute {                      // cublasLtMatmulDescAttributes_t
   kTransA = 3,
   kTransB = 4,
   kEpilogue = 7,
@@ -60,7 +63,7 @@ enum Attribute {                                        // cublasLtMatmulDescAtt
 
 // What torch gives cuBLASLt unless it is told otherwise (CublasHandlePool.cpp): another limit, other algorithms.
 constexpr uint64_t kMostWorkspace = 1 << 20;
-constexpr int64_t kOldest = 120900;  // scales of rows, on SM90
+constexpr int64_t kOldest = 120900;  // scales of rows and of blocks, on SM90
 
 struct Library {
   size_t (*version)();
@@ -145,6 +148,12 @@ class Owned {
 
 // ---- One shape ----
 
+// What has a scale: a whole operand; a row of A and one of B; 128 k of a row of A and 128x128 of B.
+enum class Scales : int64_t { kTensor, kRow, kBlock };
+
+constexpr int64_t kBlockTokens = 4;   // M of kBlock is a multiple of it
+constexpr int64_t kBlockColumns = 4;  // as is a row of B's scales
+
 // Operands of one GEMM. `a` is e4m3 [M, K] by the time that it runs.
 struct Operands {
   TensorView a, b, a_scale, b_scale;
@@ -165,7 +174,8 @@ struct Plan {
   Handle handle;
   int device;
   int64_t m, n, k;
-  bool by_row, fp16, biased;
+  Scales scales;
+  bool fp16, biased;
   Owned weight{lt.layout_destroy}, tokens{lt.layout_destroy}, out{lt.layout_destroy};
   Heuristic chosen{};
   std::mutex lock{};
@@ -192,8 +202,9 @@ struct Plan {
       set(operation, kEpilogue, kBiasEpilogue);
       set(operation, kBiasType, int32_t(type()));
     }
-    set(operation, kAScaleMode, by_row ? kVector32F : kScalar);
-    set(operation, kBScaleMode, by_row ? kVector32F : kScalar);
+    int32_t const of_rows = scales == Scales::kRow ? kVector32F : kScalar;
+    set(operation, kAScaleMode, scales == Scales::kBlock ? kBlock128x128 : of_rows);
+    set(operation, kBScaleMode, scales == Scales::kBlock ? kVector128 : of_rows);
     return made;
   }
 
@@ -255,12 +266,10 @@ struct Plan {
     check_size({"b", o.b}, 1, k, "K of the plan");
     check_size({"d", o.d}, 0, m, "M of the plan");
     check_size({"d", o.d}, 1, n, "N of the plan");
-    check_numel({"a_scale", o.a_scale}, by_row ? m : 1, "of the plan");
-    check_numel({"b_scale", o.b_scale}, by_row ? n : 1, "of the plan");
     for (Arg const& arg : {Arg{"a", o.a}, Arg{"b", o.b}, Arg{"d", o.d}}) check_aligned(arg, 16);
-    for (Arg const& arg :
-         {Arg{"a", o.a}, Arg{"b", o.b}, Arg{"a_scale", o.a_scale}, Arg{"b_scale", o.b_scale}, Arg{"d", o.d}})
+    for (Arg const& arg : {Arg{"a", o.a}, Arg{"b", o.b}, Arg{"b_scale", o.b_scale}, Arg{"d", o.d}})
       check_contiguous(arg);
+    check_scales(o);
     int64_t bytes = 0;
     if (o.workspace.has_value()) {
       check_dtype({"workspace", *o.workspace}, {kU8});
@@ -281,6 +290,29 @@ struct Plan {
                                              {"workspace", o.workspace.has_value() ? *o.workspace : o.a}});
     if (found != device)
       TVM_FFI_THROW(ValueError) << "a: is on cuda:" << found << ", the plan is for cuda:" << device;
+  }
+
+  void check_scales(Operands const& o) const {
+    if (scales != Scales::kBlock) {
+      check_numel({"a_scale", o.a_scale}, scales == Scales::kRow ? m : 1, "of the plan");
+      check_numel({"b_scale", o.b_scale}, scales == Scales::kRow ? n : 1, "of the plan");
+      check_contiguous({"a_scale", o.a_scale});
+      return;
+    }
+    int64_t const blocks = divide_up(k, kScaleBlock);
+    check_ndim({"a_scale", o.a_scale}, 2);
+    check_size({"a_scale", o.a_scale}, 0, m, "M of the plan");
+    check_size({"a_scale", o.a_scale}, 1, blocks, "ceil(K/128)");
+    if (o.a_scale.stride(0) != 1 || (blocks > 1 && o.a_scale.stride(1) != m))
+      TVM_FFI_THROW(ValueError) << "a_scale: strides are " << o.a_scale.stride(0) << " and "
+                                << o.a_scale.stride(1) << ", needed 1 and " << m
+                                << ": tokens are the fastest";
+    check_ndim({"b_scale", o.b_scale}, 2);
+    check_size({"b_scale", o.b_scale}, 0, divide_up(n, kScaleBlock), "ceil(N/128)");
+    check_size({"b_scale", o.b_scale}, 1, divide_up(blocks, kBlockColumns) * kBlockColumns,
+               "ceil(K/128) up to a multiple of 4");
+    check_aligned({"a_scale", o.a_scale}, 16);
+    check_aligned({"b_scale", o.b_scale}, 16);
   }
 
   // On operands that were checked, with their device current.
@@ -306,15 +338,16 @@ inline int64_t version(int64_t major) {
   return lt == nullptr ? 0 : int64_t(lt->version());
 }
 
-inline std::shared_ptr<Plan> plan(int64_t major, int64_t device, int64_t m, int64_t n, int64_t k, bool by_row,
-                                  bool fp16, bool biased) {
+inline std::shared_ptr<Plan> plan(int64_t major, int64_t device, int64_t m, int64_t n, int64_t k,
+                                  Scales scales, bool fp16, bool biased) {
   Library const* const lt = loaded(major);
   if (lt == nullptr || version(major) < kOldest)
     TVM_FFI_THROW(RuntimeError) << "cuBLASLt of CUDA " << major << ": not loaded or too old ("
                                 << version(major) << "), needed " << kOldest;
+  if (scales == Scales::kBlock) check_multiple("M", m, kBlockTokens, "block scales");
   tvm::ffi::CUDADeviceGuard guard(static_cast<int>(device));
   auto const made = std::shared_ptr<Plan>(
-      new Plan{*lt, handle_of(*lt, int(device)), int(device), m, n, k, by_row, fp16, biased});
+      new Plan{*lt, handle_of(*lt, int(device)), int(device), m, n, k, scales, fp16, biased});
   made->choose();
   return made;
 }

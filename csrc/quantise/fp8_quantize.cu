@@ -16,13 +16,16 @@
 // With it comes the host code that multiplies on cuBLASLt what was quantised here (cublaslt/cublaslt_gemm.h), which has
 // no kernel:
 //   cublaslt_version(cuda_major)
-//   cublaslt_fp8_plan(cuda_major, device, m, n, k, by_row, fp16, biased, enable_pdl) -> (gemm, bytes of workspace)
+//   cublaslt_fp8_plan(cuda_major, device, m, n, k, scales, fp16, biased, enable_pdl) -> (gemm, bytes of workspace)
+//     scales: 0 one for each operand, 1 a row of A and of B, 2 blocks: 1x128 of A, 128x128 of B, m a multiple of 4
 //   gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace) quantises x into a and launches on the current stream
-//     x as above, of d's dtype
-//     x_scale f32, 1 element: a is quantised with it, a_scale is read; or None: with a scale a row, a_scale is written
+//     x as above, of d's dtype; of blocks it may have up to 3 rows less than m: what the others of a hold enters d's
+//     same rows alone
+//     x_scale f32, 1 element: a is quantised with it, a_scale is read; or None: with its own scales, a_scale is written
 //     a e4m3 [M, K], b e4m3 [N, K], d bf16 or fp16 [M, N]: contiguous, 16-byte aligned, on `device`
-//     a_scale f32 [M], b_scale f32 [N] with `by_row`, else one element each; bias [N] of d's dtype, or None
-//     workspace u8, or None where it needs none
+//     a_scale f32 [M], b_scale f32 [N] of rows; one element each of one scale; of blocks a_scale f32 [M, ceil(K/128)]
+//     with strides 1 and M, b_scale f32 [ceil(N/128), ceil(K/128) up to a multiple of 4], both 16-byte aligned
+//     bias [N] of d's dtype, or None; workspace u8, or None where it needs none
 #include "cublaslt/cublaslt_gemm.h"
 #include "common/divide_up.h"
 #include "quantise/quantize.h"
@@ -199,14 +202,9 @@ void tensor(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   });
 }
 
-void block(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
-  int const device = check(x, q, scale);
+// On checked operands, with their device current.
+void launch_block(TensorView x, TensorView q, TensorView scale, int device, bool enable_pdl) {
   int64_t const m = x.size(0), k = x.size(1), blocks = (k + kBlock - 1) / kBlock;
-  check_ndim({"scale", scale}, 2);
-  check_size({"scale", scale}, 0, m, "M");
-  check_size({"scale", scale}, 1, blocks, "ceil(K/128)");
-  if (device < 0) return;
-  tvm::ffi::CUDADeviceGuard guard(device);
   int64_t const warps = m * (k / kVector) / 32;
   bool const wide = k % (2 * kVector) == 0 && reinterpret_cast<uintptr_t>(data_of<uint8_t>(q)) % 16 == 0;
   dispatch(x, [&](auto const* data) {
@@ -221,9 +219,34 @@ void block(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   });
 }
 
+void block(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
+  int const device = check(x, q, scale);
+  check_ndim({"scale", scale}, 2);
+  check_size({"scale", scale}, 0, x.size(0), "M");
+  check_size({"scale", scale}, 1, (x.size(1) + kBlock - 1) / kBlock, "ceil(K/128)");
+  if (device < 0) return;
+  tvm::ffi::CUDADeviceGuard guard(device);
+  launch_block(x, q, scale, device, enable_pdl);
+}
+
+// The first rows of a GEMM's operands; `q` and `scale` are checked.
+void first_rows(TensorView x, TensorView q, TensorView scale, int device, bool enable_pdl) {
+  check_input(x, kVector);
+  check_size({"x", x}, 1, q.size(1), "K of the plan");
+  int64_t const more = q.size(0) - x.size(0);
+  if (more < 0 || more >= cublaslt::kBlockTokens)
+    TVM_FFI_THROW(ValueError) << "x: has " << x.size(0) << " rows, the plan is for "
+                              << q.size(0) - cublaslt::kBlockTokens + 1 << " to " << q.size(0);
+  if (int const found = check_one_cuda_device({{"x", x}, {"a", q}}); found != device)
+    TVM_FFI_THROW(ValueError) << "x: is on cuda:" << found << ", the plan is for cuda:" << device;
+  launch_block(x, q, scale, device, enable_pdl);
+}
+
 tvm::ffi::Array<tvm::ffi::Any> cublaslt_plan(int64_t major, int64_t device, int64_t m, int64_t n, int64_t k,
-                                             bool by_row, bool fp16, bool biased, bool enable_pdl) {
-  auto const made = cublaslt::plan(major, device, m, n, k, by_row, fp16, biased);
+                                             int64_t scales, bool fp16, bool biased, bool enable_pdl) {
+  if (scales < 0 || scales > int64_t(cublaslt::Scales::kBlock))
+    TVM_FFI_THROW(ValueError) << "scales: " << scales << ", needed 0 (tensor), 1 (row) or 2 (block)";
+  auto const made = cublaslt::plan(major, device, m, n, k, cublaslt::Scales(scales), fp16, biased);
   auto const gemm = tvm::ffi::Function::FromTyped(
       [made, enable_pdl](TensorView x, Optional<TensorView> x_scale, TensorView a, TensorView a_scale,
                          TensorView b, TensorView b_scale, Optional<TensorView> bias, TensorView d,
@@ -234,6 +257,8 @@ tvm::ffi::Array<tvm::ffi::Any> cublaslt_plan(int64_t major, int64_t device, int6
         tvm::ffi::CUDADeviceGuard guard(made->device);
         if (x_scale.has_value()) {
           tensor(x, a, *x_scale, enable_pdl);
+        } else if (made->scales == cublaslt::Scales::kBlock) {
+          first_rows(x, a, a_scale, made->device, enable_pdl);
         } else {
           row(x, a, a_scale, enable_pdl);
         }

@@ -230,9 +230,10 @@ class Backend(abc.ABC):
         """Return :meth:`run` of a plan and weights as the eager fast path of a layer calls it, ``ready(x, out, bias)``.
 
         Same launches and results, for less host time: do the look-ups here, not in each call. A layer asks for it only
-        where :meth:`out_rows` is M. It guarantees for each call: M is the plan's; ``x`` [M, K] has the planned dtype, is contiguous, on 16 bytes and on the device of
-        the weights, which is the current device; ``out`` [M, N] is fresh from the allocator; ``bias`` has the dtype of
-        ``out`` and is contiguous; the current stream is not being captured.
+        where :meth:`out_rows` is M. It guarantees for each call: M is the plan's; ``x`` [M, K] has the planned dtype,
+        is contiguous, on 16 bytes and on the device of the weights, which is the current device; ``out`` [M, N] is
+        fresh from the allocator; ``bias`` has the dtype of ``out`` and is contiguous; the current stream is not being
+        captured.
         """
         return functools.partial(self.run, plan, prepared)
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 
 F16 = (2, 16)
 M, N, K = 5, 48, 256
+TENSOR, ROW, BLOCK = range(3)
 CUDA_16F, CUDA_16BF, CUDA_E4M3 = 2, 14, 28
 NAMES = ("a", "b", "a_scale", "b_scale", "bias", "d", "workspace", "x", "x_scale")
 AT = {name: (i + 1) << 20 for i, name in enumerate(NAMES)}
@@ -41,24 +42,31 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in (runtime, cublaslt, unlinked("fp8_quantize", "any"))]
 
 
-def tensors(by_row: bool = True, fp16: bool = False, biased: bool = True, **replaced: Any) -> dict[str, Any]:
-    out = F16 if fp16 else BF16
+def rows_of(scales: int) -> int:
+    """M of a plan: under block scales 5 tokens are 8."""
+    return 8 if scales == BLOCK else M
+
+
+def tensors(scales: int = ROW, fp16: bool = False, biased: bool = True, **replaced: Any) -> dict[str, Any]:
+    out, m = F16 if fp16 else BF16, rows_of(scales)
+    a_scale = {TENSOR: rows(F32, 1), ROW: rows(F32, m), BLOCK: [*F32, [m, 2], [1, m]]}[scales]
+    b_scale = {TENSOR: rows(F32, 1), ROW: rows(F32, N), BLOCK: rows(F32, 1, 4)}[scales]
     made: dict[str, Any] = {
         "x": rows(out, M, K),
-        "x_scale": None if by_row else rows(F32, 1),
-        "a": rows(E4M3, M, K),
+        "x_scale": rows(F32, 1) if scales == TENSOR else None,
+        "a": rows(E4M3, m, K),
         "b": rows(E4M3, N, K),
-        "a_scale": rows(F32, M if by_row else 1),
-        "b_scale": rows(F32, N if by_row else 1),
+        "a_scale": a_scale,
+        "b_scale": b_scale,
         "bias": rows(out, N) if biased else None,
-        "d": rows(out, M, N),
+        "d": rows(out, m, N),
         "workspace": rows(U8, 64),
     } | replaced
     return {name: given and [*given, AT[name]][:5] for name, given in made.items()}
 
 
-def plan(by_row: bool = True, fp16: bool = False, biased: bool = True, major: int = 13, device: int = 0) -> list[Any]:
-    return [major, device, M, N, K, by_row, fp16, biased, True]
+def plan(scales: int = ROW, fp16: bool = False, biased: bool = True, major: int = 13, device: int = 0) -> list[Any]:
+    return [major, device, rows_of(scales), N, K, scales, fp16, biased, True]
 
 
 def outcome(shared: list[str], *steps: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,11 +78,12 @@ def outcome(shared: list[str], *steps: dict[str, Any]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-def operation(by_row: bool, fp16: bool, biased: bool, at: dict[str, int]) -> list[str]:
+def operation(scales: int, fp16: bool, biased: bool, at: dict[str, int]) -> list[str]:
     def attribute(number: int, size: int, value: int) -> str:
         return f"cublasLtMatmulDescSetAttribute {number} {size} {value}"
 
-    mode = 3 if by_row else 0  # CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F or _SCALAR_32F
+    # CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, _OUTER_VEC_32F; _BLK128x128_32F of the weight, _VEC128_32F of tokens
+    weight_mode, token_mode = {TENSOR: (0, 0), ROW: (3, 3), BLOCK: (5, 4)}[scales]
     bias = [attribute(8, 8, at["bias"]), attribute(7, 4, 4), attribute(26, 4, CUDA_16F if fp16 else CUDA_16BF)]
     return [
         "cublasLtMatmulDescCreate 68 0",  # CUBLAS_COMPUTE_32F, CUDA_R_32F
@@ -84,25 +93,25 @@ def operation(by_row: bool, fp16: bool, biased: bool, at: dict[str, int]) -> lis
         attribute(18, 8, at["a_scale"]),
         attribute(25, 1, 0),  # FAST_ACCUM
         *(bias if biased else []),
-        attribute(31, 4, mode),
-        attribute(32, 4, mode),
+        attribute(31, 4, weight_mode),
+        attribute(32, 4, token_mode),
     ]
 
 
-@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("scales", [TENSOR, ROW, BLOCK])
 @pytest.mark.parametrize("fp16", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-def test_it_is_asked_for_what_torch_asks_it(by_row: bool, fp16: bool, biased: bool, shared: list[str]) -> None:
-    kind = by_row, fp16, biased
+def test_it_is_asked_for_what_torch_asks_it(scales: int, fp16: bool, biased: bool, shared: list[str]) -> None:
+    kind, m = (scales, fp16, biased), rows_of(scales)
     step = {"plan": plan(*kind), "tensors": tensors(*kind), "answer": (1, 64, 130000)}
     versions, first, second = outcome(shared, step, step)
     assert versions == {"before": 0, "after": 130000}, "only what the process has loaded"
     out = CUDA_16F if fp16 else CUDA_16BF
-    shapes = f"{K * 100000 + N} {K * 100000 + M} {N * 100000 + M} {N * 100000 + M}"
+    shapes = f"{K * 100000 + N} {K * 100000 + m} {N * 100000 + m} {N * 100000 + m}"
     planned = [
         f"cublasLtMatrixLayoutCreate {CUDA_E4M3} {K} {N} {K}",
-        f"cublasLtMatrixLayoutCreate {CUDA_E4M3} {K} {M} {K}",
-        f"cublasLtMatrixLayoutCreate {out} {N} {M} {N}",
+        f"cublasLtMatrixLayoutCreate {CUDA_E4M3} {K} {m} {K}",
+        f"cublasLtMatrixLayoutCreate {out} {N} {m} {N}",
         *operation(*kind, dict.fromkeys(AT, 1 << 32)),
         "cublasLtMatmulPreferenceCreate ",
         f"cublasLtMatmulPreferenceSetAttribute 1 8 {1 << 20}",
@@ -188,6 +197,42 @@ def test_wrong_operands_are_refused_before_any_call(replaced: dict[str, Any], me
     assert row["kernels"] == [0]
 
 
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"x": rows(BF16, 4, K)}, "x: has 4 rows, the plan is for 5 to 8"),
+        ({"x": rows(BF16, 9, K)}, "x: has 9 rows, the plan is for 5 to 8"),
+        ({"x": rows(BF16, 0, K)}, "x: has 0 rows, the plan is for 5 to 8"),
+        ({"x": rows(BF16, M, K + 16)}, "x: size of dimension 1 is 272"),
+        ({"a": rows(E4M3, M, K)}, "a: size of dimension 0 is 5, needed 8"),
+        ({"d": rows(BF16, M, N)}, "d: size of dimension 0 is 5, needed 8"),
+        ({"a_scale": rows(F32, 8, 2)}, "a_scale: strides are 2 and 1, needed 1 and 8"),
+        ({"a_scale": [*F32, [8, 2], [1, 12]]}, "a_scale: strides are 1 and 12, needed 1 and 8"),
+        ({"a_scale": [*F32, [8, 3], [1, 8]]}, "a_scale: size of dimension 1 is 3, needed 2"),
+        ({"a_scale": rows(F32, 8)}, "a_scale"),
+        ({"b_scale": rows(F32, 1, 2)}, "b_scale: size of dimension 1 is 2, needed 4"),
+        ({"b_scale": rows(F32, 2, 4)}, "b_scale: size of dimension 0 is 2, needed 1"),
+    ],
+)
+def test_wrong_operands_under_block_scales_are_refused_before_any_call(
+    replaced: dict[str, Any], message: str, shared: list[str]
+) -> None:
+    step = {"plan": plan(BLOCK), "tensors": tensors(BLOCK, **replaced), "answer": (1, 64, 130000)}
+    _, row = outcome(shared, step)
+    assert message in row["error"]
+    assert row["launched"] == []
+    assert row["kernels"] == [0]
+
+
+def test_block_scales_take_every_m_up_to_the_plans(shared: list[str]) -> None:
+    again = [{"x": [*rows(BF16, m, K), AT["x"]]} for m in (6, 7, 8)]
+    step = {"plan": plan(BLOCK), "tensors": tensors(BLOCK), "answer": (1, 64, 130000), "again": again}
+    _, row = outcome(shared, step)
+    assert row["error"] == ""
+    assert row["kernels"] == [1] * 4
+    assert [lines[-1].split(" ")[0] for lines in row["launched"]] == ["cublasLtMatmul"] * 4
+
+
 def test_an_operand_that_is_not_aligned_or_is_elsewhere_is_refused(shared: list[str]) -> None:
     moved = tensors()
     moved["d"][4] += 8
@@ -205,6 +250,8 @@ def test_an_operand_that_is_not_aligned_or_is_elsewhere_is_refused(shared: list[
     ("step", "message"),
     [
         ({"plan": plan(major=12)}, "cuBLASLt of CUDA 12: not loaded"),
+        ({"plan": [13, 0, M, N, K, BLOCK, False, True, True]}, "M is 5, needed a multiple of 4"),
+        ({"plan": [13, 0, M, N, K, 3, False, True, True]}, "scales: 3, needed 0 (tensor), 1 (row) or 2 (block)"),
         ({"answer": (1, 0, 120804)}, "too old (120804)"),
         ({"answer": (0, 0, 130000)}, "no algorithm for M=5, N=48, K=256"),
         ({"answer": (1, (1 << 20) + 1, 130000)}, "no algorithm for M=5, N=48, K=256"),

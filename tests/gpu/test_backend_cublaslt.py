@@ -13,6 +13,7 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import QuantizedActivation
+from fp4dispatch.backends.libraries import cublaslt_gemms
 from fp4dispatch.backends.libraries.cublaslt_direct import DirectGemms
 from fp4dispatch.machine import system
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
@@ -101,10 +102,12 @@ def test_the_bits_are_those_of_the_path_without_our_kernels(scaling, static, dty
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("scaling", "static"), [kind for kind in KINDS if kind[0] in ("tensor", "row")])
+@pytest.mark.parametrize(("scaling", "static"), [kind for kind in KINDS if kind[0] != "nvfp4"])
 def test_on_hopper_it_is_called_without_torchs_operator_for_the_same_bits(scaling, static, dtype, bias, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
+    if scaling == "block128" and (bias or dtype == "float16"):
+        pytest.skip("rounded after the GEMM")
     n, k = 4096, 2048
     backend = registry.instance("cublaslt")
     case = case_of(scaling, 1, dtype=dtype, n=n, k=k, bias=bias, static=static)
@@ -115,14 +118,16 @@ def test_on_hopper_it_is_called_without_torchs_operator_for_the_same_bits(scalin
     operator = dataclasses.replace(plan, state=plan.state._replace(launch=None))
     bias_row = torch.randn(n, device="cuda", dtype=getattr(torch, dtype)) if bias else None
     for m in (1, 2, 16, 65, 128, 200, 256, 1000, 4096):
-        x = tokens(m, m, k, getattr(torch, dtype))
-        want, out = (torch.full((m, n), torch.nan, device="cuda", dtype=x.dtype) for _ in range(2))
+        x, rows = tokens(m, m, k, getattr(torch, dtype)), backend.out_rows(plan, m)
+        want, out = (torch.full((rows, n), torch.nan, device="cuda", dtype=x.dtype) for _ in range(2))
         backend.run(operator, prepared, x, want, bias_row)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "_scaled_mm", lambda *args, **options: pytest.fail("torch's operator"))
+            for module, name in ((torch, "_scaled_mm"), (cublaslt_gemms, "_block128_gemm")):
+                patch.setattr(module, name, lambda *args, **options: pytest.fail("torch's operator"))
             for _ in range(2):
                 backend.run(plan, prepared, x, out.fill_(torch.nan), bias_row)
-                assert torch.equal(out, want), f"M={m}: {int((out != want).sum())} of {out.numel()} differ"
+                differ = int((out[:m] != want[:m]).sum())
+                assert not differ, f"M={m}: {differ} of {m * n} differ"
 
 
 @pytest.mark.parametrize("m", [1, 5, 130, 999, 4099])
@@ -141,8 +146,8 @@ def test_ragged_tokens_under_block_scales_are_multiplied_in_place(m, monkeypatch
         out = routes.launch_into_new(backend, plan, prepared, x, N, None)
     assert out.isfinite().all()
     assert torch.equal(out, want)
-    layer = layer_of("block128")
-    made = layer(x.view(1, m, K))
+    linear = torch.nn.Linear(K, N, bias=False, device="cuda", dtype=torch.bfloat16)
+    made = FP8Linear.from_linear(linear, scaling="block128", backend="cublaslt")(x.view(1, m, K))
     assert made.shape == (1, m, N)
     assert made.is_contiguous()
     assert made.untyped_storage().nbytes() == rows * N * 2

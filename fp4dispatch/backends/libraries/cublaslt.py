@@ -1,6 +1,6 @@
 """cuBLASLt through torch's scaled matmul (``torch._scaled_mm`` and ``_scaled_mm_v2``).
 
-On Hopper, FP8 layers with ``row`` or ``tensor`` scaling call cuBLASLt without torch's operator
+On Hopper, FP8 layers call cuBLASLt without torch's operator
 (:mod:`~fp4dispatch.backends.libraries.cublaslt_direct`): the same GEMM for less host time.
 
 What torch requires of the operands (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/ScaledBlas.cpp):
@@ -10,7 +10,8 @@ What torch requires of the operands (https://github.com/pytorch/pytorch/blob/mai
 * ``row`` scaling runs on cuBLASLt on sm_90 from CUDA 12.9 on. Elsewhere torch's own CUTLASS kernels run, which write
   bfloat16 only.
 * ``block128`` needs sm_90 and cuBLASLt 12.9: scales of A [M, K/128] with M the fastest dimension, scales of B
-  [K/128 rounded up to 4, N/128] with K the fastest.
+  [K/128 rounded up to 4, N/128] with K the fastest. M is a multiple of 4: others are padded, and a layer gives the
+  output these rows too (:meth:`~fp4dispatch.backends.base.Backend.out_rows`).
 * NVFP4: e2m1 pairs, e4m3 scales in the 128x4 layout, and two f32 global scales whose product is alpha, on the device.
 
 ``use_fast_accum`` stays off: Hopper's FP8 tensor cores keep about 14 bits of a running sum; with it off, cuBLASLt adds
@@ -27,7 +28,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.backends.libraries.cublaslt_direct import direct_gemms
+from fp4dispatch.backends.libraries.cublaslt_direct import M_OF_BLOCKS, direct_gemms
 from fp4dispatch.backends.libraries.cublaslt_gemms import (
     Launch,
     State,
@@ -133,7 +134,9 @@ class CublasLtBackend(Backend):
             direct, why = _direct(layout, problem, device, found, prepared.tensors[0])
             launch, note = direct or launch, note or why
         scratch = ScratchByM(device, functools.partial(parts_of, layout), transposed if block else tuple)
-        state = State(layout, epilogue, rows_need_bf16, 4 if block else 1, found, nvfp4, launch, scratch, ones(device))
+        state = State(
+            layout, epilogue, rows_need_bf16, M_OF_BLOCKS if block else 1, found, nvfp4, launch, scratch, ones(device)
+        )
         return Plan(self.name, problem, state, note)
 
     def run(
@@ -225,11 +228,15 @@ def _direct(
     layout: Layout, problem: Problem, device: torch.device, found: Quantizers | None, weight: Tensor
 ) -> tuple[Launch | None, str]:
     """Return the launch without torch's operator; or None, and why if one could be expected."""
-    if found is None or found.library is None or layout.scaling not in ("row", "tensor") or _arch_of(weight) != SM90:
+    if found is None or found.library is None or layout.scaling == "nvfp4" or _arch_of(weight) != SM90:
         return None, ""
-    gemms, why = direct_gemms(found, device, functools.partial(parts_of, layout), layout, problem)
+    block = layout.scaling == "block128"
+    view = transposed if block else tuple
+    gemms, why = direct_gemms(found, device, functools.partial(parts_of, layout), view, layout, problem)
     if gemms is None:
         return None, why
+    if block:
+        return gemms.block, ""
     if not layout.has_input_scale:
         return gemms.row, ""
     return (gemms.static_row if layout.per_row else gemms.static), ""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fp4dispatch import formats
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout
 from fp4dispatch.backends.own.scratch import ARENA_BYTES, Part, Scratch
 from fp4dispatch.backends.own.tensors.quantizers import Quantizers, ones, ones_for
@@ -20,7 +21,12 @@ from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
 
 OLDEST = 120900
-"""First cuBLASLt whose heuristics support row scaling, on sm_90."""
+"""First cuBLASLt whose heuristics support row scaling and block scaling, on sm_90."""
+
+_TENSOR, _ROW, _BLOCK = range(3)  # ``scales`` of csrc/quantise/fp8_quantize.cu
+
+M_OF_BLOCKS = 4
+"""Under block scales cuBLASLt takes M of multiples of this."""
 
 _MOST = 512
 """Most M that are remembered; a prefill may bring any."""
@@ -32,7 +38,7 @@ Gemm = Callable[..., None]
 class DirectGemms:
     """Quantises and multiplies, for one N, K and output dtype, and every M.
 
-    ``row``, ``static`` and ``static_row`` are launches as the ``cublaslt`` backend has them: of x [M, K] in bfloat16 or
+    ``row``, ``static``, ``static_row`` and ``block`` are launches as the ``cublaslt`` backend has them: of x [M, K] in bfloat16 or
     float16 by prepared weights into d [M, N], both contiguous on 16 bytes. Safe to capture, also for a new M: like
     torch, which asks for an algorithm in a capture too.
 
@@ -44,6 +50,8 @@ class DirectGemms:
         Of the layer.
     parts
         What a launch for M tokens writes before the GEMM.
+    view
+        Brings these tensors, and a workspace behind them, into the form that the GEMM takes.
     """
 
     def __init__(
@@ -51,8 +59,9 @@ class DirectGemms:
         make: Callable[[int], tuple[Gemm, int]],
         device: torch.device,
         parts: Callable[[int], Sequence[Part]],
+        view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple,
     ) -> None:
-        self._make, self._device, self._parts = make, device, parts
+        self._make, self._device, self._parts, self._view = make, device, parts, view
         self._ones = ones(device)
         self._known: dict[int, tuple[Gemm, Scratch, int | None]] = {}
 
@@ -70,6 +79,11 @@ class DirectGemms:
         """Launch with one static scale for all tokens, already multiplied into the row scales of the weight."""
         gemm, (q,), workspace = self.of(m)
         gemm(x, w[3], q, ones_for(self._ones, m), w[0], w[2], bias, d, workspace)
+
+    def block(self, _: object, __: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        """Launch with a scale for 128 k of a token. ``d`` has rows for M up to a multiple of 4."""
+        gemm, (q, scale), workspace = self.of(d.shape[0])
+        gemm(x, None, q, scale, w[0], w[1], bias, d, workspace)
 
     def of(self, m: int) -> tuple[Gemm, tuple[Tensor, ...], Tensor | None]:
         """Return the GEMM for M tokens, scratch memory for a launch as ``parts`` says, and the workspace, if any.
@@ -98,14 +112,15 @@ class DirectGemms:
         parts, workspace = list(self._parts(m)), Part((size,), torch.uint8)
         # A workspace of megabytes comes from the allocator: it would not fit the arena.
         if size == 0 or sum(part.nbytes for part in parts) + workspace.nbytes > ARENA_BYTES:
-            return gemm, Scratch(self._device, parts), size
-        return gemm, Scratch(self._device, [*parts, workspace]), None
+            return gemm, Scratch(self._device, parts, self._view), size
+        return gemm, Scratch(self._device, [*parts, workspace], self._view), None
 
 
 def direct_gemms(
     quantizers: Quantizers,
     device: torch.device,
     parts: Callable[[int], Sequence[Part]],
+    view: Callable[[list[Tensor]], tuple[Tensor, ...]],
     layout: Layout,
     problem: Problem,
 ) -> tuple[DirectGemms | None, str]:
@@ -113,7 +128,7 @@ def direct_gemms(
 
     Parameters
     ----------
-    quantizers, device, parts
+    quantizers, device, parts, view
         As :class:`DirectGemms` has them; a GPU of sm_90.
     layout
         Of the weights, nothing padded.
@@ -127,16 +142,18 @@ def direct_gemms(
         found = f"is {version}" if version else "is not loaded as a library of its own"
         return None, f"{_INSTEAD}: that of CUDA {cuda or 'unknown'} {found}, needed {OLDEST} or newer"
     fp16 = problem.out_dtype == "float16"
+    block = layout.scaling == "block128"
+    scales = _BLOCK if block else _ROW if layout.per_row else _TENSOR
 
     def make(m: int) -> tuple[Gemm, int]:
         gemm, workspace = library.cublaslt_fp8_plan(
-            major, device.index or 0, m, layout.n, layout.k, layout.per_row, fp16, problem.bias, quantizers.pdl
+            major, device.index or 0, m, layout.n, layout.k, scales, fp16, problem.bias, quantizers.pdl
         )
         return gemm, int(workspace)
 
-    gemms = DirectGemms(make, device, parts)
+    gemms = DirectGemms(make, device, parts, view)
     try:
-        make(problem.m)
+        make(formats.round_up(problem.m, M_OF_BLOCKS) if block else problem.m)
     except RuntimeError as error:
         return None, f"{_INSTEAD}: {error}"
     return gemms, ""

@@ -40,9 +40,9 @@ class State(NamedTuple):
 
     ``epilogue``: the GEMM writes f32, and the row scales and the bias are applied after it, so that the output is
     rounded once. ``rows_need_bf16``: row scaling exists for bfloat16 output only; for others it goes to the epilogue.
-    ``m_multiple``: M is padded to it, and so may be the rows of the output. ``quantizers``, ``nvfp4``: our quantisers, if they could be compiled. ``launch``:
-    quantises into ``scratch`` and multiplies operands that fit as they are; None if the layer's never do. ``ones``: f32
-    [32768, 1].
+    ``m_multiple``: M is padded to it, and so may be the rows of the output. ``quantizers``, ``nvfp4``: our quantisers,
+    if they could be compiled. ``launch``: quantises into ``scratch`` and multiplies operands that fit as they are; None
+    if the layer's never do. ``ones``: f32 [32768, 1].
     """
 
     layout: Layout
@@ -81,7 +81,7 @@ def parts_of(layout: Layout, m: int) -> list[Part]:
 
 def transposed(parts: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the scratch of a ``block128`` launch as its GEMM takes it: tokens are the fastest dimension of scales."""
-    return parts[0], parts[1].t()
+    return parts[0], parts[1].t(), *parts[2:]
 
 
 def _launch_row(s: State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
