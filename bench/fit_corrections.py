@@ -265,12 +265,11 @@ def text(trees: Mapping[str, Sequence[Tree]], records: Sequence[str]) -> str:
 def digest_of_speeds(path: Path = speeds.FILE) -> str:
     """Return the SHA-256 of the constants that the corrections are for, and of the records that these were fitted to.
 
-    Neither the quantiser before cuBLASLt's GEMM nor the writing out of weights is corrected: they may change.
+    Neither the quantiser before cuBLASLt's GEMM, nor that GEMM under block scales, nor the writing out of weights is
+    corrected: they may change.
     """
-    rows = [
-        {key: value for key, value in row.items() if key not in ("before_cublaslt", "unfold")}
-        for row in strict_toml.load(path)["gpu"]
-    ]
+    others = ("before_cublaslt", "cublaslt_block", "block_records", "unfold")
+    rows = [{key: value for key, value in row.items() if key not in others} for row in strict_toml.load(path)["gpu"]]
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 

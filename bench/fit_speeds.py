@@ -14,6 +14,7 @@ adds is taken off: layers run both.
 ``--few-of KERNEL FILE ...``: where one of them has changed since ``--few``. It is fitted to these samples, and stays
 near what the older ones say.
 ``--young BUILD ...``: fit only the factors of these builds, to ``--many``; everything else stays as speeds.toml has it.
+``--block FILE ...``: fit only cuBLASLt under block scales, to samples of the layer on it; everything else stays.
 ``--write`` puts the GPU's constants into speeds.toml, in place of those it has. bench/judge_choices.py judges them.
 """
 
@@ -81,6 +82,8 @@ REACHED, BANDWIDTH_PRIOR = 0.9, 3.0
 """Of the GPU's memory bandwidth, and the weight of that start: else other constants take its place, and none of them is
 scaled by the bandwidth of another GPU."""
 LT_START, LT_MEMORY, LT_END, LT_SLOWING, LT_STAGE = 4.0, 4.3e6, 2.0, 0.05, 0.36
+BLOCK_LAYER = "FP8Linear/block128/cublaslt"
+BLOCK_START = (3.0, 3e6, 4.0, 0.05, 0.37, 1e-4, 8e-7)
 FEW = 8
 """Up to so many tokens only kernels for few tokens run: the others are not fitted to these."""
 DIGITS = 4
@@ -388,6 +391,25 @@ def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]
     return {**numbers, "tiles": [rounded(each) for each in x[4:]]}
 
 
+def fit_cublaslt_block(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, float]:
+    """Fit cuBLASLt's FP8 GEMM under block scales with its quantiser, to the layer on it."""
+    some = [
+        (p["n"], p["k"], p["m"], p["layers"][BLOCK_LAYER])
+        for p in problems
+        if BLOCK_LAYER in p.get("layers", ()) and not p["k"] % predict.BLOCK_K and not p["n"] % predict.BLOCK_N
+    ]
+    if not some:
+        raise SystemExit(f"no sample has {BLOCK_LAYER}: add some of bench/launch_samples.py on sm_90")
+    n, k, m, us = np.array(some, float).T
+    names = [each.name for each in fields(other_models.BlockScaledSpeed)]
+
+    def error(x: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.log(other_models.BlockScaledSpeed(*x).microseconds(m, n, k, sms) / us)
+        return found
+
+    return dict(zip(names, map(rounded, least(error, BLOCK_START)), strict=True))
+
+
 def fit_unfold(problems: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
     """Fit the writing out of weights and the quantiser before cuBLASLt's GEMM, to what they take beside that GEMM.
 
@@ -459,6 +481,17 @@ def with_young(
     return row | {"records": sorted({*row["records"], *named}), "builds": builds}
 
 
+def with_block(row: dict[str, Any], problems: Sequence[dict[str, Any]], named: Sequence[str]) -> dict[str, Any]:
+    """Return the [[gpu]] of speeds.toml with cuBLASLt under block scales fitted anew, and the records that it cites.
+
+    Arguments as of :func:`with_young`. Nothing else is fitted to these records, so corrections hold (fit_corrections).
+    """
+    model = gpu_models.named(row["name"])
+    assert model is not None
+    fitted = fit_cublaslt_block(problems, model.sms)
+    return row | {"block_records": list(named), "cublaslt_block": fitted}
+
+
 Records = Sequence[dict[str, Any]]
 
 
@@ -486,6 +519,10 @@ def fit(
     if near_scaled and scaled is None:
         raise SystemExit(f"no other GPU of {model.arch} is in {speeds.FILE.name}: leave --near-scaled out")
     few: dict[str, Any] = {}
+    if any(BLOCK_LAYER in p.get("layers", ()) for p in problems):
+        block, block_records = fit_cublaslt_block(problems, model.sms), list(named)
+    else:
+        block, block_records = (row_of(records[0])[key] for key in ("cublaslt_block", "block_records"))
     quantised = quantisers([*of_few_tokens, *of_many_tokens])
     unfold, before_cublaslt = fit_unfold(more)
     gpu, builds = many_tokens([gemms_alone(p, quantised) for p in of_many_tokens], model.sms)
@@ -509,11 +546,13 @@ def fit(
     return {
         "name": model.name,
         "records": list(named),
+        "block_records": block_records,
         "many_tokens": gpu,
         "builds": builds,
         "quantisers": quantised,
         "before_cublaslt": before_cublaslt,
         "cublaslt": fit_cublaslt(more, model.sms),
+        "cublaslt_block": block,
         "unfold": unfold,
         "few_tokens": few,
     }
@@ -523,9 +562,9 @@ def fit(
 
 HEADER = """\
 # Constants of time models, by GPU model. Made by bench/fit_speeds.py from records of bench/launch_samples.py: `records`
-# has name, problems and SHA-256 of each; the same command on the same records writes the same numbers. speeds.py says
-# what they mean. A GPU that is not here gets those of the GPU of its arch with the nearest memory bandwidth, scaled by
-# its facts.
+# has name, problems and SHA-256 of each, and `block_records` those of `cublaslt_block`; the same command on the same
+# records writes the same numbers. speeds.py says what they mean. A GPU that is not here gets those of the GPU of its
+# arch with the nearest memory bandwidth, scaled by its facts.
 """
 
 
@@ -533,10 +572,11 @@ def text(rows: Iterable[dict[str, Any]]) -> str:
     """Return rows as the file."""
     lines = [HEADER]
     for row in rows:
-        lines += ["[[gpu]]", f"name = {json.dumps(row['name'])}", "records = ["]
-        lines += [f"  {json.dumps(each)}," for each in row["records"]]
-        lines += ["]", f"many_tokens = {inline(row['many_tokens'])}"]
-        lines += [f"{key} = {inline(row[key])}" for key in ("before_cublaslt", "cublaslt", "unfold")]
+        lines += ["[[gpu]]", f"name = {json.dumps(row['name'])}"]
+        for key in ("records", "block_records"):
+            lines += [f"{key} = [", *(f"  {json.dumps(each)}," for each in row[key]), "]"]
+        lines += [f"many_tokens = {inline(row['many_tokens'])}"]
+        lines += [f"{key} = {inline(row[key])}" for key in ("before_cublaslt", "cublaslt", "cublaslt_block", "unfold")]
         lines += ["", "[gpu.builds]"]
         lines += [f"{json.dumps(key)} = {value}" for key, value in row["builds"].items()]
         lines += ["", "[gpu.quantisers]"]
@@ -585,7 +625,7 @@ def main() -> None:
     """Fit, and print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", type=Path, nargs="+", default=[])
-    parser.add_argument("--many", type=Path, nargs="+", required=True, help="samples of kernels for many tokens")
+    parser.add_argument("--many", type=Path, nargs="+", default=[], help="samples of kernels for many tokens")
     parser.add_argument("--few", type=Path, nargs="+", default=[], help="samples of kernels for few tokens")
     parser.add_argument(
         "--few-of", nargs="+", action="append", default=[], metavar="KERNEL", help="a kernel, and newer samples of it"
@@ -599,27 +639,34 @@ def main() -> None:
         help="few tokens: stay near the constants of another GPU of this arch, scaled",
     )
     parser.add_argument("--young", nargs="+", default=[], metavar="BUILD", help="kernel/build: fit only their factors")
+    parser.add_argument(
+        "--block", type=Path, nargs="+", default=[], help="samples of the layer on cuBLASLt: fit only that"
+    )
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
+    if args.block and (args.many or args.young or args.fit or args.few or args.few_of or args.few_before):
+        parser.error("--block leaves all else as it is: it takes no other samples")
     if args.young and (args.fit or args.few or args.few_of or args.few_before or args.near_scaled):
         parser.error("--young leaves all else as it is: it takes --many alone")
-    if not args.young and not (args.fit and args.few):
-        parser.error("needs --fit and --few, or --young")
+    if not args.block and not (args.many and (args.young or (args.fit and args.few))):
+        parser.error("needs --many with --fit and --few, or with --young; or --block")
     known = {f"{kernel}{kind}" for kernel in KERNELS for kind in ("", f" {speeds.BLOCKS}")}
     for name, *files in args.few_of:
         if name not in known or not files:
             parser.error(f"--few-of {name}: needs one of {', '.join(sorted(known))}, and files")
     few_of = {name: [Path(file) for file in files] for name, *files in args.few_of}
-    asked = args.fit, args.many, args.few, args.few_before
+    asked = args.fit, args.many, args.few, args.few_before, args.block
     paths = sorted({path for some in (*asked, *few_of.values()) for path in some}, key=lambda path: path.name)
     read = {path: json.loads(path.read_text("utf-8")) for path in paths}
     if len({record["facts"]["device"] for record in read.values()}) != 1:
         parser.error("samples of several GPU models: fit each alone")
-    records, many, few, before = ([read[path] for path in paths if path in some] for some in asked)
+    records, many, few, before, block = ([read[path] for path in paths if path in some] for some in asked)
     named = [cited(path, record) for path, record in read.items()]
     of = {name: [read[path] for path in some] for name, some in few_of.items()}
-    if args.young:
+    if args.block:
+        row = with_block(row_of(block[0]), [p for record in block for p in record["problems"]], named)
+    elif args.young:
         row = with_young(row_of(many[0]), [p for record in many for p in record["problems"]], args.young, named)
     else:
         row = fit(records, many, few, before, named, near_scaled=args.near_scaled, few_of=of)

@@ -65,8 +65,9 @@ _ROWS_FROM = Version("12.9")
 """First CUDA whose cuBLASLt supports row scaling, on sm_90."""
 
 DOUBT = 1.08
-"""Times of what the model of cuBLASLt says: it is off by 4 to 5 % with corrections and by 10 % without, and a choice is
-for a range of M. Of 1.08, 1.04 and 1.00 this costs least (bench/notes/corrections.md)."""
+"""Times of what the model of cuBLASLt by row says: it is off by 4 to 5 % with corrections and by 10 % without, and a
+choice is for a range of M. Of 1.08, 1.04 and 1.00 this costs least (bench/notes/corrections.md). Under block scales
+1.00 costs least (bench/notes/block-scales.md)."""
 
 
 class CublasLtBackend(Backend):
@@ -81,10 +82,12 @@ class CublasLtBackend(Backend):
         return check(self.name, problem, system)
 
     def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
-        """Return the predicted time of FP8 by row or tensor, quantiser included; other scalings have no model."""
+        """Return the predicted time of an FP8 GEMM, quantiser included; NVFP4 has no model."""
         found = speeds.of(gpu)
-        if found is None or problem.op != "fp8_gemm" or problem.scaling == "block128":
+        if found is None or problem.op != "fp8_gemm":
             return None
+        if problem.scaling == "block128":
+            return predict.cublaslt_block(problem, found)
         return predict.quantiser(problem, found, packed=False) + DOUBT * predict.cublaslt(problem, found)
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:

@@ -38,9 +38,9 @@ Gemm = Callable[..., None]
 class DirectGemms:
     """Quantises and multiplies, for one N, K and output dtype, and every M.
 
-    ``row``, ``static``, ``static_row`` and ``block`` are launches as the ``cublaslt`` backend has them: of x [M, K] in bfloat16 or
-    float16 by prepared weights into d [M, N], both contiguous on 16 bytes. Safe to capture, also for a new M: like
-    torch, which asks for an algorithm in a capture too.
+    ``row``, ``static``, ``static_row`` and ``block`` are launches as the ``cublaslt`` backend has them: of x [M, K] in
+    bfloat16 or float16 by prepared weights into d [M, N], both contiguous on 16 bytes. Safe to capture, also for a new
+    M: like torch, which asks for an algorithm in a capture too.
 
     Parameters
     ----------

@@ -12,6 +12,8 @@ NORM = 4
 STAGE_K = 128
 LT_TILES = ((64, 128), (128, 64), (128, 128), (64, 256), (128, 256), (256, 128))
 """Tokens and rows of the tiles that cuBLASLt may take."""
+BLOCK_TILE = 128
+"""Tokens and rows of cuBLASLt's tile under block scales. Others beside it (64x128, 128x256, 256x128) fit no better."""
 UNFOLD_BYTES = 0.5625 + 1
 """Of a weight: read as NVFP4, written as FP8."""
 FAR = 4_000_000
@@ -92,6 +94,40 @@ class CublasLtSpeed:
         return replace(
             self, start=self.start / clock, memory=self.memory * memory, tiles=tuple(t / clock for t in self.tiles)
         )
+
+
+@dataclass(frozen=True)
+class BlockScaledSpeed:
+    """cuBLASLt's FP8 GEMM under block scales with our quantiser before it: whole waves of its one tile.
+
+    Parameters
+    ----------
+    start, memory, end, slowing
+        As of :class:`CublasLtSpeed`.
+    tile
+        Microseconds of 128 k of a tile of 128 tokens by 128 rows.
+    token, element
+        Of the quantiser: microseconds per token, and per element.
+    """
+
+    start: float
+    memory: float
+    end: float
+    slowing: float
+    tile: float
+    token: float
+    element: float
+
+    def microseconds(self, m: Any, n: Any, k: Any, sms: int) -> Any:
+        """Return the predicted time of [m, k] by [n, k]; numbers may be arrays."""
+        waves = -(-(-(-m // BLOCK_TILE) * -(-n // BLOCK_TILE)) // sms)
+        gemm = lt_time(self.start, self.memory, self.end, self.slowing, [waves * self.tile], n, k)
+        return gemm + self.token * m + self.element * m * k
+
+    def scaled(self, clock: float, memory: float) -> BlockScaledSpeed:
+        """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
+        slower = {name: getattr(self, name) / clock for name in ("start", "tile", "token", "element")}
+        return replace(self, memory=self.memory * memory, **slower)
 
 
 def lt_time(start: Any, memory: Any, end: Any, slowing: Any, waves: Any, n: Any, k: Any) -> Any:

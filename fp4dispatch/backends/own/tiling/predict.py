@@ -16,6 +16,8 @@ from fp4dispatch.problem import Problem
 
 UNFOLD = "w4_to_e4m3"
 """The kernel that writes NVFP4 weights out for cuBLASLt."""
+BLOCK_N, BLOCK_K = 16, 128
+"""N and K of multiples of these are not padded for cuBLASLt under block scales."""
 LEAST_TILE, TILES_ABOVE = 32, 4
 """Tiles of over four times the tokens (of which a few count as 32) are never near the fastest."""
 FEW_CORRECTED, MANY_CORRECTED = 16, 8
@@ -199,3 +201,14 @@ def cublaslt(problem: Problem, speeds: Speeds) -> float:
     us = speeds.cublaslt.microseconds(m, n, k, gpu.sms)
     found = speeds.corrections.get(corrections.CUBLASLT)
     return us if found is None else us * found.factor(corrections.of_cublaslt(m, n, k, gpu))
+
+
+def cublaslt_block(problem: Problem, speeds: Speeds) -> float | None:
+    """Return the microseconds of cuBLASLt's FP8 GEMM with block scales, its quantiser included.
+
+    None where operands do not fit it as they are: what is padded or rounded after the GEMM costs more.
+    """
+    m, n, k = problem.m, problem.n, problem.k
+    if problem.bias or problem.out_dtype != "bfloat16" or k % BLOCK_K or n % BLOCK_N:
+        return None
+    return float(speeds.cublaslt_block.microseconds(m, n, k, speeds.many_tokens.sms))

@@ -19,6 +19,7 @@ from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed
 from fp4dispatch.backends.own.tiling.other_models import (
     LT_TILES,
+    BlockScaledSpeed,
     CublasLtSpeed,
     QuantiserSpeed,
     RowsQuantiserSpeed,
@@ -65,8 +66,10 @@ class Speeds:
         By kernel; those of builds for block scales by ``<kernel> block128``.
     quantisers, before_cublaslt
         Quantisers before our GEMMs, by the names of :data:`QUANTISERS`, and the one before cuBLASLt's.
-    cublaslt, unfold
-        The others.
+    cublaslt, cublaslt_block
+        Its GEMM with scales by row and column, and with block scales, quantiser included.
+    unfold
+        Weights written out.
     corrections
         Of the launch models and of cuBLASLt, by group of builds.
     scaled_to
@@ -81,6 +84,7 @@ class Speeds:
     quantisers: Mapping[str, QuantiserSpeed]
     before_cublaslt: RowsQuantiserSpeed
     cublaslt: CublasLtSpeed
+    cublaslt_block: BlockScaledSpeed
     unfold: UnfoldSpeed
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     scaled_to: str = ""
@@ -110,6 +114,7 @@ class Speeds:
             quantisers={name: each.scaled(clock, memory) for name, each in self.quantisers.items()},
             before_cublaslt=self.before_cublaslt.scaled(clock, memory),
             cublaslt=self.cublaslt.scaled(clock, memory),
+            cublaslt_block=self.cublaslt_block.scaled(clock, memory),
             unfold=self.unfold.scaled(clock, memory),
             corrections={},
             scaled_to=new.name,
@@ -165,12 +170,21 @@ def load(data: dict[str, Any]) -> dict[str, Speeds]:
     return found
 
 
-_TABLES = ("many_tokens", "builds", "few_tokens", "quantisers", "before_cublaslt", "cublaslt", "unfold")
+_TABLES = (
+    "many_tokens",
+    "builds",
+    "few_tokens",
+    "quantisers",
+    "before_cublaslt",
+    "cublaslt",
+    "cublaslt_block",
+    "unfold",
+)
 
 
 def _speeds(row: Any) -> Speeds:
     where = "speeds.toml"
-    strict_toml.check(where, row, {"name": str, "records": list, **dict.fromkeys(_TABLES, dict)})
+    strict_toml.check(where, row, {"name": str, "records": list, "block_records": list, **dict.fromkeys(_TABLES, dict)})
     where = f"{where}: {row['name']}"
     model = gpu_models.named(row["name"])
     if model is None or model.name != row["name"]:
@@ -186,13 +200,14 @@ def _speeds(row: Any) -> Speeds:
     }
     return Speeds(
         row["name"],
-        strict_toml.texts(f"{where} records", row["records"]),
+        strict_toml.texts(f"{where} records", [*row["records"], *row["block_records"]]),
         facts,
         _numbers(f"{where} builds", row["builds"], row["builds"]),
         {name: _few_tokens(f"{where} {name}", name, each) for name, each in row["few_tokens"].items()},
         quantisers,
         RowsQuantiserSpeed(**_numbers(f"{where} before_cublaslt", row["before_cublaslt"], _names(RowsQuantiserSpeed))),
         _cublaslt(f"{where} cublaslt", row["cublaslt"]),
+        BlockScaledSpeed(**_numbers(f"{where} cublaslt_block", row["cublaslt_block"], _names(BlockScaledSpeed))),
         UnfoldSpeed(**_numbers(f"{where} unfold", row["unfold"], _names(UnfoldSpeed))),
     )
 
