@@ -5,17 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
+from fp4dispatch.backends.libraries.cublaslt import CublasLtBackend
 from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.compiled import Layout, Loaded
 from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, launch_model, predict, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, UP_TO, FewTokensShape
-from fp4dispatch.backends.own.tiling.other_models import CublasLtSpeed, RowsQuantiserSpeed, UnfoldSpeed
+from fp4dispatch.backends.own.tiling.other_models import (
+    BlockScaledSpeed,
+    CublasLtSpeed,
+    RowsQuantiserSpeed,
+    UnfoldSpeed,
+)
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
+from fp4dispatch.backends.own.w8a8 import W8A8Backend
 from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
@@ -398,6 +406,72 @@ def test_a_kernel_that_alone_has_changed_is_fitted_to_samples_of_its_own(monkeyp
         assert f"--few-of {wrong[0]}: needs one of " in capsys.readouterr().err
 
 
+BLOCK = Problem("fp8_gemm", 1000, 4096, 4096, "fp8", "block128")
+
+
+def block_samples(truth, sms=132):
+    sizes = [(n, k, m) for n in (1024, 4096, 5120, 28672) for k in (512, 4096, 14336) for m in (130, 300, 999, 5000)]
+    return [
+        {"n": n, "k": k, "m": m, "layers": {"FP8Linear/block128/cublaslt": float(truth.microseconds(m, n, k, sms))}}
+        for n, k, m in sizes
+    ]
+
+
+def test_cublaslt_under_block_scales_is_fitted_and_all_else_stays():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    truth = BlockScaledSpeed(4.0, 3e6, 5.0, 0.04, 0.3, 1e-3, 1e-6)
+    row = fit_speeds.row_of({"facts": {"device": "NVIDIA H200"}})
+    odd = [{"n": 4096, "k": 200, "m": 512, "layers": {"FP8Linear/block128/cublaslt": 1e6}}]  # padded
+    odd += [{"n": 100, "k": 4096, "m": 512, "layers": {"FP8Linear/block128/cublaslt": 1e6}}, {"n": 1, "k": 1, "m": 1}]
+    found = fit_speeds.with_block(row, [*block_samples(truth), *odd], ["a record"])
+    fitted = BlockScaledSpeed(**found["cublaslt_block"])
+    for m, n, k in ((200, 8192, 8192), (2000, 6144, 2048), (8000, 16384, 4096)):  # none that it was fitted to
+        assert fitted.microseconds(m, n, k, 132) == pytest.approx(truth.microseconds(m, n, k, 132), rel=0.02)
+    assert found["block_records"] == ["a record"]
+    changed = ("cublaslt_block", "block_records")
+    assert {key: found[key] for key in row if key not in changed} == {k: row[k] for k in row if k not in changed}
+    with pytest.raises(SystemExit, match="no sample has FP8Linear/block128/cublaslt"):
+        fit_speeds.with_block(row, odd, [])
+
+
+def test_cublaslt_under_block_scales_takes_whole_waves():
+    speed = BlockScaledSpeed(4.0, 1e12, 5.0, 1e-9, 0.3, 1e-12, 1e-12)
+    us = {m: speed.microseconds(m, 128 * 66, 1024, 132) for m in (1, 256, 257, 512, 513)}
+    waves = {1: 1, 256: 1, 257: 2, 512: 2, 513: 3}
+    assert us == pytest.approx({m: 4 + 13 * 0.3 * count for m, count in waves.items()})
+    m, n, k = (np.array(each) for each in ((1, 257), (8448, 8448), (1024, 1024)))
+    assert speed.microseconds(m, n, k, 132) == pytest.approx([us[1], us[257]])
+    slower = speed.scaled(0.5, 2.0)
+    assert (slower.start, slower.tile, slower.memory) == (8.0, 0.6, 2e12)
+    assert (slower.end, slower.slowing) == (speed.end, speed.slowing)
+
+
+@pytest.mark.parametrize(
+    "change", [{"bias": True}, {"out_dtype": "float16"}, {"out_dtype": "float32"}, {"k": 4112}, {"n": 4100}]
+)
+def test_what_cublaslt_pads_or_rounds_later_under_block_scales_has_no_prediction(change):
+    backend = CublasLtBackend()
+    us = backend.predict(BLOCK, H200)
+    assert us == speeds.of(H200).cublaslt_block.microseconds(1000, 4096, 4096, 132)
+    assert backend.predict(replace(BLOCK, **change), H200) is None
+    assert backend.predict(replace(BLOCK, scaling="row"), H200) != us
+
+
+@pytest.mark.parametrize("gpu", [H200, gpu_models.named("NVIDIA H100 80GB HBM3")], ids=lambda gpu: gpu.name)
+def test_under_block_scales_cublaslt_is_predicted_to_be_faster_with_many_tokens_alone(gpu):
+    ours, other = W8A8Backend(), CublasLtBackend()
+
+    def faster(m, n, k):
+        problem = replace(BLOCK, m=m, n=n, k=k)
+        return other.predict(problem, gpu) < ours.predict(problem, gpu)
+
+    sizes = ((1536, 3584), (5120, 5120), (6912, 5120), (28672, 4096), (8192, 28672))
+    assert not any(faster(m, n, k) for n, k in sizes for m in (1, 8, 16, 32, 64, 128))
+    assert all(faster(m, n, k) for n, k in ((6912, 5120), (28672, 4096)) for m in (4096, 8192))
+
+
 def test_factors_of_young_builds_are_fitted_and_all_else_stays(tmp_path, monkeypatch, capsys):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_speeds
@@ -422,7 +496,9 @@ def test_factors_of_young_builds_are_fitted_and_all_else_stays(tmp_path, monkeyp
         fit_speeds.row_of({"facts": {"device": "NVIDIA T4"}})
     for words, said in (
         (["--many", "x.json", "--young", "a/b", "--fit", "x.json"], "it takes --many alone"),
-        (["--many", "x.json"], "needs --fit and --few, or --young"),
+        (["--many", "x.json"], "needs --many with --fit and --few, or with --young; or --block"),
+        (["--young", "a/b"], "needs --many with --fit and --few, or with --young; or --block"),
+        (["--many", "x.json", "--block", "x.json"], "it takes no other samples"),
     ):
         monkeypatch.setattr("sys.argv", ["fit_speeds.py", *words])
         with pytest.raises(SystemExit):
