@@ -229,11 +229,10 @@ class Backend(abc.ABC):
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return :meth:`run` of a plan and weights as the eager fast path of a layer calls it, ``ready(x, out, bias)``.
 
-        Same launches and results, for less host time: do the look-ups here, not in each call. A layer asks for it only
-        where :meth:`out_rows` is M. It guarantees for each call: M is the plan's; ``x`` [M, K] has the planned dtype,
-        is contiguous, on 16 bytes and on the device of the weights, which is the current device; ``out`` [M, N] is
-        fresh from the allocator; ``bias`` has the dtype of ``out`` and is contiguous; the current stream is not being
-        captured.
+        Same launches and results, for less host time: do the look-ups here, not in each call. The layer guarantees for
+        each call: M is the plan's; ``x`` [M, K] has the planned dtype, is contiguous, on 16 bytes and on the device of
+        the weights, which is the current device; ``out`` [M, N], or with the rows of :meth:`out_rows`, is fresh from
+        the allocator; ``bias`` has the dtype of ``out`` and is contiguous; the current stream is not being captured.
         """
         return functools.partial(self.run, plan, prepared)
 
@@ -256,6 +255,11 @@ class Backend(abc.ABC):
         if problem.activation == "any":
             return formats[0] if formats else None
         return problem.activation if problem.activation in formats else None
+
+
+def rows_for(backend: Backend, plan: Plan, m: int) -> int:
+    """Return the rows of the memory of an output of M tokens: what the backend asks for, at least M."""
+    return max(m, backend.out_rows(plan, m))
 
 
 def builds_of(backend: Backend, problem: Problem, device: torch.device) -> tuple[tuple[str, str], ...]:

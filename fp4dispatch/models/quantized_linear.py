@@ -132,12 +132,12 @@ class QuantizedLinear(BackendBinding):
                 bias = self._parameters["bias"]
                 ready = bound.ready.get(m)
                 if ready is not None and shape[-1] == self.in_features and self._taken(x, bound, bias):
-                    out = x.new_empty(m, self.out_features)
-                    if len(shape) == 2:
-                        ready[0](x, out, bias)
-                        return out
-                    ready[0](x.view(m, self.in_features), out, bias)
-                    return out.view(*shape[:-1], self.out_features)
+                    rows = bound.rows.get(m, m)
+                    out = x.new_empty(rows, self.out_features)
+                    ready[0](x if len(shape) == 2 else x.view(m, self.in_features), out, bias)
+                    if rows != m:
+                        out.resize_(m, self.out_features)
+                    return out if len(shape) == 2 else out.view(*shape[:-1], self.out_features)
         except (AttributeError, RuntimeError):
             check_tensor(f"{self._label()}: the input", x)  # None and sparse tensors get our error
             raise

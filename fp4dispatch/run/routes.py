@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
+from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready, rows_for
 from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.machine import capture
@@ -183,6 +183,7 @@ class Bound:
             "gated",
             "index",
             "ready",
+            "rows",
             "spec",
         ),
         "tensors",
@@ -203,6 +204,8 @@ class Bound:
         """Whether a CUDA graph may hold the addresses of ``tensors``."""
         self.ready: dict[int, tuple[Ready, Plan, Prepared]] = {}
         """Ready launches by M, for each M that ran before. The eager fast path is one lookup here."""
+        self.rows: dict[int, int] = {}
+        """Rows of the output's memory, for each M of ``ready`` where a backend asks for more than M."""
         self.apart: set[int] = set()
         """Each M that ran before for which :meth:`swiglu` returns None. Only speed depends on it."""
         self.gated: dict[int, Ready] = {}
@@ -221,12 +224,9 @@ class Bound:
         index = self.spec.index(m)
         prepared = self._prepared[index]
         found = self.spec.launch_on(m, self.dtype, bias, index, prepared)
-        if (
-            m <= READY_M
-            and m not in self.ready
-            and bias == (self.bias is not None)
-            and found.backend.out_rows(found.plan, m) == m
-        ):
+        if m <= READY_M and m not in self.ready and bias == (self.bias is not None):
+            if (rows := rows_for(found.backend, found.plan, m)) != m:
+                self.rows[m] = rows
             ready = found.backend.ready(found.plan, prepared)
             if self.cuda and torch.cuda.device_count() > 1:
                 ready = _on_its_device(ready, found.backend, found.plan, prepared)
@@ -256,6 +256,7 @@ class Bound:
         """Plan again what ``tune`` has found a faster launch for. Refused during capture."""
         self.spec.plan_anew(self._prepared.__getitem__, self.device)
         self.ready.clear()
+        self.rows.clear()
         self.apart.clear()
         self.gated.clear()
 
@@ -320,7 +321,7 @@ def launch_into_new(backend: Backend, plan: Plan, prepared: Prepared, x: Tensor,
     refuses to change views in place that were made without gradients.
     """
     m = x.shape[0]
-    rows = max(m, backend.out_rows(plan, m))
+    rows = rows_for(backend, plan, m)
     out = x.new_empty(rows, n)
     launch(backend, plan, prepared, x, out, bias)
     return out if rows == m else out.resize_(m, n)

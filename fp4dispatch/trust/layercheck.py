@@ -18,14 +18,13 @@ extra; the layer needs it anyway.
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, Ready
+from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, Ready, rows_for
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import reasons_of
 from fp4dispatch.problem import Problem
@@ -188,7 +187,7 @@ class _Check:
         if 2 * m <= min(self.x.shape[0], 2 * TILE):  # two inputs in turn: a stale output shows
             inputs.append(self.x[m : 2 * m].clone())
         backend, prepared = self.subject.backend, self.subject.prepared
-        rows = max(m, backend.out_rows(plan, m))
+        rows = rows_for(backend, plan, m)
         target = Poisoned(m, self.subject.problem.n, self.subject.dtype, self.device, rows)
         firsts = []
         for i, x in enumerate(inputs):
@@ -197,8 +196,7 @@ class _Check:
             if found := self._judge(name, target, i * m, m):
                 return i + 1, found
             firsts.append(_fingerprint(target))
-        ready = backend.ready(plan, prepared) if rows == m else functools.partial(backend.run, plan, prepared)
-        done, differ = self._repeat(ready, target, inputs, firsts, repeats)
+        done, differ = self._repeat(backend.ready(plan, prepared), target, inputs, firsts, repeats)
         if not differ:
             return len(inputs) + done, None
         detail = f"{differ} of {done} calls gave other bits than the first call with the same input"

@@ -230,6 +230,30 @@ def test_nothing_stale_survives_a_load_or_a_cast(change):
         torch.testing.assert_close(y.float(), before.float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("shape", [(5, K), (1, 5, K), (8, K)])
+def test_an_output_has_the_rows_that_a_backend_asks_for(shape, long_way, monkeypatch):
+    want, given = make()(rows(40)[:8].view(-1, K)[: torch.Size(shape[:-1]).numel()]), []
+
+    def run(self, plan, prepared, x, out, bias=None):
+        given.append(out.shape[0])
+        out.fill_(torch.nan)
+        ReferenceBackend.run(self, plan, prepared, x, out[: x.shape[0]], bias)
+
+    monkeypatch.setattr(Split, "run", run)
+    monkeypatch.setattr(Split, "out_rows", lambda self, plan, m: -(-m // 4) * 4)
+    layer, x = make(), rows(40)[: want.shape[0]].view(shape)
+    for calls in (1, 1, 1):  # the long way once, then the fast one
+        out = layer(x)
+        assert len(long_way) == calls + 1
+        assert (out.shape, out.is_contiguous()) == ((*shape[:-1], N), True)
+        assert torch.equal(out.view(-1, N), want)
+        assert out.untyped_storage().nbytes() == 8 * N * 2
+    assert given == [8] * 3
+    assert layer.bind().rows == ({} if want.shape[0] == 8 else {5: 8})
+    layer.bind().plan_anew()
+    assert layer.bind().rows == {}
+
+
 def test_only_small_m_are_kept():
     layer = make()
     for m in (1, routes.READY_M, routes.READY_M + 1):
