@@ -230,6 +230,12 @@ def test_an_output_with_rows_for_the_padding_is_written_in_place(kernels, monkey
     backend.run(plan, prepared, x, whole)
     assert torch.equal(whole[:6], want)
     assert into == [whole]
+    # a bias that is added after the GEMM: the output is copied, and its other rows stay
+    bias = torch.randn(128)
+    want_biased = run((backend, plan, prepared), x, bias)
+    backend.run(plan, prepared, x, whole.fill_(torch.nan), bias)
+    assert torch.equal(whole[:6], want_biased)
+    assert whole[6:].isnan().all()
     # what does not fit as it is: an activation that starts off 16 bytes, one in float32
     odd = torch.zeros(6 * 256 + 1).bfloat16()[1:].view(6, 256).copy_(x)
     assert odd.data_ptr() % 16
