@@ -98,7 +98,7 @@ def speed() -> str:
         measured = [name for name in range_names() if any(name in one.values for one in series)]
         charts.append(Chart(title, measured, series, "times bf16", "tokens", 1.0, "", 2, places))
     note = "Random layers of published models; geometric means."
-    return draw(charts, f"{note} Commits: {commits(random_runs())}.")
+    return draw(charts, f"{note}\nCommits: {commits(random_runs())}.")
 
 
 def decoder() -> str:
@@ -131,7 +131,7 @@ def decoder() -> str:
         places = [fixed.get(name, i) for i, name in enumerate(names)]
         base = DECODER.get(first["format"], first["format"])
         charts.append(Chart(title, x, series, f"times {base}", "", 1.0, "", 2, places))
-    note = f"A CUDA graph a step; attention and heads not named: bf16. Commits: {commits(found)}."
+    note = f"A CUDA graph a step; attention and heads not named: bf16.\nCommits: {commits(found)}."
     return draw(charts, note)
 
 
@@ -148,7 +148,7 @@ def accuracy() -> str:
         ]
         title = f"{record['model']} on {card(record)}: KL divergence from the original model"
         charts.append(Chart(title, list(record["texts"]), series, "nats a token", digits=2, places=[0, 2, 4, 1, 3]))
-    note = f"Weights x activations; lower is better. Commits: {commits(found)}."
+    note = f"Weights x activations; lower is better.\nCommits: {commits(found)}."
     return draw(charts, note, height=200)
 
 

@@ -136,15 +136,16 @@ def _bars(chart: Chart, colours: Sequence[int], left: float, wide: float, at: Ca
 
 
 def draw(charts: Sequence[Chart], note: str, *, height: float = 230) -> str:
-    """Return one picture: panels below each other, and a line that says where the numbers come from."""
+    """Return one picture: panels below each other, and the lines of ``note``, which say where the numbers come from."""
     parts, y = [], 0.0
     for chart in charts:
         found, y = _panel(chart, y, height)
         parts += found
         y += 6
-    parts.append(_text(16, y + 16, note, "axis quiet"))
-    total = y + 30
-    label = escape(f"{'; '.join(chart.title for chart in charts)}. {note}", {'"': "&quot;"})
+    lines = note.splitlines()
+    parts += [_text(16, y + 16 * i, line, "axis quiet") for i, line in enumerate(lines, 1)]
+    total = y + 16 * len(lines) + 14
+    label = escape(f"{'; '.join(chart.title for chart in charts)}. {' '.join(lines)}", {'"': "&quot;"})
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:.0f}" role="img" aria-label="{label}">'
     back = f'<rect class="back" width="{WIDTH}" height="{total:.0f}" rx="10"/>'
     return "\n".join([head, _style(), back, *parts, "</svg>"]) + "\n"
