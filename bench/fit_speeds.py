@@ -645,9 +645,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
     args = parser.parse_args()
-    if args.block and (args.many or args.young or args.fit or args.few or args.few_of or args.few_before):
+    others = args.fit, args.few, args.few_of, args.few_before, args.near_scaled
+    if args.block and (args.many or args.young or any(others)):
         parser.error("--block leaves all else as it is: it takes no other samples")
-    if args.young and (args.fit or args.few or args.few_of or args.few_before or args.near_scaled):
+    if args.young and any(others):
         parser.error("--young leaves all else as it is: it takes --many alone")
     if not args.block and not (args.many and (args.young or (args.fit and args.few))):
         parser.error("needs --many with --fit and --few, or with --young; or --block")

@@ -60,9 +60,11 @@ def test_a_range_names_the_tokens_where_the_output_has_more_rows(ranges, monkeyp
     layer, x = make(), torch.ones(3, 64)
     layer(x)
     reference = type(routes.choose.instance("reference"))
-    padded = lambda run: lambda self, plan, prepared, x, out, bias=None: run(self, plan, prepared, x, out[:3], bias)  # noqa: E731
+    run = reference.run
     monkeypatch.setattr(reference, "out_rows", lambda *_: 4)
-    monkeypatch.setattr(reference, "run", padded(reference.run))
+    monkeypatch.setattr(
+        reference, "run", lambda self, plan, prepared, x, out, bias: run(self, plan, prepared, x, out[:3], bias)
+    )
     layer._forget()
     routes.LayerSpec.parse.cache_clear()
     del ranges[:]

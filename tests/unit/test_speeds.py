@@ -436,6 +436,26 @@ def test_cublaslt_under_block_scales_is_fitted_and_all_else_stays():
         fit_speeds.with_block(row, odd, [])
 
 
+def test_a_fit_of_everything_fits_cublaslt_under_block_scales_where_samples_have_it(monkeypatch):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_speeds
+
+    for name in ("quantisers", "fit_cublaslt"):
+        monkeypatch.setattr(fit_speeds, name, lambda *_: {})
+    for name in ("fit_unfold", "many_tokens"):
+        monkeypatch.setattr(fit_speeds, name, lambda *_: ({}, {}))
+    monkeypatch.setattr(fit_speeds, "few_tokens", lambda *_, **__: None)
+    facts, truth = {"device": "NVIDIA H200"}, BlockScaledSpeed(4.0, 3e6, 5.0, 0.04, 0.3, 1e-3, 1e-6)
+    with_it = {"facts": facts, "problems": [p | {"launches": {}} for p in block_samples(truth)]}
+    without = {"facts": facts, "problems": [{"n": 1, "k": 1, "m": 1, "launches": {}}]}
+    kept = fit_speeds.row_of(without)
+    fitted = fit_speeds.fit([with_it], [without], [without], [], ["new"])
+    assert fitted["block_records"] == ["new"]
+    assert fitted["cublaslt_block"] == fit_speeds.fit_cublaslt_block(with_it["problems"], 132) != kept["cublaslt_block"]
+    carried = fit_speeds.fit([without], [without], [without], [], ["new"])
+    assert all(carried[key] == kept[key] for key in ("block_records", "cublaslt_block"))
+
+
 def test_cublaslt_under_block_scales_takes_whole_waves():
     speed = BlockScaledSpeed(4.0, 1e12, 5.0, 1e-9, 0.3, 1e-12, 1e-12)
     us = {m: speed.microseconds(m, 128 * 66, 1024, 132) for m in (1, 256, 257, 512, 513)}
@@ -499,6 +519,7 @@ def test_factors_of_young_builds_are_fitted_and_all_else_stays(tmp_path, monkeyp
         (["--many", "x.json"], "needs --many with --fit and --few, or with --young; or --block"),
         (["--young", "a/b"], "needs --many with --fit and --few, or with --young; or --block"),
         (["--many", "x.json", "--block", "x.json"], "it takes no other samples"),
+        (["--near-scaled", "--block", "x.json"], "it takes no other samples"),
     ):
         monkeypatch.setattr("sys.argv", ["fit_speeds.py", *words])
         with pytest.raises(SystemExit):

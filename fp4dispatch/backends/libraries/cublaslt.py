@@ -38,7 +38,7 @@ from fp4dispatch.backends.libraries.cublaslt_gemms import (
     run_fp8,
     run_nvfp4,
     scales_rows,
-    transposed,
+    view_of,
 )
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout, prepare
 from fp4dispatch.backends.own.scratch import ScratchByM
@@ -136,7 +136,7 @@ class CublasLtBackend(Backend):
             launch = launch_of(layout)
             direct, why = _direct(layout, problem, device, found, prepared.tensors[0])
             launch, note = direct or launch, note or why
-        scratch = ScratchByM(device, functools.partial(parts_of, layout), transposed if block else tuple)
+        scratch = ScratchByM(device, functools.partial(parts_of, layout), view_of(layout))
         state = State(
             layout, epilogue, rows_need_bf16, M_OF_BLOCKS if block else 1, found, nvfp4, launch, scratch, ones(device)
         )
@@ -233,12 +233,10 @@ def _direct(
     """Return the launch without torch's operator; or None, and why if one could be expected."""
     if found is None or found.library is None or layout.scaling == "nvfp4" or _arch_of(weight) != SM90:
         return None, ""
-    block = layout.scaling == "block128"
-    view = transposed if block else tuple
-    gemms, why = direct_gemms(found, device, functools.partial(parts_of, layout), view, layout, problem)
+    gemms, why = direct_gemms(found, device, layout, problem)
     if gemms is None:
         return None, why
-    if block:
+    if layout.scaling == "block128":
         return gemms.block, ""
     if not layout.has_input_scale:
         return gemms.row, ""

@@ -8,12 +8,14 @@ operator runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fp4dispatch import formats
+from fp4dispatch.backends.libraries.cublaslt_gemms import parts_of, view_of
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout
 from fp4dispatch.backends.own.scratch import ARENA_BYTES, Part, Scratch
 from fp4dispatch.backends.own.tensors.quantizers import Quantizers, ones, ones_for
@@ -59,7 +61,7 @@ class DirectGemms:
         make: Callable[[int], tuple[Gemm, int]],
         device: torch.device,
         parts: Callable[[int], Sequence[Part]],
-        view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple,
+        view: Callable[[list[Tensor]], tuple[Tensor, ...]],
     ) -> None:
         self._make, self._device, self._parts, self._view = make, device, parts, view
         self._ones = ones(device)
@@ -119,8 +121,6 @@ class DirectGemms:
 def direct_gemms(
     quantizers: Quantizers,
     device: torch.device,
-    parts: Callable[[int], Sequence[Part]],
-    view: Callable[[list[Tensor]], tuple[Tensor, ...]],
     layout: Layout,
     problem: Problem,
 ) -> tuple[DirectGemms | None, str]:
@@ -128,8 +128,10 @@ def direct_gemms(
 
     Parameters
     ----------
-    quantizers, device, parts, view
-        As :class:`DirectGemms` has them; a GPU of sm_90.
+    quantizers
+        Of the device.
+    device
+        A GPU of sm_90.
     layout
         Of the weights, nothing padded.
     problem
@@ -151,7 +153,7 @@ def direct_gemms(
         )
         return gemm, int(workspace)
 
-    gemms = DirectGemms(make, device, parts, view)
+    gemms = DirectGemms(make, device, functools.partial(parts_of, layout), view_of(layout))
     try:
         make(formats.round_up(problem.m, M_OF_BLOCKS) if block else problem.m)
     except RuntimeError as error:

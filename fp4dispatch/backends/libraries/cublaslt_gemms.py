@@ -79,8 +79,13 @@ def parts_of(layout: Layout, m: int) -> list[Part]:
     return parts
 
 
-def transposed(parts: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return the scratch of a ``block128`` launch as its GEMM takes it: tokens are the fastest dimension of scales."""
+def view_of(layout: Layout) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+    """Return what brings :func:`parts_of` into the form that the GEMM takes."""
+    return _tokens_fastest if layout.scaling == "block128" else tuple
+
+
+def _tokens_fastest(parts: list[Tensor]) -> tuple[Tensor, ...]:
+    """Transpose the scales of a ``block128`` launch: tokens are their fastest dimension."""
     return parts[0], parts[1].t(), *parts[2:]
 
 
@@ -109,12 +114,8 @@ def _launch_static_row(
 
 def _launch_block128(s: State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
     assert s.quantizers is not None
-    rows = d.shape[0]
-    q, scale = s.scratch(rows)
-    if rows == m:
-        s.quantizers.block(x, q, scale, s.quantizers.pdl)
-    else:  # what is in the rows beyond M reaches only theirs of d
-        s.quantizers.block(x, q[:m], scale[:m], s.quantizers.pdl)
+    q, scale = s.scratch(d.shape[0])
+    s.quantizers.block(x, q[:m], scale[:m], s.quantizers.pdl)  # what is in the rows beyond M reaches only theirs of d
     _block128_gemm(q, scale, tensors[0], tensors[1], bias, d)
 
 

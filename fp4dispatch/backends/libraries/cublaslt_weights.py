@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.own.tiling.predict import BLOCK_K, BLOCK_N
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Scaling
 
@@ -54,7 +55,7 @@ def _prepare_fp8(w: LinearWeights) -> tuple[list[Tensor], Layout]:
 
 
 def _prepare_block128(w: LinearWeights) -> tuple[list[Tensor], Layout]:
-    np, kp = round_up(w.n, 16), round_up(w.k, 128)
+    np, kp = round_up(w.n, BLOCK_N), round_up(w.k, BLOCK_K)
     scale = zero_pad(w.scale, w.scale.shape[0], round_up(w.scale.shape[1], 4)).contiguous()
     layout = Layout(w.scaling, w.n, w.k, np, kp, False, w.input_scale is not None)
     return [zero_pad(w.weight, np, kp), scale], layout
