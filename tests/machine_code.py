@@ -10,8 +10,9 @@ Two kernels are equal where these are:
 * the constants that they load (``.nv.constant1`` and up, ``.nv.global.init``);
 * registers, stack, shared and local memory and the size of their arguments (``cuobjdump --dump-resource-usage``).
 
-Four things are normalised in the text, and nothing else: where a kernel lies in its file, the numbers of labels, which
-count through the whole file, the kernel's own symbol, and the hashes of a build in names of internal linkage
+Five things are normalised in the text, and nothing else: where a kernel lies in its file, the numbers of labels and of
+functions that the compiler adds (``$__internal_5_$__cuda_sm20_rcp_rz_f32_slowpath``), which count through the whole
+file, the kernel's own symbol, and the hashes of a build in names of internal linkage
 (``_INTERNAL_<hash>_16_fp8_gemm_sm90_cu_<hash>``). ``--renamed`` also pairs kernels of a build whose symbols
 differ, such as after a change of namespaces or template arguments: those with the same machine code are equal.
 
@@ -40,6 +41,7 @@ _SECTION = re.compile(r"^\s*\.section\s+([^,\s]+)")
 _LABEL = re.compile(r"^(\.L_[\w$]+):\s*$")
 _MODULE = re.compile(r"(_INTERNAL|_GLOBAL__N_)_[0-9a-f]{8}(_\d+_\w+?_cu)_[0-9a-f]{8}")
 _LABEL_USE = re.compile(r"\.L_[\w$]+")
+_ADDED = re.compile(r"(?<=\$__internal_)\d+(?=_\$)")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^.\s].*?)\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
 _REST = re.compile(r"^\s*/\* (0x[0-9a-f]{16}) \*/\s*$")
 _LOOKS_LIKE_CODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/")
@@ -121,8 +123,10 @@ def _split(listing: str) -> tuple[dict[str, list[str]], dict[tuple[str, str | No
 
 def _instructions(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     labels: dict[str, str] = {}
+    added: dict[str, str] = {}
 
     def short(text: str) -> str:
+        text = _ADDED.sub(lambda found: added.setdefault(found[0], str(len(added))), text)
         text = _LABEL_USE.sub(lambda found: labels.setdefault(found[0], f"L{len(labels)}"), text)
         return text.replace(name, "KERNEL")
 

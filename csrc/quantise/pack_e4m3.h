@@ -30,20 +30,6 @@ __device__ inline uint8_t* column_of(uint8_t* packed, int64_t token, int column)
          (column ^ int(token % kBlockTokens)) * 16;
 }
 
-// What is quantised, as a policy of the kernels and their launches: `load` returns 8 of a token's `k` elements, zeros from
-// there on, `check` refuses tensors that it cannot read, and `k_of` returns the elements of a token. `kMostEach`: times 512 k
-// that a warp keeps in registers between the two passes of a row.
-struct Rows {
-  static constexpr int kMostEach = 4;
-  // `k` is a multiple of kVector.
-  template <class T>
-  __device__ static uint4 load(T const* row, int vector, int k) {
-    return vector < k / kVector ? reinterpret_cast<uint4 const*>(row)[vector] : uint4{};
-  }
-  static void check(TensorView x) { check_input(x, kTokenMultiple); }
-  static int64_t k_of(TensorView x) { return x.size(1); }
-};
-
 __device__ inline void store_vector(uint8_t* to, uint4 value) { *reinterpret_cast<uint4*>(to) = value; }
 
 // Among the four lanes that differ in bits 1 and 2: word i of the one where these bits are j becomes word j of the
@@ -139,7 +125,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   bool const padding = token >= rows;
   T const* const row = padding ? x : x + token * x_stride;
   int const row_k = padding ? 0 : k, tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
-  auto const load = [&](int tile, int i) { return Source::load(row, (tile * 2 + i) * 32 + lane, row_k); };
+  auto const load = [&](int tile, int i) {
+    return load_padded<Source>(row, (tile * 2 + i) * 32 + lane, row_k);
+  };
 
   uint4 cached[2 * each];
 #pragma unroll
@@ -210,7 +198,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   for (int i = 0; i < each; ++i) {
 #pragma unroll
     for (int v = 0; v < vectors; ++v)
-      raw[i][v] = Source::load(row, ((first + i) * 32 + lane) * vectors + v, padding ? 0 : k);
+      raw[i][v] = load_padded<Source>(row, ((first + i) * 32 + lane) * vectors + v, padding ? 0 : k);
   }
   uint8_t* const to = column_of(packed, token, lane % kLanes * vectors / 2) + lane * vectors % 2 * 8;
 #pragma unroll
@@ -274,7 +262,7 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
     } else if (wanted <= 2) {
       go(data, std::integral_constant<int, 2>{});
     } else {
-      go(data, std::integral_constant<int, Source::kMostEach>{});
+      go(data, std::integral_constant<int, Source::kMostVectors / 2>{});
     }
   };
   if (same(x.dtype(), kBF16)) {

@@ -16,8 +16,12 @@
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once; it must wait before it reads.
 #include "quantise/pack_e4m3.h"
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row, (fp4d::quantize_e4m3<fp4d::Rows, true, true>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor, (fp4d::quantize_e4m3<fp4d::Rows, false, true>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_row, (fp4d::quantize_e4m3<fp4d::Rows, true, false>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_tensor, (fp4d::quantize_e4m3<fp4d::Rows, false, false>));
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_block, fp4d::quantize_block<fp4d::Rows>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_row,
+                              (fp4d::quantize_e4m3<fp4d::Rows<fp4d::kTokenMultiple>, true, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_quantize_tensor,
+                              (fp4d::quantize_e4m3<fp4d::Rows<fp4d::kTokenMultiple>, false, true>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_row,
+                              (fp4d::quantize_e4m3<fp4d::Rows<fp4d::kTokenMultiple>, true, false>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_tensor,
+                              (fp4d::quantize_e4m3<fp4d::Rows<fp4d::kTokenMultiple>, false, false>));
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_quantize_block, fp4d::quantize_block<fp4d::Rows<fp4d::kTokenMultiple>>);

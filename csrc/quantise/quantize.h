@@ -265,4 +265,24 @@ inline int64_t round_up(int64_t value, int64_t to) { return std::max(to, (value 
 
 inline int64_t input_stride(TensorView x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
 
+// What is quantised, as a policy of the kernels and their launches: `at` returns 8 of a token's `k` elements, `check` refuses
+// tensors that it cannot read, and `k_of` returns the elements of a token. `kMostVectors`: times 8 elements that a thread
+// keeps in registers between the two passes of a token. This one has the elements as they are, K a multiple of `multiple`.
+template <int multiple>
+struct Rows {
+  static constexpr int kMostVectors = 8;
+  template <class T, class Index>
+  __device__ static uint4 at(T const* row, Index vector, int) {
+    return reinterpret_cast<uint4 const*>(row)[vector];
+  }
+  static void check(TensorView x) { check_input(x, multiple); }
+  static int64_t k_of(TensorView x) { return x.size(1); }
+};
+
+// Zeros beyond a token's `k` elements, a multiple of kVector.
+template <class Source, class T>
+__device__ inline uint4 load_padded(T const* row, int vector, int k) {
+  return vector < k / kVector ? Source::at(row, vector, k) : uint4{};
+}
+
 }  // namespace fp4d

@@ -1,14 +1,16 @@
-// silu(gate) * up of bf16 or fp16 [M, 2K] -> e4m3 [M, K] as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu: SwiGLU and the
-// quantiser of packed_activations.cu in one kernel. And not quantised, for GEMMs on 16-bit activations: the GEMM loads its
-// first weights meanwhile (PDL), which it cannot beside torch's kernels.
+// silu(gate) * up of bf16 or fp16 [M, 2K] -> e4m3 [M, K], SwiGLU and a quantiser in one kernel: packed as operand B of
+// w4_gemm_sm90.cu and w8_gemm_sm90.cu (packed_activations.cu), or in rows for cuBLASLt (fp8_quantize.cu). And not quantised,
+// for GEMMs on 16-bit activations: the GEMM loads its first weights meanwhile (PDL), which it cannot beside torch's kernels.
 //
 //   w4_swiglu_row(x, packed, scale, enable_pdl)     as w4_quantize_row of silu(gate) * up
 //   w8_swiglu_row, w8_swiglu_tensor                 as w8_quantize_row, w8_quantize_tensor
 //   w8_swiglu_block(x, packed, scale, enable_pdl)   as w8_quantize_block
+//   fp8_swiglu_row(x, q, scale, enable_pdl)         as fp8_quantize_row
+//   fp8_swiglu_tensor, fp8_swiglu_1x128             as fp8_quantize_tensor, fp8_quantize_1x128
 //   swiglu_product(x, out, enable_pdl)              not quantised: out [M, K] in the dtype of x, contiguous, 16-byte aligned
 //     x       bf16 or fp16 [M, 2K]: K elements of the gate, then K of up. 2K contiguous, K % 16 == 0, row stride a multiple of
 //             8, 16-byte aligned
-//     packed, scale: as packed_activations.cu has them, for K
+//     packed, q, scale: as those files have them, for K
 //
 // The bytes are those of separate kernels: silu(gate) = gate / (1 + exp(-gate)) in f32, rounded to the dtype of x, times
 // up in f32, rounded again, as torch does both. So non-finite elements are those of the separate kernels too.
@@ -16,6 +18,7 @@
 // Capture-safe: only launches. With enable_pdl the next kernel may start at once, after swiglu_product when the kernel
 // before has ended; it must wait before it reads.
 #include "quantise/pack_e4m3.h"
+#include "quantise/rows_e4m3.h"
 
 namespace fp4d {
 
@@ -64,12 +67,11 @@ __device__ inline uint4 swiglu(uint4 gate, uint4 up) {
 
 // A token's gate, then its up.
 struct SwiGlu {
-  static constexpr int kMostEach = 2;  // 4 do not fit beside the exponentials
-  template <class T>
-  __device__ static uint4 load(T const* row, int vector, int k) {
-    int const vectors = k / kVector;
+  static constexpr int kMostVectors = 4;  // 8 do not fit beside the exponentials
+  template <class T, class Index>
+  __device__ static uint4 at(T const* row, Index vector, int k) {
     auto const* const from = reinterpret_cast<uint4 const*>(row);
-    return vector < vectors ? swiglu<T>(from[vector], from[vectors + vector]) : uint4{};
+    return swiglu<T>(from[vector], from[k / kVector + vector]);
   }
   static void check(TensorView x) { check_input(x, 2 * kTokenMultiple); }
   static int64_t k_of(TensorView x) { return x.size(1) / 2; }
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   int64_t const token = blockIdx.x / unsigned(tiles);
   int const vector = int(blockIdx.x % unsigned(tiles)) * kMaxThreads + int(threadIdx.x);
   if (vector >= k / kVector) return;
-  reinterpret_cast<uint4*>(out + token * k)[vector] = SwiGlu::load(x + token * x_stride, vector, k);
+  reinterpret_cast<uint4*>(out + token * k)[vector] = SwiGlu::at(x + token * x_stride, vector, k);
 }
 
 void swiglu_product(TensorView x, TensorView out, bool enable_pdl) {
@@ -119,4 +121,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_swiglu_row, (fp4d::quantize_e4m3<fp4d::SwiGlu, 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_swiglu_row, (fp4d::quantize_e4m3<fp4d::SwiGlu, true, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_swiglu_tensor, (fp4d::quantize_e4m3<fp4d::SwiGlu, false, false>));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_swiglu_block, fp4d::quantize_block<fp4d::SwiGlu>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_swiglu_row, fp4d::quantize_by_row<fp4d::SwiGlu>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_swiglu_tensor, fp4d::quantize_by_tensor<fp4d::SwiGlu>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_swiglu_1x128, fp4d::quantize_by_1x128<fp4d::SwiGlu>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu_product, fp4d::swiglu_product);
