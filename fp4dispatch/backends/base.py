@@ -241,8 +241,9 @@ class Backend(abc.ABC):
 
         It gives the bits of :meth:`run` on ``silu(gate) * up`` by torch's two operations
         (:func:`fp4dispatch.backends.activations.swiglu`). ``gate_up`` [M, 2K] holds K of the gate, then K of up; any
-        strides and alignment, the planned dtype, on the device of the weights, which is the current device. Safe to
-        capture. To make it is host work: it may load a kernel, and raises CaptureError where that comes too late.
+        strides and alignment, the planned dtype, on the device of the weights, which is the current device. ``out`` is
+        as :meth:`ready` takes it. Safe to capture. To make it is host work: it may load a kernel, and raises
+        CaptureError where that comes too late.
         """
         return None
 

@@ -160,9 +160,9 @@ class QuantizedLinear(BackendBinding):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return ``layer(silu(gate) * up)``, with the same bits, for the down projection of an MLP.
 
-        For numbers of tokens that ``w4a8`` or ``w8a8`` serves, one kernel multiplies and quantises. On sm_90 one runs
-        before the GEMM of ``w4a16`` and ``w8a16`` too. Elsewhere torch's operations run. ``torch.compile`` sees one
-        operator. Hooks of the layer do not run: this is not a call of it.
+        For numbers of tokens that ``w4a8``, ``w8a8`` or, on sm_90, ``cublaslt`` serves, one kernel multiplies and
+        quantises. On sm_90 one runs before the GEMM of ``w4a16`` and ``w8a16`` too. Elsewhere torch's operations run.
+        ``torch.compile`` sees one operator. Hooks of the layer do not run: this is not a call of it.
 
         Parameters
         ----------
@@ -192,11 +192,10 @@ class QuantizedLinear(BackendBinding):
                 m = gate_up.numel() // k
                 if m in bound.apart:
                     return self.forward(activations.swiglu(gate_up))
-                launch, bias = bound.gated.get(m), self._parameters["bias"]
+                gated, bias = bound.gated.get(m), self._parameters["bias"]
                 plain = type(self).forward is QuantizedLinear.forward
-                if launch is not None and plain and self._taken(gate_up, bound, bias):
-                    out = gate_up.new_empty(m, self.out_features)
-                    routes.on_device_of(out, launch, gate_up.view(m, k), out, bias)
+                if gated is not None and plain and self._taken(gate_up, bound, bias):
+                    out = gated.into_new(gate_up.view(m, k), self.out_features, bias)
                     return out.view(*shape[:-1], self.out_features)
         check_tensor(f"{self._label()}: gate_up", gate_up)
         if gate_up.ndim == 0 or gate_up.shape[-1] != 2 * self.in_features:

@@ -153,14 +153,12 @@ def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
     m = math.prod(lead)
     if not m:
         return gate_up.new_empty(*lead, spec.n)
-    launch = bound.swiglu(m, bias is not None)
-    if launch is None:
+    gated = bound.swiglu(m, bias is not None)
+    if gated is None:
         return run_bound(activations.swiglu(gate_up), bound, bias)
-    out = gate_up.new_empty(m, spec.n)
     if bound.cuda and capture.stream_is_capturing():
         bound.captured = True
-    rows = gate_up.reshape(m, 2 * spec.k)
-    routes.on_device_of(out, launch, rows, out, bias)
+    out = gated.into_new(gate_up.reshape(m, 2 * spec.k), spec.n, bias)
     return out.reshape(*lead, spec.n)
 
 

@@ -154,6 +154,20 @@ READY_M = 512
 """A layer keeps its ready launches for M up to this limit. Above it, the kernel takes longer than the lookup."""
 
 
+class Gated(NamedTuple):
+    """A launch that starts from ``gate_up`` (:meth:`fp4dispatch.backends.base.Backend.swiglu`), and ``rows_for`` it."""
+
+    launch: Ready
+    rows: int
+
+    def into_new(self, gate_up: Tensor, n: int, bias: Tensor | None) -> Tensor:
+        """Run it on gate_up [M, 2K]; return a new output [M, N], whose memory has ``rows``."""
+        m = gate_up.shape[0]
+        out = gate_up.new_empty(self.rows, n)
+        on_device_of(out, self.launch, gate_up, out, bias)
+        return out if self.rows == m else out.resize_(m, n)
+
+
 class Bound:
     """A layer bound to backends for one output dtype.
 
@@ -208,9 +222,9 @@ class Bound:
         """Rows of the output's memory, for each M of ``ready`` where a backend asks for more than M."""
         self.apart: set[int] = set()
         """Each M that ran before for which :meth:`swiglu` returns None. Only speed depends on it."""
-        self.gated: dict[int, Ready] = {}
+        self.gated: dict[int, Gated] = {}
         """As ``ready``, of launches that start from ``gate_up``."""
-        self._swiglu: dict[tuple[int, bool], tuple[Plan, Ready | None]] = {}
+        self._swiglu: dict[tuple[int, bool], tuple[Plan, Gated | None]] = {}
         self._prepared = tuple(spec.weights(index, tensors) for index in range(len(spec.routes)))
 
     def launch(self, m: int, bias: bool) -> tuple[Backend, Plan, Prepared]:
@@ -233,7 +247,7 @@ class Bound:
             self.ready[m] = (ready, found.plan, prepared)
         return found.backend, found.plan, prepared
 
-    def swiglu(self, m: int, bias: bool) -> Ready | None:
+    def swiglu(self, m: int, bias: bool) -> Gated | None:
         """Return the launch for M tokens that starts from ``gate_up``; None where the route has none.
 
         Arguments, host work and errors as of :meth:`launch` and :meth:`fp4dispatch.backends.base.Backend.swiglu`.
@@ -243,7 +257,9 @@ class Bound:
         found = self.spec.launch_on(m, self.dtype, bias, index, prepared)
         kept = self._swiglu.get((m, bias))
         if kept is None or kept[0] is not found.plan:
-            kept = found.plan, found.backend.swiglu(found.plan, prepared)
+            launch = found.backend.swiglu(found.plan, prepared)
+            rows = m if launch is None else rows_for(found.backend, found.plan, m)
+            kept = found.plan, None if launch is None else Gated(launch, rows)
             if m <= READY_M:
                 self._swiglu[m, bias] = kept
                 if kept[1] is None:

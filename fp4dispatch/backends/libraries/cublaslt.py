@@ -27,11 +27,12 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from fp4dispatch.backends.activations import swiglu as silu_times_up
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.backends.libraries.cublaslt_direct import M_OF_BLOCKS, direct_gemms
+from fp4dispatch.backends.libraries.cublaslt_direct import M_OF_BLOCKS, DirectGemms, direct_gemms
 from fp4dispatch.backends.libraries.cublaslt_gemms import (
-    Launch,
     State,
+    launch_behind,
     launch_of,
     parts_of,
     run_block128,
@@ -41,6 +42,7 @@ from fp4dispatch.backends.libraries.cublaslt_gemms import (
     view_of,
 )
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout, prepare
+from fp4dispatch.backends.own import swiglu
 from fp4dispatch.backends.own.scratch import ScratchByM
 from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.backends.own.tensors.operands import taken_as_is
@@ -124,7 +126,7 @@ class CublasLtBackend(Backend):
         )
         rows_need_bf16 = _rows_need_bf16(prepared.tensors[0])
         found, nvfp4, note = _kernels(layout, device)
-        launch = None
+        launch, behind = None, None
         rows_fit = not (layout.per_row and rows_need_bf16) or problem.out_dtype == "bfloat16"
         if (
             (found or nvfp4) is not None
@@ -133,13 +135,14 @@ class CublasLtBackend(Backend):
             and not epilogue
             and problem.out_dtype != "float32"
         ):
-            launch = launch_of(layout)
+            launch, behind = launch_of(layout), functools.partial(launch_behind, layout)
             direct, why = _direct(layout, problem, device, found, prepared.tensors[0])
-            launch, note = direct or launch, note or why
+            note = note or why
+            if direct is not None:
+                launch, behind = direct.launch(layout), functools.partial(direct.behind, layout)
         scratch = ScratchByM(device, functools.partial(parts_of, layout), view_of(layout))
-        state = State(
-            layout, epilogue, rows_need_bf16, M_OF_BLOCKS if block else 1, found, nvfp4, launch, scratch, ones(device)
-        )
+        m_multiple = M_OF_BLOCKS if block else 1
+        state = State(layout, epilogue, rows_need_bf16, m_multiple, found, nvfp4, launch, behind, scratch, ones(device))
         return Plan(self.name, problem, state, note)
 
     def run(
@@ -192,6 +195,28 @@ class CublasLtBackend(Backend):
         s: State = plan.state
         return m if s.launch is None else round_up(m, s.m_multiple)
 
+    def swiglu(self, plan: Plan, prepared: Prepared) -> Ready | None:
+        """Return the launch behind the kernel of SwiGLU and the quantiser; None where something is padded."""
+        s: State = plan.state
+        layout, tensors = s.layout, prepared.tensors
+        arch = _arch_of(tensors[0])
+        if s.behind is None or layout.scaling == "nvfp4" or arch is None or not swiglu.built_for(arch, layout.k):
+            return None
+        by = "1x128" if layout.scaling == "block128" else "tensor" if layout.has_input_scale else "row"
+        front = swiglu.front(f"fp8_swiglu_{by}", arch, tensors[0].device)
+        if front is None:
+            return None
+        behind = s.behind(front)
+
+        def launch(gate_up: Tensor, out: Tensor, bias: Tensor | None) -> None:
+            fits = not out.shape[0] % s.m_multiple and (bias is not None) == plan.problem.bias
+            if fits and taken_as_is(gate_up, out, bias):
+                behind(s, gate_up.shape[0], gate_up, tensors, out, bias)
+            else:
+                self.run(plan, prepared, silu_times_up(gate_up), out, bias)
+
+        return launch
+
     def ready(self, plan: Plan, prepared: Prepared) -> Ready:
         """Return the launch alone if nothing is padded."""
         s: State = plan.state
@@ -229,15 +254,8 @@ def _arch_of(tensor: Tensor) -> Any:
 
 def _direct(
     layout: Layout, problem: Problem, device: torch.device, found: Quantizers | None, weight: Tensor
-) -> tuple[Launch | None, str]:
-    """Return the launch without torch's operator; or None, and why if one could be expected."""
+) -> tuple[DirectGemms | None, str]:
+    """Return the launches without torch's operator; or None, and why if they could be expected."""
     if found is None or found.library is None or layout.scaling == "nvfp4" or _arch_of(weight) != SM90:
         return None, ""
-    gemms, why = direct_gemms(found, device, layout, problem)
-    if gemms is None:
-        return None, why
-    if layout.scaling == "block128":
-        return gemms.block, ""
-    if not layout.has_input_scale:
-        return gemms.row, ""
-    return (gemms.static_row if layout.per_row else gemms.static), ""
+    return direct_gemms(found, device, layout, problem)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.libraries.cublaslt_gemms import parts_of, view_of
+from fp4dispatch.backends.libraries.cublaslt_gemms import Launch, parts_of, view_of
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout
 from fp4dispatch.backends.own.scratch import ARENA_BYTES, Part, Scratch
+from fp4dispatch.backends.own.swiglu import Front
 from fp4dispatch.backends.own.tensors.quantizers import Quantizers, ones, ones_for
 from fp4dispatch.machine import system as _system
 from fp4dispatch.problem import Problem
@@ -34,7 +35,10 @@ _MOST = 512
 """Most M that are remembered; a prefill may bring any."""
 
 Gemm = Callable[..., None]
-"""``gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace)``, as ``csrc/quantise/fp8_quantize.cu`` says."""
+"""``gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace)``, as ``csrc/quantise/fp8_quantize.cu`` says.
+
+``x`` None: ``a`` is quantised already.
+"""
 
 
 class DirectGemms:
@@ -66,6 +70,32 @@ class DirectGemms:
         self._make, self._device, self._parts, self._view = make, device, parts, view
         self._ones = ones(device)
         self._known: dict[int, tuple[Gemm, Scratch, int | None]] = {}
+
+    def launch(self, layout: Layout) -> Launch:
+        """Return the launch for weights of a layout."""
+        if layout.scaling == "block128":
+            return self.block
+        if not layout.has_input_scale:
+            return self.row
+        return self.static_row if layout.per_row else self.static
+
+    def behind(self, layout: Layout, front: Front) -> Launch:
+        """Return :meth:`launch` behind a kernel that quantises something else in place of x."""
+
+        def make(m: int) -> tuple[Gemm, int]:
+            gemm, workspace = self._make(m)
+
+            def both(x: Tensor, x_scale: Tensor | None, a: Tensor, a_scale: Tensor, *others: Tensor | None) -> None:
+                rows = x.shape[0]
+                if x_scale is None:
+                    front.function(x, a[:rows], a_scale[:rows], front.pdl)
+                else:
+                    front.function(x, a, x_scale, front.pdl)
+                gemm(None, None, a, a_scale, *others)
+
+            return both, workspace
+
+        return DirectGemms(make, self._device, self._parts, self._view).launch(layout)
 
     def row(self, _: object, m: int, x: Tensor, w: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
         """Launch with one scale a token, from its own values."""

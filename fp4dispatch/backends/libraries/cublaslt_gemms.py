@@ -16,6 +16,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import Prepared, QuantizedActivation
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout
 from fp4dispatch.backends.own.scratch import Part, ScratchByM
+from fp4dispatch.backends.own.swiglu import Front
 from fp4dispatch.backends.own.tensors.quantizers import (
     Nvfp4Quantizer,
     Quantizers,
@@ -42,7 +43,8 @@ class State(NamedTuple):
     rounded once. ``rows_need_bf16``: row scaling exists for bfloat16 output only; for others it goes to the epilogue.
     ``m_multiple``: M is padded to it, and so may be the rows of the output. ``quantizers``, ``nvfp4``: our quantisers,
     if they could be compiled. ``launch``: quantises into ``scratch`` and multiplies operands that fit as they are; None
-    if the layer's never do. ``ones``: f32 [32768, 1].
+    if the layer's never do. ``behind``: makes the same of a kernel that quantises something else in place of x,
+    ``function(x, q, scale, pdl)``. ``ones``: f32 [32768, 1].
     """
 
     layout: Layout
@@ -52,6 +54,7 @@ class State(NamedTuple):
     quantizers: Quantizers | None
     nvfp4: Nvfp4Quantizer | None
     launch: Launch | None
+    behind: Callable[[Front], Launch] | None
     scratch: ScratchByM
     ones: Tensor
 
@@ -65,6 +68,17 @@ def launch_of(layout: Layout) -> Launch:
     if not layout.has_input_scale:
         return _launch_row
     return _launch_static_row if layout.per_row else _launch_static
+
+
+def launch_behind(layout: Layout, front: Front) -> Launch:
+    """Return the launch for FP8 weights behind a kernel that quantises something else in place of x."""
+    multiply = launch_of(layout)
+    quantizers = Quantizers(front.function, front.function, front.function, front.pdl)
+
+    def launch(s: State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: Tensor, bias: Tensor | None) -> None:
+        multiply(s._replace(quantizers=quantizers), m, x, tensors, d, bias)
+
+    return launch
 
 
 def parts_of(layout: Layout, m: int) -> list[Part]:

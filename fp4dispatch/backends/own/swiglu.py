@@ -1,8 +1,9 @@
 """SwiGLU and the quantiser of a down projection as one kernel: ``csrc/quantise/swiglu_activations.cu``.
 
-A GEMM on packed e4m3 activations does not see who packed them. So the kernel takes the place of the quantiser in a
-launch, and reads ``gate_up`` [M, 2K] where the quantiser reads ``silu(gate) * up`` [M, K]. Before a GEMM on 16-bit
-activations a kernel without quantiser runs, which lets the GEMM load its first weights meanwhile.
+A GEMM on e4m3 activations does not see who quantised them. So the kernel takes the place of the quantiser in a launch,
+packed for our kernels or in rows for cuBLASLt, and reads ``gate_up`` [M, 2K] where the quantiser reads
+``silu(gate) * up`` [M, K]. Before a GEMM on 16-bit activations a kernel without quantiser runs, which lets the GEMM load
+its first weights meanwhile.
 
 The bytes are those of torch's two operations and the quantiser. torch brings its own compiled ``exp`` and division, so
 this is checked where it runs: with every gate that bfloat16 and float16 have, once in a process for each GPU. Where a
@@ -28,8 +29,8 @@ from fp4dispatch.problem.arch import SM90, Arch
 
 KERNEL = "swiglu_activations"
 """One build reads bfloat16 and float16."""
-REPLACED_OR_NEXT = (QUANTIZER, "w4a16_small", "w4_gemm_sm90", "w8a16_small")
-"""Kernels of launches that it is for: the quantiser whose place it takes, and GEMMs on 16-bit activations."""
+REPLACED_OR_NEXT = (QUANTIZER, "fp8_quantize", "w4a16_small", "w4_gemm_sm90", "w8a16_small")
+"""Kernels of launches that it is for: the quantisers whose place it takes, and GEMMs on 16-bit activations."""
 PRODUCT = "swiglu_product"
 """The function that does not quantise."""
 _K_MULTIPLE = 16
@@ -64,7 +65,8 @@ def front(function: str, arch: Arch, device: torch.device) -> Front | None:
     Parameters
     ----------
     function
-        ``w4_swiglu_row``, ``w8_swiglu_row``, ``w8_swiglu_tensor``, ``w8_swiglu_block`` or ``swiglu_product``.
+        ``w4_swiglu_row``, ``w8_swiglu_row``, ``w8_swiglu_tensor``, ``w8_swiglu_block``, ``fp8_swiglu_row``,
+        ``fp8_swiglu_tensor``, ``fp8_swiglu_1x128`` or ``swiglu_product``.
     arch, device
         A GPU. Its arch has the kernel (:func:`built_for`).
 
