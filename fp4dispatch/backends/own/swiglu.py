@@ -1,9 +1,9 @@
 """SwiGLU and the quantiser of a down projection as one kernel: ``csrc/quantise/swiglu_activations.cu``.
 
 A GEMM on e4m3 activations does not see who quantised them. So the kernel takes the place of the quantiser in a launch,
-packed for our kernels or in rows for cuBLASLt, and reads ``gate_up`` [M, 2K] where the quantiser reads
-``silu(gate) * up`` [M, K]. Before a GEMM on 16-bit activations a kernel without quantiser runs, which lets the GEMM load
-its first weights meanwhile.
+packed for our kernels or in rows for cuBLASLt. It reads ``gate_up`` [M, 2K] where the quantiser reads
+``silu(gate) * up`` [M, K]. Before a GEMM on 16-bit activations a kernel without quantiser runs, which lets the GEMM
+load its first weights meanwhile.
 
 The bytes are those of torch's two operations and the quantiser. torch brings its own compiled ``exp`` and division, so
 this is checked where it runs: with every gate that bfloat16 and float16 have, once in a process for each GPU. Where a
