@@ -243,7 +243,7 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   int64_t const blocks = packed.size(0), tokens = packed.size(1) * kBlockTokens;
   int64_t const tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
   // As little a warp as lets all tokens run at once, for latency.
-  int64_t const wanted = tokens * tiles / kWaveWarps + 1;
+  int64_t const wanted = tokens * tiles / Source::kWarps + 1;
   auto const go = [&](auto const* data, auto each) {
     using T = std::decay_t<decltype(*data)>;
     int64_t const warps = (tiles + each - 1) / each;
@@ -262,7 +262,8 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
     } else if (wanted <= 2) {
       go(data, std::integral_constant<int, 2>{});
     } else {
-      go(data, std::integral_constant<int, Source::kMostVectors / 2>{});
+      using T = std::decay_t<decltype(*data)>;
+      go(data, std::integral_constant<int, Source::template kMostVectors<T> / 2>{});
     }
   };
   if (same(x.dtype(), kBF16)) {

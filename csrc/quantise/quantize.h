@@ -266,11 +266,14 @@ inline int64_t round_up(int64_t value, int64_t to) { return std::max(to, (value 
 inline int64_t input_stride(TensorView x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
 
 // What is quantised, as a policy of the kernels and their launches: `at` returns 8 of a token's `k` elements, `check` refuses
-// tensors that it cannot read, and `k_of` returns the elements of a token. `kMostVectors`: times 8 elements that a thread
-// keeps in registers between the two passes of a token. This one has the elements as they are, K a multiple of `multiple`.
+// tensors that it cannot read, and `k_of` returns the elements of a token. Where a token has two passes, a thread keeps up to
+// `kMostVectors` times 8 elements in registers between them, as few as let `kWarps` run at once. This one has the elements as
+// they are, K a multiple of `multiple`.
 template <int multiple>
 struct Rows {
+  template <class T>
   static constexpr int kMostVectors = 8;
+  static constexpr int64_t kWarps = kWaveWarps;
   template <class T, class Index>
   __device__ static uint4 at(T const* row, Index vector, int) {
     return reinterpret_cast<uint4 const*>(row)[vector];

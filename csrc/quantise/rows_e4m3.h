@@ -149,7 +149,7 @@ void quantize_by_row(TensorView x, TensorView q, TensorView scale, bool enable_p
   // registers, so that several share an SM.
   int64_t const vectors = k / kVector;
   int64_t const wanted =
-      std::max(m * vectors / 32 / kWaveWarps + 1, (vectors + kRowThreads - 1) / kRowThreads);
+      std::max(m * vectors / 32 / Source::kWarps + 1, (vectors + kRowThreads - 1) / kRowThreads);
   with_elements(x, [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
     auto const go = [&](auto each) {
@@ -162,7 +162,7 @@ void quantize_by_row(TensorView x, TensorView q, TensorView scale, bool enable_p
     } else if (wanted <= 4) {
       go(std::integral_constant<int, 4>{});
     } else {
-      go(std::integral_constant<int, Source::kMostVectors>{});
+      go(std::integral_constant<int, Source::template kMostVectors<T>>{});
     }
   });
 }

@@ -27,19 +27,28 @@ __device__ inline __nv_bfloat162 narrow(float a, float b, __nv_bfloat16) {
 }
 __device__ inline __half2 narrow(float a, float b, __half) { return __floats2half2_rn(a, b); }
 
-// gate / (1 + exp(-gate)) with the bits of IEEE division. Both sides are divided by 4, so that no reciprocal is subnormal.
-// The steps are those of a division without its branch for numbers that are out of range, which would cost a call and
-// registers. Here only infinities and NaN are: they take the quotient of the first step.
-__device__ inline float silu(float gate) {
-  float const a = gate * 0.25f, b = fmaf(expf(-gate), 0.25f, 0.25f);
-  float first;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(first) : "f"(b));
-  float const reciprocal = fmaf(first, fmaf(-b, first, 1.f), first);
-  float quotient = a * reciprocal;
-  quotient = fmaf(fmaf(-b, quotient, a), reciprocal, quotient);
-  quotient = fmaf(fmaf(-b, quotient, a), reciprocal, quotient);
-  return fabsf(a) < INFINITY && b < INFINITY ? copysignf(quotient, a)
-                                             : a * first;  // the steps lose the sign of -0
+__device__ inline float reciprocal(float b) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(b));
+  return result;
+}
+
+// gate / (1 + exp(-gate)); after rounding to the type of the gate it has the bits of torch, which divides by IEEE. That holds
+// for each of its 65536 gates, which are tried where it runs (fp4dispatch/backends/own/swiglu.py): approximations that are off
+// by some of the 2^16 steps between two bf16 numbers in f32 round alike. Both sides are divided by 4, so that no reciprocal is
+// subnormal.
+__device__ inline float silu(float gate, __nv_bfloat16) {
+  float exponential;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(gate * -1.44269504f));
+  return gate * 0.25f * reciprocal(fmaf(exponential, 0.25f, 0.25f));
+}
+
+// Between two fp16 numbers are 2^13 steps, which is too few for that: of 65536 gates two are wrong. With a step of Newton and
+// exp of the math library none is.
+__device__ inline float silu(float gate, __half) {
+  float const a = gate * 0.25f, b = fmaf(expf(-gate), 0.25f, 0.25f), r = reciprocal(b);
+  float const first = a * r, quotient = fmaf(fmaf(-b, first, a), r, first);
+  return fabsf(a) < INFINITY && b < INFINITY ? copysignf(quotient, a) : first;  // a step loses the sign of -0
 }
 
 // 8 elements, rounded twice.
@@ -58,7 +67,7 @@ __device__ inline uint4 swiglu(uint4 gate, uint4 up) {
     return make_uint4(words[0], words[1], words[2], words[3]);
   };
 #pragma unroll
-  for (float& value : g) value = silu(value);
+  for (float& value : g) value = silu(value, T{});
   widen(rounded(g), g, T{});
 #pragma unroll
   for (int i = 0; i < kVector; ++i) g[i] = __fmul_rn(g[i], u[i]);
@@ -67,7 +76,9 @@ __device__ inline uint4 swiglu(uint4 gate, uint4 up) {
 
 // A token's gate, then its up.
 struct SwiGlu {
-  static constexpr int kMostVectors = 4;  // 8 do not fit beside the exponentials
+  template <class T>
+  static constexpr int kMostVectors = std::is_same_v<T, __half> ? 4 : 8;  // 8 do not fit beside expf
+  static constexpr int64_t kWarps = 2 * kWaveWarps;  // each element takes a thread longer than loading it
   template <class T, class Index>
   __device__ static uint4 at(T const* row, Index vector, int k) {
     auto const* const from = reinterpret_cast<uint4 const*>(row);

@@ -110,7 +110,7 @@ class Ranged(Backend):
         before, behind = self._before, self._behind
 
         def launch(x: Tensor, out: Tensor, bias: Tensor | None) -> None:
-            _push(f"{before}{out.shape[0]}{behind}")
+            _push(f"{before}{x.shape[0]}{behind}")
             try:
                 inner(x, out, bias)
             finally:

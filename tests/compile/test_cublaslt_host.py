@@ -187,6 +187,7 @@ def test_a_launch_beside_another_has_a_descriptor_of_its_own(shared: list[str]) 
         ({"x": rows(F16, M, K)}, "x: dtype is float16, needed bfloat16"),
         ({"x": rows(BF16, M + 1, K)}, "q: size of dimension 0 is 5, needed 6"),
         ({"x_scale": rows(F32, 2)}, "scale: has 2 elements, needed 1"),
+        ({"x": None, "x_scale": rows(F32, 1)}, "x_scale: is for x, which is None"),
     ],
 )
 def test_wrong_operands_are_refused_before_any_call(replaced: dict[str, Any], message: str, shared: list[str]) -> None:
@@ -231,6 +232,15 @@ def test_block_scales_take_every_m_up_to_the_plans(shared: list[str]) -> None:
     assert row["error"] == ""
     assert row["kernels"] == [1] * 4
     assert [lines[-1].split(" ")[0] for lines in row["launched"]] == ["cublasLtMatmul"] * 4
+
+
+@pytest.mark.parametrize("scales", [TENSOR, ROW, BLOCK])
+def test_activations_that_are_ready_are_multiplied_alone(scales: int, shared: list[str]) -> None:
+    given = tensors(scales, x=None, x_scale=None)
+    _, row = outcome(shared, {"plan": plan(scales), "tensors": given, "answer": (1, 64, 130000)})
+    assert row["error"] == ""
+    assert row["kernels"] == [0]
+    assert row["launched"][0][-1].startswith(f"cublasLtMatmul 1 0 {AT['b']} {AT['a']} ")
 
 
 def test_an_operand_that_is_not_aligned_or_is_elsewhere_is_refused(shared: list[str]) -> None:

@@ -193,6 +193,10 @@ def test_a_launch_shape_that_does_not_cover_the_tiles_once_is_refused(shape: lis
         module().w4_gemm(*given.values(), False)
 
 
+def codes(m: int, k: int) -> torch.Tensor:
+    return torch.zeros(m, k, dtype=torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
@@ -261,6 +265,15 @@ def test_a_launch_shape_that_does_not_cover_the_tiles_once_is_refused(shape: lis
             "w8_swiglu_block",
             (torch.zeros(9, 416).half(), torch.zeros(2, 2, 1024, dtype=torch.uint8), torch.ones(4, 16)),
             r"scale: size of dimension 0 is 4, needed 2 \(ceil\(K/128\)\)",
+        ),
+        *(
+            (f"fp8_swiglu_{by}", (torch.zeros(9, 416).half(), q, scale), text)
+            for by, q, scale, text in (
+                ("row", torch.zeros(9, 208).half(), torch.ones(9), "q: dtype is float16, needed float8_e4m3fn"),
+                ("row", codes(9, 416), torch.ones(9), r"q: size of dimension 1 is 416, needed 208 \(K\)"),
+                ("row", codes(8, 208), torch.ones(9), r"q: size of dimension 0 is 8, needed 9 \(M\)"),
+                ("row", codes(9, 208), torch.ones(9), "x: is not on a CUDA device"),
+            )
         ),
         *(
             ("swiglu_product", (torch.zeros(9, 416).half(), out), text)

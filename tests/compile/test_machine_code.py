@@ -58,3 +58,20 @@ def test_one_kernel_built_twice_is_equal_and_a_changed_constant_is_not(
     assert machine_code.main([str(first), str(renamed)]) == 2  # no kernel of one name
     assert machine_code.main([str(first), str(renamed), "--renamed"]) == 0
     assert "renamed to _Z9scaled_byILi" in capsys.readouterr().out
+
+
+def listing(number: int, function: str = "rcp") -> str:
+    call = f"CALL.REL.NOINC `($__internal_{number}_$__cuda_{function}_slowpath) ;"
+    return "\n".join(
+        [
+            '\t.section\t.text.kernel,"ax",@progbits',
+            f"        /*0000*/                   {call}   /* 0x0000000000007944 */",
+            "                                                         /* 0x003fde0003c00000 */",
+        ]
+    )
+
+
+def test_the_number_of_a_function_that_the_compiler_adds_is_no_difference() -> None:
+    one, another, other = (machine_code.parse(text)["kernel"] for text in (listing(5), listing(17), listing(5, "div")))
+    assert machine_code.difference(one, another) == ""
+    assert "slowpath" in machine_code.difference(one, other)

@@ -227,6 +227,29 @@ def test_wrong_operands_are_refused(name: str, change: Callable[..., Any], messa
     assert bool((given["packed"] == 0xFF).all())
 
 
+@pytest.mark.parametrize(
+    ("function", "name", "change", "message"),
+    [
+        ("row", "x", lambda t: t[:, :400].contiguous(), "K is 400, needed a multiple of 32"),
+        ("row", "codes", lambda t: t[:20], r"q: size of dimension 0 is 20, needed 21 \(M\)"),
+        ("row", "codes", lambda t: t[:, :192].contiguous(), r"q: size of dimension 1 is 192, needed 208 \(K\)"),
+        ("row", "codes", lambda t: t.t().contiguous().t(), "q: not contiguous"),
+        ("row", "scale", lambda t: t[:20], r"scale: has 20 elements, needed 21 \(M\)"),
+        ("row", "scale", lambda t: t.half(), "scale: dtype is float16, needed float32"),
+        ("tensor", "scale", lambda t: t.expand(21).contiguous(), "scale: has 21 elements, needed 1"),
+        ("1x128", "scale", lambda t: t[:, :1], r"scale: size of dimension 1 is 1, needed 2 \(ceil\(K/128\)\)"),
+    ],
+)
+def test_wrong_rows_are_refused(function: str, name: str, change: Callable[..., Any], message: str) -> None:
+    function = f"fp8_swiglu_{function}"
+    given = {"x": torch.randn(21, 416, device="cuda").bfloat16(), "codes": codes_for(function, 21, 208)}
+    given["scale"] = scale_for(function, 21, 208)
+    with pytest.raises((ValueError, TypeError), match=message):
+        getattr(module(), function)(*(given | {name: change(given[name])}).values(), False)
+    torch.cuda.synchronize()
+    assert bool((bits(given["codes"]) == 0xFF).all())
+
+
 # ---------------------------------------------------------------------------------------------------- torch's own bits
 
 

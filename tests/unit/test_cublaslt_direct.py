@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from fp4dispatch import formats
+from fp4dispatch.backends.activations import swiglu
 from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_direct, cublaslt_gemms
 from fp4dispatch.backends.own import scratch, w4a8_expanded
+from fp4dispatch.backends.own import swiglu as front
 from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.system import System
+from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90, Arch
 from fp4dispatch.run import routes
-from tests import contract, quantizer_fake
+from tests import contract, pdl_fake, quantizer_fake, swiglu_fake
 from tests.flashinfer_interpreter import leaf
 from tests.unit.test_cublaslt_run import block128, planned, run, weights
 
@@ -43,8 +48,10 @@ class Library:
 
         @leaf
         def gemm(x, x_scale, a, a_scale, b, b_scale, bias, d, workspace):
-            assert x.dtype == d.dtype
-            if scales == BLOCK:
+            assert x is None or x.dtype == d.dtype
+            if x is None:
+                assert x_scale is None
+            elif scales == BLOCK:
                 assert x_scale is None
                 assert m - 4 < x.shape[0] <= m
                 self.kernels.fp8_quantize_1x128(x, a[: x.shape[0]], a_scale[: x.shape[0]], pdl)
@@ -249,3 +256,118 @@ def test_what_does_not_fit_and_what_is_not_hopper_stays_with_the_operator(librar
         assert found[1].note == ""
     assert len(calls) == 6
     assert not library.launches
+
+
+# -------------------------------------------------------------------------------------------------------------- SwiGLU
+
+FRONTS = {
+    ("row", False): "fp8_swiglu_row",
+    ("row", True): "fp8_swiglu_tensor",
+    ("tensor", False): "fp8_swiglu_row",
+    ("tensor", True): "fp8_swiglu_tensor",
+    ("block128", False): "fp8_swiglu_1x128",
+}
+
+
+@pytest.fixture
+def fronts(monkeypatch):
+    """What was launched of the SwiGLU kernel, in torch."""
+    launched = []
+    kernel = SimpleNamespace(module=swiglu_fake.module(launched), pdl_allowed=True)
+    pdl_fake.passes(monkeypatch)
+    monkeypatch.setattr(front.jit, "load", lambda name, variant, arch: kernel)
+    monkeypatch.setattr(front, "_known", {})
+    return launched
+
+
+def from_gate_up(subject, x, bias=None):
+    """Run as a layer does."""
+    backend, plan, prepared = subject
+    rows = backend.out_rows(plan, x.shape[0])
+    return routes.Gated(backend.swiglu(plan, prepared), rows).into_new(x, plan.problem.n, bias)
+
+
+@pytest.mark.parametrize(("scaling", "static"), DIRECT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("operator", [False, True])
+def test_swiglu_takes_the_place_of_the_quantiser(scaling, static, dtype, biased, operator, library, fronts):
+    if scaling == "block128" and (biased or dtype == torch.float16):
+        pytest.skip("rounded after the GEMM")
+    library.version = 0 if operator else 130000
+    subject = planned(weights(scaling, static), 4, str(dtype).removeprefix("torch."), biased)
+    bias = torch.randn(128).to(dtype) if biased else None
+    for m in (4, 7, 64, 4):
+        x = torch.randn(m, 512).to(dtype)
+        want = forward(subject, swiglu(x), bias)
+        library.launches.clear()
+        library.kernels.calls.clear()
+        fronts.clear()
+        got = from_gate_up(subject, x, bias)
+        assert got.shape == (m, 128)
+        assert torch.equal(got, want)
+        assert fronts == [(FRONTS[scaling, static], m, 512)]
+        assert library.kernels.calls == []
+        assert len(library.launches) == (0 if operator else 1)
+
+
+@pytest.mark.parametrize("change", ["strided", "misaligned", "another bias", "no rows for the padding"])
+@pytest.mark.parametrize("scaling", ["row", "block128"])
+def test_what_does_not_fit_runs_as_separate_operations(change, scaling, library, fronts):
+    subject, bias = planned(weights(scaling), 4), None
+    backend, plan, prepared = subject
+    wide = torch.randn(7, 520).bfloat16()
+    x, rows = wide[:, :512].contiguous(), backend.out_rows(plan, 7)
+    if change == "strided":
+        x = wide[:, :512]
+    elif change == "misaligned":
+        x = torch.randn(7 * 512 + 1).bfloat16()[1:].view(7, 512)
+    elif change == "another bias":
+        if scaling == "row":
+            subject = backend, plan, prepared = planned(weights(scaling), 4, bias=True)
+        bias = torch.randn(128)
+    elif scaling == "row":
+        pytest.skip("asks for none")
+    else:
+        rows = 7
+    launch, out = backend.swiglu(plan, prepared), torch.full((rows, 128), torch.nan, dtype=torch.bfloat16)
+    launch(x, out, bias)
+    assert fronts == []
+    assert torch.equal(out[:7], run(subject, swiglu(x), bias))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "arch"),
+    [
+        (weights("row", n=120), {}, SM90),
+        (weights("row", k=200), {}, SM90),
+        (weights("block128"), {"dtype": "float16"}, SM90),
+        (weights("block128"), {"bias": True}, SM90),
+        (weights("row"), {"dtype": "float32"}, SM90),
+        (weights("nvfp4", static=True), {}, Arch(10, 0)),
+        (weights("row"), {}, Arch(10, 0)),
+        (weights("row"), {}, None),
+    ],
+)
+def test_where_it_cannot_run_there_is_no_launch_from_gate_up(given, options, arch, library, fronts, monkeypatch):
+    monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: arch)
+    backend, plan, prepared = planned(given, 4, **options)
+    assert backend.swiglu(plan, prepared) is None
+    assert not front._known
+
+
+def test_a_kernel_with_other_bits_is_not_used(library, fronts, monkeypatch):
+    other = SimpleNamespace(module=swiglu_fake.module(fronts, lambda gate: gate.sigmoid()), pdl_allowed=True)
+    monkeypatch.setattr(front.jit, "load", lambda name, variant, arch: other)
+    backend, plan, prepared = planned(weights("row"), 4)
+    assert backend.swiglu(plan, prepared) is None
+
+
+def test_fp8_copies_start_from_gate_up_too(library, fronts):
+    backend = W4A8ExpandedBackend()
+    case = contract.Case("nvfp4_gemm", "nvfp4", "fp8", 1, 128, 256, "bfloat16", False)
+    prepared = backend.prepare(contract.make_weights(case, "cpu", 1))
+    subject = backend, backend.plan(Problem("nvfp4_gemm", 4096, 128, 256, "fp8"), prepared), prepared
+    x = torch.randn(300, 512).bfloat16()
+    assert torch.equal(from_gate_up(subject, x), forward(subject, swiglu(x)))
+    assert fronts == [("fp8_swiglu_row", 300, 512)]

@@ -164,6 +164,15 @@ def test_a_layer_that_is_given_gate_up_needs_swiglu_too(asked, op, scaling):
     assert gated - plain == {("swiglu_activations", "any")}
 
 
+def test_cublaslt_alone_needs_swiglu_too(asked):
+    given = ask("fp8_gemm", "row", backend="cublaslt")
+    prebuild.together([given])
+    prebuild.together([given._replace(gated=True)])
+    (plain, _), (gated, _) = asked
+    assert plain == {("fp8_quantize", "any")}
+    assert gated - plain == {("swiglu_activations", "any")}
+
+
 def test_a_layer_with_16_bit_activations_needs_it_where_it_is_built(asked, monkeypatch):
     given = ask("nvfp4_gemm", "nvfp4")
     given = given._replace(problem=replace(given.problem, activation="bf16"), gated=True)
