@@ -1,9 +1,10 @@
-"""Check, then time the kernels that quantise activations, in one run, well under half a minute.
+"""Check, then time the kernels that quantise activations, SwiGLU before them included, in one run, in a minute.
 
 Bits against formats.py and the element-wise model of the packed operand (tests/w4_model.py). Times: a CUDA graph of
 calls on rotating copies of input and output (300 MB or a thousand of them, so that the bytes come from
 memory), with and without PDL, kernels in turn, medians; "floor" is their bytes at the speed of a copy. "hot"
-is one input and output, PDL: what a layer sees whose input was just written.
+is one input and output, PDL: what a layer sees whose input was just written. "apart": torch's two operations of SwiGLU,
+then the quantiser.
 
     python bench/activations.py --out activations.json [--no-check] [--old DIRECTORY]
 
@@ -29,6 +30,7 @@ from kernels_w4 import COPY_BYTES_PER_US, METHOD
 from torch import Tensor
 
 from fp4dispatch import formats, jit
+from fp4dispatch.backends.activations import swiglu
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
@@ -64,10 +66,20 @@ def pack(q: Tensor) -> Tensor:
 
 
 class Kernel:
-    """One entry: how to call it, what it writes (``packed`` or row by row), and the bits it must write."""
+    """One entry: how to call it, what it writes (``packed`` or row by row), and the bits it must write.
 
-    def __init__(self, library: str, entry: str, scaling: formats.FP8Scaling, packed: bool) -> None:
-        self.library, self.entry, self.scaling, self.packed = library, entry, scaling, packed
+    ``behind``: it starts from gate_up [M, 2K], and this entry must give the same bits behind torch's SwiGLU.
+    """
+
+    def __init__(
+        self, library: str, entry: str, scaling: formats.FP8Scaling, packed: bool, behind: Kernel | None = None
+    ) -> None:
+        self.library, self.entry, self.scaling, self.packed, self.behind = library, entry, scaling, packed, behind
+
+    @property
+    def bytes_each(self) -> int:
+        """Bytes that an element of the result costs: 16 bits read, or twice, and 8 written."""
+        return 3 if self.behind is None else 5
 
     def outputs(self, m: int, k: int) -> tuple[Tensor, Tensor]:
         """Return (data, scales), to be written."""
@@ -82,13 +94,19 @@ class Kernel:
         """Launch it."""
         getattr(modules[self.library], self.entry)(x, data, scale, pdl)
 
+    def call_apart(self, modules: Any, x: Tensor, data: Tensor, scale: Tensor, pdl: bool) -> None:
+        """Launch torch's operations and the quantiser."""
+        assert self.behind is not None
+        self.behind.call(modules, swiglu(x), data, scale, pdl)
+
     def fault(self, modules: Any, x: Tensor, what: str) -> str:
         """Return what is wrong with its bits, or nothing."""
         data, scale = self.outputs(*x.shape)
+        given = x if self.behind is None else torch.cat([x, x.roll(1, 0)], 1)
         with watched(f"{self.entry} {what}"):
-            self.call(modules, x, data, scale, False)
+            self.call(modules, given, data, scale, False)
             torch.cuda.synchronize()
-        expected, scale_expected = formats.fp8_quantize(x, self.scaling)
+        expected, scale_expected = formats.fp8_quantize(x if self.behind is None else swiglu(given), self.scaling)
         if self.packed:
             expected = pack(expected)
         wrong = int((data.view(torch.uint8) != expected.view(torch.uint8)).sum())
@@ -103,6 +121,10 @@ KERNELS = {
     "a8 pack": Kernel("w4_activations", "w4_quantize_row", "row", True),
     "fp8 row": Kernel("fp8_quantize", "fp8_quantize_row", "row", False),
     "fp8 1x128": Kernel("fp8_quantize", "fp8_quantize_1x128", "1x128", False),
+}
+KERNELS |= {
+    f"SwiGLU, {name}": Kernel("swiglu_activations", by.entry.replace("quantize", "swiglu"), by.scaling, by.packed, by)
+    for name, by in KERNELS.items()
 }
 # Every number of words in registers, of blocks that share a token, and rows that do not fit the registers.
 CHECKED = ((1, 16), (13, 208), (65, 144), (300, 272), (3, 8208), (9, 16_400), (2, 40_000), (1, 140_000), (600, 4096))
@@ -164,7 +186,7 @@ def check(modules: Any) -> dict[str, Any]:
 
 def graphs(kernel: Kernel, modules: dict[str, Any], m: int, k: int) -> dict[str, Any]:
     """Return the graphs of one kernel and problem, by name."""
-    x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+    x = torch.randn(m, k if kernel.behind is None else 2 * k, device="cuda").to(torch.bfloat16)
     data, scale = kernel.outputs(m, k)
     size = x.numel() * 2 + data.numel()
     copies = min(1000, math.ceil(COLD_BYTES / size) + 1)
@@ -172,11 +194,15 @@ def graphs(kernel: Kernel, modules: dict[str, Any], m: int, k: int) -> dict[str,
     outs = [(data, scale)] + [kernel.outputs(m, k) for _ in range(copies - 1)]
     made = {}
     for build, module in modules.items():
-        for name, pdl, count in (("cold", True, copies), ("no PDL", False, copies), ("hot", True, 1)):
+        subjects = {"cold": (kernel.call, True, copies), "no PDL": (kernel.call, False, copies)}
+        subjects["hot"] = (kernel.call, True, 1)
+        if kernel.behind is not None:
+            subjects["apart"] = (kernel.call_apart, True, copies)
+        for name, (launch, pdl, count) in subjects.items():
             calls = max(count, 16 if size > 50e6 else 64)
 
-            def call(i: int, module: Any = module, pdl: bool = pdl) -> None:
-                kernel.call(module, xs[i], *outs[i], pdl)
+            def call(i: int, launch: Call = launch, module: Any = module, pdl: bool = pdl) -> None:
+                launch(module, xs[i], *outs[i], pdl)
 
             made[f"{name}{build}"] = capture(call, count, calls)
     if len(modules) > 1:
@@ -217,7 +243,7 @@ def main() -> int:
             print("out of time", flush=True)
             break
         times = microseconds(graphs(kernel, modules, m, k), ROUNDS)
-        floor = m * k * 3 / COPY_BYTES_PER_US
+        floor = m * k * kernel.bytes_each / COPY_BYTES_PER_US
         result["problems"].append({"kernel": name, "m": m, "k": k, "us": times, "floor_us": floor})
         texts = ", ".join(f"{what} {us:.1f}" for what, us in times.items())
         print(f"{name} M={m} K={k}: {texts}; floor {floor:.1f}", flush=True)
