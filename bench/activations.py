@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.activations import swiglu
+from fp4dispatch.backends.own.swiglu import kernel_of
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
@@ -122,9 +123,9 @@ KERNELS = {
     "fp8 row": Kernel("fp8_quantize", "fp8_quantize_row", "row", False),
     "fp8 1x128": Kernel("fp8_quantize", "fp8_quantize_1x128", "1x128", False),
 }
+GATED = {name: (by, by.entry.replace("quantize", "swiglu")) for name, by in KERNELS.items()}
 KERNELS |= {
-    f"SwiGLU, {name}": Kernel("swiglu_activations", by.entry.replace("quantize", "swiglu"), by.scaling, by.packed, by)
-    for name, by in KERNELS.items()
+    f"SwiGLU, {name}": Kernel(kernel_of(entry), entry, by.scaling, by.packed, by) for name, (by, entry) in GATED.items()
 }
 # Every number of words in registers, of blocks that share a token, and rows that do not fit the registers.
 CHECKED = ((1, 16), (13, 208), (65, 144), (300, 272), (3, 8208), (9, 16_400), (2, 40_000), (1, 140_000), (600, 4096))

@@ -8,7 +8,7 @@ was there (comments, names, new builds), its times are still true, and no GPU is
     fp4dispatch build --arch 9.0 --ops w4_gemm,w8_gemm,w4_activations,w4_weights,fp8_quantize --out /tmp/after   # here
     python bench/carry_tables.py /tmp/old /tmp/before /tmp/after
 
-Every build in BEFORE must have the same machine code in AFTER, under whatever symbols, but for the SwiGLU kernel, which
+Every build in BEFORE must have the same machine code in AFTER, under whatever symbols, but for those of SwiGLU, which
 no timing runs; and BEFORE must have every build that a table names. Else nothing is written: measure again
 (``fp4dispatch tune --model-shapes``). A new build is not in the tables: where it may be faster, measure again too.
 
@@ -46,7 +46,7 @@ TARGET = "90a"
 """What the GPUs run that have tables."""
 
 
-NOT_TIMED = frozenset({swiglu.KERNEL})
+NOT_TIMED = frozenset({swiglu.PACKED, swiglu.ROWS})
 """Layers are timed as they are called, not from ``gate_up``."""
 
 

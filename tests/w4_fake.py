@@ -127,7 +127,7 @@ class Kernels:
         self.loaded.append((kernel, build))
         made = {"w4a16_small": self.small, "w4_gemm_sm90": self.large, "w4_activations": self.packer}
         made |= {"w4a8_small": self.small_fp8, "w4_to_e4m3": self.unfolder, "fp8_quantize": self.quantizer}
-        module = self.swiglu() if kernel == swiglu.KERNEL else made[kernel](build)
+        module = self.swiglu() if kernel in (swiglu.PACKED, swiglu.ROWS) else made[kernel](build)
         return SimpleNamespace(module=module, pdl_allowed=self.pdl_allowed)
 
     def swiglu(self):

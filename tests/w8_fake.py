@@ -107,7 +107,8 @@ class Kernels:
             "w8a8_small": functools.partial(self.quantised, "w8a8_small"),
             "w8_gemm_sm90": self.shaped,
             "w4_activations": self.quantizers,
-            swiglu.KERNEL: self.swiglu,
+            swiglu.PACKED: self.swiglu,
+            swiglu.ROWS: self.swiglu,
         }
         return SimpleNamespace(module=made[kernel](build), pdl_allowed=self.pdl_allowed)
 

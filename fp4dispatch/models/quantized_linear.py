@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4dispatch.backends import activations
+from fp4dispatch.backends.own import swiglu
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats.checks import check_tensor
@@ -160,9 +161,10 @@ class QuantizedLinear(BackendBinding):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """Return ``layer(silu(gate) * up)``, with the same bits, for the down projection of an MLP.
 
-        For numbers of tokens that ``w4a8``, ``w8a8`` or, on sm_90, ``cublaslt`` serves, one kernel multiplies and
-        quantises. On sm_90 one runs before the GEMM of ``w4a16`` and ``w8a16`` too. Elsewhere torch's operations run.
-        ``torch.compile`` sees one operator. Hooks of the layer do not run: this is not a call of it.
+        For numbers of tokens that ``w4a8``, ``w8a8``, ``cutlass`` (FP8) or ``cublaslt`` (FP8) serves, one kernel
+        multiplies and quantises. Before others one kernel multiplies. Where these cannot be compiled, and in float32,
+        torch's operations run. ``torch.compile`` sees one operator. Hooks of the layer do not run: this is not a call
+        of it.
 
         Parameters
         ----------
@@ -191,7 +193,7 @@ class QuantizedLinear(BackendBinding):
             if bound is not None and shape[-1:] == (k,):  # host time decides the speed of few tokens
                 m = gate_up.numel() // k
                 if m in bound.apart:
-                    return self.forward(activations.swiglu(gate_up))
+                    return self.forward(swiglu.product(gate_up))
                 gated, bias = bound.gated.get(m), self._parameters["bias"]
                 plain = type(self).forward is QuantizedLinear.forward
                 if gated is not None and plain and self._taken(gate_up, bound, bias):
@@ -215,7 +217,7 @@ class QuantizedLinear(BackendBinding):
             return ops.swiglu_linear(gate_up, bound.tensors, self._stored(), self.bias, bound.spec.text)
         m = gate_up.shape[:-1].numel()
         if m and bound.swiglu(m, self.bias is not None) is None:
-            return self.forward(activations.swiglu(gate_up))
+            return self.forward(swiglu.product(gate_up))
         return ops.run_swiglu(gate_up, bound, self.bias)
 
     def _call(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fp4dispatch.backends import activations
+from fp4dispatch.backends.own import swiglu
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
@@ -82,8 +82,9 @@ def swiglu_linear(
     """Run a layer on ``silu(gate) * up``: the operator behind :meth:`QuantizedLinear.swiglu`.
 
     The bits are those of :func:`linear_stored` on ``torch.nn.functional.silu(gate) * up``. Where the route for M takes
-    FP8 activations that our kernels pack (w4a8, w8a8), one kernel does both operations and quantises. Elsewhere torch's
-    operations run.
+    FP8 activations (w4a8, w8a8, and on FP8 weights cutlass and cublaslt), one kernel does both operations and
+    quantises. Before others one kernel does both. Where these cannot be compiled, and in float32, torch's operations
+    run.
 
     Parameters
     ----------
@@ -155,7 +156,7 @@ def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
         return gate_up.new_empty(*lead, spec.n)
     gated = bound.swiglu(m, bias is not None)
     if gated is None:
-        return run_bound(activations.swiglu(gate_up), bound, bias)
+        return run_bound(swiglu.product(gate_up), bound, bias)
     if bound.cuda and capture.stream_is_capturing():
         bound.captured = True
     out = gated.into_new(gate_up.reshape(m, 2 * spec.k), spec.n, bias)

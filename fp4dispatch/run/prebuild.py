@@ -98,7 +98,7 @@ def _builds(ask: Ask, system: System) -> list[tuple[str, str]]:
                 names += trial.builds(backend, p.op, p.scaling, p.activation, system, device, half)
         backend, problem = decided[bucket]
         names += builds_of(backend, replace(problem, m=m), device)
-    built_for = system.arch is not None and swiglu.built_for(system.arch, ask.problem.k)
-    if ask.gated and built_for and any(kernel in swiglu.REPLACED_OR_NEXT for kernel, _ in names):
-        names.append((swiglu.KERNEL, "any"))
+    if ask.gated and system.arch is not None:
+        wanted = swiglu.kernels_beside(kernel for kernel, _ in names)
+        names += [(each, "any") for each in wanted if swiglu.built_for(each, system.arch, ask.problem.k)]
     return names

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp4dispatch import jit
+from fp4dispatch.backends.own.swiglu import kernel_of
 from tests import many_tokens
 from tests.compile import built_kernels
 
@@ -288,6 +289,6 @@ def codes(m: int, k: int) -> torch.Tensor:
     ],
 )
 def test_packer_refuses(function: str, arguments: tuple[Any, ...], message: str) -> None:
-    packer = built_kernels.module("swiglu_activations" if "swiglu" in function else "w4_activations", "any")
+    packer = built_kernels.module(kernel_of(function) if "swiglu" in function else "w4_activations", "any")
     with pytest.raises((ValueError, TypeError), match=message):
         getattr(packer, function)(*arguments, False)

@@ -29,6 +29,7 @@ KINDS = {
 QUICK = {("w4a16_small", "bf16"), ("w4_activations", "any"), ("fp8_quantize", "any"), ("nvfp4_quantize", "any")}
 QUICK |= {
     ("swiglu_activations", "any"),
+    ("swiglu_rows", "any"),
     ("w8a8_small", "bf16"),
     ("w8_gemm_sm90", "bf16_128"),
     ("w4_gemm_sm90", "a16_bf16_128x128"),

@@ -85,6 +85,7 @@ def everything() -> list[Any]:
         *(("w4a8_small", "bf16", "90a"), ("w4_activations", "any", "90a"), ("nvfp4_quantize", "any", "90a")),
         *(
             ("swiglu_activations", "any", "90a"),
+            ("swiglu_rows", "any", "90a"),
             ("fp8_quantize", "any", "90a"),
             ("nvfp4_gemm_sm120", "bf16_128x128", "120f"),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,8 +50,8 @@ dtypes = pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
 
 
 @functools.cache
-def module() -> Any:
-    return jit.load(front.KERNEL, "any", SM90).module
+def module(function: str) -> Any:
+    return jit.load(front.kernel_of(function), "any", SM90).module
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def codes_for(function: str, m: int, k: int) -> Tensor:
 def fused(function: str, x: Tensor, pdl: bool = False) -> tuple[Tensor, Tensor]:
     m, k = x.shape[0], x.shape[1] // 2
     codes, scale = codes_for(function, m, k), scale_for(function, m, k)
-    getattr(module(), function)(x, codes, scale, pdl)
+    getattr(module(function), function)(x, codes, scale, pdl)
     return codes, scale
 
 
@@ -117,7 +118,7 @@ def test_the_product_alone_has_the_bits_of_torch(dtype: torch.dtype) -> None:
         want = swiglu(x)
         for pdl in (False, True):
             out = torch.full_like(want, torch.nan)
-            module().swiglu_product(x, out, pdl)
+            module(front.PRODUCT).swiglu_product(x, out, pdl)
             same = (bits(out) == bits(want)) | (out.isnan() & want.isnan())
             assert same.all(), f"{x.dtype} {list(x.shape)}: {int((~same).sum())} of {out.numel()} differ"
 
@@ -174,7 +175,7 @@ def test_no_tokens(function: str) -> None:
     before = scale.clone()
     given = scale if function.endswith("tensor") else scale[:0] if scale.ndim == 1 else scale_for(function, 0, 32)
     for pdl in (False, True):
-        getattr(module(), function)(x, codes_for(function, 0, 32), given, pdl)
+        getattr(module(function), function)(x, codes_for(function, 0, 32), given, pdl)
     torch.cuda.synchronize()
     assert torch.equal(bits(scale), bits(before))
 
@@ -186,7 +187,7 @@ def test_replays_of_a_graph_with_pdl(function: str) -> None:
     inputs = [ordinary(m, 2 * k, torch.bfloat16).cuda() * factor for factor in (1, 2, 0.5)]
     wants = [apart(function, x) for x in inputs]
     x, results = torch.empty_like(inputs[0]), [(codes_for(function, m, k), scale_for(function, m, k)) for _ in inputs]
-    launch = getattr(module(), function)
+    launch = getattr(module(function), function)
 
     def chain() -> None:
         for given, (codes, scale) in zip(inputs, results, strict=True):
@@ -222,7 +223,7 @@ def test_wrong_operands_are_refused(name: str, change: Callable[..., Any], messa
     given = {"x": torch.randn(21, 416, device="cuda").bfloat16(), "packed": empty_packed(21, 208)}
     given["scale"] = scale_for("w8_swiglu_row", 21, 208)
     with pytest.raises((ValueError, TypeError), match=message):
-        module().w8_swiglu_row(*(given | {name: change(given[name])}).values(), False)
+        module("w8_swiglu_row").w8_swiglu_row(*(given | {name: change(given[name])}).values(), False)
     torch.cuda.synchronize()
     assert bool((given["packed"] == 0xFF).all())
 
@@ -245,7 +246,7 @@ def test_wrong_rows_are_refused(function: str, name: str, change: Callable[..., 
     given = {"x": torch.randn(21, 416, device="cuda").bfloat16(), "codes": codes_for(function, 21, 208)}
     given["scale"] = scale_for(function, 21, 208)
     with pytest.raises((ValueError, TypeError), match=message):
-        getattr(module(), function)(*(given | {name: change(given[name])}).values(), False)
+        getattr(module(function), function)(*(given | {name: change(given[name])}).values(), False)
     torch.cuda.synchronize()
     assert bool((bits(given["codes"]) == 0xFF).all())
 
@@ -253,18 +254,46 @@ def test_wrong_rows_are_refused(function: str, name: str, change: Callable[..., 
 # ---------------------------------------------------------------------------------------------------- torch's own bits
 
 
-def test_the_kernel_is_trusted_here_and_another_silu_is_not() -> None:
+def test_the_kernels_are_trusted_here_and_another_silu_is_not() -> None:
     """The check of every gate refuses a product that is rounded once."""
     device = torch.device("cuda", 0)
 
-    def rounded_once(x: Tensor, packed: Tensor, scale: Tensor, pdl: bool) -> None:
-        gate, up = x.float().chunk(2, -1)
-        packer().w8_quantize_row((torch.nn.functional.silu(gate) * up).to(x.dtype), packed, scale, pdl)
+    def product_once(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
-    for dtype in OUT_DTYPES.values():
-        assert front._as_torch_does(module().w8_swiglu_row, dtype, device)
-        assert not front._as_torch_does(rounded_once, dtype, device)
-    assert front.front("w8_swiglu_row", SM90, device) is not None
+    def packed_once(x: Tensor, packed: Tensor, scale: Tensor, pdl: bool) -> None:
+        packer().w8_quantize_row(product_once(x), packed, scale, pdl)
+
+    def rows_once(x: Tensor, out: Tensor, pdl: bool) -> None:
+        out.copy_(product_once(x))
+
+    once = SimpleNamespace(w8_swiglu_row=packed_once, swiglu_product=rows_once)
+    for kernel, function in ((front.PACKED, "w8_swiglu_row"), (front.ROWS, front.PRODUCT)):
+        for dtype in OUT_DTYPES.values():
+            assert front.as_torch_does(kernel, module(function), dtype, device)
+            assert not front.as_torch_does(kernel, once, dtype, device)
+        assert front.front(function, SM90, device) is not None
+
+
+@dtypes
+def test_the_product_for_others_is_one_kernel(dtype: torch.dtype) -> None:
+    wide = torch.randn(40, 4120, device="cuda").to(dtype)
+    for x in (
+        gate_up(1, dtype=dtype),
+        gate_up(300, dtype=dtype),
+        wide[:, 8:4104],
+        wide[:, 3:4099],
+        wide.t().clone().t()[:, :64],
+    ):
+        assert torch.equal(front.product(x), swiglu(x))
+    x = gate_up(300, dtype=dtype)
+    (name,) = kernels_of(lambda: front.product(x))
+    assert "swiglu_rows" in name
+    graph, out = captured(lambda: front.product(x))
+    x.mul_(2)
+    graph.replay()
+    assert torch.equal(out, swiglu(x))
 
 
 # -------------------------------------------------------------------------------------------------------------- layers

@@ -59,11 +59,14 @@ FAMILIES = {
         (("nvfp4_quantize", "any", "100f"), ("nvfp4_quantize", "any", "120f"), ("nvfp4_quantize", "any", "90a")),
     ),
     "fp8_quantize": Family(
-        "quantise/fp8_quantize.cu",
+        "quantise/rows_e4m3.h",
         "  grid_dependency_wait();\n  int64_t const row = blockIdx.x;\n",
         "reinterpret_cast<float const*>(x)",
         "k",
-        (("fp8_quantize", "any", "120f"), ("fp8_quantize", "any", "100f"), ("fp8_quantize", "any", "90a")),
+        (
+            *(("fp8_quantize", "any", "120f"), ("fp8_quantize", "any", "100f"), ("fp8_quantize", "any", "90a")),
+            *(("swiglu_rows", "any", "120f"), ("swiglu_rows", "any", "90a")),
+        ),
     ),
     "w4_activations": Family(
         "quantise/pack_e4m3.h",

@@ -345,7 +345,7 @@ def test_what_does_not_fit_runs_as_separate_operations(change, scaling, library,
         (weights("block128"), {"bias": True}, SM90),
         (weights("row"), {"dtype": "float32"}, SM90),
         (weights("nvfp4", static=True), {}, Arch(10, 0)),
-        (weights("row"), {}, Arch(10, 0)),
+        (weights("row"), {}, Arch(7, 5)),
         (weights("row"), {}, None),
     ],
 )
@@ -354,6 +354,16 @@ def test_where_it_cannot_run_there_is_no_launch_from_gate_up(given, options, arc
     backend, plan, prepared = planned(given, 4, **options)
     assert backend.swiglu(plan, prepared) is None
     assert not front._known
+
+
+@pytest.mark.parametrize("arch", [Arch(8, 9), Arch(10, 0), Arch(12, 0)])
+@pytest.mark.parametrize("static", [False, True])
+def test_on_other_gpus_the_operator_multiplies_behind_it(arch, static, library, fronts, monkeypatch):
+    monkeypatch.setattr(cublaslt, "_arch_of", lambda tensor: arch)
+    subject, x = planned(weights("row", static), 4), torch.randn(7, 512).bfloat16()
+    assert torch.equal(from_gate_up(subject, x), forward(subject, swiglu(x)))
+    assert fronts == [(FRONTS["row", static], 7, 512)]
+    assert not library.launches
 
 
 def test_a_kernel_with_other_bits_is_not_used(library, fronts, monkeypatch):

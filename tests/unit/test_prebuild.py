@@ -161,7 +161,7 @@ def test_a_layer_that_is_given_gate_up_needs_swiglu_too(asked, op, scaling):
     prebuild.together([ask(op, scaling)])
     prebuild.together([ask(op, scaling)._replace(gated=True)])
     (plain, _), (gated, _) = asked
-    assert gated - plain == {("swiglu_activations", "any")}
+    assert gated - plain == {("swiglu_activations", "any"), ("swiglu_rows", "any")}
 
 
 def test_cublaslt_alone_needs_swiglu_too(asked):
@@ -170,19 +170,19 @@ def test_cublaslt_alone_needs_swiglu_too(asked):
     prebuild.together([given._replace(gated=True)])
     (plain, _), (gated, _) = asked
     assert plain == {("fp8_quantize", "any")}
-    assert gated - plain == {("swiglu_activations", "any")}
+    assert gated - plain == {("swiglu_rows", "any")}
 
 
 def test_a_layer_with_16_bit_activations_needs_it_where_it_is_built(asked, monkeypatch):
     given = ask("nvfp4_gemm", "nvfp4")
     given = given._replace(problem=replace(given.problem, activation="bf16"), gated=True)
     prebuild.together([given])
-    monkeypatch.setattr(swiglu, "built_for", lambda arch, k: False)
+    monkeypatch.setattr(swiglu, "built_for", lambda kernel, arch, k: False)
     prebuild._seen.clear()
     prebuild.together([given])
     (names, _), (without, _) = asked
     assert ("w4a16_small", "bf16") in names
-    assert names - without == {("swiglu_activations", "any")}
+    assert names - without == {("swiglu_rows", "any")}
 
 
 def test_only_cublaslt_needs_a_quantiser_of_its_own(asked, monkeypatch):

@@ -17,7 +17,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.activations import swiglu
 from fp4dispatch.backends.own import compiled, w4, w4a8_expanded, w8a8, w8a16
 from fp4dispatch.backends.own import swiglu as front
-from fp4dispatch.errors import BackwardError, CaptureError, InputError
+from fp4dispatch.errors import BackwardError, CaptureError, InputError, ToolchainError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
 from fp4dispatch.models.fusing import parents
@@ -26,7 +26,7 @@ from fp4dispatch.models.replace import warmup
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90, Arch
 from fp4dispatch.run import nvtx, ops, prebuild, routes
-from tests import swiglu_fake, tiny_models, w4_fake, w8_fake
+from tests import pdl_fake, swiglu_fake, tiny_models, w4_fake, w8_fake
 from tests.hopper import seems_to_be_here
 
 K, N = 64, 48
@@ -312,17 +312,111 @@ def test_the_kernel_takes_the_place_of_the_quantiser(monkeypatch, backend, w, m,
 
 @pytest.mark.parametrize(("backend", "w", "m", "why"), OTHERS)
 def test_other_routes_have_no_such_launch(monkeypatch, backend, w, m, why):
-    kernels, plan, prepared = planned(monkeypatch, backend, w, m)
+    _, plan, prepared = planned(monkeypatch, backend, w, m)
     assert backend.swiglu(plan, prepared) is None, why
-    assert (front.KERNEL, "any") not in kernels.loaded
+    assert not front._known
 
 
-def test_a_gpu_without_the_kernel_runs_torchs_operations(monkeypatch):
-    """w4a16 runs on Ada too, where PDL and the kernel are not."""
+@pytest.mark.parametrize(
+    ("capability", "backend", "w", "m"),
+    [((7, 5), W4A16, nvfp4(64, 128), 1), ((8, 9), W4A8, nvfp4(64, 128), 9), ((10, 0), W8A8, fp8(64, 128), 9)],
+)
+def test_a_gpu_without_the_kernel_has_no_such_launch(monkeypatch, capability, backend, w, m):
+    """Packed activations are for the GEMMs of sm_90 alone; no kernel is for sm_75."""
+    _, plan, prepared = planned(monkeypatch, backend, w, m)
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(*capability), 142))
+    assert backend.swiglu(plan, prepared) is None
+    assert not front._known
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
+def test_the_product_is_one_kernel_on_other_gpus_too(monkeypatch, capability):
     kernels, plan, prepared = planned(monkeypatch, W4A16, nvfp4(64, 128), 1)
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(8, 9), 142))
-    assert W4A16.swiglu(plan, prepared) is None
-    assert (front.KERNEL, "any") not in kernels.loaded
+    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(*capability), 142))
+    x, got, want = gate_up(1, k=128), torch.empty(1, 64).bfloat16(), torch.empty(1, 64).bfloat16()
+    W4A16.run(plan, prepared, swiglu(x), want)
+    launch = W4A16.swiglu(plan, prepared)
+    kernels.launched.clear()
+    launch(x, got, None)
+    assert torch.equal(got, want)
+    assert kernels.launched[0] == ("swiglu_product", 1, 256)
+    assert (front.ROWS, "any") in kernels.loaded
+
+
+class Product:
+    """``product`` on a machine that seems to have a GPU, with the kernel in torch; ``launched``: what ran of it."""
+
+    def __init__(self, monkeypatch, capability=(8, 9), silu=F.silu):
+        self.launched, self.loaded = [], []
+        kernel = SimpleNamespace(module=swiglu_fake.module(self.launched, silu), pdl_allowed=True)
+        monkeypatch.setattr(front.jit, "load", lambda *names: self.loaded.append(names) or kernel)
+        monkeypatch.setattr(front, "_known", {})
+        monkeypatch.setattr(front, "arch_of", lambda device: Arch(*capability))
+        monkeypatch.setattr(front, "_readable", lambda x: x.dtype != torch.float32)
+        pdl_fake.passes(monkeypatch)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 64), (64,)])
+def test_the_product_is_that_of_torch_by_one_kernel(monkeypatch, shape):
+    made, x = Product(monkeypatch), torch.randn(shape).bfloat16()
+    for _ in range(2):
+        assert torch.equal(front.product(x), swiglu(x))
+    assert made.launched == [("swiglu_product", x.numel() // 64, 64)] * 2
+    assert made.loaded == [(front.ROWS, "any", Arch(8, 9))]
+    wide = torch.randn(4, 70).bfloat16()
+    for each in (wide[:, 3:67], wide[:, :64], wide[:2].t().contiguous().t()[:, :64]):
+        assert torch.equal(front.product(each), swiglu(each))
+    assert len(made.launched) == 5
+
+
+@pytest.mark.parametrize(
+    ("x", "capability"),
+    [
+        (torch.ones(3, 64), (8, 9)),  # f32
+        (torch.ones(3, 40).bfloat16(), (8, 9)),  # K is no multiple of 16
+        (torch.ones(3, 64).bfloat16().requires_grad_(), (8, 9)),
+        (torch.ones(3, 64).bfloat16(), (7, 5)),
+    ],
+)
+def test_the_product_of_others_is_torchs(monkeypatch, x, capability):
+    made = Product(monkeypatch, capability)
+    for _ in range(2):
+        got = front.product(x)
+        assert torch.equal(got, swiglu(x))
+        assert got.requires_grad == x.requires_grad
+    assert not made.loaded
+
+
+def test_a_capture_does_not_load_the_product(monkeypatch):
+    made, x = Product(monkeypatch), torch.randn(3, 64).bfloat16()
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "is_capturing", lambda: True)
+        assert torch.equal(front.product(x), swiglu(x))
+        assert not made.loaded
+    front.product(x)
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    front.product(x)
+    assert len(made.launched) == 2
+
+
+def test_a_product_with_other_bits_or_without_a_compiler_is_torchs(monkeypatch, caplog):
+    made, x = Product(monkeypatch, silu=lambda gate: F.silu(gate) * 1.01), torch.randn(3, 64).bfloat16()
+    for _ in range(2):
+        assert torch.equal(front.product(x), swiglu(x))
+    assert not made.launched
+    assert "swiglu_rows on cpu gives other bits than torch" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(front, "_known", {})
+
+    def without(*names):
+        raise ToolchainError("no nvcc")
+
+    monkeypatch.setattr(front.jit, "load", without)
+    for _ in range(2):
+        assert torch.equal(front.product(x), swiglu(x))
+    assert [r.getMessage() for r in caplog.records] == [
+        "the SwiGLU kernel swiglu_rows on cpu: no nvcc. silu(gate) * up runs as torch's operations"
+    ]
 
 
 def test_fp8_copies_have_it_too(monkeypatch):
@@ -341,7 +435,8 @@ def test_fp8_copies_have_it_too(monkeypatch):
 def test_the_kernel_is_there_wherever_they_run():
     catalog = installed()
     for kernel in ("w4a8_small", "w8a8_small", "w8_gemm_sm90"):
-        assert catalog.kernel(front.KERNEL).targets == catalog.kernel(kernel).targets
+        assert catalog.kernel(front.PACKED).targets == catalog.kernel(kernel).targets
+    assert catalog.kernel(front.ROWS).targets == catalog.kernel("fp8_quantize").targets
 
 
 def rounded_once(gate):
@@ -363,7 +458,7 @@ def test_a_kernel_with_other_bits_than_torch_is_not_used(monkeypatch, caplog, wr
     assert W4A8.swiglu(plan, prepared) is None
     assert W4A8.swiglu(plan, prepared) is None
     assert [r.message for r in caplog.records if "other bits than torch" in r.message] == [caplog.records[-1].message]
-    assert kernels.loaded.count((front.KERNEL, "any")) == 1
+    assert kernels.loaded.count((front.PACKED, "any")) == 1
 
 
 def test_a_capture_does_not_load_it(monkeypatch):
@@ -372,7 +467,7 @@ def test_a_capture_does_not_load_it(monkeypatch):
         patch.setattr(capture, "is_capturing", lambda: True)
         with pytest.raises(CaptureError, match=r"loading the SwiGLU kernel.*\n.*warmup"):
             W4A8.swiglu(plan, prepared)
-        assert (front.KERNEL, "any") not in kernels.loaded
+        assert (front.PACKED, "any") not in kernels.loaded
     assert W4A8.swiglu(plan, prepared) is not None
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
     assert W4A8.swiglu(plan, prepared) is not None
@@ -383,7 +478,7 @@ def test_the_setting_and_the_proof_decide_about_pdl(monkeypatch):
         kernels = w4_fake.install(monkeypatch, pdl_allowed=allowed)
         found = front.front("w4_swiglu_row", SM90, torch.device("cpu"))
         assert found.pdl == allowed
-        assert kernels.loaded == [(front.KERNEL, "any")]
+        assert kernels.loaded == [(front.PACKED, "any")]
 
 
 def test_a_layer_takes_the_route_of_each_m(monkeypatch):
@@ -863,11 +958,11 @@ def test_warmup_loads_the_kernel_of_fused_mlps(monkeypatch):
         made = transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
         fp4dispatch.replace_linears(made.model, "nvfp4")
         warmup(made, tokens=[100])
-        assert (front.KERNEL, "any") not in kernels.loaded
+        assert (front.PACKED, "any") not in kernels.loaded
         fp4dispatch.fuse(made)
         pairs = warmup(made, tokens=[4, 100])
         assert pairs == 4  # two shapes: of o_proj and down_proj one, of which only the second is given gate_up
-        assert kernels.loaded.count((front.KERNEL, "any")) == 1
+        assert kernels.loaded.count((front.PACKED, "any")) == 1
         swiglus = [found for found in kernels.launched if found[0] == "w4_swiglu_row"]
         assert swiglus == [("w4_swiglu_row", 100, 512)]
         monkeypatch.setattr(capture, "is_capturing", lambda: True)
@@ -887,7 +982,7 @@ def test_warmup_does_not_load_it_for_other_activations(monkeypatch):
             each.mlp.act_fn = nn.GELU()
         warmup(made, tokens=[100])
         assert any(name == "w4_quantize_row" for name, *_ in kernels.launched)
-        assert (front.KERNEL, "any") not in kernels.loaded
+        assert (front.PACKED, "any") not in kernels.loaded
 
 
 @in_models

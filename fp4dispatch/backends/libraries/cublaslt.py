@@ -27,7 +27,6 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from fp4dispatch.backends.activations import swiglu as silu_times_up
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.libraries.cublaslt_direct import M_OF_BLOCKS, DirectGemms, direct_gemms
 from fp4dispatch.backends.libraries.cublaslt_gemms import (
@@ -200,7 +199,9 @@ class CublasLtBackend(Backend):
         s: State = plan.state
         layout, tensors = s.layout, prepared.tensors
         arch = _arch_of(tensors[0])
-        if s.behind is None or layout.scaling == "nvfp4" or arch is None or not swiglu.built_for(arch, layout.k):
+        if s.behind is None or layout.scaling == "nvfp4" or arch is None:
+            return None
+        if not swiglu.built_for(swiglu.ROWS, arch, layout.k):
             return None
         by = "1x128" if layout.scaling == "block128" else "tensor" if layout.has_input_scale else "row"
         front = swiglu.front(f"fp8_swiglu_{by}", arch, tensors[0].device)
@@ -213,7 +214,7 @@ class CublasLtBackend(Backend):
             if fits and taken_as_is(gate_up, out, bias):
                 behind(s, gate_up.shape[0], gate_up, tensors, out, bias)
             else:
-                self.run(plan, prepared, silu_times_up(gate_up), out, bias)
+                self.run(plan, prepared, swiglu.product(gate_up), out, bias)
 
         return launch
 

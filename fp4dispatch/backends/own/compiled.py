@@ -370,9 +370,12 @@ class CompiledBackend(Backend):
         s: State = plan.state
         layout, w = s.layout, prepared.tensors
         device = w[0].device
-        if not s.swiglu or layout.kp != layout.k or not swiglu.built_for(gpu_of(device)[0], layout.k):
+        if not s.swiglu or layout.kp != layout.k:
             return None
-        front = swiglu.front(s.swiglu, gpu_of(device)[0], device)
+        arch = gpu_of(device)[0]
+        if not swiglu.built_for(swiglu.kernel_of(s.swiglu), arch, layout.k):
+            return None
+        front = swiglu.front(s.swiglu, arch, device)
         if front is None:
             return None
         if s.swiglu == swiglu.PRODUCT:

@@ -79,7 +79,7 @@ class CutlassBackend(CompiledBackend):
         m, (gemm, quantizer) = problem.m, loaded
         workspace_bytes = gemm.module.workspace_size(m, layout.np, layout.kp)
         view: Callable[[list[Tensor]], tuple[Tensor, ...]] = tuple
-        at_once = None
+        at_once, gated = None, ""
         if problem.op == "nvfp4_gemm":
             launch, quantize = _launch_nvfp4, quantizer.module.nvfp4_quantize
             sf = (round_up(m, 128), round_up(layout.kp // formats.NVFP4_BLOCK, 4))
@@ -89,13 +89,13 @@ class CutlassBackend(CompiledBackend):
             launch = _launch_fp8 if at_once is None else _launch_fp8_at_once
             parts = [Part((m, layout.kp), torch.float8_e4m3fn)]
             if problem.scaling == "block128":
-                quantize = quantizer.module.fp8_quantize_1x128
+                quantize, gated = quantizer.module.fp8_quantize_1x128, "fp8_swiglu_1x128"
                 parts.append(Part(_columns(m, layout.kp), torch.float32))
                 view = _transposed(m)
             elif layout.has_input_scale:
-                quantize = quantizer.module.fp8_quantize_tensor
+                quantize, gated = quantizer.module.fp8_quantize_tensor, "fp8_swiglu_tensor"
             else:
-                quantize = quantizer.module.fp8_quantize_row
+                quantize, gated = quantizer.module.fp8_quantize_row, "fp8_swiglu_row"
                 parts.append(Part((m,), torch.float32))
         return _State(
             m,
@@ -106,6 +106,7 @@ class CutlassBackend(CompiledBackend):
             quantize,
             quantizer.pdl,
             Scratch(device, [*parts, Part((workspace_bytes,), torch.uint8)], view),
+            swiglu=gated,
             at_once=at_once,
             workspace_bytes=workspace_bytes,
         )

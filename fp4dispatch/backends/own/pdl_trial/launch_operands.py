@@ -140,6 +140,8 @@ ENTRIES: dict[str, tuple[Entry, ...]] = {
         Entry("w8_swiglu_row", ("gate_up", "out_packed", "out_token_scale")),
         Entry("w8_swiglu_tensor", ("gate_up", "out_packed", "one")),
         Entry("w8_swiglu_block", ("gate_up", "out_packed", "out_token_blocks")),
+    ),
+    "swiglu_rows": (
         Entry("fp8_swiglu_row", ("gate_up", "out_a8", "out_token_scale")),
         Entry("fp8_swiglu_tensor", ("gate_up", "out_a8", "one")),
         Entry("fp8_swiglu_1x128", ("gate_up", "out_a8", "out_a8_blocks")),
