@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = (
     *("test_race.py", "test_selfcheck.py", "test_graphs.py", "test_system_gpu.py"),
-    *("test_capture_guards.py", "test_tuning.py", "test_bench.py"),
+    *("test_capture_guards.py", "test_tuning.py", "test_bench.py", "test_swiglu_room.py"),
 )
 """Files that measure time, memory or the whole card: never beside other tests."""
 INTERRUPTED = 2  # pytest's exit code

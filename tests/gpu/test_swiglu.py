@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -405,35 +404,6 @@ def test_few_tokens_of_16_bits_take_two_kernels() -> None:
         together = kernels_of(lambda layer=layer, x=x: layer.swiglu(x))
         assert len(together) == 2
         assert "swiglu_rows" in together[0]
-
-
-def test_the_gemm_finds_room_beside_it() -> None:
-    """A CTA of the GEMM on each SM, also on those that run SwiGLU; two on one SM would take twice as long.
-
-    Torch's operations end before the GEMM starts, so that it finds room whatever they leave of shared memory.
-    """
-    down = [CASES["w4a16"](k=14_336, n=4096) for _ in range(4)]  # more weights than L2 holds
-    x = gate_up(1, 14_336)
-
-    def together() -> Tensor:
-        return torch.cat([layer.swiglu(x.clone()) for layer in down])
-
-    def apart() -> Tensor:
-        return torch.cat([layer(swiglu(x.clone())) for layer in down])
-
-    assert torch.equal(together(), apart())
-    times: dict[Any, list[float]] = {together: [], apart: []}
-    graphs = {call: captured(call)[0] for call in times}
-    for _ in range(11):
-        for call, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[call].append(begin.elapsed_time(end))
-    fused, separate = (statistics.median(times[call]) for call in (together, apart))
-    assert fused < separate, f"{fused * 250:.1f} us a layer, {separate * 250:.1f} with torch's operations"
 
 
 @kinds
