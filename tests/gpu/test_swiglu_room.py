@@ -1,4 +1,4 @@
-"""SwiGLU before a GEMM on 16-bit activations leaves it room on each SM: seen by time, so nothing may run beside this."""
+"""SwiGLU before a GEMM on 16-bit activations leaves it room on each SM. Seen by time: nothing may run beside this."""
 
 from __future__ import annotations
 
