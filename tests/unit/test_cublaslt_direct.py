@@ -311,7 +311,9 @@ def test_swiglu_takes_the_place_of_the_quantiser(scaling, static, dtype, biased,
         assert len(library.launches) == (0 if operator else 1)
 
 
-@pytest.mark.parametrize("change", ["strided", "misaligned", "another bias", "no rows for the padding"])
+@pytest.mark.parametrize(
+    "change", ["strided", "misaligned", "another bias", "a bias without a plan", "no rows for the padding"]
+)
 @pytest.mark.parametrize("scaling", ["row", "block128"])
 def test_what_does_not_fit_runs_as_separate_operations(change, scaling, library, fronts):
     subject, bias = planned(weights(scaling), 4), None
@@ -326,6 +328,8 @@ def test_what_does_not_fit_runs_as_separate_operations(change, scaling, library,
         if scaling == "row":
             subject = backend, plan, prepared = planned(weights(scaling), 4, bias=True)
         bias = torch.randn(128)
+    elif change == "a bias without a plan":
+        bias = torch.randn(128).bfloat16()
     elif scaling == "row":
         pytest.skip("asks for none")
     else:

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from fp4dispatch import formats
+from fp4dispatch.backends.activations import swiglu as silu_times_up
 from fp4dispatch.backends.base import LinearWeights, Plan, QuantizedActivation
-from fp4dispatch.backends.own import compiled, cutlass, scratch
+from fp4dispatch.backends.own import compiled, cutlass, scratch, swiglu
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.problem import Problem
-from tests import pdl_fake
+from tests import pdl_fake, swiglu_fake
 
 E4M3 = torch.float8_e4m3fn
 STREAM = [7]
@@ -164,6 +165,43 @@ def test_it_computes_what_the_reference_does(gemm, at_once, scaling, n, k, m, st
         torch.testing.assert_close(out, expected(w, x, values, m), rtol=0.02, atol=0.02)
     assert all(not pdl for *_, pdl in gemm.calls)  # the GEMM is not proven here, the quantiser is
     assert gemm.at_once == (2 if at_once and scaling != "nvfp4" else 0)
+    assert len(gemm.calls) == 2
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("scaling", "static", "function"),
+    [
+        ("tensor", True, "fp8_swiglu_tensor"),
+        ("tensor", False, "fp8_swiglu_row"),
+        ("row", False, "fp8_swiglu_row"),
+        ("block128", False, "fp8_swiglu_1x128"),
+        ("nvfp4", False, None),
+    ],
+)
+def test_swiglu_takes_the_place_of_an_fp8_quantiser(gemm, at_once, scaling, static, function, monkeypatch):
+    monkeypatch.setattr(cutlass, "_AT_ONCE", ("gemm",) if at_once else ())
+    launched, load = [], compiled.jit.load
+    module = swiglu_fake.module(launched)
+
+    def load_too(kernel, variant, arch):
+        if kernel == swiglu.ROWS:
+            return SimpleNamespace(module=module, pdl_allowed=True)
+        return load(kernel, variant, arch)
+
+    monkeypatch.setattr(compiled.jit, "load", load_too)
+    monkeypatch.setattr(swiglu, "_known", {})
+    backend, prepared, plan = planned(weights(scaling, 64, 128, torch.tensor(0.01) if static else None), 5)
+    launch = backend.swiglu(plan, prepared)
+    if function is None:
+        assert launch is None
+        return
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    want, got = (torch.full((5, 64), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    backend.run(plan, prepared, silu_times_up(x), want)
+    launch(x, got, None)
+    assert torch.equal(got, want)
+    assert launched == [(function, 5, 256)]
     assert len(gemm.calls) == 2
 
 

@@ -68,8 +68,9 @@ def test_a_range_names_the_tokens_where_the_output_has_more_rows(ranges, monkeyp
     layer._forget()
     routes.LayerSpec.parse.cache_clear()
     del ranges[:]
-    assert layer(x).shape == (3, 48)
-    assert ranges == [RANGE.format("nvfp4_gemm", 3), "/"]
+    for _ in range(2):  # with a plan to make, and on the fast path
+        assert layer(x).shape == (3, 48)
+    assert ranges == [RANGE.format("nvfp4_gemm", 3), "/"] * 2
 
 
 def test_a_range_ends_when_a_launch_fails(ranges, monkeypatch):

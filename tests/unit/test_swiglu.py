@@ -399,6 +399,44 @@ def test_a_capture_does_not_load_the_product(monkeypatch):
     assert len(made.launched) == 2
 
 
+def test_other_routes_take_the_product_of_one_kernel(monkeypatch):
+    """Planned, on the fast path, and by the operator."""
+    made, lin = Product(monkeypatch), layer()
+    x = gate_up(3)
+    want = lin(swiglu(x))
+    bound = lin.bind()
+    stored = [lin._buffers[name] for name in lin._names[torch.bfloat16][1]]
+    for launches in (1, 2):
+        assert torch.equal(lin.swiglu(x), want)
+        assert len(made.launched) == launches
+    assert torch.equal(ops.swiglu_linear(x, bound.tensors, stored, lin.bias, bound.spec.text), want)
+    assert len(made.launched) == 3
+
+
+def test_a_launch_gets_the_rows_that_its_backend_asks_for(monkeypatch):
+    lin, x, shapes = layer(), gate_up(3), []
+    want = lin(swiglu(x))
+    reference = type(routes.choose.instance("reference"))
+
+    def from_gate_up(self, plan, prepared):
+        def launch(given, out, bias):
+            shapes.append(tuple(out.shape))
+            self.run(plan, prepared, swiglu(given), out[:3], bias)
+
+        return launch
+
+    monkeypatch.setattr(reference, "out_rows", lambda *_: 4)
+    monkeypatch.setattr(reference, "swiglu", from_gate_up)
+    bound = lin.bind()
+    stored = [lin._buffers[name] for name in lin._names[torch.bfloat16][1]]
+    got = [lin.swiglu(x), lin.swiglu(x), ops.swiglu_linear(x, bound.tensors, stored, lin.bias, bound.spec.text)]
+    for y in got:
+        assert torch.equal(y, want)
+        assert y.untyped_storage().nbytes() == 4 * N * 2
+    assert shapes == [(4, N)] * 3
+    assert bound.gated[3].rows == 4
+
+
 def test_a_product_with_other_bits_or_without_a_compiler_is_torchs(monkeypatch, caplog):
     made, x = Product(monkeypatch, silu=lambda gate: F.silu(gate) * 1.01), torch.randn(3, 64).bfloat16()
     for _ in range(2):
