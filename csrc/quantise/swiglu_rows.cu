@@ -46,15 +46,10 @@ void swiglu_product(TensorView x, TensorView out, bool enable_pdl) {
   tvm::ffi::CUDADeviceGuard guard(device);
   int64_t const tiles = divide_up(k / kVector, int64_t(kThreads));
   Shape const shape{dim3(unsigned(x.size(0) * tiles)), dim3(kThreads), 1};
-  auto const go = [&](auto const* data) {
+  with_elements(x, [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
     launch(swiglu_rows<T>, shape, device, enable_pdl, data, input_stride(x), data_of<T>(out), k, tiles);
-  };
-  if (same(x.dtype(), kBF16)) {
-    go(data_of<__nv_bfloat16>(x));
-  } else {
-    go(data_of<__half>(x));
-  }
+  });
 }
 
 }  // namespace fp4d
