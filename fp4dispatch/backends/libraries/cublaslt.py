@@ -30,7 +30,9 @@ from torch import Tensor
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.libraries.cublaslt_direct import M_OF_BLOCKS, DirectGemms, direct_gemms
 from fp4dispatch.backends.libraries.cublaslt_gemms import (
+    Kind,
     State,
+    kind_of,
     launch_behind,
     launch_of,
     parts_of,
@@ -69,6 +71,15 @@ DOUBT = 1.08
 """Times of what the model of cuBLASLt by row says: it is off by 4 to 5 % with corrections and by 10 % without, and a
 choice is for a range of M. Of 1.08, 1.04 and 1.00 this costs least (bench/notes/corrections.md). Under block scales
 1.00 costs least (bench/notes/block-scales.md)."""
+
+
+_FRONTS: dict[Kind, str] = {
+    "block": "fp8_swiglu_1x128",
+    "row": "fp8_swiglu_row",
+    "static": "fp8_swiglu_tensor",
+    "static_row": "fp8_swiglu_tensor",
+}
+"""The function of SwiGLU that takes the place of a launch's quantiser."""
 
 
 class CublasLtBackend(Backend):
@@ -198,13 +209,10 @@ class CublasLtBackend(Backend):
         """Return the launch behind the kernel of SwiGLU and the quantiser; None where something is padded."""
         s: State = plan.state
         layout, tensors = s.layout, prepared.tensors
-        arch = _arch_of(tensors[0])
-        if s.behind is None or layout.scaling == "nvfp4" or arch is None:
+        arch, function = _arch_of(tensors[0]), _FRONTS.get(kind_of(layout))
+        if s.behind is None or function is None or arch is None or not swiglu.built_for(swiglu.ROWS, arch, layout.k):
             return None
-        if not swiglu.built_for(swiglu.ROWS, arch, layout.k):
-            return None
-        by = "1x128" if layout.scaling == "block128" else "tensor" if layout.has_input_scale else "row"
-        front = swiglu.front(f"fp8_swiglu_{by}", arch, tensors[0].device)
+        front = swiglu.front(function, arch, tensors[0].device)
         if front is None:
             return None
         behind = s.behind(front)

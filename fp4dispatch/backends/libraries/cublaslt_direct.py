@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.libraries.cublaslt_gemms import Launch, parts_of, view_of
+from fp4dispatch.backends.libraries.cublaslt_gemms import Kind, Launch, kind_of, parts_of, view_of
 from fp4dispatch.backends.libraries.cublaslt_weights import Layout
 from fp4dispatch.backends.own.scratch import ARENA_BYTES, Part, Scratch
 from fp4dispatch.backends.own.swiglu import Front
@@ -72,12 +72,14 @@ class DirectGemms:
         self._known: dict[int, tuple[Gemm, Scratch, int | None]] = {}
 
     def launch(self, layout: Layout) -> Launch:
-        """Return the launch for weights of a layout."""
-        if layout.scaling == "block128":
-            return self.block
-        if not layout.has_input_scale:
-            return self.row
-        return self.static_row if layout.per_row else self.static
+        """Return the launch for FP8 weights of a layout."""
+        launches: dict[Kind, Launch] = {
+            "block": self.block,
+            "row": self.row,
+            "static": self.static,
+            "static_row": self.static_row,
+        }
+        return launches[kind_of(layout)]
 
     def behind(self, layout: Layout, front: Front) -> Launch:
         """Return :meth:`launch` behind a kernel that quantises something else in place of x."""

@@ -7,7 +7,7 @@ caller must still apply.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from fp4dispatch.problem import Problem, SfLayout
 # torch.nn.functional.ScalingType and SwizzleType as the integers that the operator takes
 _TENSORWISE, _BLOCK_1X16, _BLOCK_1X128, _BLOCK_128X128 = 0, 2, 4, 5
 _NO_SWIZZLE, _SWIZZLE_32_4_4 = 0, 1
+
+Kind = Literal["nvfp4", "block", "row", "static", "static_row"]
+"""How activations are scaled: by one scale for all tokens (``static``) where the layer has it. ``static_row``: it is
+multiplied into the row scales of the weight."""
 
 Launch = Callable[["State", int, Tensor, tuple[Tensor, ...], Tensor, "Tensor | None"], None]
 
@@ -59,15 +63,20 @@ class State(NamedTuple):
     ones: Tensor
 
 
+def kind_of(layout: Layout) -> Kind:
+    """Return the kind of launch that weights of a layout need."""
+    if layout.scaling == "nvfp4":
+        return "nvfp4"
+    if layout.scaling == "block128":
+        return "block"
+    if not layout.has_input_scale:
+        return "row"
+    return "static_row" if layout.per_row else "static"
+
+
 def launch_of(layout: Layout) -> Launch:
     """Return the launch for weights of a layout."""
-    if layout.scaling == "nvfp4":
-        return _launch_nvfp4
-    if layout.scaling == "block128":
-        return _launch_block128
-    if not layout.has_input_scale:
-        return _launch_row
-    return _launch_static_row if layout.per_row else _launch_static
+    return _LAUNCHES[kind_of(layout)]
 
 
 def launch_behind(layout: Layout, front: Front) -> Launch:
@@ -139,6 +148,15 @@ def _launch_nvfp4(s: State, m: int, x: Tensor, tensors: tuple[Tensor, ...], d: T
     q, sf = s.scratch(m)
     s.nvfp4.quantize(x, scale, q, sf, s.nvfp4.pdl)
     _nvfp4_gemm(q, sf, scale.reshape(()), tensors[0], tensors[1], tensors[2].reshape(()), bias, d)
+
+
+_LAUNCHES: dict[Kind, Launch] = {
+    "nvfp4": _launch_nvfp4,
+    "block": _launch_block128,
+    "row": _launch_row,
+    "static": _launch_static,
+    "static_row": _launch_static_row,
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
