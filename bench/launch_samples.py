@@ -393,6 +393,7 @@ def main() -> int:
     parser.add_argument(
         "--small", action="store_true", help=f"of the problems drawn only weights under {sampling.SMALL:,} elements"
     )
+    parser.add_argument("--rows", type=int, nargs=2, metavar=("LEAST", "MOST"), help="only weights of so many rows")
     parser.add_argument("--device")
     args = parser.parse_args()
     if unknown := {*(args.families or ())} - {name_of(f) for f in FAMILIES}:
@@ -413,6 +414,10 @@ def main() -> int:
     if args.small:
         drawn = replace(drawn, shapes=tuple(each for each in drawn.shapes if each[0].n * each[0].k < sampling.SMALL))
     subject = f"{'small ' if args.small else ''}seed {args.seed}"
+    if args.rows is not None:
+        least, most = args.rows
+        drawn = replace(drawn, shapes=tuple(each for each in drawn.shapes if least <= each[0].n <= most))
+        subject = f"rows {least} to {most} {subject}"
     path = args.out / records.name({"kind": KIND, "subject": subject, "facts": facts})
     method = METHOD.format(what=WHAT[args.whole])
     found = before(path, args.seed, args.commit, facts["device"], method)

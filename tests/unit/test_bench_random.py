@@ -250,6 +250,22 @@ def test_samples_of_small_weights_alone(few, monkeypatch, tmp_path):
     assert 0 < found["drawn"] == len(drawn) < len(every)
 
 
+def test_samples_of_some_numbers_of_rows(few, monkeypatch, tmp_path):
+    random_cases.kernels(monkeypatch)
+    asked = "--problems", "8", "--near", "0", "--families", "w4a8 nvfp4"
+    assert sampled(monkeypatch, tmp_path, *asked) == 0
+    every = records.read(tmp_path / "launch-samples-seed-3-h200.json")["problems"]
+    least, *_, most = sorted({each["n"] for each in every})
+    for rows in ((least, most), (least + 1, most), (least, most - 1)):
+        kept = [each for each in every if each["n"] in range(rows[0], rows[1] + 1)]
+        assert sampled(monkeypatch, tmp_path, *asked, "--rows", *map(str, rows)) == 0
+        found = records.read(tmp_path / f"launch-samples-rows-{rows[0]}-to-{rows[1]}-seed-3-h200.json")
+        assert [(each["n"], each["k"], each["m"]) for each in found["problems"]] == [
+            (each["n"], each["k"], each["m"]) for each in kept
+        ]
+        assert 0 < found["drawn"] == len(kept) <= len(every)
+
+
 FEW = "--near", "0"
 
 
