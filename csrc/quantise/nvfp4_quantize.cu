@@ -125,15 +125,10 @@ void run(TensorView x, TensorView global_scale, TensorView q, TensorView sf, boo
   if (m == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
   Shape const shape = shape_of(padded_rows, words * 4, 4);
-  auto const start = [&](auto const* data) {
+  with_elements(x, [&](auto const* data) {
     launch(quantize_nvfp4<std::decay_t<decltype(*data)>>, shape, device, enable_pdl, data, input_stride(x),
            data_of<float>(global_scale), data_of<uint8_t>(q), data_of<uint32_t>(sf), m, padded_rows, k);
-  };
-  if (same(x.dtype(), kBF16)) {
-    start(data_of<__nv_bfloat16>(x));
-  } else {
-    start(data_of<__half>(x));
-  }
+  });
 }
 
 }  // namespace fp4d

@@ -13,6 +13,7 @@
 #include "common/async_copy.h"
 #include "common/divide_up.h"
 #include "common/packed_tokens.h"
+#include "common/per_device.h"
 #include "quantise/quantize.h"
 
 namespace fp4d {
@@ -112,7 +113,7 @@ __device__ inline uint4 quantize(uint4 const (&raw)[2], E4m3Divisor divisor, boo
 
 // 2^`parts_log2` blocks a token, a cluster where they look for a scale; their warps take turns along K, 512 k at a
 // time. `blocks` of 128 k.
-template <class Source, class T, bool dynamic, bool transposed, int each>
+template <class Source, class T, bool dynamic, bool transposed, int each, bool once>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_tokens(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
                     int rows, int k, int blocks, int parts_log2) {
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   T const* const row = padding ? x : x + token * x_stride;
   int const row_k = padding ? 0 : k, tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
   auto const load = [&](int tile, int i) {
-    return load_padded<Source>(row, (tile * 2 + i) * 32 + lane, row_k);
+    return load_padded<Source, once>(row, (tile * 2 + i) * 32 + lane, row_k);
   };
 
   uint4 cached[2 * each];
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
 // A warp a token, eight tokens a block. A lane has `vectors` times 8 elements of a step, which has one scale for 16 /
 // `vectors` lanes: two vectors share what a scale costs, one lets more warps run. `tiles` blocks along K do `each`
 // steps each, of `blocks` of 128 k.
-template <class Source, class T, int each, int vectors>
+template <class Source, class T, int each, int vectors, bool once>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
     quantize_blocks(T const* x, int64_t x_stride, uint8_t* packed, float* scale, int64_t token_blocks,
                     int rows, int k, int blocks, int tiles) {
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   for (int i = 0; i < each; ++i) {
 #pragma unroll
     for (int v = 0; v < vectors; ++v)
-      raw[i][v] = load_padded<Source>(row, ((first + i) * 32 + lane) * vectors + v, padding ? 0 : k);
+      raw[i][v] = load_padded<Source, once>(row, ((first + i) * 32 + lane) * vectors + v, padding ? 0 : k);
   }
   uint8_t* const to = column_of(packed, token, lane % kLanes * vectors / 2) + lane * vectors % 2 * 8;
 #pragma unroll
@@ -225,6 +226,18 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksAtOnce)
   }
 }
 
+// Whether x takes so much of L2 that it is read `once`: from 2/5 on what is written gains more than the next reader of x
+// would lose (bench/notes/quantisers.md).
+inline bool read_once(TensorView x, int device) {
+  static PerDevice<int> sizes;
+  int const bytes = sizes.of(device, [device] {
+    int value = 0;
+    TVM_FFI_CHECK_CUDA_ERROR(cudaDeviceGetAttribute(&value, cudaDevAttrL2CacheSize, device));
+    return value;
+  });
+  return x.size(0) * x.size(1) * 2 > int64_t(bytes) * 2 / 5;
+}
+
 template <class Source>
 void check_both(TensorView x, TensorView packed) {
   Source::check(x);
@@ -244,7 +257,7 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   int64_t const tiles = (blocks + kWarpBlocks - 1) / kWarpBlocks;
   // As little a warp as lets all tokens run at once, for latency.
   int64_t const wanted = tokens * tiles / Source::kWarps + 1;
-  auto const go = [&](auto const* data, auto each) {
+  auto const go = [&](auto const* data, auto each, auto once) {
     using T = std::decay_t<decltype(*data)>;
     int64_t const warps = (tiles + each - 1) / each;
     int64_t parts_log2 = 0;
@@ -252,25 +265,23 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
     unsigned const parts = 1u << parts_log2;
     int64_t const threads = std::min<int64_t>(kMaxThreads, (warps + parts - 1) / parts * 32);
     Shape const shape{dim3(unsigned(tokens * parts)), dim3(unsigned(threads)), dynamic ? parts : 1u};
-    launch(quantize_tokens<Source, T, dynamic, transposed, each>, shape, device, enable_pdl, data,
+    launch(quantize_tokens<Source, T, dynamic, transposed, each, once>, shape, device, enable_pdl, data,
            input_stride(x), data_of<uint8_t>(packed), data_of<float>(scale), packed.size(1), x.size(0),
            Source::k_of(x), blocks, parts_log2);
   };
-  auto const sized = [&](auto const* data) {
+  with_elements(x, [&](auto const* data) {
+    using T = std::decay_t<decltype(*data)>;
+    using Most = std::integral_constant<int, Source::template kMostVectors<T> / 2>;
     if (wanted <= 1) {
-      go(data, std::integral_constant<int, 1>{});
+      go(data, std::integral_constant<int, 1>{}, std::false_type{});
     } else if (wanted <= 2) {
-      go(data, std::integral_constant<int, 2>{});
+      go(data, std::integral_constant<int, 2>{}, std::false_type{});
+    } else if (!read_once(x, device)) {
+      go(data, Most{}, std::false_type{});
     } else {
-      using T = std::decay_t<decltype(*data)>;
-      go(data, std::integral_constant<int, Source::template kMostVectors<T> / 2>{});
+      go(data, Most{}, std::true_type{});
     }
-  };
-  if (same(x.dtype(), kBF16)) {
-    sized(data_of<__nv_bfloat16>(x));
-  } else {
-    sized(data_of<__half>(x));
-  }
+  });
 }
 
 template <class Source>
@@ -282,23 +293,24 @@ void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enab
   if (x.size(0) == 0) return;
   tvm::ffi::CUDADeviceGuard guard(device);
   int64_t const blocks = packed.size(0), token_blocks = packed.size(1), tokens = token_blocks * kBlockTokens;
-  auto const on = [&](auto const* data) {
+  with_elements(x, [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
     auto const go = [&](auto each, auto vectors) {
       int64_t const tiles = divide_up(blocks, int64_t(2 * each * vectors));
       Shape const shape{dim3(unsigned(token_blocks * tiles)), dim3(kThreads), 1};
-      launch(quantize_blocks<Source, T, each, vectors>, shape, device, enable_pdl, data, input_stride(x),
-             data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0), Source::k_of(x),
-             blocks, tiles);
+      auto const with = [&](auto once) {
+        launch(quantize_blocks<Source, T, each, vectors, once>, shape, device, enable_pdl, data,
+               input_stride(x), data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0),
+               Source::k_of(x), blocks, tiles);
+      };
+      if constexpr (each > 1) {  // the most: fewer stay in L2
+        if (read_once(x, device)) return with(std::true_type{});
+      }
+      with(std::false_type{});
     };
     sized_for_a_wave(tokens * divide_up(blocks, int64_t(2)), tokens * divide_up(blocks, int64_t(4)), true,
                      go);
-  };
-  if (same(x.dtype(), kBF16)) {
-    on(data_of<__nv_bfloat16>(x));
-  } else {
-    on(data_of<__half>(x));
-  }
+  });
 }
 
 }  // namespace fp4d

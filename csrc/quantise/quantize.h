@@ -244,6 +244,16 @@ void launch(void (*kernel)(Params...), Shape shape, int device, bool enable_pdl,
   TVM_FFI_CHECK_CUDA_ERROR(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
 }
 
+// `go` gets the data of x, bf16 or fp16.
+template <class Go>
+void with_elements(TensorView x, Go&& go) {
+  if (same(x.dtype(), kBF16)) {
+    go(data_of<__nv_bfloat16>(x));
+  } else {
+    go(data_of<__half>(x));
+  }
+}
+
 // x: bf16 or fp16 [M, K], K contiguous and a multiple of `multiple`, rows 16-byte aligned.
 inline void check_input(TensorView x, int64_t multiple) {
   Arg const arg{"x", x};
@@ -265,27 +275,34 @@ inline int64_t round_up(int64_t value, int64_t to) { return std::max(to, (value 
 
 inline int64_t input_stride(TensorView x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
 
-// What is quantised, as a policy of the kernels and their launches: `at` returns 8 of a token's `k` elements, `check` refuses
-// tensors that it cannot read, and `k_of` returns the elements of a token. Where a token has two passes, a thread keeps up to
-// `kMostVectors` times 8 elements in registers between them, as few as let `kWarps` run at once. This one has the elements as
-// they are, K a multiple of `multiple`.
+// 16 bytes. `once`: L2 forgets them first, so that it keeps what is written instead.
+template <bool once>
+__device__ inline uint4 load_vector(uint4 const* from) {
+  if constexpr (once) return __ldcs(from);
+  return *from;
+}
+
+// What is quantised, as a policy of the kernels and their launches: `at` returns 8 of a token's `k` elements (`once` as above),
+// `check` refuses tensors that it cannot read, and `k_of` returns the elements of a token. Where a token has two passes, a thread
+// keeps up to `kMostVectors` times 8 elements in registers between them, as few as let `kWarps` run at once. This one has the
+// elements as they are, K a multiple of `multiple`.
 template <int multiple>
 struct Rows {
   template <class T>
   static constexpr int kMostVectors = 8;
   static constexpr int64_t kWarps = kWaveWarps;
-  template <class T, class Index>
+  template <bool once = false, class T, class Index>
   __device__ static uint4 at(T const* row, Index vector, int) {
-    return reinterpret_cast<uint4 const*>(row)[vector];
+    return load_vector<once>(reinterpret_cast<uint4 const*>(row) + vector);
   }
   static void check(TensorView x) { check_input(x, multiple); }
   static int64_t k_of(TensorView x) { return x.size(1); }
 };
 
 // Zeros beyond a token's `k` elements, a multiple of kVector.
-template <class Source, class T>
+template <class Source, bool once, class T>
 __device__ inline uint4 load_padded(T const* row, int vector, int k) {
-  return vector < k / kVector ? Source::at(row, vector, k) : uint4{};
+  return vector < k / kVector ? Source::template at<once>(row, vector, k) : uint4{};
 }
 
 }  // namespace fp4d

@@ -127,16 +127,6 @@ int check_rows(TensorView x, TensorView q, TensorView scale) {
   return x.size(0) == 0 ? -1 : device;
 }
 
-// `launch` gets the data of x.
-template <class Launch>
-void with_elements(TensorView x, Launch&& launch) {
-  if (same(x.dtype(), kBF16)) {
-    launch(data_of<__nv_bfloat16>(x));
-  } else {
-    launch(data_of<__half>(x));
-  }
-}
-
 template <class Source>
 void quantize_by_row(TensorView x, TensorView q, TensorView scale, bool enable_pdl) {
   int const device = check_rows<Source>(x, q, scale);

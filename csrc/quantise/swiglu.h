@@ -70,10 +70,10 @@ struct SwiGlu {
   template <class T>
   static constexpr int kMostVectors = std::is_same_v<T, __half> ? 4 : 8;  // 8 do not fit beside expf
   static constexpr int64_t kWarps = 2 * kWaveWarps;  // each element takes a thread longer than loading it
-  template <class T, class Index>
+  template <bool once = false, class T, class Index>
   __device__ static uint4 at(T const* row, Index vector, int k) {
-    auto const* const from = reinterpret_cast<uint4 const*>(row);
-    return swiglu<T>(from[vector], from[k / kVector + vector]);
+    auto const* const from = reinterpret_cast<uint4 const*>(row) + vector;
+    return swiglu<T>(load_vector<once>(from), load_vector<once>(from + k / kVector));
   }
   static void check(TensorView x) { check_input(x, 2 * multiple); }
   static int64_t k_of(TensorView x) { return x.size(1) / 2; }
