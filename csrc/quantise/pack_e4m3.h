@@ -271,15 +271,19 @@ void quantize_e4m3(TensorView x, TensorView packed, TensorView scale, bool enabl
   };
   with_elements(x, [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
-    using Most = std::integral_constant<int, Source::template kMostVectors<T> / 2>;
+    auto const sized = [&](auto each) {
+      if (read_once(x, device)) {
+        go(data, each, std::true_type{});
+      } else {
+        go(data, each, std::false_type{});
+      }
+    };
     if (wanted <= 1) {
-      go(data, std::integral_constant<int, 1>{}, std::false_type{});
+      go(data, std::integral_constant<int, 1>{}, std::false_type{});  // too few to take much of L2
     } else if (wanted <= 2) {
-      go(data, std::integral_constant<int, 2>{}, std::false_type{});
-    } else if (!read_once(x, device)) {
-      go(data, Most{}, std::false_type{});
+      sized(std::integral_constant<int, 2>{});
     } else {
-      go(data, Most{}, std::true_type{});
+      sized(std::integral_constant<int, Source::template kMostVectors<T> / 2>{});
     }
   });
 }
@@ -303,7 +307,7 @@ void quantize_block(TensorView x, TensorView packed, TensorView scale, bool enab
                input_stride(x), data_of<uint8_t>(packed), data_of<float>(scale), token_blocks, x.size(0),
                Source::k_of(x), blocks, tiles);
       };
-      if constexpr (each > 1) {  // the most: fewer stay in L2
+      if constexpr (each > 1) {  // else too few to take much of L2
         if (read_once(x, device)) return with(std::true_type{});
       }
       with(std::false_type{});
