@@ -15,7 +15,7 @@ from fp4dispatch.jit.catalog.manifest import installed
 from tests import w8_fake
 from tests.gpu import test_kernels_w8_gemm as many
 from tests.gpu import test_kernels_w8a8 as few
-from tests.gpu.few_tokens import NK
+from tests.gpu.few_tokens import NK, WGMMA_M
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
 from tests.gpu.test_kernels_quantize import any_bits, assert_same, inputs, ordinary
 from tests.gpu.tiles import sees_one_wrong_element
@@ -139,7 +139,7 @@ def test_wrong_operands_of_the_quantiser_are_refused(name: str, change: Callable
 @pytest.mark.parametrize("nk", NK, ids=str)
 @pytest.mark.parametrize("variant", OUT_DTYPES)
 def test_few_tokens_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> None:
-    for m in few.M:
+    for m in WGMMA_M:
         problem = Blocks(OUT_DTYPES[variant], (m, *nk))
         problem.run(call_of("few", variant))
         problem.check(variant)

@@ -11,12 +11,10 @@ from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.tensors.folding import fold_e4m3
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.problem import Problem
-from fp4dispatch.problem.arch import Arch
 from tests import contract
+from tests.gpu.sm90 import SM90, needs_sm90
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("needs a GPU of sm_90", allow_module_level=True)
+pytestmark = [pytest.mark.gpu, needs_sm90]
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +25,7 @@ def bounds_alone(monkeypatch):
 
 @pytest.fixture(scope="module")
 def kernel():
-    return jit.load("w4_to_e4m3", "any", Arch(9, 0)).module.w4_to_e4m3
+    return jit.load("w4_to_e4m3", "any", SM90).module.w4_to_e4m3
 
 
 def every_value(n, k):
