@@ -344,6 +344,11 @@ def model_fit(problems: list[dict[str, Any]], gpu: launch_model.Gpu) -> dict[str
 # ---- Everything ----
 
 
+def only(drawn: sampling.Sample, wanted: Callable[[sampling.Drawn], bool]) -> sampling.Sample:
+    """Return what was drawn of some layers."""
+    return replace(drawn, shapes=tuple(each for each in drawn.shapes if wanted(each[0])))
+
+
 def gpu_facts(card: Card, engine: Engine) -> dict[str, Any]:
     """Return what the model needs to know of this GPU: name, SMs, caches, clocks in MHz, measured limits."""
     peaks = roofline.measure(card, engine)
@@ -411,13 +416,16 @@ def main() -> int:
         print(f"{len(builds(families))} builds: {time.monotonic() - start:.1f} s", flush=True)
     facts, gpu = machine.facts(card, args.commit), gpu_facts(card, engine)
     drawn = sampling.sample(args.seed, args.problems, least_m=args.m[0], most_m=args.m[1], each=EACH)
+    subject = f"seed {args.seed}"
     if args.small:
-        drawn = replace(drawn, shapes=tuple(each for each in drawn.shapes if each[0].n * each[0].k < sampling.SMALL))
-    subject = f"{'small ' if args.small else ''}seed {args.seed}"
+        drawn = only(drawn, lambda layer: layer.n * layer.k < sampling.SMALL)
+        subject = f"small {subject}"
     if args.rows is not None:
         least, most = args.rows
-        drawn = replace(drawn, shapes=tuple(each for each in drawn.shapes if least <= each[0].n <= most))
+        drawn = only(drawn, lambda layer: least <= layer.n <= most)
         subject = f"rows {least} to {most} {subject}"
+    if not drawn.shapes:
+        parser.error(f"none of the {args.problems} problems drawn is left for {subject}: draw more, or ask for others")
     path = args.out / records.name({"kind": KIND, "subject": subject, "facts": facts})
     method = METHOD.format(what=WHAT[args.whole])
     found = before(path, args.seed, args.commit, facts["device"], method)

@@ -250,7 +250,7 @@ def test_samples_of_small_weights_alone(few, monkeypatch, tmp_path):
     assert 0 < found["drawn"] == len(drawn) < len(every)
 
 
-def test_samples_of_some_numbers_of_rows(few, monkeypatch, tmp_path):
+def test_samples_of_some_numbers_of_rows(few, monkeypatch, tmp_path, capsys):
     random_cases.kernels(monkeypatch)
     asked = "--problems", "8", "--near", "0", "--families", "w4a8 nvfp4"
     assert sampled(monkeypatch, tmp_path, *asked) == 0
@@ -264,6 +264,9 @@ def test_samples_of_some_numbers_of_rows(few, monkeypatch, tmp_path):
             (each["n"], each["k"], each["m"]) for each in kept
         ]
         assert 0 < found["drawn"] == len(kept) <= len(every)
+    with pytest.raises(SystemExit, match="2"):
+        sampled(monkeypatch, tmp_path, *asked, "--rows", str(most), str(least))
+    assert f"none of the 8 problems drawn is left for rows {most} to {least} seed 3" in capsys.readouterr().err
 
 
 FEW = "--near", "0"
