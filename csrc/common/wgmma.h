@@ -66,6 +66,7 @@ __device__ __forceinline__ void wgmma_wait() {
   "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FP4D_R104 FP4D_R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define FP4D_R112 FP4D_R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define FP4D_R120 FP4D_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define FP4D_R128                                                                                \
   FP4D_R64                                                                                       \
   ", "                                                                                           \
@@ -79,23 +80,55 @@ __device__ __forceinline__ void wgmma_wait() {
   FP4D_D4(i), FP4D_D4(i + 4), FP4D_D4(i + 8), FP4D_D4(i + 12), FP4D_D4(i + 16), FP4D_D4(i + 20), \
       FP4D_D4(i + 24), FP4D_D4(i + 28)
 #define FP4D_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-// Up to 96 tokens, 16-bit operands. `types` is a literal.
-#define FP4D_WGMMA_FEW(types)                                                                                \
-  if constexpr (T == 8) {                                                                                    \
-    FP4D_WGMMA("m64n8k16", types, FP4D_R4, "{%4, %5, %6, %7}, %8", "1, 1, 0", FP4D_D4(0));                   \
-  } else if constexpr (T == 16) {                                                                            \
-    FP4D_WGMMA("m64n16k16", types, FP4D_R8, "{%8, %9, %10, %11}, %12", "1, 1, 0", FP4D_D4(0), FP4D_D4(4));   \
-  } else if constexpr (T == 32) {                                                                            \
-    FP4D_WGMMA("m64n32k16", types, FP4D_R16, "{%16, %17, %18, %19}, %20", "1, 1, 0", FP4D_D4(0), FP4D_D4(4), \
-               FP4D_D4(8), FP4D_D4(12));                                                                     \
-  } else if constexpr (T == 48) {                                                                            \
-    FP4D_WGMMA("m64n48k16", types, FP4D_R24, "{%24, %25, %26, %27}, %28", "1, 1, 0", FP4D_D16(0),            \
-               FP4D_D4(16), FP4D_D4(20));                                                                    \
-  } else if constexpr (T == 64) {                                                                            \
-    FP4D_WGMMA("m64n64k16", types, FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));           \
-  } else if constexpr (T == 96) {                                                                            \
-    FP4D_WGMMA("m64n96k16", types, FP4D_R48, "{%48, %49, %50, %51}, %52", "1, 1, 0", FP4D_D32(0),            \
-               FP4D_D16(32));                                                                                \
+// 16-bit operands. `types` is a literal.
+#define FP4D_WGMMA_16BIT(types)                                                                            \
+  if constexpr (T == 8) {                                                                                  \
+    FP4D_WGMMA("m64n8k16", types, FP4D_R4, "{%4, %5, %6, %7}, %8", "1, 1, 0", FP4D_D4(0));                 \
+  } else if constexpr (T == 16) {                                                                          \
+    FP4D_WGMMA("m64n16k16", types, FP4D_R8, "{%8, %9, %10, %11}, %12", "1, 1, 0", FP4D_D4(0), FP4D_D4(4)); \
+  } else if constexpr (T == 32) {                                                                          \
+    FP4D_WGMMA("m64n32k16", types, FP4D_R16, "{%16, %17, %18, %19}, %20", "1, 1, 0", FP4D_D16(0));         \
+  } else if constexpr (T == 48) {                                                                          \
+    FP4D_WGMMA("m64n48k16", types, FP4D_R24, "{%24, %25, %26, %27}, %28", "1, 1, 0", FP4D_D16(0),          \
+               FP4D_D4(16), FP4D_D4(20));                                                                  \
+  } else if constexpr (T == 64) {                                                                          \
+    FP4D_WGMMA("m64n64k16", types, FP4D_R32, "{%32, %33, %34, %35}, %36", "1, 1, 0", FP4D_D32(0));         \
+  } else if constexpr (T == 80) {                                                                          \
+    FP4D_WGMMA("m64n80k16", types, FP4D_R40, "{%40, %41, %42, %43}, %44", "1, 1, 0", FP4D_D32(0),          \
+               FP4D_D4(32), FP4D_D4(36));                                                                  \
+  } else if constexpr (T == 96) {                                                                          \
+    FP4D_WGMMA("m64n96k16", types, FP4D_R48, "{%48, %49, %50, %51}, %52", "1, 1, 0", FP4D_D32(0),          \
+               FP4D_D16(32));                                                                              \
+  } else if constexpr (T == 112) {                                                                         \
+    FP4D_WGMMA("m64n112k16", types, FP4D_R56, "{%56, %57, %58, %59}, %60", "1, 1, 0", FP4D_D32(0),         \
+               FP4D_D16(32), FP4D_D4(48), FP4D_D4(52));                                                    \
+  } else if constexpr (T == 128) {                                                                         \
+    FP4D_WGMMA("m64n128k16", types, FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),         \
+               FP4D_D32(32));                                                                              \
+  } else if constexpr (T == 144) {                                                                         \
+    FP4D_WGMMA("m64n144k16", types, FP4D_R72, "{%72, %73, %74, %75}, %76", "1, 1, 0", FP4D_D32(0),         \
+               FP4D_D32(32), FP4D_D4(64), FP4D_D4(68));                                                    \
+  } else if constexpr (T == 160) {                                                                         \
+    FP4D_WGMMA("m64n160k16", types, FP4D_R80, "{%80, %81, %82, %83}, %84", "1, 1, 0", FP4D_D32(0),         \
+               FP4D_D32(32), FP4D_D16(64));                                                                \
+  } else if constexpr (T == 176) {                                                                         \
+    FP4D_WGMMA("m64n176k16", types, FP4D_R88, "{%88, %89, %90, %91}, %92", "1, 1, 0", FP4D_D32(0),         \
+               FP4D_D32(32), FP4D_D16(64), FP4D_D4(80), FP4D_D4(84));                                      \
+  } else if constexpr (T == 192) {                                                                         \
+    FP4D_WGMMA("m64n192k16", types, FP4D_R96, "{%96, %97, %98, %99}, %100", "1, 1, 0", FP4D_D32(0),        \
+               FP4D_D32(32), FP4D_D32(64));                                                                \
+  } else if constexpr (T == 208) {                                                                         \
+    FP4D_WGMMA("m64n208k16", types, FP4D_R104, "{%104, %105, %106, %107}, %108", "1, 1, 0", FP4D_D32(0),   \
+               FP4D_D32(32), FP4D_D32(64), FP4D_D4(96), FP4D_D4(100));                                     \
+  } else if constexpr (T == 224) {                                                                         \
+    FP4D_WGMMA("m64n224k16", types, FP4D_R112, "{%112, %113, %114, %115}, %116", "1, 1, 0", FP4D_D32(0),   \
+               FP4D_D32(32), FP4D_D32(64), FP4D_D16(96));                                                  \
+  } else if constexpr (T == 240) {                                                                         \
+    FP4D_WGMMA("m64n240k16", types, FP4D_R120, "{%120, %121, %122, %123}, %124", "1, 1, 0", FP4D_D32(0),   \
+               FP4D_D32(32), FP4D_D32(64), FP4D_D16(96), FP4D_D4(112), FP4D_D4(116));                      \
+  } else if constexpr (T == 256) {                                                                         \
+    FP4D_WGMMA("m64n256k16", types, FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1, 0", FP4D_D32(0),   \
+               FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));                                                  \
   }
 // The second `1` adds to d; a predicate, so it comes from a register.
 #define FP4D_WGMMA(shape, types, registers, a_registers, flags, ...)                             \
@@ -216,40 +249,15 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[T / 2], uint64_t a_at, uin
 // tokens 8 j + 2 c, + 1, with r = lane / 4 and c = lane % 4.
 template <Operand type, int T>
 __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4], uint64_t b) {
-  static_assert(type != Operand::kE4M3 && (T <= 64 || T == 96 || T == 128 || T == 192 || T == 256));
+  static_assert(type != Operand::kE4M3 && (T == 8 || T % 16 == 0) && T <= 256);
   if constexpr (type == Operand::kBF16) {
-    FP4D_WGMMA_FEW("bf16.bf16");
+    FP4D_WGMMA_16BIT("bf16.bf16");
   } else if constexpr (type == Operand::kF16) {
-    FP4D_WGMMA_FEW("f16.f16");
-  }
-  if constexpr (T == 128) {
-    if constexpr (type == Operand::kBF16) {
-      FP4D_WGMMA("m64n128k16", "bf16.bf16", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),
-                 FP4D_D32(32));
-    } else if constexpr (type == Operand::kF16) {
-      FP4D_WGMMA("m64n128k16", "f16.f16", FP4D_R64, "{%64, %65, %66, %67}, %68", "1, 1, 0", FP4D_D32(0),
-                 FP4D_D32(32));
-    }
-  } else if constexpr (T == 192) {
-    if constexpr (type == Operand::kBF16) {
-      FP4D_WGMMA("m64n192k16", "bf16.bf16", FP4D_R96, "{%96, %97, %98, %99}, %100", "1, 1, 0", FP4D_D32(0),
-                 FP4D_D32(32), FP4D_D32(64));
-    } else if constexpr (type == Operand::kF16) {
-      FP4D_WGMMA("m64n192k16", "f16.f16", FP4D_R96, "{%96, %97, %98, %99}, %100", "1, 1, 0", FP4D_D32(0),
-                 FP4D_D32(32), FP4D_D32(64));
-    }
-  } else if constexpr (T == 256) {
-    if constexpr (type == Operand::kBF16) {
-      FP4D_WGMMA("m64n256k16", "bf16.bf16", FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1, 0",
-                 FP4D_D32(0), FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));
-    } else if constexpr (type == Operand::kF16) {
-      FP4D_WGMMA("m64n256k16", "f16.f16", FP4D_R128, "{%128, %129, %130, %131}, %132", "1, 1, 0", FP4D_D32(0),
-                 FP4D_D32(32), FP4D_D32(64), FP4D_D32(96));
-    }
+    FP4D_WGMMA_16BIT("f16.f16");
   }
 }
 
-#undef FP4D_WGMMA_FEW
+#undef FP4D_WGMMA_16BIT
 #undef FP4D_WGMMA
 #undef FP4D_WGMMA_E4M3
 #undef FP4D_WGMMA_E4M3_SHARED
@@ -258,6 +266,7 @@ __device__ __forceinline__ void wgmma(float (&d)[T / 2], uint32_t const (&a)[4],
 #undef FP4D_D16
 #undef FP4D_D4
 #undef FP4D_R128
+#undef FP4D_R120
 #undef FP4D_R112
 #undef FP4D_R104
 #undef FP4D_R96

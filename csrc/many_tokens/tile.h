@@ -73,23 +73,17 @@ template <int T, class W>
 struct Tile {
   using Weights = W;
   static constexpr int kTokens = T;
-  static constexpr int kConsumers = Weights::consumers(T);  // warpgroups
+  static constexpr int kConsumers = 2;            // warpgroups
   static constexpr int kCtas = Weights::ctas(T);  // of a multiprocessor: one's ends hide under the other
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kRows = kBlockRows * kConsumers;
   static constexpr int kMostSplit = T == 32 ? 4 : 8;  // each part of K adds up 8 tokens at least
   // 65536 registers, shared out evenly at the start; the producer gives its up. Or 49152, as if there were more threads.
-  static constexpr bool kLeavesRegisters = Weights::leaves_registers(T, kConsumers);
+  static constexpr bool kLeavesRegisters = Weights::leaves_registers(T);
   static constexpr int kSharingThreads = kLeavesRegisters ? 512 : kThreads;
   static constexpr bool kMostSums = kFp8 && T > 192;  // which leave the producer no more than it needs
-  static constexpr int kProducerRegisters = kMostSums                                            ? 24
-                                            : kConsumers == 2 && kCtas == 1 && !kLeavesRegisters ? 40
-                                                                                                 : 32;
-  static constexpr int kConsumerRegisters = kLeavesRegisters  ? 176
-                                            : kCtas == 2      ? 104
-                                            : kMostSums       ? 240
-                                            : kConsumers == 2 ? 232
-                                                              : 112;
+  static constexpr int kProducerRegisters = kMostSums ? 24 : kCtas == 1 && !kLeavesRegisters ? 40 : 32;
+  static constexpr int kConsumerRegisters = kLeavesRegisters ? 176 : kCtas == 2 ? 104 : kMostSums ? 240 : 232;
   static constexpr int kPromoteStages = Weights::promote_stages(T);
 
   static constexpr int kTokenBytes = T * 128;               // a stage is 128 bytes of activations along K
@@ -142,7 +136,7 @@ struct Ring {
   }
 };
 
-// Place in the ring.
+// Place in the ring of a producer.
 template <class Tile>
 struct Position {
   int slot = 0;
@@ -150,6 +144,22 @@ struct Position {
 
   __device__ void advance() {
     if (++slot == Tile::kStages) slot = 0, parity ^= 1;
+  }
+};
+
+// Place in the ring of a consumer, whose warps have no instruction to spare: bytes from the first slot, and from its
+// barriers.
+template <class Tile>
+struct Offsets {
+  uint32_t slot = 0, barrier = 0, parity = 0;
+
+  __device__ __forceinline__ void advance(bool stay = false) {
+    slot += stay ? 0 : Tile::kStageBytes;
+    barrier += stay ? 0 : 16;
+    bool const wraps = barrier == Tile::kStages * 16;
+    slot = wraps ? 0 : slot;
+    barrier = wraps ? 0 : barrier;
+    parity ^= wraps ? 1 : 0;
   }
 };
 

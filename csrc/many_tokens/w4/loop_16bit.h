@@ -1,8 +1,9 @@
 // Main loop of many_tokens/kernel.h for 16-bit activations, k in their own order.
 //
-// Registers of operand A are double-buffered by groups of two MMAs: while those of group i run, the blocks of group i +
-// 1 are dequantised into the registers that group i - 1 has finished with. More groups under way, and ptxas makes them
-// wait for each other (C7513).
+// A stage is four MMAs, each with its registers of operand A. While two of them run, the blocks of the two after them
+// are dequantised into the registers of the two before, a block between any two MMAs: an instruction beside MMAs costs
+// 1 to 2 clocks, and two blocks in a row leave the tensor cores idle (bench/notes/many-tokens.md). With more MMAs under
+// way ptxas makes them wait for each other (C7513).
 #pragma once
 
 #include "many_tokens/tile.h"
@@ -18,10 +19,9 @@ struct W4Loop16Bit {
   Place const& place;
   Ring<Tile> ring;
   int warpgroup, warp, lane;  // warp of the warpgroup
-  Position<Tile> at = {};
-
+  Offsets<Tile> at = {};
   Releases releases = {};
-  w4::Columns<Out> columns{lane};
+  w4::Columns<Out, true> columns{lane};
   uint32_t words = 0, scales = 0;  // in a stage's weights: of the quad's first lane, of this lane
 
   __device__ void start() {
@@ -29,63 +29,67 @@ struct W4Loop16Bit {
     words = warp * w4::kUnitBytes + lane / 4 * 4 * 16, scales = w4::kScaleOffset + lane * 8 + warp * 2;
   }
 
-  // This warp is done with a slot.
-  __device__ void release(int slot) const {
-    if (releases.mine != 0) barrier_arrive_in(releases.of(slot));
-  }
-
-  // A group: two blocks, from `b` on.
-  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&a)[2][4], uint64_t b) {
-    wgmma_fence();
-    wgmma<Weights::kOperand, T>(sums, a[0], b);
-    wgmma<Weights::kOperand, T>(sums, a[1], b + kDescriptorStep);
-    wgmma_commit();
-  }
-
-  // Scales of this lane's block of a stage.
-  __device__ uint32_t load_scales(int slot) const {
-    auto const pair = w4::unit_scales<Out>(load_2(ring.weights(slot, warpgroup) + scales), 0);
+  // Scales of this lane's block of the stage at hand.
+  __device__ uint32_t load_scales() const {
+    auto const pair = w4::unit_scales<Out>(load_2(ring.weights(0, warpgroup) + scales + at.slot), 0);
     return reinterpret_cast<uint32_t const&>(pair);
   }
-  __device__ w4::Block load(int slot, uint32_t own_scales, int block) const {
-    return {load_16(ring.weights(slot, warpgroup) + words + block * 16),
+  __device__ w4::Block load(uint32_t own_scales, int block) const {
+    return {load_16(ring.weights(0, warpgroup) + words + at.slot + block * 16),
             __shfl_sync(~0u, own_scales, block, 4)};
+  }
+
+  // This warp is done with the slot of a barrier.
+  __device__ void release(uint32_t barrier) const {
+    if (releases.mine != 0) barrier_arrive_in(releases.empty_at + barrier);
+  }
+
+  __device__ static void multiply(float (&sums)[T / 2], uint32_t const (&operand)[4], uint64_t b) {
+    wgmma_fence();
+    wgmma<Weights::kOperand, T>(sums, operand, b);
+    wgmma_commit();
   }
 
   // Adds an item's stages to `sums`.
   __device__ void run(bool, int count, float (&sums)[T / 2], float const*) {
-    uint32_t even[2][4], odd[2][4];  // blocks 0 and 1 of a stage, and 2 and 3
-    barrier_wait(ring.full(at.slot), at.parity);
-    uint32_t own = load_scales(at.slot);
-    w4::Block first = load(at.slot, own, 0), second = load(at.slot, own, 1);
-    columns.dequantize(first, even[0]);
-    columns.dequantize(second, even[1]);
-    Position<Tile> previous = at;
+    uint32_t a[4][4];  // of a stage's MMAs, of which the first two are dequantised
+    barrier_wait(ring.full(0) + at.barrier, at.parity);
+    uint32_t own = load_scales();
+    w4::Block first = load(own, 0), second = load(own, 1);
+    columns.dequantize(first, a[0]);
+    columns.dequantize(second, a[1]);
+    first = load(own, 2), second = load(own, 3);
+    uint32_t previous = 0;
+    int left = count;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      uint64_t const b = operand_b(ring.tokens(at.slot));
-      first = load(at.slot, own, 2), second = load(at.slot, own, 3);
-      multiply(sums, even, b);
+    while (true) {
+      uint64_t const b = operand_b(ring.base + at.slot);
+      multiply(sums, a[0], b);
       wgmma_wait<1>();
-      if (i > 0) release(previous.slot);
-      columns.dequantize(first, odd[0]);
-      columns.dequantize(second, odd[1]);
-      Position<Tile> next = at;
-      next.advance();
-      bool const last = i + 1 == count;
-      int const slot = last ? at.slot : next.slot;
-      barrier_wait(ring.full(slot), last ? at.parity : next.parity);
-      own = load_scales(slot);
-      first = load(slot, own, 0), second = load(slot, own, 1);
-      multiply(sums, odd, b + 2 * kDescriptorStep);
+      if (left != count) release(previous);
+      columns.dequantize(first, a[2]);
+      multiply(sums, a[1], b + kDescriptorStep);
+      previous = at.barrier;
+      columns.dequantize(second, a[3]);
+      --left;
+      at.advance();
+      if (left == 0) {
+        multiply(sums, a[2], b + 2 * kDescriptorStep);
+        multiply(sums, a[3], b + 3 * kDescriptorStep);
+        break;
+      }
+      barrier_wait(ring.full(0) + at.barrier, at.parity);
+      own = load_scales();
+      first = load(own, 0), second = load(own, 1);
+      multiply(sums, a[2], b + 2 * kDescriptorStep);
       wgmma_wait<1>();
-      columns.dequantize(first, even[0]);
-      columns.dequantize(second, even[1]);
-      previous = at;
-      at = next;
+      columns.dequantize(first, a[0]);
+      multiply(sums, a[3], b + 3 * kDescriptorStep);
+      columns.dequantize(second, a[1]);
+      first = load(own, 2), second = load(own, 3);
     }
     wgmma_wait<0>();
-    release(previous.slot);
+    release(previous);
   }
 };
 

@@ -33,9 +33,8 @@ struct W4LoopFp8 {
   // next one. The words of a stage's two chunks.
   uint32_t a[kWide ? 2 : 4][4] = {};
   w4::Fp8Chunk first = {}, second = {};
-  struct Stage {
-    uint32_t offset = 0, barrier = 0, parity = 0;  // in the ring
-  } at = {};
+  using Stage = Offsets<Tile>;
+  Stage at = {};
   // The lane's words and scales of the first stage, its table, the barrier that it releases, if it does.
   uint32_t words_at = 0, scales_at = 0, luts_at = 0, empty_at = 0;
 
@@ -64,15 +63,6 @@ struct W4LoopFp8 {
     wgmma_commit();
   }
 
-  __device__ static void advance(Stage& stage, bool stay) {
-    stage.offset += stay ? 0 : Tile::kStageBytes;
-    stage.barrier += stay ? 0 : 16;
-    bool const wraps = stage.barrier == Tile::kStages * 16;
-    stage.offset = wraps ? 0 : stage.offset;
-    stage.barrier = wraps ? 0 : stage.barrier;
-    stage.parity ^= wraps ? 1 : 0;
-  }
-
   __device__ uint32_t full(Stage stage) const { return ring.full(0) + stage.barrier; }
 
   // Adds an item's stages to `sums`.
@@ -83,13 +73,13 @@ struct W4LoopFp8 {
     for (float& sum : partial) sum = 0.f;
     int phase = warpgroup * (Tile::kPromoteStages / 2), left = count;
     Stage previous = at, next = at;
-    advance(next, false);
+    next.advance();
     uint32_t release = 0;  // nothing before the first stage has been multiplied
     bool ready = false;    // the next stage, without a wait
 #pragma unroll 1
     do {
       // Both give the same value; the machine code differs.
-      uint64_t const b = kAhead ? operand_b(ring.base) + (at.offset >> 4) : operand_b(ring.base + at.offset);
+      uint64_t const b = kAhead ? operand_b(ring.base) + (at.slot >> 4) : operand_b(ring.base + at.slot);
       multiply(partial, a[0], b, phase);  // the tile's first sums are zero anyway
       --left;
       if (++phase == Tile::kPromoteStages) phase = 0;
@@ -106,7 +96,7 @@ struct W4LoopFp8 {
         previous = at;
         if (!ready && !last) barrier_wait(full(next), next.parity);
         at = last ? at : next;
-        load(first, at.offset);
+        load(first, at.slot);
         wgmma_wait<1>();
         second.dequantize<0, kUpper>(a[0]);
         multiply(partial, a[0], b + 2 * kDescriptorStep, 1);
@@ -114,8 +104,9 @@ struct W4LoopFp8 {
         wgmma_wait<1>();
         second.dequantize<1, kUpper>(a[1]);
         multiply(partial, a[1], b + 3 * kDescriptorStep, 1);
-        load(second, at.offset + w4::kChunkBytes);
-        advance(next = at, false);
+        load(second, at.slot + w4::kChunkBytes);
+        next = at;
+        next.advance();
         // Where no stage follows the question would be answered after microseconds.
         ready = !(last_item && left < 2) && barrier_done(full(next), next.parity);
         wgmma_wait<1>();
@@ -126,9 +117,9 @@ struct W4LoopFp8 {
         if constexpr (kAhead) {
           if (!ready && !last) barrier_wait(full(next), next.parity);
           at = last ? at : next;
-          load(first, at.offset);
+          load(first, at.slot);
         } else {
-          advance(at, last);
+          at.advance(last);
         }
         wgmma_wait<1>();
         if (release != 0) barrier_arrive_in(empty_at + previous.barrier);
@@ -139,13 +130,14 @@ struct W4LoopFp8 {
         second.dequantize<1, kUpper>(a[3]);
         if constexpr (!kAhead) {
           barrier_wait(full(at), at.parity);
-          load(first, at.offset);
-          load(second, at.offset + w4::kChunkBytes);
+          load(first, at.slot);
+          load(second, at.slot + w4::kChunkBytes);
         }
         multiply(partial, a[2], b + 2 * kDescriptorStep, 1);
         if constexpr (kAhead) {
-          load(second, at.offset + w4::kChunkBytes);
-          advance(next = at, false);
+          load(second, at.slot + w4::kChunkBytes);
+          next = at;
+          next.advance();
         } else {
           first.look_up(luts_at);
         }

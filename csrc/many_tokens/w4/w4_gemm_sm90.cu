@@ -14,8 +14,8 @@
 //     shape   LaunchShape of many_tokens/launch.h: [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more), 1,
 //             rounds, clusters]; multicast * split <= 8, split <= stages of K; covers every tile
 //
-// FP4D_TOKENS is the tile's number of tokens (64, 128; for FP8 32 and 96 to 208 in steps of 16; for 16 bits 192 and 256), FP4D_ROWS,
-// if defined, of rows; every build takes every M. FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is
+// FP4D_TOKENS is the tile's number of tokens (for FP8 32, 64 and 96 to 208, for 16 bits 64 to 256, in steps of 16); every
+// build takes every M. FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is
 // e4m3(e2m1 * block scale / 8), rounded to nearest even, and sums of at most 384 k (tiles of up to 64 tokens: 256 k) are
 // what FP8 wgmma keeps (13 bits behind the point of the largest addend, truncated at every MMA of 32 k:
 // https://arxiv.org/abs/2412.19437, section 3.3.2); those are added in f32. The same inputs give the same bits,
@@ -27,7 +27,7 @@
 
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
 #error \
-    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, 64, 96 to 208 in steps of 16, or 256"
+    "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, or 64 to 256 in steps of 16"
 #endif
 
 #include "many_tokens/w4/weights.h"

@@ -40,13 +40,6 @@ struct W4Weights {
   static constexpr bool kBlocks = false, kTokensAreA = false;
   static constexpr bool kShares = false;  // CTAs of a cluster may share rows
 
-  static constexpr int consumers(int tokens) {
-#if defined(FP4D_ROWS)
-    return FP4D_ROWS / 64;
-#else
-    return kFp8 || tokens > 128 ? 2 : 4;
-#endif
-  }
   // Stages after which FP8 sums are added to f32 ones. Accuracy against time: sums of one sign end up 0.18 % low after
   // 256 k (2 stages) and 0.51 % after 512 k (measured on an H200).
   static constexpr int promote_stages(int tokens) { return tokens >= 96 ? 3 : 2; }
@@ -57,12 +50,10 @@ struct W4Weights {
   }
   // Whether a CTA leaves registers for the kernel that packs the next launch's activations (packed_activations.cu). That
   // kernel then already waits on the same multiprocessor when this launch ends.
-  static constexpr bool leaves_registers(int tokens, int consumers) {
-    return kFp8 && tokens >= 96 && tokens <= 128 && consumers == 2;
-  }
+  static constexpr bool leaves_registers(int tokens) { return kFp8 && tokens >= 96 && tokens <= 128; }
   // Tokens of a tile that are turned at once at its end. They take shared memory from the ring.
   static constexpr int out_tokens(int tokens) {
-    return tokens <= (kFp8 ? 176 : 128) ? tokens : tokens == 208 ? 112 : tokens / 2;
+    return tokens <= 176 ? tokens : tokens == 192 ? 96 : tokens <= 224 ? 112 : 128;
   }
   static constexpr int ctas(int tokens) { return kFp8 && tokens <= 64 ? 2 : 1; }
 

@@ -34,11 +34,10 @@ struct W8Weights {
 
   static constexpr bool kShares = true;  // CTAs of a cluster may share rows
 
-  static constexpr int consumers(int) { return 2; }
   static constexpr int promote_stages(int) { return 2; }
   static constexpr int head_start(int) { return 0; }
   // Registers for the kernel that packs the next activations (many_tokens/w4/weights.h); a gain with block scales only.
-  static constexpr bool leaves_registers(int, int) { return kBlocks; }
+  static constexpr bool leaves_registers(int) { return kBlocks; }
   // Tokens of a tile that are turned at once at its end. They take shared memory from the ring.
   static constexpr int out_tokens(int tokens) { return tokens <= 160 ? tokens : tokens <= 192 ? 96 : 112; }
   static constexpr int ctas(int) { return 1; }
