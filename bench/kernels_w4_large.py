@@ -44,9 +44,9 @@ from fp4dispatch.jit.catalog.manifest import installed
 from tests import many_tokens
 
 M = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-TILES = ("small", 32, 64, "64x128", 96, 112, 128, "128x128", 144, 160, 176, 192, 208, 256)
-MOST_M = {"small": 64, 32: 64, 64: 192, "64x128": 128}
-LEAST_M = {96: 65, 112: 65, "128x128": 65, 144: 129, 160: 129, 176: 129, 192: 129, 208: 129, 256: 65}
+TILES = ("small", 32, 64, "64x128", 80, 96, 112, 128, "128x128", 144, 160, 176, 192, 208, 224, 240, 256)
+MOST_M = {"small": 64, 32: 64, 64: 192, "64x128": 192}
+LEAST_M = {"128x128": 65} | dict.fromkeys((80, 96, 112), 65) | dict.fromkeys(range(144, 257, 16), 129)
 W4A16_MOST_M = 32
 ROUNDS = 7
 TIMED_TILE_ERROR = 7e-3  # against a bf16 product, which is rounded too

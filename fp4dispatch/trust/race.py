@@ -59,7 +59,7 @@ _NK = ((4096, 4096), (520, 2080), (1544, 1056), (6144, 4096))
 
 CASES = (
     Case("w4a16_small", "bf16", "w4a16_small", _FEW, _NK),
-    Case("w4_gemm_sm90", "a16_bf16_128", "w4_gemm", _MANY, _NK),
+    Case("w4_gemm_sm90", "a16_bf16_128x128", "w4_gemm", _MANY, _NK),
     Case("w4_gemm_sm90", "a8_bf16_64", "w4_gemm", _ANY, _NK),
     Case("w4_gemm_sm90", "a8_bf16_96", "w4_gemm", _MANY, _NK),
     Case("w4_gemm_sm90", "a8_bf16_208", "w4_gemm", _MANY, _NK),

@@ -134,7 +134,7 @@ def test_whole_tiles_and_then_parts_of_k_and_the_same_bits_twice(variant, launch
 
 @pytest.mark.parametrize(
     "variant",
-    [*(f"a8_bf16_{tile}" for tile in (96, 112, 128, 144, 160, 176, 192, 208)), "a16_bf16_128x128", "a16_bf16_256"],
+    [*(f"a8_bf16_{tile}" for tile in (96, 112, 128, 144, 160, 176, 192, 208)), "a16_bf16_128x128", "a16_bf16_240"],
 )
 def test_a_plan_that_does_whole_tiles_first(variant):
     m, n = many_tokens.whole_tiles_first(gemm(variant).tile, (1, 2), sms(), 4, "few")
@@ -163,7 +163,7 @@ def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
             ("a8_bf16_208", 300),
         ),
         *(("a8_bf16_96", 65), ("a8_bf16_96", 200), ("a8_bf16_112", 130), ("a8_bf16_144", 200), ("a8_bf16_160", 300)),
-        *(("a16_bf16_64", 40), ("a16_bf16_128x128", 200)),
+        *(("a16_bf16_64x128", 40), ("a16_bf16_128x128", 200), ("a16_bf16_176", 300), ("a16_bf16_240", 300)),
     ],
 )
 def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
@@ -175,8 +175,7 @@ def test_long_k_and_many_tiles():
     for variant, (m, n, k) in itertools.product(
         (
             *(f"a8_bf16_{tile}" for tile in (32, 64, 96, 112, 128, 144, 160, 176, 192, 208)),
-            "a16_bf16_128",
-            "a16_bf16_128x128",
+            *(v for v in EXACT if "bf16" in v),
         ),
         ((1024, 5120, 512), (300, 256, 14336)),
     ):
@@ -195,7 +194,7 @@ def test_long_k_and_many_tiles():
 def test_a_token_that_is_not_finite_stays_alone():
     x = torch.randn(70, 256, device="cuda").bfloat16()
     x[3, 7] = torch.nan
-    for variant in (*(f"a8_bf16_{tile}" for tile in (32, 64, 96, 112, 144, 160, 176, 192, 208)), "a16_bf16_64"):
+    for variant in (*(f"a8_bf16_{tile}" for tile in (32, 64, 96, 112, 144, 160, 176, 192, 208)), "a16_bf16_64x128", "a16_bf16_208"):
         given, scale, _ = activations(is_fp8(variant), x)
         out = torch.zeros(70, 128, device="cuda", dtype=torch.bfloat16)
         gemm(variant).planned(given, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)
@@ -257,7 +256,7 @@ def test_16_bit_activations_may_change_where_they_lie():
         problem.check(f"stride {stride}")
 
 
-@pytest.mark.parametrize("variant", ["a16_bf16_64", "a16_bf16_128x128"])
+@pytest.mark.parametrize("variant", ["a16_bf16_64x128", "a16_bf16_240"])
 def test_no_16_bit_tokens(variant):
     check_no_tokens(gemm(variant).planned, fp8=False)
     check_no_tokens(gemm(variant).shaped, [1, 1, 1], fp8=False)
@@ -315,7 +314,7 @@ def test_wrong_16_bit_activations_are_refused(change, message):
     for name, wrong in change.items():
         given[name] = wrong(given[name])
     with pytest.raises((ValueError, TypeError), match=message):
-        gemm("a16_bf16_64").planned(*given.values(), False)
+        gemm("a16_bf16_64x128").planned(*given.values(), False)
     assert problem.out.isnan().all()
 
 

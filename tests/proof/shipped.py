@@ -48,7 +48,7 @@ FAMILIES = {
         (
             ("w8_gemm_sm90", "bf16_128", "90a"),
             ("w4_gemm_sm90", "a8_bf16_64", "90a"),
-            ("w4_gemm_sm90", "a16_bf16_64", "90a"),
+            ("w4_gemm_sm90", "a16_bf16_64x128", "90a"),
         ),
     ),
     "nvfp4_quantize": Family(

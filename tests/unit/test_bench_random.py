@@ -226,7 +226,7 @@ def test_samples_are_taken_once_and_kept(few, monkeypatch, tmp_path, capsys):
     for problem in record["problems"]:
         assert set(problem["layers"]) == {"FP4Linear", "FP8Linear/row", "FP8Linear/block128"}
         assert [None, 5.0] in problem["launches"]["w8a8 w8a8_small/bf16"]
-        assert {shape[3] for shape, _ in problem["launches"]["w4a16 w4_gemm_sm90/a16_bf16_64"]} == {1}
+        assert {shape[3] for shape, _ in problem["launches"]["w4a16 w4_gemm_sm90/a16_bf16_64x128"]} == {1}
         assert all(why.startswith("refused: ") for why in problem["wrong"].values())
         assert set(problem["with_quantiser"]) == {f"{f.backend} {f.format}" for f in launches.FAMILIES}
     monkeypatch.setattr(launch_samples.Sampler, "shape", lambda *_: pytest.fail("measured again"))
