@@ -14,7 +14,7 @@ no timing runs; and BEFORE must have every build that a table names. Else nothin
 
 Where kernels of one format changed, or there are new builds of it, measure its layers alone, and give the folder:
 
-    fp4dispatch tune --model-shapes fp8_gemm --scaling row --out FOLDER --commit HASH   # on each GPU that has a table
+    fp4dispatch tune fp8_gemm --scaling row --model-shapes --out FOLDER --commit HASH   # on each GPU that has a table
     python bench/carry_tables.py /tmp/old /tmp/before /tmp/after --measured FOLDER
 
 Its layers replace those of the same op and scaling. The others are carried over, and only kernels that they do not
