@@ -87,13 +87,13 @@ def test_emulated_kernels_of_16_bits_take_rows_as_they_are(build):
     x, others = torch.randn(m, k).to(dtype), (w, torch.rand(n), torch.randn(n).to(dtype))
     out = torch.full((2, m, n), torch.nan, dtype=dtype)
     few = kernels.load("w4a16_small", build, None).module.w4a16_small
-    many = kernels.load("w4_gemm_sm90", f"a16_{build}_64", None).module.w4_gemm
+    many = kernels.load("w4_gemm_sm90", f"a16_{build}_64x128", None).module.w4_gemm
     wide = torch.full((m, k + 24), torch.nan, dtype=dtype)
     wide[:, 8 : 8 + k] = x
     few(x, *others, out[0], True)
     many(wide[:, 8 : 8 + k], None, *others, out[1], many_tokens.ONE_CLUSTER, False)
     assert torch.equal(out[0], out[1])
-    assert kernels.launched == [("w4a16_small", m, n, k, True), (f"w4_gemm a16_{build}_64", m, n, k, False)]
+    assert kernels.launched == [("w4a16_small", m, n, k, True), (f"w4_gemm a16_{build}_64x128", m, n, k, False)]
     assert kernels.rows == [x.data_ptr(), wide.data_ptr() + 16]
     packed = w4_fake.pack_activation(x.to(torch.float8_e4m3fn))
     apart = torch.zeros(m, k + 3, dtype=dtype)[:, :k]
@@ -199,11 +199,11 @@ def test_only_what_an_m_needs_is_loaded(monkeypatch):
         ("w4a8", 28672, 2048, 208),
         ("w4a8", 4096, 1024, 128),
         ("w4a16", 8192, 64, "64x128"),
-        ("w4a16", 28672, 64, 64),
+        ("w4a16", 28672, 64, "64x128"),
         ("w4a16", 28672, 192, 192),
         ("w4a16", 4096, 128, "128x128"),
         ("w4a16", 4096, 256, "128x128"),
-        ("w4a16", 28672, 128, 128),
+        ("w4a16", 28672, 128, "128x128"),
         ("w4a16", 28672, 256, 256),
         ("w4a16", 57344, 2048, 256),
     ],
@@ -377,7 +377,7 @@ def test_an_output_that_the_kernel_cannot_write_gets_a_copy(monkeypatch):
     assert odd[:1].isnan().all()
 
 
-@pytest.mark.parametrize(("m", "kernel"), [(5, "w4a16_small"), (70, "w4_gemm a16_bf16_128x128")])
+@pytest.mark.parametrize(("m", "kernel"), [(5, "w4a16_small"), (70, "w4_gemm a16_bf16_64x128")])
 def test_an_activation_that_the_kernel_cannot_read_gets_a_copy(monkeypatch, m, kernel):
     kernels = w4_fake.install(monkeypatch)
     backend = BACKENDS["w4a16"]

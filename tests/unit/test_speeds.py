@@ -246,12 +246,12 @@ def test_few_or_many_tokens_is_a_question_of_predicted_times():
     ("n", "k", "m", "op", "activation", "few_us", "many_us"),
     [
         (768, 4096, 1166, "nvfp4_gemm", "fp8", 14.701, 16.968),
-        (576, 896, 605, "nvfp4_gemm", "bf16", 3.917, 6.682),
+        (1280, 2048, 462, "nvfp4_gemm", "bf16", 7.963, 9.099),
         (896, 2432, 779, "fp8_gemm", "fp8", 8.167, 10.347),
     ],
 )
 def test_small_weights_take_kernels_for_few_tokens_also_of_many(n, k, m, op, activation, few_us, many_us):
-    """Microseconds of the best launch of either kernel: launch-samples-small-seed-133-h200."""
+    """Microseconds of the best launch of either kernel: launch-samples-small-seed-133-h200; 16 bits seed 142."""
     table, scaling = ("w4", "nvfp4") if op == "nvfp4_gemm" else ("w8", "row")
     asked = Problem(op, m, n, k, activation, scaling)
     known, added = speeds.of(H200), predict.quantiser(asked, speeds.of(H200))
