@@ -136,7 +136,7 @@ struct Ring {
   }
 };
 
-// Place in the ring of a producer.
+// Place in the ring.
 template <class Tile>
 struct Position {
   int slot = 0;
@@ -147,8 +147,7 @@ struct Position {
   }
 };
 
-// Place in the ring of a consumer, whose warps have no instruction to spare: bytes from the first slot, and from its
-// barriers.
+// The same in bytes, from the first slot and from its barriers: fewer instructions for loops that dequantise.
 template <class Tile>
 struct Offsets {
   uint32_t slot = 0, barrier = 0, parity = 0;

@@ -6,8 +6,8 @@
 
 namespace fp4d {
 
-// Weights of the consumer warpgroups that a thread copies for. A warpgroup beyond the last row block takes that one again, and so does
-// the second half of a last stage with one chunk: its activations are zero.
+// Weights of the consumer warpgroups that a thread copies for. A warpgroup beyond the last row block takes that one
+// again, and so does the second half of a last stage with one chunk: its activations are zero.
 template <class Tile>
 struct W4Copies {
   using Weights = typename Tile::Weights;
