@@ -22,6 +22,8 @@ TOKEN_TILES = 3
 ONE_CLUSTER = LaunchShape(1, 1, 1, 1, 0, 1)
 """Covers any tiles."""
 FUNCTIONS = {"w4_gemm_sm90": "w4_gemm", "w8_gemm_sm90": "w8_gemm"}
+A16_BUILDS = tuple(v for v in installed().kernel("w4_gemm_sm90").variants if v.startswith("a16_bf16_"))
+"""From the narrowest tile to the widest."""
 
 
 class Gemm:
