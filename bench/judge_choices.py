@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.compiled import ByTokens, CompiledBackend, Layout
+from fp4dispatch.backends.own.compiled import CompiledBackend, Layout
 from fp4dispatch.backends.own.tensors.operands import launch_model
 from fp4dispatch.backends.own.tiling import predict, speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
@@ -75,9 +75,6 @@ class Judge:
             tile, gpu = speed_of(*gemm), launch_model.gpu_with(self.model.sms)
             return gemm, tile and tuple(launch_model.best(tile, problem.m, problem.n, problem.k, gpu).shape)
         shape = found._shape(problem, layout, gemm, self.speeds)
-        if isinstance(shape, ByTokens):
-            index = (problem.m - 1) // 8
-            shape = shape[index] if index < len(shape) else None
         return gemm, None if shape is None else tuple(shape)
 
 

@@ -1,5 +1,5 @@
-// TMA's description of a matrix row by row: boxes of 128 bytes of so many rows, swizzled as wgmma reads them. What is not
-// there comes as zeros.
+// TMA's description of a matrix row by row: boxes of 128 bytes of so many rows, swizzled as wgmma reads them, or of 64
+// bytes and swizzled so that 8 rows lie in all banks. What is not there comes as zeros.
 #pragma once
 
 #include <type_traits>
@@ -18,14 +18,16 @@ constexpr CUtensorMapDataType kMapType = sizeof(T) == 1              ? CU_TENSOR
                                                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 
 // [rows, k], rows `stride` elements apart.
-template <class T>
+template <class T, int kBoxBytes = 128>
 CUtensorMap map_of_rows(T const* first, int64_t rows, int64_t k, int64_t stride, int64_t box_rows) {
+  static_assert(kBoxBytes == 128 || kBoxBytes == 64);
   CUtensorMap map{};
   uint64_t const sizes[2] = {uint64_t(k), uint64_t(rows)}, strides[1] = {uint64_t(stride) * sizeof(T)};
-  uint32_t const box[2] = {128 / sizeof(T), uint32_t(box_rows)}, steps[2] = {1, 1};
+  uint32_t const box[2] = {kBoxBytes / sizeof(T), uint32_t(box_rows)}, steps[2] = {1, 1};
   encode_cached(&map, kMapType<T>, 2, const_cast<T*>(first), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                CU_TENSOR_MAP_INTERLEAVE_NONE,
+                kBoxBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return map;
 }
 

@@ -4,6 +4,7 @@
 //   kStageK             k of a stage
 //   stages_of(w)        stages along K
 //   source_of(w, n)     w as the kernel takes it, checked
+//   check_k(k, w)       refuses K of 16-bit activations that is not that of w
 //   ready(source, w)    adds what only a launch needs
 #pragma once
 
@@ -69,7 +70,7 @@ struct Launch {
     check_token_scales(*x_scale, m, stages, token_blocks, Weights::kBlocks);
   }
 
-  static void check_tokens(TensorView x, int64_t m, int64_t stages) {
+  static void check_tokens(TensorView x, TensorView w, int64_t m, int64_t stages) {
     if (kFp8) {
       check_packed({"x", x}, stages, m);
       return;
@@ -80,9 +81,7 @@ struct Launch {
     if (m > 1 && x.stride(0) < x.size(1))
       TVM_FFI_THROW(ValueError) << "x: rows are " << x.stride(0) << " elements apart, needed at least K ("
                                 << x.size(1) << "): TMA takes no rows that share memory; call .contiguous()";
-    if (divide_up(x.size(1), kBoxK) != stages)
-      TVM_FFI_THROW(ValueError) << "x: K is " << x.size(1) << ", but w has " << stages
-                                << " chunks of 64 along K, needed ceil(K/64) of them";
+    Large::check_k(x.size(1), w);
   }
 
   static void set_tokens(uint8_t const*& to, TensorView x, int64_t) { to = data_of<uint8_t>(x); }
@@ -97,7 +96,7 @@ struct Launch {
     Params p{};
     p.w = Large::source_of(w, n);
     int64_t const stages = Large::stages_of(w);
-    check_tokens(x, m, stages);
+    check_tokens(x, w, m, stages);
     check_scale(x_scale, m, stages, kFp8 ? x.size(1) : 0);
     check_alpha(alpha, n, stages, Weights::kBlocks);
     if (bias.has_value()) check_bias({"bias", *bias}, kOutType, n);

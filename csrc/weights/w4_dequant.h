@@ -8,7 +8,7 @@
 // Products of a 16-bit MMA m16n8k16 (wgmma m64nTk16 per warp), step s = 0..3 of a chunk: slots 2c, 2c+1 are
 // k = 16c+4s, +1 and slots 2c+8, 2c+9 are k = 16c+4s+2, +3. So a0 and a2 are pairs 2(s%2), 2(s%2)+1 of A (s < 2)
 // or C, a1 and a3 the same of B or D; the other operand reads 4 consecutive k a lane. Where that operand comes by TMA, k
-// stay in their own order and lanes read each other's words (many_tokens/w4/loop_16bit.h).
+// stay in their own order and lanes read each other's words (weights/w4_columns.h).
 // e4m3 wgmma m64nTk32, step s = 0..1: a0 is the first four k of A (s = 0) or C, a2 the others; a1, a3 of B or D.
 #pragma once
 
@@ -17,6 +17,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+
+#include "common/permute.h"
 
 namespace fp4d::w4 {
 
@@ -96,13 +98,6 @@ struct Dequant<__half> {
 template <class T>
 __device__ __forceinline__ typename Dequant<T>::Pair unit_scales(uint32_t bytes, int unit) {
   return Dequant<T>::scales(__byte_perm(bytes, 0, unit ? kHighPair : kLowPair));
-}
-
-// __byte_perm() spends an instruction on clearing bits of the selector that are clear already.
-__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
-  return bytes;
 }
 
 // Eight bytes, one for each magnitude of e2m1.

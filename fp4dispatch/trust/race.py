@@ -67,6 +67,7 @@ CASES = (
     Case("w8a16_small", "bf16", "w8a16_small", _FEW, _NK),
     Case("w8a8_small", "bf16", "w8a8_small", (*_FEW, 64), _NK),
     Case("w8a8_small", "block_bf16", "w8a8_small", (*_FEW, 64), _NK),
+    Case("w8_gemm_sm90", "a16_bf16_128", "w8_gemm", _MANY, _NK),
     Case("w8_gemm_sm90", "bf16_128", "w8_gemm", _MANY, _NK),
     Case("w8_gemm_sm90", "bf16_224", "w8_gemm", _MANY, _NK),
     Case("w8_gemm_sm90", "block_bf16_128", "w8_gemm", _MANY, _NK),

@@ -19,7 +19,11 @@ from tests.gpu.w4_packed import (
     check_tokens_stay_alone,
 )
 from tests.gpu.w8_packed import (
+    LAUNCHES,
+    SHAPES,
+    TILES_16_BIT,
     WRONG_OPERANDS,
+    AsTheyAre,
     Blocks,
     Problem,
     activations,
@@ -33,17 +37,6 @@ from tests.gpu.w8_packed import (
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
-# multicast, split, raster, sharing: alone, in pairs and fours of either kind, and each with parts of K
-LAUNCHES = (
-    *(None, (1, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 2), (4, 1, 1, 2)),
-    *((1, 2, 1, 1), (1, 3, 2, 1), (1, 4, 1, 1), (1, 8, 1, 1), (2, 2, 1, 1), (2, 3, 1, 1), (2, 4, 1, 1), (4, 2, 1, 1)),
-    *((1, 2, 1, 2), (1, 3, 1, 2), (1, 4, 1, 2), (2, 2, 1, 2)),
-)
-# Tails of tokens (of blocks of 8, of tiles), of rows (of blocks of 64, of tiles) and of K (of 16, of a stage).
-SHAPES = (
-    *((1, 8, 16), (9, 72, 128), (65, 72, 48), (77, 136, 208), (100, 64, 144), (127, 264, 1040), (128, 128, 128)),
-    *((129, 520, 2064), (200, 392, 528), (255, 136, 272), (256, 256, 256), (257, 200, 1040), (300, 648, 2064)),
-)
 TILES = (96, 112, 128, 144, 160, 176, 192, 208, 224)
 """Tokens, of builds for scales by row. Block scales have 128."""
 AT_ENDS = tuple((tile + more, 200, 528) for tile in TILES for more in (-1, 0, 1, 9))
@@ -56,8 +49,8 @@ LEFT = (
 
 
 def test_the_builds_are_those_that_are_tested() -> None:
-    """Those for block scales in test_kernels_w8_blocks.py."""
-    tiles = {Problem: TILES, Blocks: (128,)}
+    """Those for block scales in test_kernels_w8_blocks.py, those by 16 bits in test_kernels_w8_gemm_16bit.py."""
+    tiles = {Problem: TILES, Blocks: (128,), AsTheyAre: TILES_16_BIT}
     builds = {f"{kind.build}{dtype}_{tile}" for kind in tiles for dtype in OUT_DTYPES for tile in tiles[kind]}
     assert set(installed().kernel("w8_gemm_sm90").variants) == builds
 

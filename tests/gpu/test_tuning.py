@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.compiled import ByTokens, CompiledBackend, Layout
+from fp4dispatch.backends.own.compiled import CompiledBackend, Layout
 from fp4dispatch.backends.own.tensors.operands import speeds_on
 from fp4dispatch.backends.own.tiling import launches as tiling
 from fp4dispatch.dispatch import choose, tuned
@@ -171,7 +171,7 @@ def mislead(monkeypatch, kind, problem, gemm, shape):
     kernels, shapes = kind._kernels, kind._shape
 
     def meant(p):
-        return (p.n, p.k) == (problem.n, problem.k) and (p.m == problem.m or not kind.plans_by_m)
+        return (p.n, p.k, p.m) == (problem.n, problem.k, problem.m)
 
     def _kernels(self, p, *facts, **more):
         return self.with_quantizer(p, gemm) if meant(p) else kernels(self, p, *facts, **more)
@@ -200,8 +200,6 @@ def times_of(launches, name, problem, weights):
 @pytest.mark.parametrize(("op", "scaling", "name"), FORMATS)
 def test_a_bad_predicted_launch_is_beaten_by_the_tuned_one(monkeypatch, op, scaling, name, m):
     """The models are made to choose the launch that they call slowest; tuning finds a faster one, and it runs."""
-    if name == "w8a16" and m > 64:
-        pytest.skip("w8a16 chooses its own launch shape above 64 tokens")
     backend = registry.instance(name)
     any_format = Problem(op, m, N, K, scaling=scaling)
     assert m == choose.bucket(m, any_format.op, 0)
@@ -209,11 +207,10 @@ def test_a_bad_predicted_launch_is_beaten_by_the_tuned_one(monkeypatch, op, scal
     weights = tuning.make_weights(problem, "cuda")
     device = weights.weight.device
     bad, prepared = slowest(backend, problem, weights)
-    given = ByTokens([bad.shape] * 8) if name == "w8a16" else bad.shape
-    mislead(monkeypatch, type(backend), problem, bad[:2], given)
+    mislead(monkeypatch, type(backend), problem, bad[:2], bad.shape)
     assert backend.launches(problem, prepared)[0] == bad
     before = backend.plan(problem, prepared)
-    assert backend._chosen(problem, Layout(*prepared.layout), device) == (bad[:2], given)
+    assert backend._chosen(problem, Layout(*prepared.layout), device) == (bad[:2], bad.shape)
 
     tuning.tune(any_format, weights, gpu=0)
     found = tuned.own(any_format, choose.facts(0), registry.backends())
@@ -223,7 +220,6 @@ def test_a_bad_predicted_launch_is_beaten_by_the_tuned_one(monkeypatch, op, scal
     assert us[best.launch] < us[bad], (us, found.text())
 
     build, shape = backend._chosen(problem, Layout(*prepared.layout), device)
-    shape = shape.at(m) if isinstance(shape, ByTokens) else shape
     assert LaunchConfig(*build, None if shape is None else tuple(shape)) == best.launch
     x = torch.randn(m, K, device=device, dtype=torch.bfloat16)
     outs = [torch.full((m, N), torch.nan, device=device, dtype=torch.bfloat16) for _ in range(2)]

@@ -1,4 +1,7 @@
-"""Problems for the kernels that multiply packed e4m3 activations by FP8 weights in rows, and what both must keep."""
+"""Problems for the kernels that multiply activations by FP8 weights in rows, and what they must keep.
+
+Activations are packed e4m3, but for :class:`AsTheyAre`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,20 @@ from tests.gpu.w4_packed import empty_packed, packer, quantised
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
+TILES_16_BIT = tuple(range(64, 257, 16))
+"""Tokens, of builds by 16-bit activations."""
+
+# multicast, split, raster, sharing: alone, in pairs and fours of either kind, and each with parts of K
+LAUNCHES = (
+    *(None, (1, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (1, 1, 1, 2), (2, 1, 2, 2), (4, 1, 1, 2)),
+    *((1, 2, 1, 1), (1, 3, 2, 1), (1, 4, 1, 1), (1, 8, 1, 1), (2, 2, 1, 1), (2, 3, 1, 1), (2, 4, 1, 1), (4, 2, 1, 1)),
+    *((1, 2, 1, 2), (1, 3, 1, 2), (1, 4, 1, 2), (2, 2, 1, 2)),
+)
+# Tails of tokens (of blocks of 8, of tiles), of rows (of blocks of 64, of tiles) and of K (of 16, of a stage).
+SHAPES = (
+    *((1, 8, 16), (9, 72, 128), (65, 72, 48), (77, 136, 208), (100, 64, 144), (127, 264, 1040), (128, 128, 128)),
+    *((129, 520, 2064), (200, 392, 528), (255, 136, 272), (256, 256, 256), (257, 200, 1040), (300, 648, 2064)),
+)
 
 
 @functools.cache
@@ -65,6 +82,7 @@ class Problem(w4_packed.Problem):
 
     build: ClassVar[str] = ""
     """What the names of builds for it begin with."""
+    fp8 = True
 
     def __init__(
         self,
@@ -76,7 +94,7 @@ class Problem(w4_packed.Problem):
         missing: int = 0,
     ) -> None:
         m, n, k = self.mnk = mnk
-        self.fp8, self.dtype = True, dtype
+        self.dtype = dtype
         draw = torch.Generator("cuda").manual_seed(m)
         x = torch.randn(m, k, generator=draw, device="cuda")
         self.x, self.x_scale, self.exact_x = self.quantise(x, static)
@@ -89,9 +107,20 @@ class Problem(w4_packed.Problem):
             self.w = after.view(E4M3)[: n - missing]
         self.complete(draw, alpha)
 
-    def quantise(self, x: Tensor, static: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    def quantise(self, x: Tensor, static: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return what the kernel reads of tokens, and their values in float64."""
         return activations(x.to(self.dtype), static)
+
+
+class AsTheyAre(Problem):
+    """With 16-bit activations, which are not quantised."""
+
+    build = "a16_"
+    fp8 = False
+
+    def quantise(self, x: Tensor, static: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        assert static is None
+        return x.to(self.dtype), None, x.to(self.dtype).double()
 
 
 class Blocks(Problem):
@@ -99,7 +128,7 @@ class Blocks(Problem):
 
     build = "block_"
 
-    def quantise(self, x: Tensor, static: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    def quantise(self, x: Tensor, static: float | None) -> tuple[Tensor, Tensor | None, Tensor]:
         m, k = x.shape
         factors = torch.randint(-3, 4, (m, -(-k // BLOCK)), generator=torch.Generator().manual_seed(k))
         assert static is None

@@ -10,6 +10,9 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own import w8a16
+from fp4dispatch.backends.own.tiling import predict, speeds, tiles
+from fp4dispatch.errors import InputError
+from fp4dispatch.machine import gpu_models
 from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
@@ -23,6 +26,8 @@ BACKEND = w8a16.W8A16Backend()
 ARCH = {arch.sm: arch for arch in KNOWN_ARCHS}
 (RECORD,) = (c for c in catalogue().capabilities if c.backend == BACKEND.name)
 E4M3 = torch.float8_e4m3fn
+FEW, MANY = "w8a16_small", "w8_gemm_sm90"
+TILES = tuple(range(64, 257, 16))
 
 
 def problem(m, n=4096, k=4096, scaling="row", **options):
@@ -67,7 +72,18 @@ def test_what_a_layer_calls_is_run(monkeypatch, n, k):
 
 
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
-    w8_fake.check_built_as_claimed(w8a16.KERNEL, RECORD, w8a16.BUILDS)
+    table = [tile for tile in tiles.tiles("w8") if tile.activations == ("bf16",)]
+    assert [(tile.kernel, tile.m_min, tile.predicted) for tile in table] == [
+        *[(MANY, 65, True)] * len(TILES),
+        (FEW, 0, False),
+    ]
+    assert tuple(tile.speed.tokens for tile in table[:-1]) == TILES
+    assert {tile.scalings for tile in table} == {RECORD.scalings}
+    many = [tile.builds for tile in table[:-1]]
+    assert many == [{"bfloat16": f"a16_bf16_{t}", "float16": f"a16_fp16_{t}"} for t in TILES]
+    sixteen = {"variants": lambda build: build.startswith("a16_")}
+    w8_fake.check_built_as_claimed(MANY, RECORD, *many, archs=("sm_90",), **sixteen)
+    w8_fake.check_built_as_claimed(FEW, RECORD, table[-1].builds)
 
 
 def test_block_scales_and_quantised_operands_are_refused_with_reasons():
@@ -139,16 +155,40 @@ def test_any_strides_and_sizes(monkeypatch, n, k):
     w8_fake.check_any_strides(BACKEND, "bf16", w, bias, lambda x: x.double() @ dense.t() + bias.double())
 
 
-def test_one_plan_serves_every_m(monkeypatch):
-    kernels, w = w8_fake.install(monkeypatch), weights(64, 64)
-    prepared = BACKEND.prepare(w)
-    plan = w8_fake.plan_of(BACKEND, "bf16", w, prepared, 1)
-    assert kernels.loaded == [("w8a16_small", "bf16")]
-    assert not BACKEND.plans_by_m
-    for m in (1, 32, 33, 100):
-        x, out = torch.randn(m, 64).bfloat16(), torch.empty(m, 64, dtype=torch.bfloat16)
+def test_each_m_has_a_plan_with_the_kernel_that_serves_it(monkeypatch):
+    kernels, w = w8_fake.install(monkeypatch), weights(136, 128)
+    prepared, dense = BACKEND.prepare(w), contract.dequantised(w)
+    for m, kernel in ((1, FEW), (32, FEW), (64, FEW), (65, MANY), (300, MANY), (1000, MANY)):
+        plan = w8_fake.plan_of(BACKEND, "bf16", w, prepared, m)
+        assert kernels.loaded[-1][0] == kernel, m
+        x, out = torch.randn(m, 128).bfloat16(), torch.empty(m, 136, dtype=torch.bfloat16)
         BACKEND.run(plan, prepared, x, out)
-        assert torch.equal(out, run(w, x, prepared=prepared))
+        assert w8_fake.error(out, x.double() @ dense.t()) < 3e-3
+        assert kernels.launched[-1][:3] == ("w8_gemm" if kernel == MANY else FEW, m, 136)
+    assert len(kernels.shapes) == 3
+    with pytest.raises(InputError, match="out has 2 rows, the plan is for M=1000"):
+        BACKEND.run(plan, prepared, x[:2], out[:2])
+
+
+@pytest.mark.parametrize(("out_dtype", "build"), [("bfloat16", "bf16"), ("float16", "fp16")])
+@pytest.mark.parametrize("arch", RECORD.archs)
+def test_other_archs_than_hopper_have_one_kernel_for_every_m(monkeypatch, arch, out_dtype, build):
+    w8_fake.install(monkeypatch, ARCH[arch].capability)
+    for m in (1, 64, 65, 4096):
+        ((kernel, found),) = BACKEND.builds(problem(m, 136, 128, out_dtype=out_dtype), torch.device("cpu"))
+        assert (kernel, found) == (FEW, build) or (arch == "sm_90" and m > 64 and found.startswith(f"a16_{build}_"))
+
+
+@pytest.mark.parametrize("m", [65, 200, 3000])
+def test_the_predicted_tile_is_the_best_of_all(m):
+    gpu = gpu_models.named("H200 SXM")
+    known, asked = speeds.of(gpu), problem(m)
+    (chosen,) = BACKEND._kernels(asked, gpu.arch, gpu.sms, known)
+    times = {
+        each: predict.gemm(*each, tiles.speed_of(*each), asked, known) for each in BACKEND.gemms(asked, gpu.arch, 132)
+    }
+    assert len(times) == len(TILES) + 1
+    assert min((us, each) for each, us in times.items() if us is not None)[1] == chosen
 
 
 @pytest.mark.parametrize(("allowed", "setting", "pdl"), [(True, "", True), (True, "off", False), (False, "", False)])

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.libraries.cublaslt import CublasLtBackend
-from fp4dispatch.backends.own import compiled
-from fp4dispatch.backends.own.compiled import Layout, Loaded
 from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, launch_model, predict, speeds, tiles
-from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, UP_TO, FewTokensShape
+from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
 from fp4dispatch.backends.own.tiling.other_models import (
     BlockScaledSpeed,
     CublasLtSpeed,
@@ -24,7 +20,6 @@ from fp4dispatch.backends.own.tiling.other_models import (
 )
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
-from fp4dispatch.backends.own.w8a16 import W8A16Backend
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
@@ -571,38 +566,6 @@ def test_more_waves_and_slower_memory_take_longer():
 
     assert us(64 * 264) < us(64 * 265) < us(64 * 600)
     assert us(16384, replace(speed, memory=speed.memory / 2)) > us(16384)
-
-
-def test_a_plan_for_every_m_takes_the_shape_of_its_tokens(monkeypatch):
-    calls = []
-    module = SimpleNamespace(
-        w8a16_small=lambda *operands: calls.append("own"),
-        w8a16_small_shaped=lambda *operands: calls.append(operands[-2]),
-    )
-    monkeypatch.setattr(compiled, "launch_numbers", tuple)
-    shapes = W8A16Backend()._shape(
-        Problem("fp8_gemm", 1, 4096, 4096, "bf16", "row"), Layout(4096, 4096, 4096, 4096), ("w8a16_small", "bf16"),
-        speeds.of(H200),
-    )  # fmt: skip
-    gemm = compiled._shaped(Loaded("w8a16_small", module, True), shapes)
-    for m in (3, 4, 9, 33, 64, 257):
-        gemm(torch.zeros(m, 1), "w", "scale", None, "out", True)
-    assert [shape if shape == "own" else shape[0] for shape in calls] == [8, 8, 16, 32, 32, "own"]
-    assert calls[0] is calls[1]
-
-
-def test_tokens_take_the_launch_shape_of_the_next_number_that_has_one(monkeypatch):
-    shapes = compiled.ByTokens([(m,) for m in UP_TO])
-    assert [shapes.at(m)[0] for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 511)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 512]
-    assert shapes.at(UP_TO[-1] + 1) is None
-    calls = []
-    monkeypatch.setattr(compiled, "launch_numbers", tuple)
-    module = SimpleNamespace(w8a16_small=None, w8a16_small_shaped=lambda *operands: calls.append(operands[-2]))
-    shapes = compiled.ByTokens((m, 1, 1, 1, 1, 2, 2) for m in UP_TO)
-    gemm = compiled._shaped(Loaded("w8a16_small", module, True), shapes)
-    for m in (1, 2, 3, 8, 9):
-        gemm(torch.zeros(m, 1), "w", "scale", None, "out", True)
-    assert [shape[0] for shape in calls] == [1, 2, 4, 8, 16]
 
 
 def test_every_backend_of_ours_takes_the_constants():

@@ -56,6 +56,12 @@ struct W4Gemm {
     return {data_of<uint8_t>(w), int(w.size(1))};
   }
 
+  static void check_k(int64_t k, TensorView w) {
+    if (divide_up(k, int64_t(w4::kChunkK)) != w.size(1))
+      TVM_FFI_THROW(ValueError) << "x: K is " << k << ", but w has " << w.size(1)
+                                << " chunks of 64 along K, needed ceil(K/64) of them";
+  }
+
   static void ready(Weights::Source&, TensorView) {}
 };
 

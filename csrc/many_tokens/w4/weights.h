@@ -11,8 +11,9 @@
 #include "weights/w4_to_fp8.h"
 #include "common/wgmma.h"
 
+#include "many_tokens/loop_16bit.h"
+#include "many_tokens/w4/blocks_16bit.h"
 #include "many_tokens/w4/copies.h"
-#include "many_tokens/w4/loop_16bit.h"
 #include "many_tokens/w4/loop_fp8.h"
 
 namespace fp4d {
@@ -21,7 +22,8 @@ struct W4Weights {
   template <class Tile>
   using Copies = W4Copies<Tile>;
   template <class Tile>
-  using Loop = std::conditional_t<kFp8, W4LoopFp8<Tile>, W4Loop16Bit<Tile>>;
+  using Loop = std::conditional_t<kFp8, W4LoopFp8<Tile>, Loop16Bit<Tile>>;
+  using Blocks = W4Blocks16Bit;
 
   struct Source {
     uint8_t const* chunks;

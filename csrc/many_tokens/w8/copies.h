@@ -8,6 +8,7 @@ namespace fp4d {
 
 template <class Tile>
 struct W8Copies {
+  using Weights = typename Tile::Weights;
   static constexpr int kWarpgroups = 1;
   static_assert(Tile::kConsumers == kWeightThreads);
   Params<typename Tile::Weights> const& p;
@@ -22,10 +23,10 @@ struct W8Copies {
     uint32_t const full = ring.full(slot), to = ring.weights(slot, first);
     barrier_arrive_expect(full, Tile::kBlockBytes);
     if (p.sharing_log2 == 0) {
-      copy_box(to, &p.w.map, stage * 128, row, full);
+      copy_box(to, &p.w.map, stage * Weights::kStageK, row, full);
     } else if ((first & 1) == place.sharing) {
       uint32_t const both = 1u << place.with_sharing(p, 0) | 1u << place.with_sharing(p, 1);
-      copy_box_multicast(to, &p.w.map, stage * 128, row, full, both);
+      copy_box_multicast(to, &p.w.map, stage * Weights::kStageK, row, full, both);
     }
   }
 };

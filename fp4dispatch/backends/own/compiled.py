@@ -7,7 +7,6 @@ the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
 from __future__ import annotations
 
 import abc
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -32,7 +31,6 @@ from fp4dispatch.backends.own.tensors.operands import (
     taken_as_is,
 )
 from fp4dispatch.backends.own.tiling import launch_model, launches, predict
-from fp4dispatch.backends.own.tiling.few_tokens import UP_TO
 from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.speeds import of as speeds_of
@@ -135,38 +133,13 @@ class State:
         self.fits = (self.layout.np, self.layout.kp) == (self.layout.n, self.layout.k)
 
 
-class ByTokens(list[Sequence[int] | None]):
-    """Launch shapes of a kernel whose plan serves every M; None: the kernel's own.
-
-    One for each of the first numbers of :data:`~fp4dispatch.backends.own.tiling.few_tokens.UP_TO`.
-    """
-
-    def at(self, m: int) -> Sequence[int] | None:
-        """Return the launch shape for M tokens."""
-        index = bisect_left(UP_TO, m)
-        return self[index] if index < len(self) else None
-
-
-Chosen = tuple[Build, "Sequence[int] | ByTokens | None"]
+Chosen = tuple[Build, Sequence[int] | None]
 """A build and its launch shape."""
 
 
-def _shaped(loaded: Loaded, shape: Sequence[int] | ByTokens) -> Callable[..., None]:
+def _shaped(loaded: Loaded, shape: Sequence[int]) -> Callable[..., None]:
     """Return the function of a kernel for few tokens with a launch shape of ours in place of its own."""
-    function = getattr(loaded.module, f"{loaded.kernel}_shaped")
-    if isinstance(shape, ByTokens):
-        own = getattr(loaded.module, loaded.kernel)
-        by_tokens = ByTokens(None if each is None else launch_numbers(each) for each in shape)
-
-        def gemm_of_any(x: Tensor, *operands: Any) -> None:
-            numbers = by_tokens.at(x.shape[0])
-            if numbers is None:
-                own(x, *operands)
-            else:
-                function(x, *operands[:-1], numbers, operands[-1])
-
-        return gemm_of_any
-    numbers = launch_numbers(shape)
+    function, numbers = getattr(loaded.module, f"{loaded.kernel}_shaped"), launch_numbers(shape)
 
     def gemm(*operands: Any) -> None:
         function(*operands[:-1], numbers, operands[-1])  # the last one is whether to launch with PDL
@@ -241,9 +214,7 @@ class CompiledBackend(Backend):
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
         """Return the key of a plan. Other launches that ``tune`` has timed need another plan."""
-        gpu = device.index or 0
-        timed = launches.tuned(self.name, problem, gpu) if self.plans_by_m else launches.version()
-        return super().plan_key(problem, device), timed
+        return super().plan_key(problem, device), launches.tuned(self.name, problem, device.index or 0)
 
     def launches(self, problem: Problem, prepared: Prepared) -> tuple[LaunchConfig, ...]:
         """Return the launches that are worth timing: first what the models or the rules alone choose, then others."""
@@ -291,19 +262,15 @@ class CompiledBackend(Backend):
         if chosen is None:
             return None
         gemm, shape = chosen
-        if isinstance(shape, ByTokens):
-            shape = shape.at(problem.m)
         if speeds is None and (tile := speed_of(*gemm)) is not None:
             shape = launch_model.best(tile, problem.m, layout.np, layout.kp, launch_model.gpu_with(sms)).shape
         return LaunchConfig(*gemm, None if shape is None else tuple(shape))
 
-    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | ByTokens | None:
+    def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | None:
         """Return the launch shape that the models say is fastest; None for a kernel that is given none."""
         return launches.best_shape(*gemm, replace(problem, n=layout.np, k=layout.kp), speeds)
 
-    def plan_with(
-        self, problem: Problem, prepared: Prepared, gemm: Build, shape: Sequence[int] | ByTokens | None = None
-    ) -> Plan:
+    def plan_with(self, problem: Problem, prepared: Prepared, gemm: Build, shape: Sequence[int] | None = None) -> Plan:
         """Make a plan of one of :meth:`gemms`. :meth:`plan` chooses the build and the shape itself.
 
         Parameters
@@ -327,7 +294,7 @@ class CompiledBackend(Backend):
         for name, build in self.with_quantizer(problem, gemm):
             kernel = jit.load(name, build, arch)
             numbers = launch_shape(speed_of(name, build), problem.m, layout.np, layout.kp, sms)
-            if shape is not None and not isinstance(shape, ByTokens) and not loaded and numbers is not None:
+            if shape is not None and not loaded and numbers is not None:
                 numbers = launch_numbers(shape)
             loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), numbers))
         state = self._state(problem, layout, device, tuple(loaded))

@@ -20,7 +20,6 @@ from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.backends.own.compiled import (
     N_MULTIPLE,
     Build,
-    CompiledBackend,
     Launch,
     Layout,
     Loaded,
@@ -28,36 +27,29 @@ from fp4dispatch.backends.own.compiled import (
     State,
     Weights,
 )
+from fp4dispatch.backends.own.from_table import TableBackend
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.swiglu import PRODUCT
 from fp4dispatch.backends.own.tensors.folding import FOLD
 from fp4dispatch.backends.own.tensors.operands import QUANTIZER, await_writes, packed_part, per_column
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
-from fp4dispatch.backends.own.tiling.speeds import Speeds
-from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
+from fp4dispatch.backends.own.weight_only import launch_weight_only
 from fp4dispatch.formats import round_up
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.problem.arch import Arch
 
 _UNFOLD_N_MULTIPLE = 16  # cuBLASLt's, for FP8
 
 
-class _W4Backend(CompiledBackend):
+class _W4Backend(TableBackend):
     """What w4a16 and w4a8 share: the weights, and the table ``w4_tiles.toml``."""
 
     layout = "w4p"
+    table = "w4"
 
-    def _kernels(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds | None = None) -> tuple[Build, ...]:
-        """Return the builds of the table's row that serves a problem."""
-        unfolds = problem.n % _UNFOLD_N_MULTIPLE == 0
-        tile = tile_for(problem, arch, sms, "w4", lambda tile: tile.kernel != UNFOLD or unfolds, speeds)
-        return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
-
-    def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
-        """Name every build of ``w4_tiles.toml`` that runs a problem."""
-        found = builds_for(problem, arch, "w4")
-        return tuple(gemm for gemm in found if gemm[0] != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0)
+    def takes(self, problem: Problem, kernel: str) -> bool:
+        """Whether cuBLASLt can multiply what a kernel writes out for it; others take every N."""
+        return kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pack the weights into W4P (:mod:`~fp4dispatch.backends.own.tensors.w4_layout`), zero-padded. Synchronises.
@@ -122,24 +114,6 @@ class W4A8Backend(_W4Backend):
         return gemm, ("fp8_quantize" if gemm[0] == UNFOLD else QUANTIZER, "any")
 
 
-def _launch_small(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl = s.gemm, s.gemm_pdl
-
-    def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
-        gemm(x, w[0], w[1], bias, out, pdl)
-
-    return launch
-
-
-def _launch_16(s: State, weights: Weights = ()) -> Launch:
-    gemm, pdl, shape = s.gemm, s.gemm_pdl, s.shape
-
-    def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
-        gemm(x, None, w[0], w[1], bias, out, shape, pdl)
-
-    return launch
-
-
 def _launch_fp8(s: State, weights: Weights = ()) -> Launch:
     gemm, pdl, shape = s.gemm, s.gemm_pdl, s.shape
     quantize, quantize_pdl, scratch = s.quantize, s.quantize_pdl, s.scratch
@@ -169,8 +143,8 @@ def _launch_unfold(s: State, weights: Weights = ()) -> Launch:
 
 
 _LAUNCH: dict[tuple[str, Activation], tuple[MakeLaunch, str]] = {
-    ("w4a16_small", "bf16"): (_launch_small, "w4a16_small"),
-    ("w4_gemm_sm90", "bf16"): (_launch_16, "w4_gemm"),
+    ("w4a16_small", "bf16"): (launch_weight_only, "w4a16_small"),
+    ("w4_gemm_sm90", "bf16"): (launch_weight_only, "w4_gemm"),
     ("w4a8_small", "fp8"): (_launch_fp8, "w4a8_small"),
     ("w4_gemm_sm90", "fp8"): (_launch_fp8, "w4_gemm"),
     (UNFOLD, "fp8"): (_launch_unfold, "w4_to_e4m3"),

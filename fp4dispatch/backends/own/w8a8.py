@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
-from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
+from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, Launch, Layout, Loaded, State, Weights
+from fp4dispatch.backends.own.from_table import TableBackend
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.operands import (
     QUANTIZER,
@@ -32,31 +33,20 @@ from fp4dispatch.backends.own.tensors.operands import (
     packed_part,
     stored_rows,
 )
-from fp4dispatch.backends.own.tiling.speeds import Speeds
-from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
-from fp4dispatch.problem.arch import Arch
 
 _ENTRY = {"w8a8_small": "w8a8_small", "w8_gemm_sm90": "w8_gemm"}  # a kernel's function
 
 _K_MULTIPLE = 16  # kernels read rows of the weight that start on 16 bytes
 
 
-class W8A8Backend(CompiledBackend):
+class W8A8Backend(TableBackend):
     """FP8 weights (tensor, row, block128) by FP8 activations, from ``csrc/``. Plans are by M."""
 
     name = "w8a8"
+    table = "w8"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"fp8_gemm": ("fp8",)}
-
-    def _kernels(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds | None = None) -> tuple[Build, ...]:
-        """Return the builds of the row of ``w8_tiles.toml`` that serves a problem."""
-        tile = tile_for(problem, arch, sms, "w8", speeds=speeds)
-        return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
-
-    def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
-        """Name every build of ``w8_tiles.toml`` that runs a problem."""
-        return builds_for(problem, arch, "w8")
 
     def with_quantizer(self, problem: Problem, gemm: Build) -> tuple[Build, ...]:
         """Return a GEMM with the quantiser that it needs."""

@@ -30,10 +30,8 @@ def methods() -> tuple[Method, ...]:
 
 def paths() -> tuple[Method, ...]:
     """Return the layers with each of their backends fixed, beside :func:`methods`. CUTLASS compiles for minutes."""
-    few = {"w8a16": 128.0}
     found = [Layer(fmt, None, name) for fmt, names in _PATHS.items() for name in names]
     for layer in found:
-        layer.most_m = few.get(str(layer.backend), layer.most_m)
         layer.slow_start = layer.backend == "cutlass"
     return tuple(found)
 

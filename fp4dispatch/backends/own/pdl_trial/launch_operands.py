@@ -168,7 +168,10 @@ _BY_DEFINE: dict[str, dict[str, dict[str, str]]] = {
         "w8a8_small": {"token_scale": "token_blocks", "alpha": "alpha_blocks"},
         "w8_gemm_sm90": {"token_scale": "token_blocks", "alpha": "alpha_blocks"},
     },
-    "FP4D_ACT=16": {"w4_gemm_sm90": {"packed": "x", "token_scale": "none"}},
+    "FP4D_ACT=16": {
+        "w4_gemm_sm90": {"packed": "x", "token_scale": "none"},
+        "w8_gemm_sm90": {"packed": "x", "token_scale": "none"},
+    },
 }
 
 

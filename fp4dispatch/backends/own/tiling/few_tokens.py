@@ -33,9 +33,6 @@ MOST_TILES, MOST_TOKENS = 16, 2048
 (bench/notes/few-tokens.md)."""
 TOKENS_APART = 8
 """Tiles hold a multiple of so many tokens: between two multiples all M have the same launch shapes."""
-UP_TO = (1, 2, 4, *range(TOKENS_APART, MOST_TOKENS + 1, TOKENS_APART))
-"""Numbers of tokens for which a plan that serves every M chooses launch shapes; other M take that of the next number.
-From 1 token to 8 times grow by up to 10 %, in some tiles more than in others (bench/notes/corrections.md)."""
 FEW_TILES = 2
 """Tiles of the largest size, for any weights."""
 WIDE_TOKENS, WIDE_CLUSTER = 64, 4

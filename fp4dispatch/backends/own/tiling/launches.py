@@ -9,7 +9,7 @@ larger one, so the launch that the models put first counts too.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -44,9 +44,6 @@ class Source(Protocol):
     def find(self, backend: str, problem: Problem, gpu: int) -> Tuned | None:
         """Return those that serve a problem on a GPU of this machine; the same object until they change."""
 
-    def version(self) -> Hashable:
-        """Return a value that changes where any of them do."""
-
 
 _sources: list[Source] = []
 
@@ -59,11 +56,6 @@ def provide(source: Source) -> None:
 def tuned(backend: str, problem: Problem, gpu: int) -> Tuned | None:
     """Return the timed launches that serve a problem, activation resolved, on a GPU; None where there are none."""
     return _sources[0].find(backend, problem, gpu) if _sources else None
-
-
-def version() -> Hashable:
-    """Return a value that changes where any timed launches do."""
-    return _sources[0].version() if _sources else None
 
 
 def has_shapes(kernel: str, build: str) -> bool:

@@ -4,16 +4,20 @@
 // are dequantised into the registers of the two before, a block between any two MMAs: an instruction beside MMAs costs
 // 1 to 2 clocks, and two blocks in a row leave the tensor cores idle (bench/notes/many-tokens.md). With more MMAs under
 // way ptxas makes them wait for each other (C7513).
+//
+// What a lane takes of a stage says `Weights::Blocks`: `enter(stage)`, then `load(stage, i)` of block i, then
+// `dequantize(block, a)`. `stage` is an address in shared memory, of the warpgroup's weights.
 #pragma once
 
 #include "many_tokens/tile.h"
-#include "weights/w4_columns.h"
 
 namespace fp4d {
 
 template <class Tile>
-struct W4Loop16Bit {
+struct Loop16Bit {
   using Weights = typename Tile::Weights;
+  using Blocks = typename Weights::Blocks;
+  using Block = typename Blocks::Block;
   static constexpr int T = Tile::kTokens;
   Params<typename Tile::Weights> const& p;
   Place const& place;
@@ -21,23 +25,12 @@ struct W4Loop16Bit {
   int warpgroup, warp, lane;  // warp of the warpgroup
   Offsets<Tile> at = {};
   Releases releases = {};
-  w4::Columns<Out, true> columns{lane};
-  uint32_t words = 0, scales = 0;  // in a stage's weights: of the quad's first lane, of this lane
+  Blocks blocks{warp, lane};
 
-  __device__ void start() {
-    releases.start(p, place, ring, lane);
-    words = warp * w4::kUnitBytes + lane / 4 * 4 * 16, scales = w4::kScaleOffset + lane * 8 + warp * 2;
-  }
+  __device__ void start() { releases.start(p, place, ring, lane); }
 
-  // Scales of this lane's block of the stage at hand.
-  __device__ uint32_t load_scales() const {
-    auto const pair = w4::unit_scales<Out>(load_2(ring.weights(0, warpgroup) + scales + at.slot), 0);
-    return reinterpret_cast<uint32_t const&>(pair);
-  }
-  __device__ w4::Block load(uint32_t own_scales, int block) const {
-    return {load_16(ring.weights(0, warpgroup) + words + at.slot + block * 16),
-            __shfl_sync(~0u, own_scales, block, 4)};
-  }
+  // Weights of the stage at hand.
+  __device__ uint32_t stage() const { return ring.weights(0, warpgroup) + at.slot; }
 
   // This warp is done with the slot of a barrier.
   __device__ void release(uint32_t barrier) const {
@@ -54,11 +47,11 @@ struct W4Loop16Bit {
   __device__ void run(bool, int count, float (&sums)[T / 2], float const*) {
     uint32_t a[4][4];  // of a stage's MMAs, of which the first two are dequantised
     barrier_wait(ring.full(0) + at.barrier, at.parity);
-    uint32_t own = load_scales();
-    w4::Block first = load(own, 0), second = load(own, 1);
-    columns.dequantize(first, a[0]);
-    columns.dequantize(second, a[1]);
-    first = load(own, 2), second = load(own, 3);
+    blocks.enter(stage());
+    Block first = blocks.load(stage(), 0), second = blocks.load(stage(), 1);
+    blocks.dequantize(first, a[0]);
+    blocks.dequantize(second, a[1]);
+    first = blocks.load(stage(), 2), second = blocks.load(stage(), 3);
     uint32_t previous = 0;
     int left = count;
 #pragma unroll 1
@@ -67,10 +60,10 @@ struct W4Loop16Bit {
       multiply(sums, a[0], b);
       wgmma_wait<1>();
       if (left != count) release(previous);
-      columns.dequantize(first, a[2]);
+      blocks.dequantize(first, a[2]);
       multiply(sums, a[1], b + kDescriptorStep);
       previous = at.barrier;
-      columns.dequantize(second, a[3]);
+      blocks.dequantize(second, a[3]);
       --left;
       at.advance();
       if (left == 0) {
@@ -79,14 +72,14 @@ struct W4Loop16Bit {
         break;
       }
       barrier_wait(ring.full(0) + at.barrier, at.parity);
-      own = load_scales();
-      first = load(own, 0), second = load(own, 1);
+      blocks.enter(stage());
+      first = blocks.load(stage(), 0), second = blocks.load(stage(), 1);
       multiply(sums, a[2], b + 2 * kDescriptorStep);
       wgmma_wait<1>();
-      columns.dequantize(first, a[0]);
+      blocks.dequantize(first, a[0]);
       multiply(sums, a[3], b + 3 * kDescriptorStep);
-      columns.dequantize(second, a[1]);
-      first = load(own, 2), second = load(own, 3);
+      blocks.dequantize(second, a[1]);
+      first = blocks.load(stage(), 2), second = blocks.load(stage(), 3);
     }
     wgmma_wait<0>();
     release(previous);
