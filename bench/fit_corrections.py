@@ -316,17 +316,19 @@ def main() -> None:
         parser.error(f"{', '.join(map(str, sorted(twice)))}: judged on what it is fitted to")
     paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
     records = {fit_speeds.cited(path, json.loads(path.read_text("utf-8"))) for path in paths}
+    launches = [*launches_of(args.few, few=True), *launches_of(args.many, few=False)]
     if args.only:
         held = json.loads(corrections.FILE.read_text("utf-8"))
-        if unknown := sorted({*args.only} - {*held["trees"]}):
-            parser.error(f"--only {' '.join(unknown)}: groups are {', '.join(held['trees'])}")
+        groups = {*held["trees"]} | {group_of(each) for each, _ in launches}
+        if unknown := sorted({*args.only} - groups):
+            parser.error(f"--only {' '.join(unknown)}: groups are {', '.join(sorted(groups))}")
         trees = {name: [Tree(*each) for each in some] for name, some in held["trees"].items()}
         records |= {*held["records"]}
     else:
         trees = {}
     if not args.only or corrections.CUBLASLT in args.only:
         trees[corrections.CUBLASLT] = fit_cublaslt(cublaslt_of(args.many))
-    trees |= fit([*launches_of(args.few, few=True), *launches_of(args.many, few=False)], args.only)
+    trees |= fit(launches, args.only)
     found = with_corrections(trees)
     if args.judge:
         some = [*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)]
