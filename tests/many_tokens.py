@@ -22,8 +22,10 @@ TOKEN_TILES = 3
 ONE_CLUSTER = LaunchShape(1, 1, 1, 1, 0, 1)
 """Covers any tiles."""
 FUNCTIONS = {"w4_gemm_sm90": "w4_gemm", "w8_gemm_sm90": "w8_gemm"}
-A16_BUILDS = tuple(v for v in installed().kernel("w4_gemm_sm90").variants if v.startswith("a16_bf16_"))
-"""From the narrowest tile to the widest."""
+A16_BUILDS, W8_A16_BUILDS = (
+    tuple(v for v in installed().kernel(kernel).variants if v.startswith("a16_bf16_")) for kernel in FUNCTIONS
+)
+"""Of w4_gemm_sm90 and of w8_gemm_sm90, from the narrowest tile to the widest."""
 
 
 class Gemm:

@@ -10,7 +10,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import QuantizedActivation
-from fp4dispatch.backends.own import scratch, w4
+from fp4dispatch.backends.own import from_table, scratch, w4
 from fp4dispatch.backends.own.tensors.w4_layout import unpack_w4p
 from fp4dispatch.backends.own.tiling import launch_model, tiles
 from fp4dispatch.errors import FormatError, InputError
@@ -231,7 +231,7 @@ def test_many_tokens_multiply_weights_that_are_written_out_for_one_launch(monkey
     assert [name for name, *_ in kernels.launched] == ["w4_to_e4m3", "fp8_quantize_row", "scaled_mm"]
     assert kernels.column_scales == [prepared.tensors[2].data_ptr()]  # nothing is made of them at a launch
     tile = next(t for t in tiles.tiles("w4") if t.builds["bfloat16"] == "a8_bf16_128")
-    monkeypatch.setattr(w4, "tile_for", lambda *_: tile)
+    monkeypatch.setattr(from_table, "tile_for", lambda *_: tile)
     backend.run(backend.plan(problem("w4a8", m, n, k), prepared), prepared, x, want, b)
     torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-3)
 

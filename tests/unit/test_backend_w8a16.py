@@ -74,7 +74,7 @@ def test_what_a_layer_calls_is_run(monkeypatch, n, k):
 def test_everything_that_the_capabilities_claim_has_a_build_and_nothing_else():
     table = [tile for tile in tiles.tiles("w8") if tile.activations == ("bf16",)]
     assert [(tile.kernel, tile.m_min, tile.predicted) for tile in table] == [
-        *[(MANY, 65, True)] * len(TILES),
+        *((MANY, 33 if tokens <= 128 else 65, True) for tokens in TILES),
         (FEW, 0, False),
     ]
     assert tuple(tile.speed.tokens for tile in table[:-1]) == TILES
@@ -158,7 +158,7 @@ def test_any_strides_and_sizes(monkeypatch, n, k):
 def test_each_m_has_a_plan_with_the_kernel_that_serves_it(monkeypatch):
     kernels, w = w8_fake.install(monkeypatch), weights(136, 128)
     prepared, dense = BACKEND.prepare(w), contract.dequantised(w)
-    for m, kernel in ((1, FEW), (32, FEW), (64, FEW), (65, MANY), (300, MANY), (1000, MANY)):
+    for m, kernel in ((1, FEW), (31, FEW), (32, FEW), (33, MANY), (300, MANY), (1000, MANY)):
         plan = w8_fake.plan_of(BACKEND, "bf16", w, prepared, m)
         assert kernels.loaded[-1][0] == kernel, m
         x, out = torch.randn(m, 128).bfloat16(), torch.empty(m, 136, dtype=torch.bfloat16)
@@ -174,9 +174,9 @@ def test_each_m_has_a_plan_with_the_kernel_that_serves_it(monkeypatch):
 @pytest.mark.parametrize("arch", RECORD.archs)
 def test_other_archs_than_hopper_have_one_kernel_for_every_m(monkeypatch, arch, out_dtype, build):
     w8_fake.install(monkeypatch, ARCH[arch].capability)
-    for m in (1, 64, 65, 4096):
+    for m in (1, 32, 33, 4096):
         ((kernel, found),) = BACKEND.builds(problem(m, 136, 128, out_dtype=out_dtype), torch.device("cpu"))
-        assert (kernel, found) == (FEW, build) or (arch == "sm_90" and m > 64 and found.startswith(f"a16_{build}_"))
+        assert (kernel, found) == (FEW, build) or (arch == "sm_90" and m > 32 and found.startswith(f"a16_{build}_"))
 
 
 @pytest.mark.parametrize("m", [65, 200, 3000])

@@ -175,7 +175,7 @@ def test_of_each_kernel_only_what_the_model_puts_first_may_be_asked_for(m):
         return sorted(predict.launch(*b, speed_of(*b), shape, problem, constants) for _, b, shape in found)
 
     kernels = {(each.family, each.build[0]) for each in every if each.shape is not None}
-    assert len(kernels) == (9 if m == 24 else 8)
+    assert len(kernels) == (10 if m == 24 else 9)
     for family, kernel in kernels:
         assert times(four, family, kernel) == times(every, family, kernel)[:4], "of all builds of a kernel"
     assert {each.build[1] for each in every if each.build[0] == "w4_gemm_sm90"} > {

@@ -308,7 +308,9 @@ WIDEST = tuple(f"launch-samples-seed-{seed}-h200.json" for seed in (128, 129, 13
 EXACT = tuple(f"launch-samples-seed-{seed}-h200.json" for seed in range(140, 148))
 """16-bit activations alone, with the builds of today. Nothing is fitted to the last two."""
 A8_BUILDS = tuple(f"a8_bf16_{tokens}" for tokens in range(96, 209, 16))
-A16_BUILDS = many_tokens.A16_BUILDS
+ROWS_EXACT = tuple(f"launch-samples-seed-{seed}-h200.json" for seed in range(150, 155))
+"""The same of FP8 weights by row. Nothing is fitted to the last."""
+A16_BUILDS, W8_A16_BUILDS = many_tokens.A16_BUILDS, many_tokens.W8_A16_BUILDS
 ROW_BUILDS = tuple(f"bf16_{tokens}" for tokens in range(96, 225, 16))
 
 NEAR_WITH_CONSTANTS = {
@@ -357,6 +359,22 @@ NEAR_OF_EXACT = {
     "w4_gemm_sm90/a16_bf16_256": Near(46, 11, 0.79, 0.970),
 }
 """And of 16-bit activations. Far off: wide tiles for few tokens, which are not theirs."""
+NEAR_OF_ROWS_EXACT = {
+    "w8_gemm_sm90/a16_bf16_64": Near(30, 2, 0.89, 0.991, 0),
+    "w8_gemm_sm90/a16_bf16_80": Near(31, 3, 0.89, 0.993, 0),
+    "w8_gemm_sm90/a16_bf16_96": Near(33, 3, 0.91, 0.992, 0),
+    "w8_gemm_sm90/a16_bf16_112": Near(34, 9, 0.83, 0.975, 0),
+    "w8_gemm_sm90/a16_bf16_128": Near(59, 11, 0.8, 0.98, 0),
+    "w8_gemm_sm90/a16_bf16_144": Near(59, 8, 0.83, 0.984, 0),
+    "w8_gemm_sm90/a16_bf16_160": Near(59, 10, 0.83, 0.984, 0),
+    "w8_gemm_sm90/a16_bf16_176": Near(59, 11, 0.82, 0.982, 0),
+    "w8_gemm_sm90/a16_bf16_192": Near(58, 10, 0.76, 0.976, 0),
+    "w8_gemm_sm90/a16_bf16_208": Near(55, 9, 0.77, 0.979, 0),
+    "w8_gemm_sm90/a16_bf16_224": Near(53, 9, 0.86, 0.983, 0),
+    "w8_gemm_sm90/a16_bf16_240": Near(53, 10, 0.74, 0.976, 0),
+    "w8_gemm_sm90/a16_bf16_256": Near(52, 12, 0.77, 0.967, 0),
+}
+"""And of FP8 weights by row by 16-bit activations: by the formulas alone, which do not see when clusters pay."""
 
 
 @pytest.mark.parametrize(
@@ -366,6 +384,7 @@ NEAR_OF_EXACT = {
         *((NEWEST, build, wanted) for build, wanted in NEAR_OF_NEWEST.items()),
         *((WIDEST[2], build, wanted) for build, wanted in NEAR_OF_WIDEST.items()),
         *((EXACT[-1], build, wanted) for build, wanted in NEAR_OF_EXACT.items()),
+        *((ROWS_EXACT[-1], build, wanted) for build, wanted in NEAR_OF_ROWS_EXACT.items()),
     ],
 )
 def test_the_shape_that_is_chosen_with_the_constants_of_the_gpu_is_near_the_fastest(record, build, wanted):
@@ -419,14 +438,13 @@ SWEPT = {act: {build for problem in many_tokens.problems(act) for build in probl
 
 def test_what_no_sweep_holds_are_the_builds_that_samples_hold():
     rows = [t for name in ("w4", "w8") for t in tiles.tiles(name) if t.speed and t.predicted]
-    missing = {t.builds["bfloat16"] for t in rows if not any(swept(t, act) for act in SWEPT)}
-    younger = {"a8_bf16_112", "a8_bf16_144", "bf16_112", "bf16_144", "bf16_176"}
-    younger |= {"a8_bf16_192", "a8_bf16_208", "bf16_208", "bf16_224"}
-    younger |= {*A16_BUILDS} - {"a16_bf16_64x128", "a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256"}
-    assert missing == {"a8_bf16_96", "a8_bf16_160", "bf16_96", "bf16_160", "bf16_192"} | younger
-    named = {f"{t.kernel}/{t.builds['bfloat16']}" for t in rows if t.builds["bfloat16"] in missing}
-    held = {*NEAR_OF_SAMPLES, *NEAR_OF_NEWEST, *NEAR_OF_WIDEST, *NEAR_OF_EXACT}
-    assert named == held - set().union(*SWEPT.values())
+    missing = {f"{t.kernel}/{t.builds['bfloat16']}" for t in rows if not any(swept(t, act) for act in SWEPT)}
+    w4 = {f"a8_bf16_{tokens}" for tokens in (96, 112, 144, 160, 192, 208)}
+    w4 |= {*A16_BUILDS} - {"a16_bf16_64x128", "a16_bf16_128x128", "a16_bf16_192", "a16_bf16_256"}
+    w8 = {f"bf16_{tokens}" for tokens in (96, 112, 144, 160, 176, 192, 208, 224)} | {*W8_A16_BUILDS}
+    assert missing == {f"{KERNEL}/{build}" for build in w4} | {f"{W8}/{build}" for build in w8}
+    held = {*NEAR_OF_SAMPLES, *NEAR_OF_NEWEST, *NEAR_OF_WIDEST, *NEAR_OF_EXACT, *NEAR_OF_ROWS_EXACT}
+    assert missing == held - set().union(*SWEPT.values())
 
 
 @pytest.mark.parametrize(
@@ -435,6 +453,7 @@ def test_what_no_sweep_holds_are_the_builds_that_samples_hold():
         (WIDEST, "w4", KERNEL, ("nvfp4_gemm", "nvfp4", "fp8"), A8_BUILDS, 8, (0.94, 0.82)),
         (WIDEST, "w8", W8, ("fp8_gemm", "row", "fp8"), ROW_BUILDS, 8, (0.93, 0.86)),
         (EXACT, "w4", KERNEL, ("nvfp4_gemm", "nvfp4", "bf16"), A16_BUILDS[1:], 3, (0.90, 0.86)),
+        (ROWS_EXACT, "w8", W8, ("fp8_gemm", "row", "bf16"), W8_A16_BUILDS[1:], 3, (0.88, 0.88)),
     ],
 )
 def test_the_chosen_tile_is_near_the_fastest_of_random_problems(sampled, table, kernel, asked, builds, least, worst):
@@ -466,6 +485,7 @@ def test_the_chosen_tile_is_near_the_fastest_of_random_problems(sampled, table, 
     [
         (WIDEST, "w4", ("fp8", "nvfp4"), A8_BUILDS, 6),
         (EXACT, "w4", ("bf16", "nvfp4"), A16_BUILDS[1:], 3),
+        (ROWS_EXACT, "w8", ("bf16", "row"), W8_A16_BUILDS[1:], 3),
         (WIDEST, "w8", ("fp8", "row"), ROW_BUILDS, 7),
     ],
 )

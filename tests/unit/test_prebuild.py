@@ -150,6 +150,7 @@ def test_fp8_rows_need_the_kernels_of_few_and_of_many_tokens(asked):
     assert {
         ("w8a16_small", "bf16"),
         ("w8a8_small", "bf16"),
+        ("w8_gemm_sm90", "a16_bf16_64"),  # the self-check of w8a16
         *(("w8_gemm_sm90", f"bf16_{tokens}") for tokens in range(96, 225, 16)),
         ("w4_activations", "any"),
         ("fp8_quantize", "any"),
