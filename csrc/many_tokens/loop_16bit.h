@@ -5,8 +5,8 @@
 // 1 to 2 clocks, and two blocks in a row leave the tensor cores idle (bench/notes/many-tokens.md). With more MMAs under
 // way ptxas makes them wait for each other (C7513).
 //
-// What a lane takes of a stage says `Weights::Blocks`: `enter(stage)`, then `load(stage, i)` of block i, then
-// `dequantize(block, a)`. `stage` is an address in shared memory, of the warpgroup's weights.
+// What a lane takes of a stage says `Weights::Blocks`: `enter` it, `load` block i, `dequantize` that. `first` is the
+// address in shared memory of the warpgroup's weights in the first slot, `slot` the bytes from there to the slot at hand.
 #pragma once
 
 #include "many_tokens/tile.h"
@@ -25,12 +25,15 @@ struct Loop16Bit {
   int warpgroup, warp, lane;  // warp of the warpgroup
   Offsets<Tile> at = {};
   Releases releases = {};
-  Blocks blocks{warp, lane};
+  Blocks blocks{lane};
 
-  __device__ void start() { releases.start(p, place, ring, lane); }
+  __device__ void start() {
+    releases.start(p, place, ring, lane);
+    blocks.start(warp, lane);
+  }
 
-  // Weights of the stage at hand.
-  __device__ uint32_t stage() const { return ring.weights(0, warpgroup) + at.slot; }
+  // Of the first slot.
+  __device__ uint32_t weights() const { return ring.weights(0, warpgroup); }
 
   // This warp is done with the slot of a barrier.
   __device__ void release(uint32_t barrier) const {
@@ -47,11 +50,11 @@ struct Loop16Bit {
   __device__ void run(bool, int count, float (&sums)[T / 2], float const*) {
     uint32_t a[4][4];  // of a stage's MMAs, of which the first two are dequantised
     barrier_wait(ring.full(0) + at.barrier, at.parity);
-    blocks.enter(stage());
-    Block first = blocks.load(stage(), 0), second = blocks.load(stage(), 1);
+    blocks.enter(weights(), at.slot);
+    Block first = blocks.load(weights(), at.slot, 0), second = blocks.load(weights(), at.slot, 1);
     blocks.dequantize(first, a[0]);
     blocks.dequantize(second, a[1]);
-    first = blocks.load(stage(), 2), second = blocks.load(stage(), 3);
+    first = blocks.load(weights(), at.slot, 2), second = blocks.load(weights(), at.slot, 3);
     uint32_t previous = 0;
     int left = count;
 #pragma unroll 1
@@ -72,14 +75,14 @@ struct Loop16Bit {
         break;
       }
       barrier_wait(ring.full(0) + at.barrier, at.parity);
-      blocks.enter(stage());
-      first = blocks.load(stage(), 0), second = blocks.load(stage(), 1);
+      blocks.enter(weights(), at.slot);
+      first = blocks.load(weights(), at.slot, 0), second = blocks.load(weights(), at.slot, 1);
       multiply(sums, a[2], b + 2 * kDescriptorStep);
       wgmma_wait<1>();
       blocks.dequantize(first, a[0]);
       multiply(sums, a[3], b + 3 * kDescriptorStep);
       blocks.dequantize(second, a[1]);
-      first = blocks.load(stage(), 2), second = blocks.load(stage(), 3);
+      first = blocks.load(weights(), at.slot, 2), second = blocks.load(weights(), at.slot, 3);
     }
     wgmma_wait<0>();
     release(previous);

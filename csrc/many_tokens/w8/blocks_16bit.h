@@ -18,16 +18,16 @@ class W8Blocks16Bit {
   };
 
   // TMA swizzles: 16 bytes j of row r are at j ^ r / 2 % 4. So the 8 rows that a warp reads lie in all banks.
-  __device__ W8Blocks16Bit(int warp, int lane)
-      : row_((warp * 16 + lane / 4) * kRowBytes), swizzle_(lane / 8 * 16) {
+  __device__ explicit W8Blocks16Bit(int lane) : swizzle_(lane / 8 * 16) {
     uint32_t const first = lane % 4 * 2;
     pair_ = (first | (first + 1) << 8) * 0x11 | 0x8080;
     keep(pair_), keep(swizzle_);
   }
 
-  __device__ __forceinline__ void enter(uint32_t) {}
-  __device__ __forceinline__ Block load(uint32_t stage, int block) const {
-    uint32_t const from = stage + row_ + (swizzle_ ^ block * 16);
+  __device__ __forceinline__ void start(int warp, int lane) { row_ = (warp * 16 + lane / 4) * kRowBytes; }
+  __device__ __forceinline__ void enter(uint32_t, uint32_t) {}
+  __device__ __forceinline__ Block load(uint32_t first, uint32_t slot, int block) const {
+    uint32_t const from = first + slot + row_ + (swizzle_ ^ block * 16);
     return {load_16(from), load_16(from + 8 * kRowBytes)};
   }
   __device__ __forceinline__ void dequantize(Block const& block, uint32_t (&a)[4]) const {
@@ -41,8 +41,9 @@ class W8Blocks16Bit {
     return w8::convert(permute(low, high, pair_), Out{});
   }
 
-  uint32_t row_, swizzle_;  // in a stage's weights
-  uint32_t pair_;           // selects two bytes, each with copies of its sign above
+  uint32_t row_ = 0;  // in a stage's weights
+  uint32_t swizzle_;
+  uint32_t pair_;  // selects two bytes, each with copies of its sign above
 };
 
 }  // namespace fp4d
