@@ -61,6 +61,7 @@ CASES = [
     (FEW, "bf16", "w8a8_small", [*PACKED, *OUT, True], 1),
     (FEW_W4, "bf16", FEW_W4, [rows(BF16, 40, K), W4P, rows(F32, N), None, rows(BF16, 40, N), True], 1),
     (MANY, "bf16_128", "w8_gemm", [*PACKED, *OUT, SHAPE, True], 2),
+    (MANY, "a16_bf16_128", "w8_gemm", [rows(BF16, M, K), None, *PACKED[2:], *OUT, SHAPE, True], 3),
     (MANY_W4, "a16_bf16_128x128", "w4_gemm", AS_THEY_ARE, 2),
 ]
 QUICK = ("any", "row_bf16_swap_64x16", "bf16", "bf16_128", "a16_bf16_128x128")

@@ -16,8 +16,8 @@ pytest.importorskip("tvm_ffi")
 pytestmark = built_kernels.NEEDS_NVCC
 
 KERNEL = "w8_gemm_sm90"
-CI, BLOCK = "bf16_128", "block_bf16_128"
-CI_AND_BLOCK = [CI, pytest.param(BLOCK, marks=pytest.mark.slow)]
+CI, CI_16, BLOCK = "bf16_128", "a16_bf16_128", "block_bf16_128"
+ONE_OF_EACH = [CI, CI_16, pytest.param(BLOCK, marks=pytest.mark.slow)]
 E4M3, BF16, U8 = torch.float8_e4m3fn, torch.bfloat16, torch.uint8
 
 
@@ -25,7 +25,7 @@ def module(variant: str = CI) -> Any:
     return built_kernels.module(KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16))
 def test_it_is_proved(variant: str) -> None:
     built = jit.build(KERNEL, variant, "90a")
     assert built.pdl_allowed
@@ -36,7 +36,8 @@ def test_it_is_proved(variant: str) -> None:
     )  # who copies activations, who copies weights, these again with idle lanes, and the consumers
     assert kernel.signal == 1
     assert kernel.unguarded == ()
-    assert built_kernels.mma_kinds(kernel) == {"QGMMA.64": 4}  # a stage of 128 k
+    # Those of a stage; by 16 bits the last two of the last stage too.
+    assert built_kernels.mma_kinds(kernel) == ({"HGMMA.64": 6} if variant.startswith("a16") else {"QGMMA.64": 4})
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 over 384 threads, or as if there were 512 of them.
     assert kernel.registers == (128 if variant.startswith("block") else 168)
@@ -46,7 +47,7 @@ def test_it_is_proved(variant: str) -> None:
     assert "setmaxnreg" not in log
 
 
-@pytest.mark.parametrize("variant", CI_AND_BLOCK)
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> None:
     assert jit.build(KERNEL, variant, "90a").entry.request["before_wait"]["access"] == "UTMALDG"
     built_kernels.check_early_accesses(KERNEL, "UTMALDG.2D", variant)
@@ -55,17 +56,18 @@ def test_copies_of_weights_are_all_that_comes_before_the_wait(variant: str) -> N
 # --------------------------------------------------------------------------------------------------------------- shapes
 
 
-@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16))
 def test_the_table_has_the_tile_that_is_built(variant: str) -> None:
     built_kernels.check_tile(module(variant).w8_gemm_tile(), KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI))
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16))
 def test_it_takes_every_launch_shape_that_the_model_considers(variant: str) -> None:
     for m, n, k in ((1, 8, 16), (300, 136, 2064), (1500, 3000, 144), (4096, 4096, 1024), (129, 40 * 128, 4096)):
         given = operands(m, n, k)
         given["out"] = given["out"].to(torch.bfloat16 if "bf16" in variant else torch.float16)
         given = built_kernels.block_scaled(given, m, n, k) if variant.startswith("block") else given
+        given |= {"x": given["out"].new_zeros(m, k), "x_scale": None} if variant.startswith("a16") else {}
         built_kernels.check_takes_shapes(module(variant).w8_gemm, given, KERNEL, variant, (m, n, k))
 
 
@@ -115,6 +117,26 @@ def test_wrong_operands_are_refused_before_any_cuda_call(change: dict[str, Any],
     given = operands() | change
     with pytest.raises((ValueError, TypeError), match=message):
         module().w8_gemm(*given.values(), [1, 1, 1, 1, 0, 1], False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "x: is not on a CUDA device"),
+        ({"x": torch.zeros(70, 544, dtype=BF16)[:, :272]}, "x: is not on a CUDA device"),
+        ({"x": torch.zeros(70, 272, dtype=torch.float16)}, "x: dtype is float16, needed bfloat16"),
+        ({"x": torch.zeros(69, 272, dtype=BF16)}, r"x: size of dimension 0 is 69, needed 70 \(M\)"),
+        ({"x": torch.zeros(70, 256, dtype=BF16)}, "x: K is 256, but that of w is 272, needed the same"),
+        ({"x": torch.zeros(70, 320, dtype=BF16)}, "x: K is 320, but that of w is 272, needed the same"),
+        ({"x": torch.zeros(1, 272, dtype=BF16).expand(70, 272)}, "x: rows are 0 elements apart, needed at least K"),
+        ({"x_scale": torch.ones(70)}, "x_scale: a tensor, but 16-bit activations have no scale: needed None"),
+        ({"alpha": torch.ones(5)}, r"alpha: has 5 elements, needed 1 or 136 \(N\)"),
+    ],
+)
+def test_wrong_16_bit_activations_are_refused_before_any_cuda_call(change: dict[str, Any], message: str) -> None:
+    given = operands() | {"x": torch.zeros(70, 272, dtype=BF16), "x_scale": None} | change
+    with pytest.raises((ValueError, TypeError), match=message):
+        module(CI_16).w8_gemm(*given.values(), [1, 1, 1, 1, 0, 1], False)
 
 
 @pytest.mark.slow

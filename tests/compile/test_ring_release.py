@@ -2,8 +2,8 @@
 
 The next copy into the stage comes from TMA. Where a load is still under way as its warp arrives at the stage's barrier,
 the copy may overtake it, if launches on another stream keep the multiprocessor's load units busy (docs/incidents.md,
-O-15, O-16). Not held to it: w4_gemm_sm90 for 16-bit activations, and with tiles of over 128 tokens, which has loads of
-the next stage under way then.
+O-15, O-16). Not held to it: w4_gemm_sm90 and w8_gemm_sm90 for 16-bit activations, and w4_gemm_sm90 with tiles of over
+128 tokens, which have loads of the next stage under way then.
 """
 
 from __future__ import annotations
