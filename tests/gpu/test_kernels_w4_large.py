@@ -24,6 +24,7 @@ from tests.gpu.w4_packed import (
     dense,
     empty_packed,
     packer,
+    placed,
     weight,
 )
 from tests.w4_model import pack_activations
@@ -201,13 +202,6 @@ def test_a_token_that_is_not_finite_stays_alone():
         gemm(variant).planned(given, scale, weight(128, 256)[2], torch.ones(1, device="cuda"), None, out, False)
         assert out[3].isnan().all()
         assert out[torch.arange(70, device="cuda") != 3].isfinite().all()
-
-
-def placed(x, stride, *, first=(0, 0), rows_after=300):
-    """``x`` again, its rows ``stride`` apart and from a row and column on, among NaN."""
-    (row, column), (m, k) = first, x.shape
-    around = torch.full((row + m + rows_after, stride), torch.nan, device="cuda", dtype=x.dtype)
-    return around[row : row + m, column : column + k].copy_(x)
 
 
 @pytest.mark.parametrize("launch", [None, (1, 1, 1), (2, 1, 2), (4, 2, 1), (1, 3, 1)], ids=str)

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
 from tests.gpu.tiles import bits, check_replays, sees_one_wrong_element
-from tests.gpu.w4_packed import check_no_tokens, check_shape_refused
+from tests.gpu.w4_packed import check_no_tokens, check_shape_refused, placed
 from tests.gpu.w8_packed import E4M3, LAUNCHES, SHAPES, TILES_16_BIT, AsTheyAre, gemm, weight
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
@@ -98,13 +97,6 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
         build(tile).planned(x, None, weight(128, 256), one, None, out, False)
         assert out[3].isnan().all()
         assert out[torch.arange(70, device="cuda") != 3].isfinite().all()
-
-
-def placed(x: Tensor, stride: int, *, first: tuple[int, int] = (0, 0), rows_after: int = 300) -> Tensor:
-    """``x`` again, its rows ``stride`` apart and from a row and column on, among NaN."""
-    (row, column), (m, k) = first, x.shape
-    around = torch.full((row + m + rows_after, stride), torch.nan, device="cuda", dtype=x.dtype)
-    return around[row : row + m, column : column + k].copy_(x)
 
 
 @pytest.mark.parametrize("tile", TILES_16_BIT)

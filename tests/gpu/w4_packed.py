@@ -54,6 +54,13 @@ def activations(fp8: bool, x: Tensor, static: float | None = None) -> tuple[Tens
     return quantised(x, static, packer().w4_quantize_row, packer().w4_quantize_tensor)
 
 
+def placed(x: Tensor, stride: int, *, first: tuple[int, int] = (0, 0), rows_after: int = 300) -> Tensor:
+    """``x`` again, its rows ``stride`` apart and from a row and column on, among NaN."""
+    (row, column), (m, k) = first, x.shape
+    around = torch.full((row + m + rows_after, stride), torch.nan, device="cuda", dtype=x.dtype)
+    return around[row : row + m, column : column + k].copy_(x)
+
+
 def quantised(x: Tensor, static: float | None, row: Any, tensor: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As ``activations`` in e4m3; ``row`` and ``tensor``: the kernels that quantise, ``static``: one scale for all."""
     m, k = x.shape

@@ -98,7 +98,7 @@ class State:
     Parameters
     ----------
     m
-        The M that the plan is for; None where it serves every M.
+        The M that the plan is for.
     layout
         Layout of the weights.
     make_launch
@@ -114,7 +114,7 @@ class State:
         before a GEMM that does not quantise; empty if none.
     """
 
-    m: int | None
+    m: int
     layout: Layout
     make_launch: MakeLaunch
     gemm: Callable[..., None]
@@ -312,11 +312,11 @@ class CompiledBackend(Backend):
     ) -> None:
         """Quantise the activation where the GEMM needs that, and launch it."""
         s: State = plan.state
-        if s.fits and isinstance(x, Tensor) and (s.m is None or out.shape[0] == s.m) and taken_as_is(x, out, bias):
+        if s.fits and isinstance(x, Tensor) and out.shape[0] == s.m and taken_as_is(x, out, bias):
             s.launch(x, out, bias, prepared.tensors)
             return
         m, layout = out.shape[0], s.layout
-        if s.m not in (None, m):
+        if s.m != m:
             raise InputError(f"{self.name}: out has {m} rows, the plan is for M={s.m}: make one for this M")
         d = out if direct(out, layout.np) else out.new_empty(m, layout.np)
         bias = bias_row(bias, out.dtype, layout.np)
@@ -367,7 +367,7 @@ class CompiledBackend(Backend):
 
         def launch(gate_up: Tensor, out: Tensor, bias: Tensor | None) -> None:
             product = gate_up.new_empty(gate_up.shape[0], k)
-            if s.fits and (s.m is None or out.shape[0] == s.m) and taken_as_is(gate_up, out, bias):
+            if s.fits and out.shape[0] == s.m and taken_as_is(gate_up, out, bias):
                 front.function(gate_up, product, front.pdl)
                 s.launch(product, out, bias, prepared.tensors)
                 return
