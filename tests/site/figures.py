@@ -98,7 +98,8 @@ def speed() -> str:
         measured = [name for name in range_names() if any(name in one.values for one in series)]
         charts.append(Chart(title, measured, series, "times bf16", "tokens", 1.0, "", 2, places))
     note = "Random layers of published models; geometric means."
-    return draw(charts, f"{note}\nCommits: {commits(random_runs())}.")
+    measured_at = (f"{card(run)}. Commits: {commits([run])}." for run in random_runs())  # a line each: there are many
+    return draw(charts, "\n".join((note, *measured_at)))
 
 
 def decoder() -> str:
