@@ -39,6 +39,7 @@ from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.benchmark.methods.launches import FAMILIES
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.benchmark.reports.standing import RANGES, quantile
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
@@ -292,7 +293,7 @@ def records_of(paths: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Speeds]]
     """Yield records, each with its GPU's constants, without corrections."""
     plain = speeds.load(strict_toml.load(speeds.FILE))
     for path in paths:
-        record = json.loads(path.read_text("utf-8"))
+        record = json.loads(records.unpacked(path))
         model = gpu_models.named(record["facts"]["device"])
         if model is None or model.name not in plain:
             raise SystemExit(
@@ -315,7 +316,7 @@ def main() -> None:
     if twice := set(args.judge) & {*args.few, *args.many}:
         parser.error(f"{', '.join(map(str, sorted(twice)))}: judged on what it is fitted to")
     paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
-    records = {fit_speeds.cited(path, json.loads(path.read_text("utf-8"))) for path in paths}
+    named = {fit_speeds.cited(path, json.loads(records.unpacked(path))) for path in paths}
     launches = [*launches_of(args.few, few=True), *launches_of(args.many, few=False)]
     if args.only:
         held = json.loads(corrections.FILE.read_text("utf-8"))
@@ -323,7 +324,7 @@ def main() -> None:
         if unknown := sorted({*args.only} - groups):
             parser.error(f"--only {' '.join(unknown)}: groups are {', '.join(sorted(groups))}")
         trees = {name: [Tree(*each) for each in some] for name, some in held["trees"].items()}
-        records |= {*held["records"]}
+        named |= {*held["records"]}
     else:
         trees = {}
     if not args.only or corrections.CUBLASLT in args.only:
@@ -334,7 +335,7 @@ def main() -> None:
         some = [*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)]
         print("\n".join([*judged(some, found), "", *judged_cublaslt(cublaslt_of(args.judge), found)]))
     if args.write:
-        corrections.FILE.write_text(text(trees, sorted(records)), "utf-8")
+        corrections.FILE.write_text(text(trees, sorted(named)), "utf-8")
 
 
 if __name__ == "__main__":

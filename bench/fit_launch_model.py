@@ -30,6 +30,7 @@ from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.launch_model import Gpu, LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import GPU_CONSTANTS
 from fp4dispatch.backends.own.tiling.tiles import speed_of
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.benchmark.reports.standing import quantile
 
 NEAR = 1.3
@@ -203,7 +204,7 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, nargs="+", required=True)
     parser.add_argument("--judge", type=Path, nargs="+", required=True)
     args = parser.parse_args()
-    fit, judge = ([json.loads(path.read_text("utf-8")) for path in paths] for paths in (args.fit, args.judge))
+    fit, judge = ([json.loads(records.unpacked(path)) for path in paths] for paths in (args.fit, args.judge))
     seeds = [{(record["facts"]["device"], record["seed"]) for record in some} for some in (fit, judge)]
     if seeds[0] & seeds[1] or len({device for device, _ in seeds[0] | seeds[1]}) != 1:
         parser.error(f"fit on {seeds[0]}, judge on {seeds[1]}: need other seeds of one GPU model")

@@ -41,6 +41,7 @@ from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensKernel, FewTokensShape
 from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensSpeed, Wave, Work
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.machine import gpu_models
 
 PRIOR, KNOWN_PRIOR = 0.01, 2.0
@@ -601,7 +602,8 @@ def rounded(value: float) -> float:
 
 def cited(path: Path, record: dict[str, Any]) -> str:
     """Return how the file names a record."""
-    return f"{path.stem}, {len(record['problems'])} problems, sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    sha256 = hashlib.sha256(records.unpacked(path)).hexdigest()
+    return f"{records.stem(path)}, {len(record['problems'])} problems, sha256 {sha256}"
 
 
 def row_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -659,10 +661,10 @@ def main() -> None:
     few_of = {name: [Path(file) for file in files] for name, *files in args.few_of}
     asked = args.fit, args.many, args.few, args.few_before, args.block
     paths = sorted({path for some in (*asked, *few_of.values()) for path in some}, key=lambda path: path.name)
-    read = {path: json.loads(path.read_text("utf-8")) for path in paths}
+    read = {path: json.loads(records.unpacked(path)) for path in paths}
     if len({record["facts"]["device"] for record in read.values()}) != 1:
         parser.error("samples of several GPU models: fit each alone")
-    records, many, few, before, block = ([read[path] for path in paths if path in some] for some in asked)
+    samples, many, few, before, block = ([read[path] for path in paths if path in some] for some in asked)
     named = [cited(path, record) for path, record in read.items()]
     of = {name: [read[path] for path in some] for name, some in few_of.items()}
     if args.block:
@@ -670,7 +672,7 @@ def main() -> None:
     elif args.young:
         row = with_young(row_of(many[0]), [p for record in many for p in record["problems"]], args.young, named)
     else:
-        row = fit(records, many, few, before, named, near_scaled=args.near_scaled, few_of=of)
+        row = fit(samples, many, few, before, named, near_scaled=args.near_scaled, few_of=of)
     if args.write or args.to != speeds.FILE:
         written(args.to, row)
     else:

@@ -32,6 +32,7 @@ from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.backends.predictions import predictions
 from fp4dispatch.benchmark.methods.launches import FAMILIES
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.benchmark.reports.standing import RANGES, geometric_mean, quantile
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.gpu_models import GpuModel
@@ -246,8 +247,8 @@ def main() -> None:
     parser.add_argument("--speeds", type=Path, help="constants in place of the packaged ones")
     parser.add_argument("--worst", type=int, default=5)
     args = parser.parse_args()
-    records = [json.loads(path.read_text("utf-8")) for path in args.samples]
-    devices = {record["facts"]["device"] for record in records}
+    kept = [json.loads(records.unpacked(path)) for path in args.samples]
+    devices = {record["facts"]["device"] for record in kept}
     model = gpu_models.named(next(iter(devices)))
     if len(devices) != 1 or model is None:
         parser.error(f"samples of {', '.join(devices)}: need one GPU model of gpu_models.toml")
@@ -257,13 +258,13 @@ def main() -> None:
         speeds.of.cache_clear()
     found = speeds.of(model)
     assert found is not None
-    facts = records[0]["facts"]
+    facts = kept[0]["facts"]
     system = System.fake("9.0", cuda=facts["cuda"], torch="2.11.0", nvcc="13.0", cutlass=facts.get("cutlass"))
     system = System(
         **(vars(system) | {"proven": frozenset((op, "sm_90") for op in ("w4_gemm", "w8_gemm", "fp8_gemm"))})
     )
     judges = {"rules": Judge(model, None, system), "models": Judge(model, found, system)}
-    samples = [Sample(p, found) for record in records for p in record["problems"]]
+    samples = [Sample(p, found) for record in kept for p in record["problems"]]
     print(f"{len(samples)} problems on {model.name}; models {found}")
     for fmt in FORMATS:
         some = [sample for sample in samples if sample.covers(fmt)]

@@ -371,7 +371,7 @@ def before(path: Path, seed: int, commit: str, device: str, method: str) -> list
     """Return the problems that an earlier run of the same seed, commit, device and method has left in a file."""
     if not path.exists():
         return []
-    old = json.loads(path.read_text("utf-8"))
+    old = json.loads(records.unpacked(path))
     same = (old.get("kind"), old.get("seed"), old["facts"]["commit"], old["facts"]["device"], old.get("method"))
     if same != (KIND, seed, commit, device, method):
         raise SystemExit(f"{path} holds {same}, not what this run would add to: name another --out")

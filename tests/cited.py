@@ -1,4 +1,4 @@
-"""Records that a data file cites, each with its name, its number of problems and its SHA-256."""
+"""Launch samples that a data file cites, each with its name, its number of problems and the SHA-256 of its text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fp4dispatch.benchmark.reports import records
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 _TEXT = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
@@ -23,11 +25,11 @@ class Cited(NamedTuple):
     @property
     def path(self) -> Path:
         """Return where the record is kept."""
-        return RESULTS / f"{self.name}.json"
+        return RESULTS / f"{self.name}.json.xz"
 
     def read(self) -> dict[str, Any]:
         """Return the record, which must be the file that was cited."""
-        data = self.path.read_bytes()
+        data = records.unpacked(self.path)
         assert hashlib.sha256(data).hexdigest() == self.sha256, self.name
         found: dict[str, Any] = json.loads(data)
         assert len(found["problems"]) == self.problems, self.name

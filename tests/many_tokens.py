@@ -14,7 +14,7 @@ from fp4dispatch.jit.catalog.manifest import installed
 
 SWEEPS = {"a8": "many tokens a8", "a16": "many tokens a16"}
 """By the activations of a build of w4_gemm_sm90; w8_gemm_sm90 is with a8, where older builds of a16 are too."""
-SAMPLES = "launch-samples-seed-41-h200.json"
+SAMPLES = "launch-samples-seed-41-h200.json.xz"
 """Of bench/launch_samples.py."""
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 Shape = tuple[int, ...]

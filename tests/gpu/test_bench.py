@@ -13,6 +13,7 @@ from fp4dispatch.benchmark import background, machine, roofline, run
 from fp4dispatch.benchmark.methods import peers, roster
 from fp4dispatch.benchmark.methods.base import BASELINE
 from fp4dispatch.benchmark.problems.operands import Operands
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.tune.timing import take_turns
 from tests.bench_cases import Planted
@@ -135,7 +136,7 @@ def test_the_random_suite_and_its_samples_run(card, tmp_path, monkeypatch):
     assert all(count > 10 for *_, count in doc["tried"])
     monkeypatch.setattr("sys.argv", ["x", *words, "--m", "33", "80", "--commit", "test", "--out", str(tmp_path)])
     assert launch_samples.main() == 0
-    (record,) = (json.loads(each.read_text()) for each in tmp_path.glob("launch-samples-*.json"))
+    (record,) = records.kept(tmp_path, launch_samples.KIND)
     assert len(record["problems"]) == 2
     assert all(problem["bf16"] > 0 and len(problem["launches"]) > 8 for problem in record["problems"])
 

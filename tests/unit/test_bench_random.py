@@ -221,7 +221,7 @@ def test_samples_are_taken_once_and_kept(few, monkeypatch, tmp_path, capsys):
     assert "2 of 2 problems in" in text
     assert "PARTIAL" not in text
     assert "w4a8 w4_gemm_sm90/a8_bf16_64: 2 problems, regret mean 1.000" in text
-    record = records.read(tmp_path / "launch-samples-seed-3-h200.json")
+    record = records.read(tmp_path / "launch-samples-seed-3-h200.json.xz")
     assert (record["drawn"], record["gpu"]["copy"]) == (2, PEAKS.copy)
     for problem in record["problems"]:
         assert set(problem["layers"]) == {"FP4Linear", "FP8Linear/row", "FP8Linear/block128"}
@@ -240,11 +240,11 @@ def test_samples_of_small_weights_alone(few, monkeypatch, tmp_path):
     random_cases.kernels(monkeypatch)
     asked = "--problems", "4", "--near", "0", "--families", "w4a8 nvfp4"
     assert sampled(monkeypatch, tmp_path, *asked) == 0
-    every = records.read(tmp_path / "launch-samples-seed-3-h200.json")["problems"]
+    every = records.read(tmp_path / "launch-samples-seed-3-h200.json.xz")["problems"]
     largest = max(each["n"] * each["k"] for each in every)
     monkeypatch.setattr(launch_samples.sampling, "SMALL", largest)
     assert sampled(monkeypatch, tmp_path, *asked, "--small") == 0
-    found = records.read(tmp_path / "launch-samples-small-seed-3-h200.json")
+    found = records.read(tmp_path / "launch-samples-small-seed-3-h200.json.xz")
     drawn = [(each["n"], each["k"], each["m"]) for each in every if each["n"] * each["k"] < largest]
     assert [(each["n"], each["k"], each["m"]) for each in found["problems"]] == drawn
     assert 0 < found["drawn"] == len(drawn) < len(every)
@@ -254,12 +254,12 @@ def test_samples_of_some_numbers_of_rows(few, monkeypatch, tmp_path, capsys):
     random_cases.kernels(monkeypatch)
     asked = "--problems", "8", "--near", "0", "--families", "w4a8 nvfp4"
     assert sampled(monkeypatch, tmp_path, *asked) == 0
-    every = records.read(tmp_path / "launch-samples-seed-3-h200.json")["problems"]
+    every = records.read(tmp_path / "launch-samples-seed-3-h200.json.xz")["problems"]
     least, *_, most = sorted({each["n"] for each in every})
     for rows in ((least, most), (least + 1, most), (least, most - 1)):
         kept = [each for each in every if each["n"] in range(rows[0], rows[1] + 1)]
         assert sampled(monkeypatch, tmp_path, *asked, "--rows", *map(str, rows)) == 0
-        found = records.read(tmp_path / f"launch-samples-rows-{rows[0]}-to-{rows[1]}-seed-3-h200.json")
+        found = records.read(tmp_path / f"launch-samples-rows-{rows[0]}-to-{rows[1]}-seed-3-h200.json.xz")
         assert [(each["n"], each["k"], each["m"]) for each in found["problems"]] == [
             (each["n"], each["k"], each["m"]) for each in kept
         ]
@@ -276,7 +276,7 @@ FEW = "--near", "0"
 def test_samples_of_some_kernels(few, monkeypatch, tmp_path, words):
     random_cases.kernels(monkeypatch)
     assert sampled(monkeypatch, tmp_path, "--problems", "1", "--m", "9", "64", *words) == 0
-    (problem,) = records.read(tmp_path / "launch-samples-seed-3-h200.json")["problems"]
+    (problem,) = records.read(tmp_path / "launch-samples-seed-3-h200.json.xz")["problems"]
     backends = {name.split()[0] for name in problem["launches"]}
     kernels = {name.split()[1].partition("/")[0] for name in problem["launches"]}
     assert backends == ({"w4a8"} if "--families" in words else {"w4a16", "w4a8", "w8a16", "w8a8"})
@@ -291,7 +291,7 @@ def test_samples_of_the_launches_that_the_model_puts_first(few, monkeypatch, tmp
     for near in (1, 2, 100):
         out = tmp_path / str(near)
         assert sampled(monkeypatch, out, "--problems", "1", "--m", "200", "300", "--near", str(near)) == 0
-        (problem,) = records.read(out / "launch-samples-seed-3-h200.json")["problems"]
+        (problem,) = records.read(out / "launch-samples-seed-3-h200.json.xz")["problems"]
         times[near] = {name: {tuple(shape) for shape, _ in some if shape} for name, some in problem["launches"].items()}
     n, k, m = (problem[key] for key in "nkm")
     many = [name for name in times[100] if speed_of(*name.split()[1].split("/")) is not None]
@@ -342,7 +342,7 @@ def test_samples_with_their_quantiser(few, monkeypatch, tmp_path):
         quantised.clear()
         out = tmp_path / str(len(words))
         assert sampled(monkeypatch, out, "--problems", "1", "--m", "9", "64", *FEW, *words) == 0
-        record = records.read(out / "launch-samples-seed-3-h200.json")
+        record = records.read(out / "launch-samples-seed-3-h200.json.xz")
         (problem,) = record["problems"]
         launched = sum(map(len, problem["launches"].values()))
         assert len(quantised) == (launched if words else len(problem["with_quantiser"]))

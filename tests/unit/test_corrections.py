@@ -293,7 +293,7 @@ def test_choices_cost_less_on_samples_that_nothing_was_fitted_to(packaged):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_corrections
 
-    path = RESULTS / "launch-samples-seed-92-h100.json"
+    path = RESULTS / "launch-samples-seed-92-h100.json.xz"
     fitted_to = cited([*packaged["records"], *speeds.of(H100).records])
     assert path.stem not in {record.name for record in fitted_to}
     some = [*fit_corrections.launches_of([path], few=True), *fit_corrections.launches_of([path], few=False)]
@@ -317,7 +317,7 @@ def test_cublaslt_is_predicted_better_on_samples_that_nothing_was_fitted_to(pack
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_corrections
 
-    paths = [RESULTS / f"launch-samples-seed-{seed}-h100.json" for seed in (92, 86)]
+    paths = [RESULTS / f"launch-samples-seed-{seed}-h100.json.xz" for seed in (92, 86)]
     fitted_to = cited([*packaged["records"], *speeds.of(H100).records])
     assert not {path.stem for path in paths} & {record.name for record in fitted_to}
     rows = fit_corrections.judged_cublaslt(fit_corrections.cublaslt_of(paths), corrections.packaged())[2:]
@@ -377,7 +377,7 @@ def test_groups_that_are_not_asked_for_keep_their_trees(packaged, tmp_path, monk
     path.write_text(corrections.FILE.read_text("utf-8"), "utf-8")
     monkeypatch.setattr(corrections, "FILE", path)
     monkeypatch.setattr(fit_corrections, "TREES", 2)
-    sample = str(RESULTS / "launch-samples-seed-131-h200.json")
+    sample = str(RESULTS / "launch-samples-seed-131-h200.json.xz")
     monkeypatch.setattr("sys.argv", ["x", "--many", sample, "--only", asked, "--write"])
     fit_corrections.main()
     found = json.loads(path.read_text("utf-8"))

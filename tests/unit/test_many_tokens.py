@@ -298,17 +298,17 @@ def test_the_chosen_shape_is_near_the_fastest_of_random_problems(build):
 
 H200_SPEEDS = speeds.of(gpu_models.named("H200 SXM"))
 FITTED = H200_SPEEDS.many_tokens
-NEWER = "launch-samples-seed-65-h200.json"
+NEWER = "launch-samples-seed-65-h200.json.xz"
 """Of the kernels of today; the sweeps and the other samples are of those before."""
-NEWEST = "launch-samples-seed-123-h200.json"
+NEWEST = "launch-samples-seed-123-h200.json.xz"
 """With the builds of 112, 144 and 176 tokens; FP8 activations alone, with their quantiser, of each build the launches
 that were predicted fastest."""
-WIDEST = tuple(f"launch-samples-seed-{seed}-h200.json" for seed in (128, 129, 130, 131))
+WIDEST = tuple(f"launch-samples-seed-{seed}-h200.json.xz" for seed in (128, 129, 130, 131))
 """The same with the builds of 192, 208 and 224 tokens."""
-EXACT = tuple(f"launch-samples-seed-{seed}-h200.json" for seed in range(140, 148))
+EXACT = tuple(f"launch-samples-seed-{seed}-h200.json.xz" for seed in range(140, 148))
 """16-bit activations alone, with the builds of today. Nothing is fitted to the last two."""
 A8_BUILDS = tuple(f"a8_bf16_{tokens}" for tokens in range(96, 209, 16))
-ROWS_EXACT = tuple(f"launch-samples-seed-{seed}-h200.json" for seed in range(150, 155))
+ROWS_EXACT = tuple(f"launch-samples-seed-{seed}-h200.json.xz" for seed in range(150, 155))
 """The same of FP8 weights by row. Nothing is fitted to the last."""
 A16_BUILDS, W8_A16_BUILDS = many_tokens.A16_BUILDS, many_tokens.W8_A16_BUILDS
 ROW_BUILDS = tuple(f"bf16_{tokens}" for tokens in range(96, 225, 16))

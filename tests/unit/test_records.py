@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import lzma
 import re
 from pathlib import Path
 
@@ -32,11 +33,11 @@ RACE = {
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_what_is_kept_is_a_record(path):
     record = records.read(path)
-    assert path.read_text() == records.text(record), "written by hand: use records.write"
+    assert records.unpacked(path).decode() == records.text(record), "written by hand: use records.write"
 
 
 def test_evidence_is_there():
-    assert {json.loads(path.read_text())["kind"] for path in FILES} == set(records.KINDS)
+    assert {json.loads(records.unpacked(path))["kind"] for path in FILES} == set(records.KINDS)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,35 @@ def test_what_lacks_something_is_no_record(change, words, tmp_path):
     assert not (tmp_path / "new.json").exists()
 
 
+SAMPLES = {"kind": "launch samples", "subject": "seed 1", "facts": RACE["facts"]} | {
+    "seed": 1,
+    "method": "us",
+    "gpu": {},
+    "problems": [{"n": 128, "k": 64}] * 9,
+}
+
+
+def test_launch_samples_are_packed(tmp_path):
+    body = {key: SAMPLES[key] for key in records.KINDS["launch samples"]}
+    records.write(tmp_path, "launch samples", SAMPLES["facts"], body, "seed 1")
+    (path,) = tmp_path.iterdir()
+    assert path.name == "launch-samples-seed-1-h100.json.xz"
+    assert records.stem(path) == "launch-samples-seed-1-h100"
+    assert lzma.decompress(path.read_bytes()).decode() == records.text(SAMPLES)
+    assert records.read(path) == SAMPLES
+    assert list(records.kept(tmp_path, "launch samples")) == [SAMPLES]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: b"{}", lambda data: data[:40] + b"0" + data[41:]]
+)
+def test_a_damaged_packed_record_is_refused(damage, tmp_path):
+    path = tmp_path / "launch-samples-seed-1-h100.json.xz"
+    path.write_bytes(damage(lzma.compress(records.text(SAMPLES).encode())))
+    with pytest.raises(ValueError, match=r"launch-samples-seed-1-h100\.json\.xz: .*cut off or damaged"):
+        records.read(path)
+
+
 def test_a_record_written_to_a_folder_names_its_file(tmp_path):
     records.write(tmp_path, "race", RACE["facts"], {key: RACE[key] for key in records.KINDS["race"]})
     assert [path.name for path in tmp_path.iterdir()] == ["race-h100.json"]
@@ -109,7 +139,7 @@ def cited() -> list[tuple[str, str]]:
     folders = (root / "bench" / "notes", root / "docs", root / "fp4dispatch", root / "csrc")
     texts = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".toml", ".py", ".h")]
     texts += [*root.glob("*.md"), root / "bench" / "NOTES.md"]
-    named = re.compile(r"results/([a-z0-9_-]+\.json)")
+    named = re.compile(r"results/([a-z0-9_-]+\.json(?:\.xz)?)")
     return [(str(path.relative_to(root)), name) for path in texts for name in named.findall(path.read_text("utf-8"))]
 
 

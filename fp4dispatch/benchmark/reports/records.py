@@ -1,11 +1,13 @@
 """Records of measurements: one form, and one file for each kind, subject and card, checked when written and read.
 
-``bench/results`` of the repository holds the newest. A new record replaces the older one of its name.
+``bench/results`` of the repository holds the newest. A new record replaces the older one of its name. Kinds with many
+long records are stored packed (``xz -dc FILE`` shows one).
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,14 +47,25 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "w4 error": ("w4_error",),
 }
 """Kind -> what its records hold beside ``kind``, ``facts`` and, where a kind has several, ``subject``."""
+PACKED = frozenset({"launch samples"})
+"""Kinds that are stored as ``.json.xz``: their records are a tenth as large."""
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 def name(record: Mapping[str, Any]) -> str:
-    """Return the file name of a record: kind, subject and card, e.g. ``race-h200.json``."""
+    """Return the file name of a record: kind, subject and card, e.g. ``race-h200.json``, or ``.json.xz`` if packed."""
     device = re.sub(r"nvidia|geforce|(\d+gb.*$)", "", record["facts"]["device"].lower())
     words = re.sub(r"[^a-z0-9_]+", "-", " ".join((record["kind"], record.get("subject", ""), device)))
-    return f"{words.strip('-')}.json"
+    return f"{words.strip('-')}{_suffix(record['kind'])}"
+
+
+def _suffix(kind: str) -> str:
+    return ".json.xz" if kind in PACKED else ".json"
+
+
+def stem(path: Path) -> str:
+    """Return the name of a record's file without ``.json`` or ``.json.xz``: how data files cite it."""
+    return path.name.removesuffix(".xz").removesuffix(".json")
 
 
 def faults(record: Mapping[str, Any]) -> list[str]:
@@ -72,15 +85,32 @@ def faults(record: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def unpacked(path: Path) -> bytes:
+    """Return the text of a record's file, unpacked if it is packed.
+
+    Raises
+    ------
+    ValueError
+        If the file is packed, and is cut off or damaged.
+    """
+    data = path.read_bytes()
+    if path.suffix != ".xz":
+        return data
+    try:
+        return lzma.decompress(data)
+    except lzma.LZMAError as error:
+        raise ValueError(f"{path.name}: {error}; it is cut off or damaged, take it from git again") from error
+
+
 def read(path: Path) -> dict[str, Any]:
     """Return one record.
 
     Raises
     ------
     ValueError
-        If it does not have the form of its kind, or another name than it should.
+        If it is damaged, does not have the form of its kind, or has another name than it should.
     """
-    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    record: dict[str, Any] = json.loads(unpacked(path))
     if wrong := faults(record):
         raise ValueError(f"{path.name}: {'; '.join(wrong)}")
     if path.name != name(record):
@@ -98,7 +128,7 @@ def kept(folder: Path, kind: str, subject: str | None = None) -> Iterator[dict[s
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}, needs one of: {', '.join(KINDS)}")
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob(f"*{_suffix(kind)}")):
         record = read(path)
         if record["kind"] == kind and subject in (None, record.get("subject", "")):
             yield record
@@ -134,11 +164,12 @@ def write(path: Path, kind: str, facts: Mapping[str, Any], body: Mapping[str, An
         raise ValueError(f"not a record: {'; '.join(wrong)}")
     if path.is_dir():
         path = path / name(record)
-    path.write_text(text(record), "utf-8")
+    data = text(record).encode()
+    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Return a record as it is stored: rows of plain values take one line each, so that a diff can be read."""
+    """Return a record as it is stored, before it is packed: rows of plain values take a line each, to read a diff."""
     return _text(record, 0) + "\n"
 
 
