@@ -15,6 +15,7 @@ from fp4dispatch.benchmark.methods import ours, peers
 from fp4dispatch.benchmark.methods.base import BASELINE, Card, choose, rivals
 from fp4dispatch.benchmark.methods.roster import everything
 from fp4dispatch.benchmark.problems.operands import Operands, Truth
+from fp4dispatch.dispatch import choose as policy
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem.arch import Arch
 from tests import humming_fake
@@ -243,6 +244,18 @@ def test_rotating_copies_do_not_share_memory(problem):
                     stores[i] |= {t.data_ptr() for t in (held if isinstance(held, tuple) else [held])}
         assert stores[0]
         assert not stores[0] & stores[1], method.name
+
+
+def test_the_raw_operator_says_what_ran_it(problem, monkeypatch):
+    """The policy is asked as the operator asks: its activations are quantised already."""
+    operands, truth = problem
+    asked, select = [], policy.select
+    monkeypatch.setattr(policy, "select", lambda problem, **at: asked.append(problem) or select(problem, **at))
+    launch = ours.RawFp8("row").prepare(operands, 1, CPU)(truth.x)
+    launch.call(0)
+    named, ran = asked
+    assert named == ran
+    assert named.raw
 
 
 def test_a_layer_says_what_ran_it(problem):

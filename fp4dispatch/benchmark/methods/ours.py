@@ -138,7 +138,7 @@ def _raw_backend(w: LinearWeights, m: int, device: torch.device) -> str:
     """Return the policy's choice for a raw GEMM."""
     from fp4dispatch.dispatch import choose
 
-    problem = Problem(w.op, m, w.n, w.k, "fp8", w.scaling)
+    problem = Problem(w.op, m, w.n, w.k, "fp8", w.scaling, raw=True)
     decision = choose.select(problem, gpu=device.index if device.type == "cuda" else None)
     return f"{decision.backend} ({decision.activation})"
 
