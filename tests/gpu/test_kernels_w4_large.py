@@ -19,12 +19,12 @@ from tests.gpu.w4_packed import (
     activations,
     check_capture,
     check_no_tokens,
+    check_nothing_around_enters,
     check_pdl_chain,
     check_scales,
     dense,
     empty_packed,
     packer,
-    placed,
     weight,
 )
 from tests.w4_model import pack_activations
@@ -207,25 +207,11 @@ def test_a_token_that_is_not_finite_stays_alone():
 @pytest.mark.parametrize("launch", [None, (1, 1, 1), (2, 1, 2), (4, 2, 1), (1, 3, 1)], ids=str)
 @pytest.mark.parametrize("variant", EXACT)
 def test_nothing_around_16_bit_activations_enters(variant, launch):
-    """They are read where they lie: rows and columns around them, and behind the last of K, are not theirs."""
     call, more = (gemm(variant).planned, ()) if launch is None else (gemm(variant).shaped, (list(launch),))
     for m, n, k in ((1, 72, 16), (65, 136, 208), (77, 264, 272), (300, 392, 1040), (256, 264, 192)):
         if launch is not None and launch[1] > most_split(variant, k):
             continue
-        problem = Problem(False, dtype_of(variant), (m, n, k))
-        problem.run(call, *more)
-        problem.check(f"{variant} {launch}")
-        x, expected = problem.x, problem.out.clone()
-        for view in (
-            placed(x, k),  # only rows follow
-            placed(x, k + 8),  # a row is followed at once by others' columns
-            placed(x, 2 * k + 64, first=(5, k + 16)),
-            placed(x, k + 24, first=(0, 8), rows_after=0),
-        ):
-            problem.x = view
-            problem.run(call, *more)
-            assert torch.equal(bits(problem.out), bits(expected)), (m, n, k, view.stride())
-            assert problem.guard.isnan().all()
+        check_nothing_around_enters(Problem(False, dtype_of(variant), (m, n, k)), call, *more)
 
 
 @pytest.mark.parametrize("stride", [0, 8, 200])

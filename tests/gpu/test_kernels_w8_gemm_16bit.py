@@ -9,9 +9,18 @@ import torch
 
 from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, needs_sm90
-from tests.gpu.tiles import bits, check_replays, sees_one_wrong_element
-from tests.gpu.w4_packed import check_no_tokens, check_shape_refused, placed
-from tests.gpu.w8_packed import E4M3, LAUNCHES, SHAPES, TILES_16_BIT, AsTheyAre, gemm, weight
+from tests.gpu.tiles import sees_one_wrong_element
+from tests.gpu.w4_packed import check_no_tokens, check_nothing_around_enters, check_shape_refused
+from tests.gpu.w8_packed import (
+    LAUNCHES,
+    SHAPES,
+    TILES_16_BIT,
+    AsTheyAre,
+    check_every_finite_code,
+    check_pdl_chain,
+    gemm,
+    weight,
+)
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
@@ -54,16 +63,7 @@ def test_each_build_does_whole_tiles_and_then_parts_of_k(tile: int, split: int) 
 @pytest.mark.parametrize("variant", OUT_DTYPES)
 @pytest.mark.parametrize("m", [68, 136])
 def test_every_finite_code_is_exact_at_every_k(variant: str, m: int) -> None:
-    """Subnormals and -0 too: one weight a product, so that nothing is rounded, and k that meets no other."""
-    codes = (torch.arange(256).view(256, 1) + 7 * torch.arange(272)).remainder(256).to(torch.uint8).cuda()
-    codes[codes & 0x7F == 0x7F] = 0x80
-    w, one = codes.view(E4M3), torch.ones(1, device="cuda")
-    for first in range(0, 272, m):
-        x = torch.zeros(m, 272, device="cuda", dtype=OUT_DTYPES[variant])
-        x[torch.arange(m), torch.arange(first, first + m) % 272] = 1
-        out = torch.full((m, 256), torch.nan, device="cuda", dtype=x.dtype)
-        build(128, variant).planned(x, None, w, one, None, out, False)
-        assert torch.equal(out.double(), x.double() @ w.double().t())
+    check_every_finite_code(build(128, variant).planned, OUT_DTYPES[variant], m, quantised=False)
 
 
 @pytest.mark.parametrize("missing", [1, 7])
@@ -101,39 +101,14 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
 
 @pytest.mark.parametrize("tile", TILES_16_BIT)
 def test_nothing_around_activations_enters(tile: int) -> None:
-    """They are read where they lie: rows and columns around them, and behind the last of K, are not theirs."""
     for m, n, k in ((65, 136, 208), (77, 264, 272), (300, 392, 1040), (256, 264, 192)):
-        problem = AsTheyAre(torch.bfloat16, (m, n, k))
-        problem.run(build(tile).planned)
-        problem.check()
-        x, expected = problem.x, problem.out.clone()
-        for view in (
-            placed(x, k),  # only rows follow
-            placed(x, k + 8),  # a row is followed at once by others' columns
-            placed(x, 2 * k + 64, first=(5, k + 16)),
-            placed(x, k + 24, first=(0, 8), rows_after=0),
-        ):
-            problem.x = view
-            problem.run(build(tile).planned)
-            assert torch.equal(bits(problem.out), bits(expected)), (m, n, k, view.stride())
-            assert problem.guard.isnan().all()
+        check_nothing_around_enters(AsTheyAre(torch.bfloat16, (m, n, k)), build(tile).planned)
 
 
 @pytest.mark.parametrize("m", [65, 128, 200, 512])
 @pytest.mark.parametrize("tile", TILES_16_BIT)
 def test_a_chain_under_pdl_has_the_bits_of_one_without(tile: int, m: int) -> None:
-    """Each layer reads what the one before wrote, while its weights were already on their way."""
-    size = 2048
-    weights = [weight(size, size, seed) for seed in range(3)]
-    alpha = size**0.5 / weights[0].double().norm().float().view(1)
-    buffers = [torch.zeros(m, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    start = torch.randn(m, size, device="cuda").bfloat16()
-
-    def layers(pdl: bool) -> None:
-        for i in range(12):
-            build(tile).planned(buffers[i % 2], None, weights[i % 3], alpha, None, buffers[(i + 1) % 2], pdl)
-
-    check_replays(layers, buffers, start, 30)
+    check_pdl_chain(build(tile).planned, m, quantised=False)
 
 
 def test_no_tokens_write_nothing() -> None:

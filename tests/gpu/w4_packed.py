@@ -136,6 +136,24 @@ class Problem:
         assert self.guard.isnan().all(), f"{what} M={m} N={n} K={k}: wrote outside the output"
 
 
+def check_nothing_around_enters(problem: Problem, call: Any, *more: Any) -> None:
+    """16-bit activations are read where they lie: rows and columns around them, and behind K, are not theirs."""
+    problem.run(call, *more)
+    problem.check(more)
+    x, expected = problem.x, problem.out.clone()
+    k = x.shape[1]
+    for view in (
+        placed(x, k),  # only rows follow
+        placed(x, k + 8),  # a row is followed at once by others' columns
+        placed(x, 2 * k + 64, first=(5, k + 16)),
+        placed(x, k + 24, first=(0, 8), rows_after=0),
+    ):
+        problem.x = view
+        problem.run(call, *more)
+        assert torch.equal(bits(problem.out), bits(expected)), (problem.mnk, view.stride())
+        assert problem.guard.isnan().all()
+
+
 def check_pdl_chain(call: Any, fp8: bool, m: int) -> None:
     """12 square layers, each reads what the one before wrote, in FP8 quantised: a graph with PDL against none."""
     size = 2048

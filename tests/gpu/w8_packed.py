@@ -148,8 +148,10 @@ class Blocks(Problem):
         return self.dense * scales
 
 
-def check_pdl_chain(call: Any, m: int, static: float | None = None, blocks: bool = False) -> None:
-    """12 square layers, each quantises and reads what the one before wrote: a graph with PDL against none."""
+def check_pdl_chain(
+    call: Any, m: int, static: float | None = None, blocks: bool = False, quantised: bool = True
+) -> None:
+    """12 square layers, each reads what the one before wrote, ``quantised``: as FP8: a graph with PDL against none."""
     size = 2048
     weights = [weight(size, size, seed) for seed in range(3)]
     alpha = size**0.5 / weights[0].double().norm().float().view(1)
@@ -165,8 +167,10 @@ def check_pdl_chain(call: Any, m: int, static: float | None = None, blocks: bool
     def layers(pdl: bool) -> None:
         for i in range(12):
             x, q, scale = buffers[i % 2], packed[i % 2], scales[i % 2]
-            quantize(x, q, scale, pdl)
-            call(q, scale, weights[i % 3], alpha, None, buffers[(i + 1) % 2], pdl)
+            if quantised:
+                quantize(x, q, scale, pdl)
+            given = (q, scale) if quantised else (x, None)
+            call(*given, weights[i % 3], alpha, None, buffers[(i + 1) % 2], pdl)
 
     check_replays(layers, buffers, start, 30)
 
@@ -192,7 +196,7 @@ def check_capture(call: Any, m: int, blocks: bool = False) -> None:
     assert torch.equal(bits(out), bits(expected))
 
 
-def check_every_finite_code(call: Any, dtype: torch.dtype, m: int) -> None:
+def check_every_finite_code(call: Any, dtype: torch.dtype, m: int, quantised: bool = True) -> None:
     """Subnormals and -0 too: one weight a product, so that nothing is rounded, and k that meets no other."""
     codes = (torch.arange(256).view(256, 1) + 7 * torch.arange(272)).remainder(256).to(torch.uint8).cuda()
     codes[codes & 0x7F == 0x7F] = 0x80
@@ -203,7 +207,7 @@ def check_every_finite_code(call: Any, dtype: torch.dtype, m: int) -> None:
         packed, _, exact = activations(x, 1.0)
         assert torch.equal(exact, x.double())
         out = torch.full((m, 256), torch.nan, device="cuda", dtype=x.dtype)
-        call(packed, one, w, one, None, out, False)
+        call(*((packed, one) if quantised else (x, None)), w, one, None, out, False)
         assert torch.equal(out.double(), exact @ w.double().t())
 
 
