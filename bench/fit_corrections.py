@@ -47,6 +47,8 @@ from fp4dispatch.problem import Problem
 TREES, RATE, HELD, BOUNDS = 600, 0.25, 5.0, 40
 """Trees of a group; the share of what is left that each takes; launches that a leaf must have before it moves by half
 of that; bounds of a feature. Chosen for choices on samples that were not fitted to (bench/notes/corrections.md)."""
+TREES_OF = {"w8a8_small": 1500}
+"""Groups with more trees: choices are better, and take as many times longer."""
 NEAR, FAR = (1.15, 1.0), (1.4, 0.5)
 """(Times the best launch of the problem, weight), as of bench/fit_speeds.py, but nearer."""
 CLOSE = 1.3
@@ -132,12 +134,12 @@ def bounds_of(column: np.ndarray) -> np.ndarray:
     return np.unique([float(f"{each:.6g}") for each in (values[at] + values[at + 1]) / 2])
 
 
-def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Tree]:
-    """Fit trees to what is ``left``: logarithms of measured over predicted times, one for each row of features."""
+def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray, count: int) -> list[Tree]:
+    """Fit ``count`` trees to what is ``left``: logarithms of measured over predicted times, of each row of features."""
     bounds = [bounds_of(column) for column in rows.T]
     above = [np.searchsorted(each, column, side="left") for each, column in zip(bounds, rows.T, strict=True)]
     left, trees, places = left.copy(), [], BOUNDS + 1
-    for _ in range(TREES):
+    for _ in range(count):
         leaf = np.zeros(len(left), np.int64)
         asked: list[int] = []
         at: list[float] = []
@@ -158,9 +160,9 @@ def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray) -> list[Tree]
             asked.append(-j)
             at.append(float(bounds[-j][best]))
             leaf = 2 * leaf + (above[-j] > best)
-        count = 1 << corrections.DEPTH
-        held = np.bincount(leaf, weights, count) + HELD
-        units = np.rint(RATE * np.bincount(leaf, weights * left, count) / held / corrections.UNIT).astype(int)
+        leaves = 1 << corrections.DEPTH
+        held = np.bincount(leaf, weights, leaves) + HELD
+        units = np.rint(RATE * np.bincount(leaf, weights * left, leaves) / held / corrections.UNIT).astype(int)
         left -= units[leaf] * corrections.UNIT
         trees.append(Tree(asked, at, units.tolist()))
     return trees
@@ -179,7 +181,8 @@ def fit(launches: Sequence[tuple[Timed, Speeds]], only: Sequence[str] | None = N
         rows = np.array([features(each, known) for each, known, _ in some])
         left = np.array([math.log(each.us / us) for each, _, us in some])
         us = np.array([each.us for each, *_ in some])
-        found[name] = grown(rows, left, fit_speeds.weights_of([each.of for each, *_ in some], us, NEAR, FAR))
+        weights = fit_speeds.weights_of([each.of for each, *_ in some], us, NEAR, FAR)
+        found[name] = grown(rows, left, weights, TREES_OF.get(name, TREES))
     return found
 
 
@@ -187,7 +190,7 @@ def fit_cublaslt(some: Sequence[tuple[Problem, float, Speeds]]) -> list[Tree]:
     """Return the trees of cuBLASLt's FP8 GEMM."""
     rows = np.array([corrections.of_cublaslt(p.m, p.n, p.k, known.many_tokens) for p, _, known in some])
     left = np.array([math.log(us / predict.cublaslt(p, known)) for p, us, known in some])
-    return grown(rows, left, np.ones(len(some)))
+    return grown(rows, left, np.ones(len(some)), TREES)
 
 
 # ---- Judge ----

@@ -138,11 +138,11 @@ def test_a_fit_learns_what_features_do_together():
     draw = np.random.default_rng(2)
     rows = draw.integers(0, 6, (2000, 4)).astype(float)
     left = 0.2 * (rows[:, 0] > 2) * (rows[:, 2] > 3) - 0.1 * (rows[:, 1] > 4)
-    trees = fit_corrections.grown(rows[:1500], left[:1500], np.ones(1500))
+    trees = fit_corrections.grown(rows[:1500], left[:1500], np.ones(1500), fit_corrections.TREES)
     said = np.array([math.log(asked_one_by_one(trees, row)) for row in rows[1500:]])
     assert np.abs(said - left[1500:]).max() < 0.02
     assert {feature for tree in trees[:5] for feature in tree.features} <= {0, 1, 2}, "the fourth says nothing"
-    light = fit_corrections.grown(rows[:1500], left[:1500], np.full(1500, 1e-3))
+    light = fit_corrections.grown(rows[:1500], left[:1500], np.full(1500, 1e-3), fit_corrections.TREES)
     assert max(abs(leaf) for leaf in light[0].leaves) < 0.1 * max(abs(leaf) for leaf in trees[0].leaves)
 
 
