@@ -22,6 +22,7 @@ from fp4dispatch.backends.own.tiling import (
 )
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.tiles import speed_of
+from fp4dispatch.benchmark.reports import records
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
@@ -295,7 +296,7 @@ def test_choices_cost_less_on_samples_that_nothing_was_fitted_to(packaged):
 
     path = RESULTS / "launch-samples-seed-92-h100.json.xz"
     fitted_to = cited([*packaged["records"], *speeds.of(H100).records])
-    assert path.stem not in {record.name for record in fitted_to}
+    assert records.stem(path) not in {record.name for record in fitted_to}
     some = [*fit_corrections.launches_of([path], few=True), *fit_corrections.launches_of([path], few=False)]
     rows = fit_corrections.judged(some, corrections.packaged())[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
@@ -319,7 +320,7 @@ def test_cublaslt_is_predicted_better_on_samples_that_nothing_was_fitted_to(pack
 
     paths = [RESULTS / f"launch-samples-seed-{seed}-h100.json.xz" for seed in (92, 86)]
     fitted_to = cited([*packaged["records"], *speeds.of(H100).records])
-    assert not {path.stem for path in paths} & {record.name for record in fitted_to}
+    assert not {records.stem(path) for path in paths} & {record.name for record in fitted_to}
     rows = fit_corrections.judged_cublaslt(fit_corrections.cublaslt_of(paths), corrections.packaged())[2:]
     table = [row.strip("| ").split(" | ") for row in rows]
     counts = {"1-16": 34, "17-64": 86, "65-128": 55, "129-1024": 91, "from 1025": 80}
