@@ -40,4 +40,11 @@ def allowed(facts: System) -> System:
     return facts if facts.fp8_copy == settings.fp8_copy else replace(facts, fp8_copy=settings.fp8_copy)
 
 
-_system.provide(proven=proven, quarantined=quarantine.quarantined)
+def finished() -> frozenset[tuple[str, str, str]]:
+    """Return (kernel, build, arch) of the kernels that need not be compiled on this machine."""
+    from fp4dispatch.jit import proven as kernels  # as above
+
+    return kernels.finished()
+
+
+_system.provide(proven=proven, finished=finished, quarantined=quarantine.quarantined)

@@ -23,6 +23,7 @@ from fp4dispatch.problem.arch import Arch
 __all__ = ["Gpu", "Library", "System", "current", "provide", "refresh"]
 
 Proven = frozenset[tuple[str, str]]
+Finished = frozenset[tuple[str, str, str]]
 Quarantined = frozenset[tuple[str, str, str]]
 
 _VERSION = re.compile(r"\d+(\.\d+)*([.+-]?[0-9A-Za-z]+)*")
@@ -34,8 +35,9 @@ class System:
 
     ``cuda`` is the CUDA version of torch (None for a CPU build), ``driver_cuda`` the newest one that the driver runs.
     ``proven`` holds ``(kernel op, arch)`` pairs such as ``("nvfp4_gemm", "sm_120")`` whose built kernels have proven
-    barriers. ``quarantined`` holds triples that :mod:`fp4dispatch.trust.selfcheck` found to give wrong results.
-    ``fp8_copy``: the user allows a second copy of NVFP4 weights, in FP8.
+    barriers. ``finished`` holds ``(kernel, build, arch)`` of those that need no compiler; None where that is not known,
+    as of a machine that is only described. ``quarantined`` holds triples that :mod:`fp4dispatch.trust.selfcheck` found
+    to give wrong results. ``fp8_copy``: the user allows a second copy of NVFP4 weights, in FP8.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -49,6 +51,7 @@ class System:
     cutlass: Library | None = None
     nvcc: Library | None = None
     proven: Proven = frozenset()
+    finished: Finished | None = None
     quarantined: Quarantined = frozenset()
     notes: tuple[str, ...] = ()
     fp8_copy: bool = False
@@ -104,6 +107,7 @@ class System:
         data["quarantined"] = sorted(map(list, self.quarantined))
         data["notes"] = list(self.notes)
         del data["fp8_copy"]  # a setting, not a fact of the machine
+        del data["finished"]  # `fp4dispatch cache` lists them
         return data
 
     @classmethod
@@ -123,6 +127,7 @@ class System:
         cutlass: str | None = None,
         nvcc: str | None = None,
         proven: Iterable[tuple[str, str]] = (),
+        finished: Iterable[tuple[str, str, str]] | None = None,
         quarantined: Iterable[tuple[str, str, str]] = (),
         notes: Iterable[str] = (),
         fp8_copy: bool = False,
@@ -139,7 +144,7 @@ class System:
             Versions, e.g. ``"9.10.2"``; ``""`` for a library: installed, version unknown.
         cudnn_path
             Where cuDNN is loaded from.
-        proven, quarantined, notes, fp8_copy
+        proven, finished, quarantined, notes, fp8_copy
             As the fields of the same name.
 
         Raises
@@ -167,6 +172,7 @@ class System:
             cutlass=library("cutlass", cutlass),
             nvcc=library("nvcc", nvcc),
             proven=frozenset(proven),
+            finished=None if finished is None else frozenset(finished),
             quarantined=frozenset(quarantined),
             notes=tuple(notes),
             fp8_copy=fp8_copy,
@@ -201,6 +207,7 @@ _detected: nvml.Found | None = None
 _probed: dict[bool, System] = {}
 _latest: tuple[System, System] | None = None  # what was probed, and the same with proofs and quarantine
 _proven: Callable[[], Proven] = frozenset
+_finished: Callable[[], Finished | None] = frozenset
 _quarantined: Callable[[], Quarantined] = frozenset
 
 
@@ -229,24 +236,32 @@ def current() -> System:
             system = _probed.get(cuda_up)
             if system is None:
                 system = _probed[cuda_up] = _probe(found, cuda_up)
-    proven, quarantined = _proven(), _quarantined()
-    if not proven and not quarantined:
-        return system
+    proven, finished, quarantined = _proven(), _finished(), _quarantined()
     latest = _latest
-    if latest is None or latest[0] is not system or (latest[1].proven, latest[1].quarantined) != (proven, quarantined):
-        latest = _latest = (system, replace(system, proven=proven, quarantined=quarantined))
+    if latest is None or latest[0] is not system or _learned(latest[1]) != (proven, finished, quarantined):
+        latest = _latest = (system, replace(system, proven=proven, finished=finished, quarantined=quarantined))
     return latest[1]
 
 
+def _learned(system: System) -> tuple[Proven, Finished | None, Quarantined]:
+    return system.proven, system.finished, system.quarantined
+
+
 def provide(
-    *, proven: Callable[[], Proven] | None = None, quarantined: Callable[[], Quarantined] | None = None
+    *,
+    proven: Callable[[], Proven] | None = None,
+    finished: Callable[[], Finished | None] | None = None,
+    quarantined: Callable[[], Quarantined] | None = None,
 ) -> None:
-    """Register the functions that return proven kernels and quarantined backends; called at each :func:`current`.
+    """Register the functions that return proven and finished kernels and quarantined backends.
+
+    They are called at each :func:`current`.
 
     A hook, because these facts come from the kernel cache and the self-check, which import this module.
     """
-    global _proven, _quarantined
+    global _proven, _finished, _quarantined
     _proven = proven or _proven
+    _finished = finished or _finished
     _quarantined = quarantined or _quarantined
 
 

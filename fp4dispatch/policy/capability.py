@@ -7,6 +7,7 @@ Capability is "can", never "should": safety lives in deny rules, preference in p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -237,6 +238,12 @@ def _versions(record: Capability, problem: Problem, system: System) -> tuple[Rea
         needs = [need for need in needs if need.what not in _TOOLCHAIN]  # the binary is there, and proven
     found = (_version(need, toolkit, system) for need in needs)
     return tuple(reason for reason in found if reason)
+
+
+def toolchain(name: str, problem: Problem, system: System) -> tuple[Reason, ...]:
+    """Collect what a machine lacks to compile the kernels of a backend, whether or not some are finished."""
+    anew = replace(system, proven=frozenset())
+    return tuple(reason for reason in check(name, problem, anew) if reason.code == "TOOLCHAIN")
 
 
 def _version(need: Requirement, toolkit: Toolkit | None, system: System) -> Reason | None:

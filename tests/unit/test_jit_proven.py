@@ -34,7 +34,7 @@ def publish(cache, tmp_path, *, kernel="nvfp4_gemm_sm120", variant="bf16_128x128
     catalog = installed()
     (job,) = (
         job
-        for job in proven.jobs(catalog)
+        for job in proven._every(catalog)
         if (job.kernel.name, job.variant.id, job.record.target) == (kernel, variant, target)
     )
     source = job.kernel.source
@@ -123,3 +123,21 @@ def test_a_foreign_folder_is_reported_not_trusted(cache, tmp_path, caplog):
 
 def test_entries_are_of_gemms_only():
     assert {job.kernel.op for job in proven.jobs(installed())} == {"nvfp4_gemm", "fp8_gemm", "w4_gemm", "w8_gemm"}
+
+
+def test_finished_are_the_builds_that_can_be_loaded_uncompiled(cache, tmp_path):
+    assert proven.finished() == frozenset()
+    publish(cache, tmp_path)
+    expected = {("nvfp4_gemm_sm120", "bf16_128x128", arch) for _, arch in SM120}
+    assert proven.finished() == expected
+    assert system.current().finished == expected
+    publish(cache, tmp_path, variant="fp16_128x128", wait=0)  # not proven: it runs without PDL
+    expected |= {("nvfp4_gemm_sm120", "fp16_128x128", arch) for _, arch in SM120}
+    assert proven.finished() == expected
+    quantiser = publish(cache, tmp_path, kernel="fp8_quantize", variant="any", target="90a")
+    assert proven.finished() == expected | {("fp8_quantize", "any", "sm_90")}
+    assert proven.proven() == frozenset()  # of GEMMs
+    quantiser.library.write_bytes(b"something else")
+    proven.forget()
+    assert proven.finished() == expected
+    assert proven.proven() == frozenset()

@@ -21,9 +21,9 @@ from fp4dispatch.problem.arch import SM90, SM100, SM120
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
     """Start without probed facts and without the hooks of other modules; leave both as they were."""
-    hooks = {"proven": system._proven, "quarantined": system._quarantined}
+    hooks = {"proven": system._proven, "finished": system._finished, "quarantined": system._quarantined}
     system.refresh()
-    system.provide(proven=frozenset, quarantined=frozenset)
+    system.provide(proven=frozenset, finished=frozenset, quarantined=frozenset)
     yield
     system.refresh()
     system.provide(**hooks)
@@ -63,7 +63,10 @@ class TestFake:
         assert data["proven"] == [["nvfp4_gemm", "sm_120"]]
         assert data["quarantined"] == [["cutlass", "nvfp4_gemm", "sm_120"]]
         assert data["notes"] == ["a note"]
-        assert set(data) == {*System.__dataclass_fields__, "arch"} - {"fp8_copy"}  # a setting, no fact
+        assert set(data) == {*System.__dataclass_fields__, "arch"} - {
+            "fp8_copy",
+            "finished",
+        }  # a setting, and a long list
         assert str(System.fake("9.0", fp8_copy=True)) == "sm_90 (FP8 copy allowed)"
 
     @pytest.mark.parametrize("arch", ["sm_90", "9.0", SM90])
@@ -131,6 +134,11 @@ class TestCurrent:
         proofs.add(("nvfp4_gemm", "sm_120"))
         assert system.current().proven == {("nvfp4_gemm", "sm_120")}
         assert system.current() is system.current()
+        built = {("w4a8_small", "bf16", "sm_90")}
+        system.provide(finished=lambda: frozenset(built))
+        assert system.current().finished == built
+        built.add(("w4a8_small", "fp16", "sm_90"))
+        assert system.current().finished == built
         system.provide(proven=frozenset)
         assert system.current().proven == frozenset()
         assert system.current().quarantined == {("a", "b", "c")}

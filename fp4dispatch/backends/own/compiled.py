@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
-from fp4dispatch.backends.own import swiglu
+from fp4dispatch.backends.own import finished, swiglu
 from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.scratch import eager
 from fp4dispatch.backends.own.swiglu import Front
@@ -175,8 +175,32 @@ class CompiledBackend(Backend):
         """Return the state of a plan; ``loaded`` in the order of ``_kernels``."""
 
     def supports(self, problem: Problem, system: System) -> tuple[Reason, ...]:
-        """Collect every reason why this backend cannot run the problem."""
-        return check(self.name, problem, system)
+        """Collect every reason why this backend cannot run the problem.
+
+        Where nothing can be compiled, one finished GEMM with its quantiser is enough.
+        """
+        reasons = check(self.name, problem, system)
+        if reasons or not (lacks := finished.lacking(self.name, problem, system)):
+            return reasons
+        return () if self._finished(problem, system) else lacks
+
+    def _finished(self, problem: Problem, system: System) -> tuple[Build, ...]:
+        """Return the GEMMs that run a problem and need no compiling, nor does what runs before them."""
+        this = replace(problem, activation=self.activation_for(problem) or problem.activation)
+        gemms = self.gemms(this, system.arch, 0)
+        return tuple(gemm for gemm in gemms if finished.all_there(self.with_quantizer(this, gemm), system))
+
+    def _usable(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
+        """Return the GEMMs that a plan may take: all that run the problem; where nothing compiles, the finished ones.
+
+        All where none is finished either: loading one then says what is missing.
+        """
+        arch, sms = gpu_of(device)
+        system = finished.seen_from(device)
+        found: tuple[Build, ...] = ()
+        if system is not None and finished.lacking(self.name, problem, system):
+            found = self._finished(problem, system)
+        return found or self.gemms(problem, arch, sms)
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
         """Name the kernels that a plan will load."""
@@ -221,8 +245,8 @@ class CompiledBackend(Backend):
         device, layout = prepared.tensors[0].device, Layout(*prepared.layout)
         arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
-        found = [self._untuned(problem, layout, arch, sms, known) for known in (speeds, None)]
-        gemms = self.gemms(problem, arch, sms)
+        gemms = self._usable(problem, device)
+        found = [self._untuned(problem, layout, arch, sms, known, gemms) for known in (speeds, None)]
         best = [] if speeds is None else launches.worth_timing(gemms, padded, speeds)
         without = [LaunchConfig(*gemm) for gemm in gemms if not launches.has_shapes(*gemm)]
         return tuple(dict.fromkeys(launch for launch in (*found, *best, *without) if launch is not None))
@@ -236,29 +260,49 @@ class CompiledBackend(Backend):
         timed = launches.tuned(self.name, problem, device.index or 0)
         if timed is not None and (launch := self._timed(timed, problem, layout, device)) is not None:
             return (launch.kernel, launch.build), launch.shape
-        return self._predicted(problem, layout, *gpu_and_speeds(device))
+        return self._predicted(problem, layout, *gpu_and_speeds(device), self._usable(problem, device))
 
     def _predicted(
-        self, problem: Problem, layout: Layout, arch: Arch, sms: int, speeds: Speeds | None
+        self,
+        problem: Problem,
+        layout: Layout,
+        arch: Arch,
+        sms: int,
+        speeds: Speeds | None,
+        usable: Sequence[Build],
     ) -> Chosen | None:
-        """Return the build and the launch shape that the models choose; without ``speeds`` the build of the rules."""
+        """Return the build and the launch shape that the models choose; without ``speeds`` the build of the rules.
+
+        If that is not ``usable``: the one of these that is predicted to be the fastest, or the first.
+        """
         builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
             return None
-        return builds[0], None if speeds is None else self._shape(problem, layout, builds[0], speeds)
+        gemm = builds[0]
+        if gemm not in usable and usable:
+            padded = replace(problem, n=layout.np, k=layout.kp)
+            first = None if speeds is None else launches.put_first(usable, padded, speeds)
+            gemm = usable[0] if first is None else (first[1].kernel, first[1].build)
+        return gemm, None if speeds is None else self._shape(problem, layout, gemm, speeds)
 
     def _timed(self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device) -> LaunchConfig | None:
         """Return the fastest of timed launches for a problem; None where none fits it."""
-        arch, sms, speeds = gpu_and_speeds(device)
+        _arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
         gpu = launch_model.gpu_with(sms) if speeds is None else speeds.many_tokens
-        return launches.fastest(timed, padded, self.gemms(problem, arch, sms), speeds, gpu)
+        return launches.fastest(timed, padded, self._usable(problem, device), speeds, gpu)
 
     def _untuned(
-        self, problem: Problem, layout: Layout, arch: Arch, sms: int, speeds: Speeds | None
+        self,
+        problem: Problem,
+        layout: Layout,
+        arch: Arch,
+        sms: int,
+        speeds: Speeds | None,
+        usable: Sequence[Build],
     ) -> LaunchConfig | None:
         """Return the launch for a problem's M without timed ones; without ``speeds`` that of the rules."""
-        chosen = self._predicted(problem, layout, arch, sms, speeds)
+        chosen = self._predicted(problem, layout, arch, sms, speeds, usable)
         if chosen is None:
             return None
         gemm, shape = chosen

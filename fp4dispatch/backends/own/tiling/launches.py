@@ -172,7 +172,7 @@ def fastest(
     if not found:
         return None
     us, _, launch = min(found)
-    first = None if speeds is None or not off else _put_first(gemms, problem, speeds)
+    first = None if speeds is None or not off else put_first(gemms, problem, speeds)
     if first is not None and first[0] * statistics.median(off) < (1 - UNTIMED) * us:
         return first[1]
     return launch
@@ -188,7 +188,7 @@ def best_shape(kernel: str, build: str, problem: Problem, speeds: Speeds) -> tup
     return predict.few_tokens_shape(kernel, problem, speeds)
 
 
-def _put_first(gemms: Iterable[tuple[str, str]], problem: Problem, speeds: Speeds) -> tuple[float, LaunchConfig] | None:
+def put_first(gemms: Iterable[tuple[str, str]], problem: Problem, speeds: Speeds) -> tuple[float, LaunchConfig] | None:
     """Return the time and the launch that the models put first; None where they cover none."""
     some = (LaunchConfig(*gemm, best_shape(*gemm, problem, speeds)) for gemm in gemms)
     timed = [

@@ -1,0 +1,160 @@
+"""Machines without a compiler: finished kernels run what they can, and other backends run the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp4dispatch import formats
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.own import cutlass, finished, w4, w8a8
+from fp4dispatch.backends.own.compiled import Layout
+from fp4dispatch.backends.own.tiling import speeds
+from fp4dispatch.machine import gpu_models
+from fp4dispatch.machine.nvml import Gpu
+from fp4dispatch.machine.system import System
+from fp4dispatch.policy import resolve
+from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import SM90
+from tests import w4_fake
+from tests.w4_fake import weights
+
+TOOLS = {"nvcc": "13.0", "cutlass": "4.5"}
+PROVEN = [(op, "sm_90") for op in ("w4_gemm", "w8_gemm", "fp8_gemm")]
+ONE = ("w4_gemm_sm90", "a8_bf16_128")
+QUANTIZER = ("w4_activations", "any")
+
+
+def machine(*builds, **facts):
+    known = {"cuda": "13.0", "torch": "2.11", "proven": PROVEN, "finished": [(*build, "sm_90") for build in builds]}
+    system = System.fake("9.0", **known | facts)
+    return replace(system, gpus=(Gpu(0, "NVIDIA H200", "GPU-1", SM90),))
+
+
+def nvfp4(m=300, activation="fp8", dtype="bfloat16"):
+    return Problem("nvfp4_gemm", m, 4096, 4096, activation, out_dtype=dtype)
+
+
+def codes(reasons):
+    return [reason.code for reason in reasons]
+
+
+@pytest.mark.parametrize("activation", ["fp8", "any"])
+def test_one_finished_gemm_with_its_quantiser_is_enough(activation):
+    backend, problem = w4.W4A8Backend(), nvfp4(activation=activation)
+    assert backend.supports(problem, machine(ONE, QUANTIZER)) == ()
+    for there in ((), (ONE,), (QUANTIZER,), (QUANTIZER, ("w4_gemm_sm90", "a16_bf16_128"))):
+        (reason,) = backend.supports(problem, machine(*there))
+        assert reason.code == "TOOLCHAIN"
+        assert reason.text == "nvcc not found (needs 12.0 for sm_90), and no finished kernel runs this"
+        assert "pip install" in reason.fix
+    assert codes(backend.supports(nvfp4(activation=activation, dtype="float16"), machine(ONE, QUANTIZER))) == [
+        "TOOLCHAIN"
+    ]
+
+
+def test_a_build_for_another_arch_is_none():
+    elsewhere = replace(machine(), finished=frozenset({(*ONE, "sm_100"), (*QUANTIZER, "sm_100")}))
+    assert codes(w4.W4A8Backend().supports(nvfp4(), elsewhere)) == ["TOOLCHAIN"]
+
+
+def test_where_kernels_can_be_compiled_or_nobody_knows_what_is_finished_nothing_is_asked_for():
+    assert w4.W4A8Backend().supports(nvfp4(), machine(**TOOLS)) == ()
+    assert w4.W4A8Backend().supports(nvfp4(), replace(machine(), finished=None)) == ()
+
+
+def test_a_switched_off_compiler_is_none(monkeypatch):
+    monkeypatch.setenv("FP4DISPATCH_JIT", "0")
+    backend = w4.W4A8Backend()
+    (reason,) = backend.supports(nvfp4(), machine(**TOOLS))
+    assert reason.text == "FP4DISPATCH_JIT=0 forbids compiling, and no finished kernel runs this"
+    assert "fp4dispatch build" in reason.fix
+    assert backend.supports(nvfp4(), machine(ONE, QUANTIZER, **TOOLS)) == ()
+    assert backend.supports(nvfp4(), replace(machine(**TOOLS), finished=None)) == ()
+
+
+def test_auto_takes_the_library_where_the_build_that_it_needs_is_not_there():
+    """Another build of CUTLASS's GEMM was enough for `cutlass`, which then asked for headers."""
+    raw = Problem("fp8_gemm", 8, 4096, 4096, "fp8", "row", raw=True)
+    backends = {name: registry.backends()[name] for name in ("cutlass", "cublaslt")}
+
+    def chosen(*builds):
+        return resolve.resolve(raw, machine(*builds), backends).backend
+
+    other = ("fp8_gemm_sm90", "block_bf16_128x128"), ("fp8_quantize", "any")
+    assert cutlass.CutlassBackend().supports(replace(raw, scaling="block128"), machine(*other)) == ()
+    assert chosen(*other) == "cublaslt"
+    assert chosen(("fp8_gemm_sm90", "row_bf16_swap_64x16"), ("fp8_quantize", "any")) == "cutlass"
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Kernels that are emulated, on a machine without a compiler; what it finds finished can be set."""
+    kernels = w4_fake.install(monkeypatch)
+
+    def become(*builds, **facts):
+        monkeypatch.setattr(finished, "seen_from", lambda device: machine(*builds, **facts))
+        return kernels
+
+    return become
+
+
+@pytest.mark.parametrize("m", [1, 64, 300, 4096])
+def test_a_plan_takes_a_finished_build_and_gives_right_results(seen, m):
+    kernels = seen(ONE, QUANTIZER)
+    backend, w = w4.W4A8Backend(), weights(256, 512)
+    problem, prepared = replace(nvfp4(m), n=256, k=512), backend.prepare(w)
+    assert backend.builds(problem, torch.device("cpu")) == (ONE, QUANTIZER)
+    x, out = torch.randn(m, 512).bfloat16(), torch.empty(m, 256, dtype=torch.bfloat16)
+    backend.run(backend.plan(problem, prepared), prepared, x, out)
+    assert kernels.loaded == [ONE, QUANTIZER]
+    expected = x.float() @ formats.nvfp4_dequantize(w.weight, w.scale, w.global_scale).T
+    assert float((out.float() - expected).norm() / expected.norm()) < 0.06
+
+
+def test_of_several_finished_builds_the_fastest_runs(seen, monkeypatch):
+    """By the models; a GPU that they do not know takes the first of the table."""
+    problem, layout = nvfp4(4096), Layout(4096, 4096, 4096, 4096)
+    narrow, wide = ("w4_gemm_sm90", "a8_bf16_96"), ("w4_gemm_sm90", "a8_bf16_176")
+    seen(narrow, wide, QUANTIZER)
+    backend = w4.W4A8Backend()
+    usable = backend._usable(problem, torch.device("cpu"))
+    assert set(usable) == {narrow, wide}
+    known = speeds.of(gpu_models.named("H200 SXM"))
+    chosen = backend._predicted(problem, layout, SM90, 132, known, usable)
+    assert chosen is not None
+    assert chosen[0] == wide
+    unknown = backend._predicted(problem, layout, SM90, 132, None, usable)
+    assert unknown == (usable[0], None)
+
+
+def test_what_is_tuned_needs_no_compiler(seen):
+    seen(ONE, QUANTIZER)
+    backend, w = w4.W4A8Backend(), weights(256, 512)
+    problem = replace(nvfp4(300), n=256, k=512)
+    launches = backend.launches(problem, backend.prepare(w))
+    assert launches
+    assert {(launch.kernel, launch.build) for launch in launches} == {ONE}
+
+
+def test_without_any_finished_build_loading_says_what_is_missing(seen):
+    seen()
+    backend = w8a8.W8A8Backend()
+    problem = Problem("fp8_gemm", 300, 4096, 4096, "fp8", "row")
+    assert backend._usable(problem, torch.device("cpu")) == backend.gemms(problem, SM90, 132)
+
+
+def test_with_a_compiler_the_best_build_runs_whatever_is_finished(seen):
+    seen(ONE, QUANTIZER, **TOOLS)
+    backend = w4.W4A8Backend()
+    assert backend.builds(nvfp4(1), torch.device("cpu"))[0][0] == "w4a8_small"
+
+
+def test_a_device_that_is_no_visible_gpu_has_no_facts():
+    assert finished.seen_from(torch.device("cpu")) is None
+    assert finished.seen_from(torch.device("cuda:63")) is None
