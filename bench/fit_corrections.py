@@ -47,7 +47,7 @@ from fp4dispatch.problem import Problem
 TREES, RATE, HELD, BOUNDS = 600, 0.25, 5.0, 40
 """Trees of a group; the share of what is left that each takes; launches that a leaf must have before it moves by half
 of that; bounds of a feature. Chosen for choices on samples that were not fitted to (bench/notes/corrections.md)."""
-TREES_OF = {"w8a8_small": 1500}
+TREES_OF = {"w4a16_small": 1500, "w8a16_small": 1500, "w8a8_small": 1500}
 """Groups with more trees: better choices, which take longer (bench/notes/corrections.md)."""
 NEAR, FAR = (1.15, 1.0), (1.4, 0.5)
 """(Times the best launch of the problem, weight), as of bench/fit_speeds.py, but nearer."""
