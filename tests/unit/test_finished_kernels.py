@@ -11,13 +11,14 @@ from fp4dispatch import formats
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import cutlass, finished, w4, w8a8
 from fp4dispatch.backends.own.compiled import Layout
-from fp4dispatch.backends.own.tiling import speeds
+from fp4dispatch.backends.own.tiling import launches, speeds
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy import resolve
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
+from fp4dispatch.problem.measurement import LaunchConfig
 from tests import w4_fake
 from tests.w4_fake import weights
 
@@ -133,13 +134,40 @@ def test_of_several_finished_builds_the_fastest_runs(seen, monkeypatch):
     assert unknown == (usable[0], None)
 
 
+def test_a_warning_says_which_build_is_missing_once(seen, caplog):
+    seen(ONE, QUANTIZER)
+    finished.say.cache_clear()
+    backend, cpu = w4.W4A8Backend(), torch.device("cpu")
+    for _ in range(2):
+        backend.builds(nvfp4(1), cpu)
+    (said,) = caplog.messages
+    assert said.startswith("w4a8: w4a8_small/bf16 fits best, is not finished and cannot be compiled here; ")
+    assert "w4_gemm_sm90/a8_bf16_128 runs in its place" in said
+    assert "fp4dispatch build" in said
+    caplog.clear()
+    every = w4.W4A8Backend().gemms(nvfp4(1), SM90, 132)
+    seen(*every, QUANTIZER)
+    backend.builds(nvfp4(7), cpu)
+    assert not caplog.messages
+
+
+def test_timed_launches_of_builds_that_are_missing_are_passed_over(seen, monkeypatch, caplog):
+    seen(ONE, QUANTIZER)
+    finished.say.cache_clear()
+    fast = LaunchConfig("w4a8_small", "bf16", None)
+    slow = LaunchConfig(*ONE, (1, 1, 8, 1, 0, 32))
+    monkeypatch.setattr(launches, "tuned", lambda *_: launches.Tuned(300, ((fast, 1.0), (slow, 2.0))))
+    assert w4.W4A8Backend()._chosen(nvfp4(), Layout(4096, 4096, 4096, 4096), torch.device("cpu"))[0] == ONE
+    assert "w4a8_small/bf16 fits best" in caplog.text
+
+
 def test_what_is_tuned_needs_no_compiler(seen):
     seen(ONE, QUANTIZER)
     backend, w = w4.W4A8Backend(), weights(256, 512)
     problem = replace(nvfp4(300), n=256, k=512)
-    launches = backend.launches(problem, backend.prepare(w))
-    assert launches
-    assert {(launch.kernel, launch.build) for launch in launches} == {ONE}
+    found = backend.launches(problem, backend.prepare(w))
+    assert found
+    assert {(launch.kernel, launch.build) for launch in found} == {ONE}
 
 
 def test_without_any_finished_build_loading_says_what_is_missing(seen):

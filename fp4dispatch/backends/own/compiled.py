@@ -256,11 +256,21 @@ class CompiledBackend(Backend):
         return self.plan_with(problem, prepared, (launch.kernel, launch.build), launch.shape)
 
     def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
-        """Return the build and the launch shape for a plan: timed ones first, then predicted ones, then the rules'."""
+        """Return the build and the launch shape for a plan; says so where the best build cannot be compiled."""
+        usable, every = self._usable(problem, device), self.gemms(problem, *gpu_of(device))
+        chosen = self._best(problem, layout, device, usable)
+        if chosen is not None and len(usable) < len(every):
+            wanted = self._best(problem, layout, device, every)
+            if wanted is not None and wanted[0] != chosen[0]:
+                finished.say(self.name, wanted[0], chosen[0])
+        return chosen
+
+    def _best(self, problem: Problem, layout: Layout, device: torch.device, usable: Sequence[Build]) -> Chosen | None:
+        """Return the best of some builds and its launch shape: timed ones, then predicted ones, then the rules'."""
         timed = launches.tuned(self.name, problem, device.index or 0)
-        if timed is not None and (launch := self._timed(timed, problem, layout, device)) is not None:
+        if timed is not None and (launch := self._timed(timed, problem, layout, device, usable)) is not None:
             return (launch.kernel, launch.build), launch.shape
-        return self._predicted(problem, layout, *gpu_and_speeds(device), self._usable(problem, device))
+        return self._predicted(problem, layout, *gpu_and_speeds(device), usable)
 
     def _predicted(
         self,
@@ -285,12 +295,14 @@ class CompiledBackend(Backend):
             gemm = usable[0] if first is None else (first[1].kernel, first[1].build)
         return gemm, None if speeds is None else self._shape(problem, layout, gemm, speeds)
 
-    def _timed(self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device) -> LaunchConfig | None:
+    def _timed(
+        self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device, usable: Sequence[Build]
+    ) -> LaunchConfig | None:
         """Return the fastest of timed launches for a problem; None where none fits it."""
         _arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
         gpu = launch_model.gpu_with(sms) if speeds is None else speeds.many_tokens
-        return launches.fastest(timed, padded, self._usable(problem, device), speeds, gpu)
+        return launches.fastest(timed, padded, usable, speeds, gpu)
 
     def _untuned(
         self,

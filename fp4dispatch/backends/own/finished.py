@@ -6,6 +6,8 @@ GEMM runs every number of tokens, so one finished build serves a problem, if not
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -17,6 +19,8 @@ from fp4dispatch.policy.capability import toolchain
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Reason
 from fp4dispatch.settings import settings
+
+_log = logging.getLogger("fp4dispatch")
 
 _FORBIDDEN = Reason(
     "TOOLCHAIN",
@@ -46,3 +50,15 @@ def all_there(builds: Iterable[tuple[str, str]], system: System) -> bool:
     """Whether all of these (kernel, build) are finished for the GPU of ``system``."""
     sm = system.arch.sm if system.arch else ""
     return system.finished is not None and all((*build, sm) in system.finished for build in builds)
+
+
+@functools.cache
+def say(backend: str, wanted: tuple[str, str], used: tuple[str, str]) -> None:
+    """Warn, once a process, that a finished build takes the place of a better one."""
+    _log.warning(
+        "%s: %s/%s fits best, is not finished and cannot be compiled here; %s/%s runs in its place and may be slower\n"
+        "  fix: make it with `fp4dispatch build` where nvcc is, and carry it here",
+        backend,
+        *wanted,
+        *used,
+    )
