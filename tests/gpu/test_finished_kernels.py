@@ -33,10 +33,12 @@ print(kernels.builds_done(), sorted(b.entry.name for b in kernels.loaded()))
 RAW = """
 import torch, fp4dispatch
 torch.manual_seed(0)
-a, b = (fp4dispatch.fp8_quantize(torch.randn(rows, 512, device="cuda"), "row") for rows in (8, 256))
-wanted = (a.data.float() * a.scale.reshape(-1, 1)) @ (b.data.float() * b.scale.reshape(-1, 1)).T
+(a, a_scale), (b, b_scale) = (
+    fp4dispatch.fp8_quantize(torch.randn(rows, 512, device="cuda"), "row") for rows in (8, 256)
+)
+wanted = (a.float() * a_scale.reshape(-1, 1)) @ (b.float() * b_scale.reshape(-1, 1)).T
 for dtype in (torch.bfloat16, torch.float16):
-    out = fp4dispatch.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="row", out_dtype=dtype)
+    out = fp4dispatch.fp8_gemm(a, b, a_scale, b_scale, scaling="row", out_dtype=dtype)
     assert ((out.float() - wanted).norm() / wanted.norm()).item() < 4e-3, dtype  # one rounding
     name = str(dtype).removeprefix("torch.")
     choice = fp4dispatch.explain("fp8_gemm", 8, 256, 512, scaling="row", out_dtype=name, raw=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from fp4dispatch.benchmark.reports import records, standing
 from tests.site.svg import Chart, Series, draw
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
+LINE = 90
+"""Characters of a line below a picture."""
 OURS = {
     "FP4Linear": "NVFP4, ours",
     "FP8Linear/row": "FP8 by row, ours",
@@ -98,8 +101,9 @@ def speed() -> str:
         measured = [name for name in range_names() if any(name in one.values for one in series)]
         charts.append(Chart(title, measured, series, "times bf16", "tokens", 1.0, "", 2, places))
     note = "Random layers of published models; geometric means."
-    measured_at = (f"{card(run)}. Commits: {commits([run])}." for run in random_runs())  # a line each: there are many
-    return draw(charts, "\n".join((note, *measured_at)))
+    measured_at = (f"{card(run)}. Commits: {commits([run])}." for run in random_runs())
+    lines = (line for text in measured_at for line in textwrap.wrap(text, LINE))  # there are many
+    return draw(charts, "\n".join((note, *lines)))
 
 
 def decoder() -> str:
