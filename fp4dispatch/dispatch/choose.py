@@ -27,7 +27,7 @@ from fp4dispatch.trust.verdict import CheckResult
 __all__ = ["decide_anew", "exclude", "instance", "reset", "select"]
 
 _lock = ForkSafeLock()
-_decided: dict[tuple[Problem, Request, int | None, str, bool], tuple[System, Decision]] = {}
+_decided: dict[tuple[Problem, Request, int | None, str, bool, bool], tuple[System, Decision]] = {}
 _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 
 
@@ -81,7 +81,7 @@ def select(
     request = requested(problem.op, backend)
     machine = _system.current()
     bucket = replace(problem, m=m_bucket(problem.m, problem.op, here.arch_on(machine, gpu)))
-    key = (bucket, request, gpu, settings.tuned, settings.fp8_copy)
+    key = (bucket, request, gpu, settings.tuned, settings.fp8_copy, settings.jit)
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
         machine, decided, lasting = _decide(bucket, request, gpu)

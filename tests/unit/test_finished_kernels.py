@@ -12,6 +12,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import cutlass, finished, w4, w8a8
 from fp4dispatch.backends.own.compiled import Layout
 from fp4dispatch.backends.own.tiling import launches, speeds
+from fp4dispatch.dispatch import choose, here
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
@@ -19,7 +20,7 @@ from fp4dispatch.policy import resolve
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.problem.measurement import LaunchConfig
-from tests import w4_fake
+from tests import hopper, w4_fake
 from tests.w4_fake import weights
 
 TOOLS = {"nvcc": "13.0", "cutlass": "4.5"}
@@ -88,6 +89,16 @@ def test_auto_takes_the_library_where_the_build_that_it_needs_is_not_there():
     assert cutlass.CutlassBackend().supports(replace(raw, scaling="block128"), machine(*other)) == ()
     assert chosen(*other) == "cublaslt"
     assert chosen(("fp8_gemm_sm90", "row_bf16_swap_64x16"), ("fp8_quantize", "any")) == "cutlass"
+
+
+def test_a_choice_is_made_anew_when_compiling_is_switched_off(monkeypatch):
+    with hopper.seems_to_be_here(monkeypatch):
+        monkeypatch.setattr(here, "seen_from", lambda facts, gpu: machine(**TOOLS))
+        assert choose.select(nvfp4(), say=False).backend == "w4a8"
+        monkeypatch.setenv("FP4DISPATCH_JIT", "0")
+        assert choose.select(nvfp4(), say=False).backend == "reference"
+        monkeypatch.delenv("FP4DISPATCH_JIT")
+        assert choose.select(nvfp4(), say=False).backend == "w4a8"
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
