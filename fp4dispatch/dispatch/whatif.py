@@ -10,7 +10,8 @@ from fp4dispatch.backends.registry import AUTO
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.system import Library, System
-from fp4dispatch.policy.catalogue import FACTS, kernel_ops
+from fp4dispatch.policy.capability import check
+from fp4dispatch.policy.catalogue import FACTS, catalogue, kernel_ops
 from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.problem.decision import Decision
@@ -58,7 +59,10 @@ def what_if(
 
 
 def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) -> str:
-    """Return a command that repeats this decision on any machine with this version of fp4dispatch."""
+    """Return a command that repeats this decision on any machine with this version of fp4dispatch.
+
+    It cannot say which builds are finished: a backend that lacks its own, where nothing can be compiled, is disabled.
+    """
     p = decision.problem
     arch = system.arch.capability if system.arch else ABSENT
     words = ["fp4dispatch", "explain", p.op, "-m", str(p.m), "-n", str(p.n), "-k", str(p.k), "--arch", arch]
@@ -74,13 +78,14 @@ def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) 
         words += ["--gpu", model.name]
     sm = system.arch.sm if system.arch else ""
     proven = [name for name in kernel_ops(p.op) if (name, sm) in system.proven]
+    disabled = {*disabled, *_short_of_builds(decision, system)}
     everything = len(proven) == len(kernel_ops(p.op))
     if sm:
         words += ["--proven"] if everything else ["--proven", ",".join(proven) or ABSENT]
     shut = sorted(name for name, op, where in system.quarantined if (op, where) == (p.op, sm))
     options = {
         "--quarantined": ",".join(shut),
-        "--disable": ",".join(disabled),
+        "--disable": ",".join(sorted(disabled)),
         "--backend": "" if decision.requested == AUTO else decision.requested,
         "--activation": "" if p.activation == "any" else p.activation,
         "--scaling": "" if p.scaling == default_scaling(p.op) else p.scaling,
@@ -96,3 +101,16 @@ def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _short_of_builds(decision: Decision, system: System) -> set[str]:
+    """Return the backends that lack a compiler only because their builds are not among the finished ones."""
+    if system.finished is None:
+        return set()
+    return {
+        verdict.backend
+        for verdict in decision.verdicts
+        if verdict.backend in catalogue().backends
+        and any(reason.code == "TOOLCHAIN" for reason in verdict.reasons)
+        and not any(reason.code == "TOOLCHAIN" for reason in check(verdict.backend, decision.problem, system))
+    }

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
 
 import pytest
 import torch
 
-from fp4dispatch import formats
+from fp4dispatch import cli, formats
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import cutlass, finished, w4, w8a8
 from fp4dispatch.backends.own.compiled import Layout
 from fp4dispatch.backends.own.tiling import launches, speeds
-from fp4dispatch.dispatch import choose, here
+from fp4dispatch.dispatch import choose, here, whatif
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
@@ -99,6 +101,39 @@ def test_a_choice_is_made_anew_when_compiling_is_switched_off(monkeypatch):
         assert choose.select(nvfp4(), say=False).backend == "reference"
         monkeypatch.delenv("FP4DISPATCH_JIT")
         assert choose.select(nvfp4(), say=False).backend == "w4a8"
+
+
+QUESTIONS = {
+    "nvfp4": Problem("nvfp4_gemm", 16, 4096, 4096),
+    "fp8": Problem("fp8_gemm", 16, 4096, 4096, scaling="row"),
+    "raw": Problem("fp8_gemm", 16, 4096, 4096, "fp8", "row", raw=True),
+}
+W8A8_ALONE = (("w8_gemm_sm90", "bf16_128"), QUANTIZER)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    ("there", "jit"),
+    [
+        (machine(), "1"),
+        (machine(*W8A8_ALONE), "1"),
+        (machine(("w4a16_small", "bf16")), "1"),
+        (machine(("fp8_gemm_sm90", "row_bf16_128x128"), ("fp8_quantize", "any")), "1"),
+        (machine(*W8A8_ALONE, **TOOLS), "0"),
+        (machine(*W8A8_ALONE, **TOOLS | {"proven": []}), "0"),
+    ],
+)
+def test_the_printed_command_makes_the_same_choice(there, jit, question, capsys, monkeypatch):
+    """It is run where builds are not known and compiling is allowed."""
+    monkeypatch.setenv("FP4DISPATCH_JIT", jit)
+    decision = resolve.resolve(QUESTIONS[question], there, registry.backends())
+    command = whatif.reproduce(decision, there)
+    monkeypatch.delenv("FP4DISPATCH_JIT")
+    cli.main([*shlex.split(command)[1:], "--json"])
+    again = json.loads(capsys.readouterr().out)
+    assert again["backend"] == decision.backend
+    can = {v["backend"] for v in again["verdicts"] if not v["reasons"] and not v["denied"]}
+    assert can == {v.backend for v in decision.verdicts if v.accepted}
 
 
 # --------------------------------------------------------------------------------------------------------------- plans
