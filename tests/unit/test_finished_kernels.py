@@ -170,14 +170,14 @@ def test_of_several_finished_builds_the_fastest_runs(seen, monkeypatch):
     narrow, wide = ("w4_gemm_sm90", "a8_bf16_96"), ("w4_gemm_sm90", "a8_bf16_176")
     seen(narrow, wide, QUANTIZER)
     backend = w4.W4A8Backend()
-    usable = backend._usable(problem, torch.device("cpu"))
-    assert set(usable) == {narrow, wide}
+    only = backend._only(problem, torch.device("cpu"))
+    assert set(only) == {narrow, wide}
     known = speeds.of(gpu_models.named("H200 SXM"))
-    chosen = backend._predicted(problem, layout, SM90, 132, known, usable)
+    chosen = backend._predicted(problem, layout, SM90, 132, known, only)
     assert chosen is not None
     assert chosen[0] == wide
-    unknown = backend._predicted(problem, layout, SM90, 132, None, usable)
-    assert unknown == (usable[0], None)
+    unknown = backend._predicted(problem, layout, SM90, 132, None, only)
+    assert unknown == (only[0], None)
 
 
 def test_a_warning_says_which_build_is_missing_once(seen, caplog):
@@ -218,9 +218,12 @@ def test_what_is_tuned_needs_no_compiler(seen):
 
 def test_without_any_finished_build_loading_says_what_is_missing(seen):
     seen()
-    backend = w8a8.W8A8Backend()
     problem = Problem("fp8_gemm", 300, 4096, 4096, "fp8", "row")
-    assert backend._usable(problem, torch.device("cpu")) == backend.gemms(problem, SM90, 132)
+    backend, cpu = w8a8.W8A8Backend(), torch.device("cpu")
+    assert backend._only(problem, cpu) == ()
+    missing = backend.builds(problem, cpu)
+    seen(**TOOLS)
+    assert missing == backend.builds(problem, cpu)
 
 
 def test_with_a_compiler_the_best_build_runs_whatever_is_finished(seen):

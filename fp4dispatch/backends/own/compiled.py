@@ -190,17 +190,15 @@ class CompiledBackend(Backend):
         gemms = self.gemms(this, system.arch, 0)
         return tuple(gemm for gemm in gemms if finished.all_there(self.with_quantizer(this, gemm), system))
 
-    def _usable(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
-        """Return the GEMMs that a plan may take: all that run the problem; where nothing compiles, the finished ones.
+    def _only(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
+        """Return the GEMMs that a plan is limited to, where nothing can be compiled: the finished ones.
 
-        All where none is finished either: loading one then says what is missing.
+        Empty where any will do, and where none is finished: loading one then says what is missing.
         """
-        arch, sms = gpu_of(device)
         system = finished.seen_from(device)
-        found: tuple[Build, ...] = ()
-        if system is not None and finished.lacking(self.name, problem, system):
-            found = self._finished(problem, system)
-        return found or self.gemms(problem, arch, sms)
+        if system is None or not finished.lacking(self.name, problem, system):
+            return ()
+        return self._finished(problem, system)
 
     def builds(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
         """Name the kernels that a plan will load."""
@@ -245,8 +243,9 @@ class CompiledBackend(Backend):
         device, layout = prepared.tensors[0].device, Layout(*prepared.layout)
         arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
-        gemms = self._usable(problem, device)
-        found = [self._untuned(problem, layout, arch, sms, known, gemms) for known in (speeds, None)]
+        only = self._only(problem, device)
+        gemms = only or self.gemms(problem, arch, sms)
+        found = [self._untuned(problem, layout, arch, sms, known, only) for known in (speeds, None)]
         best = [] if speeds is None else launches.worth_timing(gemms, padded, speeds)
         without = [LaunchConfig(*gemm) for gemm in gemms if not launches.has_shapes(*gemm)]
         return tuple(dict.fromkeys(launch for launch in (*found, *best, *without) if launch is not None))
@@ -257,20 +256,23 @@ class CompiledBackend(Backend):
 
     def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
         """Return the build and the launch shape for a plan; says so where the best build cannot be compiled."""
-        usable, every = self._usable(problem, device), self.gemms(problem, *gpu_of(device))
-        chosen = self._best(problem, layout, device, usable)
-        if chosen is not None and len(usable) < len(every):
-            wanted = self._best(problem, layout, device, every)
+        only = self._only(problem, device)
+        chosen = self._best(problem, layout, device, only)
+        if chosen is not None and only:
+            wanted = self._best(problem, layout, device, ())
             if wanted is not None and wanted[0] != chosen[0]:
                 finished.say(self.name, wanted[0], chosen[0])
         return chosen
 
-    def _best(self, problem: Problem, layout: Layout, device: torch.device, usable: Sequence[Build]) -> Chosen | None:
-        """Return the best of some builds and its launch shape: timed ones, then predicted ones, then the rules'."""
+    def _best(self, problem: Problem, layout: Layout, device: torch.device, only: Sequence[Build]) -> Chosen | None:
+        """Return a build and its launch shape: timed ones first, then predicted ones, then the rules'.
+
+        ``only``: the builds that it may be; empty for any.
+        """
         timed = launches.tuned(self.name, problem, device.index or 0)
-        if timed is not None and (launch := self._timed(timed, problem, layout, device, usable)) is not None:
+        if timed is not None and (launch := self._timed(timed, problem, layout, device, only)) is not None:
             return (launch.kernel, launch.build), launch.shape
-        return self._predicted(problem, layout, *gpu_and_speeds(device), usable)
+        return self._predicted(problem, layout, *gpu_and_speeds(device), only)
 
     def _predicted(
         self,
@@ -279,30 +281,30 @@ class CompiledBackend(Backend):
         arch: Arch,
         sms: int,
         speeds: Speeds | None,
-        usable: Sequence[Build],
+        only: Sequence[Build],
     ) -> Chosen | None:
         """Return the build and the launch shape that the models choose; without ``speeds`` the build of the rules.
 
-        If that is not ``usable``: the one of these that is predicted to be the fastest, or the first.
+        If that is not among ``only``: the one of these that is predicted to be the fastest, or the first.
         """
         builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
             return None
         gemm = builds[0]
-        if gemm not in usable and usable:
+        if only and gemm not in only:
             padded = replace(problem, n=layout.np, k=layout.kp)
-            first = None if speeds is None else launches.put_first(usable, padded, speeds)
-            gemm = usable[0] if first is None else (first[1].kernel, first[1].build)
+            first = None if speeds is None else launches.put_first(only, padded, speeds)
+            gemm = only[0] if first is None else (first[1].kernel, first[1].build)
         return gemm, None if speeds is None else self._shape(problem, layout, gemm, speeds)
 
     def _timed(
-        self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device, usable: Sequence[Build]
+        self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device, only: Sequence[Build]
     ) -> LaunchConfig | None:
         """Return the fastest of timed launches for a problem; None where none fits it."""
-        _arch, sms, speeds = gpu_and_speeds(device)
+        arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
         gpu = launch_model.gpu_with(sms) if speeds is None else speeds.many_tokens
-        return launches.fastest(timed, padded, usable, speeds, gpu)
+        return launches.fastest(timed, padded, only or self.gemms(problem, arch, sms), speeds, gpu)
 
     def _untuned(
         self,
@@ -311,10 +313,10 @@ class CompiledBackend(Backend):
         arch: Arch,
         sms: int,
         speeds: Speeds | None,
-        usable: Sequence[Build],
+        only: Sequence[Build],
     ) -> LaunchConfig | None:
         """Return the launch for a problem's M without timed ones; without ``speeds`` that of the rules."""
-        chosen = self._predicted(problem, layout, arch, sms, speeds, usable)
+        chosen = self._predicted(problem, layout, arch, sms, speeds, only)
         if chosen is None:
             return None
         gemm, shape = chosen
