@@ -164,7 +164,7 @@ def test_a_plan_takes_a_finished_build_and_gives_right_results(seen, m):
     assert float((out.float() - expected).norm() / expected.norm()) < 0.06
 
 
-def test_of_several_finished_builds_the_fastest_runs(seen, monkeypatch):
+def test_of_several_finished_builds_the_fastest_runs(seen):
     """By the models; a GPU that they do not know takes the first of the table."""
     problem, layout = nvfp4(4096), Layout(4096, 4096, 4096, 4096)
     narrow, wide = ("w4_gemm_sm90", "a8_bf16_96"), ("w4_gemm_sm90", "a8_bf16_176")
