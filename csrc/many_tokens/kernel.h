@@ -11,10 +11,12 @@
 // each to all of them, times `split`, which share out K. Sums of the parts of K meet in shared memory and are added in
 // the order of the parts, each CTA doing a range of tokens: the same bits every time, no workspace, no atomics. The
 // grid is persistent: a CTA does whole tiles, and the ring runs ahead into the next one during an epilogue. With a
-// split, what is left of a wave comes last, a tile a cluster, because its sums take the place of the ring.
+// split, what is left of a wave comes last, a tile a cluster, because its sums take the place of the ring. Even builds share
+// out what is left by stages, however many tiles it is (Stream-K, https://arxiv.org/abs/2301.03598): many_tokens/even.h.
 #pragma once
 
 #include "many_tokens/epilogue.h"
+#include "many_tokens/even.h"
 #include "many_tokens/producer.h"
 
 namespace fp4d {
@@ -27,13 +29,13 @@ __device__ __forceinline__ void wait_clocks(uint32_t first_full, int clocks) {
 }
 
 template <class Tile>
-__device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p, Place const& place,
+__device__ __forceinline__ void consume(KernelParams<typename Tile::Weights> const& p, Place const& place,
                                         Ring<Tile> ring, int warpgroup, int warp, int lane) {
   using Weights = typename Tile::Weights;
   constexpr int T = Tile::kTokens;
   Output<Tile> output{p, warpgroup, warp, lane, ring.base};
   typename Weights::template Loop<Tile> loop{p, place, ring, warpgroup, warp, lane};
-  int const items = place.whole + place.parts;
+  int const items = place.items();
   if (items > 0) loop.start();
   if constexpr (Weights::head_start(T) > 0) {
     if (warpgroup > 0 && place.whole > 1) wait_clocks(ring.full(0), Weights::head_start(T));
@@ -45,12 +47,20 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
     float sums[T / 2];
 #pragma unroll
     for (float& sum : sums) sum = 0.f;
-    output.start(corner);
+    bool const ended_later = kEvenly && item.first + item.count < p.stages;  // by another CTA
+    if (!ended_later) output.start(corner);
     // Blocks: the scales of this tile's rows, or of the last where it has none, from the item's first stage on.
     int const row_tile = min(corner.row_block, p.row_blocks - 1) / Tile::kConsumers;
     float const* const scales_at = p.alpha + int64_t(row_tile) * p.stages + item.first;
     loop.run(i + 1 == items, item.count, sums, scales_at);
-    if (i < place.whole) {
+    if constexpr (kEvenly) {
+      if (ended_later) {
+        leave<Tile>(p.room, sums, warpgroup, warp, lane);
+      } else {
+        if (item.first > 0) take<Tile>(p, place, sums, warpgroup, warp, lane);
+        output.tile(sums, corner);
+      }
+    } else if (i < place.whole) {
       output.tile(sums, corner);
     } else {  // the last: nothing is loaded into the ring any more
       sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
@@ -76,7 +86,7 @@ __device__ __forceinline__ void consume(Params<typename Tile::Weights> const& p,
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
-    many_tokens_kernel(__grid_constant__ Params<typename Tile::Weights> const p) {
+    many_tokens_kernel(__grid_constant__ KernelParams<typename Tile::Weights> const p) {
   using Weights = typename Tile::Weights;
   static_assert(lies_as_declared<Params<Weights>>(), "before_wait of kernels.toml");
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -99,6 +109,12 @@ __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
       cluster_wait_acquire();
     }
     __syncwarp();
+    if constexpr (kEvenly) {
+      if (warp == 3 && place.leaves) {
+        grid_dependency_wait();
+        mark_left<Tile>(p.room, threadIdx.x % 32);
+      }
+    }
     if (place.parts > 0) {  // the consumers' sums
       cluster_arrive_release();
       cluster_wait_acquire();

@@ -9,6 +9,8 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <random>
 #include <utility>
 
 #include <tvm/ffi/container/array.h>
@@ -30,8 +32,9 @@ struct LaunchShape {
   int64_t split;      // parts of K
   int64_t raster;     // token tiles that are done before the next rows
   int64_t sharing;    // CTAs of a cluster that share rows
-  int64_t rounds;     // whole tiles of each CTA before its cluster splits K of one
-  int64_t clusters;   // of the grid
+  int64_t
+      rounds;  // whole tiles of each CTA before its cluster splits K of one; of even builds: beside its share
+  int64_t clusters;  // of the grid
 };
 
 constexpr int64_t kShapeNumbers = 6;
@@ -45,11 +48,20 @@ inline int log2_of(int64_t value) {
   return log;
 }
 
+// Of an even launch; no two are the same, nor likely to lie in memory that a launch is given.
+inline uint64_t next_token() {
+  static std::atomic<uint64_t> last = [] {
+    std::random_device random;
+    return uint64_t(random()) << 32 | random();
+  }();
+  return ++last;
+}
+
 template <class Large>
 struct Launch {
   using Used = typename Large::Used;
   using Weights = typename Used::Weights;
-  using Params = fp4d::Params<Weights>;
+  using Params = fp4d::KernelParams<Weights>;
 
   // Makes the kernel ready on the current device.
   static void make_ready(int device) {
@@ -118,9 +130,20 @@ struct Launch {
     int64_t const row_tiles = divide_up(p.row_blocks, Used::kConsumers * multicast);
     int64_t const token_tiles = divide_up(p.m, Used::kTokens * sharing), tiles = row_tiles * token_tiles;
     check_at_most("tiles", tiles, kMaxRows / kLargestCluster, "32-bit problem sizes");
-    check_at_most("shape: clusters", clusters, tiles, "tiles");
-    check_at_most("shape: rounds", rounds, split == 1 ? 0 : tiles, "tiles; 0 where K is not split");
+    if (!kEvenly) {
+      check_at_most("shape: clusters", clusters, tiles, "tiles");
+      check_at_most("shape: rounds", rounds, split == 1 ? 0 : tiles, "tiles; 0 where K is not split");
+    }
     int64_t const whole = rounds * clusters * split, left = tiles - whole;
+    if (kEvenly) {
+      check_at_most("shape: split", split, 1, "parts of K that clusters share out: this build is even");
+      check_at_most("shape: rounds", rounds, tiles, "tiles");
+      check_at_least("shape: tiles beside whole ones", left, 1, "to share out");
+      check_at_most("shape: tiles beside whole ones", left, clusters, "clusters");
+      check_at_most("shape: clusters", clusters, left * p.stages / kFewestStages, "shares of 5 stages");
+      check_at_most("shape: tiles * stages * clusters", left * p.stages * clusters, kMaxRows,
+                    "32-bit problem sizes");
+    }
     if (split > 1 && (left < 0 || left > clusters))
       TVM_FFI_THROW(ValueError) << "shape: " << rounds << " rounds of " << clusters << " clusters do "
                                 << whole << " whole tiles and split up to " << clusters << ", but there are "
@@ -128,6 +151,22 @@ struct Launch {
     p.row_tiles = int(row_tiles), p.token_tiles = int(token_tiles);
     p.raster = int(std::min(raster, token_tiles));
     p.rounds = int(rounds), p.clusters = int(clusters);
+  }
+
+  // Of an even build: memory for the sums and marks of all CTAs.
+  static void set_room(Params& p, LaunchShape const& shape, TensorView room) {
+    constexpr int64_t kMarks = 4 * Used::kConsumers * sizeof(uint64_t);  // of a CTA
+    static_assert(kMarks % 16 == 0);
+    int64_t const ctas = shape.clusters * shape.multicast * shape.sharing;
+    check_dtype({"room", room}, {kU8});
+    check_ndim({"room", room}, 1);
+    check_contiguous({"room", room});
+    check_aligned({"room", room}, 16);
+    check_at_least("bytes of room", room.numel(), ctas * (int64_t(Used::kRows) * Used::kTokens * 4 + kMarks),
+                   "sums and marks of all CTAs");
+    p.room.marks = reinterpret_cast<uint64_t*>(data_of<uint8_t>(room));
+    p.room.sums = reinterpret_cast<float*>(data_of<uint8_t>(room) + ctas * kMarks);
+    p.room.token = next_token();
   }
 
   static void launch(Params const& p, int device, bool enable_pdl) {
@@ -177,9 +216,25 @@ struct Launch {
   static void run(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
                   Optional<TensorView> bias, TensorView out, tvm::ffi::Array<int64_t> shape,
                   bool enable_pdl) {
+    run_in(x, x_scale, w, alpha, bias, out, shape, x, enable_pdl);
+  }
+
+  // Of an even build.
+  static void run_evenly(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
+                         Optional<TensorView> bias, TensorView out, tvm::ffi::Array<int64_t> shape,
+                         TensorView room, bool enable_pdl) {
+    check_one_cuda_device({{"x", x}, {"room", room}});
+    run_in(x, x_scale, w, alpha, bias, out, shape, room, enable_pdl);
+  }
+
+  // `room`: read only by even builds.
+  static void run_in(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
+                     Optional<TensorView> bias, TensorView out, tvm::ffi::Array<int64_t> const& shape,
+                     [[maybe_unused]] TensorView room, bool enable_pdl) {
     Params p = check(x, x_scale, w, alpha, bias, out);
     LaunchShape const chosen = shape_of(shape, p.stages);
     if (p.m > 0) set_shape(p, chosen);
+    if constexpr (kEvenly) set_room(p, chosen, room);
     int const device = device_of(x, x_scale, w, alpha, bias, out);
     if (p.m == 0) return;
     tvm::ffi::CUDADeviceGuard guard(device);

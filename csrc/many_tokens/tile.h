@@ -18,6 +18,10 @@
 
 namespace fp4d {
 
+// Whether what whole tiles leave is shared out by stages, the same to every cluster (many_tokens/even.h).
+constexpr bool kEvenly = FP4D_EVEN == 1;
+constexpr int kNear = 2, kFewestStages = 2 * kNear + 1;  // of such a share
+
 constexpr int kBlockRows = 64;  // of weights, which a consumer warpgroup multiplies
 
 // FP8: wgmma's register v is added to sum v ^ kOtherBank. ptxas lines sums up by four, as the registers of a wgmma are,
@@ -54,6 +58,23 @@ struct Params {
   Tokens x;
   CUtensorMap out_map;  // where weights are operand A: boxes of 64 columns and 8 tokens
 };
+
+// What an even launch needs besides. A CTA leaves its sums of a tile that the next one ends, and then its marks: the launch's
+// token, which no memory holds by chance. Whoever takes the sums wipes the marks, so a replay of a graph, which has the same
+// token, does not meet those of the one before.
+struct Room {
+  uint64_t* marks;  // of [CTA][warpgroup][warp]
+  float* sums;      // of the same, as threads hold them: [8 columns][lane][4]
+  uint64_t token;
+};
+
+template <class Weights>
+struct EvenParams : Params<Weights> {
+  Room room;
+};
+
+template <class Weights>
+using KernelParams = std::conditional_t<kEvenly, EvenParams<Weights>, Params<Weights>>;
 
 // Whether Params lie as kernels.toml declares to the proof.
 template <class P>
@@ -168,6 +189,10 @@ struct Place {
   int cluster, multicast, sharing, split;  // number of the cluster; ranks
   int group, groups, whole, parts;
   int first, count;
+  // Evenly: the first tile that it has a part of, which are the stages above; stages of the tile after it; whether another
+  // CTA ends one of the two. That one comes first of all, so that nobody need wait for it.
+  int own = 0, head = 0;
+  bool leaves = false;
 
   template <class Weights>
   __device__ explicit Place(Params<Weights> const& p) {
@@ -177,6 +202,14 @@ struct Place {
     multicast = rank & ((1 << p.multicast_log2) - 1);
     sharing = (rank >> p.multicast_log2) & ((1 << p.sharing_log2) - 1);
     split = rank >> together;
+    if constexpr (kEvenly) {
+      group = cluster, groups = p.clusters, whole = p.rounds, parts = 0;
+      int const from = evenly(p, group), to = evenly(p, group + 1);
+      own = from / p.stages, first = from - own * p.stages;
+      count = min(to - from, p.stages - first), head = to - from - count;
+      leaves = (head > 0 && head < p.stages) || first + count < p.stages;
+      return;
+    }
     first = int(int64_t(p.stages) * split / p.split);
     count = int(int64_t(p.stages) * (split + 1) / p.split) - first;
     int const tiles = p.row_tiles * p.token_tiles;
@@ -184,9 +217,24 @@ struct Place {
     whole = p.split > 1 ? p.rounds : group < tiles ? (tiles - 1 - group) / groups + 1 : 0;
     parts = p.split > 1 && whole * groups + cluster < tiles;
   }
+  // The first stage of a group, of all stages that whole tiles leave. Where that is near the start or end of a tile, it is
+  // the start of one: to leave sums takes longer than kNear stages. So no last item has one stage, either, where loops would
+  // ask for the stage behind it.
+  template <class Weights>
+  __device__ int evenly(Params<Weights> const& p, int group) const {
+    int const left = p.row_tiles * p.token_tiles - whole * groups;
+    int const at = left * p.stages * group / groups;  // fits an int: many_tokens/launch.h
+    int const in_tile = at % p.stages, to_next = p.stages - in_tile;
+    return in_tile <= kNear ? at - in_tile : to_next <= kNear ? at + to_next : at;
+  }
+  __device__ int items() const {
+    if constexpr (kEvenly) return (head > 0) + whole + 1;
+    return whole + parts;
+  }
   // Stages of all of it.
   template <class Weights>
   __device__ int stages(Params<Weights> const& p) const {
+    if constexpr (kEvenly) return head + whole * p.stages + count;
     return whole * p.stages + parts * count;
   }
   // Rank in the cluster of a CTA with the same tokens, with the same rows, or with both.
@@ -255,6 +303,12 @@ struct Item {
 
 template <class Tile>
 __device__ __forceinline__ Item item_of(Params<typename Tile::Weights> const& p, Place const& place, int i) {
+  if constexpr (kEvenly) {
+    int const at = i - (place.head > 0 || place.leaves), own = place.whole * place.groups + place.own;
+    if (at < 0 && place.head > 0) return {corner_of<Tile>(p, place, own + 1), 0, place.head};
+    if (at < 0 || at >= place.whole) return {corner_of<Tile>(p, place, own), place.first, place.count};
+    return {corner_of<Tile>(p, place, place.group + at * place.groups), 0, p.stages};
+  }
   if (i < place.whole) return {corner_of<Tile>(p, place, place.group + i * place.groups), 0, p.stages};
   return {corner_of<Tile>(p, place, place.whole * place.groups + place.cluster), place.first, place.count};
 }

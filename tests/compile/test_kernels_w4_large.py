@@ -35,17 +35,17 @@ def test_gemm_is_proved(variant: str) -> None:
     assert built.pdl_allowed
     assert built.proof is not None
     (kernel,) = built.proof.kernels
-    assert (
-        kernel.wait == 4
-    )  # who copies activations, who copies weights, these again with idle lanes, and the consumers
+    # Who copies activations, who copies weights, these again with idle lanes, the consumers; evenly who sets marks.
+    assert kernel.wait == 4 + variant.startswith("even_")
     assert kernel.signal == 1
     assert kernel.unguarded == ()
     # The four of a stage, all of the kind that the activations need; by 16 bits the last two of the last stage too.
-    assert built_kernels.mma_kinds(kernel) == ({"QGMMA.64": 4} if variant.startswith("a8") else {"HGMMA.64": 6})
+    fp8 = variant.removeprefix("even_").startswith("a8")
+    assert built_kernels.mma_kinds(kernel) == ({"QGMMA.64": 4} if fp8 else {"HGMMA.64": 6})
     assert (kernel.spills, kernel.stack) == (0, 0)
     # What a launch may take before setmaxnreg shares it out: 65536 registers over all threads.
     tile = many_tokens.tile_of(KERNEL, variant)
-    alone = BESIDE_A_PACKER if variant.startswith("a8") and 96 <= tile.tokens <= 128 else 168
+    alone = BESIDE_A_PACKER if fp8 and 96 <= tile.tokens <= 128 else 168
     assert kernel.registers == (80 if tile.ctas == 2 else alone)
     # ptxas says so where it makes MMAs wait for each other, or ignores setmaxnreg.
     log = (built.entry.folder / "build.log").read_text()
@@ -81,8 +81,9 @@ def test_the_table_has_the_tile_that_is_built(variant: str) -> None:
     built_kernels.check_tile(module(variant).w4_gemm_tile(), KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16))
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16, even=False))
 def test_it_takes_every_launch_shape_that_the_model_considers(variant: str) -> None:
+    """Even builds ask for a GPU first: tests/gpu/test_kernels_even.py."""
     fp8 = variant.startswith("a8")
     for m, n, k in ((1, 8, 16), (200, 136, 2064), (1500, 3000, 144), (4096, 4096, 1024), (129, 40 * 128, 4096)):
         given = built_kernels.packed_operands(m, n, k)

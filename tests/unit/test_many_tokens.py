@@ -210,8 +210,8 @@ def test_all_builds_of_the_kernels_for_many_tokens_are_in_a_table():
 
 
 def test_every_candidate_covers_all_tiles_and_splits_after_whole_tiles_or_in_few_waves():
-    draw, found = random.Random(0), collections.Counter()
-    for _ in range(2000):
+    draw, found, evenly = random.Random(0), collections.Counter(), collections.Counter()
+    for _ in range(4000):
         _, _, tile = draw.choice(BUILDS)
         gpu = gpu_with(draw.choice((132, 114, 78, 1)))
         m, n, k = int(2 ** draw.uniform(0, 13)), 8 * int(2 ** draw.uniform(0, 14)), 16 * int(2 ** draw.uniform(0, 11))
@@ -225,9 +225,17 @@ def test_every_candidate_covers_all_tiles_and_splits_after_whole_tiles_or_in_few
             assert shape.split <= tile.most_split
             assert shape.split == 1 or shape.split * 2 <= -(-k // tile.stage_k)
             assert shape.multicast * shape.sharing <= 2
+            if tile.even:
+                left = launch_model.tiles(tile, shape, m, n) - shape.rounds * shape.clusters
+                assert left * -(-k // tile.stage_k) >= 5 * shape.clusters
+                assert shape.clusters <= min(8 * left, at_once)
+                evenly[shape.multicast, shape.sharing, shape.rounds > 0, shape.clusters == at_once] += 1
+                continue
             found[shape.multicast, shape.sharing, shape.split > 1, shape.rounds > 0, shape.clusters > at_once] += 1
     splits = (False, False, False), (True, False, False), (True, True, False), (True, False, True)
-    assert set(found) == {(*together, *how) for together in ((1, 1), (2, 1), (1, 2)) for how in splits}
+    together = (1, 1), (2, 1), (1, 2)
+    assert set(found) == {(*pair, *how) for pair in together for how in splits}
+    assert set(evenly) == {(*pair, *how) for pair in together for how in itertools.product((False, True), repeat=2)}
 
 
 @dataclass(frozen=True)

@@ -166,10 +166,14 @@ def test_every_function_that_launches_has_its_place_in_the_table() -> None:
         exported = set(re.findall(r"TVM_FFI_DLL_EXPORT_TYPED_FUNC\((\w+),", text))
         launching = {function for function in exported if not NOT_LAUNCHES.fullmatch(function)}
         launching -= {function for function in launching if function.endswith("_shaped")} | COMPOSED
+        assert {f.removesuffix("_even") for f in launching if f.endswith("_even")} <= launching
+        even = {f for f in launching if f.endswith("_even")}
+        launching -= even
         assert launching == {entry.function for entry in ENTRIES[name]}, name
         for variant in known.variants.values():
             for entry in launch_operands.entries(known, variant):
-                assert set(entry.arguments) <= {*ROLES, "none", "workspace", "shape"}
+                assert set(entry.arguments) <= {*ROLES, "none", "workspace", "shape", "room"}
+                assert (entry.function in even) == ("room" in entry.arguments) == ("FP4D_EVEN=1" in variant.defines)
                 assert set(entry.early) <= set(entry.arguments)
                 assert any(ROLES[role].fill is None for role in entry.arguments if role in ROLES)
                 assert bool(entry.early) == bool(known.before_wait)

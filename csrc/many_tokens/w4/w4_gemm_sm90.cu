@@ -1,6 +1,7 @@
 // out = alpha * (x @ W^T) + bias for many tokens or many rows on SM90: NVFP4 weights in W4P order, wgmma.
 //
 //   w4_gemm(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
+//   w4_gemm_even(x, x_scale, w, alpha, bias, out, shape, room, enable_pdl)    FP4D_EVEN == 1, in its place
 //   w4_gemm_tile() -> [tokens, rows, k of a stage, bytes of its weights, CTAs of a multiprocessor, most parts of K,
 //                      whether CTAs can share rows]
 //     x       FP4D_ACT == 8   e4m3 as packed_activations.cu packs it, uint8 [ceil(K/128), ceil(M/8), 1024], 16-byte aligned, and
@@ -13,6 +14,10 @@
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //     shape   LaunchShape of many_tokens/launch.h: [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more), 1,
 //             rounds, clusters]; multicast * split <= 8, split <= stages of K; covers every tile
+//             FP4D_EVEN == 1: split 1; each cluster does `rounds` whole tiles and its share of the others, by stages along K.
+//             There is at least 1 of these, at most `clusters`, and 5 stages for each cluster
+//     room    uint8, multicast * sharing * clusters * (4 * tokens * rows + 64) bytes, contiguous, 16-byte aligned, written;
+//             what it holds before does not matter, but no other launch may use it meanwhile
 //
 // FP4D_TOKENS is the tile's number of tokens (for FP8 32, 64 and 96 to 208, for 16 bits 64 to 256, in steps of 16); every
 // build takes every M. FP4D_ACT == 16: weights are exact. FP4D_ACT == 8: a weight is
@@ -28,6 +33,10 @@
 #if !defined(FP4D_OUT) || !defined(FP4D_ACT) || !defined(FP4D_TOKENS)
 #error \
     "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, or 64 to 256 in steps of 16"
+#endif
+
+#if !defined(FP4D_EVEN)
+#define FP4D_EVEN 0  // 1: what whole tiles leave is shared out evenly over all CTAs
 #endif
 
 #include "many_tokens/w4/weights.h"
@@ -67,5 +76,9 @@ struct W4Gemm {
 
 }  // namespace fp4d
 
+#if FP4D_EVEN
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_even, fp4d::Launch<fp4d::W4Gemm>::run_evenly);
+#else
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm, fp4d::Launch<fp4d::W4Gemm>::run);
+#endif
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_gemm_tile, fp4d::Launch<fp4d::W4Gemm>::tile);

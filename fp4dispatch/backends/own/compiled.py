@@ -18,7 +18,7 @@ from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.own import finished, swiglu
 from fp4dispatch.backends.own.pdl_trial import pdl
-from fp4dispatch.backends.own.scratch import eager
+from fp4dispatch.backends.own.scratch import Part, Scratch, eager
 from fp4dispatch.backends.own.swiglu import Front
 from fp4dispatch.backends.own.tensors.operands import (
     aligned,
@@ -26,15 +26,15 @@ from fp4dispatch.backends.own.tensors.operands import (
     direct,
     gpu_of,
     launch_numbers,
-    launch_shape,
     speeds_on,
     taken_as_is,
 )
 from fp4dispatch.backends.own.tiling import launch_model, launches, predict
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.speeds import of as speeds_of
-from fp4dispatch.backends.own.tiling.tiles import speed_of
+from fp4dispatch.backends.own.tiling.tiles import runs_all, speed_of
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.gpu_models import GpuModel
 from fp4dispatch.machine.system import System
@@ -77,13 +77,22 @@ class Loaded(NamedTuple):
     """A loaded kernel.
 
     ``pdl``: launch it with PDL, as its binary's proof and the setting allow. ``shape``: the launch shape for the plan's
-    problem, as the kernel takes it; None for kernels that choose it themselves.
+    problem, as the kernel takes it; None for kernels that choose it themselves. ``room``: bytes of memory that an even
+    build needs for a launch in that shape; 0 for all others.
     """
 
     kernel: str
     module: Any
     pdl: bool
     shape: Any = None
+    room: int = 0
+
+    def gemm(self, entry: str, device: torch.device) -> Callable[..., None]:
+        """Return the kernel's function, which takes no room: an even build is given it here."""
+        if not self.room:
+            function: Callable[..., None] = getattr(self.module, entry)
+            return function
+        return _evenly(getattr(self.module, f"{entry}_even"), self.room, device)
 
 
 def no_quantizer(*_: object) -> None:
@@ -147,6 +156,16 @@ def _shaped(loaded: Loaded, shape: Sequence[int]) -> Callable[..., None]:
     return gemm
 
 
+def _evenly(function: Callable[..., None], room: int, device: torch.device) -> Callable[..., None]:
+    """Return the function of an even build, with the memory for the sums of its CTAs."""
+    scratch = Scratch(device, [Part((room,), torch.uint8)])
+
+    def gemm(*operands: Any) -> None:
+        function(*operands[:-1], *scratch(), operands[-1])  # the last one is whether to launch with PDL
+
+    return gemm
+
+
 def gpu_and_speeds(device: torch.device) -> tuple[Arch, int, Speeds | None]:
     """Return the arch of a GPU, its number of SMs, and the constants of its time models."""
     return *gpu_of(device), speeds_on(device)
@@ -188,7 +207,8 @@ class CompiledBackend(Backend):
         """Return the GEMMs that run a problem and need no compiling, nor does what runs before them."""
         this = replace(problem, activation=self.activation_for(problem) or problem.activation)
         gemms = self.gemms(this, system.arch, 0)
-        return tuple(gemm for gemm in gemms if finished.all_there(self.with_quantizer(this, gemm), system))
+        found = tuple(gemm for gemm in gemms if finished.all_there(self.with_quantizer(this, gemm), system))
+        return found if any(runs_all(*gemm) for gemm in found) else ()
 
     def _only(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
         """Return the GEMMs that a plan is limited to, where nothing can be compiled: the finished ones.
@@ -351,10 +371,12 @@ class CompiledBackend(Backend):
         loaded: list[Loaded] = []
         for name, build in self.with_quantizer(problem, gemm):
             kernel = jit.load(name, build, arch)
-            numbers = launch_shape(speed_of(name, build), problem.m, layout.np, layout.kp, sms)
-            if shape is not None and not loaded and numbers is not None:
-                numbers = launch_numbers(shape)
-            loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), numbers))
+            numbers, room = None, 0
+            if (tile := speed_of(name, build)) is not None:
+                fallback = (tile, problem.m, layout.np, layout.kp, launch_model.gpu_with(sms))
+                chosen = LaunchShape(*shape) if shape is not None else launch_model.best(*fallback).shape
+                numbers, room = launch_numbers(chosen), launch_model.room_bytes(tile, chosen)
+            loaded.append(Loaded(name, kernel.module, pdl.allowed(kernel, device), numbers, room))
         state = self._state(problem, layout, device, tuple(loaded))
         if shape is not None and loaded[0].shape is None:
             state = replace(state, gemm=_shaped(loaded[0], shape))

@@ -1,7 +1,8 @@
 """Which of our kernels can run where nothing can be compiled: those that are finished.
 
 A container or a wheel may carry the kernels of some models, and neither nvcc nor the CUTLASS headers. Every build of a
-GEMM runs every number of tokens, so one finished build serves a problem, if not as fast as the one that fits best.
+GEMM but the even ones runs every number of tokens, so one finished build serves a problem, if not as fast as the one
+that fits best.
 """
 
 from __future__ import annotations

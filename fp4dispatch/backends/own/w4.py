@@ -81,7 +81,7 @@ class _W4Backend(TableBackend):
         """Return the launch of the loaded kernels and what it needs."""
         m, gemm = problem.m, loaded[0]
         launch, entry = _LAUNCH[gemm.kernel, problem.activation]
-        function = getattr(gemm.module, entry)
+        function = gemm.gemm(entry, device)
         if problem.activation != "fp8":
             return State(m, layout, launch, function, gemm.pdl, shape=gemm.shape, swiglu=PRODUCT)
         quantizer, scale, swiglu = loaded[1], Part((m,), torch.float32), ""

@@ -116,9 +116,11 @@ def _put_first(found: list[OwnLaunch], problem: Problem, known: Speeds, first: i
     timed: dict[str, list[tuple[float, int]]] = {}
     kept = set()
     for i, (_, build, shape) in enumerate(found):
-        us = None if shape is None else predict.launch(*build, speed_of(*build), shape, problem, known)
+        tile = speed_of(*build)
+        us = None if shape is None else predict.launch(*build, tile, shape, problem, known)
         if us is None:
-            kept.add(i)
+            if tile is None or not tile.even:  # not all shapes of builds that nobody has measured here
+                kept.add(i)
         else:
             timed.setdefault(build[0], []).append((us, i))
     kept.update(i for each in timed.values() for _, i in sorted(each)[:first])

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Entry, Sizes
-from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_numbers
+from fp4dispatch.backends.own.tiling import launch_model
 
 _ALIGNMENT = 256
 POISON, OVERWRITTEN = 0xFF, 0x00
@@ -64,8 +65,10 @@ class LaunchChain:
         if "workspace" in entry.arguments:
             size = module.workspace_size(*sizes[:3])
             views["workspace"] = torch.empty(size, dtype=torch.uint8, device=device)
-        if "shape" in entry.arguments:
-            views["shape"] = launch_shape(entry.tile, *sizes[:3], gpu_of(device)[1])
+        if "shape" in entry.arguments and entry.tile is not None:
+            shape = launch_model.best(entry.tile, *sizes[:3], launch_model.gpu_with(gpu_of(device)[1])).shape
+            views["shape"] = launch_numbers(shape)
+            views["room"] = torch.empty(launch_model.room_bytes(entry.tile, shape), dtype=torch.uint8, device=device)
         self._arguments = [views.get(name) for name in entry.arguments]
         self._source = self._inputs.clone()
         self._after = torch.full_like(self._inputs, OVERWRITTEN)

@@ -181,8 +181,13 @@ def entries(kernel: Kernel, variant: Variant) -> tuple[Entry, ...]:
     for define in variant.defines:
         changed |= _BY_DEFINE.get(define, {}).get(kernel.name, {})
     tile = speed_of(kernel.name, variant.id)
+    suffix, room = ("_even", ("room",)) if tile is not None and tile.even else ("", ())
     return tuple(
-        entry._replace(arguments=tuple(changed.get(name, name) for name in entry.arguments), tile=tile)
+        entry._replace(
+            function=entry.function + suffix,
+            arguments=(*(changed.get(name, name) for name in entry.arguments), *room),
+            tile=tile,
+        )
         for entry in ENTRIES.get(kernel.name, ())
     )
 

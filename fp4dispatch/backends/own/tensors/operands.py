@@ -11,7 +11,7 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.scratch import Part
-from fp4dispatch.backends.own.tiling import launch_model, speeds
+from fp4dispatch.backends.own.tiling import speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.formats import zero_pad
 from fp4dispatch.machine import gpu_models, system
@@ -108,10 +108,3 @@ def launch_numbers(shape: Sequence[int]) -> Any:
     import tvm_ffi  # there wherever a kernel has been loaded
 
     return tvm_ffi.Array(shape)
-
-
-def launch_shape(tile: launch_model.TileSpeed | None, m: int, n: int, k: int, sms: int) -> Any:
-    """Return the launch shape as a kernel for many tokens takes it; None for a kernel without a ``tile``."""
-    if tile is None:
-        return None
-    return launch_numbers(launch_model.best(tile, m, n, k, launch_model.gpu_with(sms)).shape)

@@ -142,9 +142,13 @@ def of_many_tokens(
     """Return :data:`MANY` of a launch."""
     token_tiles, row_tiles, stages = _up(m, tile.tokens), _up(n, tile.rows), _up(k, tile.stage_k)
     waves = token_tiles * row_tiles / (gpu.sms * tile.ctas)
+    parts, part = waves * shape.split, stages / shape.split
+    if tile.even:
+        left = launch_model.tiles(tile, shape, m, n) - shape.rounds * shape.clusters
+        parts, part = shape.clusters * shape.ctas / (gpu.sms * tile.ctas), left * stages / shape.clusters
     return (
         *(tile.tokens, tile.rows, shape.multicast, shape.split, shape.sharing, shape.rounds, shape.clusters),
-        *(token_tiles, row_tiles, waves, waves % 1, waves * shape.split, stages, stages / shape.split),
+        *(token_tiles, row_tiles, waves, waves % 1, parts, stages, part),
         *(m / (token_tiles * tile.tokens), n / (row_tiles * tile.rows)),
         *(m, n, k, n * k, gpu.memory_bytes),
     )

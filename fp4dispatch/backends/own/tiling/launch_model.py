@@ -25,12 +25,20 @@ SPLIT_CLOCKS = 3100.0
 """Two barriers of a cluster, where K is split."""
 SPLIT_BYTES = 32.0
 """Sums that a CTA reads from the other parts of K, in bytes per clock."""
+SUM_BYTES, MARK_BYTES = 4, 64
+"""Of a sum, and of the marks of a CTA, in the memory of an even launch."""
 RASTER = 8
 SPLITS = (1, 2, 3, 4, 8)
 LARGEST_CLUSTER = 8
 """CTAs. Every GPU with clusters has this many."""
 FEWEST_STAGES = 2
 """Of a part of K. A shorter part is mostly start and end."""
+EVEN_SHARES = (1.0, 0.9, 0.8, 0.7)
+"""Of the clusters that run at once, how many an even launch may have."""
+FEWEST_EVEN_STAGES, MOST_EVEN_PARTS = 5, 8
+"""Of a cluster's share, at least; of a tile, at most."""
+EVEN_CLOCKS, EVEN_BYTES = 3650.0, 64.0
+"""What an even launch costs beside its stages; bytes per clock at which a CTA reads sums of others (H200, fitted)."""
 MOST_WAVES = 2
 """Of clusters that split a tile each. Where more are needed, whole tiles come first, or nothing is split."""
 AGAIN = 0.5
@@ -134,6 +142,8 @@ class TileSpeed:
         Clocks before CTAs that share activations or rows have started.
     x_bytes
         Of an activation.
+    even
+        Whether CTAs share out by stages what whole tiles leave (csrc/many_tokens/even.h).
     """
 
     tokens: int
@@ -148,6 +158,7 @@ class TileSpeed:
     share: float = 0.0
     cluster: float = 0.0
     x_bytes: int = 1
+    even: bool = False
 
     @property
     def fp4(self) -> bool:
@@ -160,8 +171,8 @@ class LaunchShape(NamedTuple):
 
     ``multicast``: CTAs of a cluster that share activations (1, 2, 4). ``split``: parts of K (:data:`SPLITS`).
     ``raster``: token tiles that are done before the next rows. ``sharing``: CTAs of a cluster that share rows of the
-    weight (1, 2). ``rounds``: whole tiles of each CTA before its cluster splits the K of one tile. ``clusters``: of the
-    grid.
+    weight (1, 2). ``rounds``: whole tiles of each CTA before its cluster splits the K of one tile, or beside its share
+    of what is left. ``clusters``: of the grid.
     """
 
     multicast: int
@@ -195,11 +206,14 @@ def best(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Prediction:
     Raises
     ------
     ValueError
-        If a size is below 1.
+        If a size is below 1, and of an even build if nothing is left to share out.
     """
     if min(m, n, k) < 1:
         raise ValueError(f"M, N and K are {m}, {n} and {k}, needed at least 1 each")
-    return first(tile, m, n, k, gpu, 1)[0]
+    found = first(tile, m, n, k, gpu, 1)
+    if not found:
+        raise ValueError(f"[{m}, {k}] by [{n}, {k}]: an even launch finds nothing to share out; use another build")
+    return found[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -222,6 +236,9 @@ def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[La
         together.append((1, 2))
     stages = _divide_up(k, tile.stage_k)
     for multicast, sharing in together:
+        if tile.even:
+            yield from _evenly(tile, LaunchShape(multicast, 1, RASTER, sharing, 0, 1), m, n, stages, gpu)
+            continue
         for split in SPLITS:
             if split > 1 and (split > tile.most_split or stages < split * FEWEST_STAGES):
                 break
@@ -258,6 +275,26 @@ def laid_out(
     return shape._replace(clusters=count)
 
 
+def _evenly(tile: TileSpeed, shape: LaunchShape, m: int, n: int, stages: int, gpu: Gpu) -> Iterator[LaunchShape]:
+    """Yield the shapes that share out what whole tiles leave: on all clusters that run at once, and on fewer.
+
+    Of a small problem on as many as find enough to do.
+    """
+    count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
+    busy = min(MOST_EVEN_PARTS * count, count * stages // FEWEST_EVEN_STAGES)
+    for clusters in dict.fromkeys(min(max(round(at_once * share), 1), busy) for share in EVEN_SHARES):
+        rounds, left = divmod(count, clusters) if clusters > 0 else (0, 0)
+        shares_enough = left * stages >= FEWEST_EVEN_STAGES * clusters
+        if left > 0 and shares_enough and clusters <= MOST_EVEN_PARTS * left:
+            yield shape._replace(rounds=rounds, clusters=clusters)
+
+
+def room_bytes(tile: TileSpeed, shape: LaunchShape) -> int:
+    """Return the bytes of memory that a launch of an even build needs, for the sums and marks of its CTAs; else 0."""
+    of_cta = tile.rows * tile.tokens * SUM_BYTES + MARK_BYTES
+    return shape.clusters * shape.ctas * of_cta if tile.even else 0
+
+
 def tiles(tile: TileSpeed, shape: LaunchShape, m: int, n: int) -> int:
     """Return how many tiles there are. CTAs that share activations or rows do one together."""
     row_tiles = _divide_up(_divide_up(n, tile.rows), shape.multicast)
@@ -292,17 +329,25 @@ def no_room(last: int, count: int, at_once: int) -> float:
 
 def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
     count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
-    running = min(count, at_once) * shape.ctas
+    started = shape.clusters if tile.even else count
+    running = min(started, at_once) * shape.ctas
     in_an_sm = min(max(running / gpu.sms, 1.0), float(tile.ctas))  # CTAs of one SM share all that it has
     own = tile.pair if shape.multicast > 1 else tile.share if shape.sharing > 1 else tile.stage
     readers = min(_divide_up(m, tile.tokens), shape.raster)  # token tiles that read the same weights from L2
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
     start = gpu.tile_clocks + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
     if tile.x_bytes == 1:
-        last = at_once if shape.rounds else count % at_once or at_once
-        start += gpu.late_clocks * no_room(last, count, at_once)
+        last = at_once if shape.rounds and not tile.even else started % at_once or at_once
+        start += gpu.late_clocks * no_room(last, started, at_once)
     stages = _divide_up(k, tile.stage_k)
     whole = stages * stage + gpu.token_clocks * tile.tokens * in_an_sm  # a tile
+    if tile.even:
+        left = count - shape.rounds * shape.clusters
+        share = _divide_up(left * stages, shape.clusters)
+        parts = min(shape.clusters / left, stages / share)
+        sums = EVEN_CLOCKS + parts * tile.rows * tile.tokens * SUM_BYTES / EVEN_BYTES
+        end = gpu.token_clocks * tile.tokens * in_an_sm
+        return start + shape.rounds * whole + share * stage + end + sums
     if shape.split == 1:
         return start + _divide_up(count, at_once) * whole
     sums = gpu.split_clocks + gpu.part_clocks * (shape.split - 2) + tile.rows * tile.tokens * 4 / SPLIT_BYTES

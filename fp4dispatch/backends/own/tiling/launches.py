@@ -179,11 +179,12 @@ def fastest(
 
 
 def best_shape(kernel: str, build: str, problem: Problem, speeds: Speeds) -> tuple[int, ...] | None:
-    """Return the launch shape that the models say is fastest; None for a kernel that is given none."""
+    """Return the launch shape that the models say is fastest; None for a build that is given none, or has none."""
     if (tile := speed_of(kernel, build)) is not None:
         found = predict.many_tokens(kernel, build.replace("fp16", "bf16"), tile, problem, speeds)
         if found is None:
-            return tuple(launch_model.best(tile, problem.m, problem.n, problem.k, speeds.many_tokens).shape)
+            first = launch_model.first(tile, problem.m, problem.n, problem.k, speeds.many_tokens, 1)
+            return tuple(first[0].shape) if first else None
         return tuple(found.shape)
     return predict.few_tokens_shape(kernel, problem, speeds)
 

@@ -63,7 +63,7 @@ def launch(
         if shape is None:
             found = many_tokens(kernel, build, tile, problem, speeds)
             return None if found is None else found.us
-        if _too_wide(tile, problem):
+        if _too_wide(tile, problem) or _unmeasured(kernel, build, tile, speeds):
             return None
         many = LaunchShape(*shape)
         clocks = launch_model.clocks(tile, many, problem.m, problem.n, problem.k, speeds.many_tokens)
@@ -81,15 +81,20 @@ def many_tokens(
 ) -> ManyTokensPrediction | None:
     """Return the best launch shape of a build for many tokens; None for a tile that is far too wide.
 
-    Of the :data:`MANY_CORRECTED` that the formulas put first.
+    Of the :data:`MANY_CORRECTED` that the formulas put first. None, too, for an even build that finds nothing to share
+    out or that nobody has measured on the GPU.
     """
-    if _too_wide(tile, problem):
+    if _too_wide(tile, problem) or _unmeasured(kernel, build, tile, speeds):
         return None
     found = [
         ManyTokensPrediction(each.shape, _many_tokens_us(kernel, build, tile, each, problem, speeds))
         for each in launch_model.first(tile, problem.m, problem.n, problem.k, speeds.many_tokens, MANY_CORRECTED)
     ]
-    return min(found, key=lambda each: each.us)
+    return min(found, key=lambda each: each.us) if found else None
+
+
+def _unmeasured(kernel: str, build: str, tile: TileSpeed, speeds: Speeds) -> bool:
+    return tile.even and f"{kernel}/{build}" not in speeds.builds
 
 
 def _too_wide(tile: TileSpeed, problem: Problem) -> bool:

@@ -20,7 +20,7 @@ from fp4dispatch.problem.arch import Arch
 _REQUIRED = {"kernel": str, "scalings": list, "builds": dict}
 _OPTIONAL = {"activations": list, "m_min": int, "m_max": int, "weights_max": int, "fill": dict, "speed": dict}
 _OPTIONAL |= {"predicted": bool}
-_SPEED = {field.name: {"int": int, "float": float}[str(field.type)] for field in fields(TileSpeed)}
+_SPEED = {field.name: {"int": int, "float": float, "bool": bool}[str(field.type)] for field in fields(TileSpeed)}
 _SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSpeed) if field.default is not MISSING}
 _TABLES = ("cutlass", "w4", "w8")
 _SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
@@ -49,6 +49,11 @@ class Tile:
     fill: tuple[int, int, int, float] | None
     speed: TileSpeed | None = None
     predicted: bool = False
+
+    @property
+    def even(self) -> bool:
+        """Whether its builds are even: they do not run every problem, and only times choose them."""
+        return self.speed is not None and self.speed.even
 
     def runs(self, problem: Problem, arch: Arch | None) -> bool:
         """Whether the row's builds run a problem, fast or not."""
@@ -149,7 +154,7 @@ def tile_for(
     def predicted(tile: Tile) -> float | None:
         return None if speeds is None else tile.predicted_us(problem, speeds)
 
-    fitting = [tile for tile in tiles(table) if tile.fits(problem, arch, sms) and takes(tile)]
+    fitting = [tile for tile in tiles(table) if not tile.even and tile.fits(problem, arch, sms) and takes(tile)]
     if not fitting:
         return None
     if predicted(fitting[0]) is None:
@@ -198,3 +203,9 @@ def speed_of(kernel: str, build: str) -> TileSpeed | None:
     if len(speeds) > 1:
         raise FlagsError(f"{kernel} {build}: rows of the tile tables disagree about its speed")
     return next(iter(speeds), None)
+
+
+def runs_all(kernel: str, build: str) -> bool:
+    """Whether a build runs every problem of its rows: an even one needs something to share out."""
+    speed = speed_of(kernel, build)
+    return speed is None or not speed.even
