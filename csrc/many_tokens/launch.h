@@ -32,9 +32,8 @@ struct LaunchShape {
   int64_t split;      // parts of K
   int64_t raster;     // token tiles that are done before the next rows
   int64_t sharing;    // CTAs of a cluster that share rows
-  int64_t
-      rounds;  // whole tiles of each CTA before its cluster splits K of one; of even builds: beside its share
-  int64_t clusters;  // of the grid
+  int64_t rounds;     // whole tiles of each CTA before its cluster splits K of one; evenly: beside its share
+  int64_t clusters;   // of the grid
 };
 
 constexpr int64_t kShapeNumbers = 6;
@@ -223,7 +222,6 @@ struct Launch {
   static void run_evenly(TensorView x, Optional<TensorView> x_scale, TensorView w, TensorView alpha,
                          Optional<TensorView> bias, TensorView out, tvm::ffi::Array<int64_t> shape,
                          TensorView room, bool enable_pdl) {
-    check_one_cuda_device({{"x", x}, {"room", room}});
     run_in(x, x_scale, w, alpha, bias, out, shape, room, enable_pdl);
   }
 
@@ -236,6 +234,7 @@ struct Launch {
     if (p.m > 0) set_shape(p, chosen);
     if constexpr (kEvenly) set_room(p, chosen, room);
     int const device = device_of(x, x_scale, w, alpha, bias, out);
+    if constexpr (kEvenly) check_one_cuda_device({{"x", x}, {"room", room}});
     if (p.m == 0) return;
     tvm::ffi::CUDADeviceGuard guard(device);
     make_ready(device);

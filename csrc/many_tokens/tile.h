@@ -18,7 +18,10 @@
 
 namespace fp4d {
 
-// Whether what whole tiles leave is shared out by stages, the same to every cluster (many_tokens/even.h).
+#if !defined(FP4D_EVEN)
+#define FP4D_EVEN \
+  0  // 1: what whole tiles leave is shared out by stages, the same to every cluster (many_tokens/even.h)
+#endif
 constexpr bool kEvenly = FP4D_EVEN == 1;
 constexpr int kNear = 2, kFewestStages = 2 * kNear + 1;  // of such a share
 

@@ -31,8 +31,9 @@ def test_it_is_proved(variant: str) -> None:
     assert built.pdl_allowed
     assert built.proof is not None
     (kernel,) = built.proof.kernels
-    # Who copies activations, who copies weights, these again with idle lanes, the consumers; evenly who sets marks.
-    assert kernel.wait == 4 + variant.startswith("even_")
+    assert (
+        kernel.wait == 4
+    )  # who copies activations, who copies weights, these again with idle lanes, and the consumers
     assert kernel.signal == 1
     assert kernel.unguarded == ()
     # Those of a stage; by 16 bits the last two of the last stage too.
@@ -60,9 +61,8 @@ def test_the_table_has_the_tile_that_is_built(variant: str) -> None:
     built_kernels.check_tile(module(variant).w8_gemm_tile(), KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16, even=False))
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16))
 def test_it_takes_every_launch_shape_that_the_model_considers(variant: str) -> None:
-    """Even builds ask for a GPU first: tests/gpu/test_kernels_even.py."""
     for m, n, k in ((1, 8, 16), (300, 136, 2064), (1500, 3000, 144), (4096, 4096, 1024), (129, 40 * 128, 4096)):
         given = operands(m, n, k)
         given["out"] = given["out"].to(torch.bfloat16 if "bf16" in variant else torch.float16)

@@ -70,7 +70,7 @@ def test_every_build_with_a_launch_model_is_in_a_group():
                     corrections.group(tile.kernel, tile.builds["bfloat16"], blocks=tile.scalings == ("block128",))
                 )
     assert found == set(corrections.packaged())
-    assert len(found) == 11
+    assert len(found) == 12
 
 
 @pytest.mark.parametrize(

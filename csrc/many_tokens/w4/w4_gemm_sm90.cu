@@ -35,10 +35,6 @@
     "FP4D_OUT: 0 = bf16, 1 = fp16; FP4D_ACT: 8 or 16 bits of an activation; FP4D_TOKENS: 32, or 64 to 256 in steps of 16"
 #endif
 
-#if !defined(FP4D_EVEN)
-#define FP4D_EVEN 0  // 1: what whole tiles leave is shared out evenly over all CTAs
-#endif
-
 #include "many_tokens/w4/weights.h"
 
 #include "many_tokens/launch.h"

@@ -2,7 +2,6 @@
 // sums.
 //
 //   w8_gemm(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
-//   w8_gemm_even(x, x_scale, w, alpha, bias, out, shape, room, enable_pdl)    FP4D_EVEN == 1, in its place
 //   w8_gemm_tile() -> [tokens, rows, k of a stage, bytes of its weights, CTAs of a multiprocessor, most parts of K,
 //                      whether CTAs can share rows]
 //     x       FP4D_ACT == 8   e4m3 as w8_quantize_row packs it, uint8 [ceil(K/128), ceil(M/8), 1024], contiguous, 16-byte
@@ -18,10 +17,6 @@
 //     out     bf16 or fp16 (FP4D_OUT) [M, N], contiguous, N % 8 == 0, 16-byte aligned, written
 //     shape   LaunchShape of many_tokens/launch.h: [multicast (1, 2, 4), split (1, 2, 3, 4, 8), raster (1 or more),
 //             sharing (1, 2), rounds, clusters]; multicast * split * sharing <= 8, split <= stages of K; covers every tile
-//             FP4D_EVEN == 1: split 1; each cluster does `rounds` whole tiles and its share of the others, by stages along K.
-//             There is at least 1 of these, at most `clusters`, and 5 stages for each cluster
-//     room    uint8, multicast * sharing * clusters * (4 * tokens * rows + 64) bytes, contiguous, 16-byte aligned, written;
-//             what it holds before does not matter, but no other launch may use it meanwhile
 //
 // FP4D_TOKENS is the tile's number of tokens (for FP8 96 to 224, for 16 bits 64 to 256, in steps of 16; FP4D_SCALING == 1:
 // 128); every build takes every M. FP4D_ACT == 16: weights and products are exact. FP4D_ACT == 8: sums of at most 256 k are
@@ -40,10 +35,6 @@
 
 #if !defined(FP4D_SCALING)
 #define FP4D_SCALING 0  // 1: scales of 128x128 weights and of 128 k of a token
-#endif
-
-#if !defined(FP4D_EVEN)
-#define FP4D_EVEN 0  // 1: what whole tiles leave is shared out evenly over all CTAs
 #endif
 
 #include "many_tokens/w8/weights.h"
@@ -90,9 +81,5 @@ struct W8Gemm {
 
 }  // namespace fp4d
 
-#if FP4D_EVEN
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_even, fp4d::Launch<fp4d::W8Gemm>::run_evenly);
-#else
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm, fp4d::Launch<fp4d::W8Gemm>::run);
-#endif
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(w8_gemm_tile, fp4d::Launch<fp4d::W8Gemm>::tile);

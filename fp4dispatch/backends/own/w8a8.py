@@ -86,7 +86,7 @@ class W8A8Backend(TableBackend):
         else:
             quantize, swiglu = quantizer.module.w8_quantize_row, "w8_swiglu_row"
             parts.append(Part((m,), torch.float32))
-        function = gemm.gemm(_ENTRY[gemm.kernel], device)
+        function = getattr(gemm.module, _ENTRY[gemm.kernel])
         scratch = Scratch(device, parts)
         return State(m, layout, _launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape, swiglu)
 

@@ -37,7 +37,7 @@ EVEN_SHARES = (1.0, 0.9, 0.8, 0.7)
 """Of the clusters that run at once, how many an even launch may have."""
 FEWEST_EVEN_STAGES, MOST_EVEN_PARTS = 5, 8
 """Of a cluster's share, at least; of a tile, at most."""
-EVEN_CLOCKS, EVEN_BYTES = 3650.0, 64.0
+EVEN_CLOCKS, EVEN_BYTES = 3200.0, 44.0
 """What an even launch costs beside its stages; bytes per clock at which a CTA reads sums of others (H200, fitted)."""
 MOST_WAVES = 2
 """Of clusters that split a tile each. Where more are needed, whole tiles come first, or nothing is split."""
