@@ -13,6 +13,8 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own import compiled, scratch, swiglu
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
 from fp4dispatch.problem.arch import Arch
@@ -208,7 +210,16 @@ class Kernels:
                 assert x_scale is None
                 of_rows(x, w, alpha, bias, out, enable_pdl)
 
-        return SimpleNamespace(w4_gemm=w4_gemm)
+        def w4_gemm_even(x, x_scale, w, alpha, bias, out, shape, room, enable_pdl):
+            assert (room.dtype, room.dim()) == (torch.uint8, 1)
+            assert len(room) >= launch_model.room_bytes(tile, LaunchShape(*shape)) > 0
+            x_before, scale_before = x.clone(), x_scale.clone()
+            room.fill_(0xFF)
+            assert torch.equal(x, x_before), "room lies apart from the activation"
+            assert torch.equal(x_scale, scale_before)
+            w4_gemm(x, x_scale, w, alpha, bias, out, shape, enable_pdl)
+
+        return SimpleNamespace(w4_gemm_even=w4_gemm_even) if tile.even else SimpleNamespace(w4_gemm=w4_gemm)
 
     def multiplier_of_rows(self, name, dtype):
         """What w4a16_small and w4_gemm_sm90 have in common: 16-bit activations as they are by packed weights."""

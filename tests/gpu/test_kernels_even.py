@@ -17,7 +17,7 @@ from fp4dispatch.jit.catalog.manifest import installed
 from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
 from tests.gpu.tiles import bits
-from tests.gpu.w4_packed import Problem, check_no_tokens
+from tests.gpu.w4_packed import Problem, check_no_tokens, check_pdl_chain
 
 pytestmark = [pytest.mark.gpu, needs_sm90]
 
@@ -110,6 +110,15 @@ def test_what_room_holds_does_not_matter_nor_what_runs_beside(variant: str) -> N
                         launch_in(variant, room)(*(operands | {"out": out}).values(), list(shape), True)
             torch.cuda.synchronize()
             assert all(torch.equal(bits(out), bits(expected)) for out in outs), (shape, turn)
+
+
+@pytest.mark.parametrize("m", [100, 400])
+@pytest.mark.parametrize("variant", [variant for variant in BUILDS if "bf16" in variant])
+def test_a_chain_of_layers_with_pdl_in_one_room(variant: str, m: int) -> None:
+    tile = tile_of(variant)
+    shape = shapes_of(tile, m, 2048, 2048)[0]
+    launch = launch_in(variant, room_of(tile, shape))
+    check_pdl_chain(lambda *operands: launch(*operands[:-1], list(shape), operands[-1]), True, m)
 
 
 @pytest.mark.parametrize("variant", SOME)

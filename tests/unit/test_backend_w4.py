@@ -117,6 +117,24 @@ def test_a_plan_gives_the_kernel_the_launch_shape_that_the_model_chooses(monkeyp
     assert kernels.shapes == [launch_model.best(tile, m, 1008, 4096, launch_model.H200).shape]
 
 
+@pytest.mark.parametrize(("m", "clusters"), [(100, 40), (100, 132), (400, 132)])
+def test_a_plan_of_an_even_build_has_room_apart_from_its_activation(monkeypatch, m, clusters):
+    """Small enough for the arena of scratch memory, or not."""
+    n, k = 4104, 4096
+    kernels, backend = w4_fake.install(monkeypatch), BACKENDS["w4a8"]
+    prepared, build = backend.prepare(weights(n, k)), ("w4_gemm_sm90", "even_a8_bf16_96")
+    tiles = -(-m // 96) * -(-n // 128)
+    shape = (1, 1, 8, 1, tiles // clusters, clusters)
+    plan = backend.plan_with(problem("w4a8", m, n, k), prepared, build, shape)
+    x, out = torch.randn(m, k).bfloat16(), torch.empty(2, m, n, dtype=torch.bfloat16)
+    backend.run(plan, prepared, x, out[0])
+    other = backend.plan_with(problem("w4a8", m, n, k), prepared, ("w4_gemm_sm90", "a8_bf16_96"))
+    backend.run(other, prepared, x, out[1])
+    assert kernels.shapes[0] == shape
+    assert torch.equal(out[0], out[1])
+    assert kernels.loaded[0] == build
+
+
 # ------------------------------------------------------------------------------------------------------------ contract
 
 

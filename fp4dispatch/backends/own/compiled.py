@@ -18,7 +18,7 @@ from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.own import finished, swiglu
 from fp4dispatch.backends.own.pdl_trial import pdl
-from fp4dispatch.backends.own.scratch import Part, Scratch, eager
+from fp4dispatch.backends.own.scratch import eager
 from fp4dispatch.backends.own.swiglu import Front
 from fp4dispatch.backends.own.tensors.operands import (
     aligned,
@@ -87,13 +87,6 @@ class Loaded(NamedTuple):
     shape: Any = None
     room: int = 0
 
-    def gemm(self, entry: str, device: torch.device) -> Callable[..., None]:
-        """Return the kernel's function, which takes no room: an even build is given it here."""
-        if not self.room:
-            function: Callable[..., None] = getattr(self.module, entry)
-            return function
-        return _evenly(getattr(self.module, f"{entry}_even"), self.room, device)
-
 
 def no_quantizer(*_: object) -> None:
     """The quantiser of a plan that has none."""
@@ -152,16 +145,6 @@ def _shaped(loaded: Loaded, shape: Sequence[int]) -> Callable[..., None]:
 
     def gemm(*operands: Any) -> None:
         function(*operands[:-1], numbers, operands[-1])  # the last one is whether to launch with PDL
-
-    return gemm
-
-
-def _evenly(function: Callable[..., None], room: int, device: torch.device) -> Callable[..., None]:
-    """Return the function of an even build, with the memory for the sums of its CTAs."""
-    scratch = Scratch(device, [Part((room,), torch.uint8)])
-
-    def gemm(*operands: Any) -> None:
-        function(*operands[:-1], *scratch(), operands[-1])  # the last one is whether to launch with PDL
 
     return gemm
 

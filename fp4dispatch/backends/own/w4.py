@@ -81,7 +81,7 @@ class _W4Backend(TableBackend):
         """Return the launch of the loaded kernels and what it needs."""
         m, gemm = problem.m, loaded[0]
         launch, entry = _LAUNCH[gemm.kernel, problem.activation]
-        function = gemm.gemm(entry, device)
+        function = getattr(gemm.module, f"{entry}_even" if gemm.room else entry)
         if problem.activation != "fp8":
             return State(m, layout, launch, function, gemm.pdl, shape=gemm.shape, swiglu=PRODUCT)
         quantizer, scale, swiglu = loaded[1], Part((m,), torch.float32), ""
@@ -92,6 +92,9 @@ class _W4Backend(TableBackend):
         else:
             quantize, parts = quantizer.module.w4_quantize_row, [packed_part(m, layout.k), scale]
             swiglu = "w4_swiglu_row"
+            if gemm.room:
+                launch = _launch_evenly
+                parts.append(Part((gemm.room,), torch.uint8))
         scratch = Scratch(device, parts)
         return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape, swiglu)
 
@@ -125,6 +128,18 @@ def _launch_fp8(s: State, weights: Weights = ()) -> Launch:
             gemm(q, x_scale, w[0], w[1], bias, out, pdl)
         else:
             gemm(q, x_scale, w[0], w[1], bias, out, shape, pdl)
+
+    return launch
+
+
+def _launch_evenly(s: State, weights: Weights = ()) -> Launch:
+    gemm, pdl, shape = s.gemm, s.gemm_pdl, s.shape
+    quantize, quantize_pdl, scratch = s.quantize, s.quantize_pdl, s.scratch
+
+    def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
+        q, x_scale, room = scratch()
+        quantize(x, q, x_scale, quantize_pdl)
+        gemm(q, x_scale, w[0], w[1], bias, out, shape, room, pdl)
 
     return launch
 
