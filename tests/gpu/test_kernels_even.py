@@ -155,6 +155,6 @@ def test_what_is_refused(variant: str) -> None:
             launch_in(variant, memory)(*problem.operands().values(), list(given), False)
 
 
-@pytest.mark.parametrize("variant", SOME)
-def test_no_tokens(variant: str) -> None:
+def test_no_tokens() -> None:
+    variant = SOME[0]
     check_no_tokens(launch_in(variant, room_of(tile_of(variant), (1, 1, 1, 1, 0, 1))), [1, 1, 1, 1, 0, 1])
