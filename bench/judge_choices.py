@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own.compiled import CompiledBackend, Layout
-from fp4dispatch.backends.own.tensors.operands import launch_model
-from fp4dispatch.backends.own.tiling import predict, speeds
+from fp4dispatch.backends.own.tiling import launch_model, predict, speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.backends.predictions import predictions

@@ -18,7 +18,8 @@ from kernels_w4 import Kernel, Peer, Timed, run
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_numbers
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
@@ -103,7 +104,9 @@ def peers(timed: Timed, x: Tensor) -> dict[str, Peer]:
     else:
         many = ("w8_gemm_sm90", "bf16_128")
         gemm, sms = jit.load(*many, SM90).module.w8_gemm, gpu_of(x.device)[1]
-        shape = launch_shape(speed_of(*many), m, n, timed.weight.k, sms)
+        tile = speed_of(*many)
+        assert tile is not None
+        shape = launch_numbers(launch_model.best(tile, m, n, timed.weight.k, launch_model.gpu_with(sms)).shape)
 
         def multiply(*given: Any) -> None:
             gemm(*given[:-1], shape, given[-1])

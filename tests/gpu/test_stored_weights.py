@@ -13,7 +13,8 @@ from torch import nn
 from fp4dispatch import jit, refresh, warmup
 from fp4dispatch.backends.own.pdl_trial import launch_operands
 from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Sizes
-from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_shape
+from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_numbers
+from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.kernels import CHAIN
@@ -134,7 +135,10 @@ def test_control_pdl_straight_behind_a_late_writer_multiplies_old_weights(kernel
 
     operands = {name: filled(name) for name in entry.arguments if name in ROLES}
     if "shape" in entry.arguments:
-        operands["shape"] = launch_shape(entry.tile, *sizes[:3], gpu_of(torch.device("cuda", 0))[1])
+        gpu = launch_model.gpu_with(gpu_of(torch.device("cuda", 0))[1])
+        shape = launch_model.best(entry.tile, *sizes[:3], gpu).shape
+        room = launch_model.room_bytes(entry.tile, shape)
+        operands |= {"shape": launch_numbers(shape), "room": torch.empty(room, dtype=torch.uint8, device="cuda")}
     (weights, out), old = (operands[entry.early[0]], operands["out"]), filled(entry.early[0])
     function, new = getattr(jit.load(kernel, variant.id, SM90).module, entry.function), weights.clone()
 
