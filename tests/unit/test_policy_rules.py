@@ -187,6 +187,6 @@ def test_a_property_names_its_backends_on_the_archs_where_they_have_it():
     from pathlib import Path
 
     launch = (Path(__file__).parents[2] / "csrc" / "many_tokens" / "launch.h").read_text()
-    body = launch[launch.index("void run(") :].partition("\n  }\n")[0]
+    body = launch[launch.index("void run_in(") :].partition("\n  }\n")[0]
     assert body.index("if (p.m == 0) return;") < min(body.index("set_tokens("), body.index("map_of_rows("))
     assert launch.count("map_of_rows(") == body.count("map_of_rows(") + 1  # in set_tokens()
