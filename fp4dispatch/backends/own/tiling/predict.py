@@ -20,9 +20,9 @@ BLOCK_N, BLOCK_K = 16, 128
 """N and K of multiples of these are not padded for cuBLASLt under block scales."""
 LEAST_TILE, TILES_ABOVE = 32, 4
 """Tiles of over four times the tokens (of which a few count as 32) are never near the fastest."""
-FEW_CORRECTED, MANY_CORRECTED = 16, 8
+FEW_CORRECTED, MANY_CORRECTED, EVEN_CORRECTED = 16, 8, 3
 """Launches of a build that are corrected: those that the formulas put first. With three times as many choices were as
-good."""
+good. Even builds have few, which differ in the number of CTAs alone."""
 
 
 class ManyTokensPrediction(NamedTuple):
@@ -81,14 +81,15 @@ def many_tokens(
 ) -> ManyTokensPrediction | None:
     """Return the best launch shape of a build for many tokens; None for a tile that is far too wide.
 
-    Of the :data:`MANY_CORRECTED` that the formulas put first. None, too, for an even build that finds nothing to share
-    out or that nobody has measured on the GPU.
+    Of the :data:`MANY_CORRECTED` or :data:`EVEN_CORRECTED` that the formulas put first. None, too, for an even build
+    that finds nothing to share out or that nobody has measured on the GPU.
     """
     if _too_wide(tile, problem) or _unmeasured(kernel, build, tile, speeds):
         return None
+    count = EVEN_CORRECTED if tile.even else MANY_CORRECTED
     found = [
         ManyTokensPrediction(each.shape, _many_tokens_us(kernel, build, tile, each, problem, speeds))
-        for each in launch_model.first(tile, problem.m, problem.n, problem.k, speeds.many_tokens, MANY_CORRECTED)
+        for each in launch_model.first(tile, problem.m, problem.n, problem.k, speeds.many_tokens, count)
     ]
     return min(found, key=lambda each: each.us) if found else None
 
