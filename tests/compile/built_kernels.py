@@ -44,12 +44,11 @@ def module(kernel: str, variant: str, target: str = "90a") -> Any:
     return tvm_ffi.load_module(str(jit.build(kernel, variant, target).entry.library))
 
 
-def variants(kernel: str, *quick: str, even: bool = True) -> list[Any]:
-    """Every variant that is built for Hopper, ``even`` ones if wanted; slow but for the ``quick`` ones."""
+def variants(kernel: str, *quick: str) -> list[Any]:
+    """Every variant that is built for Hopper; slow but for the ``quick`` ones."""
     return [
         pytest.param(name, marks=() if name in quick else pytest.mark.slow)
         for name in installed().kernel(kernel).variants
-        if even or not name.startswith("even_")
     ]
 
 

@@ -11,6 +11,8 @@ import torch
 
 from fp4dispatch import jit
 from fp4dispatch.backends.own.swiglu import kernel_of
+from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from tests import many_tokens
 from tests.compile import built_kernels
 
@@ -81,16 +83,21 @@ def test_the_table_has_the_tile_that_is_built(variant: str) -> None:
     built_kernels.check_tile(module(variant).w4_gemm_tile(), KERNEL, variant)
 
 
-@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16, even=False))
+@pytest.mark.parametrize("variant", built_kernels.variants(KERNEL, CI, CI_16))
 def test_it_takes_every_launch_shape_that_the_model_considers(variant: str) -> None:
-    """Even builds ask for a GPU first: tests/gpu/test_kernels_even.py."""
-    fp8 = variant.startswith("a8")
+    fp8, tile = variant.removeprefix("even_").startswith("a8"), many_tokens.tile_of(KERNEL, variant)
+
+    def even(*operands: Any) -> None:
+        room = torch.empty(launch_model.room_bytes(tile, LaunchShape(*operands[6])), dtype=torch.uint8)
+        module(variant).w4_gemm_even(*operands[:7], room, operands[7])
+
     for m, n, k in ((1, 8, 16), (200, 136, 2064), (1500, 3000, 144), (4096, 4096, 1024), (129, 40 * 128, 4096)):
         given = built_kernels.packed_operands(m, n, k)
         dtype = torch.bfloat16 if "bf16" in variant else torch.float16
         given["out"] = given["out"].to(dtype)
         given |= {} if fp8 else {"x": torch.zeros(m, k, dtype=dtype), "x_scale": None}
-        built_kernels.check_takes_shapes(module(variant).w4_gemm, given, KERNEL, variant, (m, n, k))
+        call = even if tile.even else module(variant).w4_gemm
+        built_kernels.check_takes_shapes(call, given, KERNEL, variant, (m, n, k))
 
 
 def test_a_tile_of_32_tokens_refuses_8_parts_of_k() -> None:
