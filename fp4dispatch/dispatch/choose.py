@@ -9,7 +9,7 @@ from dataclasses import replace
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.registry import instance
-from fp4dispatch.dispatch import here, predicted, tuned
+from fp4dispatch.dispatch import here, launches, predicted, tuned
 from fp4dispatch.dispatch.report import capture_refusal, refusal, report
 from fp4dispatch.dispatch.report import reset as forget_reports
 from fp4dispatch.dispatch.request import Request, requested
@@ -29,6 +29,8 @@ __all__ = ["decide_anew", "exclude", "instance", "reset", "select"]
 _lock = ForkSafeLock()
 _decided: dict[tuple[Problem, Request, int | None, str, bool, bool], tuple[System, Decision]] = {}
 _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
+
+launches.serve()
 
 
 def select(

@@ -112,4 +112,6 @@ class _Launches:
         return tuned.changes(), settings.tuned
 
 
-launches.provide(_Launches())
+def serve() -> None:
+    """Let backends find timed launches here. Whoever chooses backends calls it: without it nothing timed is used."""
+    launches.provide(_Launches())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -61,6 +63,29 @@ def good_table(us=10.0, slow=50.0):
 
 
 # ------------------------------------------------------------------------------------------------------ when it is used
+
+ONLY_A_LAYER = """
+import sys
+from fp4dispatch import FP4Linear
+from fp4dispatch.backends.own.tiling import launches
+from fp4dispatch.dispatch import shipped
+from fp4dispatch.machine import system
+from fp4dispatch.machine.nvml import Gpu
+from fp4dispatch.problem import Problem
+from fp4dispatch.problem.arch import SM90
+from fp4dispatch.trust import facts
+
+here = system.System(gpus=(Gpu(0, "NVIDIA H200", "GPU-1", SM90),))
+system.current = lambda: here
+facts.kernel_sources = lambda: shipped.of(here).kernels
+print(launches.tuned("w4a8", Problem("nvfp4_gemm", 500, 4096, 4096, "fp8", "nvfp4"), 0).times[0])
+"""
+
+
+def test_a_process_that_only_runs_layers_finds_timed_launches():
+    """No command that tunes or explains has been imported there."""
+    run = subprocess.run([sys.executable, "-c", ONLY_A_LAYER], capture_output=True, text=True)
+    assert "LaunchConfig(kernel='w4_gemm_sm90'" in run.stdout, run.stderr
 
 
 def test_a_table_chooses_backend_and_launch_and_explain_says_so(folder, kernels):  # noqa: F811
