@@ -69,12 +69,14 @@ class Judge:
         """Return the build and the launch shape of one of our backends; None: the kernel's own."""
         found = registry.instance(backend)
         assert isinstance(found, CompiledBackend)
-        gemm = found._kernels(problem, SM90, self.model.sms, self.speeds)[0]
         layout = Layout(problem.n, problem.k, problem.n, problem.k)
+        alike = problem if self.speeds is None else replace(problem, m=predict.alike(problem.m))
+        chosen = found._predicted(alike, layout, SM90, self.model.sms, self.speeds, ())
+        assert chosen is not None
+        gemm, shape = chosen
         if self.speeds is None:
             tile, gpu = speed_of(*gemm), launch_model.gpu_with(self.model.sms)
             return gemm, tile and tuple(launch_model.best(tile, problem.m, problem.n, problem.k, gpu).shape)
-        shape = found._shape(problem, layout, gemm, self.speeds)
         return gemm, None if shape is None else tuple(shape)
 
 

@@ -168,19 +168,13 @@ def slowest(backend, problem, weights):
 
 def mislead(monkeypatch, kind, problem, gemm, shape):
     """Let a backend predict this build and shape for a problem; checks of other problems go on as ever."""
-    kernels, shapes = kind._kernels, kind._shape
+    predicted = kind._predicted
 
-    def meant(p):
-        return (p.n, p.k, p.m) == (problem.n, problem.k, problem.m)
+    def _predicted(self, p, *facts):
+        meant = (p.n, p.k, p.m) == (problem.n, problem.k, problem.m)
+        return (gemm, shape) if meant else predicted(self, p, *facts)
 
-    def _kernels(self, p, *facts, **more):
-        return self.with_quantizer(p, gemm) if meant(p) else kernels(self, p, *facts, **more)
-
-    def _shape(self, p, *facts):
-        return shape if meant(p) else shapes(self, p, *facts)
-
-    monkeypatch.setattr(kind, "_kernels", _kernels)
-    monkeypatch.setattr(kind, "_shape", _shape)
+    monkeypatch.setattr(kind, "_predicted", _predicted)
 
 
 def times_of(launches, name, problem, weights):

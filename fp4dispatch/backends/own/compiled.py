@@ -32,6 +32,7 @@ from fp4dispatch.backends.own.tensors.operands import (
 from fp4dispatch.backends.own.tiling import launch_model, launches, predict
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.launches import Tuned
+from fp4dispatch.backends.own.tiling.predict import Fastest
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.speeds import of as speeds_of
 from fp4dispatch.backends.own.tiling.tiles import runs_all, speed_of
@@ -164,6 +165,10 @@ class CompiledBackend(Backend):
         ``speeds``: the constants of the GPU, where it has any.
         """
 
+    def _fastest(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds) -> tuple[Build, Fastest] | None:
+        """Return the build that is predicted to be the fastest, and its launch; None where the rules choose."""
+        return None
+
     @abc.abstractmethod
     def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
         """Name every build of a GEMM that runs a problem, also those that are slower for its M than others."""
@@ -211,8 +216,12 @@ class CompiledBackend(Backend):
     def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
         """Return what the models say of the build that serves a problem; None for a GPU or a build without a model."""
         speeds = speeds_of(gpu)
-        builds = () if speeds is None else self._kernels(problem, gpu.arch, gpu.sms, speeds)
-        if speeds is None or not builds:
+        if speeds is None:
+            return None
+        if (found := self._fastest(problem, gpu.arch, gpu.sms, speeds)) is not None:
+            return found[1].us
+        builds = self._kernels(problem, gpu.arch, gpu.sms, speeds)
+        if not builds:
             return None
         kernel, build = builds[0]
         us = predict.gemm(kernel, build.replace("fp16", "bf16"), speed_of(kernel, build), problem, speeds)
@@ -239,7 +248,11 @@ class CompiledBackend(Backend):
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
         """Return the key of a plan. Other launches that ``tune`` has timed need another plan."""
-        return super().plan_key(problem, device), launches.tuned(self.name, problem, device.index or 0)
+        return super().plan_key(problem, device), self._tuned(problem, device)
+
+    def _tuned(self, problem: Problem, device: torch.device) -> Tuned | None:
+        """Return the timed launches that serve a problem."""
+        return launches.tuned(self.name, replace(problem, m=predict.alike(problem.m)), device.index or 0)
 
     def launches(self, problem: Problem, prepared: Prepared) -> tuple[LaunchConfig, ...]:
         """Return the launches that are worth timing: first what the models or the rules alone choose, then others."""
@@ -270,9 +283,11 @@ class CompiledBackend(Backend):
     def _best(self, problem: Problem, layout: Layout, device: torch.device, only: Sequence[Build]) -> Chosen | None:
         """Return a build and its launch shape: timed ones first, then predicted ones, then the rules'.
 
-        ``only``: the builds that it may be; empty for any.
+        ``only``: the builds that it may be; empty for any. With models, numbers of tokens that are alike get the same.
         """
-        timed = launches.tuned(self.name, problem, device.index or 0)
+        if gpu_and_speeds(device)[2] is not None:
+            problem = replace(problem, m=predict.alike(problem.m))
+        timed = self._tuned(problem, device)
         if timed is not None and (launch := self._timed(timed, problem, layout, device, only)) is not None:
             return (launch.kernel, launch.build), launch.shape
         return self._predicted(problem, layout, *gpu_and_speeds(device), only)
@@ -290,13 +305,17 @@ class CompiledBackend(Backend):
 
         If that is not among ``only``: the one of these that is predicted to be the fastest, or the first.
         """
+        as_stored = (layout.np, layout.kp) == (problem.n, problem.k)
+        found = None if speeds is None else self._fastest(problem, arch, sms, speeds)
+        if found is not None and as_stored and (not only or found[0] in only):
+            return found[0], found[1].shape
         builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
             return None
         gemm = builds[0]
         if only and gemm not in only:
             padded = replace(problem, n=layout.np, k=layout.kp)
-            first = None if speeds is None else launches.put_first(only, padded, speeds)
+            first = None if speeds is None else launches.put_first(tuple(only), padded, speeds)
             gemm = only[0] if first is None else (first[1].kernel, first[1].build)
         return gemm, None if speeds is None else self._shape(problem, layout, gemm, speeds)
 
@@ -307,7 +326,7 @@ class CompiledBackend(Backend):
         arch, sms, speeds = gpu_and_speeds(device)
         padded = replace(problem, n=layout.np, k=layout.kp)
         gpu = launch_model.gpu_with(sms) if speeds is None else speeds.many_tokens
-        return launches.fastest(timed, padded, only or self.gemms(problem, arch, sms), speeds, gpu)
+        return launches.fastest(timed, padded, tuple(only) or self.gemms(problem, arch, sms), speeds, gpu)
 
     def _untuned(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fp4dispatch.backends.own.compiled import Build, CompiledBackend
+from fp4dispatch.backends.own.tiling.predict import Fastest
 from fp4dispatch.backends.own.tiling.speeds import Speeds
-from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
+from fp4dispatch.backends.own.tiling.tiles import builds_for, fastest_for, tile_for
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import Arch
 
@@ -24,6 +25,11 @@ class TableBackend(CompiledBackend):
         """Return the builds of the row that serves a problem."""
         tile = tile_for(problem, arch, sms, self.table, lambda tile: self.takes(problem, tile.kernel), speeds)
         return () if tile is None else self.with_quantizer(problem, (tile.kernel, tile.builds[problem.out_dtype]))
+
+    def _fastest(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds) -> tuple[Build, Fastest] | None:
+        """Return the build that is predicted to be the fastest, and its launch."""
+        found = fastest_for(problem, arch, sms, self.table, lambda tile: self.takes(problem, tile.kernel), speeds)
+        return None if found is None else ((found[0].kernel, found[0].builds[problem.out_dtype]), found[1])
 
     def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
         """Name every build of the table that runs a problem."""

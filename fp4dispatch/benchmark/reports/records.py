@@ -34,6 +34,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "many tokens": ("method", "problems"),
     "mutants": ("prover_sha256", "sources_sha256", "small", "builds", "sources"),
     "ncu": ("profiles", "failed"),
+    "new tokens": ("new_tokens",),
     "launch samples": ("seed", "method", "gpu", "problems"),
     "proof cost": ("rows",),
     "race": ("ours", "control", "trials"),

@@ -6,6 +6,7 @@ A kernel chooses a shape itself where it is given none. This module lists the sh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,7 +64,7 @@ class FewTokensShape(NamedTuple):
         return -(-n // (ROWS * self.row_blocks)) * self.cluster * -(-m // self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FewTokensKernel:
     """What a kernel builds, and what its tile takes of shared memory.
 
@@ -106,10 +107,7 @@ class FewTokensKernel:
 
     def resident(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> int:
         """Return how many CTAs run on an SM at once, by shared memory, registers and threads; at least 1."""
-        threads = self.threads(shape)
-        by_memory = memory.sm // (self.shared_bytes(shape, block_scales=block_scales) + RESERVED)
-        warps = SM_REGISTERS // (32 * self.registers_of(shape)) // SM_PARTS * SM_PARTS
-        return max(1, min(by_memory, 32 * warps // threads, SM_THREADS // threads))
+        return _resident(self, shape, memory, block_scales)
 
     @property
     def spare(self) -> int:
@@ -310,16 +308,32 @@ def _stages(
     about: FewTokensKernel, shape: FewTokensShape, k: int, memory: SharedMemory, block_scales: bool
 ) -> set[int]:
     needed = max(FEW_STAGES[0], -(-k // (STAGE_K * shape.cluster * shape.groups)))
-    slots = 63 if shape.units == 1 or about.align == 1024 else 31
-    found = set()
-    for resident in (1, 2, 3, 4):
-        spare = about.spare if resident == 1 else 0
-        room = min(memory.cta, (memory.sm - spare) // resident - RESERVED)
-        most = min(needed, slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales))
-        found.add(most)
-        if resident == 1:
-            found |= {min(few, most) for few in FEW_STAGES}
+    deepest, *others = (min(needed, most) for most in _most_stages(about, shape, memory, block_scales))
+    found = {deepest, *others, *(min(few, deepest) for few in FEW_STAGES)}
     return {stages for stages in found if stages >= FEW_STAGES[0]}
+
+
+@functools.lru_cache(maxsize=1024)
+def _most_stages(
+    about: FewTokensKernel, shape: FewTokensShape, memory: SharedMemory, block_scales: bool
+) -> tuple[int, ...]:
+    """Return the most stages of a ring with which one to four CTAs run on an SM."""
+    slots = 63 if shape.units == 1 or about.align == 1024 else 31
+    rooms = (
+        min(memory.cta, (memory.sm - (about.spare if resident == 1 else 0)) // resident - RESERVED)
+        for resident in (1, 2, 3, 4)
+    )
+    return tuple(
+        min(slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales)) for room in rooms
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _resident(about: FewTokensKernel, shape: FewTokensShape, memory: SharedMemory, block_scales: bool) -> int:
+    threads = about.threads(shape)
+    by_memory = memory.sm // (about.shared_bytes(shape, block_scales=block_scales) + RESERVED)
+    warps = SM_REGISTERS // (32 * about.registers_of(shape)) // SM_PARTS * SM_PARTS
+    return max(1, min(by_memory, 32 * warps // threads, SM_THREADS // threads))
 
 
 def whole(m: int) -> int:

@@ -8,8 +8,8 @@ ring, memory bandwidth, L2 bandwidth. :class:`FewTokensSpeed` has the constants,
 from __future__ import annotations
 
 import functools
-import heapq
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -214,8 +214,24 @@ def first(
     count: int,
 ) -> tuple[FewTokensPrediction, ...]:
     """Return so many launch shapes, with every ring, fastest first; as :func:`best`."""
-    found = _predictions(kernel, speed, m, n, k, usable, block_scales)
-    return tuple(heapq.nsmallest(count, found, key=lambda each: each.us))
+    found = list(_predictions(kernel, speed, m, n, k, usable, block_scales))
+    return tuple(sorted(found, key=operator.attrgetter("us"))[:count])
+
+
+def least(kernel: str, speed: FewTokensSpeed, m: int, n: int, k: int, usable: tuple[int, ...]) -> float:
+    """Return microseconds that no launch of a kernel is predicted to stay below: as if stages filled all SMs evenly.
+
+    Infinite where it has no tile for so many tokens.
+    """
+    about = KERNELS[kernel]
+    counts = about.tiles(m)
+    on_sms = (
+        full / usable[0] * counts[tokens] * _up(n, ROWS * row_blocks)
+        for (tokens, row_blocks, *_), (_, full) in speed.of_tile.items()
+        if tokens in counts
+    )
+    from_memory = about.weight_bytes / speed.memory * _up(n, ROWS)
+    return speed.start + max(min(on_sms, default=math.inf), from_memory) * _up(k, STAGE_K)
 
 
 def _predictions(
@@ -309,9 +325,8 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
         """Return what a stage takes, and one of the first ring."""
         memory = w.even * wave.ctas * w.weight_bytes / w.readers / speed.memory
         of_sm, l2 = w.even * full * w.groups * wave.of_sm, w.even * wave.ctas * w.read_bytes / speed.l2
-        others = alone, of_sm, memory, l2
-        ring, rest = (latency + memory) / w.ring, sum(each**NORM for each in others)
-        return tuple((rest + (share * ring) ** NORM) ** (1 / NORM) for share in (1.0, speed.early))
+        ring, rest = (latency + memory) / w.ring, alone**NORM + of_sm**NORM + memory**NORM + l2**NORM
+        return (rest + ring**NORM) ** (1 / NORM), (rest + (speed.early * ring) ** NORM) ** (1 / NORM)
 
     in_full, in_last = stage(w.full), stage(w.last)
     full_first = w.waves > 0

@@ -12,7 +12,7 @@ older sweeps on an H200 (bench/notes/many-tokens.md).
 from __future__ import annotations
 
 import functools
-import heapq
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -219,8 +219,17 @@ def best(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Prediction:
 @functools.lru_cache(maxsize=4096)
 def first(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu, count: int) -> tuple[Prediction, ...]:
     """Return so many launch shapes, fastest first; as :func:`best`."""
-    found = (Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu))
-    return tuple(heapq.nsmallest(count, found, key=lambda prediction: prediction.clocks))
+    found = [Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu)]
+    return tuple(sorted(found, key=operator.attrgetter("clocks"))[:count])
+
+
+def least_clocks(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> float:
+    """Return clocks that no launch of a build is predicted to stay below: as if stages filled all SMs evenly."""
+    token_tiles = _divide_up(m, tile.tokens)
+    stages = token_tiles * _divide_up(n, tile.rows) * _divide_up(k, tile.stage_k)
+    on_sms = min(tile.stage, tile.pair, tile.share or tile.stage) / gpu.sms
+    from_memory = tile.weight_bytes / min(token_tiles, RASTER) / gpu.memory_bytes
+    return gpu.tile_clocks + stages * max(on_sms, from_memory)
 
 
 def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[LaunchShape]:
@@ -245,7 +254,8 @@ def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[La
             if multicast * sharing * split > LARGEST_CLUSTER:
                 break
             shape = laid_out(tile, m, n, gpu, multicast=multicast, split=split, sharing=sharing)
-            if split == 1 or shape.rounds > 0 or shape.clusters <= MOST_WAVES * slots(tile, shape, gpu):
+            at_once = _slots(tile, multicast * sharing * split, gpu)
+            if split == 1 or shape.rounds > 0 or shape.clusters <= MOST_WAVES * at_once:
                 yield shape
 
 
@@ -265,14 +275,14 @@ def laid_out(
     If K is split, whole tiles come first where the clusters that run at once can do all the others in one wave. Else
     each cluster does one tile: the sums of a split tile use the shared memory of the pipeline.
     """
-    shape = LaunchShape(multicast, split, raster, sharing, 0, 1)
-    count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
+    count = _tiles(tile, multicast, sharing, m, n)
+    at_once = _slots(tile, multicast * split * sharing, gpu)
     if split == 1:
-        return shape._replace(clusters=min(count, at_once))
+        return LaunchShape(multicast, 1, raster, sharing, 0, min(count, at_once))
     rounds = count // (at_once * split)
     if rounds > 0 and count - rounds * at_once * split <= at_once:
-        return shape._replace(rounds=rounds, clusters=at_once)
-    return shape._replace(clusters=count)
+        return LaunchShape(multicast, split, raster, sharing, rounds, at_once)
+    return LaunchShape(multicast, split, raster, sharing, 0, count)
 
 
 def _evenly(tile: TileSpeed, shape: LaunchShape, m: int, n: int, stages: int, gpu: Gpu) -> Iterator[LaunchShape]:
@@ -297,20 +307,29 @@ def room_bytes(tile: TileSpeed, shape: LaunchShape) -> int:
 
 def tiles(tile: TileSpeed, shape: LaunchShape, m: int, n: int) -> int:
     """Return how many tiles there are. CTAs that share activations or rows do one together."""
-    row_tiles = _divide_up(_divide_up(n, tile.rows), shape.multicast)
-    return row_tiles * _divide_up(_divide_up(m, tile.tokens), shape.sharing)
+    return _tiles(tile, shape.multicast, shape.sharing, m, n)
+
+
+def _tiles(tile: TileSpeed, multicast: int, sharing: int, m: int, n: int) -> int:
+    return -(-n // (tile.rows * multicast)) * -(-m // (tile.tokens * sharing))
 
 
 def slots(tile: TileSpeed, shape: LaunchShape, gpu: Gpu) -> int:
     """Return how many clusters run at once."""
-    return max(gpu.usable[shape.ctas - 1] * tile.ctas // shape.ctas, 1)
+    return _slots(tile, shape.ctas, gpu)
+
+
+def _slots(tile: TileSpeed, ctas: int, gpu: Gpu) -> int:
+    return gpu.usable[ctas - 1] * tile.ctas // ctas or 1
 
 
 def clocks(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
     """Return the predicted clocks of one launch shape."""
     found = _unslowed(tile, shape, m, n, k, gpu)
+    if found <= LONG_US * gpu.clock_mhz:
+        return found
     slowing = gpu.slowing_fp4 if tile.fp4 else gpu.slowing + gpu.slowing_moved * _moved(tile, shape)
-    return found * float(max(found / (LONG_US * gpu.clock_mhz), 1.0) ** slowing)
+    return found * float((found / (LONG_US * gpu.clock_mhz)) ** slowing)
 
 
 def _moved(tile: TileSpeed, shape: LaunchShape) -> float:
@@ -328,32 +347,34 @@ def no_room(last: int, count: int, at_once: int) -> float:
 
 
 def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: Gpu) -> float:
-    count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
-    started = shape.clusters if tile.even else count
-    running = min(started, at_once) * shape.ctas
+    multicast, split, raster, sharing, rounds, clusters = shape
+    ctas = multicast * sharing * split
+    count, at_once = _tiles(tile, multicast, sharing, m, n), _slots(tile, ctas, gpu)
+    started = clusters if tile.even else count
+    running = min(started, at_once) * ctas
     in_an_sm = min(max(running / gpu.sms, 1.0), float(tile.ctas))  # CTAs of one SM share all that it has
-    own = tile.pair if shape.multicast > 1 else tile.share if shape.sharing > 1 else tile.stage
-    readers = min(_divide_up(m, tile.tokens), shape.raster)  # token tiles that read the same weights from L2
+    own = tile.pair if multicast > 1 else tile.share if sharing > 1 else tile.stage
+    readers = min(-(-m // tile.tokens), raster)  # token tiles that read the same weights from L2
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
-    start = gpu.tile_clocks + (tile.cluster if shape.multicast * shape.sharing > 1 else 0.0)
+    start = gpu.tile_clocks + (tile.cluster if multicast * sharing > 1 else 0.0)
     if tile.x_bytes == 1:
-        last = at_once if shape.rounds and not tile.even else started % at_once or at_once
+        last = at_once if rounds and not tile.even else started % at_once or at_once
         start += gpu.late_clocks * no_room(last, started, at_once)
-    stages = _divide_up(k, tile.stage_k)
-    whole = stages * stage + gpu.token_clocks * tile.tokens * in_an_sm  # a tile
+    stages = -(-k // tile.stage_k)
+    end = gpu.token_clocks * tile.tokens * in_an_sm
+    whole = stages * stage + end  # a tile
     if tile.even:
-        left = count - shape.rounds * shape.clusters
-        share = _divide_up(left * stages, shape.clusters)
-        parts = min(shape.clusters / left, stages / share)
+        left = count - rounds * clusters
+        share = -(-left * stages // clusters)
+        parts = min(clusters / left, stages / share)
         sums = EVEN_CLOCKS + parts * tile.rows * tile.tokens * SUM_BYTES / EVEN_BYTES
-        end = gpu.token_clocks * tile.tokens * in_an_sm
-        return start + shape.rounds * whole + share * stage + end + sums
-    if shape.split == 1:
-        return start + _divide_up(count, at_once) * whole
-    sums = gpu.split_clocks + gpu.part_clocks * (shape.split - 2) + tile.rows * tile.tokens * 4 / SPLIT_BYTES
-    part = _divide_up(stages, shape.split) * stage + sums
-    waves = 1 if shape.rounds else _divide_up(count, at_once)
-    return start + shape.rounds * whole + waves * part + (waves - 1) * AGAIN * gpu.tile_clocks
+        return start + rounds * whole + share * stage + end + sums
+    if split == 1:
+        return start + -(-count // at_once) * whole
+    sums = gpu.split_clocks + gpu.part_clocks * (split - 2) + tile.rows * tile.tokens * SUM_BYTES / SPLIT_BYTES
+    part = -(-stages // split) * stage + sums
+    waves = 1 if rounds else -(-count // at_once)
+    return start + rounds * whole + waves * part + (waves - 1) * AGAIN * gpu.tile_clocks
 
 
 def _divide_up(a: int, b: int) -> int:

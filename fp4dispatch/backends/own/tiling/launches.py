@@ -8,6 +8,7 @@ larger one, so the launch that the models put first counts too.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -97,6 +98,7 @@ def _launches(kernel: str, build: str, problem: Problem, speeds: Speeds) -> Iter
             yield LaunchConfig(kernel, build, tuple(small))
 
 
+@functools.lru_cache(maxsize=predict.KEPT)
 def microseconds(launch: LaunchConfig, problem: Problem, speeds: Speeds) -> float | None:
     """Return the predicted time of a launch with its quantiser; None where the models do not cover it.
 
@@ -131,14 +133,19 @@ def _many_tokens(launch: LaunchConfig, tile: TileSpeed, problem: Problem, gpu: l
         return None
     m, n, k = problem.m, problem.n, problem.k
     old = LaunchShape(*launch.shape)
-    for shape in launch_model.candidates(tile, m, n, k, gpu):
-        if (shape.multicast, shape.split, shape.sharing) == (old.multicast, old.split, old.sharing):
-            return launch._replace(shape=tuple(shape))
-    return None
+    alike = (
+        shape
+        for shape in launch_model.candidates(tile, m, n, k, gpu)
+        if (shape.multicast, shape.split, shape.sharing) == (old.multicast, old.split, old.sharing)
+    )
+    # An even build has several, on more or fewer CTAs.
+    found = min(alike, key=lambda shape: abs(shape.clusters - old.clusters), default=None)
+    return None if found is None else launch._replace(shape=tuple(found))
 
 
+@functools.lru_cache(maxsize=predict.KEPT)
 def fastest(
-    timed: Tuned, problem: Problem, gemms: Sequence[tuple[str, str]], speeds: Speeds | None, gpu: launch_model.Gpu
+    timed: Tuned, problem: Problem, gemms: tuple[tuple[str, str], ...], speeds: Speeds | None, gpu: launch_model.Gpu
 ) -> LaunchConfig | None:
     """Return the launch that is fastest for a problem by measured times; None where no timed launch fits it.
 
@@ -189,19 +196,15 @@ def best_shape(kernel: str, build: str, problem: Problem, speeds: Speeds) -> tup
     return predict.few_tokens_shape(kernel, problem, speeds)
 
 
-def put_first(gemms: Iterable[tuple[str, str]], problem: Problem, speeds: Speeds) -> tuple[float, LaunchConfig] | None:
+def put_first(gemms: Sequence[tuple[str, str]], problem: Problem, speeds: Speeds) -> tuple[float, LaunchConfig] | None:
     """Return the time and the launch that the models put first; None where they cover none."""
-    some = (LaunchConfig(*gemm, best_shape(*gemm, problem, speeds)) for gemm in gemms)
-    timed = [
-        (us, i, launch)
-        for i, launch in enumerate(some)
-        if launch.shape is not None or not has_shapes(launch.kernel, launch.build)
-        if (us := microseconds(launch, problem, speeds)) is not None
-    ]
-    if not timed:
+    asked = tuple((kernel, build.replace("fp16", "bf16"), speed_of(kernel, build)) for kernel, build in gemms)
+    found = predict.fastest(asked, problem, speeds)
+    if found is None:
         return None
-    us, _, launch = min(timed)
-    return us, launch
+    kernel, build = gemms[found.at]
+    launch = LaunchConfig(kernel, build, None if found.shape is None else tuple(found.shape))
+    return found.us, launch
 
 
 def _for_dtype(launch: LaunchConfig, gemms: Sequence[tuple[str, str]]) -> LaunchConfig:

@@ -50,7 +50,7 @@ GPU_CONSTANTS = (
 """Of the kernels for many tokens (:class:`~fp4dispatch.backends.own.tiling.launch_model.Gpu`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Speeds:
     """The constants of a GPU.
 

@@ -11,6 +11,7 @@ from typing import Any
 from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import launch_model, predict
 from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
+from fp4dispatch.backends.own.tiling.predict import Fastest
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
@@ -63,9 +64,14 @@ class Tile:
             return False
         return problem.out_dtype in self.builds
 
+    @functools.cached_property
+    def gemm(self) -> predict.Gemm:
+        """What its times are predicted by."""
+        return self.kernel, self.builds["bfloat16"], self.speed
+
     def predicted_us(self, problem: Problem, speeds: Speeds) -> float | None:
         """Return the predicted microseconds of the GEMM; None where the models do not cover it."""
-        return predict.gemm(self.kernel, self.builds["bfloat16"], self.speed, problem, speeds)
+        return predict.gemm(*self.gemm, problem, speeds)
 
     def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
@@ -150,21 +156,33 @@ def tile_for(
     them, or where the models do not cover the row that comes first by the bounds: that row; if it is ``predicted``, the
     fastest of all fitting rows that are.
     """
-
-    def predicted(tile: Tile) -> float | None:
-        return None if speeds is None else tile.predicted_us(problem, speeds)
-
-    fitting = [tile for tile in tiles(table) if not tile.even and tile.fits(problem, arch, sms) and takes(tile)]
+    fitting = _fitting(problem, arch, sms, table, takes)
     if not fitting:
         return None
-    if predicted(fitting[0]) is None:
-        return _by_bounds(fitting, problem, sms)
-    timed = [
-        (us, i, tile)
-        for i, tile in enumerate(tiles(table))
-        if tile.runs(problem, arch) and takes(tile) and (us := predicted(tile)) is not None
-    ]
-    return min(timed)[2]
+    found = None if speeds is None else _fastest(fitting[0], problem, arch, table, takes, speeds)
+    return _by_bounds(fitting, problem, sms) if found is None else found[0]
+
+
+def fastest_for(
+    problem: Problem, arch: Arch | None, sms: int, table: str, takes: Callable[[Tile], bool], speeds: Speeds
+) -> tuple[Tile, Fastest] | None:
+    """Return the row that :func:`tile_for` chooses by predicted times, and its launch; None where bounds choose."""
+    fitting = _fitting(problem, arch, sms, table, takes)
+    return _fastest(fitting[0], problem, arch, table, takes, speeds) if fitting else None
+
+
+def _fitting(problem: Problem, arch: Arch | None, sms: int, table: str, takes: Callable[[Tile], bool]) -> list[Tile]:
+    return [tile for tile in tiles(table) if not tile.even and tile.fits(problem, arch, sms) and takes(tile)]
+
+
+def _fastest(
+    first: Tile, problem: Problem, arch: Arch | None, table: str, takes: Callable[[Tile], bool], speeds: Speeds
+) -> tuple[Tile, Fastest] | None:
+    if not predict.covers(*first.gemm, problem, speeds):
+        return None
+    running = [tile for tile in tiles(table) if tile.runs(problem, arch) and takes(tile)]
+    found = predict.fastest(tuple(tile.gemm for tile in running), problem, speeds)
+    return None if found is None else (running[found.at], found)
 
 
 def _by_bounds(fitting: Sequence[Tile], problem: Problem, sms: int) -> Tile:
