@@ -533,6 +533,16 @@ def host_cost() -> str:
     return "\n\n".join(parts) or "No run is kept yet."
 
 
+def new_tokens() -> str:
+    """Return what the first call for a number of tokens costs, of every run that is kept."""
+    from bench import new_tokens as script
+
+    parts = []
+    for result in kept("new tokens"):
+        parts += [f"{origin(result)}. {result['new_tokens']['method']}.", script.table(result)]
+    return "\n\n".join(parts) or "No run is kept yet."
+
+
 def candidates() -> str:
     """Return candidates, self-checks, tuned choices and planted faults of every run that is kept."""
     from bench import candidates as script
@@ -597,6 +607,7 @@ def generate() -> dict[Path, str]:
         ("generated text", generated_text),
         ("w4 error", w4_error),
         ("host cost", host_cost),
+        ("new tokens", new_tokens),
         ("candidates", candidates),
         ("demo", demo),
     ):

@@ -7,6 +7,7 @@ the plan's :class:`State` of the loaded kernels (``_state``). All else is here.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -238,7 +239,7 @@ class CompiledBackend(Backend):
             If no kernel serves the problem.
         """
         device = prepared.tensors[0].device
-        chosen = self._chosen(problem, Layout(*prepared.layout), device)
+        chosen = self._kept(problem, Layout(*prepared.layout), device)
         if chosen is None:
             raise InputError(
                 f"{self.name} has no kernel for {problem} on {gpu_of(device)[0]}; "
@@ -269,6 +270,25 @@ class CompiledBackend(Backend):
     def plan_launch(self, problem: Problem, prepared: Prepared, launch: LaunchConfig) -> Plan:
         """Make a plan of one of :meth:`launches`; errors as of :meth:`plan_with`."""
         return self.plan_with(problem, prepared, (launch.kernel, launch.build), launch.shape)
+
+    def _kept(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
+        """Return :meth:`_chosen`, kept for all numbers of tokens that are alike, until other launches are timed."""
+        known = speeds_on(device)
+        if known is None:
+            return self._chosen(problem, layout, device)
+        alike = replace(problem, m=predict.alike(problem.m))
+        key = (alike, layout, device, self._tuned(problem, device))
+        found = self._choices.get(key)
+        if found is None or found[0] is not known:
+            chosen = self._chosen(problem, layout, device)
+            if chosen is None or self._only(problem, device):  # what is finished may change
+                return chosen
+            found = self._choices[key] = known, chosen
+        return found[1]
+
+    @functools.cached_property
+    def _choices(self) -> dict[Hashable, tuple[Speeds, Chosen]]:
+        return {}
 
     def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
         """Return the build and the launch shape for a plan; says so where the best build cannot be compiled."""

@@ -216,11 +216,20 @@ def best(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Prediction:
     return found[0]
 
 
-@functools.lru_cache(maxsize=4096)
 def first(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu, count: int) -> tuple[Prediction, ...]:
     """Return so many launch shapes, fastest first; as :func:`best`."""
-    found = [Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu)]
-    return tuple(sorted(found, key=operator.attrgetter("clocks"))[:count])
+    return every(tile, m, n, k, gpu)[:count]
+
+
+def every(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> tuple[Prediction, ...]:
+    """Return all launch shapes that are worth considering, fastest first. Kept for each number of tiles of tokens."""
+    return _every(tile, _divide_up(m, tile.tokens) * tile.tokens, n, k, gpu)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _every(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> tuple[Prediction, ...]:
+    found = (Prediction(shape, clocks(tile, shape, m, n, k, gpu)) for shape in candidates(tile, m, n, k, gpu))
+    return tuple(sorted(found, key=operator.attrgetter("clocks")))
 
 
 def least_clocks(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> float:

@@ -89,7 +89,7 @@ def _launches(kernel: str, build: str, problem: Problem, speeds: Speeds) -> Iter
     m, n, k = problem.m, problem.n, problem.k
     tile = speed_of(kernel, build)
     if tile is not None:
-        for shape in launch_model.candidates(tile, m, n, k, speeds.many_tokens):
+        for shape, _ in launch_model.every(tile, m, n, k, speeds.many_tokens):
             yield LaunchConfig(kernel, build, tuple(shape))
         return
     yield LaunchConfig(kernel, build)
@@ -135,7 +135,7 @@ def _many_tokens(launch: LaunchConfig, tile: TileSpeed, problem: Problem, gpu: l
     old = LaunchShape(*launch.shape)
     alike = (
         shape
-        for shape in launch_model.candidates(tile, m, n, k, gpu)
+        for shape, _ in launch_model.every(tile, m, n, k, gpu)
         if (shape.multicast, shape.split, shape.sharing) == (old.multicast, old.split, old.sharing)
     )
     # An even build has several, on more or fewer CTAs.
