@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_each_number_of_tokens_is_new_and_its_neighbour_is_alike(low, high):
 def test_it_times_each_kind_of_layer_and_writes_the_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(new_tokens, "RANGES", ((17, 48), (49, 80)))
     monkeypatch.setattr(new_tokens, "SIZES", {"small": ((64, 128), (128, 64))})
-    path = tmp_path / "new-tokens.json"
+    path = tmp_path / f"new-tokens-{platform.machine()}.json"
     monkeypatch.setattr(
         "sys.argv", ["new_tokens.py", "--commit", "0" * 7, "--device", "cpu", "--count", "2", "--json", str(path)]
     )
