@@ -10,6 +10,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.backends.own.tiling import launch_model, launches, predict, speeds, tiles
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
+from fp4dispatch.problem.measurement import LaunchConfig
 
 KERNEL, BUILD = "w4_gemm_sm90", "even_a8_bf16_112"
 TILE = tiles.speed_of(KERNEL, BUILD)
@@ -69,6 +70,20 @@ def test_an_h200_launches_evenly_where_tiles_leave_sms_idle():
     chosen = tiles.tile_for(given, SM90, 132, "w4", speeds=H200)
     assert chosen.even
     assert launches.best_shape(KERNEL, chosen.builds["bfloat16"], given, H200)[5] > 100
+
+
+def test_after_many_whole_tiles_only_times_choose_an_even_launch():
+    """At 6335 tokens CTAs do eight whole tiles each before they share the rest out."""
+    given, gpu = problem(6335, 4096, 2048), H200.many_tokens
+    shapes = [each.shape for each in launch_model.every(TILE, given.m, given.n, given.k, gpu)]
+    assert min(shape.rounds for shape in shapes) > predict.MOST_EVEN_ROUNDS
+    assert predict.many_tokens(KERNEL, BUILD, TILE, given, H200) is None
+    launch = LaunchConfig(KERNEL, BUILD, tuple(shapes[0]))
+    assert launches.laid_out(launch, given, gpu) == launch
+    assert launches.microseconds(launch, given, H200) > 50
+    few = problem(216, 5120, 8960)
+    assert any(each.shape.rounds == 0 for each in launch_model.every(TILE, few.m, few.n, few.k, gpu))
+    assert predict.many_tokens(KERNEL, BUILD, TILE, few, H200).shape.rounds <= predict.MOST_EVEN_ROUNDS
 
 
 def test_bounds_choose_no_even_build():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,6 +24,10 @@ LEAST_TILE, TILES_ABOVE = 32, 4
 FEW_CORRECTED, MANY_CORRECTED, EVEN_CORRECTED = 16, 8, 3
 """Launches of a build that are corrected: those that the formulas put first. With three times as many choices were as
 good. Even builds have few, which differ in the number of CTAs alone."""
+MOST_EVEN_ROUNDS = 1
+"""Whole tiles of each CTA before an even share, where nothing was timed: after more of them too little is left to
+share. None of 42 problems gained, and what was chosen on others took 1.04 to 1.10 times as long as the best launch of
+another kind (bench/notes/many-tokens.md)."""
 FULLY_CORRECTED, OF_ALL_CORRECTED = 8, 32
 """Where the fastest of many builds is looked for: launches that are corrected by all trees, and of all builds those
 that are corrected by the first trees. On 1,000 random problems choices cost 1.00001 times what they cost with every
@@ -134,7 +139,11 @@ def _put_first(
     """Return the launches of a build that the formulas put first, with their microseconds, before correction."""
     m, n, k, gpu, blocks = problem.m, problem.n, problem.k, speeds.many_tokens, problem.scaling == BLOCKS
     if tile is not None:
-        many = launch_model.first(tile, m, n, k, gpu, EVEN_CORRECTED if tile.even else MANY_CORRECTED)
+        if tile.even:
+            early = (each for each in launch_model.every(tile, m, n, k, gpu) if each.shape.rounds <= MOST_EVEN_ROUNDS)
+            many = tuple(itertools.islice(early, EVEN_CORRECTED))
+        else:
+            many = launch_model.first(tile, m, n, k, gpu, MANY_CORRECTED)
         by = speeds.builds.get(f"{kernel}/{build}", 1.0)
         return [(each.microseconds(gpu) * by, each.shape) for each in many]
     speed = _few_tokens_speed(kernel, problem, speeds)
