@@ -15,6 +15,7 @@ from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, laun
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.machine import gpu_models
+from fp4dispatch.policy.rules import m_bucket
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.problem.measurement import LaunchConfig
@@ -94,6 +95,13 @@ def test_numbers_of_tokens_that_are_alike_have_the_same_tiles(m):
     if m <= predict.WIDE_APART_FROM:
         for kernel in KERNELS.values():
             assert kernel.tiles(m) == kernel.tiles(same)
+
+
+@pytest.mark.parametrize("op", ["nvfp4_gemm", "fp8_gemm"])
+def test_tokens_that_are_alike_lie_in_one_range_of_decisions(op):
+    """Launches are timed at the end of each range, and serve it alone."""
+    assert m_bucket(9, op, SM90) != m_bucket(8, op, SM90)
+    assert all(m_bucket(predict.alike(m), op, SM90) == m_bucket(m, op, SM90) for m in range(1, 8193))
 
 
 class Asked(Exception):

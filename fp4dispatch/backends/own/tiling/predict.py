@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -140,8 +139,8 @@ def _put_first(
     m, n, k, gpu, blocks = problem.m, problem.n, problem.k, speeds.many_tokens, problem.scaling == BLOCKS
     if tile is not None:
         if tile.even:
-            early = (each for each in launch_model.every(tile, m, n, k, gpu) if each.shape.rounds <= MOST_EVEN_ROUNDS)
-            many = tuple(itertools.islice(early, EVEN_CORRECTED))
+            every = launch_model.every(tile, m, n, k, gpu)
+            many = tuple([each for each in every if each.shape.rounds <= MOST_EVEN_ROUNDS][:EVEN_CORRECTED])
         else:
             many = launch_model.first(tile, m, n, k, gpu, MANY_CORRECTED)
         by = speeds.builds.get(f"{kernel}/{build}", 1.0)
