@@ -130,6 +130,34 @@ def test_a_number_of_tokens_like_one_before_asks_no_model(monkeypatch, timed):
         backend._best(replace(given, m=785), layout, device, ())
 
 
+def test_a_choice_is_kept_until_other_launches_are_timed(monkeypatch):
+    known, backend, layout = GPUS["H200 SXM"], registry.instance("w4a8"), Layout(5376, 3328, 5376, 3328)
+    given, device = Problem("nvfp4_gemm", 777, 5376, 3328, "fp8", "nvfp4"), type("Device", (), {"index": 0})()
+    state = {"timed": None, "only": (), "chosen": 1, "speeds": known}
+    monkeypatch.setitem(vars(backend), "_choices", {})
+    monkeypatch.setattr(type(backend), "_only", lambda *_: state["only"])
+    monkeypatch.setattr(type(backend), "_chosen", lambda *_: state["chosen"])
+    monkeypatch.setattr("fp4dispatch.backends.own.compiled.speeds_on", lambda _: state["speeds"])
+    monkeypatch.setattr(launches, "tuned", lambda *_: state["timed"])
+
+    def kept(m=777):
+        return backend._kept(replace(given, m=m), layout, device)
+
+    assert kept() == 1
+    state["chosen"] = 2
+    assert (kept(), kept(784), kept(785)) == (1, 1, 2)
+    state["timed"] = Tuned(1024, ())
+    assert kept() == 2, "other launches were timed"
+    state["timed"], state["speeds"] = None, GPUS["H100 SXM"]
+    assert kept() == 2, "another GPU's constants"
+    state["only"], state["chosen"] = (("w4_gemm_sm90", "a8_bf16_128"),), 3
+    assert kept(900) == 3
+    state["chosen"] = 4
+    assert kept(900) == 4, "what is finished may change"
+    state["speeds"], state["chosen"] = None, 5
+    assert kept() == 5, "rules have bounds at any M"
+
+
 def test_the_launch_comes_with_the_build(monkeypatch):
     """And is not looked for again; sizes that are padded are laid out as padded."""
     known, backend = GPUS["H200 SXM"], registry.instance("w4a8")
