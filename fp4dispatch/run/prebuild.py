@@ -26,12 +26,10 @@ from fp4dispatch.problem.arch import Arch
 from fp4dispatch.settings import settings
 from fp4dispatch.trust import quarantine, selfcheck, trial
 
-SAMPLES = (
-    *(1, 8, 16, 24, 32, 48, *range(64, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)),
-    *(*range(1280, 4097, 256), 8192, 32768),
-)
-"""Token counts that represent all others, so that a bound layer does not compile while it serves. As fine as tiles are:
-which one is the fastest changes every 16 tokens at first."""
+SAMPLES = (1, *range(8, 65, 8), *range(80, 2049, 16), *range(2112, 4097, 64), *range(4352, 8193, 256), 32768)
+"""Token counts that represent all others, so that a bound layer does not compile while it serves: up to 2048 all that
+are not alike (:func:`~fp4dispatch.backends.own.tiling.predict.alike`). With 49 of them a third of 96 layers had a build
+that was missing (random weights, two GPUs), with these a sixteenth, for 0.03 % of token counts up to 8192."""
 
 
 class Ask(NamedTuple):

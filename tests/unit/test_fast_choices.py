@@ -126,6 +126,7 @@ def test_a_number_of_tokens_like_one_before_asks_no_model(monkeypatch, timed):
         monkeypatch.setattr(launch_model, name, refuse)
     assert backend._best(replace(given, m=784), layout, device, ()) == first
     assert backend._best(replace(given, m=769), layout, device, ()) == first
+    assert backend._best(replace(given, capture="full", m_min=0), layout, device, ()) == first
     with pytest.raises(Asked):
         backend._best(replace(given, m=785), layout, device, ())
 
@@ -167,6 +168,10 @@ def test_the_launch_comes_with_the_build(monkeypatch):
     monkeypatch.setattr(type(backend), "_shape", lambda self, *args: again.append(1) or shape(self, *args))
     gemm, numbers = backend._predicted(given, Layout(5376, 3328, 5376, 3328), SM90, 132, known, ())
     assert not again
+    monkeypatch.setattr(predict, "_put_first", refuse)
+    assert backend._fastest(replace(given, capture="piecewise"), SM90, 132, known)[0] == gemm
+    monkeypatch.undo()
+    monkeypatch.setattr(type(backend), "_shape", lambda self, *args: again.append(1) or shape(self, *args))
     assert tuple(numbers) == launches.best_shape(*gemm, given, known)
     assert backend._predicted(given, Layout(5376, 3328, 5384, 3328), SM90, 132, known, ())[0] == gemm
     assert again

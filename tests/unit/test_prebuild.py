@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
+import random
 import re
 from dataclasses import replace
 
@@ -15,10 +17,13 @@ from fp4dispatch import jit
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.backends.own import compiled, swiglu
+from fp4dispatch.backends.own.tiling import predict, speeds
 from fp4dispatch.backends.own.tiling.tiles import tiles
 from fp4dispatch.dispatch import choose
 from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.machine import gpu_models
 from fp4dispatch.machine import system as _system
+from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
 from fp4dispatch.models import replace as replace_module
 from fp4dispatch.models import warming
@@ -81,6 +86,30 @@ def test_everything_that_plans_will_load_is_named(asked):
         problem = Problem("nvfp4_gemm", m, n, k, decision.activation, "nvfp4")
         missing = set(backend.builds(problem, torch.device("cuda", 0))) - names
         assert not missing, (m, n, k)
+
+
+@pytest.mark.parametrize("gpu", ["H200 SXM", "H100 SXM"])
+def test_hardly_any_number_of_tokens_needs_another_build_where_models_choose(asked, monkeypatch, gpu):
+    """For weights that nobody has tuned: what is missing compiles while a model serves, for most of a minute."""
+    model, draw, missed, total = gpu_models.named(gpu), random.Random(5), 0, 0
+    here = replace(H200, gpus=(Gpu(0, model.names[0], "GPU-1", SM90),))
+    monkeypatch.setattr(_system, "current", lambda: here)
+    monkeypatch.setattr(compiled, "speeds_on", lambda device: speeds.of(model))
+    monkeypatch.setenv("FP4DISPATCH_TUNED", "off")
+    for op, scaling in (("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "row")) * 2:
+        n, k = (128 * int(math.exp(draw.uniform(math.log(6), math.log(150)))) for _ in range(2))
+        prebuild.together([ask(op, scaling, n, k)])
+        names, decided = asked[-1][0], {}
+        for m in {predict.alike(m) for m in range(1, 8193)}:
+            last = choose.bucket(m, op, 0)
+            if last not in decided:
+                decided[last] = choose.prospect(Problem(op, last, n, k, "any", scaling), gpu=0)[0]
+            backend = registry.instance(decided[last].backend)
+            problem = Problem(op, m, n, k, decided[last].activation, scaling)
+            missed += bool(set(backend.builds(problem, torch.device("cuda", 0))) - names)
+            total += 1
+    assert total > 2000
+    assert missed <= 0.002 * total
 
 
 def test_self_checks_are_counted_in_until_there_is_a_verdict(asked, monkeypatch):
