@@ -214,7 +214,7 @@ def first(
     count: int,
 ) -> tuple[FewTokensPrediction, ...]:
     """Return so many launch shapes, with every ring, fastest first; as :func:`best`."""
-    found = list(_predictions(kernel, speed, m, n, k, usable, block_scales))
+    found = _predictions(kernel, speed, m, n, k, usable, block_scales)
     return tuple(sorted(found, key=operator.attrgetter("us"))[:count])
 
 

@@ -320,7 +320,7 @@ def tiles(tile: TileSpeed, shape: LaunchShape, m: int, n: int) -> int:
 
 
 def _tiles(tile: TileSpeed, multicast: int, sharing: int, m: int, n: int) -> int:
-    return -(-n // (tile.rows * multicast)) * -(-m // (tile.tokens * sharing))
+    return _divide_up(n, tile.rows * multicast) * _divide_up(m, tile.tokens * sharing)
 
 
 def slots(tile: TileSpeed, shape: LaunchShape, gpu: Gpu) -> int:
@@ -363,26 +363,26 @@ def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: 
     running = min(started, at_once) * ctas
     in_an_sm = min(max(running / gpu.sms, 1.0), float(tile.ctas))  # CTAs of one SM share all that it has
     own = tile.pair if multicast > 1 else tile.share if sharing > 1 else tile.stage
-    readers = min(-(-m // tile.tokens), raster)  # token tiles that read the same weights from L2
+    readers = min(_divide_up(m, tile.tokens), raster)  # token tiles that read the same weights from L2
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
     start = gpu.tile_clocks + (tile.cluster if multicast * sharing > 1 else 0.0)
     if tile.x_bytes == 1:
         last = at_once if rounds and not tile.even else started % at_once or at_once
         start += gpu.late_clocks * no_room(last, started, at_once)
-    stages = -(-k // tile.stage_k)
+    stages = _divide_up(k, tile.stage_k)
     end = gpu.token_clocks * tile.tokens * in_an_sm
     whole = stages * stage + end  # a tile
     if tile.even:
         left = count - rounds * clusters
-        share = -(-left * stages // clusters)
+        share = _divide_up(left * stages, clusters)
         parts = min(clusters / left, stages / share)
         sums = EVEN_CLOCKS + parts * tile.rows * tile.tokens * SUM_BYTES / EVEN_BYTES
         return start + rounds * whole + share * stage + end + sums
     if split == 1:
-        return start + -(-count // at_once) * whole
+        return start + _divide_up(count, at_once) * whole
     sums = gpu.split_clocks + gpu.part_clocks * (split - 2) + tile.rows * tile.tokens * SUM_BYTES / SPLIT_BYTES
-    part = -(-stages // split) * stage + sums
-    waves = 1 if rounds else -(-count // at_once)
+    part = _divide_up(stages, split) * stage + sums
+    waves = 1 if rounds else _divide_up(count, at_once)
     return start + rounds * whole + waves * part + (waves - 1) * AGAIN * gpu.tile_clocks
 
 
