@@ -174,7 +174,7 @@ def denied_in_graph(decision: Decision, system: System) -> tuple[RuleHit, ...]:
     if problem.capture == "none" or decision.backend is None or decision.requested == registry.AUTO:
         return ()
     bucket = m_bucket(problem.m, problem.op, system.arch)
-    eager = replace(problem, m=bucket, capture="none", m_min=1)
+    eager = replace(problem.eager(), m=bucket)
     known = {hit.id for hit in resolve.denials(decision.backend, eager, system)}
     return tuple(hit for hit in decision.verdict(decision.backend).denied if hit.id not in known)
 

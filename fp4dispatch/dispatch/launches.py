@@ -71,7 +71,7 @@ def digest(backends: Iterable[tuple[int, str, Problem]], system: System) -> str:
 def _candidates(problem: Problem, system: System) -> Iterator[Measurement]:
     last = m_bucket(problem.m, problem.op, system.arch)
     tokens = dict.fromkeys((last, 8, 4, 2, 1) if problem.m <= ONE_TILE else (last,))
-    plain = replace(problem, capture="none", m_min=1, sf_layout=None)
+    plain = replace(problem.eager(), sf_layout=None)
     backends = registry.backends()
     for m in tokens:
         for activation in dict.fromkeys((problem.activation, "any")):

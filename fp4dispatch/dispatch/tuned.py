@@ -133,11 +133,11 @@ def void(
     """
     if _silent(problem, system) or own(problem, system, backends) is not None:
         return None
-    now, asked = facts(system, backends), replace(problem, capture="none", m_min=1)
+    now, asked = facts(system, backends), problem.eager()
     old = [
         (found.date, found)
         for found in store.all()
-        if replace(found.problem, capture="none", m_min=1) == asked and found.facts.get("gpu") == now["gpu"]
+        if found.problem.eager() == asked and found.facts.get("gpu") == now["gpu"]
     ]
     if not old:
         return None

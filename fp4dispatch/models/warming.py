@@ -228,7 +228,7 @@ def _tune(ranks: Ranks, subjects: _Subjects, rows: list[int]) -> None:
         for layer, dtype in subjects:
             if layer.bind(dtype).decisions[0][1].requested == registry.AUTO:
                 for m in rows:
-                    todo.setdefault(replace(layer.problem(m, dtype), capture="none", m_min=1), layer)
+                    todo.setdefault(layer.problem(m, dtype).eager(), layer)
         return [str(problem) for problem in todo]
 
     everyone = ranks.gather(ranks.attempt("tuning", collect))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fp4dispatch.problem import Activation, Problem
@@ -96,7 +96,7 @@ def replacement(
 
 def name_of(problem: Problem, facts: Mapping[str, str]) -> str:
     """Return the name of a measurement. Capture mode and promised M do not count: they do not change the time."""
-    subject = [SCHEMA, list(astuple(replace(problem, capture="none", m_min=1))), sorted(facts.items())]
+    subject = [SCHEMA, list(astuple(problem.eager())), sorted(facts.items())]
     return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:40]
 
 

@@ -97,9 +97,13 @@ class Problem:
     def __str__(self) -> str:
         return self.text(f"M={self.m}")
 
+    def eager(self) -> Problem:
+        """Return the problem as it is outside of a graph."""
+        return self if self.capture == "none" and self.m_min == 1 else replace(self, capture="none", m_min=1)
+
     def any_m(self) -> Problem:
         """Return the problem of the layer, for any number of tokens and any capture."""
-        return replace(self, m=1, m_min=1, capture="none")
+        return replace(self.eager(), m=1)
 
     def text(self, tokens: str) -> str:
         """Return the problem in words, with these words for M."""

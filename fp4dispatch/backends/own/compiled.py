@@ -306,7 +306,7 @@ class CompiledBackend(Backend):
         ``only``: the builds that it may be; empty for any. With models, numbers of tokens that are alike get the same.
         """
         if gpu_and_speeds(device)[2] is not None:
-            problem = replace(problem, m=predict.alike(problem.m), capture="none", m_min=1)
+            problem = replace(problem.eager(), m=predict.alike(problem.m))
         timed = self._tuned(problem, device)
         if timed is not None and (launch := self._timed(timed, problem, layout, device, only)) is not None:
             return (launch.kernel, launch.build), launch.shape

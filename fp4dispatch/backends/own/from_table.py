@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from fp4dispatch.backends.own.compiled import Build, CompiledBackend
@@ -29,8 +28,7 @@ class TableBackend(CompiledBackend):
 
     def _fastest(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds) -> tuple[Build, Fastest] | None:
         """Return the build that is predicted to be the fastest, and its launch; for graphs the same."""
-        if problem.capture != "none" or problem.m_min != 1:
-            problem = replace(problem, capture="none", m_min=1)
+        problem = problem.eager()
         found = fastest_for(problem, arch, sms, self.table, lambda tile: self.takes(problem, tile.kernel), speeds)
         return None if found is None else ((found[0].kernel, found[0].builds[problem.out_dtype]), found[1])
 

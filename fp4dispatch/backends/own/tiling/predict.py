@@ -25,7 +25,7 @@ FEW_CORRECTED, MANY_CORRECTED, EVEN_CORRECTED = 16, 8, 3
 good. Even builds have few, which differ in the number of CTAs alone."""
 MOST_EVEN_ROUNDS = 4
 """Whole tiles of each CTA before an even share, where nothing was timed: after more of them little is left to share,
-and predictions of what that gains were wrong more often than right (bench/notes/many-tokens.md)."""
+and predictions that see a gain cost more than they save (bench/notes/many-tokens.md)."""
 FULLY_CORRECTED, OF_ALL_CORRECTED = 8, 32
 """Where the fastest of many builds is looked for: launches that are corrected by all trees, and of all builds those
 that are corrected by the first trees. On 1,000 random problems choices cost 1.00001 times what they cost with every
