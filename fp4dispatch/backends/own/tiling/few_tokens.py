@@ -18,8 +18,8 @@ CLUSTERS = (1, 2, 3, 4, 5, 6, 7, 8)
 ROWS, STAGE_K = 64, 128
 """Rows of a row block, k of a stage."""
 FEWEST_CTAS, MOST_CTAS = 0.45, 3
-"""Of the SMs. Fewer CTAs leave memory bandwidth unused unless a cluster has its largest size; sharing K out to more
-only adds starts."""
+"""Of the SMs. Fewer CTAs leave memory bandwidth unused unless a cluster has its largest size, or as many CTAs as there
+are stages for all groups of warps; sharing K out to more only adds starts."""
 RESERVED = 1024
 """Bytes of shared memory that a CTA costs beside its own."""
 QUANTISER = 4096
@@ -291,11 +291,12 @@ def candidates(
         small = -(-n // (ROWS * row_blocks)) * count <= SMALL_CTAS * sms
         if not small and (tokens != usual or count > FEW_TILES):
             continue
+        useful = -(-k // (STAGE_K * instance[2]))  # CTAs with a stage for each group of warps
         for cluster in CLUSTERS:
             first = FewTokensShape(*instance, cluster, FEW_STAGES[0], FEW_STAGES[0])
             if tokens > WIDE_TOKENS and cluster > WIDE_CLUSTER:
                 continue
-            ctas, full = first.ctas(m, n), cluster == CLUSTERS[-1]
+            ctas, full = first.ctas(m, n), cluster in (useful, CLUSTERS[-1])
             if ctas > MOST_CTAS * sms * count and cluster > 1:
                 continue
             if ctas < FEWEST_CTAS * sms and not full:
