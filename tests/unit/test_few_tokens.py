@@ -70,8 +70,15 @@ def test_candidates_fit_and_fill_the_gpu(kernel, mnk):
         assert shape.trigger == max(shape.stages // KERNELS[kernel].trigger_part, 1)
         assert shape.stages >= 2
         assert shape.stages <= max(2, -(-k // (128 * shape.cluster * shape.groups)))
-        assert shape.ctas(m, n) >= 0.45 * 132 or shape.cluster == 8
+        assert shape.ctas(m, n) >= 0.45 * 132 or shape.cluster in (8, -(-k // (128 * shape.groups)))
     assert {shape.cluster for shape in candidates(kernel, 1, 2**20, k, 132)} == {1}
+
+
+def test_a_short_k_is_not_only_shared_out_to_ctas_without_a_stage():
+    """384 are three stages: one for each of the four groups of warps of one CTA."""
+    found = {(each.groups, each.cluster) for each in candidates("w4a16_small", 5, 3072, 384, 132)}
+    assert (4, 1) in found
+    assert (2, 2) in found
 
 
 def test_tiles_of_tokens_and_how_many_hold_them():

@@ -303,12 +303,12 @@ def _evenly(tile: TileSpeed, shape: LaunchShape, m: int, n: int, stages: int, gp
     count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
     busy = min(MOST_EVEN_PARTS * count, count * stages // FEWEST_EVEN_STAGES)
     for clusters in dict.fromkeys(min(max(round(at_once * share), 1), busy) for share in EVEN_SHARES):
-        rounds, left = divmod(count, clusters) if clusters > 0 else (0, 0)
-        shares_enough = left * stages >= FEWEST_EVEN_STAGES * clusters
-        if left > 0 and shares_enough and clusters <= MOST_EVEN_PARTS * left:
-            yield shape._replace(rounds=rounds, clusters=clusters)
-        if left > 0 and rounds > 0:
-            yield shape._replace(rounds=rounds - 1, clusters=clusters)
+        most, over = divmod(count, clusters) if clusters > 0 else (0, 0)
+        for rounds in range(most, max(most - 2, -1), -1):
+            left = count - rounds * clusters
+            shares_enough = left * stages >= FEWEST_EVEN_STAGES * clusters
+            if over > 0 and shares_enough and clusters <= MOST_EVEN_PARTS * left:
+                yield shape._replace(rounds=rounds, clusters=clusters)
 
 
 def room_bytes(tile: TileSpeed, shape: LaunchShape) -> int:
