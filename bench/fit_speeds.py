@@ -130,24 +130,16 @@ def is_launched(about: FewTokensKernel, shape: FewTokensShape, *, blocks: bool) 
 
 
 def gemms_alone(p: dict[str, Any], quantised: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Return a problem whose launches were timed with their quantisers as one of GEMMs: less what a quantiser adds.
-
-    Without our FP8 GEMM on NVFP4 weights, which are written out first: it is fitted to FP8 weights.
-    """
-    gemms = {name: some for name, some in p["launches"].items() if not _unfolded(name)}
+    """Return a problem whose launches were timed with their quantisers as one of GEMMs: less what a quantiser adds."""
     if not p.get("whole"):
-        return p | {"launches": gemms}
+        return p
     launches = {}
-    for name, some in gemms.items():
+    for name, some in p["launches"].items():
         # Weights that are written out are fitted together with their quantiser: fit_unfold().
         kind = None if predict.UNFOLD in name else KINDS.get(f"{name.split()[0]} {format_of(name)}")
         added = other_models.QuantiserSpeed(**quantised[kind]).microseconds(p["m"], p["k"]) if kind else 0.0
         launches[name] = [[shape, max(us - added, LEAST_SHARE * us)] for shape, us in some]
     return p | {"launches": launches}
-
-
-def _unfolded(name: str) -> bool:
-    return format_of(name) == "nvfp4" and name.split()[1].startswith(f"{predict.UNFOLDED}/")
 
 
 def serves(p: dict[str, Any], kernel: str) -> bool:
@@ -379,7 +371,7 @@ def fastest_of(p: dict[str, Any], backend: str, fmt: str) -> float | None:
         if each.split()[0] == backend and format_of(each) == fmt
     ]
     us, name = min(found, default=(None, ""))
-    return None if predict.UNFOLD in name or _unfolded(name) else us
+    return None if predict.UNFOLD in name else us
 
 
 def fit_cublaslt(problems: Sequence[dict[str, Any]], sms: int) -> dict[str, Any]:

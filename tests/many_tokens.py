@@ -67,7 +67,7 @@ def check_covers(tile: TileSpeed, shape: Sequence[int], m: int, n: int) -> None:
     given = LaunchShape(*shape)
     count, whole = launch_model.tiles(tile, given, m, n), given.rounds * given.clusters * given.split
     if tile.even:
-        assert 1 <= count - whole <= 2 * given.clusters
+        assert 1 <= count - whole <= given.clusters
         return
     assert 1 <= given.clusters <= count
     if given.split == 1:

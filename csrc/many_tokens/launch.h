@@ -138,7 +138,7 @@ struct Launch {
       check_at_most("shape: split", split, 1, "parts of K that clusters share out: this build is even");
       check_at_most("shape: rounds", rounds, tiles, "tiles");
       check_at_least("shape: tiles beside whole ones", left, 1, "to share out");
-      check_at_most("shape: tiles beside whole ones", left, 2 * clusters, "two for each cluster");
+      check_at_most("shape: tiles beside whole ones", left, clusters, "clusters");
       check_at_most("shape: clusters", clusters, left * p.stages / kFewestStages, "shares of 5 stages");
       check_at_most("shape: tiles * stages * clusters", left * p.stages * clusters, kMaxRows,
                     "32-bit problem sizes");

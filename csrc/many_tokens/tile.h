@@ -192,8 +192,8 @@ struct Place {
   int cluster, multicast, sharing, split;  // number of the cluster; ranks
   int group, groups, whole, parts;
   int first, count;
-  // Evenly: the first tile that it has a part of, which are the stages above; stages of the last one; whether another CTA ends
-  // one of the two. That one comes first of all, so that nobody need wait for it. A tile between them is the last of `whole`.
+  // Evenly: the first tile that it has a part of, which are the stages above; stages of the tile after it; whether another
+  // CTA ends one of the two. That one comes first of all, so that nobody need wait for it.
   int own = 0, head = 0;
   bool leaves = false;
 
@@ -206,13 +206,11 @@ struct Place {
     sharing = (rank >> p.multicast_log2) & ((1 << p.sharing_log2) - 1);
     split = rank >> together;
     if constexpr (kEvenly) {
-      group = cluster, groups = p.clusters, parts = 0;
+      group = cluster, groups = p.clusters, whole = p.rounds, parts = 0;
       int const from = evenly(p, group), to = evenly(p, group + 1);
       own = from / p.stages, first = from - own * p.stages;
       count = min(to - from, p.stages - first), head = to - from - count;
-      int const between = head >= p.stages;
-      whole = p.rounds + between, head -= between * p.stages;
-      leaves = head > 0 || first + count < p.stages;
+      leaves = (head > 0 && head < p.stages) || first + count < p.stages;
       return;
     }
     first = int(int64_t(p.stages) * split / p.split);
@@ -227,7 +225,7 @@ struct Place {
   // ask for the stage behind it.
   template <class Weights>
   __device__ int evenly(Params<Weights> const& p, int group) const {
-    int const left = p.row_tiles * p.token_tiles - p.rounds * groups;
+    int const left = p.row_tiles * p.token_tiles - whole * groups;
     int const at = left * p.stages * group / groups;  // fits an int: many_tokens/launch.h
     int const in_tile = at % p.stages, to_next = p.stages - in_tile;
     return in_tile <= kNear ? at - in_tile : to_next <= kNear ? at + to_next : at;
@@ -309,10 +307,10 @@ struct Item {
 template <class Tile>
 __device__ __forceinline__ Item item_of(Params<typename Tile::Weights> const& p, Place const& place, int i) {
   if constexpr (kEvenly) {
-    int const at = i - (place.head > 0 || place.leaves), own = p.rounds * place.groups + place.own;
-    if (at < 0 && place.head > 0) return {corner_of<Tile>(p, place, own + 1 + place.whole - p.rounds), 0, place.head};
+    int const at = i - (place.head > 0 || place.leaves), own = place.whole * place.groups + place.own;
+    if (at < 0 && place.head > 0) return {corner_of<Tile>(p, place, own + 1), 0, place.head};
     if (at < 0 || at >= place.whole) return {corner_of<Tile>(p, place, own), place.first, place.count};
-    return {corner_of<Tile>(p, place, at < p.rounds ? place.group + at * place.groups : own + 1), 0, p.stages};
+    return {corner_of<Tile>(p, place, place.group + at * place.groups), 0, p.stages};
   }
   if (i < place.whole) return {corner_of<Tile>(p, place, place.group + i * place.groups), 0, p.stages};
   return {corner_of<Tile>(p, place, place.whole * place.groups + place.cluster), place.first, place.count};

@@ -61,8 +61,6 @@ def shapes_of(tile: TileSpeed, m: int, n: int, k: int) -> list[LaunchShape]:
             rounds, left = divmod(count, max(clusters, 1))
             if clusters > 0 and left > 0 and 5 * clusters <= left * stages:
                 found.append(base._replace(rounds=rounds, clusters=clusters))
-            if clusters > 0 and left > 0 and rounds > 0:  # shares of one to two tiles
-                found.append(base._replace(rounds=rounds - 1, clusters=clusters))
     return list(dict.fromkeys(found))
 
 
@@ -148,7 +146,7 @@ def test_what_is_refused(variant: str) -> None:
         "16": (shape, torch.cat((room, room))[8:]),
         "is even": (shape._replace(split=2), room),
         "tiles beside whole ones is 0": (shape._replace(rounds=1, clusters=count), room),
-        "needed at most 2 ": (shape._replace(rounds=0, clusters=1), room),
+        "needed at most 1 ": (shape._replace(rounds=0, clusters=1), room),
         "shares of 5 stages": (shape._replace(rounds=0, clusters=count * 7), room_of(tile, (1, 1, 1, 1, 0, count * 7))),
         "CUDA": (shape, room.cpu()),
     }

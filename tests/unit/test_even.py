@@ -49,17 +49,6 @@ def test_where_nothing_is_left_to_share_out_there_is_no_launch():
     assert launches.best_shape(KERNEL, BUILD, problem(*short), H200) is None
 
 
-def test_shares_of_one_to_two_tiles_leave_few_sums_to_add():
-    """24 tiles beside whole ones, for 132 CTAs: each of them has six CTAs. With a round less it is 156 tiles: two each."""
-    one, m, n, k = launch_model.gpu_with(132), 112 * 12, 128 * 24, 4096
-    rounds = {s.rounds: s for s in launch_model.candidates(TILE, m, n, k, one) if (s.multicast, s.clusters) == (1, 132)}
-    assert set(rounds) == {1, 2}
-    fewer, more = (rounds[i].rounds * rounds[i].clusters for i in (1, 2))
-    assert (12 * 24 - fewer, 12 * 24 - more) == (156, 24)
-    clocks = {i: launch_model.clocks(TILE, shape, m, n, k, one) for i, shape in rounds.items()}
-    assert clocks[1] < clocks[2]
-
-
 def test_only_a_gpu_on_which_it_was_measured_considers_it():
     given = problem(216, 5120, 8960)
     found = predict.many_tokens(KERNEL, BUILD, TILE, given, H200)

@@ -546,9 +546,7 @@ def test_samples_with_their_quantiser_count_less_what_it_adds():
     quantised = {kind: {"start": 1.0, "row": 0.0, "element": 0.001} for kind in speeds.QUANTISERS}
     names = ("w4a16 w4a16_small/bf16", f"w4a8 {UNFOLD}/any", "w4a8 w4a8_small/bf16", "w8a8 w8a8_small/block_bf16")
     p = {"n": 64, "k": 100, "m": 10, "launches": {name: [[None, 10.0], [[1], 2.0]] for name in names}}
-    assert fit_speeds.gemms_alone(p, quantised) == p
-    unfolded = p["launches"] | {f"w4a8 {predict.UNFOLDED}/bf16_128": [[[1], 5.0]]}
-    assert fit_speeds.gemms_alone(p | {"launches": unfolded}, quantised) == p, "weights are written out first"
+    assert fit_speeds.gemms_alone(p, quantised) is p
     whole = p | {"whole": True}
     alone = fit_speeds.gemms_alone(whole, quantised)["launches"]
     assert all(alone[name] == p["launches"][name] for name in names[:2])

@@ -7,7 +7,7 @@ from typing import ClassVar
 from fp4dispatch.backends.own.compiled import Build, CompiledBackend
 from fp4dispatch.backends.own.tiling.predict import Fastest
 from fp4dispatch.backends.own.tiling.speeds import Speeds
-from fp4dispatch.backends.own.tiling.tiles import Tile, builds_for, fastest_for, tile_for
+from fp4dispatch.backends.own.tiling.tiles import builds_for, fastest_for, tile_for
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import Arch
 
@@ -16,8 +16,6 @@ class TableBackend(CompiledBackend):
     """A backend on the rows of ``tiling/<table>_tiles.toml`` for its activations. Plans are by M."""
 
     table: ClassVar[str]
-    more: ClassVar[tuple[str, ...]] = ()
-    """Tables whose rows count, too, where times choose."""
 
     def takes(self, problem: Problem, kernel: str) -> bool:
         """Whether a kernel of the table's rows for this problem can run it."""
@@ -31,13 +29,9 @@ class TableBackend(CompiledBackend):
     def _fastest(self, problem: Problem, arch: Arch, sms: int, speeds: Speeds) -> tuple[Build, Fastest] | None:
         """Return the build that is predicted to be the fastest, and its launch; for graphs the same."""
         problem = problem.eager()
-
-        def takes(tile: Tile) -> bool:
-            return self.takes(problem, tile.kernel)
-
-        found = fastest_for(problem, arch, sms, self.table, takes, speeds, self.more)
+        found = fastest_for(problem, arch, sms, self.table, lambda tile: self.takes(problem, tile.kernel), speeds)
         return None if found is None else ((found[0].kernel, found[0].builds[problem.out_dtype]), found[1])
 
     def gemms(self, problem: Problem, arch: Arch | None, sms: int) -> tuple[Build, ...]:
-        """Name every build of the tables that runs a problem."""
-        return tuple(gemm for gemm in builds_for(problem, arch, self.table, *self.more) if self.takes(problem, gemm[0]))
+        """Name every build of the table that runs a problem."""
+        return tuple(gemm for gemm in builds_for(problem, arch, self.table) if self.takes(problem, gemm[0]))

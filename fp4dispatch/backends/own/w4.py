@@ -4,13 +4,12 @@ Numerics: w4a16 multiplies ``e2m1 * block_scale`` exactly and sums in f32. w4a8 
 (:mod:`~fp4dispatch.backends.own.tensors.folding`) and scales activations per token. Global scales (one per output
 column for fused shards), activation scales and the bias are applied to the f32 sums, which are rounded once.
 
-For many tokens w4a8 writes its e4m3 weights to scratch memory, and an FP8 GEMM multiplies them: cuBLASLt's, or that of
-w8a8. It is faster by more than the write costs. ``w4_tiles.toml`` says from which M on, or predicted times.
+For many tokens w4a8 writes its e4m3 weights to scratch memory and lets cuBLASLt multiply: its FP8 GEMM is faster by
+more than the write costs. ``w4_tiles.toml`` says from which M on.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import torch
@@ -34,7 +33,7 @@ from fp4dispatch.backends.own.swiglu import PRODUCT
 from fp4dispatch.backends.own.tensors.folding import FOLD
 from fp4dispatch.backends.own.tensors.operands import QUANTIZER, await_writes, packed_part, per_column
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
-from fp4dispatch.backends.own.tiling.predict import UNFOLD, UNFOLDED
+from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.weight_only import launch_weight_only
 from fp4dispatch.formats import round_up
 from fp4dispatch.problem import Activation, Op, Problem
@@ -49,8 +48,8 @@ class _W4Backend(TableBackend):
     table = "w4"
 
     def takes(self, problem: Problem, kernel: str) -> bool:
-        """Whether the scales fit that are kept for weights that are written out; others take every N."""
-        return kernel not in (UNFOLD, UNFOLDED) or problem.n % _UNFOLD_N_MULTIPLE == 0
+        """Whether cuBLASLt can multiply what a kernel writes out for it; others take every N."""
+        return kernel != UNFOLD or problem.n % _UNFOLD_N_MULTIPLE == 0
 
     def prepare(self, weights: LinearWeights) -> Prepared:
         """Pack the weights into W4P (:mod:`~fp4dispatch.backends.own.tensors.w4_layout`), zero-padded. Synchronises.
@@ -81,8 +80,6 @@ class _W4Backend(TableBackend):
     def _state(self, problem: Problem, layout: Layout, device: torch.device, loaded: tuple[Loaded, ...]) -> State:
         """Return the launch of the loaded kernels and what it needs."""
         m, gemm = problem.m, loaded[0]
-        if gemm.kernel == UNFOLDED:
-            return self._unfolded(m, layout, device, *loaded)
         launch, entry = _LAUNCH[gemm.kernel, problem.activation]
         function = getattr(gemm.module, f"{entry}_even" if gemm.room else entry)
         if problem.activation != "fp8":
@@ -101,24 +98,6 @@ class _W4Backend(TableBackend):
         scratch = Scratch(device, parts)
         return State(m, layout, launch, function, gemm.pdl, quantize, quantizer.pdl, scratch, gemm.shape, swiglu)
 
-    @staticmethod
-    def _unfolded(
-        m: int, layout: Layout, device: torch.device, gemm: Loaded, quantizer: Loaded, unfold: Loaded
-    ) -> State:
-        """Return the launch of w8a8's GEMM on weights that are written out, and what it needs."""
-        parts = packed_part(m, layout.k), Part((m,), torch.float32), Part((layout.n, layout.k), torch.float8_e4m3fn)
-        return State(
-            m,
-            layout,
-            functools.partial(_launch_unfolded, unfold),
-            gemm.module.w8_gemm,
-            gemm.pdl,
-            quantizer.module.w8_quantize_row,
-            scratch=Scratch(device, parts),
-            shape=gemm.shape,
-            swiglu="w8_swiglu_row",
-        )
-
 
 class W4A16Backend(_W4Backend):
     """NVFP4 weights by bfloat16 or float16 activations, exactly dequantised."""
@@ -132,12 +111,9 @@ class W4A8Backend(_W4Backend):
 
     name = "w4a8"
     activations: ClassVar[dict[Op, tuple[Activation, ...]]] = {"nvfp4_gemm": ("fp8",)}
-    more = ("w8",)
 
     def with_quantizer(self, problem: Problem, gemm: Build) -> tuple[Build, ...]:
-        """Return a GEMM with the quantiser that it needs, and with the kernel that writes its weights out."""
-        if gemm[0] == UNFOLDED:
-            return gemm, (QUANTIZER, "any"), (UNFOLD, "any")
+        """Return a GEMM with the quantiser that it needs."""
         return gemm, ("fp8_quantize" if gemm[0] == UNFOLD else QUANTIZER, "any")
 
 
@@ -177,24 +153,6 @@ def _launch_unfold(s: State, weights: Weights = ()) -> Launch:
         unfold(w[0], unfolded, pdl)
         quantize(x, q, x_scale, quantize_pdl)
         torch._scaled_mm(q, unfolded.t(), x_scale.unsqueeze(1), w[2], bias, out_dtype=out.dtype, out=out)
-
-    return launch
-
-
-def _launch_unfolded(unfold: Loaded, s: State, weights: Weights = ()) -> Launch:
-    """Return the launch of w8a8's GEMM on weights that are written out first.
-
-    That GEMM loads weights before the grid barrier, and the quantiser lets it start before its own. So the quantiser is
-    launched without PDL: it starts when the weights are there.
-    """
-    gemm, pdl, shape, write, write_pdl = s.gemm, s.gemm_pdl, s.shape, unfold.module.w4_to_e4m3, unfold.pdl
-    quantize, scratch = s.quantize, s.scratch
-
-    def launch(x: Tensor, out: Tensor, bias: Tensor | None, w: Weights = weights) -> None:
-        packed, x_scale, unfolded = scratch()
-        write(w[0], unfolded, write_pdl)
-        quantize(x, packed, x_scale, False)
-        gemm(packed, x_scale, unfolded, w[2].view(-1), bias, out, shape, pdl)
 
     return launch
 

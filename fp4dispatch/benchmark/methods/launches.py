@@ -107,7 +107,7 @@ def launches(
         found = [
             OwnLaunch(family, gemm, shape)
             for gemm in backend.gemms(problem, card.arch, card.sms)
-            for shape in _shapes(gemm, problem, card.sms)
+            for shape in _shapes(gemm, m, n, k, card.sms, family.format == "block128")
         ]
         yield from found if first is None or known is None else _put_first(found, problem, known, first)
 
@@ -127,18 +127,16 @@ def _put_first(found: list[OwnLaunch], problem: Problem, known: Speeds, first: i
     return (launch for i, launch in enumerate(found) if i in kept)
 
 
-def _shapes(gemm: Build, problem: Problem, sms: int) -> Iterator[tuple[int, ...] | None]:
-    kernel, m, n, k = gemm[0], problem.m, problem.n, problem.k
-    if predict.unfolds(kernel, problem) and m < UNFOLD_FROM:
-        return
+def _shapes(gemm: Build, m: int, n: int, k: int, sms: int, blocks: bool) -> Iterator[tuple[int, ...] | None]:
+    kernel = gemm[0]
     if (tile := speed_of(*gemm)) is not None:
         if tile.tokens <= 4 * max(m, LEAST_TILE) and (tile.tokens >= WIDE_TILE or m <= 8 * tile.tokens):
             yield from launch_model.candidates(tile, m, n, k, launch_model.gpu_with(sms))
     elif (small := few_tokens.KERNELS.get(kernel)) is not None:
         if m <= small.most_tokens():
             yield None
-            yield from few_tokens.candidates(kernel, m, n, k, sms, block_scales=problem.scaling == "block128")
-    else:
+            yield from few_tokens.candidates(kernel, m, n, k, sms, block_scales=blocks)
+    elif m >= UNFOLD_FROM:
         yield None
 
 

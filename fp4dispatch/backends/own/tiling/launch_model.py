@@ -297,18 +297,15 @@ def laid_out(
 def _evenly(tile: TileSpeed, shape: LaunchShape, m: int, n: int, stages: int, gpu: Gpu) -> Iterator[LaunchShape]:
     """Yield the shapes that share out what whole tiles leave: on all clusters that run at once, and on fewer.
 
-    Of a small problem on as many as find enough to do. With a round less, shares of one to two tiles: fewer clusters
-    share a tile, so the one that ends it has fewer sums to add.
+    Of a small problem on as many as find enough to do.
     """
     count, at_once = tiles(tile, shape, m, n), slots(tile, shape, gpu)
     busy = min(MOST_EVEN_PARTS * count, count * stages // FEWEST_EVEN_STAGES)
     for clusters in dict.fromkeys(min(max(round(at_once * share), 1), busy) for share in EVEN_SHARES):
-        most, over = divmod(count, clusters) if clusters > 0 else (0, 0)
-        for rounds in range(most, max(most - 2, -1), -1):
-            left = count - rounds * clusters
-            shares_enough = left * stages >= FEWEST_EVEN_STAGES * clusters
-            if over > 0 and shares_enough and clusters <= MOST_EVEN_PARTS * left:
-                yield shape._replace(rounds=rounds, clusters=clusters)
+        rounds, left = divmod(count, clusters) if clusters > 0 else (0, 0)
+        shares_enough = left * stages >= FEWEST_EVEN_STAGES * clusters
+        if left > 0 and shares_enough and clusters <= MOST_EVEN_PARTS * left:
+            yield shape._replace(rounds=rounds, clusters=clusters)
 
 
 def room_bytes(tile: TileSpeed, shape: LaunchShape) -> int:
@@ -378,9 +375,9 @@ def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: 
     if tile.even:
         left = count - rounds * clusters
         share = _divide_up(left * stages, clusters)
-        parts = max(min(clusters / left, stages / share), 1.0)
+        parts = min(clusters / left, stages / share)
         sums = EVEN_CLOCKS + parts * tile.rows * tile.tokens * SUM_BYTES / EVEN_BYTES
-        return start + rounds * whole + share * stage + _divide_up(left, clusters) * end + sums
+        return start + rounds * whole + share * stage + end + sums
     if split == 1:
         return start + _divide_up(count, at_once) * whole
     sums = gpu.split_clocks + gpu.part_clocks * (split - 2) + tile.rows * tile.tokens * SUM_BYTES / SPLIT_BYTES

@@ -15,9 +15,7 @@ from fp4dispatch.backends.own.tiling.speeds import BLOCKS, Speeds
 from fp4dispatch.problem import Problem
 
 UNFOLD = "w4_to_e4m3"
-"""The kernel that writes NVFP4 weights out as e4m3, for cuBLASLt and for :data:`UNFOLDED`."""
-UNFOLDED = "w8_gemm_sm90"
-"""The kernel of ours that multiplies e4m3 weights, those of NVFP4 layers too once they are written out."""
+"""The kernel that writes NVFP4 weights out for cuBLASLt."""
 BLOCK_N, BLOCK_K = 16, 128
 """N and K of multiples of these are not padded for cuBLASLt under block scales."""
 LEAST_TILE, TILES_ABOVE = 32, 4
@@ -77,8 +75,7 @@ def fastest(gemms: tuple[Gemm, ...], problem: Problem, speeds: Speeds) -> Fastes
     for least, i in sorted(waiting):
         if len(first) == OF_ALL_CORRECTED and least >= first[-1].us:
             break
-        more = unfolding(gemms[i][0], problem, speeds)
-        of_build = (Fastest(us + more, i, shape) for us, shape in _put_first(*gemms[i], problem, speeds))
+        of_build = (Fastest(us, i, shape) for us, shape in _put_first(*gemms[i], problem, speeds))
         first = sorted((*first, *of_build), key=_time)[:OF_ALL_CORRECTED]
     best = _best(first, gemms, problem, speeds)
     final += [] if best is None else [best._replace(us=best.us + quantiser(problem, speeds))]
@@ -93,9 +90,7 @@ def _best(first: Sequence[Fastest], gemms: Sequence[Gemm], problem: Problem, spe
 
     def corrected(each: Fastest, *, early: bool) -> Fastest:
         kernel, build, tile = gemms[each.at]
-        more = unfolding(kernel, problem, speeds)
-        factor = _factor(kernel, build, tile, each.shape, problem, speeds, early=early)
-        return each._replace(us=(each.us - more) * factor + more)
+        return each._replace(us=each.us * _factor(kernel, build, tile, each.shape, problem, speeds, early=early))
 
     if len(first) > FULLY_CORRECTED:
         nearly = [(corrected(each, early=True).us, i) for i, each in enumerate(first)]
@@ -131,7 +126,7 @@ def _least_us(kernel: str, build: str, tile: TileSpeed | None, problem: Problem,
     m, n, k, gpu = problem.m, problem.n, problem.k, speeds.many_tokens
     if tile is not None:
         least = launch_model.least_clocks(tile, m, n, k, gpu) / gpu.clock_mhz
-        return least * speeds.builds.get(f"{kernel}/{build}", 1.0) + unfolding(kernel, problem, speeds)
+        return least * speeds.builds.get(f"{kernel}/{build}", 1.0)
     speed = _few_tokens_speed(kernel, problem, speeds)
     return math.inf if speed is None else few_tokens_model.least(kernel, speed, whole(m), n, k, gpu.usable)
 
@@ -217,9 +212,9 @@ def launch(
         many, gpu = LaunchShape(*shape), speeds.many_tokens
         clocks = launch_model.clocks(tile, many, problem.m, problem.n, problem.k, gpu)
         us = clocks / gpu.clock_mhz * speeds.builds.get(f"{kernel}/{build}", 1.0)
-        return us * _factor(kernel, build, tile, many, problem, speeds) + unfolding(kernel, problem, speeds)
+        return us * _factor(kernel, build, tile, many, problem, speeds)
     if kernel == UNFOLD:
-        return unfolding(kernel, problem, speeds) + cublaslt(problem, speeds)
+        return float(speeds.unfold.microseconds(problem.n, problem.k)) + cublaslt(problem, speeds)
     if shape is None:
         best = few_tokens(kernel, problem, speeds)
         return None if best is None else best.us
@@ -237,8 +232,7 @@ def many_tokens(
     """
     if _too_wide(tile, problem) or _unmeasured(kernel, build, tile, speeds):
         return None
-    more = unfolding(kernel, problem, speeds)
-    first = [Fastest(us + more, 0, shape) for us, shape in _put_first(kernel, build, tile, problem, speeds)]
+    first = [Fastest(us, 0, shape) for us, shape in _put_first(kernel, build, tile, problem, speeds)]
     best = _best(first, [(kernel, build, tile)], problem, speeds)
     if best is None or not isinstance(best.shape, LaunchShape):
         return None
@@ -308,16 +302,6 @@ def quantiser(problem: Problem, speeds: Speeds, *, packed: bool = True) -> float
         return float(speeds.before_cublaslt.microseconds(problem.m, problem.k))
     kind = "w4_row" if problem.op == "nvfp4_gemm" else "w8_block" if problem.scaling == BLOCKS else "w8_row"
     return float(speeds.quantisers[kind].microseconds(problem.m, problem.k))
-
-
-def unfolds(kernel: str, problem: Problem) -> bool:
-    """Whether a launch of a kernel writes NVFP4 weights out first."""
-    return problem.op == "nvfp4_gemm" and kernel in (UNFOLD, UNFOLDED)
-
-
-def unfolding(kernel: str, problem: Problem, speeds: Speeds) -> float:
-    """Return the microseconds of writing NVFP4 weights out, where a kernel needs that; else 0."""
-    return float(speeds.unfold.microseconds(problem.n, problem.k)) if unfolds(kernel, problem) else 0.0
 
 
 def cublaslt(problem: Problem, speeds: Speeds) -> float:

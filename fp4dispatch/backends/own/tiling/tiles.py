@@ -24,6 +24,8 @@ _OPTIONAL |= {"predicted": bool}
 _SPEED = {field.name: {"int": int, "float": float, "bool": bool}[str(field.type)] for field in fields(TileSpeed)}
 _SPEED_OPTIONAL = {field.name: _SPEED.pop(field.name) for field in fields(TileSpeed) if field.default is not MISSING}
 _TABLES = ("cutlass", "w4", "w8")
+_SERVES = {"w4_gemm": "nvfp4_gemm", "w4_weights": "nvfp4_gemm", "w8_gemm": "fp8_gemm"}
+"""Op of the problems that a kernel is for, where the kernel's own op has another name."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Tile:
     """
 
     kernel: str
+    op: str
     archs: frozenset[Arch]
     scalings: tuple[str, ...]
     activations: tuple[str, ...]
@@ -55,7 +58,7 @@ class Tile:
 
     def runs(self, problem: Problem, arch: Arch | None) -> bool:
         """Whether the row's builds run a problem, fast or not."""
-        if arch not in self.archs or problem.scaling not in self.scalings:  # which are of one op
+        if problem.op != self.op or arch not in self.archs or problem.scaling not in self.scalings:
             return False
         if self.activations and problem.activation not in self.activations:
             return False
@@ -125,6 +128,7 @@ def _tile(row: dict[str, Any], catalog: Catalog, where: str) -> Tile:
     size = (fill["tile_m"], fill["tile_n"], fill["sms"], fill.get("share", 1.0)) if fill else None
     return Tile(
         kernel.name,
+        _SERVES.get(kernel.op, kernel.op),
         archs,
         scalings,
         activations,
@@ -155,25 +159,16 @@ def tile_for(
     fitting = _fitting(problem, arch, sms, table, takes)
     if not fitting:
         return None
-    found = None if speeds is None else _fastest(fitting[0], problem, arch, (table,), takes, speeds)
+    found = None if speeds is None else _fastest(fitting[0], problem, arch, table, takes, speeds)
     return _by_bounds(fitting, problem, sms) if found is None else found[0]
 
 
 def fastest_for(
-    problem: Problem,
-    arch: Arch | None,
-    sms: int,
-    table: str,
-    takes: Callable[[Tile], bool],
-    speeds: Speeds,
-    more: Sequence[str] = (),
+    problem: Problem, arch: Arch | None, sms: int, table: str, takes: Callable[[Tile], bool], speeds: Speeds
 ) -> tuple[Tile, Fastest] | None:
-    """Return the row that :func:`tile_for` chooses by predicted times, and its launch; None where bounds choose.
-
-    Of ``more`` tables, too.
-    """
+    """Return the row that :func:`tile_for` chooses by predicted times, and its launch; None where bounds choose."""
     fitting = _fitting(problem, arch, sms, table, takes)
-    return _fastest(fitting[0], problem, arch, (table, *more), takes, speeds) if fitting else None
+    return _fastest(fitting[0], problem, arch, table, takes, speeds) if fitting else None
 
 
 def _fitting(problem: Problem, arch: Arch | None, sms: int, table: str, takes: Callable[[Tile], bool]) -> list[Tile]:
@@ -181,17 +176,11 @@ def _fitting(problem: Problem, arch: Arch | None, sms: int, table: str, takes: C
 
 
 def _fastest(
-    first: Tile,
-    problem: Problem,
-    arch: Arch | None,
-    tables: Sequence[str],
-    takes: Callable[[Tile], bool],
-    speeds: Speeds,
+    first: Tile, problem: Problem, arch: Arch | None, table: str, takes: Callable[[Tile], bool], speeds: Speeds
 ) -> tuple[Tile, Fastest] | None:
     if not predict.covers(*first.gemm, problem, speeds):
         return None
-    rows = (tile for table in tables for tile in tiles(table))
-    running = [tile for tile in rows if tile.runs(problem, arch) and takes(tile)]
+    running = [tile for tile in tiles(table) if tile.runs(problem, arch) and takes(tile)]
     found = predict.fastest(tuple(tile.gemm for tile in running), problem, speeds)
     return None if found is None else (running[found.at], found)
 
@@ -209,12 +198,12 @@ def _by_bounds(fitting: Sequence[Tile], problem: Problem, sms: int) -> Tile:
     return min((tile for tile in fitting if tile.predicted), key=clocks)
 
 
-def builds_for(problem: Problem, arch: Arch | None, *tables: str) -> tuple[tuple[str, str], ...]:
-    """Return (kernel, build) of each row of some tables that can run a problem, in order, whatever its M and N K.
+def builds_for(problem: Problem, arch: Arch | None, table: str) -> tuple[tuple[str, str], ...]:
+    """Return (kernel, build) of each row of a table that can run a problem, in order, whatever its M and N K.
 
     Every build is right for every M. The bounds of a row, which affect speed only, are not applied.
     """
-    fitting = [tile for table in tables for tile in tiles(table) if tile.runs(problem, arch)]
+    fitting = [tile for tile in tiles(table) if tile.runs(problem, arch)]
     return tuple(dict.fromkeys((tile.kernel, tile.builds[problem.out_dtype]) for tile in fitting))
 
 
