@@ -600,11 +600,12 @@ def test_constants_for_many_tokens_are_scaled_by_the_facts_of_a_gpu_and_else_kep
     assert new.l2_bytes == int(pcie.l2_mib * 2**20)
 
 
-@pytest.mark.parametrize(("n", "k", "m"), [(2304, 9216, 744), (2048, 5376, 612)])
-def test_bounds_do_not_keep_a_tile_that_is_predicted_to_be_slower(n, k, m):
+@pytest.mark.parametrize(("n", "k", "m", "near"), [(2304, 9216, 744, True), (2048, 5376, 612, False)])
+def test_bounds_do_not_keep_a_tile_that_is_predicted_to_be_slower(n, k, m, near):
     """On an H100 the tile of the bounds took 1.15 and 1.11 times as long (seeds 185 and 184 of the random suite)."""
     asked, known = Problem("fp8_gemm", m, n, k, "fp8", scaling="row"), speeds.of(H100)
     by_bounds = tiles.tile_for(asked, H100.arch, H100.sms, "w8").predicted_us(asked, known)
     chosen = tiles.tile_for(asked, H100.arch, H100.sms, "w8", speeds=known).predicted_us(asked, known)
     assert chosen == least_us("w8", asked, H100)
-    assert 0.97 * by_bounds < chosen < by_bounds, "so near that a margin would keep the tile of the bounds"
+    assert chosen < by_bounds
+    assert (0.97 * by_bounds < chosen) == near, "so near that a margin would keep the tile of the bounds"
