@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own.compiled import CompiledBackend, Layout
-from fp4dispatch.backends.own.tiling import launch_model, predict, speeds
+from fp4dispatch.backends.own.tiling import launch_model, predict, search, speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.backends.predictions import predictions
@@ -70,7 +70,7 @@ class Judge:
         found = registry.instance(backend)
         assert isinstance(found, CompiledBackend)
         layout = Layout(problem.n, problem.k, problem.n, problem.k)
-        alike = problem if self.speeds is None else replace(problem, m=predict.alike(problem.m))
+        alike = problem if self.speeds is None else replace(problem, m=search.alike(problem.m))
         chosen = found._predicted(alike, layout, SM90, self.model.sms, self.speeds, ())
         assert chosen is not None
         gemm, shape = chosen

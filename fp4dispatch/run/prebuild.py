@@ -29,7 +29,7 @@ from fp4dispatch.trust import quarantine, selfcheck, trial
 SAMPLES = (1, *range(8, 65, 8), *range(80, 2049, 16), *range(2112, 4097, 64), *range(4352, 8193, 256), 32768)
 """Token counts that represent all others, so that a bound layer does not compile while it serves. Tiles hold multiples
 of 8 tokens, of 16 where many are multiplied: from 17 to 64 and from 257 to 2048 all that are not alike
-(:func:`~fp4dispatch.backends.own.tiling.predict.alike`), between these every second, above fewer. With 49 token counts
+(:func:`~fp4dispatch.backends.own.tiling.search.alike`), between these every second, above fewer. With 49 token counts
 a third of 96 layers lacked a build (random weights, two GPUs), with these a sixteenth, for 0.03 % of token counts up
 to 8192."""
 

@@ -10,7 +10,7 @@ import torch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own import w8a16
-from fp4dispatch.backends.own.tiling import predict, speeds, tiles
+from fp4dispatch.backends.own.tiling import search, speeds, tiles
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.models.linear import FP8Linear
@@ -185,7 +185,7 @@ def test_the_predicted_tile_is_the_best_of_all(m):
     known, asked = speeds.of(gpu), problem(m)
     (chosen,) = BACKEND._kernels(asked, gpu.arch, gpu.sms, known)
     times = {
-        each: predict.gemm(*each, tiles.speed_of(*each), asked, known) for each in BACKEND.gemms(asked, gpu.arch, 132)
+        each: search.gemm(*each, tiles.speed_of(*each), asked, known) for each in BACKEND.gemms(asked, gpu.arch, 132)
     }
     assert len(times) == len(TILES) + 1
     assert min((us, each) for each, us in times.items() if us is not None)[1] == chosen

@@ -17,6 +17,7 @@ from fp4dispatch.backends.own.tiling import (
     launch_model,
     launches,
     predict,
+    search,
     speeds,
     tiles,
 )
@@ -222,22 +223,22 @@ def test_the_launch_that_is_chosen_is_the_fastest_of_those_that_the_formulas_put
     few, usable, moved = own.few_tokens["w4a8_small"], own.many_tokens.usable, 0
     for m in (8, 24, 40, 64, 96):
         asked = replace(FEW, m=m)
-        first = few_tokens_model.first("w4a8_small", few, m, FEW.n, FEW.k, usable, False, predict.FEW_CORRECTED)
+        first = few_tokens_model.first("w4a8_small", few, m, FEW.n, FEW.k, usable, False, search.FEW_CORRECTED)
         times = {each.shape: predict.launch("w4a8_small", "bf16", None, each.shape, asked, own) for each in first}
-        found = predict.few_tokens("w4a8_small", asked, own)
+        found = search.few_tokens("w4a8_small", asked, own)
         assert (found.shape, found.us) == min(times.items(), key=lambda each: each[1])
         assert [each.us for each in first] == sorted(each.us for each in first)
         assert len({each.shape.stages for each in first}) > 1, "with any ring"
         moved += found.shape != first[0].shape
     assert moved, "some are corrected"
     tile = speed_of("w8_gemm_sm90", "bf16_128")
-    many = predict.many_tokens("w8_gemm_sm90", "bf16_128", tile, MANY, own)
+    many = search.many_tokens("w8_gemm_sm90", "bf16_128", tile, MANY, own)
     times = {
         each.shape: predict.launch("w8_gemm_sm90", "bf16_128", tile, each.shape, MANY, own)
-        for each in launch_model.first(tile, MANY.m, MANY.n, MANY.k, own.many_tokens, predict.MANY_CORRECTED)
+        for each in launch_model.first(tile, MANY.m, MANY.n, MANY.k, own.many_tokens, search.MANY_CORRECTED)
     }
     assert (many.shape, many.us) == min(times.items(), key=lambda each: each[1])
-    assert predict.gemm("w8_gemm_sm90", "bf16_128", tile, MANY, own) == many.us
+    assert search.gemm("w8_gemm_sm90", "bf16_128", tile, MANY, own) == many.us
 
 
 def test_builds_for_float16_get_the_launches_of_bfloat16():
@@ -258,7 +259,7 @@ def test_scaled_constants_have_no_corrections():
     assert not speeds.of(NVL).corrections
     assert speeds.of(H100).corrections == speeds.of(H200).corrections == corrections.packaged()
     scaled = speeds.of(NVL)
-    found = predict.few_tokens("w4a8_small", FEW, scaled)
+    found = search.few_tokens("w4a8_small", FEW, scaled)
     few = scaled.few_tokens["w4a8_small"]
     usable = scaled.many_tokens.usable
     assert found == few_tokens_model.best("w4a8_small", few, 24, FEW.n, FEW.k, usable, False)
@@ -271,7 +272,7 @@ def test_cublaslt_is_corrected_by_its_problem_alone_also_behind_weights_that_are
     assert factor != 1.0
     assert predict.cublaslt(MANY, own) == pytest.approx(predict.cublaslt(MANY, plain) * factor)
     fp4 = replace(MANY, op="nvfp4_gemm", scaling="nvfp4")
-    with_, without = (predict.launch(predict.UNFOLD, "any", None, None, fp4, each) for each in (own, plain))
+    with_, without = (search.gemm(predict.UNFOLD, "any", None, fp4, each) for each in (own, plain))
     assert with_ - without == pytest.approx(predict.cublaslt(MANY, own) - predict.cublaslt(MANY, plain))
     assert predict.cublaslt(MANY, speeds.of(NVL)) == speeds.of(NVL).cublaslt.microseconds(700, 6144, 4096, 132)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.tiling import launch_model, launches, predict, speeds, tiles
+from fp4dispatch.backends.own.tiling import launch_model, launches, predict, search, speeds, tiles
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
 from fp4dispatch.problem.measurement import LaunchConfig
@@ -45,18 +45,18 @@ def test_where_nothing_is_left_to_share_out_there_is_no_launch():
     assert list(launch_model.candidates(TILE, *short, one)) == []
     with pytest.raises(ValueError, match="nothing to share out; use another build"):
         launch_model.best(TILE, *short, one)
-    assert predict.many_tokens(KERNEL, BUILD, TILE, problem(*short), H200) is None
+    assert search.many_tokens(KERNEL, BUILD, TILE, problem(*short), H200) is None
     assert launches.best_shape(KERNEL, BUILD, problem(*short), H200) is None
 
 
 def test_only_a_gpu_on_which_it_was_measured_considers_it():
     given = problem(216, 5120, 8960)
-    found = predict.many_tokens(KERNEL, BUILD, TILE, given, H200)
+    found = search.many_tokens(KERNEL, BUILD, TILE, given, H200)
     assert found is not None
     assert predict.launch(KERNEL, BUILD, TILE, found.shape, given, H200) == found.us
-    assert predict.many_tokens(KERNEL, BUILD, TILE, given, H100) is not None
+    assert search.many_tokens(KERNEL, BUILD, TILE, given, H100) is not None
     nobody = replace(H200, builds={})
-    assert predict.many_tokens(KERNEL, BUILD, TILE, given, nobody) is None
+    assert search.many_tokens(KERNEL, BUILD, TILE, given, nobody) is None
     assert predict.launch(KERNEL, BUILD, TILE, found.shape, given, nobody) is None
     gemms = registry.instance("w4a8").gemms(given, SM90, 132)
     assert (KERNEL, BUILD) in gemms
@@ -75,14 +75,14 @@ def test_after_many_whole_tiles_only_times_choose_an_even_launch():
     """At 6335 tokens CTAs do eight whole tiles each before they share the rest out."""
     given, gpu = problem(6335, 4096, 2048), H200.many_tokens
     shapes = [each.shape for each in launch_model.every(TILE, given.m, given.n, given.k, gpu)]
-    assert min(shape.rounds for shape in shapes) > predict.MOST_EVEN_ROUNDS
-    assert predict.many_tokens(KERNEL, BUILD, TILE, given, H200) is None
+    assert min(shape.rounds for shape in shapes) > search.MOST_EVEN_ROUNDS
+    assert search.many_tokens(KERNEL, BUILD, TILE, given, H200) is None
     launch = LaunchConfig(KERNEL, BUILD, tuple(shapes[0]))
     assert launches.laid_out(launch, given, gpu) == launch
     assert launches.microseconds(launch, given, H200) > 50
     few = problem(216, 5120, 8960)
     assert any(each.shape.rounds == 0 for each in launch_model.every(TILE, few.m, few.n, few.k, gpu))
-    assert predict.many_tokens(KERNEL, BUILD, TILE, few, H200).shape.rounds <= predict.MOST_EVEN_ROUNDS
+    assert search.many_tokens(KERNEL, BUILD, TILE, few, H200).shape.rounds <= search.MOST_EVEN_ROUNDS
 
 
 def test_bounds_choose_no_even_build():

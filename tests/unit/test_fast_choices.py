@@ -11,7 +11,7 @@ import pytest
 
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own.compiled import Layout
-from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, launches, predict, speeds, tiles
+from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, launches, predict, search, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.machine import gpu_models
@@ -47,8 +47,8 @@ def exhaustive(asked, problem, known):
     """Each launch that a build alone would have corrected, by all trees."""
     for i, (kernel, build, tile) in enumerate(asked):
         if predict.covers(kernel, build, tile, problem, known):
-            for us, shape in predict._put_first(kernel, build, tile, problem, known):
-                yield us * predict._factor(kernel, build, tile, shape, problem, known), i, shape
+            for us, shape in search._put_first(kernel, build, tile, problem, known):
+                yield us * predict.correction(kernel, build, tile, shape, problem, known), i, shape
 
 
 def test_it_is_nearly_always_the_best_of_all_launches():
@@ -56,7 +56,7 @@ def test_it_is_nearly_always_the_best_of_all_launches():
     for table, problem, known in problems(250, 1):
         asked = gemms(table, problem)
         best = min(us for us, *_ in exhaustive(asked, problem, known))
-        found = predict.fastest(asked, problem, known)
+        found = search.fastest(asked, problem, known)
         lost.append((found.us - predict.quantiser(problem, known)) / best)
     assert min(lost) > 1 - 1e-9
     assert statistics.mean(lost) < 1.0005
@@ -67,8 +67,8 @@ def test_no_launch_is_predicted_to_be_faster_than_the_least():
     shares = []
     for table, problem, known in problems(150, 2):
         for gemm in gemms(table, problem):
-            if predict.covers(*gemm, problem, known) and (first := predict._put_first(*gemm, problem, known)):
-                share = predict._least_us(*gemm, problem, known) / min(us for us, _ in first)
+            if predict.covers(*gemm, problem, known) and (first := search._put_first(*gemm, problem, known)):
+                share = search._least_us(*gemm, problem, known) / min(us for us, _ in first)
                 assert share < 1.001, (gemm[:2], problem)
                 shares.append(share)
     assert statistics.mean(shares) > 0.4, "what says nothing leaves no build out"
@@ -84,15 +84,15 @@ def test_a_kernel_without_a_tile_for_so_many_tokens_is_not_looked_at():
 
 @pytest.mark.parametrize("m", [1, 2, 9, 16, 17, 24, 25, 255, 256, 257, 272, 777, 5000])
 def test_numbers_of_tokens_that_are_alike_have_the_same_tiles(m):
-    same = predict.alike(m)
-    assert m <= same < m + predict.WIDE_APART
-    assert predict.alike(same) == same
-    assert m > predict.APART_FROM or same == m
+    same = search.alike(m)
+    assert m <= same < m + search.WIDE_APART
+    assert search.alike(same) == same
+    assert m > search.APART_FROM or same == m
     tokens = {tile.speed.tokens for table in ("w4", "w8") for tile in tiles.tiles(table) if tile.speed}
     assert tokens
     for each in tokens:
         assert -(-m // each) == -(-same // each), each
-    if m <= predict.WIDE_APART_FROM:
+    if m <= search.WIDE_APART_FROM:
         for kernel in KERNELS.values():
             assert kernel.tiles(m) == kernel.tiles(same)
 
@@ -101,7 +101,7 @@ def test_numbers_of_tokens_that_are_alike_have_the_same_tiles(m):
 def test_tokens_that_are_alike_lie_in_one_range_of_decisions(op):
     """Launches are timed at the end of each range, and serve it alone."""
     assert m_bucket(9, op, SM90) != m_bucket(8, op, SM90)
-    assert all(m_bucket(predict.alike(m), op, SM90) == m_bucket(m, op, SM90) for m in range(1, 8193))
+    assert all(m_bucket(search.alike(m), op, SM90) == m_bucket(m, op, SM90) for m in range(1, 8193))
 
 
 class Asked(Exception):
@@ -168,7 +168,7 @@ def test_the_launch_comes_with_the_build(monkeypatch):
     monkeypatch.setattr(type(backend), "_shape", lambda self, *args: again.append(1) or shape(self, *args))
     gemm, numbers = backend._predicted(given, Layout(5376, 3328, 5376, 3328), SM90, 132, known, ())
     assert not again
-    monkeypatch.setattr(predict, "_put_first", refuse)
+    monkeypatch.setattr(search, "_put_first", refuse)
     assert backend._fastest(replace(given, capture="piecewise"), SM90, 132, known)[0] == gemm
     monkeypatch.undo()
     monkeypatch.setattr(type(backend), "_shape", lambda self, *args: again.append(1) or shape(self, *args))

@@ -11,7 +11,7 @@ from fp4dispatch import cli, explain
 from fp4dispatch.backends import predictions as asked
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.libraries import cublaslt
-from fp4dispatch.backends.own.tiling import predict, speeds
+from fp4dispatch.backends.own.tiling import predict, search, speeds
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.dispatch import here
 from fp4dispatch.errors import FlagsError, InputError
@@ -135,16 +135,16 @@ def test_a_backend_predicts_its_fastest_build_and_its_quantiser():
     tiles = [many_tokens.tile_of("w4_gemm_sm90", name) for name in many_tokens.A16_BUILDS]
     builds = [f"w4_gemm_sm90/{name}" for name in many_tokens.A16_BUILDS]
     many = Problem("nvfp4_gemm", 300, 28672, 4096, "bf16")
-    times = [predict.gemm(*build.split("/"), tile, many, found) for tile, build in zip(tiles, builds, strict=True)]
+    times = [search.gemm(*build.split("/"), tile, many, found) for tile, build in zip(tiles, builds, strict=True)]
     us = registry.instance("w4a16").predict(many, H200)
     assert min(times) <= us <= min(times) / (1 - MARGIN)
     few = Problem("nvfp4_gemm", 8, 4096, 4096, "bf16")
-    assert registry.instance("w4a16").predict(few, H200) == predict.few_tokens("w4a16_small", few, found).us
+    assert registry.instance("w4a16").predict(few, H200) == search.few_tokens("w4a16_small", few, found).us
     rows = Problem("fp8_gemm", 3000, 4096, 4096, "fp8", "row")
     expected = predict.quantiser(rows, found, packed=False) + cublaslt.DOUBT * predict.cublaslt(rows, found)
     assert registry.instance("cublaslt").predict(rows, H200) == expected
     asked = Problem("nvfp4_gemm", 16, 4096, 4096, "fp8")
-    gemm = predict.few_tokens("w4a8_small", asked, found).us
+    gemm = search.few_tokens("w4a8_small", asked, found).us
     assert registry.instance("w4a8").predict(asked, H200) == pytest.approx(gemm + predict.quantiser(asked, found))
     assert registry.instance("w4a8").predict(asked, gpu_models.named("B200")) is None, "no GPU of its arch was measured"
     assert registry.instance("reference").predict(asked, H200) is None

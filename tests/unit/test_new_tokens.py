@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import new_tokens
-from fp4dispatch.backends.own.tiling import predict
+from fp4dispatch.backends.own.tiling import search
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 
@@ -23,7 +23,7 @@ def test_each_number_of_tokens_is_new_and_its_neighbour_is_alike(low, high):
         assert len({-(-m // new_tokens.APART) for m in ms}) == 10
         for m in ms:
             assert new_tokens.neighbour(m) != m
-            assert predict.alike(new_tokens.neighbour(m)) == predict.alike(m)
+            assert search.alike(new_tokens.neighbour(m)) == search.alike(m)
 
 
 def test_it_times_each_kind_of_layer_and_writes_the_record(tmp_path, monkeypatch, capsys):

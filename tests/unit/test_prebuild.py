@@ -17,7 +17,7 @@ from fp4dispatch import jit
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.backends.own import compiled, swiglu
-from fp4dispatch.backends.own.tiling import predict, speeds
+from fp4dispatch.backends.own.tiling import search, speeds
 from fp4dispatch.backends.own.tiling.tiles import tiles
 from fp4dispatch.dispatch import choose
 from fp4dispatch.jit.catalog.manifest import installed
@@ -100,7 +100,7 @@ def test_hardly_any_number_of_tokens_needs_another_build_where_models_choose(ask
         n, k = (128 * int(math.exp(draw.uniform(math.log(6), math.log(150)))) for _ in range(2))
         prebuild.together([ask(op, scaling, n, k)])
         names, decided = asked[-1][0], {}
-        for m in {predict.alike(m) for m in range(1, 8193)}:
+        for m in {search.alike(m) for m in range(1, 8193)}:
             last = choose.bucket(m, op, 0)
             if last not in decided:
                 decided[last] = choose.prospect(Problem(op, last, n, k, "any", scaling), gpu=0)[0]

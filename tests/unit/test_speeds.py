@@ -10,7 +10,7 @@ import pytest
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.libraries.cublaslt import CublasLtBackend
-from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, launch_model, predict, speeds, tiles
+from fp4dispatch.backends.own.tiling import few_tokens, few_tokens_model, launch_model, predict, search, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensShape
 from fp4dispatch.backends.own.tiling.other_models import (
     BlockScaledSpeed,
@@ -126,10 +126,10 @@ def test_resident_ctas_are_limited_by_registers_and_by_shared_memory():
 
 def test_few_tokens_take_a_shape_that_fits_one_wave_where_k_needs_no_sharing():
     """Two tiles of tokens of 40 row blocks: a cluster of 4 would be 320 CTAs on 132 SMs, and took twice as long."""
-    found = predict.few_tokens("w4a8_small", Problem("nvfp4_gemm", 85, 2560, 3072, "fp8"), speeds.of(H200))
+    found = search.few_tokens("w4a8_small", Problem("nvfp4_gemm", 85, 2560, 3072, "fp8"), speeds.of(H200))
     assert found.shape.cluster == 1
     assert 4.5 < found.us < 8  # 6.4 us was measured with two tiles of 64
-    assert predict.few_tokens("w4a8_small", Problem("nvfp4_gemm", 2049, 256, 3072, "fp8"), speeds.of(H200)) is None
+    assert search.few_tokens("w4a8_small", Problem("nvfp4_gemm", 2049, 256, 3072, "fp8"), speeds.of(H200)) is None
 
 
 def test_only_shallow_rings_are_considered_where_that_was_better():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fp4dispatch.backends.own.compiled import Build, CompiledBackend
-from fp4dispatch.backends.own.tiling.predict import Fastest
+from fp4dispatch.backends.own.tiling.search import Fastest
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, fastest_for, tile_for
 from fp4dispatch.problem import Problem

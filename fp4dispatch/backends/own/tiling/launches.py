@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from fp4dispatch.backends.own.tiling import launch_model, predict
+from fp4dispatch.backends.own.tiling import launch_model, predict, search
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, MOST_TILES
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import Speeds
@@ -94,24 +94,22 @@ def _launches(kernel: str, build: str, problem: Problem, speeds: Speeds) -> Iter
         return
     yield LaunchConfig(kernel, build)
     if kernel in KERNELS:
-        for small in predict.few_tokens_shapes(kernel, problem, speeds):
+        for small in search.few_tokens_shapes(kernel, problem, speeds):
             yield LaunchConfig(kernel, build, tuple(small))
 
 
-@functools.lru_cache(maxsize=predict.KEPT)
+@functools.lru_cache(maxsize=search.KEPT)
 def microseconds(launch: LaunchConfig, problem: Problem, speeds: Speeds) -> float | None:
     """Return the predicted time of a launch with its quantiser; None where the models do not cover it.
 
     A kernel for few tokens that chooses its own shape counts like its best one.
     """
-    us = predict.launch(
-        launch.kernel,
-        launch.build.replace("fp16", "bf16"),
-        speed_of(launch.kernel, launch.build),
-        launch.shape,
-        problem,
-        speeds,
-    )
+    kernel, build = launch.kernel, launch.build.replace("fp16", "bf16")
+    tile = speed_of(kernel, launch.build)
+    if launch.shape is None:
+        us = search.gemm(kernel, build, tile, problem, speeds)
+    else:
+        us = predict.launch(kernel, build, tile, launch.shape, problem, speeds)
     return None if us is None else us + predict.quantiser(problem, speeds, packed=launch.kernel != predict.UNFOLD)
 
 
@@ -143,7 +141,7 @@ def _many_tokens(launch: LaunchConfig, tile: TileSpeed, problem: Problem, gpu: l
     return None if found is None else launch._replace(shape=tuple(found))
 
 
-@functools.lru_cache(maxsize=predict.KEPT)
+@functools.lru_cache(maxsize=search.KEPT)
 def fastest(
     timed: Tuned, problem: Problem, gemms: tuple[tuple[str, str], ...], speeds: Speeds | None, gpu: launch_model.Gpu
 ) -> LaunchConfig | None:
@@ -188,18 +186,18 @@ def fastest(
 def best_shape(kernel: str, build: str, problem: Problem, speeds: Speeds) -> tuple[int, ...] | None:
     """Return the launch shape that the models say is fastest; None for a build that is given none, or has none."""
     if (tile := speed_of(kernel, build)) is not None:
-        found = predict.many_tokens(kernel, build.replace("fp16", "bf16"), tile, problem, speeds)
+        found = search.many_tokens(kernel, build.replace("fp16", "bf16"), tile, problem, speeds)
         if found is None:
             first = launch_model.first(tile, problem.m, problem.n, problem.k, speeds.many_tokens, 1)
             return tuple(first[0].shape) if first else None
         return tuple(found.shape)
-    return predict.few_tokens_shape(kernel, problem, speeds)
+    return search.few_tokens_shape(kernel, problem, speeds)
 
 
 def put_first(gemms: Sequence[tuple[str, str]], problem: Problem, speeds: Speeds) -> tuple[float, LaunchConfig] | None:
     """Return the time and the launch that the models put first; None where they cover none."""
     asked = tuple((kernel, build.replace("fp16", "bf16"), speed_of(kernel, build)) for kernel, build in gemms)
-    found = predict.fastest(asked, problem, speeds)
+    found = search.fastest(asked, problem, speeds)
     if found is None:
         return None
     kernel, build = gemms[found.at]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fp4dispatch import strict_toml
-from fp4dispatch.backends.own.tiling import launch_model, predict
+from fp4dispatch.backends.own.tiling import launch_model, predict, search
 from fp4dispatch.backends.own.tiling.launch_model import TileSpeed
-from fp4dispatch.backends.own.tiling.predict import Fastest
+from fp4dispatch.backends.own.tiling.search import Fastest
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
@@ -65,13 +65,13 @@ class Tile:
         return problem.out_dtype in self.builds
 
     @functools.cached_property
-    def gemm(self) -> predict.Gemm:
+    def gemm(self) -> search.Gemm:
         """What its times are predicted by."""
         return self.kernel, self.builds["bfloat16"], self.speed
 
     def predicted_us(self, problem: Problem, speeds: Speeds) -> float | None:
         """Return the predicted microseconds of the GEMM; None where the models do not cover it."""
-        return predict.gemm(*self.gemm, problem, speeds)
+        return search.gemm(*self.gemm, problem, speeds)
 
     def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
@@ -181,7 +181,7 @@ def _fastest(
     if not predict.covers(*first.gemm, problem, speeds):
         return None
     running = [tile for tile in tiles(table) if tile.runs(problem, arch) and takes(tile)]
-    found = predict.fastest(tuple(tile.gemm for tile in running), problem, speeds)
+    found = search.fastest(tuple(tile.gemm for tile in running), problem, speeds)
     return None if found is None else (running[found.at], found)
 
 
