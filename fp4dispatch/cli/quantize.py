@@ -19,12 +19,10 @@ from fp4dispatch.cli import HELP, OK
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import CALIBRATIONS
 from fp4dispatch.machine.progress import Progress
+from fp4dispatch.models.choose_layers import EXCLUDE
 
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
-
-DEFAULT_EXCLUDE = ("lm_head", "*.lm_head", "*router*", "*.gate")
-"""Not quantised by default, as in ModelOpt: the output head, and the routers of mixtures of experts."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -56,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help=f"layers to leave as they are: a glob, or re:EXPRESSION; repeatable; besides {' '.join(DEFAULT_EXCLUDE)}",
+        help=f"layers to leave as they are: a glob, or re:EXPRESSION; repeatable; besides {' '.join(EXCLUDE)}",
     )
     parser.add_argument(
         "--include",
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     with open_checkpoint(args.model_dir) as checkpoint:
         known = _survey(checkpoint, args.include)
     linears = known.linears
-    patterns = (*DEFAULT_EXCLUDE, *args.exclude)
+    patterns = (*EXCLUDE, *args.exclude)
     excluded = {name for name in linears if any(_names(known, pattern, name) for pattern in patterns)}
     everything = [*linears, *known.others]
     unused = [p for p in args.exclude if not any(_names(known, p, name) for name in everything)]

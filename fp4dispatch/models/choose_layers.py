@@ -25,8 +25,10 @@ FORMATS: dict[str, Callable[..., QuantizedLinear]] = {
     "fp8_row": lambda linear, **kwargs: FP8Linear.from_linear(linear, scaling="row", **kwargs),
     "fp8_block": lambda linear, **kwargs: FP8Linear.from_linear(linear, scaling="block128", **kwargs),
 }
-EXCLUDE = ("lm_head", "*.lm_head")
-"""Not quantised by default: logits are sensitive, and the head is often tied to the embedding."""
+EXCLUDE = ("lm_head", "*.lm_head", "*router*", "*.gate", "*.shared_expert_gate")
+"""Not quantised by default, as in ModelOpt: the output head, because logits are sensitive and the head is often tied to
+the embedding, and what chooses the experts of a mixture and weighs them, because it is small and one wrong choice is a
+wrong expert."""
 
 PROBLEM: dict[str, tuple[Op, Scaling]] = {
     "nvfp4": ("nvfp4_gemm", "nvfp4"),

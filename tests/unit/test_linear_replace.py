@@ -240,3 +240,27 @@ def test_warmup_is_refused_during_capture(monkeypatch):
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
     with pytest.raises(CaptureError):
         warmup(m, tokens=[1])
+
+
+class Mixture(nn.Module):
+    """What chooses and weighs experts under the names of transformers: JetMoe, Qwen2-MoE and others, AFMoE."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.ModuleDict({"layer": nn.Linear(64, 4)})
+        self.mlp = nn.ModuleDict(
+            {"gate": nn.Linear(64, 4), "shared_expert_gate": nn.Linear(64, 1), "gate_proj": nn.Linear(64, 64)}
+        )
+        self.lm_head = nn.Linear(64, 128)
+
+
+def test_what_chooses_experts_stays_as_it_is_unless_it_is_asked_for():
+    model = Mixture()
+    report = replace_linears(model, "nvfp4")
+    assert [layer.name for layer in report.layers] == ["mlp.gate_proj"]
+    left = dict(report.skipped)
+    assert set(left) == {"router.layer", "mlp.gate", "mlp.shared_expert_gate", "lm_head"}
+    assert set(left.values()) == {"excluded by name"}
+    assert report.notes == ()
+    every = replace_linears(Mixture(), "nvfp4", exclude=())
+    assert len(every.layers) == 5
