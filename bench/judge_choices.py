@@ -70,7 +70,7 @@ class Judge:
         found = registry.instance(backend)
         assert isinstance(found, CompiledBackend)
         layout = Layout(problem.n, problem.k, problem.n, problem.k)
-        alike = problem if self.speeds is None else replace(problem, m=search.alike(problem.m))
+        alike = problem if self.speeds is None else search.representative(problem)
         chosen = found._predicted(alike, layout, SM90, self.model.sms, self.speeds, ())
         assert chosen is not None
         gemm, shape = chosen

@@ -30,7 +30,7 @@ from fp4dispatch.backends.own.tensors.operands import (
     speeds_on,
     taken_as_is,
 )
-from fp4dispatch.backends.own.tiling import launch_model, launches, predict, search
+from fp4dispatch.backends.own.tiling import launch_model, launches, search
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.launches import Tuned
 from fp4dispatch.backends.own.tiling.search import Fastest
@@ -151,11 +151,6 @@ def _shaped(loaded: Loaded, shape: Sequence[int]) -> Callable[..., None]:
     return gemm
 
 
-def _alike(problem: Problem) -> Problem:
-    """Return a problem with the largest number of tokens that gets the same launch."""
-    return replace(problem, m=search.alike(problem.m))
-
-
 def gpu_and_speeds(device: torch.device) -> tuple[Arch, int, Speeds | None]:
     """Return the arch of a GPU, its number of SMs, and the constants of its time models."""
     return *gpu_of(device), speeds_on(device)
@@ -227,11 +222,7 @@ class CompiledBackend(Backend):
         if (found := self._fastest(problem, gpu.arch, gpu.sms, speeds)) is not None:
             return found[1].us
         builds = self._kernels(problem, gpu.arch, gpu.sms, speeds)
-        if not builds:
-            return None
-        kernel, build = builds[0]
-        us = search.gemm(kernel, build.replace("fp16", "bf16"), speed_of(kernel, build), problem, speeds)
-        return None if us is None else us + predict.quantiser(problem, speeds, packed=kernel != predict.UNFOLD)
+        return launches.microseconds(LaunchConfig(*builds[0]), problem, speeds) if builds else None
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Load the kernels; compile and prove them first if they are not in the cache.
@@ -258,7 +249,7 @@ class CompiledBackend(Backend):
 
     def _tuned(self, problem: Problem, device: torch.device) -> Tuned | None:
         """Return the timed launches that serve a problem."""
-        return launches.tuned(self.name, _alike(problem), device.index or 0)
+        return launches.tuned(self.name, search.representative(problem), device.index or 0)
 
     def launches(self, problem: Problem, prepared: Prepared) -> tuple[LaunchConfig, ...]:
         """Return the launches that are worth timing: first what the models or the rules alone choose, then others."""
@@ -281,7 +272,7 @@ class CompiledBackend(Backend):
         known = speeds_on(device)
         if known is None:
             return self._chosen(problem, layout, device)
-        key = (_alike(problem), layout, device, self._tuned(problem, device))
+        key = (search.representative(problem), layout, device, self._tuned(problem, device))
         found = self._choices.get(key)
         if found is None or found[0] is not known:
             chosen = self._chosen(problem, layout, device)
@@ -310,7 +301,7 @@ class CompiledBackend(Backend):
         ``only``: the builds that it may be; empty for any. With models, numbers of tokens that are alike get the same.
         """
         if gpu_and_speeds(device)[2] is not None:
-            problem = _alike(problem.eager())
+            problem = search.representative(problem.eager())
         timed = self._tuned(problem, device)
         if timed is not None and (launch := self._timed(timed, problem, layout, device, only)) is not None:
             return (launch.kernel, launch.build), launch.shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from fp4dispatch.backends.own.tiling import corrections, few_tokens_model, launch_model, predict
@@ -106,6 +107,11 @@ def alike(m: int) -> int:
     """
     apart = 1 if m <= APART_FROM else TOKENS_APART if m <= WIDE_APART_FROM else WIDE_APART
     return -(-m // apart) * apart
+
+
+def representative(problem: Problem) -> Problem:
+    """Return a problem with the largest number of tokens for which the same launch is chosen (:func:`alike`)."""
+    return replace(problem, m=alike(problem.m))
 
 
 def _time(each: Fastest) -> tuple[float, int]:
