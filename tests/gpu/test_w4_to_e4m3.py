@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4dispatch import FP4Linear, formats, jit, warmup
+from fp4dispatch import FP4Linear, jit, warmup
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.tensors.folding import fold_e4m3
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
@@ -27,14 +26,6 @@ def bounds_alone(monkeypatch):
 @pytest.fixture(scope="module")
 def kernel():
     return jit.load("w4_to_e4m3", "any", SM90).module.w4_to_e4m3
-
-
-def weights_of(n, k, seed):
-    """Return the weights of a layer."""
-    torch.manual_seed(seed)
-    q = formats.nvfp4_quantize(torch.randn(n, k, device="cuda"))
-    scale = torch.full((1,), 0.5 + seed, device="cuda")
-    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, q.data, q.sf, scale)
 
 
 def every_value(n, k):
@@ -109,8 +100,9 @@ def test_no_layer_multiplies_the_weights_of_another(m, captured):
     """Layers of one size write their weights out to the same memory, right after one another."""
     n, k, backend = 4096, 4096, registry.instance("w4a8")
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    held = [backend.prepare(weights_of(n, k, seed)) for seed in range(6)]
-    plan = backend.plan_with(Problem("nvfp4_gemm", m, n, k, "fp8"), held[0], ("w4_to_e4m3", "any"))
+    case = contract.Case("nvfp4_gemm", "nvfp4", "fp8", m, n, k, "bfloat16", False)
+    held = [backend.prepare(contract.make_weights(case, "cuda", seed)) for seed in range(6)]
+    plan = backend.plan_with(case.problem(), held[0], ("w4_to_e4m3", "any"))
     want = []
     for prepared in held:
         want.append(torch.full((m, n), torch.nan, device="cuda", dtype=torch.bfloat16))
