@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from bench import fit_speeds
-from bench.launch_samples import SPLIT
 from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import corrections, predict, speeds
 from fp4dispatch.backends.own.tiling.corrections import Tree
@@ -68,11 +67,7 @@ class Timed(NamedTuple):
 
 
 def timed(record: Mapping[str, Any], plain: Speeds, *, few: bool) -> Iterator[Timed]:
-    """Yield the launches of a record that have a model, without their quantisers: for few tokens, or for many.
-
-    Not those that split K in kernels that did it another way (:data:`~bench.launch_samples.SPLIT`).
-    """
-    splits = record.get("split") == SPLIT
+    """Yield the launches of a record that have a model, without their quantisers: for few tokens, or for many."""
     quantised = {kind: asdict(each) for kind, each in plain.quantisers.items()}
     for p in (fit_speeds.gemms_alone(p, quantised) for p in record["problems"]):
         of = record["subject"], record["facts"]["device"], p["n"], p["k"], p["m"]
@@ -87,8 +82,6 @@ def timed(record: Mapping[str, Any], plain: Speeds, *, few: bool) -> Iterator[Ti
                 if few and not fit_speeds.serves(p, kernel):
                     continue
                 for shape, us in launches:
-                    if not few and shape is not None and LaunchShape(*shape).split > 1 and not splits:
-                        continue
                     if shape is not None and is_launched(kernel, build, shape, blocks=blocks):
                         yield Timed(of, kernel, build, tuple(shape), problem, us)
 

@@ -54,9 +54,6 @@ EACH = 2
 """Numbers of tokens of one (N, K)."""
 FIRST = 6
 """Times ``near``: launches of a build that are timed whatever their tile."""
-SPLIT = "sent"
-"""How CTAs that share out K get each other's sums: what records say of the kernels that they timed. Those that say
-nothing are of kernels that read them, which took 1 to 2 us longer."""
 BLOCK_CUBLASLT = Layer("block128", None, "cublaslt")
 """Its quantiser included. Its GEMM alone is not timed."""
 LAYERS = (Layer("nvfp4", None), Layer("row", None), Layer("block128", None), BLOCK_CUBLASLT)
@@ -441,8 +438,7 @@ def main() -> int:
         if not left:
             continue
         found += sampler.shape(layer, left, lambda: time.monotonic() > ends)
-        body = {"seed": args.seed, "method": method, "split": SPLIT, "gpu": gpu}
-        body |= {"drawn": drawn.problems, "problems": found}
+        body = {"seed": args.seed, "method": method, "gpu": gpu, "drawn": drawn.problems, "problems": found}
         records.write(path, KIND, facts, body, subject)
         if card.device.type == "cuda":
             torch.cuda.empty_cache()

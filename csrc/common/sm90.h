@@ -96,6 +96,9 @@ __device__ __forceinline__ void stores_have_read() {
 __device__ __forceinline__ void cluster_arrive_relaxed() {  // orders nothing
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
+__device__ __forceinline__ void cluster_arrive_release() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait_acquire() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -104,6 +107,15 @@ __device__ __forceinline__ void cluster_wait_acquire() {
 // for other CTAs (with .release.cluster it would cost a fence of the whole GPU).
 __device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 // ---- Shared memory of this CTA ----

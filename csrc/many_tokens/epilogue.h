@@ -230,93 +230,50 @@ struct OutputByToken {
 template <class Tile>
 using Output = std::conditional_t<Tile::Weights::kTokensAreA, OutputByToken<Tile>, OutputByRow<Tile>>;
 
-// The parts of K of a tile, which the CTAs of a cluster hold. Each adds up about 1 / split of wgmma's columns and stores
-// them. The others send it theirs, to where its ring was, as threads hold sums: [warpgroup][part][8 columns][thread][4].
-// A thread then reads what the same threads have sent.
+// Adds the parts of K in their order; this CTA does about 1 / split of wgmma's columns. Sums lie in shared memory as
+// threads hold them: [warpgroup][8 columns][thread][4].
 template <class Tile, int split>
-struct Parts {
-  static constexpr int kBlocks = Tile::kTokens / 8, kMost = (kBlocks + split - 1) / split;  // of 8 columns
-  static constexpr uint32_t kBlockBytes = 128 * 16, kPartBytes = kMost * kBlockBytes;
-  static_assert(Tile::kConsumers * split * kPartBytes <= Tile::kOutAt, "they take the place of the ring");
+__device__ __forceinline__ void add_and_store(Params<typename Tile::Weights> const& p, Place const& place,
+                                              uint32_t sums_at, Output<Tile>& output, Corner corner) {
+  constexpr int kBlocks = Tile::kTokens / 8, kMost = (kBlocks + split - 1) / split;  // of 8 columns
+  constexpr int kAtOnce = kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
+  constexpr int kBatch = std::min(kAtOnce, split >= 8 ? 1 : split >= 3 ? 2 : 4);  // about 8 loads under way
   static_assert(Tile::Weights::kTokensAreA || (kMost + 1) / 2 * 16 <= Tile::kOutTokens);
-  Params<typename Tile::Weights> const& p;
-  Place const& place;
-  Ring<Tile> ring;
-  Output<Tile> const& output;
-  Corner corner;
-  uint32_t rank, thread;  // of the parts, of the warpgroup
-
-  // None, where CTAs that share rows have more tokens than there are.
-  __device__ int blocks() const { return max(0, min(kBlocks, output.blocks(corner))); }
-  __device__ int start(int rank) const { return blocks() * rank / split; }
-  // What this thread has of a part.
-  __device__ uint32_t at(int part) const {
-    return ring.base + (output.warpgroup * split + part) * kPartBytes + thread * 16;
-  }
-
-  // After the loop: nothing is loaded into the ring any more.
-  __device__ __forceinline__ void send_all(float const (&sums)[Tile::kTokens / 2]) const {
-    uint32_t const summed = ring.summed(output.warpgroup), here = at(rank);
-    int const mine = start(rank + 1) - start(rank);
-    if (thread == 0) barrier_arrive_expect(summed, split * mine * kBlockBytes);
-    sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
-    if (output.warpgroup == 0 && thread < split)
-      barrier_arrive_in(address_in(ring.emptied(), place.with_split(p, thread)));
-    int starts[split];
+  static_assert(kAtOnce % kBatch == 0);
+  uint32_t const own =
+      sums_at + output.warpgroup * kBlocks * 128 * 16 + (output.warp * 32 + output.lane) * 16;
+  uint32_t parts[split];
 #pragma unroll
-    for (int i = 0; i < split; ++i) starts[i] = start(i);
-    barrier_wait_cluster(ring.emptied(), 0);
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      int owner = 0, first = 0;
-#pragma unroll
-      for (int i = 1; i < split; ++i) {
-        if (j >= starts[i]) owner = i, first = starts[i];
-      }
-      int const to = place.with_split(p, owner);
-      if (j < blocks())
-        send_16(address_in(here + (j - first) * kBlockBytes, to),
-                make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]),
-                address_in(summed, to));
-    }
-  }
-
-  // In the order of the parts.
-  __device__ __forceinline__ void add_and_store() const {
-    constexpr int kAtOnce = kMost >= 4 ? 4 : kMost >= 2 ? 2 : 1;
-    int const first = start(rank), count = start(rank + 1) - first;
-    auto const factors = output.begin();
-    barrier_wait_cluster(ring.summed(output.warpgroup), 0);
+  for (int i = 0; i < split; ++i) parts[i] = address_in(own, place.with_split(p, i));
+  int const blocks = min(kBlocks, output.blocks(corner)), end = blocks * (place.split + 1) / split,
+            start = blocks * place.split / split;
+  auto const factors = output.begin();
 #pragma unroll 1
-    for (int j = 0; j < count; j += kAtOnce) {
-      float total[std::max(kAtOnce, 2) * 4] = {};
+  for (int j = start; j < end; j += kAtOnce) {
+    constexpr int kTotals = std::max(kAtOnce, 2);
+    float total[kTotals * 4] = {};
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+    for (int batch = 0; batch < kAtOnce; batch += kBatch) {
+      float4 part[kBatch][split] = {};
 #pragma unroll
-        for (int part = 0; part < split; ++part) {
-          if (j + i >= count) break;
-          uint4 const sums = load_16(at(part) + (j + i) * kBlockBytes);
-          total[4 * i] += __uint_as_float(sums.x), total[4 * i + 1] += __uint_as_float(sums.y);
-          total[4 * i + 2] += __uint_as_float(sums.z), total[4 * i + 3] += __uint_as_float(sums.w);
+      for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+        for (int s = 0; s < split; ++s)
+          if (j + batch + i < end) part[i][s] = load_cluster_16(parts[s] + (j + batch + i) * 128 * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+        for (int s = 0; s < split; ++s) {
+          float const values[4] = {part[i][s].x, part[i][s].y, part[i][s].z, part[i][s].w};
+#pragma unroll
+          for (int v = 0; v < 4; ++v) total[4 * (batch + i) + v] += values[v];
         }
       }
-      output.template part<std::max(kAtOnce, 2)>(factors, total, first + j, j, min(kAtOnce, count - j));
     }
-    output.template write<(kMost + 1) / 2 * 16>(corner.token + first * 8, count * 8);
+    output.template part<kTotals>(factors, total, j, j - start, min(kAtOnce, end - j));
   }
-};
-
-// Of a split of K, as many parts as `split`.
-template <class Tile, int split>
-__device__ __forceinline__ void end_split(Params<typename Tile::Weights> const& p, Place const& place,
-                                          Ring<Tile> ring, Output<Tile> const& output, Corner corner,
-                                          float const (&sums)[Tile::kTokens / 2]) {
-  // Else what follows from them stands in registers throughout the loop.
-  uint32_t rank = place.split, thread = output.warp * 32 + output.lane;
-  keep(ring.base), keep(rank), keep(thread);
-  Parts<Tile, split> const parts{p, place, ring, output, corner, rank, thread};
-  parts.send_all(sums);
-  parts.add_and_store();
+  output.template write<(kMost + 1) / 2 * 16>(corner.token + start * 8, (end - start) * 8);
 }
 
 }  // namespace fp4d

@@ -8,11 +8,11 @@
 // Three threads share the copies: one thread could not issue them fast enough.
 //
 // A cluster is `multicast` CTAs, which take neighbouring rows and the same tokens and copy a part of the activations
-// each to all of them, times `split`, which share out K. CTAs send their sums of a part of K to those that add a range of
-// tokens each, in the order of the parts: the same bits every time, no workspace, no atomics. The grid is persistent: a
-// CTA does whole tiles, and the ring runs ahead into the next one during an epilogue. With a split, what is left of a
-// wave comes last, a tile a cluster, because its sums take the place of the ring. Even builds share out what is left by
-// stages, however many tiles it is (Stream-K, https://arxiv.org/abs/2301.03598): many_tokens/even.h.
+// each to all of them, times `split`, which share out K. Sums of the parts of K meet in shared memory and are added in
+// the order of the parts, each CTA doing a range of tokens: the same bits every time, no workspace, no atomics. The
+// grid is persistent: a CTA does whole tiles, and the ring runs ahead into the next one during an epilogue. With a
+// split, what is left of a wave comes last, a tile a cluster, because its sums take the place of the ring. Even builds share
+// out what is left by stages, however many tiles it is (Stream-K, https://arxiv.org/abs/2301.03598): many_tokens/even.h.
 #pragma once
 
 #include "many_tokens/epilogue.h"
@@ -62,12 +62,20 @@ __device__ __forceinline__ void consume(KernelParams<typename Tile::Weights> con
       }
     } else if (i < place.whole) {
       output.tile(sums, corner);
-    } else {  // the last
-      if (p.split == 2) end_split<Tile, 2>(p, place, ring, output, corner, sums);
-      if (p.split == 3) end_split<Tile, 3>(p, place, ring, output, corner, sums);
-      if (p.split == 4) end_split<Tile, 4>(p, place, ring, output, corner, sums);
+    } else {  // the last: nothing is loaded into the ring any more
+      sync_threads(1 + Tile::kConsumers, 128 * Tile::kConsumers);
+#pragma unroll
+      for (int j = 0; j < T / 8; ++j) {
+        store_16(ring.base + ((warpgroup * (T / 8) + j) * 128 + warp * 32 + lane) * 16, sums[4 * j],
+                 sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
+      }
+      cluster_arrive_release();
+      cluster_wait_acquire();
+      if (p.split == 2) add_and_store<Tile, 2>(p, place, ring.base, output, corner);
+      if (p.split == 3) add_and_store<Tile, 3>(p, place, ring.base, output, corner);
+      if (p.split == 4) add_and_store<Tile, 4>(p, place, ring.base, output, corner);
       if constexpr (Tile::kMostSplit == 8) {
-        if (p.split == 8) end_split<Tile, 8>(p, place, ring, output, corner, sums);
+        if (p.split == 8) add_and_store<Tile, 8>(p, place, ring.base, output, corner);
       }
     }
   }
@@ -86,7 +94,7 @@ __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
   bool const clustered = p.multicast_log2 + p.sharing_log2 > 0 || p.split > 1;
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
-    ring.init(Place::sources(p), p.split);
+    ring.init(Place::sources(p));
     barriers_visible();
   }
   __syncthreads();
@@ -106,6 +114,10 @@ __global__ void __launch_bounds__(Tile::kSharingThreads, Tile::kCtas)
         grid_dependency_wait();
         mark_left<Tile>(p.room, threadIdx.x % 32);
       }
+    }
+    if (place.parts > 0) {  // the consumers' sums
+      cluster_arrive_release();
+      cluster_wait_acquire();
     }
     if (clustered) {
       cluster_arrive_relaxed();

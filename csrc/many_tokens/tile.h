@@ -123,10 +123,7 @@ struct Tile {
 
   static constexpr int kLutBytes = Weights::kTableBytes;
 
-  // Of the ring, and then of a split.
-  static constexpr int kRingBarrierBytes = 128, kSplitBarrierBytes = (1 + kConsumers) * 8,
-                       kBarrierBytes = (kRingBarrierBytes + kSplitBarrierBytes + 15) / 16 * 16;
-  static constexpr int kMaxShared = kCtas == 2 ? 115712 : 232448;
+  static constexpr int kBarrierBytes = 128, kMaxShared = kCtas == 2 ? 115712 : 232448;
   // Tokens, then weights, then scales; the next stage's tokens at a multiple of 1024.
   static constexpr int kStageBytes = (kTokenBytes + kWeightBytes + kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kStages = std::min(
@@ -135,7 +132,8 @@ struct Tile {
                        kOutScalesAt = kLutAt + kLutBytes,
                        kBarriersAt = kOutScalesAt + kConsumers * kOutScaleBytes,
                        kShared = kBarriersAt + kBarrierBytes;
-  static_assert(T % 16 == 0 && kStages >= 4 && kStages * 16 <= kRingBarrierBytes);
+  static_assert(T % 16 == 0 && kStages >= 4 && kStages * 16 <= kBarrierBytes);
+  static_assert(kRows * T * 4 <= kOutAt, "the sums of a split take the place of the ring");
 };
 
 constexpr int kWeightThreads = 2;  // that copy weights
@@ -151,19 +149,14 @@ struct Ring {
   __device__ uint32_t scales(int slot) const { return tokens(slot) + Tile::kTokenBytes + Tile::kWeightBytes; }
   __device__ uint32_t full(int slot) const { return base + Tile::kBarriersAt + slot * 16; }
   __device__ uint32_t empty(int slot) const { return full(slot) + 8; }
-  // Of a split: no CTA of the cluster needs its ring any more; a warpgroup has the sums of all.
-  __device__ uint32_t emptied() const { return base + Tile::kBarriersAt + Tile::kRingBarrierBytes; }
-  __device__ uint32_t summed(int warpgroup) const { return emptied() + 8 + warpgroup * 8; }
 
   // An arrival with its bytes of each copying thread; one of each consumer warp of each of the CTAs to which this one
   // copies, itself among them.
-  __device__ void init(int ctas, int split) const {
+  __device__ void init(int ctas) const {
     for (int slot = 0; slot < Tile::kStages; ++slot) {
       barrier_init(full(slot), 1 + kWeightThreads);
       barrier_init(empty(slot), ctas * Tile::kConsumers * 4);
     }
-    barrier_init(emptied(), split);
-    for (int i = 0; i < Tile::kConsumers; ++i) barrier_init(summed(i), 1);
   }
 };
 

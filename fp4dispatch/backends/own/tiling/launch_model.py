@@ -22,9 +22,9 @@ from fp4dispatch.machine.gpu_models import GpuModel
 TILE_CLOCKS = 7800.0
 """Before the first stage and after the last; a second time only after a tile whose K is split."""
 SPLIT_CLOCKS = 3100.0
-"""To send sums to other CTAs and wait for theirs, where K is split."""
+"""Two barriers of a cluster, where K is split."""
 SPLIT_BYTES = 32.0
-"""Sums of a tile that CTAs send each other, in bytes per clock."""
+"""Sums that a CTA reads from the other parts of K, in bytes per clock."""
 SUM_BYTES, MARK_BYTES = 4, 64
 """Of a sum, and of the marks of a CTA, in the memory of an even launch."""
 RASTER = 8
@@ -66,8 +66,6 @@ class Gpu:
         stays within a group of 16 or 18 SMs, which not every size fills.
     tile_clocks, split_clocks
         What a launch and a split cost beside their stages (:data:`TILE_CLOCKS`, :data:`SPLIT_CLOCKS`).
-    split_bytes
-        :data:`SPLIT_BYTES`.
     part_clocks
         What each part of a split beyond the second costs.
     late_clocks
@@ -90,7 +88,6 @@ class Gpu:
     usable: tuple[int, ...]
     tile_clocks: float = TILE_CLOCKS
     split_clocks: float = SPLIT_CLOCKS
-    split_bytes: float = SPLIT_BYTES
     token_clocks: float = 0.0
     part_clocks: float = 0.0
     late_clocks: float = 0.0
@@ -383,7 +380,7 @@ def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: 
         return start + rounds * whole + share * stage + end + sums
     if split == 1:
         return start + _divide_up(count, at_once) * whole
-    sums = gpu.split_clocks + gpu.part_clocks * (split - 2) + tile.rows * tile.tokens * SUM_BYTES / gpu.split_bytes
+    sums = gpu.split_clocks + gpu.part_clocks * (split - 2) + tile.rows * tile.tokens * SUM_BYTES / SPLIT_BYTES
     part = _divide_up(stages, split) * stage + sums
     waves = 1 if rounds else _divide_up(count, at_once)
     return start + rounds * whole + waves * part + (waves - 1) * AGAIN * gpu.tile_clocks
