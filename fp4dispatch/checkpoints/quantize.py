@@ -31,6 +31,7 @@ from fp4dispatch.formats import (
     nvfp4_quantize_calibrated,
 )
 from fp4dispatch.models.replacing.fusion import SharedScales
+from fp4dispatch.models.replacing.replaceable import HEAD
 from fp4dispatch.problem import Scaling
 
 QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]
@@ -193,7 +194,7 @@ def _choose(
             continue
         info = checkpoint[f"{name}.weight"]
         if name in excluded:
-            skipped[name] = NOT_LANGUAGE if name in known.outside else "excluded"
+            skipped[name] = NOT_LANGUAGE if name in known.outside else HEAD if name in known.heads else "excluded"
         elif name in known.left:
             skipped[name] = known.left[name]
         elif info.dtype not in ("F32", "BF16", "F16") or len(info.shape) != 2 or 0 in info.shape:

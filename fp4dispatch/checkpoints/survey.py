@@ -12,7 +12,7 @@ from torch import nn
 
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.hf_names import Conversion, Names, names_in
-from fp4dispatch.models.replacing.replaceable import leftover, ties, why_left, why_no_linear
+from fp4dispatch.models.replacing.replaceable import leftover, output_heads, ties, why_left, why_no_linear
 
 NOT_LANGUAGE = "is outside the language model (vision, audio or projector), which stays as it is by default"
 
@@ -29,6 +29,8 @@ class Survey:
         Why some of them cannot be quantised.
     outside
         Those outside the language model of a multi-modal model: left by default, as engines and ModelOpt do.
+    heads
+        Those that the model calls its output embeddings: left by default, as ``lm_head`` is.
     others
         Why weights outside ``nn.Linear`` are not quantised: embeddings, experts, convolutions, routers.
     in_memory
@@ -43,6 +45,7 @@ class Survey:
     others: Mapping[str, str] = field(default_factory=dict)
     in_memory: Mapping[str, str] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
+    heads: frozenset[str] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can carry."""
@@ -53,12 +56,13 @@ class Survey:
             "others": dict(self.others),
             "in_memory": dict(self.in_memory),
             "harmless": sorted(self.harmless),
+            "heads": sorted(self.heads),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Survey:
         """Read :meth:`to_dict` back."""
-        sets = {name: frozenset(data[name]) for name in ("outside", "harmless")}
+        sets = {name: frozenset(data[name]) for name in ("outside", "harmless", "heads")}
         return cls(**{**data, **sets, "linears": tuple(data["linears"])})
 
 
@@ -66,10 +70,11 @@ def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
     """Match a model (it may be on the meta device) with a checkpoint's names, by transformers' own rules."""
     names = names_in(model, checkpoint)
     sources = {target: conversion for conversion in names.conversions for target in _targets(conversion, checkpoint)}
-    left, tied, outside = why_left(model), ties(model), _outside(model)
+    left, tied, outside, output = why_left(model), ties(model), _outside(model), output_heads(model)
     linears: dict[str, str] = {}
     reasons: dict[str, str] = {}
     beyond: set[str] = set()
+    heads: set[str] = set()
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -85,9 +90,11 @@ def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
             reasons[file_name] = why
         if outside(name):
             beyond.add(file_name)
+        if id(module) in output:
+            heads.add(file_name)
     others, harmless, in_memory = _others(model, names, sources)
     in_memory |= {stored: name for stored, name in linears.items() if stored != name}
-    return Survey(tuple(linears), reasons, frozenset(beyond), others, in_memory, harmless)
+    return Survey(tuple(linears), reasons, frozenset(beyond), others, in_memory, harmless, frozenset(heads))
 
 
 def _targets(conversion: Conversion, checkpoint: Checkpoint) -> list[str]:

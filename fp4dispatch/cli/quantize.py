@@ -54,7 +54,8 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help=f"layers to leave as they are: a glob, or re:EXPRESSION; repeatable; besides {' '.join(EXCLUDE)}",
+        help="layers to leave as they are: a glob, or re:EXPRESSION; repeatable; besides the output head and "
+        + " ".join(EXCLUDE),
     )
     parser.add_argument(
         "--include",
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             f"--exclude {unused[0]} matches none of the {len(linears)} linear layers; nearest: {near}"
         )
     if not args.include:
-        excluded |= known.outside
+        excluded |= known.outside | known.heads
     with Progress("quantize", 0, unit="bytes", quiet=args.json) as shown:
         report = quantize_checkpoint(
             args.model_dir,

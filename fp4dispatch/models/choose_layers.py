@@ -14,7 +14,7 @@ from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.name_patterns import NamePatterns
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import leftover, ties, why_left
+from fp4dispatch.models.replacing.replaceable import HEAD, leftover, output_heads, ties, why_left
 from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.run import routes
 from fp4dispatch.settings import did_you_mean
@@ -28,7 +28,7 @@ FORMATS: dict[str, Callable[..., QuantizedLinear]] = {
 EXCLUDE = ("lm_head", "*.lm_head", "*router*", "*.gate", "*.shared_expert_gate")
 """Not quantised by default, as in ModelOpt: the output head, because logits are sensitive and the head is often tied to
 the embedding, and what chooses the experts of a mixture and weighs them, because it is small and one wrong choice is a
-wrong expert."""
+wrong expert. With these, what a model of transformers calls its output embeddings stays too, whatever its name."""
 
 PROBLEM: dict[str, tuple[Op, Scaling]] = {
     "nvfp4": ("nvfp4_gemm", "nvfp4"),
@@ -93,13 +93,16 @@ def choose_layers(
     left, tied = why_left(model), ties(model)
     skipped: list[tuple[str, str]] = []
     layers: list[tuple[str, nn.Linear, str]] = []
+    by_default = tuple(_listed(exclude)) == EXCLUDE
+    stay = output_heads(model) if by_default else frozenset()
     heads: dict[str, str] = {}
     if lm_head:
-        heads, told = _heads(model, picker(config, "*", () if exclude is EXCLUDE else exclude), left, tied)
+        heads, told = _heads(model, picker(config, "*", () if by_default else exclude), left, tied)
         notes += told
     for name, linear in found.items():
         fmt = heads.get(name) or pick(name)
         reason = "excluded by name" if fmt is None else left.get(id(linear)) or _unfit(linear, fmt, tied)
+        reason = reason or (HEAD if id(linear) in stay else "")
         reason = "" if name in heads else reason
         if reason or fmt is None:
             skipped.append((name, reason))
@@ -112,7 +115,9 @@ def _heads(
     model: nn.Module, pick: Callable[[str], str | None], left: Mapping[int, str], tied: Mapping[int, str]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the output heads to quantise, with their formats, and a note for each that is tied."""
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if _is_head(name)]
+    known = output_heads(model)
+    every = model.named_modules(remove_duplicate=False)
+    named = [(name, module) for name, module in every if _is_head(name) or id(module) in known]
     heads = [(name, module) for name, module in named if isinstance(module, nn.Linear)]
     if not heads and not any(isinstance(module, QuantizedLinear) for _, module in named):
         raise InputError(
@@ -174,7 +179,7 @@ def _check_patterns(
             )
         near = ", ".join(_nearest(pattern, layers))
         raise InputError(f"{what} pattern {pattern!r} names none of the {len(layers)} linear layers; nearest: {near}")
-    mine = [] if exclude is EXCLUDE else [p for p in _listed(exclude) if p not in EXCLUDE]
+    mine = [p for p in _listed(exclude) if p not in EXCLUDE]
     return tuple(
         f"exclude pattern {pattern!r} names nothing in the model; nearest: {', '.join(_nearest(pattern, layers))}"
         for pattern in mine

@@ -72,7 +72,8 @@ def replace_linears(
         The first match counts. None: do not quantise. Each pattern must match a linear layer.
     include, exclude
         Patterns of module names: globs, or regular expressions behind ``re:`` that match from the start, as in
-        compressed-tensors. By default the output head (``lm_head``) and the routers of mixtures of experts are excluded
+        compressed-tensors. By default the output head (``lm_head``, or what ``get_output_embeddings`` of a transformers
+        model returns) and the routers of mixtures of experts are excluded
         (:data:`~fp4dispatch.models.choose_layers.EXCLUDE`). Each ``include`` pattern must match a linear layer. The
         report's ``notes`` list each ``exclude`` pattern that matches nothing.
     activation, backend

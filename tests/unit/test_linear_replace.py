@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from fp4dispatch.errors import FormatError, InputError
+from fp4dispatch.models.choose_layers import EXCLUDE
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import replace_linears, warmup
+from fp4dispatch.models.replacing.replaceable import HEAD
 
 
 class Block(nn.Module):
@@ -264,3 +266,46 @@ def test_what_chooses_experts_stays_as_it_is_unless_it_is_asked_for():
     assert report.notes == ()
     every = replace_linears(Mixture(), "nvfp4", exclude=())
     assert len(every.layers) == 5
+
+
+def rwkv():
+    """A model of transformers whose head is called ``head``."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.RwkvConfig(**sizes, vocab_size=128, context_length=64, bos_token_id=0, eos_token_id=0)
+    return transformers.RwkvForCausalLM(config).to(torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize("exclude", [EXCLUDE, list(EXCLUDE)], ids=["default", "from JSON"])
+def test_an_output_head_of_any_name_stays_by_default(exclude):
+    model = rwkv()
+    report = replace_linears(model, exclude=exclude)
+    assert dict(report.skipped)["head"] == HEAD
+    assert type(model.head) is nn.Linear
+    assert isinstance(model.rwkv.blocks[0].attention.key, FP4Linear)
+    wrapped = nn.ModuleDict({"inner": rwkv()})
+    assert dict(replace_linears(wrapped).skipped)["inner.head"] == HEAD
+
+
+@pytest.mark.parametrize("asked", [{"lm_head": True}, {"exclude": ()}, {"exclude": ["*.key"]}], ids=str)
+def test_an_output_head_of_any_name_is_quantised_on_request(asked):
+    model = rwkv()
+    report = replace_linears(model, **asked)
+    assert isinstance(model.head, FP4Linear)
+    assert "head" in [layer.name for layer in report.layers]
+    again = replace_linears(model, **asked)  # the head is done already, and not missing
+    assert again.layers == ()
+
+
+def test_a_model_without_output_embeddings_has_no_head():
+    class Raises(Block):
+        def get_output_embeddings(self):
+            raise NotImplementedError
+
+    class Returns(Block):
+        def get_output_embeddings(self):
+            return None
+
+    for kind in (Raises, Returns):
+        assert [layer.name for layer in replace_linears(kind().to(torch.bfloat16)).layers] == ["qkv", "out"]

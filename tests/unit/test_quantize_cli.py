@@ -11,6 +11,7 @@ from fp4dispatch.checkpoints import FORMATS, load_quantized, open_checkpoint
 from fp4dispatch.cli import main
 from fp4dispatch.machine import progress
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replacing.replaceable import HEAD
 from tests.checkpoint_cases import K, N, write
 
 transformers = pytest.importorskip("transformers")
@@ -177,7 +178,7 @@ def test_a_causal_model_keeps_its_head_and_router_and_reloads(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert len(report["layers"]) == 14
     assert len(report["files"]) > 1
-    assert report["skipped"].pop("lm_head") == "excluded"
+    assert report["skipped"].pop("lm_head") == HEAD
     assert list(report["skipped"]) == ["model.embed_tokens"]
     assert report["bytes_left"] == 2 * 128 * 64 * 4  # both
     model = transformers.LlamaForCausalLM(config).eval()
@@ -186,6 +187,20 @@ def test_a_causal_model_keeps_its_head_and_router_and_reloads(tmp_path, capsys):
     with torch.no_grad():
         ours, theirs = model(tokens).logits, reference(tokens).logits
     assert torch.nn.functional.cosine_similarity(ours, theirs, dim=-1).min() > 0.99
+
+
+def test_a_head_of_another_name_stays_too_unless_it_is_included(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "input_embedding_size": 32, "output_embedding_size": 64}
+    config = transformers.RemBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+    torch.manual_seed(0)
+    transformers.RemBertForMaskedLM(config).save_pretrained(tmp_path / "in")
+    command = ["quantize", str(tmp_path / "in"), "--format", "fp8-channel", "--json"]
+    head = "cls.predictions.decoder"
+    assert main([*command, str(tmp_path / "out")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["skipped"][head] == HEAD
+    assert main([*command, str(tmp_path / "head"), "--include", head]) == 0
+    assert [layer["name"] for layer in json.loads(capsys.readouterr().out)["layers"]] == [head]
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, capsys, monkeypatch):

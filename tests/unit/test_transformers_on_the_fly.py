@@ -47,6 +47,19 @@ def states_equal(a, b):
         assert torch.equal(a[name].reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)), name
 
 
+def test_an_output_head_of_another_name_stays_as_it_is(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "input_embedding_size": 32, "output_embedding_size": 64}
+    tiny = transformers.RemBertConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+    torch.manual_seed(0)
+    transformers.RemBertForMaskedLM(tiny).save_pretrained(tmp_path / "in")
+    model = transformers.RemBertForMaskedLM.from_pretrained(tmp_path / "in", quantization_config=config())
+    assert type(model.cls.predictions.decoder) is torch.nn.Linear
+    assert isinstance(model.cls.predictions.dense, FP4Linear)
+    model.save_pretrained(tmp_path / "out")
+    again = transformers.RemBertForMaskedLM.from_pretrained(tmp_path / "out")
+    states_equal(again, model)
+
+
 @pytest.mark.parametrize("name", [*DENSE, *MOE])
 def test_it_is_what_replace_linears_makes(tmp_path, name):
     """Also the scales that layers share: both see the whole model."""

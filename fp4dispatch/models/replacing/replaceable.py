@@ -13,6 +13,7 @@ from torch import nn
 
 from fp4dispatch.models.replacing.weight_reads import weight_reads
 
+HEAD = "is the output head, which stays as it is by default"
 _READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Parent modules whose fused code paths read ``linear.weight`` directly and do not call the layer."""
 
@@ -36,6 +37,22 @@ _OTHER_HOOKS = {
 }
 _OWN = frozenset(vars(nn.Linear(1, 1, device="meta", dtype=torch.float32)))
 """Attributes of every ``nn.Linear``. Others were set by the user."""
+
+
+def output_heads(model: nn.Module) -> frozenset[int]:
+    """Return the ids of the layers that a model of transformers, or a part of it, calls its output embeddings."""
+    found = set()
+    for module in model.modules():
+        ask = getattr(type(module), "get_output_embeddings", None)
+        if not callable(ask):
+            continue
+        try:
+            head = ask(module)
+        except (AttributeError, NotImplementedError):  # what transformers raises where there is none
+            continue
+        if isinstance(head, nn.Module):
+            found.add(id(head))
+    return frozenset(found)
 
 
 def why_left(model: nn.Module) -> dict[int, str]:
