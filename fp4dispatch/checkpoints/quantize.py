@@ -21,7 +21,7 @@ from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_ch
 from fp4dispatch.checkpoints.files.writer import Entry, write_tensors
 from fp4dispatch.checkpoints.save import DEFAULT_SHARD_BYTES, layer_entries, producer_version, scheme_for
 from fp4dispatch.checkpoints.schemes import Scheme, from_linear
-from fp4dispatch.checkpoints.survey import NOT_LANGUAGE, Survey, module_of
+from fp4dispatch.checkpoints.survey import Survey, module_of
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import (
     NVFP4_BLOCK,
@@ -31,7 +31,6 @@ from fp4dispatch.formats import (
     nvfp4_quantize_calibrated,
 )
 from fp4dispatch.models.replacing.fusion import SharedScales
-from fp4dispatch.models.replacing.replaceable import HEAD
 from fp4dispatch.problem import Scaling
 
 QuantizeFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-channel", "fp8-block"]
@@ -194,7 +193,7 @@ def _choose(
             continue
         info = checkpoint[f"{name}.weight"]
         if name in excluded:
-            skipped[name] = NOT_LANGUAGE if name in known.outside else HEAD if name in known.heads else "excluded"
+            skipped[name] = known.by_default.get(name, "excluded")
         elif name in known.left:
             skipped[name] = known.left[name]
         elif info.dtype not in ("F32", "BF16", "F16") or len(info.shape) != 2 or 0 in info.shape:

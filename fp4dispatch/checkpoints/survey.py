@@ -12,7 +12,15 @@ from torch import nn
 
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.hf_names import Conversion, Names, names_in
-from fp4dispatch.models.replacing.replaceable import leftover, output_heads, ties, why_left, why_no_linear
+from fp4dispatch.models.replacing.replaceable import (
+    HEAD,
+    leftover,
+    output_head,
+    output_heads,
+    ties,
+    why_left,
+    why_no_linear,
+)
 
 NOT_LANGUAGE = "is outside the language model (vision, audio or projector), which stays as it is by default"
 
@@ -27,10 +35,9 @@ class Survey:
         All ``nn.Linear`` modules; also those that the checkpoint does not store.
     left
         Why some of them cannot be quantised.
-    outside
-        Those outside the language model of a multi-modal model: left by default, as engines and ModelOpt do.
-    heads
-        Those that the model calls its output embeddings: left by default, as ``lm_head`` is.
+    by_default
+        Why some are left unless they are asked for: those outside the language model of a multi-modal model, as engines
+        and ModelOpt do, and output heads.
     others
         Why weights outside ``nn.Linear`` are not quantised: embeddings, experts, convolutions, routers.
     in_memory
@@ -41,40 +48,36 @@ class Survey:
 
     linears: tuple[str, ...]
     left: Mapping[str, str] = field(default_factory=dict)
-    outside: frozenset[str] = frozenset()
+    by_default: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     in_memory: Mapping[str, str] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
-    heads: frozenset[str] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can carry."""
         return {
             "linears": list(self.linears),
             "left": dict(self.left),
-            "outside": sorted(self.outside),
+            "by_default": dict(self.by_default),
             "others": dict(self.others),
             "in_memory": dict(self.in_memory),
             "harmless": sorted(self.harmless),
-            "heads": sorted(self.heads),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Survey:
         """Read :meth:`to_dict` back."""
-        sets = {name: frozenset(data[name]) for name in ("outside", "harmless", "heads")}
-        return cls(**{**data, **sets, "linears": tuple(data["linears"])})
+        return cls(**{**data, "harmless": frozenset(data["harmless"]), "linears": tuple(data["linears"])})
 
 
 def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
     """Match a model (it may be on the meta device) with a checkpoint's names, by transformers' own rules."""
     names = names_in(model, checkpoint)
     sources = {target: conversion for conversion in names.conversions for target in _targets(conversion, checkpoint)}
-    left, tied, outside, output = why_left(model), ties(model), _outside(model), output_heads(model)
+    left, tied, outside, heads = why_left(model), ties(model), _outside(model), output_heads(model)
     linears: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    beyond: set[str] = set()
-    heads: set[str] = set()
+    by_default: dict[str, str] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -89,12 +92,12 @@ def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
         if why:
             reasons[file_name] = why
         if outside(name):
-            beyond.add(file_name)
-        if id(module) in output:
-            heads.add(file_name)
+            by_default[file_name] = NOT_LANGUAGE
+        elif id(module) in heads:
+            by_default[file_name] = HEAD
     others, harmless, in_memory = _others(model, names, sources)
     in_memory |= {stored: name for stored, name in linears.items() if stored != name}
-    return Survey(tuple(linears), reasons, frozenset(beyond), others, in_memory, harmless, frozenset(heads))
+    return Survey(tuple(linears), reasons, by_default, others, in_memory, harmless)
 
 
 def _targets(conversion: Conversion, checkpoint: Checkpoint) -> list[str]:
@@ -144,7 +147,7 @@ def _outside(model: nn.Module) -> Callable[[str], bool]:
     if not hasattr(config, "get_text_config"):
         return lambda name: False
     text = config.get_text_config()
-    heads = [head for head in (_output_head(model),) if head is not None]
+    head = output_head(model)
     language = [
         name
         for name, module in model.named_modules()
@@ -152,13 +155,5 @@ def _outside(model: nn.Module) -> Callable[[str], bool]:
     ]
     if text is config or not language:
         return lambda name: False
-    keep = {name for name, module in model.named_modules() if any(module is head for head in heads)}
+    keep = {name for name, module in model.named_modules() if module is head}
     return lambda name: name not in keep and not any(name.startswith(f"{prefix}.") for prefix in language)
-
-
-def _output_head(model: Any) -> nn.Module | None:
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    return head if isinstance(head, nn.Module) else None

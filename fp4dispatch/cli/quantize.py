@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             f"--exclude {unused[0]} matches none of the {len(linears)} linear layers; nearest: {near}"
         )
     if not args.include:
-        excluded |= known.outside | known.heads
+        excluded |= known.by_default.keys()
     with Progress("quantize", 0, unit="bytes", quiet=args.json) as shown:
         report = quantize_checkpoint(
             args.model_dir,

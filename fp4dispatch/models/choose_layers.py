@@ -94,16 +94,16 @@ def choose_layers(
     skipped: list[tuple[str, str]] = []
     layers: list[tuple[str, nn.Linear, str]] = []
     by_default = tuple(_listed(exclude)) == EXCLUDE
-    stay = output_heads(model) if by_default else frozenset()
+    output = output_heads(model)
+    stay = output if by_default else frozenset()
     heads: dict[str, str] = {}
     if lm_head:
-        heads, told = _heads(model, picker(config, "*", () if by_default else exclude), left, tied)
+        heads, told = _heads(model, output, picker(config, "*", () if by_default else exclude), left, tied)
         notes += told
     for name, linear in found.items():
         fmt = heads.get(name) or pick(name)
         reason = "excluded by name" if fmt is None else left.get(id(linear)) or _unfit(linear, fmt, tied)
-        reason = reason or (HEAD if id(linear) in stay else "")
-        reason = "" if name in heads else reason
+        reason = "" if name in heads else reason or (HEAD if id(linear) in stay else "")
         if reason or fmt is None:
             skipped.append((name, reason))
         else:
@@ -112,12 +112,18 @@ def choose_layers(
 
 
 def _heads(
-    model: nn.Module, pick: Callable[[str], str | None], left: Mapping[int, str], tied: Mapping[int, str]
+    model: nn.Module,
+    output: Set[int],
+    pick: Callable[[str], str | None],
+    left: Mapping[int, str],
+    tied: Mapping[int, str],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the output heads to quantise, with their formats, and a note for each that is tied."""
-    known = output_heads(model)
+    """Return the output heads to quantise, with their formats, and a note for each that is tied.
+
+    ``output``: ids of those that the model names; others are called ``lm_head``.
+    """
     every = model.named_modules(remove_duplicate=False)
-    named = [(name, module) for name, module in every if _is_head(name) or id(module) in known]
+    named = [(name, module) for name, module in every if _is_head(name) or id(module) in output]
     heads = [(name, module) for name, module in named if isinstance(module, nn.Linear)]
     if not heads and not any(isinstance(module, QuantizedLinear) for _, module in named):
         raise InputError(

@@ -39,20 +39,18 @@ _OWN = frozenset(vars(nn.Linear(1, 1, device="meta", dtype=torch.float32)))
 """Attributes of every ``nn.Linear``. Others were set by the user."""
 
 
+def output_head(module: Any) -> nn.Module | None:
+    """Return what a model of transformers calls its output embeddings; None where it, or another module, has none."""
+    try:
+        head = module.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return head if isinstance(head, nn.Module) else None
+
+
 def output_heads(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the layers that a model of transformers, or a part of it, calls its output embeddings."""
-    found = set()
-    for module in model.modules():
-        ask = getattr(type(module), "get_output_embeddings", None)
-        if not callable(ask):
-            continue
-        try:
-            head = ask(module)
-        except (AttributeError, NotImplementedError):  # what transformers raises where there is none
-            continue
-        if isinstance(head, nn.Module):
-            found.add(id(head))
-    return frozenset(found)
+    """Return the ids of the output heads of a model and of all models in it."""
+    return frozenset(id(head) for module in model.modules() if (head := output_head(module)) is not None)
 
 
 def why_left(model: nn.Module) -> dict[int, str]:
