@@ -13,6 +13,7 @@ from fp4dispatch.backends.own.tiling.few_tokens import (
     QUANTISER,
     RESERVED,
     SM90,
+    STAGE_K,
     FewTokensShape,
     candidates,
 )
@@ -126,16 +127,22 @@ def test_a_gpu_with_little_shared_memory_has_fewer_shapes():
     assert all(KERNELS["w8a16_small"].shared_bytes(shape) <= small.cta for shape in few)
 
 
-@pytest.mark.parametrize("block_scales", [False, True])
-@pytest.mark.parametrize("kernel", ["w4a8_small", "w8a8_small"])
-def test_a_cta_with_fp8_activations_leaves_room_for_the_next_quantiser(kernel, block_scales):
-    about = KERNELS[kernel]
-    shapes = {
+def many_candidates(kernel, *, block_scales=False):
+    """The candidates of a kernel for many problems."""
+    return {
         shape
         for m in (9, 30, 50, 64, 100, 128, 300)
         for n in (1024, 4096, 8192)
         for shape in candidates(kernel, m, n, 8192, 132, block_scales=block_scales)
     }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "block_scales"), [("w4a8_small", False), ("w4a8_small", True), ("w8a8_small", True)]
+)
+def test_a_cta_with_fp8_activations_leaves_room_for_the_next_quantiser(kernel, block_scales):
+    about = KERNELS[kernel]
+    shapes = many_candidates(kernel, block_scales=block_scales)
     free = [SM90.sm - RESERVED - about.shared_bytes(shape, block_scales=block_scales) for shape in shapes]
     assert min(free) >= QUANTISER
     deepest = {}
@@ -146,9 +153,33 @@ def test_a_cta_with_fp8_activations_leaves_room_for_the_next_quantiser(kernel, b
     assert not all(about.leaves_room(shape, SM90, block_scales=block_scales) for shape in filled)
 
 
-def test_room_for_a_quantiser_counts_to_the_byte_and_only_with_fp8_activations():
-    for kernel, shape in (("w8a8_small", (64, 1, 2, 1, 1, 6, 6)), ("w8a16_small", (8, 1, 4, 2, 1, 4, 2))):
-        about, filled = KERNELS[kernel], FewTokensShape(*shape)
-        enough = about.shared_bytes(filled) + RESERVED + QUANTISER
-        memories = [few_tokens.SharedMemory(sm, SM90.cta) for sm in (enough, enough - 1)]
-        assert [about.leaves_room(filled, memory) for memory in memories] == [True, about.x_bytes > 1]
+def test_fp8_weights_by_row_may_fill_an_sm_and_may_leave_room():
+    about = KERNELS["w8a8_small"]
+    most = {}  # of each tile, the deepest ring that is a candidate and the deepest that leaves room
+    for shape in many_candidates("w8a8_small"):
+        deepest, roomy = most.get(shape[:5], (0, 0))
+        free = SM90.sm - RESERVED - about.shared_bytes(shape)
+        assert free >= 0
+        most[shape[:5]] = max(deepest, shape.stages), max(roomy, shape.stages if free >= QUANTISER else 0)
+    assert all(roomy for _, roomy in most.values())
+    assert any(deepest > roomy for deepest, roomy in most.values())
+    for (*tile, cluster), (deepest, _) in most.items():
+        more = FewTokensShape(*tile, cluster, deepest + 1, 1)
+        whole = -(8192 // STAGE_K // -(cluster * more.groups))  # all of K
+        assert deepest in (whole, 63 // more.groups) or about.shared_bytes(more) > SM90.cta
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "block_scales", "needs"),
+    [
+        ("w4a8_small", (64, 1, 2, 1, 1, 6, 6), False, True),
+        ("w8a8_small", (64, 1, 2, 1, 1, 6, 6), True, True),
+        ("w8a8_small", (64, 1, 2, 1, 1, 6, 6), False, False),
+        ("w8a16_small", (8, 1, 4, 2, 1, 4, 2), False, False),
+    ],
+)
+def test_room_for_a_quantiser_counts_to_the_byte_and_only_where_it_is_needed(kernel, shape, block_scales, needs):
+    about, filled = KERNELS[kernel], FewTokensShape(*shape)
+    enough = about.shared_bytes(filled, block_scales=block_scales) + RESERVED + QUANTISER
+    memories = [few_tokens.SharedMemory(sm, SM90.cta) for sm in (enough, enough - 1)]
+    assert [about.leaves_room(filled, memory, block_scales=block_scales) for memory in memories] == [True, not needs]

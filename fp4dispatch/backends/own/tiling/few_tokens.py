@@ -86,6 +86,9 @@ class FewTokensKernel:
         A CTA lets the next grid start this part of a ring's stages before its end.
     most
         The most tokens for which a launch is worth a look. Few, where a plan chooses a launch for every M.
+    fills
+        Whether a ring that fills an SM is worth a look too, where scales are by row: the next quantiser starts later,
+        but the ring is deeper (bench/notes/few-tokens.md).
     """
 
     instances: Mapping[Instance, int]
@@ -96,6 +99,7 @@ class FewTokensKernel:
     table: int = 0
     trigger_part: int = 1
     most: int = MOST_TOKENS
+    fills: bool = False
 
     def most_tokens(self) -> int:
         """Return the most tokens for which shapes are worth a look."""
@@ -109,14 +113,14 @@ class FewTokensKernel:
         """Return how many CTAs run on an SM at once, by shared memory, registers and threads; at least 1."""
         return _resident(self, shape, memory, block_scales)
 
-    @property
-    def spare(self) -> int:
-        """Bytes of an SM that a CTA leaves to the next quantiser (:data:`QUANTISER`); 0 where none is needed."""
-        return QUANTISER if self.x_bytes == 1 else 0
+    def spare(self, *, block_scales: bool = False) -> int:
+        """Bytes of an SM that a CTA has to leave to the next quantiser (:data:`QUANTISER`), or 0."""
+        return QUANTISER if self.x_bytes == 1 and (block_scales or not self.fills) else 0
 
     def leaves_room(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> bool:
-        """Return whether a CTA leaves :attr:`spare` of its SM."""
-        return memory.sm - self.shared_bytes(shape, block_scales=block_scales) - RESERVED >= self.spare
+        """Return whether a CTA leaves :meth:`spare` of its SM."""
+        free = memory.sm - self.shared_bytes(shape, block_scales=block_scales) - RESERVED
+        return free >= self.spare(block_scales=block_scales)
 
     def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""
@@ -255,6 +259,7 @@ KERNELS = {
         weight_bytes=8192,
         x_bytes=1,
         align=1024,
+        fills=True,
     ),
 }
 
@@ -318,12 +323,11 @@ def _stages(
 def _most_stages(
     about: FewTokensKernel, shape: FewTokensShape, memory: SharedMemory, block_scales: bool
 ) -> tuple[int, ...]:
-    """Return the most stages of a ring with which one to four CTAs run on an SM."""
+    """Return the most stages of a ring with which one to four CTAs run on an SM; of all, the first is the most."""
     slots = 63 if shape.units == 1 or about.align == 1024 else 31
-    rooms = (
-        min(memory.cta, (memory.sm - (about.spare if resident == 1 else 0)) // resident - RESERVED)
-        for resident in (1, 2, 3, 4)
-    )
+    alone = {QUANTISER if about.x_bytes == 1 else 0, about.spare(block_scales=block_scales)}
+    rooms = [min(memory.cta, memory.sm - spare - RESERVED) for spare in sorted(alone)]
+    rooms += [memory.sm // resident - RESERVED for resident in (2, 3, 4)]
     return tuple(
         min(slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales)) for room in rooms
     )
