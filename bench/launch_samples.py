@@ -49,7 +49,7 @@ from fp4dispatch.tune import timing
 from fp4dispatch.tune.timing import Call, Engine, Recording
 
 KIND = "launch samples"
-ROUNDS, REPLAY_US = 5, 300.0
+ROUNDS, REPLAY_US = 5, 600.0
 EACH = 2
 """Numbers of tokens of one (N, K)."""
 FIRST = 6
@@ -58,8 +58,9 @@ BLOCK_CUBLASLT = Layer("block128", None, "cublaslt")
 """Its quantiser included. Its GEMM alone is not timed."""
 LAYERS = (Layer("nvfp4", None), Layer("row", None), Layer("block128", None), BLOCK_CUBLASLT)
 METHOD = (
-    "us; CUDA graph replay, cold weights (over 3 L2 caches rotated), 5 rounds in turns, medians; launches: {what}, "
-    "every output right by tile before it was timed; [shape, us], shape null: the kernel's own"
+    "us; CUDA graph replay, cold weights (over 3 L2 caches rotated), other data in L2 before each replay, 5 rounds in "
+    "turns, medians; launches: {what}, every output right by tile before it was timed; [shape, us], shape null: the "
+    "kernel's own"
 )
 
 WHAT = {False: "the GEMM alone", True: "the quantiser, if there is one, and the GEMM"}

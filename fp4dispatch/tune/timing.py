@@ -1,9 +1,10 @@
-"""The timing harness: cold weights, one CUDA graph per method, methods in turn, median and spread.
+"""The timing harness: a cold cache, one CUDA graph per method, methods in turn, median and spread.
 
 Tuning, ``fp4dispatch bench`` and the kernel scripts in ``bench/`` use it. A *recording* is a series of calls on
 rotating copies of the weights; ``replay`` runs them once and returns the microseconds. On a GPU it is a CUDA graph, on
-a CPU a loop. The number of copies, calls and rounds and the order of methods depend on numbers and replays only, so
-they are tested without a GPU and without a clock.
+a CPU a loop. Before each replay other data fills the cache: what a replay left there may serve the next one. The number
+of copies, calls and rounds and the order of methods depend on numbers and replays only, so they are tested without a
+GPU and without a clock.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ MOST_COPIES = 256
 REPLAY_US = 500.0
 """Least time of a replay, so that its start does not count."""
 LONG_REPLAY_US = 50_000.0
-HEAD_START = 100_000
-"""Clocks for which the GPU is kept busy before timed work. By then the work is queued, so its launch (about 10 us) is
-not measured."""
+EVICTED = 2.0
+"""Other data of so many times the L2 cache is written before timed work. Else a graph that has just been replayed finds
+its launches' parameters and tensor maps in L2, and one that follows another method does not: FP8 layers of up to 64
+tokens take 1 us less (bench/notes/few-tokens.md)."""
+HEAD_START, CALL_HEAD_START = 100_000, 400_000
+"""Clocks for which the GPU is kept busy before a replay, and before one call. By then the work is queued, so that its
+launch is not measured: of a graph about 10 us, of one call up to 100 us."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,7 @@ class GraphEngine(Engine):
     def once(self, call: Call) -> float:
         """Run one call between two events. Includes launch time beyond the head start."""
         self.finish()
-        return self._between(lambda: call(0))
+        return self._between(lambda: call(0), CALL_HEAD_START)
 
     def record(self, call: Call, calls: int, copies: int) -> Recording:
         """Capture. The graph owns what the calls allocate; the caller must keep alive what they read.
@@ -229,13 +234,14 @@ class GraphEngine(Engine):
             graph.capture_end()
 
         def replay() -> float:
-            return self._between(graph.replay)
+            return self._between(graph.replay, HEAD_START)
 
         return Recording(replay, [result])
 
-    def _between(self, work: Callable[[], object]) -> float:
+    def _between(self, work: Callable[[], object], head_start: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+        torch.empty(int(EVICTED * self.cache_bytes), dtype=torch.uint8, device=self.device).zero_()
+        torch.cuda._sleep(head_start)  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()

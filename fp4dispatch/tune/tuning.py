@@ -259,7 +259,10 @@ def engine_of(device: torch.device) -> Engine:
 def _method(engine: Engine) -> str:
     if isinstance(engine, GraphEngine):
         cache = engine.cache_bytes / 1e6
-        return f"CUDA graph replays in turns, weights rotated over {timing.COLD:g} x {cache:.0f} MB of L2"
+        return (
+            f"CUDA graph replays in turns, weights rotated over {timing.COLD:g} x {cache:.0f} MB of L2, "
+            "which other data fills before each"
+        )
     return "calls in turns"
 
 

@@ -15,7 +15,7 @@ from fp4dispatch.benchmark.methods.base import BASELINE
 from fp4dispatch.benchmark.problems.operands import Operands
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.problem.arch import SM90
-from fp4dispatch.tune.timing import take_turns
+from fp4dispatch.tune.timing import GraphEngine, take_turns
 from tests.bench_cases import Planted
 
 pytestmark = pytest.mark.gpu
@@ -58,6 +58,21 @@ def test_rotated_weights_come_from_memory(card, engine):
     call(0)
     replays = {"warm": engine.record(call, 60, 1).replay, "cold": engine.record(call, 60, 12).replay}
     times = take_turns(replays, dict.fromkeys(replays, 60))
+    assert times["cold"].us > 1.05 * times["warm"].us
+
+
+def test_a_replay_finds_nothing_of_the_last_one_in_the_cache(card, engine):
+    """A weight that fits the cache is read from memory by each replay, unless nothing else fills the cache before."""
+    weight = torch.ones((int(card.cache_bytes / 3) & ~0xFFFF) // 4, device=card.device)
+    out = torch.empty((), device=card.device)
+
+    def call(i):
+        return torch.sum(weight, dim=0, out=out)
+
+    call(0)
+    engines = {"cold": engine, "warm": GraphEngine(card.device, 0.0)}
+    replays = {name: each.record(call, 1, 1).replay for name, each in engines.items()}
+    times = take_turns(replays, dict.fromkeys(replays, 1))
     assert times["cold"].us > 1.05 * times["warm"].us
 
 

@@ -6,6 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.timing import calls_for, copies_for, is_cold, summarise, take_turns
@@ -105,6 +107,46 @@ def test_the_wall_engine_reads_its_clock_around_the_calls():
     assert recording.replay() == pytest.approx(5000.0)
     assert clock.seen == [0, 0, 1, 0, 1, 0]
     assert recording.latest == ["result of 0"]
+
+
+class Writes(TorchDispatchMode):
+    """Puts the bytes of each tensor that is set to zero into a log."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.zero_.default:
+            self.log.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def test_other_data_fills_the_cache_before_the_head_start_of_timed_work(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, end):
+            return 0.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: log.append(("sleep", clocks)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("finish"))
+    engine = timing.GraphEngine(torch.device("cpu"), cache_bytes=5000.0)
+    with Writes(log):
+        assert engine.once(lambda i: log.append(f"call {i}")) == 250.0
+    timed = [2 * 5000, ("sleep", timing.CALL_HEAD_START), "event", "call 0", "event", "wait"]
+    assert log == ["finish", *timed]
+    assert timing.CALL_HEAD_START > 2 * timing.HEAD_START
 
 
 def test_the_kernel_scripts_time_by_the_same_harness(monkeypatch):
