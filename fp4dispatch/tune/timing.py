@@ -43,9 +43,9 @@ REPLAY_US = 500.0
 """Least time of a replay, so that its start does not count."""
 LONG_REPLAY_US = 50_000.0
 EVICTED = 2.0
-"""Other data of so many times the L2 cache is written before timed work. Else a graph that has just been replayed finds
-its launches' parameters and tensor maps in L2, and one that follows another method does not: FP8 layers of up to 64
-tokens take 1 us less (bench/notes/few-tokens.md)."""
+"""Other data of so many times the L2 cache is read before timed work. It is not written: it would go to memory
+meanwhile. A graph that has just been replayed finds its launches' parameters and tensor maps in L2, one that follows
+another method does not. FP8 layers of up to 64 tokens then take 1 us longer (bench/notes/few-tokens.md)."""
 HEAD_START, CALL_HEAD_START = 100_000, 400_000
 """Clocks for which the GPU is kept busy before a replay, and before one call. By then the work is queued, so that its
 launch is not measured: of a graph about 10 us, of one call up to 100 us."""
@@ -240,7 +240,7 @@ class GraphEngine(Engine):
 
     def _between(self, work: Callable[[], object], head_start: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.empty(int(EVICTED * self.cache_bytes), dtype=torch.uint8, device=self.device).zero_()
+        torch.empty(int(EVICTED * self.cache_bytes) // 4, dtype=torch.float32, device=self.device).sum()
         torch.cuda._sleep(head_start)  # type: ignore[no-untyped-call]
         start.record()
         work()

@@ -109,15 +109,15 @@ def test_the_wall_engine_reads_its_clock_around_the_calls():
     assert recording.latest == ["result of 0"]
 
 
-class Writes(TorchDispatchMode):
-    """Puts the bytes of each tensor that is set to zero into a log."""
+class Sums(TorchDispatchMode):
+    """Puts the bytes of each tensor that is summed up into a log."""
 
     def __init__(self, log):
         super().__init__()
         self.log = log
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.zero_.default:
+        if func is torch.ops.aten.sum.default:
             self.log.append(args[0].nbytes)
         return func(*args, **(kwargs or {}))
 
@@ -142,7 +142,7 @@ def test_other_data_fills_the_cache_before_the_head_start_of_timed_work(monkeypa
     monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: log.append(("sleep", clocks)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("finish"))
     engine = timing.GraphEngine(torch.device("cpu"), cache_bytes=5000.0)
-    with Writes(log):
+    with Sums(log):
         assert engine.once(lambda i: log.append(f"call {i}")) == 250.0
     timed = [2 * 5000, ("sleep", timing.CALL_HEAD_START), "event", "call 0", "event", "wait"]
     assert log == ["finish", *timed]
