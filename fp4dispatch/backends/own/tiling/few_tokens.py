@@ -24,7 +24,8 @@ RESERVED = 1024
 """Bytes of shared memory that a CTA costs beside its own."""
 QUANTISER = 4096
 """Bytes of shared memory that a CTA with FP8 activations leaves on its SM, so that the next quantiser can start beside
-it. If that finds no room, the next launch takes up to 1.2 times as long (bench/notes/few-tokens.md)."""
+it. If that finds no room, the next launch takes up to 1.2 times as long. FP8 weights by row have deeper rings as well,
+which the models compare (``fills``; bench/notes/few-tokens.md)."""
 FEW_STAGES = (2, 4)
 UNIT_ROWS = 16
 SM_REGISTERS, SM_THREADS, SM_PARTS = 65536, 2048, 4
