@@ -163,10 +163,20 @@ def test_fp8_weights_by_row_may_fill_an_sm_and_may_leave_room():
         most[shape[:5]] = max(deepest, shape.stages), max(roomy, shape.stages if free >= QUANTISER else 0)
     assert all(roomy for _, roomy in most.values())
     assert any(deepest > roomy for deepest, roomy in most.values())
-    for (*tile, cluster), (deepest, _) in most.items():
-        more = FewTokensShape(*tile, cluster, deepest + 1, 1)
-        whole = -(8192 // STAGE_K // -(cluster * more.groups))  # all of K
-        assert deepest in (whole, 63 // more.groups) or about.shared_bytes(more) > SM90.cta
+    for (*tile, cluster), (deepest, roomy) in most.items():
+        one = FewTokensShape(*tile, cluster, 1, 1)
+        whole = -(8192 // STAGE_K // -(cluster * one.groups))  # all of K
+        fits = [
+            stages
+            for stages in range(1, 64 // one.groups)
+            if about.shared_bytes(one._replace(stages=stages)) <= SM90.cta
+        ]
+        room = [
+            stages
+            for stages in fits
+            if SM90.sm - about.shared_bytes(one._replace(stages=stages)) >= RESERVED + QUANTISER
+        ]
+        assert (deepest, roomy) == (min(whole, max(fits)), min(whole, max(room)))
 
 
 @pytest.mark.parametrize(
