@@ -102,8 +102,12 @@ def choose_layers(
         notes += told
     for name, linear in found.items():
         fmt = heads.get(name) or pick(name)
-        reason = "excluded by name" if fmt is None else left.get(id(linear)) or _unfit(linear, fmt, tied)
-        reason = "" if name in heads else reason or (HEAD if id(linear) in stay else "")
+        if name in heads:
+            reason = ""
+        elif fmt is None:
+            reason = HEAD if id(linear) in stay else "excluded by name"
+        else:
+            reason = left.get(id(linear)) or _unfit(linear, fmt, tied) or (HEAD if id(linear) in stay else "")
         if reason or fmt is None:
             skipped.append((name, reason))
         else:

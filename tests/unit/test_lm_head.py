@@ -9,6 +9,7 @@ from torch import nn
 import fp4dispatch
 from fp4dispatch.errors import InputError
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.replacing.replaceable import HEAD
 from tests import tiny_models
 from tests.transformers_cases import taken_over
 
@@ -30,7 +31,7 @@ def logits(made):
 def test_the_head_is_quantised_on_request_only(fmt, kind):
     made = model()
     weight = made.lm_head.weight.detach().clone()
-    assert dict(fp4dispatch.replace_linears(made, fmt).skipped) == {"lm_head": "excluded by name"}
+    assert dict(fp4dispatch.replace_linears(made, fmt).skipped) == {"lm_head": HEAD}
     report = fp4dispatch.replace_linears(made, fmt, lm_head=True)  # the other layers are quantised already
     assert [layer.name for layer in report.layers] == ["lm_head"]
     assert isinstance(made.lm_head, kind)
@@ -54,7 +55,7 @@ def test_a_tied_head_is_untied_and_this_is_said(tmp_path):
     from fp4dispatch.integrations.transformers import adopt
 
     made = model(tied=True)
-    assert dict(fp4dispatch.replace_linears(made).skipped) == {"lm_head": "excluded by name"}
+    assert dict(fp4dispatch.replace_linears(made).skipped) == {"lm_head": HEAD}
     assert dict(fp4dispatch.replace_linears(made, exclude=()).skipped) == {
         "lm_head": "its weight is tied to model.embed_tokens"
     }
