@@ -102,12 +102,13 @@ def choose_layers(
         notes += told
     for name, linear in found.items():
         fmt = heads.get(name) or pick(name)
+        kept = HEAD if id(linear) in stay else ""
         if name in heads:
             reason = ""
         elif fmt is None:
-            reason = HEAD if id(linear) in stay else "excluded by name"
+            reason = kept or "excluded by name"
         else:
-            reason = left.get(id(linear)) or _unfit(linear, fmt, tied) or (HEAD if id(linear) in stay else "")
+            reason = left.get(id(linear)) or _unfit(linear, fmt, tied) or kept
         if reason or fmt is None:
             skipped.append((name, reason))
         else:

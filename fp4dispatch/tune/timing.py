@@ -45,7 +45,7 @@ LONG_REPLAY_US = 50_000.0
 EVICTED = 2.0
 """Other data of so many times the L2 cache is read before timed work. It is not written: it would go to memory
 meanwhile. A graph that has just been replayed finds its launches' parameters and tensor maps in L2, one that follows
-another method does not. FP8 layers of up to 64 tokens then take 1 us longer (bench/notes/few-tokens.md)."""
+another method does not. FP8 layers of up to 64 tokens then take about 1 us longer (bench/notes/few-tokens.md)."""
 HEAD_START, CALL_HEAD_START = 100_000, 400_000
 """Clocks for which the GPU is kept busy before a replay, and before one call. By then the work is queued, so that its
 launch is not measured: of a graph about 10 us, of one call up to 100 us."""

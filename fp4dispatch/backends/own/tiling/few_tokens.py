@@ -114,14 +114,16 @@ class FewTokensKernel:
         """Return how many CTAs run on an SM at once, by shared memory, registers and threads; at least 1."""
         return _resident(self, shape, memory, block_scales)
 
-    def spare(self, *, block_scales: bool = False) -> int:
-        """Bytes of an SM that a CTA has to leave to the next quantiser (:data:`QUANTISER`), or 0."""
-        return QUANTISER if self.x_bytes == 1 and (block_scales or not self.fills) else 0
+    def spares(self, *, block_scales: bool = False) -> tuple[int, ...]:
+        """Bytes that a CTA alone on its SM leaves free: what it has to, then what is worth a look too."""
+        if self.x_bytes > 1:
+            return (0,)
+        return (0, QUANTISER) if self.fills and not block_scales else (QUANTISER,)
 
     def leaves_room(self, shape: FewTokensShape, memory: SharedMemory, *, block_scales: bool = False) -> bool:
-        """Return whether a CTA leaves :meth:`spare` of its SM."""
+        """Return whether a CTA leaves free what it has to (:meth:`spares`)."""
         free = memory.sm - self.shared_bytes(shape, block_scales=block_scales) - RESERVED
-        return free >= self.spare(block_scales=block_scales)
+        return free >= self.spares(block_scales=block_scales)[0]
 
     def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""
@@ -326,8 +328,7 @@ def _most_stages(
 ) -> tuple[int, ...]:
     """Return the most stages of a ring with which one to four CTAs run on an SM; of all, the first is the most."""
     slots = 63 if shape.units == 1 or about.align == 1024 else 31
-    alone = {QUANTISER if about.x_bytes == 1 else 0, about.spare(block_scales=block_scales)}
-    rooms = [min(memory.cta, memory.sm - spare - RESERVED) for spare in sorted(alone)]
+    rooms = [min(memory.cta, memory.sm - spare - RESERVED) for spare in about.spares(block_scales=block_scales)]
     rooms += [memory.sm // resident - RESERVED for resident in (2, 3, 4)]
     return tuple(
         min(slots // shape.groups, about.most_stages(shape, room, block_scales=block_scales)) for room in rooms
