@@ -361,6 +361,30 @@ def test_launches_that_layers_do_not_choose_are_not_fitted_to():
     assert found(record | {"problems": [p]}, True) == [("w8a16_small", 9.0)], "FP8 activations: with their quantiser"
 
 
+def test_fp8_launches_for_few_tokens_of_older_kernels_are_judged_on_but_not_fitted_to(monkeypatch):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    few = {"w4a8 w4a8_small/bf16": [[[64, 1, 2, 1, 1, 7, 7], 9.0]]}
+    few |= {
+        "w8a16 w8a16_small/bf16": [[[8, 1, 4, 2, 1, 2, 1], 9.0]],
+        "w8a8 w8_gemm_sm90/bf16_128": [[[1, 1, 8, 1, 0, 8], 7.0]],
+    }
+    problem = {"n": 1024, "k": 8192, "m": 64, "launches": few, "whole": True}
+    own = replace(speeds.of(H100), corrections={})
+
+    def found(date, **options):
+        record = {"subject": "x", "facts": {"device": "NVIDIA H100 80GB HBM3", "date": date}, "problems": [problem]}
+        monkeypatch.setattr(fit_corrections, "records_of", lambda paths: [(record, own)])
+        return [each.kernel for each, _ in fit_corrections.launches_of([], **options)]
+
+    both = ["w4a8_small", "w8a16_small"]
+    assert found("2026-11-25", few=True, since=fit_corrections.SINCE) == ["w8a16_small"]
+    assert found(fit_corrections.SINCE, few=True, since=fit_corrections.SINCE) == both
+    assert found("2026-11-25", few=True) == both, "judging"
+    assert found("2026-11-25", few=False) == ["w8_gemm_sm90"], "many tokens"
+
+
 def test_judging_on_what_was_fitted_to_is_refused(monkeypatch, capsys):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_corrections
