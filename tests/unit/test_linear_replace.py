@@ -298,6 +298,26 @@ def test_an_output_head_of_any_name_is_quantised_on_request(asked):
     assert again.layers == ()
 
 
+def fsmt():
+    """A model of transformers that names an embedding as its output embeddings."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("layers", 1), ("ffn_dim", 128))}
+    config = transformers.FSMTConfig(**sizes, langs=["en", "de"], src_vocab_size=160, tgt_vocab_size=192, d_model=64)
+    return transformers.FSMTForConditionalGeneration(config).to(torch.bfloat16).eval()
+
+
+def test_where_a_model_names_an_embedding_a_layer_of_its_shape_is_the_head():
+    model, name = fsmt(), "model.decoder.output_projection"
+    assert isinstance(model.get_output_embeddings(), nn.Embedding)
+    report = replace_linears(model)
+    assert dict(report.skipped)[name] == HEAD
+    assert type(model.model.decoder.output_projection) is nn.Linear
+    assert "model.decoder.layers.0.fc1" in [layer.name for layer in report.layers]
+    model, asked = fsmt(), {"exclude": ["*.fc1"], "lm_head": True}
+    assert name in [layer.name for layer in replace_linears(model, **asked).layers]
+    assert replace_linears(model, **asked).layers == (), "it is done already, and not missing"
+
+
 def test_a_model_without_output_embeddings_has_no_head():
     class Raises(Block):
         def get_output_embeddings(self):

@@ -49,8 +49,24 @@ def output_head(module: Any) -> nn.Module | None:
 
 
 def output_heads(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the output heads of a model and of all models in it."""
-    return frozenset(id(head) for module in model.modules() if (head := output_head(module)) is not None)
+    """Return the ids of the output heads of a model and of all models in it.
+
+    FSMT of transformers names the embedding of its decoder: there it is the linear layers of that shape.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        head = output_head(module)
+        if isinstance(head, nn.Embedding):
+            shape = (head.num_embeddings, head.embedding_dim)
+            found |= {id(each) for each in module.modules() if _shape(each) == shape}
+        elif head is not None:
+            found.add(id(head))
+    return frozenset(found)
+
+
+def _shape(module: Any) -> tuple[int, int] | None:
+    """Return outputs and inputs of a linear layer, quantised or not."""
+    return (module.out_features, module.in_features) if hasattr(module, "out_features") else None
 
 
 def why_left(model: nn.Module) -> dict[int, str]:
