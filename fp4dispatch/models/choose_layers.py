@@ -82,6 +82,8 @@ def choose_layers(
     pick = picker(config, include, exclude)
     found = {name: m for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear)}
     if not found:
+        if done := sum(isinstance(module, QuantizedLinear) for module in model.modules()):
+            raise InputError(f"{type(model).__name__} has no nn.Linear left: {done} layers are quantised already")
         kinds = ", ".join(sorted({type(owner).__name__ for _, owner, _ in leftover(model)}))
         raise InputError(
             f"{type(model).__name__} contains no nn.Linear; nothing to replace"

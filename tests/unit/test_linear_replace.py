@@ -268,6 +268,13 @@ def test_what_chooses_experts_stays_as_it_is_unless_it_is_asked_for():
     assert len(every.layers) == 5
 
 
+def test_a_model_whose_layers_are_all_quantised_says_so():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to(torch.bfloat16)
+    assert len(replace_linears(model).layers) == 2
+    with pytest.raises(InputError, match=r"no nn\.Linear left: 2 layers are quantised already"):
+        replace_linears(model)
+
+
 def rwkv():
     """A model of transformers whose head is called ``head``."""
     transformers = pytest.importorskip("transformers")
