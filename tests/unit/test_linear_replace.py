@@ -316,6 +316,7 @@ def fsmt():
 def test_where_a_model_names_an_embedding_a_layer_of_its_shape_is_the_head():
     model, name = fsmt(), "model.decoder.output_projection"
     assert isinstance(model.get_output_embeddings(), nn.Embedding)
+    model.other = nn.Bilinear(64, 64, 192)  # it has outputs, but inputs of two names
     report = replace_linears(model)
     assert dict(report.skipped)[name] == HEAD
     assert type(model.model.decoder.output_projection) is nn.Linear

@@ -64,9 +64,9 @@ def output_heads(model: nn.Module) -> frozenset[int]:
     return frozenset(found)
 
 
-def _shape(module: Any) -> tuple[int, int] | None:
-    """Return outputs and inputs of a linear layer, quantised or not."""
-    return (module.out_features, module.in_features) if hasattr(module, "out_features") else None
+def _shape(module: nn.Module) -> tuple[Any, Any]:
+    """Return outputs and inputs of a linear layer, quantised or not; other modules lack one of them."""
+    return getattr(module, "out_features", None), getattr(module, "in_features", None)
 
 
 def why_left(model: nn.Module) -> dict[int, str]:
