@@ -291,15 +291,11 @@ def launches_of(paths: Sequence[Path], *, few: bool, since: str = "") -> list[tu
 
     ``since``: for few tokens with FP8 activations, those of records of that day and later.
     """
-
-    def counts(record: Mapping[str, Any], kernel: str) -> bool:
-        return not few or KERNELS[kernel].x_bytes > 1 or record["facts"]["date"] >= since
-
     return [
         (each, known)
         for record, known in records_of(paths)
         for each in timed(record, known, few=few)
-        if counts(record, each.kernel)
+        if not few or KERNELS[each.kernel].x_bytes > 1 or record["facts"]["date"] >= since
     ]
 
 
