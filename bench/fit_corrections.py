@@ -4,8 +4,12 @@ Samples come from bench/launch_samples.py, of all GPUs that speeds.toml has cons
 group of builds, boosted trees learn the logarithm of the measured over the predicted time. All nodes of a level ask the
 same question, so a tree is six questions and 64 numbers.
 
-    python bench/fit_corrections.py --few FILES --many FILES [--judge FILES] [--only GROUP ...] [--write]
+    python bench/fit_corrections.py --few FILES --many FILES --suites FILES [--judge FILES] [--only GROUP ...] [--write]
 
+``--suites``: records of ``fp4dispatch bench --suite random``. They timed, for each problem, the launches that the
+models put first, so they have most of what a choice is made from. Layers run there among other data than in samples:
+all launches of a problem are faster or slower together. So trees are fitted to samples alone first, and then again to
+samples and suites, where the times of a suite's problem are levelled (:func:`levelled`).
 Trees for cuBLASLt's FP8 GEMM are fitted to the samples of ``--many``, and to nothing but the problem.
 ``--only GROUP ...``: fit these groups; the trees of the others stay, as long as their constants do.
 ``--judge``: samples that were not fitted to. It prints what choices cost without and with corrections: the time of the
@@ -39,8 +43,8 @@ from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, FewTokensShape
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
-from fp4dispatch.benchmark.methods.launches import FAMILIES
-from fp4dispatch.benchmark.reports import records
+from fp4dispatch.benchmark.methods.launches import FAMILIES, PREFIX
+from fp4dispatch.benchmark.reports import random_report, records
 from fp4dispatch.benchmark.reports.standing import RANGES, quantile
 from fp4dispatch.machine import gpu_models
 from fp4dispatch.problem import Problem
@@ -53,6 +57,8 @@ TREES_OF = {"w4a16_small": 1500, "w8a16_small": 1500, "w8a8_small": 1500}
 SINCE = "2026-11-26"
 """Day from which on samples of FP8 activations and few tokens are fitted to. Kernels before 870755e found less room
 beside what ran before them, so their times mislead (bench/notes/corrections.md)."""
+OF_SUITE = 3.0
+"""Weight of a launch that a random suite timed, judged on other suites (bench/notes/corrections.md)."""
 NEAR, FAR = (1.15, 1.0), (1.4, 0.5)
 """(Times the best launch of the problem, weight), as of bench/fit_speeds.py, but nearer."""
 CLOSE = 1.3
@@ -172,22 +178,47 @@ def grown(rows: np.ndarray, left: np.ndarray, weights: np.ndarray, count: int) -
     return trees
 
 
-def fit(launches: Sequence[tuple[Timed, Speeds]], only: Sequence[str] | None = None) -> dict[str, list[Tree]]:
-    """Return the trees of each group, or of some."""
-    groups: dict[str, list[tuple[Timed, Speeds, float]]] = {}
-    for each, known in launches:
-        if only is not None and group_of(each) not in only:
-            continue
-        if (us := predicted(each, known)) is not None:
-            groups.setdefault(group_of(each), []).append((each, known, us))
+def fit(
+    launches: Sequence[tuple[Timed, Speeds]],
+    only: Sequence[str] | None = None,
+    of_suites: Sequence[tuple[Timed, Speeds]] = (),
+) -> dict[str, list[Tree]]:
+    """Return the trees of each group that samples have, or of some. ``of_suites``: launches of suites, levelled."""
+    sampled, timed_by_suites = by_group(launches), by_group(of_suites)
     found = {}
-    for name, some in sorted(groups.items()):
+    for name, samples in sorted(sampled.items()):
+        if only is not None and name not in only:
+            continue
+        us = np.array([each.us for each, *_ in samples])
+        weights = fit_speeds.weights_of([each.of for each, *_ in samples], us, NEAR, FAR)
+        added = timed_by_suites.get(name, [])
+        some = [*samples, *added]
         rows = np.array([features(each, known) for each, known, _ in some])
         left = np.array([math.log(each.us / us) for each, _, us in some])
-        us = np.array([each.us for each, *_ in some])
-        weights = fit_speeds.weights_of([each.of for each, *_ in some], us, NEAR, FAR)
+        weights = np.concatenate([weights, np.full(len(added), OF_SUITE)])
         found[name] = grown(rows, left, weights, TREES_OF.get(name, TREES))
     return found
+
+
+def by_group(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[tuple[Timed, Speeds, float]]]:
+    """Return launches by the group of their build, each with its predicted microseconds."""
+    groups: dict[str, list[tuple[Timed, Speeds, float]]] = {}
+    for each, known in launches:
+        if (us := predicted(each, known)) is not None:
+            groups.setdefault(group_of(each), []).append((each, known, us))
+    return groups
+
+
+def levelled(
+    launches: Sequence[tuple[Timed, Speeds]], found: Mapping[str, corrections.Correction]
+) -> list[tuple[Timed, Speeds]]:
+    """Return launches with the times of a problem divided by what these corrections are off by on it, in the median."""
+    off: dict[Any, list[float]] = {}
+    for each, known in launches:
+        if (us := predicted(each, replace(known, corrections=found))) is not None:
+            off.setdefault(each.of, []).append(each.us / us)
+    level = {of: statistics.median(some) for of, some in off.items()}
+    return [(each._replace(us=each.us / level[each.of]), known) for each, known in launches if each.of in level]
 
 
 def fit_cublaslt(some: Sequence[tuple[Problem, float, Speeds]]) -> list[Tree]:
@@ -314,13 +345,33 @@ def records_of(paths: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Speeds]]
             raise SystemExit(
                 f"{path}: {record['facts']['device']} has no constants in {speeds.FILE.name}: fit them first"
             )
-        yield record, plain[model.name]
+        yield as_samples(record), plain[model.name]
+
+
+def as_samples(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of samples as it is, and of a random suite the launches of a shape, as samples have them."""
+    if record.get("kind") != random_report.KIND:
+        return record
+    problems: dict[tuple[int, ...], dict[str, Any]] = {}
+    for row in record["launches"]:
+        backend, gemm, *shape = row["method"].removeprefix(PREFIX).split()
+        if row["us"] is None or not shape:
+            continue
+        size = {key: row[key] for key in ("n", "k", "m")}
+        problem = problems.setdefault(tuple(size.values()), {**size, "whole": True, "launches": {}})
+        numbers = [int(each) for each in shape[0].split(",")]
+        problem["launches"].setdefault(f"{backend} {gemm}", []).append([numbers, row["us"]])
+    return {**record, "problems": list(problems.values())}
 
 
 def main() -> None:
     """Fit, judge, and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, about in (("few", "samples of kernels for few tokens"), ("many", "samples of kernels for many tokens")):
+    for name, about in (
+        ("few", "samples of kernels for few tokens"),
+        ("many", "samples of kernels for many tokens"),
+        ("suites", "records of random suites"),
+    ):
         parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], help=about)
     parser.add_argument("--judge", type=Path, nargs="+", default=[], help="samples that are not fitted to")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="fit these; the others stay as the file has them")
@@ -328,10 +379,10 @@ def main() -> None:
     args = parser.parse_args()
     if not args.only and not (args.few and args.many):
         parser.error("needs --few and --many, or --only")
-    if twice := set(args.judge) & {*args.few, *args.many}:
+    if twice := set(args.judge) & {*args.few, *args.many, *args.suites}:
         parser.error(f"{', '.join(map(str, sorted(twice)))}: judged on what it is fitted to")
-    paths = sorted({*args.few, *args.many}, key=lambda path: path.name)
-    named = {fit_speeds.cited(path, json.loads(records.unpacked(path))) for path in paths}
+    paths = sorted({*args.few, *args.many, *args.suites}, key=lambda path: path.name)
+    named = {fit_speeds.cited(path, as_samples(json.loads(records.unpacked(path)))) for path in paths}
     launches = [*launches_of(args.few, few=True, since=SINCE), *launches_of(args.many, few=False)]
     if args.only:
         held = json.loads(corrections.FILE.read_text("utf-8"))
@@ -345,6 +396,9 @@ def main() -> None:
     if not args.only or corrections.CUBLASLT in args.only:
         trees[corrections.CUBLASLT] = fit_cublaslt(cublaslt_of(args.many))
     trees |= fit(launches, args.only)
+    if args.suites:
+        suites = [each for few in (True, False) for each in launches_of(args.suites, few=few, since=SINCE)]
+        trees |= fit(launches, args.only, levelled(suites, with_corrections(trees)))
     found = with_corrections(trees)
     if args.judge:
         some = [*launches_of(args.judge, few=True), *launches_of(args.judge, few=False)]

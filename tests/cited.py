@@ -1,4 +1,4 @@
-"""Launch samples that a data file cites, each with its name, its number of problems and the SHA-256 of its text."""
+"""Records that a data file cites, each with its name, its number of problems and the SHA-256 of its text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp4dispatch.benchmark.reports import records
+from fp4dispatch.benchmark.reports import random_report, records
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 _TEXT = re.compile(r"(\S+), (\d+) problems, sha256 ([0-9a-f]{64})")
@@ -24,16 +24,23 @@ class Cited(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Return where the record is kept."""
-        return RESULTS / f"{self.name}.json.xz"
+        """Return where the record is kept: launch samples are packed, random suites are not."""
+        packed = RESULTS / f"{self.name}.json.xz"
+        return packed if packed.is_file() else RESULTS / f"{self.name}.json"
 
     def read(self) -> dict[str, Any]:
         """Return the record, which must be the file that was cited."""
         data = records.unpacked(self.path)
         assert hashlib.sha256(data).hexdigest() == self.sha256, self.name
         found: dict[str, Any] = json.loads(data)
-        assert len(found["problems"]) == self.problems, self.name
+        timed = found["problems"] if found["kind"] != random_report.KIND else _timed_by(found)
+        assert len(timed) == self.problems, self.name
         return found
+
+
+def _timed_by(suite: dict[str, Any]) -> set[tuple[int, int, int]]:
+    """Return the problems of which a random suite timed launches."""
+    return {(row["n"], row["k"], row["m"]) for row in suite["launches"] if row["us"] is not None}
 
 
 def cited(texts: Iterable[str]) -> list[Cited]:

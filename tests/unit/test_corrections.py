@@ -8,6 +8,7 @@ import random
 import re
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -385,6 +386,98 @@ def test_fp8_launches_for_few_tokens_of_older_kernels_are_judged_on_but_not_fitt
     assert found("2026-11-25", few=False) == ["w8_gemm_sm90"], "many tokens"
 
 
+def suite(*rows):
+    """A record of a random suite, of launches: M, the name, microseconds."""
+    launches = [{"n": 1024, "k": 8192, "m": m, "method": f"launch {name}", "us": us} for m, name, us in rows]
+    return {
+        "kind": "random suite",
+        "subject": "seed 1",
+        "facts": {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-28"},
+        "problems": 200,
+        "launches": launches,
+    }
+
+
+def test_launches_that_a_suite_timed_are_read_as_samples_are():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    small, many = "w4a8 w4a8_small/bf16", "w8a8 w8_gemm_sm90/bf16_128"
+    record = fit_corrections.as_samples(
+        suite(
+            (64, f"{small} 64,1,2,1,1,7,7", 9.0),
+            (64, f"{small} 64,1,2,1,1,6,6", 8.0),
+            (64, small, 7.0),
+            (64, f"{small} 48,1,2,1,1,6,6", None),
+            (64, f"{many} 1,1,8,1,0,8", 6.0),
+            (32, f"{many} 1,1,8,1,0,8", 5.0),
+        )
+    )
+    first, second = record["problems"]
+    assert (first["n"], first["k"], first["m"], second["m"]) == (1024, 8192, 64, 32)
+    assert first["launches"] == {
+        small: [[[64, 1, 2, 1, 1, 7, 7], 9.0], [[64, 1, 2, 1, 1, 6, 6], 8.0]],
+        many: [[[1, 1, 8, 1, 0, 8], 6.0]],
+    }
+    own = replace(speeds.of(H100), corrections={})
+    quantised = own.quantisers["w4_row"].microseconds(64, 8192)
+    found = [each.us for each in fit_corrections.timed(record, own, few=True)]
+    assert found == [pytest.approx(9.0 - quantised), pytest.approx(8.0 - quantised)], "timed with their quantiser"
+    samples = {"kind": "launch samples", "problems": []}
+    assert fit_corrections.as_samples(samples) is samples
+
+
+def test_a_suite_says_which_launch_is_faster_and_not_how_fast_all_are():
+    """Twice the time of each launch of a problem changes nothing; twice that of one does."""
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    known = speeds.of(H100)
+    plain = replace(known, corrections={})
+    small = [(64, f"w4a8 w4a8_small/bf16 64,1,2,1,1,{stages},{stages}") for stages in (5, 6, 7)]
+    small.append((32, "w8a16 w8a16_small/bf16 32,1,2,2,2,2,1"))
+
+    def found(*times):
+        record = fit_corrections.as_samples(suite(*((*each, us) for each, us in zip(small, times, strict=True))))
+        launches = [(each, plain) for each in fit_corrections.timed(record, plain, few=True)]
+        return [each.us for each, _ in fit_corrections.levelled(launches, known.corrections)]
+
+    less = plain.quantisers["w4_row"].microseconds(64, 8192)
+    once, twice = found(8 + less, 9 + less, 10 + less, 5), found(16 + less, 18 + less, 20 + less, 5)
+    assert twice == pytest.approx(once)
+    assert once[1] / once[0] == pytest.approx(9 / 8)
+    assert found(8 + less, 9 + less, 20 + less, 5)[2] == pytest.approx(2 * once[2])
+    alone = fit_corrections.Timed(
+        (), "w8a16_small", "bf16", (32, 1, 2, 2, 2, 2, 1), Problem("fp8_gemm", 32, 1024, 8192, "bf16", "row"), 1.0
+    )
+    assert once[3] == pytest.approx(fit_corrections.predicted(alone, known)), (
+        "the only one of its problem: as predicted"
+    )
+
+
+def test_what_a_suite_timed_changes_the_trees(monkeypatch):
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    from bench import fit_corrections
+
+    monkeypatch.setattr(fit_corrections, "TREES", 3)
+    plain = replace(speeds.of(H100), corrections={})
+    shapes = [(64, 1, 2, 1, 1, stages, stages) for stages in (4, 5, 6, 7)]
+
+    def launch(shape, times):
+        empty = fit_corrections.Timed(shape, "w4a8_small", "bf16", shape, replace(FEW, m=64), 1.0)
+        return empty._replace(us=times * fit_corrections.predicted(empty, plain)), plain
+
+    samples, of_suite = [launch(shape, 1.0) for shape in shapes], [launch(shapes[-1], 1.3)] * 40
+    assert fit_corrections.by_group(of_suite).keys() == {"w4a8_small"}
+    none, some = (fit_corrections.fit(samples, of_suites=suites)["w4a8_small"] for suites in ((), of_suite))
+    assert not any(unit for tree in none for unit in tree.leaves), "nothing is left of what is predicted"
+    assert any(unit > 0 for tree in some for unit in tree.leaves)
+    monkeypatch.setattr(fit_corrections, "OF_SUITE", 0.0)
+    without = fit_corrections.fit(samples, of_suites=of_suite)["w4a8_small"]
+    assert not any(unit for tree in without for unit in tree.leaves), "a suite without weight says nothing"
+    assert fit_corrections.fit(samples, ["w8a8_small"], of_suite) == {}
+
+
 def test_judging_on_what_was_fitted_to_is_refused(monkeypatch, capsys):
     pytest.importorskip("scipy", reason="scipy is not installed")
     from bench import fit_corrections
@@ -393,6 +486,10 @@ def test_judging_on_what_was_fitted_to_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         fit_corrections.main()
     assert "b.json: judged on what it is fitted to" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["x", "--few", "a", "--many", "b", "--suites", "c.json", "--judge", "c.json"])
+    with pytest.raises(SystemExit):
+        fit_corrections.main()
+    assert "c.json: judged on what it is fitted to" in capsys.readouterr().err
 
 
 def test_groups_that_are_not_asked_for_keep_their_trees(packaged, tmp_path, monkeypatch, capsys):
@@ -404,12 +501,22 @@ def test_groups_that_are_not_asked_for_keep_their_trees(packaged, tmp_path, monk
     monkeypatch.setattr(corrections, "FILE", path)
     monkeypatch.setattr(fit_corrections, "TREES", 2)
     sample = str(RESULTS / "launch-samples-seed-131-h200.json.xz")
+    suite_of_h200 = str(RESULTS / "random-suite-seed-236-h200.json")
     monkeypatch.setattr("sys.argv", ["x", "--many", sample, "--only", asked, "--write"])
     fit_corrections.main()
     found = json.loads(path.read_text("utf-8"))
     assert len(found["trees"][asked]) == 2
     assert {**found["trees"], asked: None} == {**packaged["trees"], asked: None}
     assert {*found["records"]} > {*packaged["records"]}
+    monkeypatch.setattr("sys.argv", ["x", "--many", sample, "--suites", suite_of_h200, "--only", asked, "--write"])
+    fit_corrections.main()
+    with_suite = json.loads(path.read_text("utf-8"))
+    assert with_suite["trees"][asked] != found["trees"][asked]
+    assert {**with_suite["trees"], asked: None} == {**packaged["trees"], asked: None}
+    (added,) = {*with_suite["records"]} - {*found["records"]}
+    (record,) = cited([added])
+    assert record.path == Path(suite_of_h200)
+    record.read()
     for words, said in ((["--only", "w9"], "--only w9: groups are "), ([], "needs --few and --many, or --only")):
         monkeypatch.setattr("sys.argv", ["x", "--many", sample, *words])
         with pytest.raises(SystemExit):
