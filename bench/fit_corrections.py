@@ -184,11 +184,9 @@ def fit(
     of_suites: Sequence[tuple[Timed, Speeds]] = (),
 ) -> dict[str, list[Tree]]:
     """Return the trees of each group that samples have, or of some. ``of_suites``: launches of suites, levelled."""
-    sampled, timed_by_suites = by_group(launches), by_group(of_suites)
+    sampled, timed_by_suites = by_group(launches, only), by_group(of_suites, only)
     found = {}
     for name, samples in sorted(sampled.items()):
-        if only is not None and name not in only:
-            continue
         us = np.array([each.us for each, *_ in samples])
         weights = fit_speeds.weights_of([each.of for each, *_ in samples], us, NEAR, FAR)
         added = timed_by_suites.get(name, [])
@@ -200,10 +198,14 @@ def fit(
     return found
 
 
-def by_group(launches: Sequence[tuple[Timed, Speeds]]) -> dict[str, list[tuple[Timed, Speeds, float]]]:
-    """Return launches by the group of their build, each with its predicted microseconds."""
+def by_group(
+    launches: Sequence[tuple[Timed, Speeds]], only: Sequence[str] | None = None
+) -> dict[str, list[tuple[Timed, Speeds, float]]]:
+    """Return launches by the group of their build, of all or of some, each with its predicted microseconds."""
     groups: dict[str, list[tuple[Timed, Speeds, float]]] = {}
     for each, known in launches:
+        if only is not None and group_of(each) not in only:
+            continue
         if (us := predicted(each, known)) is not None:
             groups.setdefault(group_of(each), []).append((each, known, us))
     return groups
