@@ -24,9 +24,8 @@ class Cited(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Return where the record is kept: launch samples are packed, random suites are not."""
-        packed = RESULTS / f"{self.name}.json.xz"
-        return packed if packed.is_file() else RESULTS / f"{self.name}.json"
+        """Return where the record is kept."""
+        return RESULTS / f"{self.name}.json.xz"
 
     def read(self) -> dict[str, Any]:
         """Return the record, which must be the file that was cited."""

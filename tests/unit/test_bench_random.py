@@ -39,14 +39,16 @@ def few(monkeypatch):
 
 def test_the_whole_command(few, monkeypatch, tmp_path, capsys):
     shapes = random_cases.kernels(monkeypatch)
-    path, md = tmp_path / "random-suite-seed-3-h200.json", tmp_path / "x.md"
+    path, md = tmp_path / "x.json", tmp_path / "x.md"
     assert cli.main([*SUITE, *NVFP4, "--commit", "abc1234", "--json", str(path), "--md", str(md)]) == 0
     out = capsys.readouterr().out
     assert "2 of 2 random problems of seed 3" in out
     assert "PARTIAL" not in out
     assert "weights of less than 8e6 elements" in out
     assert "FP4Linear/bf16" in out
-    doc = records.read(path)
+    doc = json.loads(path.read_text())
+    records.keep(tmp_path, doc)
+    assert records.read(tmp_path / "random-suite-seed-3-h200.json.xz") == doc
     assert (doc["kind"], doc["seed"], doc["stopped"], doc["left"]) == ("random suite", 3, "", [])
     assert {row["status"] for row in (*doc["measured"], *doc["launches"])} == {"ok"}
     assert {row["method"] for row in doc["measured"]} == {BASELINE, "FP4Linear", "FP4Linear/bf16"}

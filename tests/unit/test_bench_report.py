@@ -176,7 +176,7 @@ def test_the_documentation_takes_its_tables_from_kept_runs(monkeypatch, tmp_path
     assert docs.bench() == docs.decoder() == "No run is kept yet."
     measured = {**document(), "facts": facts}
     for record in (measured, {"kind": "decoder", "facts": facts, **body}):
-        (tmp_path / records.name(record)).write_text(records.text(record))
+        records.keep(tmp_path, record)
     assert docs.bench() == report.summary(measured)
     text = docs.decoder()
     assert "| nvfp4 | 6.1 | 9.0 | 200 (1.00x) | WRONG | 10000 (1.00x) | 0.5000 |" in text
@@ -244,8 +244,8 @@ def test_a_compiled_run_says_so_beside_one_that_is_not(monkeypatch, tmp_path):
         made = [entry(fmt, 16.1 - 4 * i, (100 + 50 * i) * times, 1000, compiled=compiled) for i, fmt in enumerate(ways)]
         record = {"kind": "decoder", "facts": first["facts"], "formats": made, "prompt": 128, "tiny": False}
         record |= {"subject": "compiled", "compiled": True} if compiled else {}
-        (tmp_path / records.name(record)).write_text(records.text(record))
-    (tmp_path / records.name(first)).write_text(records.text(first))
+        records.keep(tmp_path, record)
+    records.keep(tmp_path, first)
     monkeypatch.setattr(docs, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     compiled, plain = docs.decoder().split("\n\nNVIDIA")

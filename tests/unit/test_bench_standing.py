@@ -169,7 +169,7 @@ def test_tables_say_what_is_missing_and_what_was_wrong():
     assert "| FP4Linear | 2.00 (1) |" in random_report.markdown(doc)
     assert "PARTIAL" not in random_report.text(document(row(BASELINE, 1.0), row("FP4Linear", 1.0)))
     assert records.faults(doc) == []
-    assert records.name(doc) == "random-suite-seed-1-h200.json"
+    assert records.name(doc) == "random-suite-seed-1-h200.json.xz"
 
 
 def test_losses_are_listed_worst_first():

@@ -113,6 +113,23 @@ def test_a_record_written_to_a_folder_names_its_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["race-h100.json"]
 
 
+def test_a_document_is_kept_as_it_would_be_written(tmp_path):
+    for record in (RACE, SAMPLES):
+        records.keep(tmp_path, record)
+        assert list(records.kept(tmp_path, record["kind"])) == [record]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["launch-samples-seed-1-h100.json.xz", "race-h100.json"]
+
+
+def test_only_files_of_the_kind_are_read(tmp_path):
+    records.keep(tmp_path, RACE)
+    for name in ("races-h100.json", "mutants-h100.json", "notes.json"):
+        (tmp_path / name).write_text("not a record")
+    assert list(records.kept(tmp_path, "race")) == [RACE]
+    (tmp_path / "race-h200.json").write_text("not a record")
+    with pytest.raises(ValueError, match="Expecting value"):
+        list(records.kept(tmp_path, "race"))
+
+
 def test_a_record_under_another_name_is_refused(tmp_path):
     (tmp_path / "race-h200.json").write_text(records.text(RACE))
     with pytest.raises(ValueError, match=r"make it race-h100\.json"):

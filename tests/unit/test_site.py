@@ -285,7 +285,7 @@ def test_the_table_of_speeds_is_of_every_card_that_a_record_is_of(tmp_path, monk
         for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
             if record["subject"] == "targets" or device == "NVIDIA H200":
                 other = record | {"facts": record["facts"] | {"device": device}}
-                (tmp_path / records.name(other)).write_text(records.text(other))
+                records.keep(tmp_path, other)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert speed.table().count("| `FP4Linear` |") == 2
 
@@ -293,7 +293,7 @@ def test_the_table_of_speeds_is_of_every_card_that_a_record_is_of(tmp_path, monk
 def test_the_picture_of_speeds_is_of_the_newest_run_of_each_size_on_every_card(tmp_path, monkeypatch):
     def keep(run, seed, **more):
         other = run | {"seed": seed, "subject": f"seed {seed}", "facts": run["facts"] | more}
-        (tmp_path / records.name(other)).write_text(records.text(other))
+        records.keep(tmp_path, other)
 
     ours = next(run for run in figures.random_runs() if figures.card(run) == "H200")
     without = [row for row in ours["measured"] if row["method"] != "humming/nvfp4"]

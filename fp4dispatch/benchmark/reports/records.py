@@ -48,7 +48,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "w4 error": ("w4_error",),
 }
 """Kind -> what its records hold beside ``kind``, ``facts`` and, where a kind has several, ``subject``."""
-PACKED = frozenset({"launch samples"})
+PACKED = frozenset({"launch samples", "random suite"})
 """Kinds that are stored as ``.json.xz``: their records are a tenth as large."""
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 
@@ -56,8 +56,11 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 def name(record: Mapping[str, Any]) -> str:
     """Return the file name of a record: kind, subject and card, e.g. ``race-h200.json``, or ``.json.xz`` if packed."""
     device = re.sub(r"nvidia|geforce|(\d+gb.*$)", "", record["facts"]["device"].lower())
-    words = re.sub(r"[^a-z0-9_]+", "-", " ".join((record["kind"], record.get("subject", ""), device)))
-    return f"{words.strip('-')}{_suffix(record['kind'])}"
+    return f"{_words(record['kind'], record.get('subject', ''), device)}{_suffix(record['kind'])}"
+
+
+def _words(*parts: str) -> str:
+    return re.sub(r"[^a-z0-9_]+", "-", " ".join(parts)).strip("-")
 
 
 def _suffix(kind: str) -> str:
@@ -125,11 +128,11 @@ def kept(folder: Path, kind: str, subject: str | None = None) -> Iterator[dict[s
     Raises
     ------
     ValueError
-        For an unknown kind, or a file that is no record.
+        For an unknown kind, or a file that is named like a record of this kind and is none.
     """
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}, needs one of: {', '.join(KINDS)}")
-    for path in sorted(folder.glob(f"*{_suffix(kind)}")):
+    for path in sorted(folder.glob(f"{_words(kind)}-*{_suffix(kind)}")):
         record = read(path)
         if record["kind"] == kind and subject in (None, record.get("subject", "")):
             yield record
@@ -164,7 +167,17 @@ def write(path: Path, kind: str, facts: Mapping[str, Any], body: Mapping[str, An
     if wrong := faults(record):
         raise ValueError(f"not a record: {'; '.join(wrong)}")
     if path.is_dir():
-        path = path / name(record)
+        keep(path, record)
+    else:
+        _store(path, record)
+
+
+def keep(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write a record into a folder, under its name and packed if its kind is."""
+    _store(folder / name(record), record)
+
+
+def _store(path: Path, record: Mapping[str, Any]) -> None:
     data = text(record).encode()
     path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
 
