@@ -351,17 +351,26 @@ def records_of(paths: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Speeds]]
 
 
 def as_samples(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of samples as it is, and of a random suite the launches of a shape, as samples have them."""
+    """Return a record of samples as it is, and of a random suite the launches of a shape, as samples have them.
+
+    Those that take turns with layers, and those that layers ran, each once.
+    """
     if record.get("kind") != random_report.KIND:
         return record
+    formats = {each.format for each in FAMILIES}
+    by_layers = [row for row in record["measured"] if record["methods"][row["method"]]["format"] in formats]
+    named = [(row["method"].removeprefix(PREFIX), row) for row in record["launches"]]
+    named += [(row.get("ran", ""), row) for row in by_layers]  # older records do not say it
     problems: dict[tuple[int, ...], dict[str, Any]] = {}
-    for row in record["launches"]:
-        backend, gemm, *shape = row["method"].removeprefix(PREFIX).split()
-        if row["us"] is None or not shape:
-            continue
+    seen = set()
+    for name, row in named:
+        backend, gemm, shape = (*name.split(), "", "", "")[:3]
         size = {key: row[key] for key in ("n", "k", "m")}
+        if row["us"] is None or not shape or (name, *size.values()) in seen:
+            continue
+        seen.add((name, *size.values()))
         problem = problems.setdefault(tuple(size.values()), {**size, "whole": True, "launches": {}})
-        numbers = [int(each) for each in shape[0].split(",")]
+        numbers = [int(each) for each in shape.split(",")]
         problem["launches"].setdefault(f"{backend} {gemm}", []).append([numbers, row["us"]])
     return {**record, "problems": list(problems.values())}
 

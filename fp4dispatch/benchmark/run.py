@@ -31,6 +31,7 @@ class Row:
     tile against the product of the values that the method multiplies; ``tile``: that tile. ``error``: error of the
     whole output against the exact product of the stored weight and the given activation. ``least_us``: least time by
     the measured limits. ``cold``: whether weights come from memory, not from a cache. ``detail``: why there is no time.
+    ``ran``: of a layer on kernels of ours, backend, kernel, build and launch shape (``Launch.ran``).
     """
 
     n: int
@@ -50,6 +51,7 @@ class Row:
     least_us: float | None = None
     cold: bool = False
     detail: str = ""
+    ran: str = ""
 
     @property
     def roofline(self) -> float | None:
@@ -271,6 +273,7 @@ class Runner:
             error=check.relative_error(got, truth.want(method.format, "bf16")),
             least_us=roofline.least_us(self.peaks, blank.n, blank.k, blank.m, method.held, launch.entering),
             cold=timing.is_cold(copies, size, self.engine.cache_bytes),
+            ran=launch.ran,
         )
         return self._judged(method, launch, truth, row, got)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,18 @@ def test_what_is_wrong_only_in_replays_gets_no_time():
     assert row.status == "WRONG"
     assert row.us is None
     assert row.detail.endswith("in replays")
+
+
+class Says(Planted):
+    def prepare(self, operands, copies, card):
+        ready = super().prepare(operands, copies, card)
+        return lambda x: replace(ready(x), ran="w4a16 w4a16_small/bf16 8,1,4,2,2,2,2")
+
+
+def test_a_row_has_the_launch_that_a_method_says_it_ran():
+    rows = rows_of(measure([BASE, Says("ours")]))
+    assert (rows[130, "ours"].ran, rows[130, BASE.name].ran) == ("w4a16 w4a16_small/bf16 8,1,4,2,2,2,2", "")
+    assert rows[130, "ours"].to_dict()["ran"] == rows[130, "ours"].ran
 
 
 class Raises(Planted):

@@ -386,10 +386,15 @@ def test_fp8_launches_for_few_tokens_of_older_kernels_are_judged_on_but_not_fitt
     assert found("2026-11-25", few=False) == ["w8_gemm_sm90"], "many tokens"
 
 
-def suite(*rows):
-    """A record of a random suite, of launches: M, the name, microseconds."""
-    launches = [{"n": 1024, "k": 8192, "m": m, "method": f"launch {name}", "us": us} for m, name, us in rows]
+def suite(*rows, layers=()):
+    """A record of a random suite, of launches: M, the name, microseconds; and of layers: the method before them."""
+    size = {"n": 1024, "k": 8192}
+    launches = [size | {"m": m, "method": f"launch {name}", "us": us} for m, name, us in rows]
+    measured = [size | {"m": m, "method": method, "ran": ran, "us": us} for method, m, ran, us in layers]
+    formats = {"FP4Linear": "nvfp4", "FP8Linear/tensor": "tensor", "torch/bf16": "bf16"}
     return {
+        "methods": {name: {"format": fmt} for name, fmt in formats.items()},
+        "measured": measured,
         "kind": "random suite",
         "subject": "seed 1",
         "facts": {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-28"},
@@ -411,18 +416,25 @@ def test_launches_that_a_suite_timed_are_read_as_samples_are():
             (64, f"{small} 48,1,2,1,1,6,6", None),
             (64, f"{many} 1,1,8,1,0,8", 6.0),
             (32, f"{many} 1,1,8,1,0,8", 5.0),
+            layers=(
+                ("torch/bf16", 64, "", 10.0),
+                ("FP4Linear", 64, f"{small} 64,1,2,1,1,7,7", 9.1),  # among the launches too
+                ("FP4Linear", 64, f"{small} 16,1,2,1,1,4,4", 8.5),
+                ("FP4Linear", 32, small, 7.0),
+                ("FP8Linear/tensor", 64, f"{many} 1,1,8,1,0,7", 4.0),  # quantises otherwise
+            ),
         )
     )
     first, second = record["problems"]
     assert (first["n"], first["k"], first["m"], second["m"]) == (1024, 8192, 64, 32)
     assert first["launches"] == {
-        small: [[[64, 1, 2, 1, 1, 7, 7], 9.0], [[64, 1, 2, 1, 1, 6, 6], 8.0]],
+        small: [[[64, 1, 2, 1, 1, 7, 7], 9.0], [[64, 1, 2, 1, 1, 6, 6], 8.0], [[16, 1, 2, 1, 1, 4, 4], 8.5]],
         many: [[[1, 1, 8, 1, 0, 8], 6.0]],
     }
     own = replace(speeds.of(H100), corrections={})
     quantised = own.quantisers["w4_row"].microseconds(64, 8192)
     found = [each.us for each in fit_corrections.timed(record, own, few=True)]
-    assert found == [pytest.approx(9.0 - quantised), pytest.approx(8.0 - quantised)], "timed with their quantiser"
+    assert found == [pytest.approx(us - quantised) for us in (9.0, 8.0, 8.5)], "timed with their quantiser"
     samples = {"kind": "launch samples", "problems": []}
     assert fit_corrections.as_samples(samples) is samples
 

@@ -14,6 +14,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.tiling import speeds
 from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.benchmark.methods import ours
 from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.machine import gpu_models
@@ -377,6 +378,20 @@ def test_layers_run_the_tuned_launch_also_where_they_had_a_plan(kernels):
     again = layer.bind().launch(12, False)[1]
     warmup(layer, tokens=[16], tune=True)
     assert layer.bind().launch(12, False)[1] is again
+
+
+def test_a_benchmark_says_which_launch_a_layer_runs(kernels):
+    usual, good = another("w4a16", FP4)
+    layer = FP4Linear.from_linear(nn.Linear(K, N, bias=False).bfloat16(), activation="bf16")
+    assert ours.launched(layer.bind(), 16) == f"w4a16 {usual}"
+    kernels.given.clear()
+    layer(torch.randn(16, K).bfloat16())
+    assert kernels.given == [("w4a16_small", usual.shape)]
+    kernels.us = {good: 10.0}
+    warmup(layer, tokens=[16], tune=True)
+    assert ours.launched(layer.bind(), 16) == f"w4a16 {good}"
+    slow = FP4Linear.from_linear(nn.Linear(K, N, bias=False).bfloat16(), backend="reference")
+    assert ours.launched(slow.bind(), 16) == ""
 
 
 def test_launches_that_one_rank_has_are_used_by_none(kernels):

@@ -234,14 +234,18 @@ class CompiledBackend(Backend):
         InputError
             If no kernel serves the problem.
         """
-        device = prepared.tensors[0].device
-        chosen = self._kept(problem, Layout(*prepared.layout), device)
-        if chosen is None:
+        launch = self.launch_for(problem, prepared)
+        if launch is None:
             raise InputError(
-                f"{self.name} has no kernel for {problem} on {gpu_of(device)[0]}; "
+                f"{self.name} has no kernel for {problem} on {gpu_of(prepared.tensors[0].device)[0]}; "
                 "fp4dispatch explain lists what can run it"
             )
-        return self.plan_with(problem, prepared, *chosen)
+        return self.plan_launch(problem, prepared, launch)
+
+    def launch_for(self, problem: Problem, prepared: Prepared) -> LaunchConfig | None:
+        """Return the launch that :meth:`plan` makes a plan of; None where no kernel serves the problem."""
+        found = self._kept(problem, Layout(*prepared.layout), prepared.tensors[0].device)
+        return None if found is None else LaunchConfig(*found[0], None if found[1] is None else tuple(found[1]))
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
         """Return the key of a plan. Other launches that ``tune`` has timed need another plan."""

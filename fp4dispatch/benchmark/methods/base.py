@@ -54,12 +54,16 @@ class Launch:
         The backend that runs it, for the report.
     out
         The output tensor if all calls share one, so that it can be poisoned; else None.
+    ran
+        Of a layer on kernels of ours: the launch, named as :mod:`fp4dispatch.benchmark.methods.launches` does without
+        its prefix. Else empty.
     """
 
     call: Callable[[int], Tensor]
     entering: Entering
     backend: str = ""
     out: Tensor | None = None
+    ran: str = ""
 
 
 Prepared = Callable[[Tensor], Launch]

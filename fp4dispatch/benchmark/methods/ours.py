@@ -10,6 +10,7 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.own.compiled import CompiledBackend
 from fp4dispatch.benchmark.methods.base import Card, Launch, Method, Prepared
 from fp4dispatch.benchmark.problems.operands import Entering, Format, Operands
 from fp4dispatch.machine import system
@@ -92,7 +93,7 @@ class Layer(Method):
             backend, activation = chosen(bound, x.shape[0])
             entering = _entering(self.format, activation)
             call = lambda i: ops.run_linear(x, tensors[i], None, bound.spec)  # noqa: E731
-            return Launch(call, entering, f"{backend} ({activation})")
+            return Launch(call, entering, f"{backend} ({activation})", ran=launched(bound, x.shape[0]))
 
         return at
 
@@ -132,6 +133,16 @@ def chosen(bound: Bound, m: int) -> tuple[str, Activation]:
     """Return the backend that a bound layer runs M tokens on, and the activation format there."""
     route = next((route for route in bound.spec.routes if m <= route.m_max), bound.spec.routes[-1])
     return route.backend, route.activation
+
+
+def launched(bound: Bound, m: int) -> str:
+    """Return the launch of our kernels that a bound layer runs M tokens with; empty on other backends."""
+    found, prepared = bound.spec.launch(m, bound.dtype, False, bound.tensors)
+    backend = registry.instance(found.plan.backend)
+    if not isinstance(backend, CompiledBackend):
+        return ""
+    launch = backend.launch_for(found.plan.problem, prepared)
+    return "" if launch is None else f"{backend.name} {launch}"
 
 
 def _raw_backend(w: LinearWeights, m: int, device: torch.device) -> str:
