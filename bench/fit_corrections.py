@@ -4,7 +4,8 @@ Samples come from bench/launch_samples.py, of all GPUs that speeds.toml has cons
 group of builds, boosted trees learn the logarithm of the measured over the predicted time. All nodes of a level ask the
 same question, so a tree is six questions and 64 numbers.
 
-    python bench/fit_corrections.py --few FILES --many FILES --suites FILES [--judge FILES] [--only GROUP ...] [--write]
+    python bench/fit_corrections.py --few FILES --many FILES [--suites FILES] [--only GROUP ...]
+        [--judge FILES] [--write]
 
 ``--suites``: records of ``fp4dispatch bench --suite random``. They timed, for each problem, the launches that the
 models put first, so they have most of what a choice is made from. Layers run there among other data than in samples:

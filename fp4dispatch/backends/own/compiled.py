@@ -141,6 +141,10 @@ Chosen = tuple[Build, Sequence[int] | None]
 """A build and its launch shape."""
 
 
+def _config(gemm: Build, shape: Sequence[int] | None) -> LaunchConfig:
+    return LaunchConfig(*gemm, None if shape is None else tuple(shape))
+
+
 def _shaped(loaded: Loaded, shape: Sequence[int]) -> Callable[..., None]:
     """Return the function of a kernel for few tokens with a launch shape of ours in place of its own."""
     function, numbers = getattr(loaded.module, f"{loaded.kernel}_shaped"), launch_numbers(shape)
@@ -245,7 +249,7 @@ class CompiledBackend(Backend):
     def launch_for(self, problem: Problem, prepared: Prepared) -> LaunchConfig | None:
         """Return the launch that :meth:`plan` makes a plan of; None where no kernel serves the problem."""
         found = self._kept(problem, Layout(*prepared.layout), prepared.tensors[0].device)
-        return None if found is None else LaunchConfig(*found[0], None if found[1] is None else tuple(found[1]))
+        return None if found is None else _config(*found)
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
         """Return the key of a plan. Other launches that ``tune`` has timed need another plan."""
@@ -363,7 +367,7 @@ class CompiledBackend(Backend):
         gemm, shape = chosen
         if speeds is None and (tile := speed_of(*gemm)) is not None:
             shape = launch_model.best(tile, problem.m, layout.np, layout.kp, launch_model.gpu_with(sms)).shape
-        return LaunchConfig(*gemm, None if shape is None else tuple(shape))
+        return _config(gemm, shape)
 
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | None:
         """Return the launch shape that the models say is fastest; None for a kernel that is given none."""

@@ -55,8 +55,8 @@ class Launch:
     out
         The output tensor if all calls share one, so that it can be poisoned; else None.
     ran
-        Of a layer on kernels of ours: the launch, named as :mod:`fp4dispatch.benchmark.methods.launches` does without
-        its prefix. Else empty.
+        Of a layer on kernels of ours: the backend, kernel and build, and the numbers of the launch shape, as in
+        ``w4a16 w4a16_small/bf16 8,1,4,2,2,2,2``. Else empty.
     """
 
     call: Callable[[int], Tensor]
