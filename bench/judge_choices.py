@@ -40,7 +40,7 @@ from fp4dispatch.policy import resolve
 from fp4dispatch.policy.rules import m_bucket
 from fp4dispatch.problem import Op, Problem, Scaling
 from fp4dispatch.problem.arch import SM90
-from fp4dispatch.problem.measurement import EXACTNESS
+from fp4dispatch.problem.measurement import EXACTNESS, LaunchConfig
 
 FORMATS: dict[Scaling, Op] = {"nvfp4": "nvfp4_gemm", "row": "fp8_gemm", "block128": "fp8_gemm"}
 LAYERS = {"nvfp4": "FP4Linear", "row": "FP8Linear/row", "block128": "FP8Linear/block128"}
@@ -65,19 +65,18 @@ class Judge:
         decision = resolve.resolve(bucket, self.system, registry.backends(), predicted=times)
         return str(decision.backend)
 
-    def launch(self, backend: str, problem: Problem) -> tuple[tuple[str, str], tuple[int, ...] | None]:
-        """Return the build and the launch shape of one of our backends; None: the kernel's own."""
+    def launch(self, backend: str, problem: Problem) -> LaunchConfig:
+        """Return the launch of one of our backends; without a shape it is the kernel's own."""
         found = registry.instance(backend)
         assert isinstance(found, CompiledBackend)
         layout = Layout(problem.n, problem.k, problem.n, problem.k)
         alike = problem if self.speeds is None else search.representative(problem)
         chosen = found._predicted(alike, layout, SM90, self.model.sms, self.speeds, ())
         assert chosen is not None
-        gemm, shape = chosen
-        if self.speeds is None:
-            tile, gpu = speed_of(*gemm), launch_model.gpu_with(self.model.sms)
-            return gemm, tile and tuple(launch_model.best(tile, problem.m, problem.n, problem.k, gpu).shape)
-        return gemm, None if shape is None else tuple(shape)
+        if self.speeds is None and (tile := speed_of(*chosen.gemm)) is not None:
+            gpu = launch_model.gpu_with(self.model.sms)
+            return chosen._replace(shape=tuple(launch_model.best(tile, problem.m, problem.n, problem.k, gpu).shape))
+        return chosen
 
 
 def _at(problem: Problem) -> Problem:
@@ -109,8 +108,8 @@ class Sample:
             return float(found)
         return predict.quantiser(self.problem(fmt, "fp8"), self.beside, packed=packed)
 
-    def launches(self, backend: str, fmt: Scaling) -> Iterator[tuple[tuple[str, str], Any, float]]:
-        """Yield (build, shape, microseconds with the quantiser) of all launches of a backend."""
+    def launches(self, backend: str, fmt: Scaling) -> Iterator[tuple[LaunchConfig, float]]:
+        """Yield (launch, microseconds with the quantiser) for all launches of a backend."""
         for name, found in self.record["launches"].items():
             family, _, rest = name.partition(" ")
             kernel, _, build = rest.partition("/")
@@ -119,7 +118,7 @@ class Sample:
             alone = backend not in ("w4a16", "w8a16") and not self.record.get("whole")
             before = self.quantiser(backend, fmt, kernel) if alone else 0.0
             for shape, us in found:
-                yield (kernel, build), None if shape is None else tuple(shape), us + before
+                yield LaunchConfig(kernel, build, None if shape is None else tuple(shape)), us + before
 
     def cublaslt(self) -> float | None:
         """Return the time of cuBLASLt by row with its quantiser; None where it was not timed."""
@@ -140,7 +139,7 @@ class Sample:
             return None
         activation = registry.instance(backend).activation_for(self.problem(fmt))
         wanted = judge.launch(backend, self.problem(fmt, activation))
-        found = [us for build, shape, us in self.launches(backend, fmt) if (build, shape) == wanted]
+        found = [us for launch, us in self.launches(backend, fmt) if launch == wanted]
         return (backend, found[0]) if found else None
 
     def best(self, fmt: Scaling, least: int) -> tuple[str, float] | None:
@@ -152,7 +151,7 @@ class Sample:
         for backend in {family.backend for family in FAMILIES if family.format == fmt}:
             activation = registry.instance(backend).activation_for(self.problem(fmt))
             if activation is not None and EXACTNESS[activation] >= least:
-                found += [(us, backend) for *_, us in self.launches(backend, fmt)]
+                found += [(us, backend) for _, us in self.launches(backend, fmt)]
         if fmt == "row" and least <= EXACTNESS["fp8"] and (us := self.cublaslt()) is not None:
             found.append((us, "cublaslt"))
         if not found:

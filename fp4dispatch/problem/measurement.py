@@ -111,6 +111,11 @@ class LaunchConfig(NamedTuple):
     build: str
     shape: tuple[int, ...] | None = None
 
+    @property
+    def gemm(self) -> tuple[str, str]:
+        """The names of the kernel and of its build."""
+        return self.kernel, self.build
+
     def __str__(self) -> str:
         numbers = " " + ",".join(map(str, self.shape)) if self.shape else ""
         return f"{self.kernel}/{self.build}{numbers}"

@@ -129,7 +129,7 @@ class Session:
     def _build(self, launches: Iterable[LaunchConfig | None]) -> None:
         """Compile in parallel what is not compiled yet."""
         arch = choose.facts(self.gpu).arch
-        names = dict.fromkeys((launch.kernel, launch.build) for launch in launches if launch is not None)
+        names = dict.fromkeys(launch.gemm for launch in launches if launch is not None)
         if names and arch is not None:
             jit.build_together(names, arch)
 

@@ -20,7 +20,6 @@ from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.replace import warmup
 from fp4dispatch.policy.capability import offered
 from fp4dispatch.problem import Problem
-from fp4dispatch.problem.measurement import LaunchConfig
 from fp4dispatch.trust import facts, quarantine
 from fp4dispatch.trust.tilecheck import worst_tile
 from fp4dispatch.tune import session, tuning
@@ -166,13 +165,13 @@ def slowest(backend, problem, weights):
     return max(every, key=lambda each: tiling.microseconds(each, problem, known)), prepared
 
 
-def mislead(monkeypatch, kind, problem, gemm, shape):
-    """Let a backend predict this build and shape for a problem; checks of other problems go on as ever."""
+def mislead(monkeypatch, kind, problem, launch):
+    """Let a backend predict this launch for a problem; checks of other problems go on as ever."""
     predicted = kind._predicted
 
     def _predicted(self, p, *facts):
         meant = (p.n, p.k, p.m) == (problem.n, problem.k, problem.m)
-        return (gemm, shape) if meant else predicted(self, p, *facts)
+        return launch if meant else predicted(self, p, *facts)
 
     monkeypatch.setattr(kind, "_predicted", _predicted)
 
@@ -201,10 +200,10 @@ def test_a_bad_predicted_launch_is_beaten_by_the_tuned_one(monkeypatch, op, scal
     weights = tuning.make_weights(problem, "cuda")
     device = weights.weight.device
     bad, prepared = slowest(backend, problem, weights)
-    mislead(monkeypatch, type(backend), problem, bad[:2], bad.shape)
+    mislead(monkeypatch, type(backend), problem, bad)
     assert backend.launches(problem, prepared)[0] == bad
     before = backend.plan(problem, prepared)
-    assert backend._chosen(problem, Layout(*prepared.layout), device) == (bad[:2], bad.shape)
+    assert backend._chosen(problem, Layout(*prepared.layout), device) == bad
 
     tuning.tune(any_format, weights, gpu=0)
     found = tuned.own(any_format, choose.facts(0), registry.backends())
@@ -213,8 +212,7 @@ def test_a_bad_predicted_launch_is_beaten_by_the_tuned_one(monkeypatch, op, scal
     us = times_of([bad, best.launch], name, problem, weights)
     assert us[best.launch] < us[bad], (us, found.text())
 
-    build, shape = backend._chosen(problem, Layout(*prepared.layout), device)
-    assert LaunchConfig(*build, None if shape is None else tuple(shape)) == best.launch
+    assert backend._chosen(problem, Layout(*prepared.layout), device) == best.launch
     x = torch.randn(m, K, device=device, dtype=torch.bfloat16)
     outs = [torch.full((m, N), torch.nan, device=device, dtype=torch.bfloat16) for _ in range(2)]
     for plan, out in zip((before, backend.plan(problem, prepared)), outs, strict=True):

@@ -166,17 +166,18 @@ def test_the_launch_comes_with_the_build(monkeypatch):
     again = []
     shape = type(backend)._shape
     monkeypatch.setattr(type(backend), "_shape", lambda self, *args: again.append(1) or shape(self, *args))
-    gemm, numbers = backend._predicted(given, Layout(5376, 3328, 5376, 3328), SM90, 132, known, ())
+    chosen = backend._predicted(given, Layout(5376, 3328, 5376, 3328), SM90, 132, known, ())
+    gemm = chosen.gemm
     assert not again
     monkeypatch.setattr(search, "_put_first", refuse)
     assert backend._fastest(replace(given, capture="piecewise"), SM90, 132, known)[0] == gemm
     monkeypatch.undo()
     monkeypatch.setattr(type(backend), "_shape", lambda self, *args: again.append(1) or shape(self, *args))
-    assert tuple(numbers) == launches.best_shape(*gemm, given, known)
-    assert backend._predicted(given, Layout(5376, 3328, 5384, 3328), SM90, 132, known, ())[0] == gemm
+    assert chosen.shape == launches.best_shape(*gemm, given, known)
+    assert backend._predicted(given, Layout(5376, 3328, 5384, 3328), SM90, 132, known, ()).gemm == gemm
     assert again
     other = next(each for each in backend.gemms(given, SM90, 132) if each != gemm)
-    assert backend._predicted(given, Layout(5376, 3328, 5376, 3328), SM90, 132, known, (other,))[0] == other
+    assert backend._predicted(given, Layout(5376, 3328, 5376, 3328), SM90, 132, known, (other,)).gemm == other
 
 
 def test_an_even_launch_keeps_its_ctas_at_another_m():

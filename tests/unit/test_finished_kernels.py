@@ -175,9 +175,9 @@ def test_of_several_finished_builds_the_fastest_runs(seen):
     known = speeds.of(gpu_models.named("H200 SXM"))
     chosen = backend._predicted(problem, layout, SM90, 132, known, only)
     assert chosen is not None
-    assert chosen[0] == wide
+    assert chosen.gemm == wide
     unknown = backend._predicted(problem, layout, SM90, 132, None, only)
-    assert unknown == (only[0], None)
+    assert unknown == LaunchConfig(*only[0])
 
 
 def test_a_warning_says_which_build_is_missing_once(seen, caplog):
@@ -203,7 +203,7 @@ def test_timed_launches_of_builds_that_are_missing_are_passed_over(seen, monkeyp
     fast = LaunchConfig("w4a8_small", "bf16", None)
     slow = LaunchConfig(*ONE, (1, 1, 8, 1, 0, 32))
     monkeypatch.setattr(launches, "tuned", lambda *_: launches.Tuned(300, ((fast, 1.0), (slow, 2.0))))
-    assert w4.W4A8Backend()._chosen(nvfp4(), Layout(4096, 4096, 4096, 4096), torch.device("cpu"))[0] == ONE
+    assert w4.W4A8Backend()._chosen(nvfp4(), Layout(4096, 4096, 4096, 4096), torch.device("cpu")).gemm == ONE
     assert "w4a8_small/bf16 fits best" in caplog.text
 
 
@@ -213,7 +213,7 @@ def test_what_is_tuned_needs_no_compiler(seen):
     problem = replace(nvfp4(300), n=256, k=512)
     found = backend.launches(problem, backend.prepare(w))
     assert found
-    assert {(launch.kernel, launch.build) for launch in found} == {ONE}
+    assert {launch.gemm for launch in found} == {ONE}
 
 
 def test_without_any_finished_build_loading_says_what_is_missing(seen):

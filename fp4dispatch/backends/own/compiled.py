@@ -137,11 +137,7 @@ class State:
         self.fits = (self.layout.np, self.layout.kp) == (self.layout.n, self.layout.k)
 
 
-Chosen = tuple[Build, Sequence[int] | None]
-"""A build and its launch shape."""
-
-
-def _config(gemm: Build, shape: Sequence[int] | None) -> LaunchConfig:
+def _launch(gemm: Build, shape: Sequence[int] | None) -> LaunchConfig:
     return LaunchConfig(*gemm, None if shape is None else tuple(shape))
 
 
@@ -216,7 +212,7 @@ class CompiledBackend(Backend):
     def builds(self, problem: Problem, device: torch.device) -> tuple[Build, ...]:
         """Name the kernels that a plan will load."""
         chosen = self._chosen(problem, Layout(problem.n, problem.k, problem.n, problem.k), device)
-        return () if chosen is None else self.with_quantizer(problem, chosen[0])
+        return () if chosen is None else self.with_quantizer(problem, chosen.gemm)
 
     def predict(self, problem: Problem, gpu: GpuModel) -> float | None:
         """Return what the models say of the build that serves a problem; None for a GPU or a build without a model."""
@@ -248,8 +244,7 @@ class CompiledBackend(Backend):
 
     def launch_for(self, problem: Problem, prepared: Prepared) -> LaunchConfig | None:
         """Return the launch that :meth:`plan` makes a plan of; None where no kernel serves the problem."""
-        found = self._kept(problem, Layout(*prepared.layout), prepared.tensors[0].device)
-        return None if found is None else _config(*found)
+        return self._kept(problem, Layout(*prepared.layout), prepared.tensors[0].device)
 
     def plan_key(self, problem: Problem, device: torch.device) -> Hashable:
         """Return the key of a plan. Other launches that ``tune`` has timed need another plan."""
@@ -273,9 +268,9 @@ class CompiledBackend(Backend):
 
     def plan_launch(self, problem: Problem, prepared: Prepared, launch: LaunchConfig) -> Plan:
         """Make a plan of one of :meth:`launches`; errors as of :meth:`plan_with`."""
-        return self.plan_with(problem, prepared, (launch.kernel, launch.build), launch.shape)
+        return self.plan_with(problem, prepared, launch.gemm, launch.shape)
 
-    def _kept(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
+    def _kept(self, problem: Problem, layout: Layout, device: torch.device) -> LaunchConfig | None:
         """Return :meth:`_chosen`, kept for all numbers of tokens that are alike, until other launches are timed."""
         known = speeds_on(device)
         if known is None:
@@ -290,21 +285,23 @@ class CompiledBackend(Backend):
         return found[1]
 
     @functools.cached_property
-    def _choices(self) -> dict[Hashable, tuple[Speeds, Chosen]]:
+    def _choices(self) -> dict[Hashable, tuple[Speeds, LaunchConfig]]:
         return {}
 
-    def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> Chosen | None:
-        """Return the build and the launch shape for a plan; says so where the best build cannot be compiled."""
+    def _chosen(self, problem: Problem, layout: Layout, device: torch.device) -> LaunchConfig | None:
+        """Return the launch for a plan; says so where the best build cannot be compiled."""
         only = self._only(problem, device)
         chosen = self._best(problem, layout, device, only)
         if chosen is not None and only:
             wanted = self._best(problem, layout, device, ())
-            if wanted is not None and wanted[0] != chosen[0]:
-                finished.say(self.name, wanted[0], chosen[0])
+            if wanted is not None and wanted.gemm != chosen.gemm:
+                finished.say(self.name, wanted.gemm, chosen.gemm)
         return chosen
 
-    def _best(self, problem: Problem, layout: Layout, device: torch.device, only: Sequence[Build]) -> Chosen | None:
-        """Return a build and its launch shape: timed ones first, then predicted ones, then the rules'.
+    def _best(
+        self, problem: Problem, layout: Layout, device: torch.device, only: Sequence[Build]
+    ) -> LaunchConfig | None:
+        """Return a launch: a timed one, else the predicted one, else that of the rules.
 
         ``only``: the builds that it may be; empty for any. With models, numbers of tokens that are alike get the same.
         """
@@ -312,7 +309,7 @@ class CompiledBackend(Backend):
             problem = search.representative(problem.eager())
         timed = self._tuned(problem, device)
         if timed is not None and (launch := self._timed(timed, problem, layout, device, only)) is not None:
-            return (launch.kernel, launch.build), launch.shape
+            return launch
         return self._predicted(problem, layout, *gpu_and_speeds(device), only)
 
     def _predicted(
@@ -323,15 +320,15 @@ class CompiledBackend(Backend):
         sms: int,
         speeds: Speeds | None,
         only: Sequence[Build],
-    ) -> Chosen | None:
-        """Return the build and the launch shape that the models choose; without ``speeds`` the build of the rules.
+    ) -> LaunchConfig | None:
+        """Return the launch that the models choose; without ``speeds`` the build of the rules.
 
         If that is not among ``only``: the one of these that is predicted to be the fastest, or the first.
         """
         as_stored = (layout.np, layout.kp) == (problem.n, problem.k)
         found = None if speeds is None else self._fastest(problem, arch, sms, speeds)
         if found is not None and as_stored and (not only or found[0] in only):
-            return found[0], found[1].shape
+            return _launch(found[0], found[1].shape)
         builds = self._kernels(problem, arch, sms, speeds)
         if not builds:
             return None
@@ -339,8 +336,8 @@ class CompiledBackend(Backend):
         if only and gemm not in only:
             padded = replace(problem, n=layout.np, k=layout.kp)
             first = None if speeds is None else launches.put_first(tuple(only), padded, speeds)
-            gemm = only[0] if first is None else (first[1].kernel, first[1].build)
-        return gemm, None if speeds is None else self._shape(problem, layout, gemm, speeds)
+            gemm = only[0] if first is None else first[1].gemm
+        return _launch(gemm, None if speeds is None else self._shape(problem, layout, gemm, speeds))
 
     def _timed(
         self, timed: Tuned, problem: Problem, layout: Layout, device: torch.device, only: Sequence[Build]
@@ -362,12 +359,10 @@ class CompiledBackend(Backend):
     ) -> LaunchConfig | None:
         """Return the launch for a problem's M without timed ones; without ``speeds`` that of the rules."""
         chosen = self._predicted(problem, layout, arch, sms, speeds, only)
-        if chosen is None:
-            return None
-        gemm, shape = chosen
-        if speeds is None and (tile := speed_of(*gemm)) is not None:
-            shape = launch_model.best(tile, problem.m, layout.np, layout.kp, launch_model.gpu_with(sms)).shape
-        return _config(gemm, shape)
+        if chosen is None or speeds is not None or (tile := speed_of(*chosen.gemm)) is None:
+            return chosen
+        found = launch_model.best(tile, problem.m, layout.np, layout.kp, launch_model.gpu_with(sms))
+        return _launch(chosen.gemm, found.shape)
 
     def _shape(self, problem: Problem, layout: Layout, gemm: Build, speeds: Speeds) -> Sequence[int] | None:
         """Return the launch shape that the models say is fastest; None for a kernel that is given none."""

@@ -115,7 +115,7 @@ def microseconds(launch: LaunchConfig, problem: Problem, speeds: Speeds) -> floa
 
 def laid_out(launch: LaunchConfig, problem: Problem, gpu: launch_model.Gpu) -> LaunchConfig | None:
     """Return a launch that was measured at another M, for this one; None where it does not fit."""
-    tile = speed_of(launch.kernel, launch.build)
+    tile = speed_of(*launch.gemm)
     if tile is not None:
         return _many_tokens(launch, tile, problem, gpu)
     about = KERNELS.get(launch.kernel)
@@ -165,7 +165,7 @@ def fastest(
     off: list[float] = []
     for i, (measured, us) in enumerate(timed.times):
         launch = laid_out(_for_dtype(measured, gemms), problem, gpu)
-        if launch is None or (launch.kernel, launch.build) not in gemms:
+        if launch is None or launch.gemm not in gemms:
             continue
         then = now = None
         if speeds is not None and problem.m != timed.m:
@@ -207,7 +207,7 @@ def put_first(gemms: Sequence[tuple[str, str]], problem: Problem, speeds: Speeds
 
 def _for_dtype(launch: LaunchConfig, gemms: Sequence[tuple[str, str]]) -> LaunchConfig:
     """Return a launch with the build of these, if the one that was measured is for the other 16-bit dtype."""
-    if (launch.kernel, launch.build) in gemms:
+    if launch.gemm in gemms:
         return launch
     for old, new in (("bf16", "fp16"), ("fp16", "bf16")):
         build = launch.build.replace(old, new)
