@@ -19,6 +19,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling, SfLayout
+from fp4dispatch.trust.threads import one_thread
 
 DTYPE: dict[OutDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -117,7 +118,7 @@ def canaries(
     """
     draw = torch.Generator(device="cpu").manual_seed(seed)
     raw = {"nvfp4_gemm": "nvfp4", "fp8_gemm": "fp8"}[op] == activation
-    with torch.inference_mode(mode=False), torch.no_grad():
+    with one_thread(), torch.inference_mode(mode=False), torch.no_grad():
         shapes = [replace(s, out_dtype=half) if half and s.out_dtype != "float32" else s for s in SHAPES]
         return tuple(_canary(op, scaling, activation, s, draw) for s in shapes if raw or not s.raw)
 

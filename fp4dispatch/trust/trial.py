@@ -27,6 +27,7 @@ from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import reasons_of
 from fp4dispatch.problem import Activation, Op, OutDtype, Problem, Scaling
 from fp4dispatch.trust.canary import DTYPE, Canary, canaries
+from fp4dispatch.trust.threads import one_thread
 from fp4dispatch.trust.tilecheck import Finding, Poisoned, first_difference, judge
 
 _RUNS = (0, 1, 0)
@@ -108,7 +109,9 @@ def run(
         launched = _until_one_raises(planned, partial(_launch, backend, device), outcome)
         for canary, outputs in launched:
             with outcome.of(canary):
-                found = _judge(canary, [output.cpu() for output in outputs])
+                on_cpu = [output.cpu() for output in outputs]
+                with one_thread():
+                    found = _judge(canary, on_cpu)
                 outcome.findings += [found] if found else []
                 outcome.ran.append(str(canary))
     return outcome

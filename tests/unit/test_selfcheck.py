@@ -13,7 +13,7 @@ from fp4dispatch.errors import CaptureError, SelfCheckFailed
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem.decision import Reason
-from fp4dispatch.trust import canary, selfcheck
+from fp4dispatch.trust import canary, selfcheck, threads, trial
 from fp4dispatch.trust.verdict import CheckResult
 from tests import planted
 from tests.planted import FAULTS, HONEST, ONLY_WITH, TRUNCATING, Honest
@@ -306,3 +306,41 @@ def test_it_is_quick():
         run(ReferenceBackend(), NVFP4)
         used.append(time.thread_time() - started)
     assert min(used) < 0.3
+
+
+# ------------------------------------------------------------------------------------------------------------ threads
+
+
+@pytest.fixture
+def two_threads(one_thread):
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_canaries_and_verdicts_take_one_thread(two_threads, monkeypatch):
+    """On a CPU with other work, threads that wait for each other take ten times as long."""
+    seen = set()
+
+    def watched(module, name):
+        inner = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: seen.add((name, torch.get_num_threads())) or inner(*args))
+
+    watched(canary, "_canary")
+    watched(trial, "_judge")
+    canary.canaries.cache_clear()
+    assert run(ReferenceBackend(), ROW).status == "passed"
+    assert seen == {("_canary", 1), ("_judge", 1)}
+    assert torch.get_num_threads() == 2
+
+
+def fail_on_one_thread():
+    with threads.one_thread():
+        assert torch.get_num_threads() == 1
+        raise ValueError("inside")
+
+
+def test_the_number_of_threads_comes_back_after_an_error(two_threads):
+    with pytest.raises(ValueError, match="inside"):
+        fail_on_one_thread()
+    assert torch.get_num_threads() == 2

@@ -1,0 +1,32 @@
+"""CPU work of checks on one thread.
+
+Their tensors are small. On several threads each operation ends with the last of them, and on a CPU with other work that
+one waits for its turn: ten times as long on a machine that compiles kernels or runs another rank. On one thread an idle
+machine takes as long as on several.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_lock = threading.RLock()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute on one CPU thread in the body.
+
+    The setting is the calling thread's. But a Python thread whose first operation is in this time keeps it: PyTorch has
+    no other way to set it. So a body must be short, and must compile nothing.
+    """
+    with _lock:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
