@@ -7,13 +7,14 @@ machine takes as long as on several.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-_lock = threading.RLock()
+from fp4dispatch.machine.locks import ForkSafeLock
+
+_lock = ForkSafeLock()
 
 
 @contextmanager
