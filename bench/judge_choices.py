@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own.compiled import CompiledBackend, Layout
-from fp4dispatch.backends.own.tiling import launch_model, predict, search, speeds
+from fp4dispatch.backends.own.tiling import predict, search, speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
-from fp4dispatch.backends.own.tiling.tiles import speed_of
 from fp4dispatch.backends.predictions import predictions
 from fp4dispatch.benchmark.methods.launches import FAMILIES
 from fp4dispatch.benchmark.reports import records
@@ -71,11 +70,8 @@ class Judge:
         assert isinstance(found, CompiledBackend)
         layout = Layout(problem.n, problem.k, problem.n, problem.k)
         alike = problem if self.speeds is None else search.representative(problem)
-        chosen = found._predicted(alike, layout, SM90, self.model.sms, self.speeds, ())
+        chosen = found._untuned(alike, layout, SM90, self.model.sms, self.speeds, ())
         assert chosen is not None
-        if self.speeds is None and (tile := speed_of(*chosen.gemm)) is not None:
-            gpu = launch_model.gpu_with(self.model.sms)
-            return chosen._replace(shape=tuple(launch_model.best(tile, problem.m, problem.n, problem.k, gpu).shape))
         return chosen
 
 

@@ -21,8 +21,8 @@ _lock = ForkSafeLock()
 def one_thread() -> Iterator[None]:
     """Let PyTorch compute on one CPU thread in the body.
 
-    The setting is the calling thread's. But a Python thread whose first operation is in this time keeps it: PyTorch has
-    no other way to set it. So a body must be short, and must compile nothing.
+    Other Python threads keep their number. But one whose first operation on the CPU falls into this time computes on
+    one thread from then on: PyTorch cannot set this for a single thread. So a body must be short, and compile nothing.
     """
     with _lock:
         before = torch.get_num_threads()

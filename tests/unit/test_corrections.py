@@ -513,9 +513,9 @@ def test_groups_that_are_not_asked_for_keep_their_trees(packaged, tmp_path, monk
     monkeypatch.setattr(corrections, "FILE", path)
     monkeypatch.setattr(fit_corrections, "TREES", 2)
     sample = str(RESULTS / "launch-samples-seed-131-h200.json.xz")
-    cited_names = {each.split(",")[0] for each in packaged["records"]}
+    fitted = {each.path for each in cited(packaged["records"])}
     suites = sorted(RESULTS.glob("random-suite-seed-*-h200.json.xz"))
-    suite_of_h200 = str(next(each for each in suites if each.name.removesuffix(".json.xz") not in cited_names))
+    suite_of_h200 = str(next(each for each in suites if each not in fitted))
     monkeypatch.setattr("sys.argv", ["x", "--many", sample, "--only", asked, "--write"])
     fit_corrections.main()
     found = json.loads(path.read_text("utf-8"))
