@@ -147,7 +147,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "graphs":  # a room, imported when it is first used
+    if name == "graphs":  # a subpackage, imported when it is first used
         return importlib.import_module(f"{__name__}.graphs")
     try:
         module = _LAZY[name]

@@ -140,15 +140,21 @@ def _jobs(catalog: Catalog, archs: tuple[Arch, ...], ops: tuple[str, ...], varia
         if not variants or variant.id in variants
     ]
     if not jobs:
-        raise FlagsError(
-            f"no kernel matches arch {', '.join(arch.capability for arch in archs)}, ops {', '.join(ops)}"
-            + (f", variants {', '.join(variants)}" if variants else "")
-            + ": name fewer of these"
-        )
+        asked = f"arch {', '.join(arch.capability for arch in archs)}, ops {', '.join(ops)}"
+        asked += f", variants {', '.join(variants)}" if variants else ""
+        raise FlagsError(f"no kernel matches {asked}. {_there_are(catalog, ops)}")
     for arch in archs:
         if not any(arch in job.record.archs for job in jobs):
             logging.getLogger("fp4dispatch").warning("no kernel of these ops is for %s", arch)
     return jobs
+
+
+def _there_are(catalog: Catalog, ops: tuple[str, ...]) -> str:
+    built = [kernel for kernel in catalog.kernels.values() if kernel.op in ops]
+    archs = {arch for kernel in built for target in kernel.targets for arch in catalog.record(target).archs}
+    variants = dict.fromkeys(name for kernel in built for name in kernel.variants)
+    of = ", ".join(arch.capability for arch in sorted(archs, key=lambda arch: (arch.major, arch.minor)))
+    return f"Kernels of these ops are for {of}; their variants: {', '.join(variants)}"
 
 
 def _default_archs() -> tuple[Arch, ...]:

@@ -36,7 +36,8 @@ def lines(decision: Decision, *, everything: bool = False, notes: Sequence[str] 
     foreign = [verdict for verdict in others if any(reason.code in _FIXED for reason in verdict.reasons)]
     lacking = [verdict for verdict in others if verdict.reasons and verdict not in foreign]
     found = list(_answer(decision))
-    found += _group("could run too, in order of preference", can, "green")
+    also = "too" if decision.backend else "it"
+    found += _group(f"could run {also}, in order of preference", can, "green")
     found += _group("run only where they are named", denied, "yellow")
     found += _group("cannot run here, but could", lacking, "yellow")
     if everything or decision.backend is None:
@@ -54,7 +55,8 @@ def _answer(decision: Decision) -> Iterator[Line]:
     activations = "" if decision.activation == "any" else f", with {decision.activation} activations"
     problem = f"{decision.problem} on {decision.machine}"
     if decision.backend is None:
-        yield Line(f"nothing can run {problem}", style="bold red")
+        who = "nothing can" if decision.requested == "auto" else f"{decision.requested} cannot"
+        yield Line(f"{who} run {problem}", style="bold red")
         yield Line(f"asked for: {decision.requested}, by {decision.requested_by}", indent=2)
         return
     yield Line(f"{decision.backend}{activations}, runs {problem}", style="bold green")

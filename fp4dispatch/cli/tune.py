@@ -97,7 +97,9 @@ def _model_shapes(args: argparse.Namespace) -> int:
     from fp4dispatch.cli import tune_tables
 
     if args.out is None or args.nk or args.list or args.clear or args.bias or args.activation != "any":
-        args.wrong_usage("--model-shapes needs --out, and goes with an op, --scaling, -m, --force, --seconds, --commit")
+        args.wrong_usage(
+            "--model-shapes needs --out FOLDER. Beside it only an op, --scaling, -m, --force, --seconds and --commit may stand"
+        )
     return tune_tables.run(args)
 
 
@@ -123,7 +125,10 @@ def _list(as_json: bool) -> int:
     if as_json:
         print(json.dumps([_plain(m, None) for m in found], indent=2))
     else:
-        print("\n".join(m.text() for m in found) or f"nothing in {tuned.store.folder()} holds on this machine")
+        print(
+            "\n".join(m.text() for m in found)
+            or f"no tuned times in {tuned.store.folder()} are valid on this machine; fp4dispatch tune makes them"
+        )
         if (table := shipped.of(system)) is not None:
             print(shipped.why_not(system) or f"{table}, of {table.date}: {len(table.layers)} layers")
     return OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,12 +45,12 @@ def machine_code(record: Row) -> str:
         for kind, tried in row["tried"].items():
             missed = sum(name.endswith(f": {kind}") for name in row["wrong"])
             _add(counts, (kind, row["target"]), tried - missed, tried)
-    known, tried = cases.builds(), {(row["kernel"], row["target"]) for row in record["builds"]}
-    absent = dict.fromkeys(
-        f"{build.kernel} {build.target}" for build in known if (build.kernel, build.target) not in tried
-    )
+    known, tried = cases.builds(), {row["id"] for row in record["builds"]}
+    all_of = Counter(build.kernel for build in known)
+    absent = Counter(build.kernel for build in known if build.id not in tried)
     text = f"Tried: {len(record['builds'])} of {len(known)} builds."
-    text += f" Without any: {', '.join(absent)}." if absent else " Every kernel for every target is among them."
+    if absent:
+        text += f" Not tried: {', '.join(f'{absent[name]} of {all_of[name]} of {name}' for name in absent)}."
     return f"{text}\n\n{_table('class', counts, ['builds accepted', *small.MUTANTS])}"
 
 

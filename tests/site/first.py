@@ -15,8 +15,8 @@ def sentence() -> str:
     record = next(iter(records.kept(RESULTS, "first command")))
     total, peak, disk = _takes(record)
     return (
-        f"On {record['cores']} CPU cores this took {total:.0f} s, downloads included, {peak:.1f} GB of memory and "
-        f"{disk:.1f} GB on disk: [what it prints, and what that means](docs/demo.md)."
+        f"With torch for CPUs, on {record['cores']} cores, this took {total:.0f} s, downloads included, "
+        f"{peak:.1f} GB of memory and {disk:.1f} GB on disk: [what it prints, and what that means](docs/demo.md)."
     )
 
 

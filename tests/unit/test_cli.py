@@ -154,6 +154,12 @@ def test_help_is_plain_text_with_examples_that_parse(name: str, capsys: pytest.C
         assert cli._parser((name,)).parse_args(words).command == name
 
 
+@pytest.mark.parametrize("example", help_text.EXAMPLES["explain"])
+def test_examples_of_explain_name_a_backend_that_runs(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(shlex.split(example)[1:]) == 0
+    assert ", runs " in capsys.readouterr().out.splitlines()[0] or "--all" in example
+
+
 def test_help_keeps_paragraphs_and_loses_marks() -> None:
     text = "``fp4dispatch verify``: look at ``x`` and :func:`~a.b`.\n\nSecond\nparagraph.\n\n  kept  as it is"
     parser = argparse.ArgumentParser(formatter_class=help_text.Formatter, description=help_text.plain(text))

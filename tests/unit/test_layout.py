@@ -10,16 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "fp4dispatch"
 
-# The data flow, first to last: a room imports from itself and from the rooms before it.
+# The data flow, first to last: a package imports from itself and from the packages before it.
 ORDER = (
     *("errors", "settings", "strict_toml", "problem", "machine", "formats", "policy", "jit", "backends", "trust"),
     *("dispatch", "tune", "run", "models", "checkpoints", "graphs", "integrations", "benchmark", "cli"),
 )
-# One-line modules that re-export from a room, for users, plug-ins and old pickles.
+# One-line modules that re-export from a package, for users, plug-ins and old pickles.
 PATHS_FOR_OTHERS = {"linear": "models", "decision": "problem", "stored_weights": "models"}
 PLACE = {
-    **{room: i for i, room in enumerate(ORDER)},
-    **{name: ORDER.index(room) for name, room in PATHS_FOR_OTHERS.items()},
+    **{name: i for i, name in enumerate(ORDER)},
+    **{name: ORDER.index(package) for name, package in PATHS_FOR_OTHERS.items()},
     "csrc": ORDER.index("jit"),
     "jit_flags": ORDER.index("jit"),
     "__init__": ORDER.index("benchmark"),
@@ -87,7 +87,7 @@ def upward(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> list[st
     for target in imports(tree):
         mine = own(target, known) if target != VERSION else None
         if mine is not None and PLACE[mine.split(".")[0]] > place:
-            wrong.append(f"{name} imports {target}, which is in a room after its own")
+            wrong.append(f"{name} imports {target}, which is in a package after its own")
     return wrong
 
 

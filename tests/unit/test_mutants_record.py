@@ -53,7 +53,7 @@ def test_every_class_has_faults_in_sources_for_every_target() -> None:
 def test_the_tables_show_what_is_wrong(part: str, change: dict[str, Any], says: str) -> None:
     rows = {
         "small": {"class": "moved", "target": "90a", "refused": 8, "tried": 8},
-        "builds": {"kernel": "w4a16_small", "target": "90a", "accepted": True, "tried": {"moved": 1}, "wrong": []},
+        "builds": {"id": "one", "target": "90a", "accepted": True, "tried": {"moved": 1}, "wrong": []},
         "sources": {"class": "moved", "family": "few_tokens", "target": "90a", "refused": 1},
     }
     table = {"small": tables.small_kernels, "builds": tables.machine_code, "sources": tables.sources}[part]

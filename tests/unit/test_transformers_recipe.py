@@ -38,7 +38,7 @@ def test_snippets_run(tmp_path):
         "MODELOPT_DIR": modelopt("Llama"),
         "COMPRESSED_DIR": compressed("Llama"),
         "MODEL_DIR": plain("Llama"),
-        "BACKEND": "aot_eager",
+        "inductor": "aot_eager",
     }
     code = "\n".join(SNIPPETS)
     for name, place in places.items():

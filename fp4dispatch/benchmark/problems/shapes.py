@@ -63,7 +63,7 @@ class Catalogue:
     def suite(self, name: str) -> Suite:
         """Return a suite by name; InputError with the nearest name for an unknown one."""
         if name not in self.suites:
-            known = ", ".join(self.suites)
+            known = ", ".join((*self.suites, "random"))
             raise InputError(f"{name!r} is not a suite.{did_you_mean(name, self.suites)} Known: {known}")
         return self.suites[name]
 

@@ -43,7 +43,10 @@ def weight_files(path: Path) -> tuple[Path, tuple[Path, ...], dict[str, str] | N
     if not path.is_dir():
         old = sorted(path.parent.glob(f"{glob.escape(path.name)}.old-*"))
         aside = f"; {old[0]} is what an interrupted overwrite moved aside: rename it back" if old else ""
-        raise CheckpointError(f"{path}: no such directory or .safetensors file{aside}")
+        raise CheckpointError(
+            f"{path}: no such directory or .safetensors file{aside}. A model of the Hugging Face hub must be here "
+            "first: hf download NAME --local-dir DIR"
+        )
     directory = path.resolve()
     has_index, has_single = (_exists(directory / name) for name in (INDEX_FILE, SINGLE_FILE))
     if has_index and has_single:

@@ -40,7 +40,7 @@ class Tuned:
 
 
 class Source(Protocol):
-    """Where timed launches are kept. The room that stores them comes after this one."""
+    """Where timed launches are kept. The package that stores them comes after this one."""
 
     def find(self, backend: str, problem: Problem, gpu: int) -> Tuned | None:
         """Return those that serve a problem on a GPU of this machine; the same object until they change."""
