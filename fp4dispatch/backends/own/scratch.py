@@ -116,9 +116,18 @@ def _lasting(device: torch.device) -> Tensor:
     ``torch.compile(mode="reduce-overhead")`` warms a graph up before it captures it. What the calling thread allocates
     meanwhile comes from the graph's pool, and torch refuses whatever outlives the warm-up there
     (torch/_inductor/cudagraph_trees.py, ``_use_cuda_memory_pool_manager``).
+
+    A new thread has the default stream, and the allocator gives it memory that work queued there may still use. So
+    the arena is allocated on the stream that will use it.
     """
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def allocated() -> Tensor:
+        with torch.cuda.stream(stream):  # None: as it is
+            return torch.empty(ARENA_BYTES, dtype=torch.uint8, device=device)
+
     with ThreadPoolExecutor(1) as own:
-        return own.submit(lambda: torch.empty(ARENA_BYTES, dtype=torch.uint8, device=device)).result()
+        return own.submit(allocated).result()
 
 
 def eager(scratch: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:

@@ -291,9 +291,15 @@ def tokens_fastest(x: Tensor, mp: int, blocks: int) -> Tensor:
 
 @functools.cache
 def ones(device: torch.device) -> Tensor:
-    """Return f32 [32768, 1] of ones, made once per device: token scales that are already in the weight's scales."""
+    """Return f32 [32768, 1] of ones, made once per device: token scales that are already in the weight's scales.
+
+    They are written when this returns, because launches on any stream read them. Not to be called in a capture.
+    """
     with torch.inference_mode(mode=False):  # it outlives the call
-        return torch.ones(1 << 15, 1, dtype=torch.float32, device=device)
+        made = torch.ones(1 << 15, 1, dtype=torch.float32, device=device)
+    if made.is_cuda:
+        torch.cuda.current_stream(made.device).synchronize()
+    return made
 
 
 def ones_for(known: Tensor, m: int) -> Tensor:
