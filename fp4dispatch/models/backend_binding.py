@@ -14,7 +14,7 @@ from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine import system as _system
 from fp4dispatch.models.offloading import Offload
 from fp4dispatch.models.state_loading import StateLoading
-from fp4dispatch.models.stored_weights import never
+from fp4dispatch.models.stored_weights import lock, never
 from fp4dispatch.problem import CaptureMode, Op, Problem, Scaling
 from fp4dispatch.problem.decision import Decision
 from fp4dispatch.run import binding, owners, routes
@@ -81,9 +81,14 @@ class BackendBinding(StateLoading):
             )
         if self.device.type == "meta":
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
-        if not self._bound:
-            self._record_stored()
-        with _capture.mode("none"):
+        binding.refuse_in_capture(self.name)  # before the check, which synchronises
+        with lock, _capture.mode("none"):
+            if (found := self._bound.get(dtype)) is not None:  # another thread was faster
+                return found
+            if not self._bound:
+                self._record_stored()
+                if not self._checked:
+                    self.check()
             return self._set_bound(self._choose(dtype, (self.capture, self.m_min)), self._bound)
 
     def _bind_as(self, choices: binding.Choices) -> None:
@@ -100,9 +105,13 @@ class BackendBinding(StateLoading):
 
     def _bind_declared(self, declared: _capture.Declared, own: routes.Bound) -> routes.Bound:
         """Bind for a declared capture mode. The same choice shares spec, plans and tensors with ``own``."""
-        problem = self.problem(1, own.dtype)
-        fresh = binding.like(own, problem, self.backend, self.name) or self._choose(own.dtype, declared)
-        return self._set_bound(fresh, self._graph_bound.setdefault(declared, {}))
+        with lock:
+            bounds = self._graph_bound.setdefault(declared, {})
+            if (found := bounds.get(own.dtype)) is not None:  # another thread was faster
+                return found
+            problem = self.problem(1, own.dtype)
+            fresh = binding.like(own, problem, self.backend, self.name) or self._choose(own.dtype, declared)
+            return self._set_bound(fresh, bounds)
 
     def _bounds(self, declared: _capture.Declared | None) -> dict[torch.dtype, routes.Bound]:
         """Return what is bound for a declared capture mode, or for the layer's own mode."""
@@ -235,15 +244,16 @@ class BackendBinding(StateLoading):
         self._dropped, self._order, self._due, self._lent, self._keys = "", (), True, {}, []
         self._seen, self._unchanged = {}, never
 
-    def _refresh(self) -> None:
+    def _refresh(self, *, checked: bool = False) -> None:
         """Bind again if the layer is on its final device: on a GPU, or on the CPU of a machine without GPU.
 
-        Errors are dropped here, and the first call raises them. So moving or loading a model always completes.
+        ``checked``: the caller has checked the stored tensors. Errors are dropped here, and the first call raises them.
+        So moving or loading a model always completes.
         """
         self._forget()
         if self.device.type == "cuda" or (self.device.type == "cpu" and not _system.current().gpus):
             try:
-                with _capture.mode("none"):
+                with _capture.mode("none"), self._known_good(checked):
                     self.bind()
             except Fp4DispatchError:
                 self._forget()

@@ -102,13 +102,17 @@ def choose_layers(
     if lm_head:
         heads, told = _heads(model, output, picker(config, "*", () if by_default else exclude), left, tied)
         notes += told
+    picked = {name: heads.get(name) or pick(name) for name in found}
+    elsewhere = _left_elsewhere(found, picked)
     for name, linear in found.items():
-        fmt = heads.get(name) or pick(name)
+        fmt = picked[name]
         kept = HEAD if id(linear) in stay else ""
         if name in heads:
             reason = ""
         elif fmt is None:
             reason = kept or "excluded by name"
+        elif id(linear) in elsewhere:
+            reason = f"it is also {elsewhere[id(linear)]}, which is excluded by name"
         else:
             reason = left.get(id(linear)) or _unfit(linear, fmt, tied) or kept
         if reason or fmt is None:
@@ -116,6 +120,28 @@ def choose_layers(
         else:
             layers.append((name, linear, fmt))
     return Chosen(tuple(layers), tuple(skipped), notes)
+
+
+def _left_elsewhere(found: Mapping[str, nn.Linear], picked: Mapping[str, str | None]) -> dict[int, str]:
+    """Return the name by which a layer with several names is excluded, by its id: it stays one layer, so it stays.
+
+    Raises
+    ------
+    InputError
+        If its names ask for different formats.
+    """
+    names: dict[int, list[str]] = {}
+    for name, linear in found.items():
+        names.setdefault(id(linear), []).append(name)
+    left: dict[int, str] = {}
+    for layer, places in names.items():
+        formats = {name: picked[name] for name in places}
+        if None in formats.values():
+            left[layer] = next(name for name in places if formats[name] is None)
+        elif len(set(formats.values())) > 1:
+            asked = ", ".join(f"{name} {fmt}" for name, fmt in formats.items())
+            raise InputError(f"one layer is asked for in several formats: {asked}; give all its names the same one")
+    return left
 
 
 def _heads(
@@ -236,4 +262,6 @@ def _unfit(linear: nn.Linear, fmt: str, tied: Mapping[int, str]) -> str:
         return f"in_features={linear.in_features} is not a multiple of {NVFP4_BLOCK}, the NVFP4 block"
     if linear.weight.dtype not in routes.OUT_DTYPE:
         return f"weight is {linear.weight.dtype}"
+    if linear.bias is not None and linear.bias.dtype not in routes.OUT_DTYPE:
+        return f"bias is {linear.bias.dtype}"
     return f"its weight is tied to {tied[id(linear)]}" if id(linear) in tied else ""

@@ -88,8 +88,9 @@ class CompactWeights(StoredWeights):
             If the stored tensors do not fit the format.
         """
         capture.forbid_in_capture("dropping canonical weights", "compact(model), then capture")
-        self._update_layouts()
-        return self._drop_exact() if self._can_drop() else 0
+        with lock:
+            self._update_layouts()
+            return self._drop_exact() if self._can_drop() else 0
 
     def dropped_nbytes(self) -> int:
         """Return the bytes of the canonical weights that the layer does not hold beside their layout."""
@@ -237,16 +238,18 @@ class CompactWeights(StoredWeights):
     def _restored(self, *, lend: bool = False) -> Iterator[None]:
         """Restore the canonical weights for one ``with`` block. Tensors that were read inside stay valid.
 
-        ``lend``: code that read them may write to them later, and the layer must detect that.
+        ``lend``: code that read them may write to them later, and the layer must detect that. The block holds the
+        lock, so that no other thread drops the weights inside it.
         """
-        layout, lend = self._dropped, lend or bool(self._lent)
-        held = self._prepared.get(layout)
-        self._restore()
-        try:
-            yield
-        finally:
-            if layout and self._prepared.get(layout) is held:
-                self._drop(layout, lend=lend)
+        with lock:
+            layout, lend = self._dropped, lend or bool(self._lent)
+            held = self._prepared.get(layout)
+            self._restore()
+            try:
+                yield
+            finally:
+                if layout and not self._dropped and self._prepared.get(layout) is held:
+                    self._drop(layout, lend=lend)
 
     def __getattr__(self, name: str) -> Any:
         if name in CANONICAL and self.__dict__.get("_dropped"):

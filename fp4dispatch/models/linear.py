@@ -123,7 +123,17 @@ class FP4Linear(QuantizedLinear):
         InputError, FormatError
             If the weights do not fit the format.
         """
+        _check_weights(weights)
+        rows = self.shard_rows if len(self.shard_rows) > 1 else (self.out_features,)
+        if (weights.shard_rows or (weights.n,)) != rows:
+            raise InputError(
+                f"{self._label()}: the weights have shard_rows={weights.shard_rows}, the layer has {rows}; each shard "
+                "has a global scale, so the rows must be the same: make the layer with from_weights"
+            )
         scale, global_scale = weights.scale, weights.global_scale
+        if global_scale is None or global_scale.numel() != len(rows):
+            found = "None" if global_scale is None else f"{list(global_scale.shape)}"
+            raise InputError(f"{self._label()}: global_scale is {found}; need f32 [{len(rows)}], one for each shard")
         if weights.sf_layout == "128x4":
             scale = formats.from_128x4(scale, weights.n, weights.k // 16)
         shape = -1 if len(self.shard_rows) > 1 else ()
@@ -131,7 +141,7 @@ class FP4Linear(QuantizedLinear):
             {
                 "weight": weights.weight,
                 "weight_scale": scale,
-                "weight_scale_2": None if global_scale is None else global_scale.reshape(shape),
+                "weight_scale_2": global_scale.reshape(shape),
                 "input_scale": weights.input_scale,
             },
             bias,
@@ -180,6 +190,8 @@ class FP4Linear(QuantizedLinear):
         options["keep_stored"] = keep_stored
         if k % formats.NVFP4_BLOCK or weight.is_meta:
             return cls(k, n, linear.bias is not None, device=weight.device, **options)  # raises for this K
+        if global_scale is not None:
+            check_tensor(f"{cls.__name__}.from_linear: global_scale", global_scale)
         canonical = _quantised(weight, None if global_scale is None else global_scale.to(weight.device), calibrate)
         layer = cls.from_weights(canonical, linear.bias, **options)
         del canonical  # so that no other code holds what the layer can drop
@@ -316,11 +328,13 @@ class FP8Linear(QuantizedLinear):
         InputError, FormatError
             If the weights do not fit the format.
         """
-        scale = (
-            weights.scale
-            if weights.scaling == "block128"
-            else weights.scale.reshape(() if weights.scaling == "tensor" else -1)
-        )
+        _check_weights(weights)
+        scale, n = weights.scale, self.out_features
+        if self.scaling != "block128":
+            if scale.numel() != (1 if self.scaling == "tensor" else n):
+                need = "one element" if self.scaling == "tensor" else f"{n}, one for each row"
+                raise InputError(f"{self._label()}: scale is {list(scale.shape)}; need {need}")
+            scale = scale.reshape(() if self.scaling == "tensor" else -1)
         return self._fill({"weight": weights.weight, self._scale_name: scale, "input_scale": weights.input_scale}, bias)
 
     @classmethod
@@ -362,8 +376,11 @@ class FP8Linear(QuantizedLinear):
         options["keep_stored"] = keep_stored
         if scaling not in ("tensor", "row", "block128") or weight.is_meta:
             return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **options)
+        if scale is not None:
+            check_tensor(f"{cls.__name__}.from_linear: scale", scale)
         q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
-        canonical = LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale)
+        own = q.scale if scale is None else q.scale.clone()  # layers may share the value, never the memory
+        canonical = LinearWeights("fp8_gemm", scaling, n, k, q.data, own)
         return cls.from_weights(canonical, linear.bias, **options)
 
     def weights(self, *, lend: bool = True) -> LinearWeights:
@@ -421,10 +438,11 @@ def _quantised(weight: Tensor, global_scale: Tensor | None, calibrate: formats.C
     """Quantise to NVFP4, some rows at a time: the float32 intermediates are several times as large as the weight."""
     n, k = weight.shape
     scale = formats.nvfp4_global_scale(largest(weight)) if global_scale is None else global_scale
+    own = scale if global_scale is None else scale.clone()  # layers may share the value, never the memory
     some_rows = torch.split(weight, max(1, _AT_A_TIME // k))
     parts = [formats.nvfp4_quantize_calibrated(rows, scale, calibrate) for rows in some_rows]
     codes, sf = torch.cat([part.data for part in parts]), torch.cat([part.sf.view(torch.uint8) for part in parts])
-    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), scale.reshape(1), (n,))
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), own.reshape(1), (n,))
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:
@@ -447,6 +465,8 @@ def _weight_of(cls: type[QuantizedLinear], linear: nn.Module) -> Tensor:
         raise InputError(f"{what}: the weight has no shape yet (a lazy module): call it once first")
     weight = linear.weight.detach()
     check_tensor(f"{what}: weight", weight)
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise InputError(f"{what}: weight has shape {list(weight.shape)}; need [N, K], both at least 1")
     if weight.dtype not in routes.OUT_DTYPE:
         raise InputError(f"{what}: weight is {weight.dtype}; need torch.float32, torch.bfloat16 or torch.float16")
     return weight

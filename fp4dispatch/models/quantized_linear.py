@@ -29,10 +29,10 @@ _Self = TypeVar("_Self", bound="QuantizedLinear")
 _REBUILT = frozenset(
     (
         *("_prepared", "_bound", "_graph_bound", "_names", "_captured"),
-        *("_dropped", "_order", "_due", "_seen", "_lent", "_keys", "_unchanged"),
+        *("_dropped", "_order", "_due", "_seen", "_lent", "_keys", "_unchanged", "_checked"),
     )
 )
-"""Attributes that :meth:`QuantizedLinear._forget` sets. A pickle does not hold them."""
+"""Attributes that binding sets, and :meth:`QuantizedLinear._forget` clears. A pickle does not hold them."""
 
 
 class QuantizedLinear(BackendBinding):
@@ -153,7 +153,7 @@ class QuantizedLinear(BackendBinding):
             and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
             and x.is_contiguous()
             and not x.data_ptr() % 16
-            and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+            and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and not _wants_grad(bias)))
             and self._unchanged(self._buffers)
             and not (capture.modes_open or (bound.cuda and capture.stream_is_capturing()))
         )
@@ -213,7 +213,7 @@ class QuantizedLinear(BackendBinding):
         bound = self.bound_to(gate_up.dtype)
         if self._due:
             self._hold_once()
-        if type(gate_up) is not Tensor or _wants_grad(gate_up):
+        if type(gate_up) is not Tensor or self._trains(gate_up):
             return ops.swiglu_linear(gate_up, bound.tensors, self._stored(), self.bias, bound.spec.text)
         m = gate_up.shape[:-1].numel()
         if m and bound.swiglu(m, self.bias is not None) is None:
@@ -229,9 +229,14 @@ class QuantizedLinear(BackendBinding):
         bound = self.bound_to(x.dtype)
         if self._due:
             self._hold_once()
-        if type(x) is Tensor and not _wants_grad(x):
+        if type(x) is Tensor and not self._trains(x):
             return ops.run_bound(x, bound, self.bias)
         return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
+
+    def _trains(self, x: Tensor) -> bool:
+        """Whether a gradient may be asked for: the operator refuses it, with a reason."""
+        bias = self._parameters["bias"]
+        return _wants_grad(x) or (bias is not None and _wants_grad(bias))
 
     def _traced(self, x: Tensor, *, swiglu: bool = False) -> Tensor:
         """Run under ``torch.compile`` and ``torch.export``: all tensors are inputs of the graph.
@@ -293,7 +298,7 @@ class QuantizedLinear(BackendBinding):
             self.bias = nn.Parameter(bias.detach().to(device), requires_grad=False)
         if not self.weight.is_meta:
             self.check()
-            self._refresh()
+            self._refresh(checked=True)
         return self
 
     def _check_input_scale(self) -> None:

@@ -27,7 +27,7 @@ _Tensors = dict[str, Tensor]
 class StateLoading(CompactWeights):
     """The part of a quantised layer that takes a ``state_dict``."""
 
-    _refresh: Callable[[], None]
+    _refresh: Callable[..., None]
     _strict: bool | None = None
     """Whether the current ``load_state_dict`` of this layer is strict. None: not known."""
 
@@ -156,7 +156,7 @@ class StateLoading(CompactWeights):
                 with torch.inference_mode():  # here, inference tensors can be written too
                     current.copy_(tensor)
         if not self._bound:
-            self._refresh()
+            self._refresh(checked=True)
             return
         try:
             self._update_layouts(check=False)

@@ -2,26 +2,31 @@
 
 Kernels read layouts, which backends prepare from the stored tensors (the ``state_dict``). Before each eager call the
 layer compares its stored tensors with those that the layouts were prepared from: same object, same address, same
-``Tensor._version``. A compiled call does this inside its operator. So the layer detects ``layer.weight.copy_(...)``,
-``layer.weight = ...``, ``layer.weight.data = ...``, ``swap_tensors`` and ``functional_call``. Then:
+``Tensor._version``, and the memory was never freed, as the allocator may hand out an address again. A compiled call
+does this inside its operator. So the layer detects ``layer.weight.copy_(...)``, ``layer.weight = ...``,
+``layer.weight.data = ...``, ``swap_tensors`` and ``functional_call``. Then:
 
 * After an in-place write, the new layout is copied into the old one. CUDA graphs that read it use the new weights.
 * After a tensor was replaced, the layer gets new layouts. Graphs captured before keep the old ones.
 
-The layer cannot detect writes that torch does not count: through ``layer.weight.data``, ``numpy()`` or DLPack; in
-inference mode through a view of another dtype; by collectives (``torch.distributed.broadcast``); by other processes;
-and in replays of CUDA graphs, which run no host code. After these writes, and after any write before a replay, call
-:func:`refresh`. Or announce the write of your own kernel: ``torch.autograd.graph.increment_version(weight)``.
+The layer cannot detect writes that torch does not count: through ``layer.weight.data``, its storage, ``numpy()`` or
+DLPack; in inference mode through a view of another dtype; by collectives (``torch.distributed.broadcast``); by other
+processes; and in replays of CUDA graphs, which run no host code. After these writes, and after any write before a
+replay, call :func:`refresh`. Or announce the write of your own kernel:
+``torch.autograd.graph.increment_version(weight)``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.dispatch import choose
@@ -38,12 +43,22 @@ lock = ForkSafeLock()
 """Hold it to replace layouts or stored tensors of a layer."""
 
 
-class Seen(NamedTuple):
-    """A stored tensor with its ``_version`` and address when layouts were prepared from it."""
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A stored tensor with its ``_version``, address and storage when layouts were prepared from it.
+
+    ``storage`` keeps no memory. It gives None once the storage is gone: then the tensor has another one, which may lie
+    at the same address.
+    """
 
     tensor: Tensor
     version: int
     address: int
+    storage: weakref.ref[UntypedStorage] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Watch the storage. Its Python object lives as long as the storage itself."""
+        object.__setattr__(self, "storage", weakref.ref(self.tensor.untyped_storage()))
 
 
 Buffers = Mapping[str, "Tensor | None"]
@@ -69,6 +84,8 @@ class StoredWeights(nn.Module):
     _unchanged: Callable[[Buffers], bool]
     """Whether the stored tensors are unchanged since the layouts were prepared."""
     _keys: list[owners.Key]
+    _checked: bool = False
+    """Whether the stored tensors were just checked, so that the first binding need not do it."""
 
     # What the layer provides.
     bind: Callable[..., Bound]
@@ -156,9 +173,18 @@ class StoredWeights(nn.Module):
         dtypes = list(self._bound)
         self._forget()
         self._captured = captured
-        with capture.mode("none"):  # for other modes, the next call inside binds
+        with capture.mode("none"), self._known_good():  # for other modes, the next call inside binds
             for dtype in dtypes:
                 self._bind(dtype)
+
+    @contextmanager
+    def _known_good(self, checked: bool = True) -> Iterator[None]:
+        """Bind inside without a check: the caller has checked the stored tensors."""
+        self._checked = checked
+        try:
+            yield
+        finally:
+            self._checked = False
 
     def _every_bound(self) -> list[Bound]:
         """Return what is bound, for the layer's own mode and for declared ones; not what was replaced."""
@@ -189,8 +215,11 @@ class StoredWeights(nn.Module):
         addresses = [found.address for found in seen.values() if found is not None]
         owners.forget(self, self._keys)
         self._names = {dtype: (names, stored, spec) for dtype, (names, _, spec) in self._names.items()}
-        first = dict.fromkeys(bound.tensors[0].data_ptr() for bound in self._every_bound())
-        self._keys = [(address, *addresses) for address in first]
+        keys: dict[owners.Key, None] = {}
+        for bound in self._every_bound():
+            where = (bound.tensors[0].data_ptr(), *addresses)
+            keys |= {(bound.spec.text, where): None, ("", where): None}
+        self._keys = list(keys)
         owners.register(self, self._keys)
 
     def _matches(self, buffers: Buffers) -> bool:
@@ -236,7 +265,7 @@ class StoredWeights(nn.Module):
         """Whether all these addresses are addresses of stored tensors."""
         return {tensor.data_ptr() for tensor in self._stored() if plain(tensor)}.issuperset(addresses)
 
-    def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
+    def runs(self, dtype: torch.dtype, *, spec: str | None = None, address: int | None = None) -> bool:
         """Whether the layer is bound for a dtype with this spec, or with its first packed tensor at this address."""
         mine = [bound for bound in self._every_bound() if bound.dtype == dtype]
         return any(bound.spec.text == spec or bound.tensors[0].data_ptr() == address for bound in mine)
@@ -309,7 +338,8 @@ def plain(tensor: Tensor) -> bool:
 
 
 def _unwritten(seen: Seen) -> bool:
-    return seen.tensor._version == seen.version and seen.tensor.data_ptr() == seen.address
+    tensor = seen.tensor
+    return tensor._version == seen.version and tensor.data_ptr() == seen.address and seen.storage() is not None
 
 
 def _same_place(seen: Seen, tensor: Tensor | None) -> bool:
@@ -346,7 +376,9 @@ def _matcher(
     equal sums mean that each version is equal.
     """
     absent = tuple(name for name, found in seen.items() if found is None)
-    held = tuple((name, *found) for name, found in seen.items() if found is not None)
+    held = tuple(
+        (name, each.tensor, each.version, each.address, each.storage) for name, each in seen.items() if each is not None
+    )
     if lent:
         rest = _matcher(seen, dropped)
         return lambda buffers: rest(buffers) and all(map(_unwritten, lent)) and any(map(held_elsewhere, lent))
@@ -359,8 +391,10 @@ def _matcher(
 
     def matches(buffers: Buffers) -> bool:
         try:
-            for name, tensor, version, address in held:
+            for name, tensor, version, address, storage in held:
                 if buffers[name] is not tensor or tensor._version != version or tensor.data_ptr() != address:
+                    return False
+                if storage() is None:
                     return False
             for name in absent:
                 if buffers[name] is not None:
@@ -372,11 +406,11 @@ def _matcher(
     return matches
 
 
-_Held = tuple[str, Tensor, int, int]
+_Held = tuple[str, Tensor, int, int, Callable[[], "UntypedStorage | None"]]
 
 
 def _match_dropped(first: _Held) -> Callable[[Buffers], bool]:
-    a, x, version, address = first
+    a, x, version, address, storage = first
     weight, scale = CANONICAL
 
     def matches(buffers: Buffers) -> bool:
@@ -386,6 +420,7 @@ def _match_dropped(first: _Held) -> Callable[[Buffers], bool]:
                 and buffers["input_scale"] is None
                 and x._version == version
                 and x.data_ptr() == address
+                and storage() is not None
                 and weight not in buffers
                 and scale not in buffers
             )
@@ -396,7 +431,7 @@ def _match_dropped(first: _Held) -> Callable[[Buffers], bool]:
 
 
 def _match_two(first: _Held, second: _Held) -> Callable[[Buffers], bool]:
-    (a, x, x_version, x_address), (b, y, y_version, y_address) = first, second
+    (a, x, x_version, x_address, x_storage), (b, y, y_version, y_address, y_storage) = first, second
     versions = x_version + y_version
 
     def matches(buffers: Buffers) -> bool:
@@ -408,6 +443,8 @@ def _match_two(first: _Held, second: _Held) -> Callable[[Buffers], bool]:
                 and x._version + y._version == versions
                 and x.data_ptr() == x_address
                 and y.data_ptr() == y_address
+                and x_storage() is not None
+                and y_storage() is not None
             )
         except KeyError:
             return False
@@ -416,7 +453,8 @@ def _match_two(first: _Held, second: _Held) -> Callable[[Buffers], bool]:
 
 
 def _match_three(first: _Held, second: _Held, third: _Held) -> Callable[[Buffers], bool]:
-    (a, x, x_version, x_address), (b, y, y_version, y_address), (c, z, z_version, z_address) = first, second, third
+    (a, x, x_version, x_address, x_storage), (b, y, y_version, y_address, y_storage) = first, second
+    c, z, z_version, z_address, z_storage = third
     versions = x_version + y_version + z_version
 
     def matches(buffers: Buffers) -> bool:
@@ -430,6 +468,9 @@ def _match_three(first: _Held, second: _Held, third: _Held) -> Callable[[Buffers
                 and x.data_ptr() == x_address
                 and y.data_ptr() == y_address
                 and z.data_ptr() == z_address
+                and x_storage() is not None
+                and y_storage() is not None
+                and z_storage() is not None
             )
         except KeyError:
             return False

@@ -18,8 +18,8 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.run.routes import Bound
 
-Key = tuple[int, ...]
-"""Addresses: of the first packed tensor, then of all stored ones."""
+Key = tuple[str, tuple[int, ...]]
+"""Spec text, or empty for any; addresses of the first packed tensor and of all stored ones."""
 
 
 class Owner(Protocol):
@@ -31,7 +31,7 @@ class Owner(Protocol):
     def stores(self, addresses: Sequence[int]) -> bool:
         """Whether these are addresses of its stored tensors."""
 
-    def runs(self, dtype: torch.dtype, spec: str, address: int) -> bool:
+    def runs(self, dtype: torch.dtype, *, spec: str | None = None, address: int | None = None) -> bool:
         """Whether it is bound for a dtype with this spec, or with its first packed tensor at this address."""
 
     def same_content(self, stored: Sequence[Tensor]) -> bool:
@@ -43,7 +43,7 @@ _all: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
 def register(owner: Owner, keys: Sequence[Key]) -> None:
-    """Register an owner under its keys. Of two layers that share all tensors, either is right."""
+    """Register an owner under its keys. Of two layers that share tensors and spec, either is right."""
     _all.add(owner)
     for key in keys:
         _owners[key] = weakref.ref(owner, lambda gone, key=key: _drop(key, gone))  # type: ignore[misc]
@@ -65,7 +65,8 @@ def _drop(key: Key, gone: weakref.ref[Owner]) -> None:
 def bound_for(dtype: torch.dtype, spec: str, tensors: Sequence[Tensor], stored: Sequence[Tensor]) -> Bound:
     """Return the bound layer that owns these tensors, with weights prepared from its stored tensors.
 
-    If no layer owns both, take one that stores these tensors and has this ``spec``.
+    Layers may share tensors and run other backends, so those with this ``spec`` come first. A graph keeps the spec that
+    it was compiled with, and its layer may have been bound anew: then the tensors decide.
 
     Raises
     ------
@@ -74,14 +75,17 @@ def bound_for(dtype: torch.dtype, spec: str, tensors: Sequence[Tensor], stored: 
     CaptureError
         If weights would have to be prepared anew while a CUDA graph is being captured.
     """
-    addresses = [tensor.data_ptr() for tensor in stored]
-    found = _owners.get((tensors[0].data_ptr(), *addresses))
+    addresses = tuple(tensor.data_ptr() for tensor in stored)
+    first = tensors[0].data_ptr()
+    found = _owners.get((spec, (first, *addresses))) or _owners.get(("", (first, *addresses)))
     owner = None if found is None else found()
     if owner is not None:
         bound = owner.bound_to(dtype)
         if owner.stores(addresses):
             return bound
-    candidates = [owner for owner in list(_all) if owner.runs(dtype, spec, tensors[0].data_ptr())]
+    layers = list(_all)
+    candidates = [owner for owner in layers if owner.runs(dtype, spec=spec)]
+    candidates += [owner for owner in layers if owner.runs(dtype, address=first)]
     for owner in candidates:
         if owner.stores(addresses):
             return owner.bound_to(dtype)

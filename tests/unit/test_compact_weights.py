@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 import threading
 import weakref
 
@@ -400,6 +401,54 @@ def test_threads_that_read_at_once_get_the_same_weights():
         thread.join()
     assert wrong == []
     assert list(made.state_dict()) == list(state)
+
+
+def test_a_state_is_whole_while_other_threads_call_the_layer(monkeypatch):
+    made, state, x, _ = dropped()
+    assert made.weight is not None  # restored: the next call drops it
+    save = torch.nn.Module._save_to_state_dict
+    callers = []
+
+    def between(*arguments):
+        callers.append(threading.Thread(target=made, args=(x,)))
+        callers[-1].start()
+        callers[-1].join(0.2)  # it waits for the end of this save
+        save(*arguments)
+
+    monkeypatch.setattr(torch.nn.Module, "_save_to_state_dict", between)
+    assert same_state(made.state_dict(), state)
+    callers[-1].join()
+    made.bind()
+    assert is_dropped(made)
+    assert same_state(made.state_dict(), state)
+    callers[-1].join()
+
+
+def test_threads_that_save_at_once_all_get_a_whole_state():
+    made, state, x, _ = dropped()
+    wrong, interval = [], sys.getswitchinterval()
+
+    def work(save):
+        for _ in range(300):
+            try:
+                if not save:
+                    made(x[:1])
+                elif not {"weight", "weight_scale"} <= made.state_dict().keys():
+                    wrong.append("missing")
+            except KeyError as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(save,)) for save in (True, True, True, False)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    assert same_state(made.state_dict(), state)
 
 
 def test_it_is_public():

@@ -1,6 +1,7 @@
 """FP4Linear and FP8Linear: numbers, shapes, moves, state, pickling, compile."""
 
 import copy
+import dataclasses
 import inspect
 import io
 import pickle
@@ -435,3 +436,39 @@ def test_constructors_hand_every_argument_on(cls):
     for layer in (first, cls.from_weights(first.weights(), linear.bias, **given), cls(32, 16, **given)):
         assert {key: getattr(layer, key) for key in given} == given
     assert cls.from_linear(linear.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [(8, 24), (32,), ()])
+def test_weights_of_other_shards_are_refused(rows):
+    w = FP4Linear.from_linear(nn.Linear(64, 32, dtype=torch.bfloat16)).weights()
+    scales = torch.full((max(1, len(rows)),), float(w.global_scale))
+    layer = FP4Linear(64, 32, False, shard_rows=(16, 16))
+    with pytest.raises(InputError, match="each shard has a global scale"):
+        layer.fill(dataclasses.replace(w, global_scale=scales, shard_rows=rows))
+
+
+@pytest.mark.parametrize(("scaling", "scale", "says"), [
+    ("tensor", torch.ones(2), "need one element"), ("row", torch.ones(1), "need 32, one for each row"),
+])  # fmt: skip
+def test_scales_of_another_size_are_refused(scaling, scale, says):
+    w = FP8Linear.from_linear(nn.Linear(64, 32, dtype=torch.bfloat16), scaling=scaling).weights()
+    with pytest.raises(InputError, match=says):
+        FP8Linear.from_weights(dataclasses.replace(w, scale=scale))
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 32, 64), (0, 64), (32, 0)])
+@pytest.mark.parametrize("kind", [FP4Linear, FP8Linear])
+def test_a_weight_that_is_no_matrix_is_refused(kind, shape):
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    linear.weight = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+    with pytest.raises(InputError, match=r"need \[N, K\], both at least 1"):
+        kind.from_linear(linear)
+
+
+@pytest.mark.parametrize("kind", [FP4Linear, FP8Linear])
+def test_a_bias_that_asks_for_a_gradient_is_refused_one(kind):
+    layer, x = kind.from_linear(nn.Linear(64, 32, dtype=torch.bfloat16)), torch.randn(2, 64).bfloat16()
+    layer(x)
+    layer.bias.requires_grad_(True)
+    with pytest.raises(BackwardError):
+        layer(x).sum().backward()

@@ -305,23 +305,26 @@ def test_an_output_head_of_any_name_is_quantised_on_request(asked):
     assert again.layers == ()
 
 
-def fsmt():
+def fsmt(ffn_dim=128):
     """A model of transformers that names an embedding as its output embeddings."""
     transformers = pytest.importorskip("transformers")
-    sizes = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("layers", 1), ("ffn_dim", 128))}
+    each = (("layers", 1), ("ffn_dim", ffn_dim))
+    sizes = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in each}
     config = transformers.FSMTConfig(**sizes, langs=["en", "de"], src_vocab_size=160, tgt_vocab_size=192, d_model=64)
     return transformers.FSMTForConditionalGeneration(config).to(torch.bfloat16).eval()
 
 
-def test_where_a_model_names_an_embedding_a_layer_of_its_shape_is_the_head():
-    model, name = fsmt(), "model.decoder.output_projection"
+@pytest.mark.parametrize("ffn_dim", [128, 192])
+def test_where_a_model_names_an_embedding_the_layer_that_its_class_ties_to_it_is_the_head(ffn_dim):
+    """With 192, the size of the vocabulary, fc1 has the shape of the head."""
+    model, name = fsmt(ffn_dim), "model.decoder.output_projection"
     assert isinstance(model.get_output_embeddings(), nn.Embedding)
     model.other = nn.Bilinear(64, 64, 192)  # it has outputs, but inputs of two names
     report = replace_linears(model)
-    assert dict(report.skipped)[name] == HEAD
+    assert dict(report.skipped) == {name: HEAD}
     assert type(model.model.decoder.output_projection) is nn.Linear
     assert "model.decoder.layers.0.fc1" in [layer.name for layer in report.layers]
-    model, asked = fsmt(), {"exclude": ["*.fc1"], "lm_head": True}
+    model, asked = fsmt(ffn_dim), {"exclude": ["*.fc1"], "lm_head": True}
     assert name in [layer.name for layer in replace_linears(model, **asked).layers]
     assert replace_linears(model, **asked).layers == (), "it is done already, and not missing"
 
@@ -337,3 +340,70 @@ def test_a_model_without_output_embeddings_has_no_head():
 
     for kind in (Raises, Returns):
         assert [layer.name for layer in replace_linears(kind().to(torch.bfloat16)).layers] == ["qkv", "out"]
+
+
+class Attention(nn.Module):
+    """Projections that engines fuse: they get one scale."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        for name, factor in (("q_proj", 1), ("k_proj", 2), ("v_proj", 3)):
+            linear = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+            linear.weight.data.mul_(factor)
+            setattr(self, name, linear)
+
+
+@pytest.mark.parametrize(("fmt", "kind"), [("nvfp4", FP4Linear), ("fp8", FP8Linear)])
+def test_layers_that_share_a_scale_can_be_given_others(fmt, kind):
+    m, x = Attention(), torch.randn(4, 64).bfloat16()
+    replace_linears(m, fmt)
+    tensors = list(m.state_dict().values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    other = Attention(seed=1)
+    for name, linear in list(other.named_children()):
+        setattr(other, name, kind.from_linear(linear))
+    m.load_state_dict(other.state_dict())
+    for name, layer in other.named_children():
+        assert torch.equal(getattr(m, name)(x), layer(x))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(FP4Linear, "global_scale"), (FP8Linear, "scale")])
+def test_a_scale_that_is_given_stays_the_callers(kind, name):
+    linear, scale, x = nn.Linear(64, 32, dtype=torch.bfloat16), torch.tensor(0.01), torch.randn(2, 64).bfloat16()
+    layer = kind.from_linear(linear, **{name: scale})
+    want = layer(x)
+    scale.mul_(2)
+    assert torch.equal(layer(x), want)
+    with pytest.raises(InputError, match=f"{name} is a float; need a torch.Tensor"):
+        kind.from_linear(linear, **{name: 0.01})
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(64, 32), nn.Linear(64, 32)
+        self.b = self.a
+
+
+def test_a_layer_with_two_names_stays_one_layer():
+    m = Twice()
+    replace_linears(m)
+    assert isinstance(m.a, FP4Linear)
+    assert m.b is m.a
+    m = Twice()
+    report = replace_linears(m, exclude=["b"])
+    assert (type(m.a), m.b is m.a, type(m.c)) == (nn.Linear, True, FP4Linear)
+    assert dict(report.skipped) == {"a": "it is also b, which is excluded by name", "b": "excluded by name"}
+    m = Twice()
+    with pytest.raises(InputError, match="one layer is asked for in several formats: a nvfp4, b fp8"):
+        replace_linears(m, {"a": "nvfp4", "b": "fp8"})
+    assert type(m.a) is nn.Linear
+
+
+def test_a_bias_that_no_layer_takes_leaves_its_layer():
+    m = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    m[1].bias = nn.Parameter(m[1].bias.detach().double())
+    report = replace_linears(m)
+    assert dict(report.skipped) == {"1": "bias is torch.float64"}
+    assert [type(layer) for layer in m] == [FP4Linear, nn.Linear]

@@ -15,6 +15,7 @@ import fp4dispatch
 from fp4dispatch import jit, refresh, warmup
 from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError, FormatError, InputError
+from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.stored_weights import CANONICAL
@@ -205,6 +206,83 @@ def test_the_very_next_call_takes_the_fast_path_again(few, way, monkeypatch):
     layer(x)
     monkeypatch.setattr(type(layer), "_call", lambda *_: pytest.fail("the long way"))
     layer(x)
+
+
+def at_one_address(layer, name):
+    """Move a stored tensor, and return a call that frees its memory and puts other values at the same address."""
+    tensor = getattr(layer, name)
+    memory = bytes_of(tensor).numpy().copy()
+
+    def place():
+        tensor.data = torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+
+    def exchange(values):
+        before = tensor.data_ptr(), tensor._version
+        memory[:] = bytes_of(values).numpy()
+        place()
+        assert (tensor.data_ptr(), tensor._version) == before
+
+    place()
+    return exchange
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_memory_at_the_same_address_is_noticed(kind, compiled):
+    """As where the allocator hands out again what a stored tensor had."""
+    new, x = make(kind, seed=7), tokens()
+    for name in stored(new):
+        layer = make(kind, keep_stored=True)
+        exchange = at_one_address(layer, name)
+        torch._dynamo.reset()
+        call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+        old = call(x)
+        assert torch.equal(call(x), old)
+        assert layer._unchanged(layer._buffers)
+        exchange(getattr(new, name))
+        got = call(x)
+        assert torch.equal(got, copy.deepcopy(layer)(x))
+        assert not torch.equal(got, old), name
+        assert layer._unchanged(layer._buffers), "calls take the fast path again"
+
+
+def test_graphs_get_other_memory_at_the_same_address(few):
+    layer, new = make(few, keep_stored=True), make(few, seed=7)
+    exchange = at_one_address(layer, "weight")
+    layer(tokens())
+    watch, held = Watch([layer]), layer._bound[torch.bfloat16].tensors
+    assert not watch.moved()
+    exchange(new.weight)
+    assert not watch.moved()  # replays read what was packed again into the same memory
+    fresh = copy.deepcopy(layer)
+    fresh(tokens())
+    for mine, want in zip(held, fresh._bound[torch.bfloat16].tensors, strict=True):
+        assert torch.equal(bytes_of(mine), bytes_of(want))
+
+
+def test_memory_at_the_same_address_of_a_dropped_tensor_is_noticed(hopper):
+    layer, new, x = make("w4a16", keep_stored=True), make("w4a16", seed=7), tokens()
+    exchange = at_one_address(layer, "weight")
+    old, held = layer(x), layer.weight
+    assert layer.compact()
+    assert layer._lent
+    assert torch.equal(layer(x), old)
+    exchange(new.weight)
+    got = layer(x)
+    assert not torch.equal(got, old)
+    assert torch.equal(layer.weight, held)
+    assert torch.equal(got, copy.deepcopy(layer)(x))
+
+
+def test_a_recorded_tensor_keeps_no_memory(few):
+    layer = make(few, keep_stored=True)
+    layer(tokens())
+    storage = weakref.ref(layer.weight.untyped_storage())
+    gc.collect()
+    assert storage() is not None
+    assert layer._unchanged(layer._buffers)
+    layer.weight.data = torch.empty(0, dtype=layer.weight.dtype)
+    assert storage() is None
+    assert not layer._unchanged(layer._buffers)
 
 
 def test_a_static_input_scale_is_noticed_too(hopper):
@@ -533,6 +611,53 @@ def test_layers_that_share_all_tensors_are_told_apart_or_are_equal(hopper):
         assert torch.equal(f(x), new(x))
 
 
+@pytest.mark.parametrize("call", ["compiled", "requires grad"])
+def test_layers_that_share_their_weights_keep_the_activation_that_each_asks_for(call):
+    weights = FP8Linear.from_linear(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)).weights()
+    pinned = ("bf16", "fp8")
+    layers = [FP8Linear.from_weights(weights, activation=one, backend="reference") for one in pinned]
+    x = torch.randn(4, 64).bfloat16()
+    with torch.no_grad():
+        wants = [layer(x) for layer in layers]
+    assert not torch.equal(*wants)
+    calls = [torch.compile(layer, backend="eager", fullgraph=True) if call == "compiled" else layer for layer in layers]
+    asked = x.clone().requires_grad_(call == "requires grad")
+    for _ in range(2):
+        assert all(torch.equal(layer(asked), want) for layer, want in zip(calls, wants, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "name", "wrong", "says"), [
+    ("reference row", "weight", torch.full((N, K), 1.5).to(torch.float8_e5m2), "float8_e5m2"),
+    ("reference row", "weight_scale", torch.ones(N + 1), "scale"),
+    ("w4a16", "weight", torch.zeros(N // 2, K // 2, dtype=torch.uint8), "weight is"),
+    ("w4a16", "weight_scale", torch.full((N, K // 16), float("nan")).to(torch.float8_e4m3fn), "NaN"),
+])  # fmt: skip
+def test_what_is_set_before_the_first_call_is_checked(kind, name, wrong, says):
+    scaling, backend = KINDS[kind]
+    options = {"backend": backend}
+    fresh = (
+        FP4Linear(K, N, False, **options) if scaling == "nvfp4" else FP8Linear(K, N, False, scaling=scaling, **options)
+    )
+    setattr(fresh, name, wrong)
+    with pytest.raises((InputError, FormatError), match=says):
+        fresh(tokens())
+    fresh = copy.deepcopy(fresh)
+    with pytest.raises((InputError, FormatError), match=says):
+        fresh(tokens())
+
+
+def test_one_check_is_enough_for_a_load_and_its_first_call(monkeypatch):
+    made, checks = make("w8a16 row"), []
+    check = FP8Linear.check
+    monkeypatch.setattr(FP8Linear, "check", lambda layer: (checks.append(1), check(layer)))
+    empty = FP8Linear(K, N, scaling="row", backend="w8a16")
+    empty.load_state_dict(made.state_dict())
+    empty(tokens())
+    assert len(checks) == 1
+    empty(tokens().half())
+    assert len(checks) == 1
+
+
 def test_nothing_is_kept_of_layers_that_are_gone(hopper):
     gc.collect()
     before = len(owners._owners)
@@ -681,3 +806,26 @@ def test_decisions_are_not_made_anew_for_a_write_in_place(kind, monkeypatch):
     monkeypatch.setattr(choose, "select", lambda *a, **k: pytest.fail("asked the policy"))
     copy_in_place(layer, new)
     layer(x)
+
+
+def test_threads_that_make_the_first_call_bind_once(hopper):
+    made = make("w4a16")
+    made(tokens())
+    alone, fresh = made.nbytes(), make("w4a16")
+    fresh._forget()
+    start, wrong = threading.Barrier(8), []
+
+    def work():
+        start.wait()
+        try:
+            wrong.append(not torch.equal(fresh(tokens()), made(tokens())))
+        except RuntimeError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [False] * 8
+    assert fresh.nbytes() == alone
