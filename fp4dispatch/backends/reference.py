@@ -1,12 +1,14 @@
 """The reference backend: dequantise, multiply, round once. The oracle of every other backend, and the last resort.
 
 Runs on any device. f32 products are true f32: if an application has allowed TensorFloat-32 or bfloat16 for them
-(``torch.set_float32_matmul_precision``), they are computed in f64 instead. An oracle must not depend on such a switch.
+(``torch.set_float32_matmul_precision``), they are computed in f64 instead. ``torch.autocast`` around a call changes
+nothing. An oracle must not depend on such switches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
@@ -73,16 +75,22 @@ class ReferenceBackend(Backend):
         """Compute ``out = x @ W^T (+ bias)`` in blocks of output columns."""
         _, scaling, n, k, _, has_input_scale = prepared.layout
         input_scale = prepared.tensors[-1] if has_input_scale else None
-        a, a_scale = _activation(plan.problem, scaling, x, input_scale)
-        for start, stop in _blocks(n, k):
-            codes, scale = _weight(prepared, plan.problem.activation, start, stop, a.dtype)
-            acc = _sums(a, codes)
-            for factor in (scale, a_scale):
-                if factor is not None:
-                    acc.mul_(factor)
-            if bias is not None:
-                acc.add_(bias[start:stop])
-            out[:, start:stop].copy_(acc)
+        with without_autocast():
+            a, a_scale = _activation(plan.problem, scaling, x, input_scale)
+            for start, stop in _blocks(n, k):
+                codes, scale = _weight(prepared, plan.problem.activation, start, stop, a.dtype)
+                acc = _sums(a, codes)
+                for factor in (scale, a_scale):
+                    if factor is not None:
+                        acc.mul_(factor)
+                if bias is not None:
+                    acc.add_(bias[start:stop])
+                out[:, start:stop].copy_(acc)
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Switch ``torch.autocast`` off for the body, on every device."""
+    return torch._C._DisableAutocast()
 
 
 def _blocks(n: int, k: int) -> Iterator[tuple[int, int]]:

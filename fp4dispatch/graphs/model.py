@@ -276,7 +276,7 @@ class Graphs:
             if known is None or not known.serves(kwargs[CACHE]):
                 call.hidden = hidden.clone()  # runs eagerly, and is captured afterwards
                 return
-            if not known.fits(0, kwargs):
+            if not known.fits(0, hidden, kwargs):
                 call.step, call.hidden = known, hidden
                 self.decode_stats.replayed(batch.sequences)
                 return
@@ -285,7 +285,7 @@ class Graphs:
         if args or batch.tokens == 0:
             facts = replace(facts, misfit="no tokens" if batch.tokens == 0 else "arguments without a name")
         elif bucket is not None:
-            facts = replace(facts, misfit=self._misfit(bucket, batch, kwargs))
+            facts = replace(facts, misfit=self._misfit(bucket, batch, hidden, kwargs))
         call.eager = reasons(facts)
         if call.eager or bucket is None or self.layers is None:
             self._reject(facts.bucket, call.eager)
@@ -297,7 +297,7 @@ class Graphs:
         else:
             self.layers.start(bucket, hidden)
 
-    def _misfit(self, bucket: Bucket, batch: Batch, kwargs: Mapping[str, Any]) -> str:
+    def _misfit(self, bucket: Bucket, batch: Batch, hidden: Tensor, kwargs: Mapping[str, Any]) -> str:
         assert self.layers is not None
         known = bucket.given[0].keys()
         for name in kwargs.keys() - known - _NEUTRAL:
@@ -306,7 +306,7 @@ class Graphs:
             return f"the layers get {name}, which was not captured"
         for name in known - kwargs.keys() - _NEUTRAL:
             return f"the layers do not get {name}, which was captured"
-        return self.layers.fits(bucket, 0, batch, kwargs)
+        return self.layers.fits(bucket, 0, batch, hidden, kwargs)
 
     def _facts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the inner module's arguments and the process tell about a call."""

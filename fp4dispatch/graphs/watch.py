@@ -15,8 +15,9 @@ _Layout = tuple[nn.Module, str, Tensor, int]
 class Watch:
     """The submodules and tensors of captured modules, with the addresses of tensors.
 
-    Values written in place to plain weights need nothing: segments read them where they are. Values written to
-    quantised weights are packed again, into the same memory.
+    Values written in place to plain weights need nothing: segments read them where they are. The same holds for other
+    memory at the address of the old, as the allocator may hand it out again. Quantised weights that were written, or
+    have other memory, are packed again, into the same memory.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

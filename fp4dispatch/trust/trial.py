@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, builds_of
+from fp4dispatch.backends.reference import without_autocast
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import reasons_of
@@ -185,8 +186,8 @@ def finish(device: torch.device) -> None:
 
 @contextmanager
 def plain_torch(device: torch.device) -> Iterator[None]:
-    """Run the body on a device without inference mode and gradients, whatever the caller has set."""
-    with torch.inference_mode(mode=False), torch.no_grad():
+    """Run the body on a device without inference mode, gradients and autocast, whatever the caller has set."""
+    with torch.inference_mode(mode=False), torch.no_grad(), without_autocast():
         if device.type == "cuda":
             with torch.cuda.device(device):
                 yield

@@ -292,6 +292,23 @@ def test_the_oracle_sees_the_switches(precision):
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_oracle_ignores_autocast(dtype):
+    backend = ReferenceBackend()
+    for case in contract.cases(backend)[::7]:
+        w = contract.make_weights(case, "cpu", 2)
+        x, _ = contract.make_activation(case, w, "cpu", 3)
+        prepared = backend.prepare(w)
+        plan = backend.plan(case.problem(), prepared)
+        want = torch.empty(case.m, case.n, dtype=getattr(torch, case.out_dtype))
+        got = torch.full_like(want, torch.nan)
+        backend.run(plan, prepared, x, want)
+        with torch.autocast("cpu", dtype):
+            backend.run(plan, prepared, x, got)
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.equal(got, want), str(case)
+
+
 def test_blocks_of_n_do_not_change_the_result(monkeypatch):
     from fp4dispatch.backends import reference
 

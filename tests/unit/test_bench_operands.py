@@ -107,6 +107,13 @@ def test_shortcuts_of_the_application_are_stepped_around(operands, monkeypatch):
         torch.backends.mkldnn.matmul.fp32_precision = before
 
 
+def test_autocast_around_a_product_changes_nothing(operands):
+    x = operands.activation(64).float()
+    want = operands.product(x, "row")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(operands.product(x, "row"), want)
+
+
 def test_bfloat16_is_not_a_quantised_format(operands):
     with pytest.raises(ValueError, match=r"\.bf16"):
         operands.weights("bf16")

@@ -8,6 +8,9 @@ from transformers import StaticCache
 
 import fp4dispatch
 from fp4dispatch.errors import CaptureError
+from fp4dispatch.graphs.enabling import spec_of
+from fp4dispatch.graphs.finder import find_inner
+from fp4dispatch.graphs.model import Graphs
 from fp4dispatch.graphs.segments import program
 from tests import breakable
 from tests.graph_fake import FakeTape
@@ -120,6 +123,65 @@ def test_a_call_that_does_not_fit_runs_eagerly_and_is_counted():
     assert not breakable.replays(graphs)
 
 
+class Stack(torch.nn.Module):
+    """Layers that get nothing but hidden states and a cache, and take any dtype and width."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, hidden, past_key_values=None):
+            return hidden * 1.5 + 1 / 3
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([self.Layer(), self.Layer()])
+        self.head = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def forward(self, hidden, cache=None):
+        for layer in self.layers:
+            hidden = layer(hidden, past_key_values=cache)
+        return hidden
+
+
+def captured_stack(**options):
+    model = Stack().eval()
+    found = find_inner(model, inner=model, layers=list(model.layers), breaks=())
+    example = torch.zeros(1, 8, 64, dtype=torch.bfloat16)
+    graphs = Graphs(spec_of(found, (), lambda n: model(example[:, :n])), [2, 8], tapes=FakeTape, **options)
+    graphs.capture()
+    assert not graphs.disabled
+    return model, graphs
+
+
+def test_hidden_states_of_another_dtype_or_width_run_eagerly(caplog):
+    model, graphs = captured_stack()
+    calls = [torch.randn(1, 8, 64), torch.randn(1, 8, 1).bfloat16(), torch.randn(2, 4, 128).bfloat16()]
+    for number, x in enumerate(calls, 1):
+        got, want = model(x), Stack()(x)
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert torch.equal(got, want)
+        assert breakable.rejects(graphs) == {"other-arguments": number}
+    assert "hidden states are [1, 8, 64] of torch.float32, need [1, 8, 64] of torch.bfloat16" in caplog.text
+    assert not breakable.replays(graphs)
+    model(calls[0].bfloat16())
+    assert breakable.replays(graphs) == {"8": 1}
+
+
+def test_a_decode_step_of_another_dtype_or_width_runs_eagerly():
+    llama = breakable.model()
+    cache = StaticCache(config=llama.config, max_cache_len=16)
+    llama(ids(2, 8), past_key_values=cache, use_cache=True)
+    model, graphs = captured_stack(decode_batches=[2])
+    for _ in range(2):
+        model(torch.randn(2, 1, 64).bfloat16(), cache)
+    assert breakable.steps(graphs) == (1, 1)
+    for number, x in enumerate([torch.randn(2, 1, 64), torch.randn(2, 1, 1).bfloat16()], 1):
+        got, want = model(x, cache), Stack()(x)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+        assert breakable.rejects(graphs) == {"other-arguments": number}
+    assert breakable.steps(graphs) == (1, 1)
+    assert not breakable.replays(graphs)
+
+
 @pytest.mark.parametrize("fail_at", [0, 2, 5])
 def test_a_capture_that_fails_half_way_leaves_an_eager_model(fail_at, caplog):
     model = breakable.model()
@@ -192,6 +254,23 @@ def test_quantised_layers_are_replayed_and_written_weights_are_seen(fmt):
     model.load_state_dict(other.state_dict())
     torch.testing.assert_close(logits(model, x), changed, rtol=1e-3, atol=1e-4)
     assert graphs.disabled or breakable.replays(graphs) == {"16": 2}
+
+
+def test_replays_read_other_memory_at_the_address_of_the_old():
+    model = breakable.model()
+    weight = model.model.layers[1].input_layernorm.weight
+    memory = weight.numpy().copy()
+    weight.data = torch.from_numpy(memory)
+    x = ids(2, 8)
+    graphs = captured(model)
+    before = logits(model, x)
+    memory *= 2
+    weight.data = torch.from_numpy(memory)
+    got = logits(model, x)
+    assert breakable.replays(graphs) == {"16": 2}
+    graphs.release()
+    torch.testing.assert_close(got, logits(model, x), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(got, before, rtol=1e-2)
 
 
 def test_a_moved_weight_ends_the_graphs(caplog):

@@ -78,6 +78,14 @@ def found(outcome):
     return [str(finding) for finding in outcome.findings]
 
 
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_the_callers_autocast_condemns_nobody(kind, few):
+    with torch.autocast("cpu", torch.float16):
+        outcome = check(Honest(), kind)
+    assert outcome.ran
+    assert found(outcome) == []
+
+
 # ------------------------------------------------------------------------------------------------------------- caught
 
 

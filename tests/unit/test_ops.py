@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import fp4dispatch
 from fp4dispatch import formats
@@ -221,6 +222,28 @@ def test_compile_of_a_chain_with_dynamic_m():
         torch.testing.assert_close(fn(x), chain(x))
         seen.append(counter.frame_count)
     assert seen[0] == seen[-1] > 0
+
+
+@pytest.mark.parametrize("compiler", [None, "eager", "aot_eager"])
+def test_autocast_does_not_reach_into_an_operator(compiler):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(512, 256), torch.randn(16, 512)
+    torch._dynamo.reset()
+    for layer in (FP4Linear.from_linear(linear), FP8Linear.from_linear(linear)):
+        call = torch.compile(layer, backend=compiler) if compiler else layer
+        for dtype in (torch.float16, torch.bfloat16):
+            want = layer(x.to(dtype))
+            assert want.isfinite().all()
+            with torch.autocast("cpu", dtype):
+                assert torch.equal(call(x), want)
+    a, b = formats.fp8_quantize(x, "row"), formats.fp8_quantize(linear.weight.detach(), "row")
+
+    def gemm():
+        return ops.fp8_gemm(a.data, b.data, a.scale, b.scale, scaling="row", out_dtype=torch.float32)
+
+    want = gemm()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal((torch.compile(gemm, backend=compiler) if compiler else gemm)(), want)
 
 
 # --------------------------------------------------------------------------------------------------------- specs, plans

@@ -276,6 +276,13 @@ def test_callers_switches_do_not_matter_and_are_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_callers_autocast_condemns_nobody():
+    with torch.autocast("cpu", torch.float16):
+        verdicts = {kind: run(backend(), kind).status for backend in (Honest, ReferenceBackend) for kind in KINDS}
+        assert torch.is_autocast_enabled("cpu")
+    assert set(verdicts.values()) == {"passed"}, verdicts
+
+
 def test_a_backend_cannot_spoil_the_canaries():
     class Scribbles(Honest):
         def run(self, plan, prepared, x, out, bias=None):

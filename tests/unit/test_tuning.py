@@ -251,6 +251,13 @@ def test_wrong_at_this_very_size_is_quarantined_with_its_tile(machine, caplog):
     assert [r.code for r in choose.select(PROBLEM).verdict("second").reasons] == ["QUARANTINED"]
 
 
+def test_the_callers_autocast_condemns_nobody(machine):
+    with torch.autocast("cpu", torch.float16):
+        made = tune()
+    assert [t.backend for t in made.timings] == ["second", "third", "first"]
+    assert not quarantine.quarantined()
+
+
 def test_never_written_is_wrong_too(machine):
     machine["second"].write = lambda plan, out, result: None if out.shape[1] == PROBLEM.n else out.copy_(result)
     assert "second" not in [t.backend for t in tune().timings]

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
+from fp4dispatch.backends.reference import without_autocast
 from fp4dispatch.problem import Scaling
 
 Format = Literal["bf16", "nvfp4", "tensor", "row", "block128"]
@@ -145,13 +146,14 @@ def _scaling(fmt: Format) -> Scaling:
 
 @contextmanager
 def _ieee() -> Iterator[None]:
-    """Use IEEE f32 products, whatever the application has set."""
+    """Use IEEE f32 products, whatever the application has set; no autocast."""
     groups = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [group.fp32_precision for group in groups]
     try:
         for group in groups:
             group.fp32_precision = "ieee"
-        yield
+        with without_autocast():
+            yield
     finally:
         for group, value in zip(groups, before, strict=True):
             group.fp32_precision = value

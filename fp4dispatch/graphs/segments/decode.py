@@ -114,8 +114,10 @@ class DecodeStep:
         """Whether the graph is of this cache, with its tensors where they were."""
         return cache is self.cache() and addresses(cache) == self.addresses
 
-    def fits(self, index: int, arguments: Mapping[str, Any]) -> str:
-        """Return why a layer's arguments are not what was captured; empty if they are."""
+    def fits(self, index: int, hidden: Tensor, arguments: Mapping[str, Any]) -> str:
+        """Return why a layer's hidden states or arguments are not what was captured; empty if they are."""
+        if not _alike(hidden, self._hidden):
+            return "the hidden states are not what was captured"
         known = self._arguments[index]
         if arguments.keys() != known.keys():
             return f"other arguments: {', '.join(sorted(arguments.keys() ^ known.keys()))}"

@@ -293,8 +293,11 @@ class CapturedLayers:
         assert output is not None
         return output[: batch.tokens].clone().view(batch.sequences, batch.length, output.shape[-1])
 
-    def fits(self, bucket: Bucket, index: int, batch: Batch, arguments: Mapping[str, Any]) -> str:
-        """Return why a layer's arguments are not what was captured; empty if they are."""
+    def fits(self, bucket: Bucket, index: int, batch: Batch, hidden: Tensor, arguments: Mapping[str, Any]) -> str:
+        """Return why a layer's hidden states or arguments are not what was captured; empty if they are."""
+        need = (batch.sequences, batch.length, *bucket.hidden.shape[1:])
+        if tuple(hidden.shape) != need or hidden.dtype != bucket.hidden.dtype:
+            return f"hidden states are {_text(hidden)}, need {list(need)} of {bucket.hidden.dtype}"
         for name, bridges in bucket.per_token[index].items():
             leaves = pytree.tree_leaves(arguments.get(name))
             if len(leaves) != len(bridges):
