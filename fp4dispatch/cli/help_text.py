@@ -27,7 +27,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "explain": (
         "fp4dispatch explain fp8_gemm -m 16 -n 4096 -k 4096",
         "fp4dispatch explain nvfp4_gemm -m 1 -n 28672 -k 8192 --arch 12.0 --cuda 13.0 --cudnn 9.19 --all",
-        "fp4dispatch explain nvfp4_gemm -m 256 -n 4096 -k 4096 --gpu 'H100 SXM' --cuda 13.0 --nvcc 13.0 --backend w4a16",
+        "fp4dispatch explain nvfp4_gemm -m 64 -n 4096 -k 4096 --gpu 'H100 SXM' --cuda 13.0 --nvcc 13.0 --backend w4a16",
     ),
     "quantize": (
         "fp4dispatch quantize Llama-3.1-8B Llama-3.1-8B-NVFP4 --format modelopt",

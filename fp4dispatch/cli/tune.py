@@ -98,7 +98,7 @@ def _model_shapes(args: argparse.Namespace) -> int:
 
     if args.out is None or args.nk or args.list or args.clear or args.bias or args.activation != "any":
         args.wrong_usage(
-            "--model-shapes needs --out FOLDER. Beside it only an op, --scaling, -m, --force, --seconds and --commit may stand"
+            "--model-shapes needs --out FOLDER, and takes only an op, --scaling, -m, --force, --seconds and --commit"
         )
     return tune_tables.run(args)
 
