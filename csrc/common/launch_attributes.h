@@ -11,15 +11,20 @@
 
 namespace fp4d {
 
-// Drivers know the attribute since CUDA 12.8 at the latest; an older one may refuse the launch.
+// Toolkits have the attribute since 12.5, and some targets are built by older ones, too (jit_flags/). Such a build asks for
+// nothing. Drivers know the attribute since CUDA 12.8 at the latest; an older one may refuse the launch.
+#if CUDART_VERSION >= 12050
 constexpr int kKnowsCarveout = 12080;
+#endif
 
 class LaunchAttributes {
  public:
   explicit LaunchAttributes(bool enable_pdl, dim3 cluster = {1, 1, 1}) {
+#if CUDART_VERSION >= 12050
     if (driver_version() >= kKnowsCarveout)
       add(cudaLaunchAttributePreferredSharedMemoryCarveout).sharedMemCarveout =
           cudaSharedmemCarveoutMaxShared;
+#endif
     if (enable_pdl)
       add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
     if (cluster.x * cluster.y * cluster.z > 1)

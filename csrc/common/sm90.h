@@ -1,5 +1,6 @@
-// PTX of SM90 for GEMMs of W4 and W8 weights, beside common/async_copy.h: bulk and TMA copies, clusters, registers per
-// role, matrix stores. Shared memory is addressed by its 32-bit address.
+// PTX for GEMMs of W4 and W8 weights, beside common/async_copy.h. Bulk and TMA copies, clusters, registers per role and
+// matrix stores need SM90. Builds for older archs include this file, too, but use only what they have: small loads,
+// stores and conversions. Shared memory is addressed by its 32-bit address.
 #pragma once
 
 #include <cstdint>

@@ -7,9 +7,19 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/ffi_checks.h"
 #include "common/tma_cache.h"
 
 namespace fp4d {
+
+// Of a matrix [rows, K] of 16 bits that TMA is to read.
+inline void check_rows_apart(Arg arg) {
+  TensorView const& t = arg.tensor;
+  if (t.size(0) > 1 && t.stride(0) < t.size(1))
+    TVM_FFI_THROW(ValueError) << arg.name << ": rows are " << t.stride(0)
+                              << " elements apart, needed at least K (" << t.size(1)
+                              << "): TMA takes no rows that share memory; call .contiguous()";
+}
 
 // e4m3 as bytes.
 template <class T>

@@ -1,5 +1,5 @@
-// wgmma with operand A in registers and operand B in shared memory: thin names for PTX, functions for the operand
-// types and token counts that the W4P kernels use.
+// wgmma with operand B in shared memory and operand A in registers, or of e4m3 in shared memory, too: thin names for
+// PTX, functions for the operand types and token counts that the kernels of W4 and W8 weights use.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 

@@ -1,4 +1,4 @@
-// Epilogues of the Blackwell GEMMs: scales and bias are read from device memory and applied in fp32, the
+// Epilogues of the CUTLASS GEMMs: scales and bias are read from device memory and applied in fp32, the
 // result is rounded once to the output type.
 #pragma once
 
@@ -61,8 +61,12 @@ struct AfterPreviousGrid : Tree {
   }
 };
 
-// f32[1] or f32[N]: the bool stride chooses at run time, so one build serves both. (Sm90ScalarBroadcast is
-// not an option: it reads its pointer in the constructor, before any wait.)
+// f32[1] or f32[N]: the bool stride chooses at run time, so one build serves both.
+//
+// A constructor runs before any wait. That of Sm90ScalarBroadcast reads the scalar and keeps it, so it is not an
+// option. Those of Sm90RowBroadcast and Sm90ColBroadcast read a single scale, too (CUTLASS 4.5), but only to answer
+// is_zero(). These trees do not ask it, so the compiler drops the load. The proof looks for loads before the wait, and
+// would refuse a build that has one.
 template <class CtaTile>
 using PerColumn = fusion::Sm90RowBroadcast<0, CtaTile, float, float, cute::Stride<cute::_0, bool, int64_t>, 4,
                                            /*EnableNullptr=*/false>;

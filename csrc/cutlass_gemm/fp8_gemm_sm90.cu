@@ -59,9 +59,9 @@ namespace fp4d {
 constexpr bool kBlockScaled = FP4D_SCALING == 1;
 constexpr bool kSwap = FP4D_SWAP == 1;
 constexpr bool kCooperative = FP4D_COOPERATIVE == 1;
-constexpr bool kFastAccumulation = FP4D_PROMOTE_K == 0;
 constexpr int64_t kBlock = 128;
 
+static_assert(FP4D_PROMOTE_K > 0, "what wgmma keeps of a sum over all K is too coarse");
 // CUTLASS promotes when its count of MMAs *equals* the interval, and counts a K tile at a time: with an
 // interval that is not a multiple of the tile it would never promote, without a word.
 static_assert(FP4D_PROMOTE_K % FP4D_TILE_K == 0, "the accumulator is promoted after whole K tiles");
@@ -99,15 +99,10 @@ using EpilogueSchedule = cute::conditional_t<kCooperative, cutlass::epilogue::Tm
                                              cutlass::epilogue::TmaWarpSpecialized>;
 using PlainSchedule = cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                           cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
-using FastSchedule =
-    cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum,
-                        cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum>;
 using BlockSchedule =
     cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8Blockwise,
                         cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8Blockwise>;
-using MainloopSchedule =
-    cute::conditional_t<kBlockScaled, BlockSchedule,
-                        cute::conditional_t<kFastAccumulation, FastSchedule, PlainSchedule>>;
+using MainloopSchedule = cute::conditional_t<kBlockScaled, BlockSchedule, PlainSchedule>;
 
 // Activation scales one a row and contiguous along rows, weight scales one a 128x128 block, as checkpoints
 // have them.
@@ -251,7 +246,7 @@ template <class Arguments>
 void set_mainloop(Arguments& mainloop, TensorView a_scale, TensorView b_scale, Problem p) {
   if constexpr (kBlockScaled) {
     set_block_scales(mainloop, a_scale, b_scale, p);
-  } else if constexpr (!kFastAccumulation) {
+  } else {
     mainloop.mma_promotion_interval = FP4D_PROMOTE_K / kMmaK;
   }
 }

@@ -28,12 +28,12 @@
 
 namespace fp4d {
 
-constexpr int64_t kScaleBlock = 16;
+constexpr int64_t kNvfp4Block = 16;
 
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 inline int64_t scale_bytes(int64_t rows, int64_t k) {
-  return round_up(rows, 128) * round_up(k / kScaleBlock, 4);
+  return round_up(rows, 128) * round_up(k / kNvfp4Block, 4);
 }
 
 template <class Gemm>
@@ -137,14 +137,14 @@ struct Nvfp4Entry {
     check_dtype({"out", out}, {DLDataType{kDLInt, 32, 1}});
     check_ndim({"out", out}, 2);
     check_size({"out", out}, 0, rows, "rows");
-    check_size({"out", out}, 1, k / kScaleBlock, "K/16");
+    check_size({"out", out}, 1, k / kNvfp4Block, "K/16");
     check_contiguous({"out", out});
     if (out.device().device_type != kDLCPU) TVM_FFI_THROW(ValueError) << "out: needed a CPU tensor";
     auto const layout = Layout::tile_atom_to_shape_SFA(cute::make_shape(int(rows), 1, int(k), 1));
     int32_t* offsets = data_of<int32_t>(out);
     for (int row = 0; row < rows; ++row)
-      for (int block = 0; block < k / kScaleBlock; ++block)
-        *offsets++ = int32_t(layout(row, int(block * kScaleBlock), 0));
+      for (int block = 0; block < k / kNvfp4Block; ++block)
+        *offsets++ = int32_t(layout(row, int(block * kNvfp4Block), 0));
   }
 };
 

@@ -61,7 +61,8 @@ constexpr int64_t kMaxCluster = 8;  // portable
 // Of the multiprocessors that must have a CTA, unless filled_for() knows better.
 constexpr double kFilled = 0.7;
 constexpr int64_t kReserved = 1024;  // bytes of shared memory that a CTA costs beside its own
-constexpr int64_t kFewestStages = 2;
+// Stages of a ring that is planned here. A caller may ask for as few as Tile::kFewestStages.
+constexpr int64_t kFewestPlanned = 2;
 constexpr int64_t kFewRounds = 4;  // of a ring: no gain from more than the fewest stages
 
 inline bool filled(int64_t ctas, Machine const& on, double share = kFilled) {
@@ -76,7 +77,7 @@ template <class Weights>
 int64_t stages_that_fit(Instance<Weights> const& used, Machine const& on, int64_t needed, int64_t cluster,
                         int64_t ctas) {
   int64_t const bytes = std::min(on.shared_block, on.shared_sm / ctas - kReserved);
-  int64_t stages = std::min(std::max(needed, kFewestStages), int64_t(used.most_stages));
+  int64_t stages = std::min(std::max(needed, kFewestPlanned), int64_t(used.most_stages));
   while (stages > 0 && used.shared_bytes(int(cluster), int(stages)) > bytes) --stages;
   return stages;
 }
@@ -120,11 +121,11 @@ Plan plan_of(Instance<Weights> const& used, int64_t row_blocks, int64_t chunks, 
   if (rounds) cluster = 2;
   int64_t const needed = divide_up(divide_up(chunks, Weights::kStageChunks), cluster * used.groups);
   int64_t const useful = wanted.most_stages > 0 ? std::min(needed, wanted.most_stages) : needed;
-  int64_t const most_stages = rounds || needed <= kFewRounds ? kFewestStages : useful;
+  int64_t const most_stages = rounds || needed <= kFewRounds ? kFewestPlanned : useful;
   int64_t const resident = wanted.whole && tiles * cluster <= on.multiprocessors ? 1 : used.resident;
   int64_t stages = stages_that_fit(used, on, most_stages, cluster, resident);
-  if (stages < kFewestStages) stages = stages_that_fit(used, on, most_stages, cluster, 1);
-  if (stages < kFewestStages) return {};
+  if (stages < kFewestPlanned) stages = stages_that_fit(used, on, most_stages, cluster, 1);
+  if (stages < kFewestPlanned) return {};
   int64_t const trigger = std::max<int64_t>(stages / Weights::kTriggerPart, 1);
   return {used.tokens, used.row_blocks, used.groups, used.units, cluster, stages, trigger};
 }
@@ -155,7 +156,8 @@ struct Launch {
   }
 
   // The same for all numbers of tokens of a tile. Where the division wanted is not built or does not fit, the first
-  // of the list that does.
+  // of the list that does and multiplies by mma.sync. Of tiles by wgmma only the one wanted is taken: the result has no
+  // stages where that one does not fit.
   static Plan plan(int64_t m, int64_t n, int64_t k, Machine const& on) {
     int64_t const tokens = tokens_of(m);
     int64_t const row_blocks = divide_up(n, Weights::kRows), chunks = divide_up(k, Weights::kChunkK);

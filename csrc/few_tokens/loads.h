@@ -85,9 +85,19 @@ struct Producer {
     TokenLoads<Tile> const load_tokens{p, ring, range, token, tokens, lane};
     int const ahead = min(range.count, ring.stages);
     int const trigger_at = max(range.count - p.trigger, ahead);
+#if FP4D_BULK
     for (int i = 0; i < ahead; ++i) load_weights(i, i);
     grid_dependency_wait();
     for (int i = 0; i < ahead; ++i) load_tokens(i, i);
+#else
+    // A stage is reported once all copies that its lanes have started so far are done. So its tokens come before the next
+    // stage's weights: else the first stage would wait for the weights of all.
+    grid_dependency_wait();
+    for (int i = 0; i < ahead; ++i) {
+      load_weights(i, i);
+      load_tokens(i, i);
+    }
+#endif
     if (triggers && trigger_at == ahead) grid_dependency_launch_dependents();
     int slot = 0;
     uint32_t parity = 0;

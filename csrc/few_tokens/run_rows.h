@@ -1,6 +1,8 @@
 // What w4a16_small.cu and w8a16_small.cu export: few_tokens/launch.h for activations as a model holds them.
 #pragma once
 
+#include <algorithm>
+
 #include "few_tokens/launch.h"
 
 namespace fp4d {
@@ -22,6 +24,13 @@ struct RunRows : Launch<Small> {
     return p;
   }
 
+  // For tiles of so many tokens. Those that bring tokens without TMA take rows at any distance.
+  static void check_apart(TensorView x, int64_t tokens) {
+    auto const built = Small::built();
+    auto const by_tma = [&](auto const& used) { return used.tokens == tokens && used.boxes; };
+    if (std::any_of(built.begin(), built.end(), by_tma)) check_rows_apart({"x", x});
+  }
+
   static int device_of(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias,
                        TensorView out) {
     return check_one_cuda_device(
@@ -31,6 +40,7 @@ struct RunRows : Launch<Small> {
   static void run(TensorView x, TensorView w, TensorView alpha, Optional<TensorView> bias, TensorView out,
                   bool enable_pdl) {
     Params const params = check(x, w, alpha, bias, out);
+    check_apart(x, Base::tokens_of(params.m));
     Base::launch_planned(params, device_of(x, w, alpha, bias, out), enable_pdl);
   }
 
@@ -38,6 +48,7 @@ struct RunRows : Launch<Small> {
                          TensorView out, tvm::ffi::Array<int64_t> shape, bool enable_pdl) {
     Params const params = check(x, w, alpha, bias, out);
     Plan const chosen = Base::shape_of(shape);
+    check_apart(x, chosen.tokens);
     Base::launch_shaped(params, chosen, device_of(x, w, alpha, bias, out), enable_pdl);
   }
 };

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <random>
+#include <string>
 #include <utility>
 
 #include <tvm/ffi/container/array.h>
@@ -89,9 +90,7 @@ struct Launch {
     check_input(x, 16);
     check_dtype({"x", x}, {kOutType});
     check_size({"x", x}, 0, m, "M");
-    if (m > 1 && x.stride(0) < x.size(1))
-      TVM_FFI_THROW(ValueError) << "x: rows are " << x.stride(0) << " elements apart, needed at least K ("
-                                << x.size(1) << "): TMA takes no rows that share memory; call .contiguous()";
+    check_rows_apart({"x", x});
     Large::check_k(x.size(1), w);
   }
 
@@ -139,7 +138,8 @@ struct Launch {
       check_at_most("shape: rounds", rounds, tiles, "tiles");
       check_at_least("shape: tiles beside whole ones", left, 1, "to share out");
       check_at_most("shape: tiles beside whole ones", left, clusters, "clusters");
-      check_at_most("shape: clusters", clusters, left * p.stages / kFewestStages, "shares of 5 stages");
+      static std::string const shares = "shares of " + std::to_string(kFewestShare) + " stages";
+      check_at_most("shape: clusters", clusters, left * p.stages / kFewestShare, shares.c_str());
       check_at_most("shape: tiles * stages * clusters", left * p.stages * clusters, kMaxRows,
                     "32-bit problem sizes");
     }

@@ -23,7 +23,7 @@ namespace fp4d {
   0  // 1: what whole tiles leave is shared out by stages, the same to every cluster (many_tokens/even.h)
 #endif
 constexpr bool kEvenly = FP4D_EVEN == 1;
-constexpr int kNear = 2, kFewestStages = 2 * kNear + 1;  // of such a share
+constexpr int kNear = 2, kFewestShare = 2 * kNear + 1;  // stages of such a share
 
 constexpr int kBlockRows = 64;  // of weights, which a consumer warpgroup multiplies
 

@@ -1,4 +1,5 @@
-// Tokens quantised to e4m3 and packed as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu.
+// Tokens quantised to e4m3 and packed as wgmma reads them from shared memory, for w4a8_small.cu, w8a8_small.cu,
+// w4_gemm_sm90.cu and w8_gemm_sm90.cu.
 //
 // 1024 bytes hold 8 tokens of 128 k each as wgmma reads them with 128-byte swizzle: the 16-byte column j of token i is
 // stored at j ^ i. Within 64 k = 16 c + r, c = 0..3, the order is that of the weights' registers

@@ -1,5 +1,5 @@
-// bf16 or fp16 [M, K] -> e4m3 as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu. Non-finite elements become NaN and
-// do not enter a scale.
+// bf16 or fp16 [M, K] -> e4m3, packed for w4a8_small.cu and w4_gemm_sm90.cu (w4_*), w8a8_small.cu and w8_gemm_sm90.cu
+// (w8_*). Non-finite elements become NaN and do not enter a scale.
 //
 //   w4_quantize_row(x, packed, scale, enable_pdl)     e4m3, dynamic, one scale a token; scale f32 [M], written
 //   w4_quantize_tensor(x, packed, scale, enable_pdl)  e4m3, static; scale f32, 1 element, read; NaN, negative or under

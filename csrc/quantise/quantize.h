@@ -24,7 +24,7 @@ namespace fp4d {
 
 constexpr int kVector = 8;  // bf16 or fp16 elements in a 16-byte load
 constexpr float kE4m3Max = 448.f;
-// Least usable fp32 scale: formats.py explains the value.
+// Least usable fp32 scale: fp4dispatch/formats/amax.py says why.
 constexpr float kMinScale = 0x1p-116f;
 
 __device__ inline void widen(uint4 raw, float (&out)[kVector], __nv_bfloat16) {
@@ -270,8 +270,10 @@ inline void check_input(TensorView x, int64_t multiple) {
   check_aligned(arg, 16);
 }
 
-// A positive multiple of `to`.
-inline int64_t round_up(int64_t value, int64_t to) { return std::max(to, (value + to - 1) / to * to); }
+// At least `to`.
+inline int64_t round_up_positive(int64_t value, int64_t to) {
+  return std::max(to, (value + to - 1) / to * to);
+}
 
 inline int64_t input_stride(TensorView x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
 

@@ -143,7 +143,8 @@ void quantize_by_row(TensorView x, TensorView q, TensorView scale, bool enable_p
   with_elements(x, [&](auto const* data) {
     using T = std::decay_t<decltype(*data)>;
     auto const go = [&](auto each) {
-      int64_t const threads = std::min<int64_t>(kRowThreads, round_up((vectors + each - 1) / each, 32));
+      int64_t const threads =
+          std::min<int64_t>(kRowThreads, round_up_positive((vectors + each - 1) / each, 32));
       launch(quantize_row<Source, T, each>, Shape{dim3(unsigned(m)), dim3(unsigned(threads)), 1}, device,
              enable_pdl, data, input_stride(x), data_of<uint8_t>(q), data_of<float>(scale), k);
     };

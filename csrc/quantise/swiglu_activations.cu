@@ -1,5 +1,5 @@
-// silu(gate) * up of bf16 or fp16 [M, 2K] -> e4m3 as operand B of w4_gemm_sm90.cu and w8_gemm_sm90.cu: SwiGLU and the
-// quantiser of packed_activations.cu in one kernel.
+// silu(gate) * up of bf16 or fp16 [M, 2K] -> e4m3, packed for the kernels that packed_activations.cu names: SwiGLU and
+// the quantiser there in one kernel.
 //
 //   w4_swiglu_row(x, packed, scale, enable_pdl)     as w4_quantize_row of silu(gate) * up
 //   w8_swiglu_row, w8_swiglu_tensor                 as w8_quantize_row, w8_quantize_tensor

@@ -7,6 +7,7 @@
 //
 // Capture-safe: only launches.
 #include "quantise/quantize.h"
+#include "weights/w4_checks.h"
 #include "weights/w4_dequant.h"
 
 namespace fp4d {
@@ -60,15 +61,8 @@ void w4_to_e4m3(TensorView w, TensorView out, bool enable_pdl) {
   check_multiple("K", k, 16, "whole blocks");
   check_contiguous({"out", out});
   check_aligned({"out", out}, 16);
-  int64_t const row_blocks = (n + w4::kChunkRows - 1) / w4::kChunkRows;
-  int64_t const chunks = (k + w4::kChunkK - 1) / w4::kChunkK;
-  check_dtype({"w", w}, {kU8});
-  check_ndim({"w", w}, 3);
-  check_size({"w", w}, 0, row_blocks, "ceil(N/64)");
-  check_size({"w", w}, 1, chunks, "ceil(K/64)");
-  check_size({"w", w}, 2, w4::kChunkBytes, "bytes of a chunk");
-  check_contiguous({"w", w});
-  check_aligned({"w", w}, 16);
+  w4::check_weights(w, n, k);
+  int64_t const row_blocks = w.size(0), chunks = w.size(1);
   int const device = check_one_cuda_device({{"w", w}, {"out", out}});
   tvm::ffi::CUDADeviceGuard guard(device);
   dim3 const grid(unsigned((chunks + kRunChunks - 1) / kRunChunks), unsigned(row_blocks));

@@ -115,6 +115,13 @@ def arguments(**replaced: Any) -> list[Any]:
         ({"bias": torch.zeros(136)}, "bias: dtype is float32, needed bfloat16"),
         ({"out": torch.zeros(5, 132, dtype=torch.bfloat16)}, "N is 132, needed a multiple of 8"),
         ({"out": torch.zeros(136, 5, dtype=torch.bfloat16).t()}, "out: not contiguous"),
+        (
+            {
+                "x": torch.zeros(1, 208, dtype=torch.bfloat16).expand(33, 208),
+                "out": torch.zeros(33, 136, dtype=torch.bfloat16),
+            },
+            "x: rows are 0 elements apart, needed at least K",
+        ),
     ],
 )
 def test_small_refuses_before_any_cuda_call(replaced: dict[str, torch.Tensor], message: str) -> None:

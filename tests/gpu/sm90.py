@@ -25,7 +25,7 @@ def variants_of(family):
 
 
 def promoted_every(variant):
-    """Elements of K between promotions to fp32; 0 = never."""
+    """Elements of K between promotions to fp32."""
     defines = installed().kernel("fp8_gemm_sm90").variant(variant).defines
     return int(next(d for d in defines if d.startswith("FP4D_PROMOTE_K=")).split("=")[1])
 

@@ -17,6 +17,7 @@
 #include "few_tokens/w4/w4a16_weights.h"
 
 #include "few_tokens/run_rows.h"
+#include "weights/w4_checks.h"
 
 namespace fp4d {
 
@@ -55,13 +56,7 @@ struct W4A16Small {
   }
 
   static Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
-    check_dtype({"w", w}, {kU8});
-    check_ndim({"w", w}, 3);
-    check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
-    check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
-    check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
-    check_contiguous({"w", w});
-    check_aligned({"w", w}, 16);
+    w4::check_weights(w, n, k);
     return data_of<uint8_t>(w);
   }
 

@@ -19,6 +19,7 @@
 #include "few_tokens/w4/w4a8_weights.h"
 
 #include "few_tokens/run_packed.h"
+#include "weights/w4_checks.h"
 
 namespace fp4d {
 
@@ -53,24 +54,13 @@ struct W4A8Small {
   }
 
   static Weights::Source source_of(TensorView w, int64_t n, int64_t k) {
-    check_dtype({"w", w}, {kU8});
-    check_ndim({"w", w}, 3);
-    check_size({"w", w}, 0, divide_up(n, Weights::kRows), "ceil(N/64)");
-    check_size({"w", w}, 1, divide_up(k, Weights::kChunkK), "ceil(K/64)");
-    check_size({"w", w}, 2, Weights::kChunkBytes, "bytes of a W4P chunk");
-    check_contiguous({"w", w});
-    check_aligned({"w", w}, 16);
+    w4::check_weights(w, n, k);
     return data_of<uint8_t>(w);
   }
 
   static void ready(Weights::Source&, Machine const&) {}
 
-  static int64_t k_of(TensorView w) {
-    check_ndim({"w", w}, 3);
-    check_at_least("chunks of w along K", w.size(1), 1, "w");
-    check_at_most("chunks of w along K", w.size(1), kMaxRows / Weights::kChunkK, "32-bit problem sizes");
-    return w.size(1) * Weights::kChunkK;
-  }
+  static int64_t k_of(TensorView w) { return w4::k_of(w); }
 };
 
 }  // namespace fp4d

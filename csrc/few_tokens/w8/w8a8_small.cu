@@ -49,13 +49,7 @@ struct W8A8Small : W8Rows {
     return {1, 2, 1, false, true, 0, filled_for(row_blocks, k, on)};
   }
 
-  static int64_t k_of(TensorView w) {
-    check_ndim({"w", w}, 2);
-    check_at_least("K", w.size(1), 16, "w");
-    check_at_most("K", w.size(1), kMaxRows, "32-bit problem sizes");
-    check_multiple("K", w.size(1), 16, "rows of w that start on 16 bytes");
-    return w.size(1);
-  }
+  static int64_t k_of(TensorView w) { return w8::k_of(w); }
 };
 
 }  // namespace fp4d

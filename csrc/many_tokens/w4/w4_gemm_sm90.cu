@@ -38,6 +38,7 @@
 #include "many_tokens/w4/weights.h"
 
 #include "many_tokens/launch.h"
+#include "weights/w4_checks.h"
 
 namespace fp4d {
 
@@ -50,14 +51,7 @@ struct W4Gemm {
   static int64_t stages_of(TensorView w) { return divide_up(w.size(1), int64_t(Weights::kStageChunks)); }
 
   static Weights::Source source_of(TensorView w, int64_t n) {
-    check_dtype({"w", w}, {kU8});
-    check_ndim({"w", w}, 3);
-    check_size({"w", w}, 0, divide_up(n, w4::kChunkRows), "ceil(N/64)");
-    check_size({"w", w}, 2, w4::kChunkBytes, "bytes of a W4P chunk");
-    check_at_least("chunks of w along K", w.size(1), 1, "w");
-    check_at_most("chunks of w along K", w.size(1), kMaxRows / w4::kChunkK, "32-bit problem sizes");
-    check_contiguous({"w", w});
-    check_aligned({"w", w}, 16);
+    w4::check_weights(w, n, w4::k_of(w));
     return {data_of<uint8_t>(w), int(w.size(1))};
   }
 

@@ -41,6 +41,7 @@
 
 #include "many_tokens/launch.h"
 #include "common/tma_rows.h"
+#include "weights/w8_checks.h"
 
 namespace fp4d {
 
@@ -54,16 +55,7 @@ struct W8Gemm {
   static int64_t stages_of(TensorView w) { return divide_up(w.size(1), kStageK); }
 
   static Weights::Source source_of(TensorView w, int64_t n) {
-    check_dtype({"w", w}, {kE4M3});
-    check_ndim({"w", w}, 2);
-    check_at_least("K", w.size(1), 16, "w");
-    check_at_most("K", w.size(1), kMaxRows, "32-bit problem sizes");
-    check_multiple("K", w.size(1), 16, "rows of w that start on 16 bytes");
-    if (w.size(0) > n || w.size(0) <= n - 8)
-      TVM_FFI_THROW(ValueError) << "w: size of dimension 0 is " << w.size(0) << ", needed " << n
-                                << " (N), or up to 7 less";
-    check_contiguous({"w", w});
-    check_aligned({"w", w}, 16);
+    w8::check_weights(w, n, w8::k_of(w));
     return {};
   }
 

@@ -1,8 +1,8 @@
 """FP8 weights with FP8 activations: our kernels for few and for many tokens, on the checkpoint's own bytes.
 
-With few tokens the time is that of reading the weights: ``csrc/few_tokens/w8/w8a8_small.cu`` streams them once per 64
-tokens. For many tokens ``csrc/many_tokens/w8/w8_gemm_sm90.cu`` has tiles of 96 to 192 tokens by 128 rows, for block
-scales of 128 by 128. ``w8_tiles.toml`` says which serves which M; every build runs every M.
+With few tokens the time is that of reading the weights: ``csrc/few_tokens/w8/w8a8_small.cu`` streams them once per tile
+of up to 128 tokens. For many tokens ``csrc/many_tokens/w8/w8_gemm_sm90.cu`` has tiles of 96 to 224 tokens by 128 rows,
+and one of 128 by 128 for block scales. ``w8_tiles.toml`` says which serves which M; every build runs every M.
 
 A first launch quantises the activation and stores it in the order in which the GEMM loads it; the scale is one per
 token or the layer's static one. Tensor cores sum over 256 k; these sums are added in f32. Scales and the bias are
