@@ -126,6 +126,44 @@ def names_in(model: nn.Module, stored: Iterable[str]) -> Names:
     return Names(plain, conversions, lost)
 
 
+def cannot_convert(parameter: str) -> str:
+    """Return why no quantised tensor goes into a parameter that transformers converts, and what to take instead."""
+    if "expert" in parameter:
+        return "quantised experts are not supported yet: take a checkpoint whose experts are not quantised"
+    return (
+        "codes and scales cannot be converted: take a checkpoint that has the layers under the names of the model, as "
+        "fp4dispatch.save_quantized writes them"
+    )
+
+
+def converted_when_saved(model: Any, names: Iterable[str]) -> str | None:
+    """Return the first of these tensors that ``save_pretrained`` of transformers would convert; None if none is."""
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    mapping = getattr(model, "_weight_conversions", None)
+    if mapping is None:
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+    # As loading.revert_weight_conversion, which writes the tensors.
+    converters: list[Any] = [
+        entry.reverse_transform() for entry in mapping[::-1] if isinstance(entry, loading.WeightConverter)
+    ]
+    return next((name for name in names if loading.apply_converters(name, converters)[1] is not None), None)
+
+
+def never_stored(model: nn.Module) -> set[str]:
+    """Return the parameters and buffers that a model of transformers does not save: it computes them.
+
+    Only the exact names of ``_keys_to_ignore_on_save`` count. ``_keys_to_ignore_on_load_missing`` has patterns too, for
+    whole parts of models that a checkpoint may lack.
+    """
+    found = set()
+    for prefix, module in model.named_modules():
+        for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
+            found.add(f"{prefix}.{name}" if prefix else name)
+    return found
+
+
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sort experts by number, as transformers does: this is their order in the fused tensor."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

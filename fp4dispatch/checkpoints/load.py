@@ -33,7 +33,7 @@ from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.parallel.layers import Part, become, cut_bias
 from fp4dispatch.models.parallel.plan import TensorParallel
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes
+from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes, models_with_ties, untie
 from fp4dispatch.problem import ACTIVATIONS, Activation
 
 _log = logging.getLogger("fp4dispatch")
@@ -176,6 +176,10 @@ def load_quantized(
     )
     checkpoint, plan, layers = staged.checkpoint, staged.plan, staged.layers
     _commit(staged.swaps)
+    tied = models_with_ties(model)
+    for layer in plan.layers:
+        if not layer.keep:
+            untie(tied, layer.names, model.get_submodule(layer.names[0]))
     staged.plain.settle(model)
     carry(model, staged.carried)
     dequantized = tuple((layer.names[0], layer.keep) for layer in plan.layers if layer.keep)

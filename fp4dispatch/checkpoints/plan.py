@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.checkpoints.files.reader import FLOATS, Checkpoint, TensorInfo
-from fp4dispatch.checkpoints.hf_names import Conversion, Names
+from fp4dispatch.checkpoints.hf_names import Conversion, Names, cannot_convert
 from fp4dispatch.checkpoints.schemes import Scheme
 from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -94,10 +95,12 @@ class Plan:
         """
         for missing in self.missing:
             module = missing.rpartition(".")[0]
+            experts = re.match(r"((?:.*\.)?experts)\.\d+\.", missing)  # the checkpoint may have all in one tensor
+            inside = tuple(f"{name}." for name in (module, experts and experts[1]) if name)
             there = [
                 checkpoint[name]
                 for name in self.unexpected
-                if names.lost.get(name) == missing or (module and names.plain.get(name, name).startswith(f"{module}."))
+                if names.lost.get(name) == missing or (inside and names.plain.get(name, name).startswith(inside))
             ]
             if not there:
                 continue
@@ -105,10 +108,7 @@ class Plan:
             info = quantised or there[0]
             found = f"{info.file}: the model needs {missing!r}; the checkpoint has {info.name!r} ({info}) in its place"
             if quantised:
-                raise CheckpointUnsupportedError(
-                    f"{found}, and quantised experts are not supported yet: take a checkpoint whose experts are not "
-                    "quantised"
-                )
+                raise CheckpointUnsupportedError(f"{found}, and {cannot_convert(missing)}")
             raise CheckpointError(
                 f"{found}, a name that transformers does not put there: give the tensors the names that the "
                 "unquantised checkpoint of the model has"

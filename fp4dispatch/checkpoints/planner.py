@@ -15,7 +15,7 @@ from fp4dispatch.checkpoints.config.patterns import shard_names
 from fp4dispatch.checkpoints.config.quant_config import LINEAR, QuantConfig
 from fp4dispatch.checkpoints.config.readers import Group
 from fp4dispatch.checkpoints.files.reader import FLOATS, TORCH_DTYPES, Checkpoint, TensorInfo
-from fp4dispatch.checkpoints.hf_names import names_in
+from fp4dispatch.checkpoints.hf_names import cannot_convert, names_in, never_stored
 from fp4dispatch.checkpoints.kv_cache import KV_CACHE_SUFFIXES
 from fp4dispatch.checkpoints.plan import ConversionPlan, LayerPlan, Plan, Shard, SlotPlan, linears, places
 from fp4dispatch.checkpoints.schemes import Scheme, detect
@@ -54,6 +54,7 @@ class _Planner:
             parent, _, last = name.rpartition(".")
             self.below[parent][last] = info
         self.left = why_left(model)
+        self.computed = never_stored(model)
         self.kept: dict[str, str] = {}
         """Name of the layer by the names of its weight."""
         self.converted: dict[str, tuple[ConversionPlan, torch.Tensor]] = {}
@@ -281,7 +282,7 @@ class _Planner:
                 if odd is not None:
                     raise CheckpointError(
                         f"{odd.file}: tensor {odd.name!r} is {odd}, and the model holds it in {conversion.name!r}: "
-                        "only 16- and 32-bit floats can be put there; quantised experts are not supported yet"
+                        f"only 16- and 32-bit floats can be put there; {cannot_convert(conversion.name)}"
                     )
                 made = conversion.run(lambda name: self.checkpoint[name].on_meta())
             except CheckpointError:
@@ -336,7 +337,9 @@ class _Planner:
                 )
             self.out.slots.append(SlotPlan(names, slots, old, sources))
         elif persistent:
-            self.out.missing.append(names[0])
+            # Tables that the model computes, and does not save. A learned parameter must come from somewhere.
+            if old.is_meta or old.requires_grad or self.computed.isdisjoint(names):
+                self.out.missing.append(names[0])
         elif old.is_meta and self.strict:
             raise CheckpointError(
                 f"buffer {names[0]!r} of the model is on the meta device and no checkpoint stores it: build the model "

@@ -129,7 +129,8 @@ def save_quantized(
     layers = list(_layers(model, format))
     if not layers:
         raise CheckpointError("the model has no quantised layer: use fp4dispatch.replace_linears first")
-    quantised = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    every = model.named_modules(remove_duplicate=False)  # a layer is written once, under its first name
+    quantised = [name for name, module in every if isinstance(module, QuantizedLinear)]
     fused = [shard for shards in shards_in(model).values() for shard in shards]
     inside = tuple(_below(name, "") for name in (*quantised, *fused))
     others = _other_tensors(model, inside) | _kv_tensors(model)
@@ -244,6 +245,11 @@ def _other_tensors(model: nn.Module, inside: tuple[str, ...]) -> dict[str, torch
     for name, tensor in state.items():
         if (inside and name.startswith(inside)) or id(tensor) in seen:
             continue
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{name!r} of the model is a {type(tensor).__name__}, which get_extra_state returned: safetensors "
+                "stores tensors only: keep it elsewhere, e.g. in the model's configuration"
+            )
         seen.add(id(tensor))
         others[name] = tensor
     return others

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.dispatch.request import check_request
-from fp4dispatch.errors import InputError
+from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats import Calibration, check_calibration
 from fp4dispatch.formats.amax import largest
 from fp4dispatch.machine.progress import Progress
@@ -22,7 +22,14 @@ from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.replacing.replace_report import LayerReport, LeftParameter, ReplaceReport
-from fp4dispatch.models.replacing.replaceable import carry_over, leftover, model_bytes, untie, why_no_linear
+from fp4dispatch.models.replacing.replaceable import (
+    carry_over,
+    leftover,
+    model_bytes,
+    models_with_ties,
+    untie,
+    why_no_linear,
+)
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.problem import Activation, Problem
 from fp4dispatch.run import prebuild, routes
@@ -109,7 +116,7 @@ def replace_linears(
         pattern that is no regular expression or (``include``, ``config``) names no linear layer, a model without any
         ``nn.Linear``, or a model on the meta device.
     FormatError
-        If a weight holds NaN or Inf; the message names the layer.
+        If a weight or bias holds NaN or Inf; the message names the layer.
     UnknownBackendError, SettingsError
         If the backend name (argument or environment) or the value of a variable is unknown.
     BackendUnsupportedError, NoBackendError
@@ -157,11 +164,13 @@ def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
 
 
 def _check(plan: list[_Planned], options: dict[str, Any], shared: dict[str, dict[str, Any]]) -> None:
-    """Raise what would stop the replacing: weights that are not finite, and kinds of layers that cannot run here."""
+    """Raise what would stop the replacing: values that are not finite, and kinds of layers that cannot run here."""
     kinds = set()
     for name, linear, fmt in plan:
         weight, bias = linear.weight, linear.bias
         finite = weight.is_meta or bool(torch.isfinite(largest(weight)))
+        if bias is not None and not bias.is_meta and not bool(torch.isfinite(largest(bias))):
+            raise FormatError(f"{name}: the bias holds NaN or Inf, expected finite values")
         shape = (fmt, weight.shape, weight.dtype, weight.device, None if bias is None else (bias.dtype, bias.shape))
         if not finite or weight.is_meta or (weight.is_cuda and shape not in kinds):
             _quantise(name, linear, fmt, options, shared)  # raises, or shows that such a layer runs
@@ -180,7 +189,7 @@ def _replace(
     places: dict[int, list[str]] = {}
     for name, linear, _ in plan:
         places.setdefault(id(linear), []).append(name)
-    count = len(plan)
+    count, tied = len(plan), models_with_ties(model)
     try:
         for done in range(count):
             name, linear, fmt = plan[0]
@@ -190,7 +199,7 @@ def _replace(
                 carry_over(linear, new)
                 before = sum(p.numel() * p.element_size() for p in linear.parameters())
                 reports.append(_report(name, before, fmt, new))
-                untie(model, places[id(linear)])
+                untie(tied, places[id(linear)], new)
                 for place in places.pop(id(linear)):
                     parent, _, child = place.rpartition(".")
                     setattr(model.get_submodule(parent), child, new)

@@ -128,3 +128,59 @@ def test_a_tie_stays_if_the_weights_cannot_be_quantised():
         fp4dispatch.replace_linears(made, lm_head=True, include="lm_head")
     assert made.config.tie_word_embeddings is True
     assert made.lm_head.weight is made.model.embed_tokens.weight
+
+
+_ENCODER = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def t5(**more):
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=128, **sizes, **more))
+
+
+TIED = {
+    "BERT": lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=128, **_ENCODER)),
+    "RoBERTa": lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(vocab_size=128, **_ENCODER)),
+    "DeBERTa-v2": lambda: transformers.DebertaV2ForMaskedLM(
+        transformers.DebertaV2Config(vocab_size=128, **_ENCODER, type_vocab_size=0)
+    ),
+    "T5": t5,
+    "T5 1.1": lambda: t5(tie_word_embeddings=False, feed_forward_proj="gated-gelu"),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_ties_of_weights_and_biases_are_forgotten(tmp_path, name):
+    """The head of BERT shares its bias too. T5 ties its embeddings, whatever its configuration says."""
+    from fp4dispatch.integrations.transformers import adopt
+
+    torch.manual_seed(0)
+    made = TIED[name]().eval()
+    head = made.get_output_embeddings()
+    if head.bias is not None:
+        head.bias.data.normal_()
+    place = next(where for where, module in made.named_modules() if module is head)
+    before, scales = logits(made), getattr(made.config, "scale_decoder_outputs", None)
+    fp4dispatch.replace_linears(made, {place: "nvfp4"}, lm_head=True, activation="bf16")
+    want = logits(made)
+    torch.testing.assert_close(want, before, rtol=0.2, atol=0.3 * float(before.std()))  # T5's own scale
+    made.tie_weights()
+    assert isinstance(made.get_output_embeddings(), FP4Linear)
+    assert torch.equal(logits(made), want)
+    adopt(made)
+    made.save_pretrained(tmp_path / "saved")
+    save = fp4dispatch.save_quantized(made, tmp_path / "modelopt", "modelopt")
+    assert save
+    with taken_over():
+        for folder in ("saved", "modelopt"):
+            again = type(made).from_pretrained(tmp_path / folder)
+            again.tie_weights()
+            assert isinstance(again.get_output_embeddings(), FP4Linear)
+            assert torch.equal(logits(again), want)
+            assert getattr(again.config, "scale_decoder_outputs", None) == scales
+    fresh = TIED[name]().eval()
+    fp4dispatch.load_quantized(fresh, tmp_path / "modelopt")
+    fresh.tie_weights()
+    assert torch.equal(logits(fresh), want)
+    if name.startswith("T5"):
+        assert made.encoder.embed_tokens.weight is made.shared.weight

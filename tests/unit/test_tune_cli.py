@@ -49,7 +49,7 @@ def test_json(gpu, capsys):
 
 def test_list_and_clear(gpu, capsys):
     assert cli.main(["tune", "--list"]) == 0
-    assert "nothing in" in capsys.readouterr().out
+    assert "no tuned times in" in capsys.readouterr().out
     cli.main([*COMMAND, "--json"])
     capsys.readouterr()
     assert cli.main(["tune", "--list"]) == 0

@@ -94,6 +94,37 @@ class Parameters(Base):
         return self.a(x.to(next(self.a.parameters()).dtype))
 
 
+class Named(Base):
+    def forward(self, x):
+        for name, p in self.many.named_parameters():
+            if name.endswith("weight"):
+                x = x @ p.t()
+        return self.a(x)
+
+
+class State(Base):
+    def forward(self, x):
+        state = {name: tensor.float() for name, tensor in self.state_dict().items()}
+        return nn.functional.linear(x, weight=state["a.weight"])
+
+
+class Scaled(Base):
+    def forward(self, x):
+        scale = next(iter(self.many[0].parameters())).data
+        x *= scale.to(x.dtype)
+        return self.b(x)
+
+
+class AsksOnly(Base):
+    def forward(self, x):
+        first = next(self.parameters())
+        for p in self.parameters():
+            p.requires_grad = False
+        count = sum(p.numel() * p.element_size() for p in self.parameters())
+        x = x.to(first.dtype) * count + torch.zeros(16, device=first.device, dtype=next(self.parameters()).dtype) * 2
+        return self.a(x) * len(self.state_dict())
+
+
 class Inherited(Direct):
     pass
 
@@ -160,6 +191,10 @@ class Guarded(Base):
         (Handed(), {"a"}),
         (Asked(), {"a"}),
         (Parameters(), {"a"}),
+        (Named(), {"many.0", "many.1"}),
+        (State(), {"a", "b", "many.0", "many.1"}),
+        (Scaled(), {"many.0", "many.1"}),
+        (AsksOnly(), set()),
         (Inherited(), {"a"}),
         (OneDeeper(), {"inner.many.0", "inner.many.1"}),
         (CalledFromOutside(), {"inner.a"}),
@@ -242,3 +277,24 @@ def test_what_is_replaced_runs_and_means_the_same(name):
     report = replace_linears(model, "fp8_row")
     assert report.layers
     assert torch.nn.functional.cosine_similarity(logits(model), before, dim=-1).min() > 0.99
+
+
+def test_a_model_that_multiplies_all_its_parameters_keeps_them():
+    transformers = pytest.importorskip("transformers")
+
+    class Decayed(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            for name, weight in self.model.layers[0].mlp.named_parameters():  # to the scan: of any layer
+                if name == "up_proj.weight":
+                    out.logits = out.logits * (weight * weight).sum()
+            return out
+
+    model = Decayed(build("Llama", transformers).config).eval()
+    before = logits(model)
+    skipped = dict(replace_linears(model, "fp8_row").skipped)
+    mlp = [f"model.layers.{i}.mlp.{name}_proj" for i in (0, 1) for name in ("gate", "up", "down")]
+    assert [name for name in skipped if name != "lm_head"] == mlp
+    assert "forward computes weight * weight" in skipped[mlp[0]]
+    assert torch.nn.functional.cosine_similarity(logits(model), before, dim=-1).min() > 0.99
+    assert 0.9 < float(logits(model).norm() / before.norm()) < 1.1

@@ -11,6 +11,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 
 from fp4dispatch.checkpoints.config.quant_config import read_quant_config
+from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.hf_names import names_in
 from fp4dispatch.errors import CheckpointError, InputError
@@ -90,12 +91,15 @@ class NewLayers:
         Raises
         ------
         CheckpointError
-            A weight with NaN or Inf in it.
+            A weight or bias with NaN or Inf in it.
         """
         if self.bad:
             more = f" (and {len(self.bad) - 1} more)" if len(self.bad) > 1 else ""
             raise CheckpointError(f"tensor {self.bad[0]!r}{more} holds NaN or Inf, expected finite weights")
         self.checkpoint.close()
+        for name, (layer, _) in self.layers.items():
+            if layer.bias is not None:
+                check_finite(str(self.checkpoint.path), f"{name}.bias", layer.bias)
         layers = [layer for layer, _ in self.layers.values()]
         prebuild.together(Ask(layer.problem(1), layer.backend, routes.gpu_of(layer.device)) for layer in layers)
         for layer in layers:

@@ -15,10 +15,11 @@ from transformers.quantizers.base import HfQuantizer
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.carried import all_carried
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
+from fp4dispatch.checkpoints.hf_names import converted_when_saved
 from fp4dispatch.checkpoints.load import LoadReport, with_fused
 from fp4dispatch.checkpoints.plan import LayerPlan
 from fp4dispatch.checkpoints.schemes import SCHEMES, from_linear
-from fp4dispatch.errors import InputError
+from fp4dispatch.errors import CheckpointUnsupportedError, InputError
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise, expect_plain
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
@@ -89,6 +90,13 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
     # -------------------------------------------------------------------------------------------------------- loading
 
+    def _convert_model_for_quantization(self, model: Any) -> None:
+        """Leave the experts of the model as they are until the checkpoint is open.
+
+        For compressed-tensors Transformers puts one linear layer an expert in place of the experts of Llama 4. Their
+        weights would stay random where the checkpoint has all experts in one tensor, which Transformers does not ask.
+        """
+
     def _process_model_before_weight_loading(
         self,
         model: Any,
@@ -97,7 +105,8 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         **kwargs: Any,
     ) -> None:
         if self.pre_quantized:
-            self._stored = expect_stored(model, checkpoint_files, self.quantization_config)
+            apart = super()._convert_model_for_quantization
+            self._stored = expect_stored(model, checkpoint_files, self.quantization_config, apart)
             self._schemes = self._stored.stored()
         else:
             main = dtype or torch.get_default_dtype()
@@ -160,14 +169,22 @@ class Fp4DispatchHfQuantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             parent, _, last = name.rpartition(".")
             if parent not in apart or last == "bias":
                 state[name] = tensor
+        codes: dict[str, torch.Tensor] = {}
         for name, layer in layers.items():
             weights = layer.weights(lend=False)
             shards = fused.get(name)
             if shards is None:
-                state |= self._saved(name, weights)
+                codes |= self._saved(name, weights)
                 continue
             for shard, part in zip(shards, split(weights, list(shards.values())), strict=True):
-                state |= self._saved(shard, part)
+                codes |= self._saved(shard, part)
+        odd = converted_when_saved(model, codes)
+        if odd is not None:
+            raise CheckpointUnsupportedError(
+                f"save_pretrained: Transformers would convert {odd!r} of {type(model).__name__} into another tensor, "
+                "and quantised weights without their scales: save with fp4dispatch.save_quantized"
+            )
+        state |= codes
         for prefix, carried in all_carried(model):
             state |= {prefix + name: tensor for name, tensor in carried.tensors.items()}
         return state, {}

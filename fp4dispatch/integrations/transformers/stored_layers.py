@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.carried import Carried, carry
 from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_quant_config
+from fp4dispatch.checkpoints.files.finite import check_finite
 from fp4dispatch.checkpoints.files.reader import FLOATS, Checkpoint, TensorInfo, open_checkpoint
-from fp4dispatch.checkpoints.hf_names import Names, names_in
+from fp4dispatch.checkpoints.hf_names import Names, cannot_convert, names_in, never_stored
 from fp4dispatch.checkpoints.load import (
     LoadedLayer,
     LoadReport,
@@ -37,7 +38,7 @@ from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, Form
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes, untie
+from fp4dispatch.models.replacing.replaceable import Tied, carry_over, model_bytes, models_with_ties, untie
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
 
@@ -122,12 +123,18 @@ class StoredLayers:
         plan = self.plan
         ignored = tuple(plan.kv_cache + plan.ignored + plan.unexpected)
         tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-        missing = tuple(name for name in plan.missing if tied.get(name, name) in plan.missing)
+        computed = never_stored(model)  # Transformers fills these with the values that the model computes
+        missing = tuple(n for n in plan.missing if tied.get(n, n) in plan.missing and n not in computed)
         return LoadReport(self.path, tuple(loaded), tuple(plan.excluded), ignored, missing, (), model_bytes(model))
 
 
-def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchConfig) -> StoredLayers:
+def expect_stored(
+    model: Any, files: Sequence[str] | None, config: Fp4DispatchConfig, apart: Callable[[Any], object]
+) -> StoredLayers:
     """Replace the layers of a model on the meta device that the checkpoint stores quantised. Reads headers only.
+
+    ``apart`` gives a model of Transformers linear layers for each of its experts, where it has such a form of them. It
+    is called if the checkpoint stores experts one by one.
 
     Raises
     ------
@@ -138,6 +145,8 @@ def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchCo
     """
     with open_files(files) as checkpoint:
         quant = read_quant_config(checkpoint, config.to_dict())
+        if any(re.search(r"\.experts\.\d+\.", name) for name in checkpoint):
+            apart(model)
         names = names_in(model, checkpoint)
         _linears_for_conv1d(model, checkpoint, names)
         _refuse_experts(checkpoint, names)
@@ -145,8 +154,9 @@ def expect_stored(model: Any, files: Sequence[str] | None, config: Fp4DispatchCo
         _refuse(plan, checkpoint, quant)
         plan.refuse_orphans(checkpoint, names)
         found = StoredLayers(checkpoint.path, plan, collect_carried(plan, checkpoint, quant))
+        tied = models_with_ties(model)
         for planned in plan.layers:
-            found.layers.append(_replace(model, planned, config))
+            found.layers.append(_replace(model, planned, config, tied))
         known = (*plan.kv_cache, *plan.ignored)
         model._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(names.plain[name])}$" for name in known}
     return found
@@ -181,9 +191,8 @@ def _refuse_experts(checkpoint: Checkpoint, names: Names) -> None:
         odd = next((info for info in infos if info.dtype not in FLOATS), None)
         if odd is not None:
             raise CheckpointUnsupportedError(
-                f"{odd.file}: tensor {odd.name!r} is {odd}; Transformers puts it into {conversion.name!r} together "
-                "with other experts, and quantised experts are not supported yet: take a checkpoint whose experts are "
-                "not quantised"
+                f"{odd.file}: tensor {odd.name!r} is {odd}; Transformers makes {conversion.name!r} of it, and "
+                f"{cannot_convert(conversion.name)}"
             )
 
 
@@ -222,7 +231,7 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig) -> QuantizedLinear:
+def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig, tied: Tied) -> QuantizedLinear:
     """Put an empty quantised layer with the stored tensors in place of the model's."""
     old, scheme = planned.module, planned.scheme
     options = {**layer_options(planned, config.activation, None), "name": planned.names[0], "device": "meta"}
@@ -236,18 +245,25 @@ def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig) -> Quant
         else FP8Linear(*size, scaling=scheme.scaling, **options)
     )
     carry_over(old, new)
+    untie(tied, planned.names, new)
     replace_module(model, planned.names, new)
-    untie(model, planned.names)
     for name in new.quantized:
         new._buffers.pop(name, None)
     for suffix, info in planned.shards[0].tensors.items():  # parameters: accelerate offloads those by default
         new.register_parameter(suffix, nn.Parameter(info.on_meta(), requires_grad=False))
+    if scheme.weight != "weight":
+        # The initialisers of T5, SigLIP and others read the weights of their children. Nothing else sees this one: it
+        # is no parameter, and _settle removes it.
+        stand_in: Any = torch.empty(size[1], size[0], dtype=old.weight.dtype, device="meta")
+        stand_in._is_hf_initialized = True
+        object.__setattr__(new, "weight", stand_in)
     return new
 
 
 def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear, away: Offloaded | None) -> dict[str, torch.Tensor]:
     """Make the stored tensors the layer's own. Return those that are stored as reciprocals of them."""
     scheme, infos = planned.scheme, planned.shards[0].tensors
+    vars(layer).pop("weight", None)  # the stand-in of _replace
     if away is not None:
         away.take_from(layer)
     held = {name: p.data for name, p in layer._parameters.items() if p is not None} if away is None else away.tensors
@@ -255,6 +271,8 @@ def _settle(path: Path, planned: LayerPlan, layer: QuantizedLinear, away: Offloa
     stored = {suffix: held[suffix].clone() if held[suffix].is_cpu else held[suffix] for suffix in infos}
     for suffix, info in infos.items():
         check_scales(info, stored[suffix], scheme)
+    if layer.bias is not None:
+        check_finite(str(path), f"{planned.names[0]}.bias", held["bias"])
     weights = to_linear(scheme, stored)
     for suffix in infos:
         delattr(layer, suffix)

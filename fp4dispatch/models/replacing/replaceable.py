@@ -51,14 +51,17 @@ def output_head(module: Any) -> nn.Module | None:
 def output_heads(model: nn.Module) -> frozenset[int]:
     """Return the ids of the output heads of a model and of all models in it.
 
-    FSMT of transformers names the embedding of its decoder: there it is the linear layers of that shape.
+    FSMT of transformers names the embedding of its decoder: there it is the linear layer that its class ties to it.
     """
     found: set[int] = set()
     for module in model.modules():
         head = output_head(module)
         if isinstance(head, nn.Embedding):
+            # The shape alone proves nothing: fc1 has it too where ffn_dim is the size of the vocabulary. The class
+            # names its ties in any case; an instance forgets those of layers that are quantised (see untie).
+            tied = {key.removesuffix(".weight") for key in getattr(type(module), "_tied_weights_keys", None) or ()}
             shape = (head.num_embeddings, head.embedding_dim)
-            found |= {id(each) for each in module.modules() if _shape(each) == shape}
+            found |= {id(each) for name, each in module.named_modules() if name in tied and _shape(each) == shape}
         elif head is not None:
             found.add(id(head))
     return frozenset(found)
@@ -121,21 +124,44 @@ def ties(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def untie(model: nn.Module, names: Iterable[str]) -> None:
-    """Make models of Transformers forget the ties of layers that have weights of their own now."""
-    for prefix, module in model.named_modules():
-        tied = vars(module).get("all_tied_weights_keys")
-        if not isinstance(tied, dict):
-            continue
+Tied = list[tuple[str, nn.Module]]
+"""Models of Transformers that list ties, with their names in the whole model."""
+
+
+def models_with_ties(model: nn.Module) -> Tied:
+    """Return the models of Transformers in a model, itself included, that list ties."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(vars(m).get("all_tied_weights_keys"), dict)]
+
+
+def untie(models: Tied, names: Iterable[str], new: nn.Module) -> None:
+    """Make models of Transformers forget the ties of a layer that has a weight, and a bias, of its own now.
+
+    ``tie_weights`` finds the ties again, from ``_tied_weights_keys`` and ``tie_word_embeddings``. So the model gets a
+    list of its own of those that are left, and where none are, the configuration says so. T5 keeps other ties, and the
+    configuration, which tells some of its kind to scale the input of the head.
+    """
+    shared = False
+    own: Any
+    for prefix, own in models:
+        tied: dict[str, str] = own.all_tied_weights_keys
         start = f"{prefix}." if prefix else ""
-        mine = {f"{name}.weight".removeprefix(start) for name in names if name.startswith(start)}
-        cut = [target for target, source in tied.items() if target in mine or source in mine]
+        below = [name.removeprefix(start) for name in names if name.startswith(start)]
+        mine = {f"{name}.{last}" for name in below for last in ("weight", "bias")}
+        cut = [target for target, source in tied.items() if mine & {target, source}]
+        if not cut:
+            continue
         for target in cut:
             del tied[target]
-        config: Any = getattr(module, "config", None)
-        if cut and not tied and config is not None:
+        own._tied_weights_keys = dict(tied)
+        shared |= any(target.endswith(".bias") for target in cut)
+        config: Any = getattr(own, "config", None)
+        if not tied and config is not None:
             config.get_text_config(decoder=True).tie_word_embeddings = False
             config.tie_word_embeddings = False
+    bias = new._parameters.get("bias")
+    if shared and bias is not None and not bias.is_meta:
+        # Transformers saves one of two tensors in common memory, and would not find the other one when it loads.
+        new.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> None:

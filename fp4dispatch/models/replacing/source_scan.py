@@ -16,13 +16,28 @@ from typing import Any
 from torch import nn
 
 Path = tuple[str, ...]
-"""Attributes from a module down to another; ``*`` is any child."""
+"""Attributes from a module down to another; ``*`` is any child, and ``**`` the module with all below it."""
 
 _READS = frozenset({"weight", "_parameters", "parameters", "named_parameters", "state_dict"})
 _HARMLESS_OF_WEIGHT = frozenset({"device", "is_cuda", "is_cpu", "is_meta"})
 _HARMLESS_CALLS = frozenset({"hasattr", "callable", "id", "len", "print", "repr", "str", "bool", "checkpoint"})
 _SAME = frozenset({"enumerate", "zip", "reversed", "list", "tuple", "iter", "values", "items", "children"})
 """Calls whose result contains the modules of their arguments, or of their object for a method."""
+_PARAMETERS = frozenset({"parameters", "named_parameters", "state_dict"})
+"""Methods that give the weights of all layers of a module."""
+_HOLDERS = frozenset({"next", "dict", "sorted", "cat", "concat", "stack"}) | _SAME - {"children"}
+"""Calls whose result holds what their arguments hold, or their object for a method."""
+_STILL_VALUES = frozenset(
+    (
+        *("T", "mT", "H", "mH", "data", "t", "transpose", "permute", "view", "reshape", "flatten", "unflatten"),
+        *("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach"),
+        *("squeeze", "unsqueeze", "chunk", "split", "unbind", "get", "pop"),
+    )
+)
+"""What code does to a weight before it multiplies. ``dtype``, ``device`` and ``numel`` are not among it."""
+_PRODUCTS = frozenset(
+    {"linear", "bilinear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "mul", "multiply"}
+)
 _MAX_PATH = 8
 _MAX_DEPTH = 4
 
@@ -202,6 +217,8 @@ class _Body(ast.NodeVisitor):
 
     def __init__(self, scan: _Scan, function: FunctionType, known: dict[str, frozenset[Path]], depth: int) -> None:
         self.scan, self.function, self.known, self.depth = scan, function, known, depth
+        self.held: dict[str, frozenset[Path]] = {}
+        """The modules whose parameters local names may hold."""
         self.returned: set[Path] = set()
         self.harmless: set[ast.AST] = set()
         self.whole: dict[ast.AST, str] = {}
@@ -249,6 +266,35 @@ class _Body(ast.NodeVisitor):
         if name in ("get", "get_submodule", "__getitem__") and isinstance(call.func, ast.Attribute):
             return frozenset((*p, "*") for p in self.modules(call.func.value))
         return self._enter(call, record=False)
+
+    def values(self, node: ast.expr | None) -> frozenset[Path]:
+        """Return the modules whose parameters an expression may be, or hold where it is a container."""
+        parts: Iterable[ast.expr | None] = ()
+        if isinstance(node, ast.Name):
+            return self.held.get(node.id, frozenset())
+        if isinstance(node, ast.Call):
+            name, owner = _called(node.func), getattr(node.func, "value", None)
+            if name in _PARAMETERS and owner is not None:
+                return self.modules(owner)
+            if name in _STILL_VALUES:
+                parts = (owner,)
+            elif name in _HOLDERS:
+                parts = (owner, *node.args)
+        elif isinstance(node, ast.Attribute):
+            parts = (node.value,) if node.attr in _STILL_VALUES else ()
+        elif isinstance(node, (ast.Subscript, ast.Starred, ast.NamedExpr)):
+            parts = (node.value,)
+        elif isinstance(node, ast.IfExp):
+            parts = (node.body, node.orelse)
+        elif isinstance(node, ast.BoolOp):
+            parts = node.values
+        elif isinstance(node, (ast.Tuple, ast.List)):
+            parts = node.elts
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+            parts = (node.elt,)
+        elif isinstance(node, ast.DictComp):
+            parts = (node.value,)
+        return frozenset(path for part in parts for path in self.values(part))
 
     # ------------------------------------------------------------------------------------------------------ statements
 
@@ -310,16 +356,21 @@ class _Body(ast.NodeVisitor):
                 self._bind(one, other)
             return
         self._add_names(target, self.modules(value))
+        self._add_names(target, self.values(value), self.held)
 
     def _bind_each(self, target: ast.expr, holder: ast.expr) -> None:
         literal = isinstance(holder, (ast.Tuple, ast.List))
         self._add_names(target, frozenset(p if literal else (*p, "*") for p in self.modules(holder)))
+        self._add_names(target, self.values(holder), self.held)
 
-    def _add_names(self, target: ast.expr, paths: frozenset[Path]) -> None:
+    def _add_names(
+        self, target: ast.expr, paths: frozenset[Path], names: dict[str, frozenset[Path]] | None = None
+    ) -> None:
+        names = self.known if names is None else names
         if paths:
             for name in ast.walk(target):
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
-                    self.known[name.id] = self.known.get(name.id, frozenset()) | paths
+                    names[name.id] = names.get(name.id, frozenset()) | paths
 
     # ------------------------------------------------------------------------------------------------------------ uses
 
@@ -332,6 +383,21 @@ class _Body(ast.NodeVisitor):
         self.modules(node)  # a property is entered
         self.generic_visit(node)
 
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, (ast.Mult, ast.MatMult)):
+            self._multiply(node, (node.left, node.right))
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.op, (ast.Mult, ast.MatMult)):
+            self._multiply(node, (node.value,))
+        self.generic_visit(node)
+
+    def _multiply(self, node: ast.AST, factors: Iterable[ast.expr | None]) -> None:
+        """Note a product of parameters that the code got from ``named_parameters()`` or the like of a module."""
+        paths = {path for factor in factors for path in self.values(factor)}
+        self._read(frozenset((*path, "**") for path in paths), f"computes {ast.unparse(node)}")
+
     def visit_Compare(self, node: ast.Compare) -> None:
         if all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             self.harmless |= {node.left, *node.comparators}
@@ -339,6 +405,9 @@ class _Body(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = _called(node.func)
+        if name in _PRODUCTS:
+            keywords = (keyword.value for keyword in node.keywords)
+            self._multiply(node, (getattr(node.func, "value", None), *node.args, *keywords))
         if name == "isinstance" and len(node.args) == 2:
             self.harmless.add(node.args[0])
             if "Linear" in ast.unparse(node.args[1]):

@@ -3,7 +3,8 @@
 T5 casts to ``self.wo.weight.dtype``. Mamba multiplies ``self.dt_proj.weight``. Such code fails or computes wrong values
 if the layer holds packed weights. No test run is needed: this module parses the code that ``forward`` can reach. It
 follows expressions like ``self.layers[i].wo`` through local names, loops and helper functions. For code without source
-it uses the names in the byte code, and assumes a read when in doubt.
+it uses the names in the byte code, and assumes a read when in doubt. Code that multiplies what ``named_parameters()``
+of a module gives reads all layers in it; code that only asks for a dtype or a device reads none.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def _resolve(module: nn.Module, path: Path) -> Iterator[nn.Module]:
         yield module
         return
     head, rest = path[0], path[1:]
+    if head == "**":
+        yield from module.modules()
+        return
     children = module._modules.values() if head == "*" else [module._modules.get(head)]
     for child in children:
         if child is not None:
