@@ -96,8 +96,8 @@ SETTINGS: dict[str, Setting] = {
         PREFIX + "SELFCHECK",
         _choice("off", "auto", "force"),
         "auto",
-        "Numeric self-check of a backend before `auto` trusts it. `auto` keeps verdicts in the cache, `force` checks again in each "
-        "process, `off` checks nothing.",
+        "Numeric self-check of a backend before `auto` trusts it. `auto` keeps verdicts in the cache, `force` checks "
+        "again in each process, `off` checks nothing.",
     ),
     "tuned": Setting(
         PREFIX + "TUNED",
