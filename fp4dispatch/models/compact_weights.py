@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.dispatch import choose
+from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.models.stored_weights import (
     CANONICAL,
@@ -297,7 +298,11 @@ def compact(model: nn.Module) -> int:
 
     Raises
     ------
+    InputError
+        If ``model`` is no module.
     CaptureError
         During CUDA graph capture.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"compact: model is a {type(model).__name__}; need a torch.nn.Module")
     return sum(module.compact() for module in model.modules() if isinstance(module, CompactWeights))

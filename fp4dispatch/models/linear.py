@@ -14,7 +14,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.formats.amax import largest
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.problem import Activation, Op, Scaling
+from fp4dispatch.problem import SF_LAYOUTS, Activation, Op, Scaling
 from fp4dispatch.run import routes
 
 _AT_A_TIME = 1 << 23
@@ -477,6 +477,8 @@ def _check_weights(weights: LinearWeights) -> None:
         raise InputError(
             f"from_weights: got a {type(weights).__name__}; need a fp4dispatch.backends.base.LinearWeights"
         )
+    if weights.sf_layout not in SF_LAYOUTS:
+        raise InputError(f"from_weights: sf_layout={weights.sf_layout!r}; use {' or '.join(map(repr, SF_LAYOUTS))}")
     for name in ("weight", "scale", "global_scale", "input_scale"):
         tensor = getattr(weights, name)
         if tensor is not None or name in ("weight", "scale"):

@@ -142,6 +142,8 @@ class QuantizedLinear(BackendBinding):
         except (AttributeError, RuntimeError):
             check_tensor(f"{self._label()}: the input", x)  # None and sparse tensors get our error
             raise
+        except IndexError:  # no dimension: _call says what is needed
+            pass
         return self._call(x)
 
     def _taken(self, x: Tensor, bound: routes.Bound, bias: Tensor | None) -> bool:

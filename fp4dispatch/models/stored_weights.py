@@ -302,10 +302,12 @@ def refresh(model: nn.Module) -> int:
     Raises
     ------
     InputError, FormatError
-        If the stored tensors of a layer do not fit the format.
+        If ``model`` is no module, or the stored tensors of a layer do not fit the format.
     CaptureError
         During CUDA graph capture.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"refresh: model is a {type(model).__name__}; need a torch.nn.Module")
     layers = [module for module in model.modules() if isinstance(module, StoredWeights) and module._bound]
     for layer in layers:
         layer.refresh()

@@ -70,7 +70,8 @@ def nvfp4_gemm(
         chosen backend in a graph (name another one). Otherwise the call is safe to capture.
     """
     _check_name("nvfp4_gemm", backend)
-    check_types("nvfp4_gemm", {"a": a, "b": b, "a_sf": a_sf, "b_sf": b_sf, "alpha": alpha}, bias, out_dtype)
+    operands = {"a": a, "b": b, "a_sf": a_sf, "b_sf": b_sf, "alpha": alpha}
+    check_types("nvfp4_gemm", operands, bias, out_dtype, {"sf_layout": sf_layout})
     result: Tensor = torch.ops.fp4dispatch.nvfp4_gemm.default(
         a, b, a_sf, b_sf, alpha, bias, out_dtype, sf_layout, backend
     )
@@ -148,7 +149,8 @@ def fp8_gemm(
         As :func:`nvfp4_gemm`.
     """
     _check_name("fp8_gemm", backend)
-    check_types("fp8_gemm", {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}, bias, out_dtype)
+    operands = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
+    check_types("fp8_gemm", operands, bias, out_dtype, {"scaling": scaling})
     result: Tensor = torch.ops.fp4dispatch.fp8_gemm.default(a, b, a_scale, b_scale, bias, out_dtype, scaling, backend)
     return result
 

@@ -17,8 +17,12 @@ def check_types(
     operands: Mapping[str, object],
     bias: object = None,
     out_dtype: object = torch.bfloat16,
+    texts: Mapping[str, object] | None = None,
 ) -> None:
     """Check types with our errors, before torch checks the schema with an error of its own."""
+    for name, text in (texts or {}).items():
+        if not isinstance(text, str):
+            raise InputError(f"{what}: {name}={text!r}; need a str")
     for name, operand in operands.items():
         check_tensor(f"{what}: {name}", operand)
     if bias is not None:

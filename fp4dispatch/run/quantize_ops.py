@@ -50,7 +50,8 @@ def nvfp4_quantize(
     InputError
         For wrong operands.
     """
-    check_types("nvfp4_quantize", {"x": x} if global_scale is None else {"x": x, "global_scale": global_scale})
+    operands = {"x": x} if global_scale is None else {"x": x, "global_scale": global_scale}
+    check_types("nvfp4_quantize", operands, texts={} if sf_layout is None else {"sf_layout": sf_layout})
     if global_scale is None:
         found = formats.nvfp4_global_scale(x)
         data, sf = torch.ops.fp4dispatch.nvfp4_quantize.default(x, found, sf_layout or "linear")
@@ -86,7 +87,8 @@ def fp8_quantize(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None = 
     InputError
         For wrong operands.
     """
-    check_types("fp8_quantize", {"x": x} if scale is None else {"x": x, "scale": scale})
+    operands = {"x": x} if scale is None else {"x": x, "scale": scale}
+    check_types("fp8_quantize", operands, texts={"scaling": scaling})
     data, out_scale = torch.ops.fp4dispatch.fp8_quantize.default(x, scaling, scale)
     return data, out_scale
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fp4dispatch
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import BackendUnsupportedError, BackwardError, FormatError, InputError
@@ -472,3 +473,22 @@ def test_a_bias_that_asks_for_a_gradient_is_refused_one(kind):
     layer.bias.requires_grad_(True)
     with pytest.raises(BackwardError):
         layer(x).sum().backward()
+
+
+def test_an_input_without_dimensions_is_refused_after_a_call_too():
+    layer = FP8Linear.from_linear(nn.Linear(1, 8, dtype=torch.bfloat16))
+    layer(torch.ones(1, 1, dtype=torch.bfloat16))
+    with pytest.raises(InputError, match=r"shape \[\]"):
+        layer(torch.ones((), dtype=torch.bfloat16))
+
+
+def test_an_unknown_layout_of_scales_is_refused():
+    w = FP4Linear.from_linear(nn.Linear(64, 32, dtype=torch.bfloat16)).weights()
+    with pytest.raises(InputError, match="sf_layout='foo'; use"):
+        FP4Linear.from_weights(dataclasses.replace(w, sf_layout="foo"))
+
+
+@pytest.mark.parametrize("function", [fp4dispatch.compact, fp4dispatch.refresh])
+def test_what_is_no_model_is_refused(function):
+    with pytest.raises(InputError, match="model is a NoneType; need a"):
+        function(None)

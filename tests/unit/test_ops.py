@@ -426,3 +426,15 @@ def test_nvfp4_quantize_without_a_scale_compiles_whole():
     x = torch.randn(4, 64)
     compiled = torch.compile(lambda x: fp4dispatch.nvfp4_dequantize(*fp4dispatch.nvfp4_quantize(x)), fullgraph=True)
     assert torch.equal(compiled(x), fp4dispatch.nvfp4_dequantize(*fp4dispatch.nvfp4_quantize(x)))
+
+
+@pytest.mark.parametrize(("call", "says"), [
+    (lambda x, one, q: fp4dispatch.nvfp4_quantize(x, one, sf_layout=3), "nvfp4_quantize: sf_layout=3; need a str"),
+    (lambda x, one, q: fp4dispatch.fp8_quantize(x, 3), "fp8_quantize: scaling=3; need a str"),
+    (lambda x, one, q: fp4dispatch.fp8_gemm(q, q, one, one, scaling=None), "fp8_gemm: scaling=None; need a str"),
+    (lambda x, one, q: fp4dispatch.nvfp4_gemm(q, q, q, q, one, sf_layout=3), "nvfp4_gemm: sf_layout=3; need a str"),
+])  # fmt: skip
+def test_words_of_a_wrong_type_are_refused(call, says):
+    x = torch.ones(16, 16, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=says):
+        call(x, torch.ones(()), x.to(torch.float8_e4m3fn))
