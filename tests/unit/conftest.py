@@ -5,7 +5,7 @@ import pytest
 from fp4dispatch.jit import proven
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)  # not longer: tests that compile may come next, and then these again
 def nothing_is_built(tmp_path_factory):
     """Point the cache at an empty folder, for this process and for those that tests start."""
     with pytest.MonkeyPatch.context() as patch:
