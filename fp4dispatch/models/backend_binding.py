@@ -63,17 +63,17 @@ class BackendBinding(StateLoading):
         self._hold_once()
         return bound
 
-    def _bind(self, dtype: torch.dtype) -> routes.Bound:
-        """Bind as :meth:`bind`, and keep the stored tensors."""
+    def _bind(self, dtype: torch.dtype, *, checked: bool = False) -> routes.Bound:
+        """Bind as :meth:`bind`, and keep the stored tensors. ``checked``: the caller has checked them."""
         self._update_layouts()
         declared = _capture.declared()
         found = self._bounds(declared).get(dtype)
         if found is not None:
             return found
-        own = self._bound.get(dtype) or self._bind_own(dtype)
+        own = self._bound.get(dtype) or self._bind_own(dtype, checked)
         return own if declared is None else self._bind_declared(declared, own)
 
-    def _bind_own(self, dtype: torch.dtype) -> routes.Bound:
+    def _bind_own(self, dtype: torch.dtype, checked: bool) -> routes.Bound:
         if dtype not in routes.OUT_DTYPE:
             raise InputError(
                 f"{self._label()}: {dtype} input; need torch.bfloat16, torch.float16 or torch.float32: convert it, "
@@ -87,7 +87,7 @@ class BackendBinding(StateLoading):
                 return found
             if not self._bound:
                 self._record_stored()
-                if not self._checked:
+                if not checked:
                     self.check()
             return self._set_bound(self._choose(dtype, (self.capture, self.m_min)), self._bound)
 
@@ -253,8 +253,9 @@ class BackendBinding(StateLoading):
         self._forget()
         if self.device.type == "cuda" or (self.device.type == "cpu" and not _system.current().gpus):
             try:
-                with _capture.mode("none"), self._known_good(checked):
-                    self.bind()
+                with _capture.mode("none"):
+                    self._bind(self.dtype, checked=checked)
+                    self._hold_once()
             except Fp4DispatchError:
                 self._forget()
 

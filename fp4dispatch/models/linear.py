@@ -107,8 +107,6 @@ class FP4Linear(QuantizedLinear):
         _check_weights(weights)
         if weights.op != "nvfp4_gemm":
             raise InputError(f"FP4Linear takes nvfp4_gemm weights, not {weights.op}: use FP8Linear")
-        if weights.global_scale is None:
-            raise InputError("FP4Linear needs global_scale, f32 [S]; got None")
         shards = weights.shard_rows if len(weights.shard_rows) > 1 else ()
         options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
         options["keep_stored"] = keep_stored
@@ -123,7 +121,6 @@ class FP4Linear(QuantizedLinear):
         InputError, FormatError
             If the weights do not fit the format.
         """
-        _check_weights(weights)
         rows = self.shard_rows if len(self.shard_rows) > 1 else (self.out_features,)
         if (weights.shard_rows or (weights.n,)) != rows:
             raise InputError(
@@ -192,7 +189,8 @@ class FP4Linear(QuantizedLinear):
             return cls(k, n, linear.bias is not None, device=weight.device, **options)  # raises for this K
         if global_scale is not None:
             check_tensor(f"{cls.__name__}.from_linear: global_scale", global_scale)
-        canonical = _quantised(weight, None if global_scale is None else global_scale.to(weight.device), calibrate)
+            global_scale = global_scale.to(weight.device, copy=True)  # layers may share the value, never the memory
+        canonical = _quantised(weight, global_scale, calibrate)
         layer = cls.from_weights(canonical, linear.bias, **options)
         del canonical  # so that no other code holds what the layer can drop
         layer._hold_once()
@@ -328,11 +326,10 @@ class FP8Linear(QuantizedLinear):
         InputError, FormatError
             If the weights do not fit the format.
         """
-        _check_weights(weights)
-        scale, n = weights.scale, self.out_features
+        scale = weights.scale
         if self.scaling != "block128":
-            if scale.numel() != (1 if self.scaling == "tensor" else n):
-                need = "one element" if self.scaling == "tensor" else f"{n}, one for each row"
+            if scale.numel() != (1 if self.scaling == "tensor" else self.out_features):
+                need = "one element" if self.scaling == "tensor" else f"{self.out_features}, one for each row"
                 raise InputError(f"{self._label()}: scale is {list(scale.shape)}; need {need}")
             scale = scale.reshape(() if self.scaling == "tensor" else -1)
         return self._fill({"weight": weights.weight, self._scale_name: scale, "input_scale": weights.input_scale}, bias)
@@ -378,9 +375,9 @@ class FP8Linear(QuantizedLinear):
             return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **options)
         if scale is not None:
             check_tensor(f"{cls.__name__}.from_linear: scale", scale)
-        q = formats.fp8_quantize(weight, scaling, None if scale is None else scale.to(weight.device))
-        own = q.scale if scale is None else q.scale.clone()  # layers may share the value, never the memory
-        canonical = LinearWeights("fp8_gemm", scaling, n, k, q.data, own)
+            scale = scale.to(weight.device, copy=True)  # layers may share the value, never the memory
+        q = formats.fp8_quantize(weight, scaling, scale)
+        canonical = LinearWeights("fp8_gemm", scaling, n, k, q.data, q.scale)
         return cls.from_weights(canonical, linear.bias, **options)
 
     def weights(self, *, lend: bool = True) -> LinearWeights:
@@ -438,11 +435,10 @@ def _quantised(weight: Tensor, global_scale: Tensor | None, calibrate: formats.C
     """Quantise to NVFP4, some rows at a time: the float32 intermediates are several times as large as the weight."""
     n, k = weight.shape
     scale = formats.nvfp4_global_scale(largest(weight)) if global_scale is None else global_scale
-    own = scale if global_scale is None else scale.clone()  # layers may share the value, never the memory
     some_rows = torch.split(weight, max(1, _AT_A_TIME // k))
     parts = [formats.nvfp4_quantize_calibrated(rows, scale, calibrate) for rows in some_rows]
     codes, sf = torch.cat([part.data for part in parts]), torch.cat([part.sf.view(torch.uint8) for part in parts])
-    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), own.reshape(1), (n,))
+    return LinearWeights("nvfp4_gemm", "nvfp4", n, k, codes, sf.view(torch.float8_e4m3fn), scale.reshape(1), (n,))
 
 
 def _dtype_of(weight: Tensor) -> torch.dtype:

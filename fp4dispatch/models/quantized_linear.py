@@ -29,10 +29,10 @@ _Self = TypeVar("_Self", bound="QuantizedLinear")
 _REBUILT = frozenset(
     (
         *("_prepared", "_bound", "_graph_bound", "_names", "_captured"),
-        *("_dropped", "_order", "_due", "_seen", "_lent", "_keys", "_unchanged", "_checked"),
+        *("_dropped", "_order", "_due", "_seen", "_lent", "_keys", "_unchanged"),
     )
 )
-"""Attributes that binding sets, and :meth:`QuantizedLinear._forget` clears. A pickle does not hold them."""
+"""Attributes that :meth:`QuantizedLinear._forget` sets. A pickle does not hold them."""
 
 
 class QuantizedLinear(BackendBinding):

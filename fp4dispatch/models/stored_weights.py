@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -84,14 +83,12 @@ class StoredWeights(nn.Module):
     _unchanged: Callable[[Buffers], bool]
     """Whether the stored tensors are unchanged since the layouts were prepared."""
     _keys: list[owners.Key]
-    _checked: bool = False
-    """Whether the stored tensors were just checked, so that the first binding need not do it."""
 
     # What the layer provides.
     bind: Callable[..., Bound]
     check: Callable[[], None]
     weights: Callable[..., LinearWeights]
-    _bind: Callable[[torch.dtype], Bound]
+    _bind: Callable[..., Bound]
     _forget: Callable[[], None]
     _hold_once: Callable[[], None]
     _restore: Callable[[], None]
@@ -173,18 +170,9 @@ class StoredWeights(nn.Module):
         dtypes = list(self._bound)
         self._forget()
         self._captured = captured
-        with capture.mode("none"), self._known_good():  # for other modes, the next call inside binds
+        with capture.mode("none"):  # for other modes, the next call inside binds
             for dtype in dtypes:
-                self._bind(dtype)
-
-    @contextmanager
-    def _known_good(self, checked: bool = True) -> Iterator[None]:
-        """Bind inside without a check: the caller has checked the stored tensors."""
-        self._checked = checked
-        try:
-            yield
-        finally:
-            self._checked = False
+                self._bind(dtype, checked=True)
 
     def _every_bound(self) -> list[Bound]:
         """Return what is bound, for the layer's own mode and for declared ones; not what was replaced."""

@@ -77,7 +77,8 @@ def bound_for(dtype: torch.dtype, spec: str, tensors: Sequence[Tensor], stored: 
     """
     addresses = tuple(tensor.data_ptr() for tensor in stored)
     first = tensors[0].data_ptr()
-    found = _owners.get((spec, (first, *addresses))) or _owners.get(("", (first, *addresses)))
+    where = (first, *addresses)
+    found = _owners.get((spec, where)) or _owners.get(("", where))
     owner = None if found is None else found()
     if owner is not None:
         bound = owner.bound_to(dtype)

@@ -45,6 +45,13 @@ def test_text(capsys):
     assert "\x1b" not in out
 
 
+def test_a_named_backend_that_cannot_run_is_told_from_nothing_that_can(capsys):
+    assert main([*ASK, "--arch", "9.0", "--backend", "cutlass"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("cutlass cannot run nvfp4_gemm")
+    assert "could run it, in order of preference\n  reference" in out
+
+
 def test_candidates_are_grouped_and_foreign_ones_only_named(capsys):
     here = [*ASK, "--arch", "12.0", "--cuda", "13.0", "--nvcc", "13.0", "--proven", "none"]
     assert main(here) == 0

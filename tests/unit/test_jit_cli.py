@@ -106,6 +106,7 @@ def test_an_arch_without_kernels_is_an_error(capsys: pytest.CaptureFixture[str])
     code, _, err = run(capsys, "build", "--arch", "7.5")
     assert code == 1
     assert "no kernel matches arch 7.5" in err
+    assert "Kernels of these ops are for 8.0, 8.6, 8.9, 9.0, 10.0" in err
 
 
 def test_a_cache_that_others_can_write_is_refused(capsys: pytest.CaptureFixture[str], cache_dir: Path) -> None:

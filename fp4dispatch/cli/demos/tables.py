@@ -62,13 +62,11 @@ def render(result: dict[str, Any], width: int | None = None) -> str:
     example = max(result["report"]["groups"], key=lambda group: group["n"] * group["k"])
     op = "nvfp4_gemm" if result["format"] == "nvfp4" else "fp8_gemm"
     console.print("Next:", style="bold")
-    console.print(f"  fp4dispatch explain {op} -m 1 -n {example['n']} -k {example['k']} {_MACHINE}")
+    machine = "--gpu 'H100 SXM' --cuda 13.0 --nvcc 13.0"
+    console.print(f"  fp4dispatch explain {op} -m 1 -n {example['n']} -k {example['k']} {machine}")
     other = "nvfp4" if result["format"] != "nvfp4" else "fp8_row"
     console.print(f"  fp4dispatch demo --format {other}")
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
-
-
-_MACHINE = "--gpu 'H100 SXM' --cuda 13.0 --nvcc 13.0"
 
 
 def _table(*heads: tuple[str, str]) -> Table:
