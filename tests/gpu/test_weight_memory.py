@@ -53,7 +53,12 @@ def weights(layers):
 
 @pytest.fixture
 def scratch():
-    """Kernels are built and checked, and scratch is there: what one decoder layer of these sizes leaves behind."""
+    """Kernels are built and checked, and scratch is there: what one decoder layer of these sizes leaves behind.
+
+    The workspace of cuBLAS too, which checks call: not those of this process, where another has checked before.
+    """
+    square = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    square @ square
     first = decoder(1)
     replace_linears(first)
     warmup(first, tokens=TOKENS)
