@@ -30,8 +30,9 @@ from fp4dispatch.formats.nvfp4_mse import (
     nvfp4_quantize_calibrated,
     nvfp4_quantize_mse,
 )
-from fp4dispatch.formats.sf_layout import expand_shards, from_128x4, round_up, to_128x4, zero_pad
+from fp4dispatch.formats.sf_layout import expand_shards, from_128x4, to_128x4, zero_pad
 from fp4dispatch.problem import NVFP4_BLOCK
+from fp4dispatch.problem.integers import round_up
 
 __all__ = [
     "CALIBRATIONS",

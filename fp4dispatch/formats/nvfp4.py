@@ -43,8 +43,9 @@ from fp4dispatch.formats.checks import (
     check_tensor,
 )
 from fp4dispatch.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
-from fp4dispatch.formats.sf_layout import from_128x4, round_up, to_128x4
+from fp4dispatch.formats.sf_layout import from_128x4, to_128x4
 from fp4dispatch.problem import NVFP4_BLOCK, SF_LAYOUTS, SfLayout
+from fp4dispatch.problem.integers import round_up
 
 NVFP4_MAX = E2M1_MAX * E4M3_MAX
 

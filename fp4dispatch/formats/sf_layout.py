@@ -13,11 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp4dispatch.errors import InputError
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``n``."""
-    return -(-n // multiple) * multiple
+from fp4dispatch.problem.integers import round_up
 
 
 def zero_pad(x: Tensor, rows: int, cols: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture
+from fp4dispatch.problem.integers import round_up
 from fp4dispatch.run.binding import Choices
 from fp4dispatch.run.routes import Bound
 
@@ -147,7 +148,7 @@ def on_disk(tensors: Iterable[Tensor], folder: Path | str) -> list[Tensor]:
     with tempfile.TemporaryFile(dir=folder) as file:
         starts = []
         for tensor in tensors:
-            starts.append(file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT))
+            starts.append(file.seek(round_up(file.tell(), _ALIGNMENT)))
             tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
         file.flush()
         mapped = mmap.mmap(file.fileno(), max(file.tell(), 1), access=mmap.ACCESS_COPY)

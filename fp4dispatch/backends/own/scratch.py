@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.machine import capture
+from fp4dispatch.problem.integers import round_up
 
 ARENA_BYTES = 4 << 20
 """512 tokens of 4096 elements in 16 bits. With more, the GPU is busy for longer than an allocation takes."""
@@ -45,7 +46,7 @@ class Part(NamedTuple):
         count = self.dtype.itemsize
         for size in self.shape:
             count *= size
-        return -(-count // _ALIGNMENT) * _ALIGNMENT
+        return round_up(count, _ALIGNMENT)
 
 
 class Scratch:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fp4dispatch.backends.own.pdl_trial.launch_operands import ROLES, Entry, Sizes
 from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_numbers
 from fp4dispatch.backends.own.tiling import launch_model
+from fp4dispatch.problem.integers import round_up
 
 _ALIGNMENT = 256
 POISON, OVERWRITTEN = 0xFF, 0x00
@@ -102,7 +103,7 @@ def _arena(names: list[str], sizes: Sizes, device: torch.device) -> tuple[Tensor
         for dimension in shape:
             size *= dimension
         layout[name] = (end, size, shape, dtype)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        end += round_up(size, _ALIGNMENT)
     buffer = torch.zeros(end, dtype=torch.uint8, device=device)
     return buffer, {
         name: buffer[start : start + size].view(dtype).view(shape)

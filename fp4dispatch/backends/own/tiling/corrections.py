@@ -23,6 +23,7 @@ from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, ROWS, SM90, STAG
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.other_models import LT_TILES
 from fp4dispatch.errors import FlagsError
+from fp4dispatch.problem.integers import ceil_div
 
 FILE = Path(__file__).with_name("corrections.json")
 DEPTH = 6
@@ -130,15 +131,15 @@ def of_few_tokens(
     """
     tokens = whole(m)
     resident = KERNELS[kernel].resident(shape, SM90, block_scales=blocks)
-    ctas, token_tiles = shape.ctas(tokens, n), _up(tokens, shape.tokens)
+    ctas, token_tiles = shape.ctas(tokens, n), ceil_div(tokens, shape.tokens)
     slots = gpu.usable[shape.cluster - 1] * resident
-    all_stages, rows = _up(k, STAGE_K), ROWS * shape.row_blocks
-    stages = _up(all_stages, shape.cluster * shape.groups)
+    all_stages, rows = ceil_div(k, STAGE_K), ROWS * shape.row_blocks
+    stages = ceil_div(all_stages, shape.cluster * shape.groups)
     return (
         *(*shape[:6], resident),
         *(ctas / gpu.usable[0], ctas / slots, (ctas % slots or min(ctas, slots)) / slots),
         *(stages, stages / shape.stages, all_stages / (shape.cluster * shape.groups * stages)),
-        *(token_tiles, tokens / (token_tiles * shape.tokens), n / (_up(n, rows) * rows)),
+        *(token_tiles, tokens / (token_tiles * shape.tokens), n / (ceil_div(n, rows) * rows)),
         *(m, n, k, n * k, gpu.memory_bytes),
     )
 
@@ -147,7 +148,7 @@ def of_many_tokens(
     tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: launch_model.Gpu
 ) -> tuple[float, ...]:
     """Return :data:`MANY` of a launch."""
-    token_tiles, row_tiles, stages = _up(m, tile.tokens), _up(n, tile.rows), _up(k, tile.stage_k)
+    token_tiles, row_tiles, stages = ceil_div(m, tile.tokens), ceil_div(n, tile.rows), ceil_div(k, tile.stage_k)
     waves = token_tiles * row_tiles / (gpu.sms * tile.ctas)
     parts, part = waves * shape.split, stages / shape.split
     if tile.even:
@@ -165,15 +166,15 @@ def of_cublaslt(m: int, n: int, k: int, gpu: launch_model.Gpu) -> tuple[float, .
     """Return :data:`LT` of a problem."""
     found: list[float] = []
     for tokens, rows in LT_TILES:
-        token_tiles, row_tiles = _up(m, tokens), _up(n, rows)
-        waves = _up(token_tiles * row_tiles, gpu.sms)
+        token_tiles, row_tiles = ceil_div(m, tokens), ceil_div(n, rows)
+        waves = ceil_div(token_tiles * row_tiles, gpu.sms)
         found += (
             waves,
             token_tiles * row_tiles / (waves * gpu.sms),
             m / (token_tiles * tokens),
             n / (row_tiles * rows),
         )
-    return (*found, _up(k, STAGE_K), *(m, n, k, n * k, gpu.memory_bytes))
+    return (*found, ceil_div(k, STAGE_K), *(m, n, k, n * k, gpu.memory_bytes))
 
 
 @functools.cache
@@ -204,7 +205,3 @@ def _tree(name: str, row: Any) -> Tree:
     if not all(0 <= each < len(names) for each in features):
         raise FlagsError(f"{FILE.name}, {name}: a tree asks for a feature that is not there: {features}")
     return Tree(features, bounds, leaves)
-
-
-def _up(a: int, b: int) -> int:
-    return -(-a // b)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fp4dispatch.problem.integers import ceil_div, round_up
+
 Instance = tuple[int, int, int, int]
 """Tokens, row blocks, groups of warps and units of a tile."""
 
@@ -62,7 +64,7 @@ class FewTokensShape(NamedTuple):
 
     def ctas(self, m: int, n: int) -> int:
         """Return how many CTAs the grid has."""
-        return -(-n // (ROWS * self.row_blocks)) * self.cluster * -(-m // self.tokens)
+        return ceil_div(n, ROWS * self.row_blocks) * self.cluster * ceil_div(m, self.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +129,7 @@ class FewTokensKernel:
 
     def registers_of(self, shape: FewTokensShape) -> int:
         """Return the registers of a thread, in the steps in which they are given out."""
-        return _up(self.instances[shape[:4]], 8)
+        return round_up(self.instances[shape[:4]], 8)
 
     def tokens(self, m: int) -> int:
         """Return the tokens of the smallest tile that holds m, or of the largest."""
@@ -138,7 +140,7 @@ class FewTokensKernel:
         """Return tokens of tiles that are worth a look, each the smallest for its number of tiles, and that number."""
         found: dict[int, int] = {}
         for size in sorted({instance[0] for instance in self.instances}):
-            count = -(-m // size)
+            count = ceil_div(m, size)
             if count <= MOST_TILES and count not in found.values():
                 found[size] = count
         return found
@@ -162,8 +164,8 @@ class FewTokensKernel:
         wgmma = shape.units == 1
         pitch = STAGE_K * self.x_bytes + (4 * block_scales if wgmma else 16)
         align = 1024 if wgmma else self.align
-        tokens = _up(shape.tokens * pitch, self.align)
-        stage = _up(shape.row_blocks * self.weight_bytes + tokens, align)
+        tokens = round_up(shape.tokens * pitch, self.align)
+        stage = round_up(shape.row_blocks * self.weight_bytes + tokens, align)
         rows = shape.row_blocks * ROWS
         sums = 8 * rows + shape.groups * 4 * shape.tokens * (rows + 4)  # alpha and bias, sums of groups
         if shape.cluster > 1:  # what the CTAs of a cluster send: four rows a slot, a power of two of them for each
@@ -296,10 +298,10 @@ def candidates(
         count = tiles.get(tokens)
         if count is None:
             continue
-        small = -(-n // (ROWS * row_blocks)) * count <= SMALL_CTAS * sms
+        small = ceil_div(n, ROWS * row_blocks) * count <= SMALL_CTAS * sms
         if not small and (tokens != usual or count > FEW_TILES):
             continue
-        useful = -(-k // (STAGE_K * instance[2]))  # CTAs with a stage for each group of warps
+        useful = ceil_div(k, STAGE_K * instance[2])  # CTAs with a stage for each group of warps
         for cluster in CLUSTERS:
             first = FewTokensShape(*instance, cluster, FEW_STAGES[0], FEW_STAGES[0])
             if tokens > WIDE_TOKENS and cluster > WIDE_CLUSTER:
@@ -316,7 +318,7 @@ def candidates(
 def _stages(
     about: FewTokensKernel, shape: FewTokensShape, k: int, memory: SharedMemory, block_scales: bool
 ) -> set[int]:
-    needed = max(FEW_STAGES[0], -(-k // (STAGE_K * shape.cluster * shape.groups)))
+    needed = max(FEW_STAGES[0], ceil_div(k, STAGE_K * shape.cluster * shape.groups))
     deepest, *others = (min(needed, most) for most in _most_stages(about, shape, memory, block_scales))
     found = {deepest, *others, *(min(few, deepest) for few in FEW_STAGES)}
     return {stages for stages in found if stages >= FEW_STAGES[0]}
@@ -345,12 +347,8 @@ def _resident(about: FewTokensKernel, shape: FewTokensShape, memory: SharedMemor
 
 def whole(m: int) -> int:
     """Return the largest number of tokens that has the same launch shapes."""
-    return _up(m, TOKENS_APART)
+    return round_up(m, TOKENS_APART)
 
 
 def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

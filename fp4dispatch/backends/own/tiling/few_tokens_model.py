@@ -25,6 +25,7 @@ from fp4dispatch.backends.own.tiling.few_tokens import (
     candidates,
 )
 from fp4dispatch.backends.own.tiling.launch_model import no_room
+from fp4dispatch.problem.integers import ceil_div
 
 NORM = 4
 """Exponent of the norm that takes the place of the largest of several times: times near each other add up a little."""
@@ -226,12 +227,12 @@ def least(kernel: str, speed: FewTokensSpeed, m: int, n: int, k: int, usable: tu
     about = KERNELS[kernel]
     counts = about.tiles(m)
     on_sms = (
-        full / usable[0] * counts[tokens] * _up(n, ROWS * row_blocks)
+        full / usable[0] * counts[tokens] * ceil_div(n, ROWS * row_blocks)
         for (tokens, row_blocks, *_), (_, full) in speed.of_tile.items()
         if tokens in counts
     )
-    from_memory = about.weight_bytes / speed.memory * _up(n, ROWS)
-    return speed.start + max(min(on_sms, default=math.inf), from_memory) * _up(k, STAGE_K)
+    from_memory = about.weight_bytes / speed.memory * ceil_div(n, ROWS)
+    return speed.start + max(min(on_sms, default=math.inf), from_memory) * ceil_div(k, STAGE_K)
 
 
 def _predictions(
@@ -271,20 +272,20 @@ def work(
     sms = usable[shape.cluster - 1]
     resident = about.resident(shape, SM90, block_scales=block_scales)
     quantised = about.x_bytes == 1
-    token_tiles, ctas, at_once = _up(m, shape.tokens), shape.ctas(m, n), sms * resident
+    token_tiles, ctas, at_once = ceil_div(m, shape.tokens), shape.ctas(m, n), sms * resident
 
     def wave(count: int) -> Wave:
         """Return a wave of so many CTAs, spread over all SMs."""
-        return Wave(count, _up(count, sms))
+        return Wave(count, ceil_div(count, sms))
 
     waves, rest = divmod(ctas, at_once)
-    stages = _up(_up(k, STAGE_K), shape.cluster * shape.groups)
+    stages = ceil_div(ceil_div(k, STAGE_K), shape.cluster * shape.groups)
     weight_bytes = shape.groups * shape.row_blocks * about.weight_bytes
     tokens = min(shape.tokens, m) * STAGE_K * about.x_bytes
     crowded = no_room(rest or at_once, ctas, at_once)
     return Work(
         stages=stages,
-        even=_up(k, STAGE_K) / (shape.cluster * shape.groups * stages),
+        even=ceil_div(k, STAGE_K) / (shape.cluster * shape.groups * stages),
         ring=shape.stages,
         groups=shape.groups,
         waves=waves,
@@ -336,7 +337,3 @@ def time_of(speed: Any, alone: Any, full: Any, w: Work) -> Any:
     late = (speed.late + speed.late_stage * w.first) * w.no_room**LATE
     first = late + speed.beside * w.beside + w.token_bytes / speed.tokens
     return speed.start + ends * (1 + more) + stages + first
-
-
-def _up(a: int, b: int) -> int:
-    return -(-a // b)

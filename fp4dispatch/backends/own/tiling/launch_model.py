@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fp4dispatch.machine.gpu_models import GpuModel
+from fp4dispatch.problem.integers import ceil_div
 
 TILE_CLOCKS = 7800.0
 """Before the first stage and after the last; a second time only after a tile whose K is split."""
@@ -223,7 +224,7 @@ def first(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu, count: int) -> tupl
 
 def every(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> tuple[Prediction, ...]:
     """Return all launch shapes that are worth considering, fastest first. Kept for each number of tiles of tokens."""
-    return _every(tile, _divide_up(m, tile.tokens) * tile.tokens, n, k, gpu)
+    return _every(tile, ceil_div(m, tile.tokens) * tile.tokens, n, k, gpu)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -234,8 +235,8 @@ def _every(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> tuple[Predictio
 
 def least_clocks(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> float:
     """Return clocks that no launch of a build is predicted to stay below: as if stages filled all SMs evenly."""
-    token_tiles = _divide_up(m, tile.tokens)
-    stages = token_tiles * _divide_up(n, tile.rows) * _divide_up(k, tile.stage_k)
+    token_tiles = ceil_div(m, tile.tokens)
+    stages = token_tiles * ceil_div(n, tile.rows) * ceil_div(k, tile.stage_k)
     on_sms = min(tile.stage, tile.pair, tile.share or tile.stage) / gpu.sms
     from_memory = tile.weight_bytes / min(token_tiles, RASTER) / gpu.memory_bytes
     return gpu.tile_clocks + stages * max(on_sms, from_memory)
@@ -252,7 +253,7 @@ def candidates(tile: TileSpeed, m: int, n: int, k: int, gpu: Gpu) -> Iterator[La
         together.append((2, 1))
     if m > tile.tokens and tile.share > 0:
         together.append((1, 2))
-    stages = _divide_up(k, tile.stage_k)
+    stages = ceil_div(k, tile.stage_k)
     for multicast, sharing in together:
         if tile.even:
             yield from _evenly(tile, LaunchShape(multicast, 1, RASTER, sharing, 0, 1), m, n, stages, gpu)
@@ -320,7 +321,7 @@ def tiles(tile: TileSpeed, shape: LaunchShape, m: int, n: int) -> int:
 
 
 def _tiles(tile: TileSpeed, multicast: int, sharing: int, m: int, n: int) -> int:
-    return _divide_up(n, tile.rows * multicast) * _divide_up(m, tile.tokens * sharing)
+    return ceil_div(n, tile.rows * multicast) * ceil_div(m, tile.tokens * sharing)
 
 
 def slots(tile: TileSpeed, shape: LaunchShape, gpu: Gpu) -> int:
@@ -363,28 +364,24 @@ def _unslowed(tile: TileSpeed, shape: LaunchShape, m: int, n: int, k: int, gpu: 
     running = min(started, at_once) * ctas
     in_an_sm = min(max(running / gpu.sms, 1.0), float(tile.ctas))  # CTAs of one SM share all that it has
     own = tile.pair if multicast > 1 else tile.share if sharing > 1 else tile.stage
-    readers = min(_divide_up(m, tile.tokens), raster)  # token tiles that read the same weights from L2
+    readers = min(ceil_div(m, tile.tokens), raster)  # token tiles that read the same weights from L2
     stage = max(own * in_an_sm, tile.alone, running * tile.weight_bytes / readers / gpu.memory_bytes)
     start = gpu.tile_clocks + (tile.cluster if multicast * sharing > 1 else 0.0)
     if tile.x_bytes == 1:
         last = at_once if rounds and not tile.even else started % at_once or at_once
         start += gpu.late_clocks * no_room(last, started, at_once)
-    stages = _divide_up(k, tile.stage_k)
+    stages = ceil_div(k, tile.stage_k)
     end = gpu.token_clocks * tile.tokens * in_an_sm
     whole = stages * stage + end  # a tile
     if tile.even:
         left = count - rounds * clusters
-        share = _divide_up(left * stages, clusters)
+        share = ceil_div(left * stages, clusters)
         parts = min(clusters / left, stages / share)
         sums = EVEN_CLOCKS + parts * tile.rows * tile.tokens * SUM_BYTES / EVEN_BYTES
         return start + rounds * whole + share * stage + end + sums
     if split == 1:
-        return start + _divide_up(count, at_once) * whole
+        return start + ceil_div(count, at_once) * whole
     sums = gpu.split_clocks + gpu.part_clocks * (split - 2) + tile.rows * tile.tokens * SUM_BYTES / SPLIT_BYTES
-    part = _divide_up(stages, split) * stage + sums
-    waves = 1 if rounds else _divide_up(count, at_once)
+    part = ceil_div(stages, split) * stage + sums
+    waves = 1 if rounds else ceil_div(count, at_once)
     return start + rounds * whole + waves * part + (waves - 1) * AGAIN * gpu.tile_clocks
-
-
-def _divide_up(a: int, b: int) -> int:
-    return -(-a // b)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4dispatch.backends.own.tiling.launch_model import LONG_US
+from fp4dispatch.problem.integers import ceil_div
 
 NORM = 4
 """As in :mod:`~fp4dispatch.backends.own.tiling.few_tokens_model`."""
@@ -85,7 +86,7 @@ class CublasLtSpeed:
 
     def microseconds(self, m: int, n: int, k: int, sms: int) -> float:
         """Return the predicted time of [m, k] by [n, k]."""
-        waves = [_up(_up(m, tokens) * _up(n, rows), sms) for tokens, rows in LT_TILES]
+        waves = [ceil_div(ceil_div(m, tokens) * ceil_div(n, rows), sms) for tokens, rows in LT_TILES]
         each = [w * t for w, t in zip(waves, self.tiles, strict=True)]
         return float(lt_time(self.start, self.memory, self.end, self.slowing, each, n, k))
 
@@ -120,7 +121,7 @@ class BlockScaledSpeed:
 
     def microseconds(self, m: Any, n: Any, k: Any, sms: int) -> Any:
         """Return the predicted time of [m, k] by [n, k]; numbers may be arrays."""
-        waves = -(-(-(-m // BLOCK_TILE) * -(-n // BLOCK_TILE)) // sms)
+        waves = ceil_div(ceil_div(m, BLOCK_TILE) * ceil_div(n, BLOCK_TILE), sms)
         gemm = lt_time(self.start, self.memory, self.end, self.slowing, [waves * self.tile], n, k)
         return gemm + self.token * m + self.element * m * k
 
@@ -153,7 +154,3 @@ class UnfoldSpeed:
     def scaled(self, clock: float, memory: float) -> UnfoldSpeed:
         """Return the constants of a GPU whose clock and memory bandwidth are so many times as high."""
         return UnfoldSpeed(self.start / clock, self.memory * memory)
-
-
-def _up(a: int, b: int) -> int:
-    return -(-a // b)

@@ -19,6 +19,7 @@ from fp4dispatch.backends.own.tiling.few_tokens_model import FewTokensPrediction
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import BLOCKS, Speeds
 from fp4dispatch.problem import Problem
+from fp4dispatch.problem.integers import round_up
 
 FEW_CORRECTED, MANY_CORRECTED, EVEN_CORRECTED = 16, 8, 3
 """Launches of a build that are corrected: those that the formulas put first. With three times as many choices were as
@@ -106,7 +107,7 @@ def alike(m: int) -> int:
     Tiles of kernels for many tokens hold a multiple of 16, those for few a multiple of 8, so there are as many of them.
     """
     apart = 1 if m <= APART_FROM else TOKENS_APART if m <= WIDE_APART_FROM else WIDE_APART
-    return -(-m // apart) * apart
+    return round_up(m, apart)
 
 
 def representative(problem: Problem) -> Problem:

@@ -17,6 +17,7 @@ from fp4dispatch.errors import FlagsError
 from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem import ACTIVATIONS, OUT_DTYPES, SCALINGS, Problem
 from fp4dispatch.problem.arch import Arch
+from fp4dispatch.problem.integers import ceil_div
 
 _REQUIRED = {"kernel": str, "scalings": list, "builds": dict}
 _OPTIONAL = {"activations": list, "m_min": int, "m_max": int, "weights_max": int, "fill": dict, "speed": dict}
@@ -84,7 +85,7 @@ class Tile:
         if self.fill is None:
             return True
         tile_m, tile_n, width, share = self.fill
-        return -(-problem.m // tile_m) * -(-problem.n // tile_n) * width >= share * sms
+        return ceil_div(problem.m, tile_m) * ceil_div(problem.n, tile_n) * width >= share * sms
 
 
 @functools.cache
