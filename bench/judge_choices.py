@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.compiled import CompiledBackend, Layout
+from fp4dispatch.backends.own.compiled import CompiledBackend
+from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.tiling import predict, search, speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.predictions import predictions
@@ -70,7 +71,7 @@ class Judge:
         assert isinstance(found, CompiledBackend)
         layout = Layout(problem.n, problem.k, problem.n, problem.k)
         alike = problem if self.speeds is None else search.representative(problem)
-        chosen = found._untuned(alike, layout, SM90, self.model.sms, self.speeds, ())
+        chosen = found.choice_without_times(alike, layout, SM90, self.model.sms, self.speeds, ())
         assert chosen is not None
         return chosen
 

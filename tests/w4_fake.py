@@ -12,7 +12,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, scratch, swiglu
+from fp4dispatch.backends.own import compiled, launch_choice, scratch, swiglu
 from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.launch_model import LaunchShape
 from fp4dispatch.jit.catalog.manifest import installed
@@ -269,7 +269,8 @@ def install(monkeypatch, capability="9.0", sms=132, **options):
     kernels = Kernels(**options)
     monkeypatch.setattr(compiled.jit, "load", kernels.load)
     monkeypatch.setattr(torch, "_scaled_mm", kernels.scaled_mm)
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch.parse(capability), sms))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (Arch.parse(capability), sms))
     monkeypatch.setattr(swiglu, "_known", {})
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)

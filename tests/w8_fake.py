@@ -16,7 +16,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
-from fp4dispatch.backends.own import compiled, scratch, swiglu
+from fp4dispatch.backends.own import compiled, launch_choice, scratch, swiglu
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
@@ -215,7 +215,8 @@ def install(monkeypatch, capability="9.0", **options):
     """Let both backends plan as on a GPU and launch these; returns the record."""
     kernels = Kernels(**options)
     monkeypatch.setattr(compiled.jit, "load", kernels.load)
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch.parse(capability), 132))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (Arch.parse(capability), 132))
     monkeypatch.setattr(swiglu, "_known", {})
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)

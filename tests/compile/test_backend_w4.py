@@ -13,7 +13,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, scratch, w4
+from fp4dispatch.backends.own import compiled, launch_choice, scratch, w4
 from fp4dispatch.machine import capture, libraries
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import Arch
@@ -28,7 +28,8 @@ NO_GPU = r"is not on a CUDA device"
 
 @pytest.fixture(autouse=True)
 def seems_to_be_hopper(monkeypatch):
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(9, 0), 132))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (Arch(9, 0), 132))
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)

@@ -11,7 +11,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, w8a16
+from fp4dispatch.backends.own import compiled, launch_choice, w8a16
 from fp4dispatch.machine import libraries
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100)])
 def test_the_compiled_kernel_accepts_what_the_backend_passes(monkeypatch, n, k, scaling, dtype):
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (SM90, 132))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (SM90, 132))
     pdl_fake.passes(monkeypatch)
     backend = w8a16.W8A16Backend()
     q = formats.fp8_quantize(torch.randn(n, k), scaling)

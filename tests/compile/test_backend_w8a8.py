@@ -14,7 +14,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, scratch, w8a8
+from fp4dispatch.backends.own import compiled, launch_choice, scratch, w8a8
 from fp4dispatch.machine import capture, libraries
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
@@ -35,7 +35,8 @@ pytestmark = [pytest.mark.compile, pytest.mark.skipif(libraries.nvcc()[0] is Non
 )
 @pytest.mark.parametrize(("n", "k"), [(128, 208), (101, 208), (104, 100), (264, 400)])
 def test_the_compiled_kernels_accept_what_the_backend_passes(monkeypatch, n, k, scaling, static, dtype):
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (SM90, 132))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (SM90, 132))
     pdl_fake.passes(monkeypatch)
     monkeypatch.setattr(capture, "stream_is_capturing", lambda: False)
     monkeypatch.setattr(scratch, "_stream", lambda index: 7)

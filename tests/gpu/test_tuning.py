@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.compiled import CompiledBackend, Layout
+from fp4dispatch.backends.own.compiled import CompiledBackend
+from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.tensors.operands import speeds_on
 from fp4dispatch.backends.own.tiling import launches as tiling
 from fp4dispatch.dispatch import choose, tuned

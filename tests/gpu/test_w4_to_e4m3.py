@@ -7,7 +7,7 @@ import torch
 
 from fp4dispatch import FP4Linear, jit, warmup
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own import compiled
+from fp4dispatch.backends.own import launch_choice
 from fp4dispatch.backends.own.tensors.folding import fold_e4m3
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.problem import Problem
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, needs_sm90]
 @pytest.fixture(autouse=True)
 def bounds_alone(monkeypatch):
     """The bounds of ``w4_tiles.toml`` choose the build: predicted times of this GPU may choose another one."""
-    monkeypatch.setattr(compiled, "speeds_on", lambda device: None)
+    monkeypatch.setattr(launch_choice, "speeds_on", lambda device: None)
 
 
 @pytest.fixture(scope="module")

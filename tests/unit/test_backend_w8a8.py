@@ -10,7 +10,7 @@ import torch
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
-from fp4dispatch.backends.own import compiled, cutlass, scratch, w8a8, w8a16
+from fp4dispatch.backends.own import compiled, cutlass, launch_choice, scratch, w8a8, w8a16
 from fp4dispatch.backends.own.tensors.operands import QUANTIZER
 from fp4dispatch.backends.own.tiling import launch_model, tiles
 from fp4dispatch.errors import InputError
@@ -238,7 +238,8 @@ def test_only_what_an_m_needs_is_loaded_and_named(monkeypatch, out_dtype, build,
     gemm = (FEW, build) if m <= most_few(scaling) else (MANY, f"{build}_{tokens}")
     assert tuple(kernels.loaded) == BACKEND.builds(asked, torch.device("cpu")) == (gemm, ("w4_activations", "any"))
     assert BACKEND.builds(problem(m, scaling=scaling, out_dtype="float32"), torch.device("cpu")) == ()
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (ARCH["sm_120"], 132))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (ARCH["sm_120"], 132))
     assert BACKEND.builds(asked, torch.device("cpu")) == ()
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own.compiled import Layout
+from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, launches, predict, search, speeds, tiles
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS
 from fp4dispatch.backends.own.tiling.launches import Tuned
@@ -117,7 +117,7 @@ def test_a_number_of_tokens_like_one_before_asks_no_model(monkeypatch, timed):
     known, backend, layout = GPUS["H200 SXM"], registry.instance("w4a8"), Layout(5376, 3328, 5376, 3328)
     given = Problem("nvfp4_gemm", 777, layout.n, layout.k, "fp8", "nvfp4")
     launch = LaunchConfig("w4_gemm_sm90", "a8_bf16_128", (1, 1, 8, 1, 0, 132))
-    monkeypatch.setattr("fp4dispatch.backends.own.compiled.gpu_and_speeds", lambda _: (SM90, 132, known))
+    monkeypatch.setattr("fp4dispatch.backends.own.launch_choice.gpu_and_speeds", lambda _: (SM90, 132, known))
     found = Tuned(1024, ((launch, 50.0),)) if timed else None
     monkeypatch.setattr(launches, "tuned", lambda *_: found)
     device = type("Device", (), {"index": 0})()
@@ -136,13 +136,13 @@ def test_a_choice_is_kept_until_other_launches_are_timed(monkeypatch):
     given, device = Problem("nvfp4_gemm", 777, 5376, 3328, "fp8", "nvfp4"), type("Device", (), {"index": 0})()
     state = {"timed": None, "only": (), "chosen": 1, "speeds": known}
     monkeypatch.setitem(vars(backend), "_choices", {})
-    monkeypatch.setattr(type(backend), "_only", lambda *_: state["only"])
+    monkeypatch.setattr(type(backend), "_finished_only", lambda *_: state["only"])
     monkeypatch.setattr(type(backend), "_chosen", lambda *_: state["chosen"])
-    monkeypatch.setattr("fp4dispatch.backends.own.compiled.speeds_on", lambda _: state["speeds"])
+    monkeypatch.setattr("fp4dispatch.backends.own.launch_choice.speeds_on", lambda _: state["speeds"])
     monkeypatch.setattr(launches, "tuned", lambda *_: state["timed"])
 
     def kept(m=777):
-        return backend._kept(replace(given, m=m), layout, device)
+        return backend._cached_choice(replace(given, m=m), layout, device)
 
     assert kept() == 1
     state["chosen"] = 2

@@ -12,7 +12,7 @@ import torch
 from fp4dispatch import cli, formats
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own import cutlass, finished, w4, w8a8
-from fp4dispatch.backends.own.compiled import Layout
+from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.tiling import launches, speeds
 from fp4dispatch.dispatch import choose, here, whatif
 from fp4dispatch.machine import gpu_models
@@ -170,7 +170,7 @@ def test_of_several_finished_builds_the_fastest_runs(seen):
     narrow, wide = ("w4_gemm_sm90", "a8_bf16_96"), ("w4_gemm_sm90", "a8_bf16_176")
     seen(narrow, wide, QUANTIZER)
     backend = w4.W4A8Backend()
-    only = backend._only(problem, torch.device("cpu"))
+    only = backend._finished_only(problem, torch.device("cpu"))
     assert set(only) == {narrow, wide}
     known = speeds.of(gpu_models.named("H200 SXM"))
     chosen = backend._predicted(problem, layout, SM90, 132, known, only)
@@ -220,7 +220,7 @@ def test_without_any_finished_build_loading_says_what_is_missing(seen):
     seen()
     problem = Problem("fp8_gemm", 300, 4096, 4096, "fp8", "row")
     backend, cpu = w8a8.W8A8Backend(), torch.device("cpu")
-    assert backend._only(problem, cpu) == ()
+    assert backend._finished_only(problem, cpu) == ()
     missing = backend.builds(problem, cpu)
     seen(**TOOLS)
     assert missing == backend.builds(problem, cpu)

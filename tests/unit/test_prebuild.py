@@ -16,7 +16,7 @@ from torch import nn
 from fp4dispatch import jit
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend, Prepared
-from fp4dispatch.backends.own import compiled, swiglu
+from fp4dispatch.backends.own import compiled, launch_choice, swiglu
 from fp4dispatch.backends.own.tiling import search, speeds
 from fp4dispatch.backends.own.tiling.tiles import tiles
 from fp4dispatch.dispatch import choose
@@ -46,7 +46,8 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_system, "current", lambda: H200)
     monkeypatch.setattr(choose, "_must_check", lambda decision, gpu: decision.backend != "reference")
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (SM90, 132))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (SM90, 132))
     quarantine.reset()
     monkeypatch.setattr(prebuild, "_seen", {})
     calls = []
@@ -94,7 +95,7 @@ def test_hardly_any_number_of_tokens_needs_another_build_where_models_choose(ask
     model, draw, missed, total = gpu_models.named(gpu), random.Random(5), 0, 0
     here = replace(H200, gpus=(Gpu(0, model.names[0], "GPU-1", SM90),))
     monkeypatch.setattr(_system, "current", lambda: here)
-    monkeypatch.setattr(compiled, "speeds_on", lambda device: speeds.of(model))
+    monkeypatch.setattr(launch_choice, "speeds_on", lambda device: speeds.of(model))
     monkeypatch.setenv("FP4DISPATCH_TUNED", "off")
     for op, scaling in (("nvfp4_gemm", "nvfp4"), ("fp8_gemm", "row")) * 2:
         n, k = (128 * int(math.exp(draw.uniform(math.log(6), math.log(150)))) for _ in range(2))
@@ -158,7 +159,7 @@ def test_the_names_are_those_that_a_plan_loads(asked, monkeypatch):
         for m, n in itertools.product((1, 33, 64, 65, 129, 600, 767, 768, 4096), (512, 520, 8192, 28672)):
             problem = Problem("nvfp4_gemm", m, n, 256, activation, "nvfp4")
             kernels.loaded.clear()
-            layout = compiled.Layout(n, 256, n, 256)
+            layout = launch_choice.Layout(n, 256, n, 256)
             backend.plan(problem, Prepared(name, (torch.empty(0),), tuple(layout)))
             assert set(kernels.loaded) == set(backend.builds(problem, torch.device("cpu")))
     assert {tile.kernel for tile in tiles("w4")} == {"w4a16_small", "w4a8_small", "w4_gemm_sm90", "w4_to_e4m3"}

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import fp4dispatch
 from fp4dispatch import formats
 from fp4dispatch.backends.activations import swiglu
-from fp4dispatch.backends.own import compiled, w4, w4a8_expanded, w8a8, w8a16
+from fp4dispatch.backends.own import compiled, launch_choice, w4, w4a8_expanded, w8a8, w8a16
 from fp4dispatch.backends.own import swiglu as front
 from fp4dispatch.errors import BackwardError, CaptureError, InputError, ToolchainError
 from fp4dispatch.jit.catalog.manifest import installed
@@ -324,7 +324,8 @@ def test_other_routes_have_no_such_launch(monkeypatch, backend, w, m, why):
 def test_a_gpu_without_the_kernel_has_no_such_launch(monkeypatch, capability, backend, w, m):
     """Packed activations are for the GEMMs of sm_90 alone; no kernel is for sm_75."""
     _, plan, prepared = planned(monkeypatch, backend, w, m)
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(*capability), 142))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (Arch(*capability), 142))
     assert backend.swiglu(plan, prepared) is None
     assert not front._known
 
@@ -332,7 +333,8 @@ def test_a_gpu_without_the_kernel_has_no_such_launch(monkeypatch, capability, ba
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)])
 def test_the_product_is_one_kernel_on_other_gpus_too(monkeypatch, capability):
     kernels, plan, prepared = planned(monkeypatch, W4A16, nvfp4(64, 128), 1)
-    monkeypatch.setattr(compiled, "gpu_of", lambda device: (Arch(*capability), 142))
+    for module in (compiled, launch_choice):
+        monkeypatch.setattr(module, "gpu_of", lambda device: (Arch(*capability), 142))
     x, got, want = gate_up(1, k=128), torch.empty(1, 64).bfloat16(), torch.empty(1, 64).bfloat16()
     W4A16.run(plan, prepared, swiglu(x), want)
     launch = W4A16.swiglu(plan, prepared)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp4dispatch.backends import registry
-from fp4dispatch.backends.own import compiled
+from fp4dispatch.backends.own import compiled, launch_choice
 from fp4dispatch.backends.own.tiling import speeds
 from fp4dispatch.backends.reference import ReferenceBackend
 from fp4dispatch.benchmark.methods import ours
@@ -88,7 +88,7 @@ def kernels(tmp_path, monkeypatch):
     state.given = random_cases.kernels(monkeypatch, state.refuse, state.harm)
     state.built = []
     monkeypatch.setattr(session.jit, "build_together", lambda names, arch: state.built.extend(names))
-    monkeypatch.setattr(compiled, "speeds_on", lambda device: H200)
+    monkeypatch.setattr(launch_choice, "speeds_on", lambda device: H200)
     ours = {name: registry.instance(name) for name in ("w4a8", "w4a16", "w8a8", "w8a16")}
     monkeypatch.setattr(registry, "backends", lambda: {**ours, "reference": ReferenceBackend()})
     monkeypatch.setattr("fp4dispatch.machine.system.current", lambda: HERE)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights, Plan, Prepared, QuantizedActivation
-from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, CompiledBackend, Launch, Layout, Loaded, State, Weights
+from fp4dispatch.backends.own.compiled import N_MULTIPLE, CompiledBackend, Launch, Loaded, State, Weights
+from fp4dispatch.backends.own.launch_choice import Build, Layout
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.operands import aligned, per_column
 from fp4dispatch.backends.own.tiling.speeds import Speeds

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fp4dispatch.backends.own.compiled import Build, CompiledBackend
+from fp4dispatch.backends.own.compiled import CompiledBackend
+from fp4dispatch.backends.own.launch_choice import Build
 from fp4dispatch.backends.own.tiling.search import Fastest
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, fastest_for, tile_for

@@ -23,7 +23,7 @@ from fp4dispatch import formats
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_weights
 from fp4dispatch.backends.own import w8a8
-from fp4dispatch.backends.own.compiled import Layout
+from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.tensors.operands import await_writes, per_column
 from fp4dispatch.backends.predictions import predictions

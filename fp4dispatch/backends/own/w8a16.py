@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
-from fp4dispatch.backends.own.compiled import N_MULTIPLE, Layout, Loaded, State
+from fp4dispatch.backends.own.compiled import N_MULTIPLE, Loaded, State
 from fp4dispatch.backends.own.from_table import TableBackend
+from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.swiglu import PRODUCT
 from fp4dispatch.backends.own.tensors.operands import await_writes, stored_rows
 from fp4dispatch.backends.own.weight_only import launch_weight_only

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.backends.base import LinearWeights, Prepared
-from fp4dispatch.backends.own.compiled import N_MULTIPLE, Build, Launch, Layout, Loaded, State, Weights
+from fp4dispatch.backends.own.compiled import N_MULTIPLE, Launch, Loaded, State, Weights
 from fp4dispatch.backends.own.from_table import TableBackend
+from fp4dispatch.backends.own.launch_choice import Build, Layout
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.tensors.operands import (
     QUANTIZER,

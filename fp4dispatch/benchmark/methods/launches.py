@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Plan, Prepared
-from fp4dispatch.backends.own.compiled import Build, CompiledBackend
+from fp4dispatch.backends.own.compiled import CompiledBackend
+from fp4dispatch.backends.own.launch_choice import Build
 from fp4dispatch.backends.own.tiling import few_tokens, launch_model, predict, speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import speed_of
