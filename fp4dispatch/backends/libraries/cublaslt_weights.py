@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.tiling.predict import BLOCK_K, BLOCK_N
+from fp4dispatch.backends.weight_layout import block_scales_128x4, global_scales
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Scaling
 
@@ -63,14 +63,5 @@ def _prepare_block128(w: LinearWeights) -> tuple[list[Tensor], Layout]:
 
 def _prepare_nvfp4(w: LinearWeights) -> tuple[list[Tensor], Layout]:
     np, kp = round_up(w.n, 16), round_up(w.k, 32)
-    scale = w.scale
-    if w.sf_layout == "linear" or (np, kp) != (w.n, w.k):
-        linear = formats.from_128x4(scale, w.n, w.k // 16) if w.sf_layout == "128x4" else scale
-        scale = formats.to_128x4(zero_pad(linear, np, kp // 16))
-    assert w.global_scale is not None
-    per_row = len(w.shard_rows) > 1
-    alpha = w.global_scale
-    if per_row:
-        alpha = zero_pad(formats.expand_shards(alpha, w.shard_rows).reshape(1, -1), 1, np).reshape(np)
-    layout = Layout("nvfp4", w.n, w.k, np, kp, per_row, w.input_scale is not None)
-    return [zero_pad(w.weight, np, kp // 2), scale, alpha], layout
+    layout = Layout("nvfp4", w.n, w.k, np, kp, len(w.shard_rows) > 1, w.input_scale is not None)
+    return [zero_pad(w.weight, np, kp // 2), block_scales_128x4(w, np, kp), global_scales(w, np)], layout

@@ -34,6 +34,7 @@ from fp4dispatch.backends.libraries.cudnn_graphs import Executable, GraphKey
 from fp4dispatch.backends.libraries.fence import Fence
 from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.backends.own.tensors.quantizers import ToScratch
+from fp4dispatch.backends.weight_layout import block_scales_128x4, global_scales, on_bytes, row_scales
 from fp4dispatch.errors import BackendUnsupportedError, InputError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.machine import capture
@@ -45,6 +46,8 @@ from fp4dispatch.problem.decision import Reason
 
 _N_MULTIPLE = 16
 _K_MULTIPLE: dict[Op, int] = {"nvfp4_gemm": 32, "fp8_gemm": 16}  # 16 bytes a row
+_ALIGN = 16
+"""Bytes that addresses of tensors are multiples of, as cuDNN assumes."""
 
 
 def m_bucket(m: int) -> int:
@@ -110,17 +113,16 @@ class CudnnBackend(Backend):
         w = weights
         np, kp = round_up(w.n, _N_MULTIPLE), round_up(w.k, _K_MULTIPLE[w.op])
         if w.op == "nvfp4_gemm":
-            assert w.global_scale is not None
             per_column = len(w.shard_rows) > 1
-            values = formats.expand_shards(w.global_scale, w.shard_rows) if per_column else w.global_scale
-            tensors = [zero_pad(w.weight, np, kp // 2), _scale(values, np, per_column), _sf_128x4(w, np, kp)]
+            tensors = [zero_pad(w.weight, np, kp // 2), global_scales(w, np), block_scales_128x4(w, np, kp)]
         else:
             per_column = w.scaling == "row"
-            tensors = [zero_pad(w.weight, np, kp), _scale(w.scale, np, per_column)]
+            scale = row_scales(w.scale, np) if per_column else w.scale.reshape(1)
+            tensors = [zero_pad(w.weight, np, kp), scale]
         if w.input_scale is not None:
             tensors.append(w.input_scale)
         layout = _Layout(w.scaling, w.n, w.k, np, kp, per_column, w.input_scale is not None)
-        return Prepared(self.name, tuple(map(_aligned, tensors)), tuple(layout))
+        return Prepared(self.name, tuple(on_bytes(tensor, _ALIGN) for tensor in tensors), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Build the graph of M's bucket, compile it and launch it once, so that its kernels are loaded; load ours.
@@ -183,32 +185,10 @@ class CudnnBackend(Backend):
         else:
             tensors |= _fp8_operands(plan, layout, prepared, x)
         if bias is not None:
-            tensors[graphs.BIAS] = _aligned(zero_pad(bias.to(out.dtype).reshape(1, -1), 1, key.n))
+            tensors[graphs.BIAS] = on_bytes(zero_pad(bias.to(out.dtype).reshape(1, -1), 1, key.n), _ALIGN)
         _launch(executable, self._devices[out.device], tensors)
         if not direct:
             out.copy_(d[:m, : layout.n])
-
-
-# ------------------------------------------------------------------------------------------------------------- prepare
-
-
-def _scale(values: Tensor, np: int, per_column: bool) -> Tensor:
-    return zero_pad(values.reshape(1, -1), 1, np).reshape(np) if per_column else values.reshape(1)
-
-
-def _sf_128x4(w: LinearWeights, np: int, kp: int) -> Tensor:
-    sf = w.scale
-    if w.sf_layout == "128x4":
-        if (np, kp) == (w.n, w.k):
-            return sf
-        sf = formats.from_128x4(sf, w.n, w.k // NVFP4_BLOCK)
-    return formats.to_128x4(zero_pad(sf, np, kp // NVFP4_BLOCK))
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Return x contiguous and on 16 bytes, as cuDNN assumes."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -303,7 +283,7 @@ def _fp8_operands(
     """Return A [key.m, kp] and its scale, f32 [1] or [key.m]; scales of padding rows do not matter."""
     if isinstance(x, Tensor):
         x = _state(plan).quantize(x, prepared.tensors[-1] if layout.has_input_scale else None)
-        return {graphs.A: _aligned(x.data), graphs.A_SCALE: _aligned(x.scale.reshape(-1))}
+        return {graphs.A: on_bytes(x.data, _ALIGN), graphs.A_SCALE: on_bytes(x.scale.reshape(-1), _ALIGN)}
     key, m = _state(plan).executable.key, x.data.shape[0]
     scale = x.scale.reshape(-1)
     if key.a_scale == "each":
@@ -313,7 +293,7 @@ def _fp8_operands(
             f"cudnn: a_scale has {scale.numel()} elements; this layer has a static input_scale, and so takes one scale "
             "for the whole activation"
         )
-    return {graphs.A: _aligned(zero_pad(x.data, key.m, key.k)), graphs.A_SCALE: _aligned(scale)}
+    return {graphs.A: on_bytes(zero_pad(x.data, key.m, key.k), _ALIGN), graphs.A_SCALE: on_bytes(scale, _ALIGN)}
 
 
 def _nvfp4_operands(
@@ -331,8 +311,8 @@ def _nvfp4_operands(
         sf = formats.to_128x4(zero_pad(linear, key.m, key.k // NVFP4_BLOCK))
     scale = x.data.new_ones(1, dtype=torch.float32) if x.global_scale is None else x.global_scale.reshape(1)
     return {
-        graphs.A: _aligned(zero_pad(x.data, key.m, key.k // 2)),
-        graphs.A_SF: _aligned(sf),
-        graphs.A_SCALE: _aligned(scale),
+        graphs.A: on_bytes(zero_pad(x.data, key.m, key.k // 2), _ALIGN),
+        graphs.A_SF: on_bytes(sf, _ALIGN),
+        graphs.A_SCALE: on_bytes(scale, _ALIGN),
         graphs.B_SF: prepared.tensors[2],
     }

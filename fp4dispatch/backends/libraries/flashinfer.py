@@ -35,6 +35,7 @@ from fp4dispatch.backends.libraries import flashinfer_package as package
 from fp4dispatch.backends.libraries.fence import Fence
 from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.backends.own.tensors.quantizers import ToScratch
+from fp4dispatch.backends.weight_layout import on_bytes
 from fp4dispatch.formats import FP8_BLOCK, NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.system import System
@@ -121,7 +122,7 @@ class FlashInferBackend(Backend):
             tensors = [zero_pad(w.weight, np, kp), scale]
         if w.input_scale is not None:
             tensors.append(w.input_scale)
-        return Prepared(self.name, tuple(map(_aligned, tensors)), tuple(layout))
+        return Prepared(self.name, tuple(on_bytes(tensor, _ALIGN) for tensor in tensors), tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
         """Import FlashInfer, load our quantiser, and make the first call of this shape, eagerly, with all checks.
@@ -243,7 +244,7 @@ class FlashInferBackend(Backend):
         one = w_scale.new_ones(1) if per_token else None  # before the quantiser: an epilogue may not wait
         if isinstance(x, Tensor):
             x = _state(plan).quantize(x, prepared.tensors[-1] if layout.has_input_scale else None)
-        a = _aligned(zero_pad(x.data, x.data.shape[0], layout.kp))
+        a = on_bytes(zero_pad(x.data, x.data.shape[0], layout.kp), _ALIGN)
         a_scale = x.scale.reshape(1) if one is None else one
 
         def launch(d: Tensor) -> None:
@@ -269,8 +270,8 @@ class FlashInferBackend(Backend):
         if isinstance(x, Tensor):
             x = _state(plan).quantize(x)
         mp = round_up(out.shape[0], _M_MULTIPLE)
-        a = _aligned(zero_pad(x.data, mp, layout.kp))
-        a_scale = _aligned(zero_pad(x.scale, mp, w_scale.shape[1]))
+        a = on_bytes(zero_pad(x.data, mp, layout.kp), _ALIGN)
+        a_scale = on_bytes(zero_pad(x.scale, mp, w_scale.shape[1]), _ALIGN)
 
         def launch(d: Tensor) -> None:
             package.gemm_module().gemm_fp8_nt_groupwise(
@@ -313,11 +314,6 @@ def _into(name: str, plan: Plan, launch: Callable[[Tensor], None], out: Tensor, 
         out.copy_(d[:m, :n])
 
 
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x if x.data_ptr() % _ALIGN == 0 else x.clone()
-
-
 def _state(plan: Plan) -> _State:
     state: _State = plan.state
     return state
@@ -347,7 +343,7 @@ def _nvfp4_activation(
         sf_layout: SfLayout = plan.problem.sf_layout or "linear"
         linear = formats.from_128x4(x.scale, m, columns) if sf_layout == "128x4" else x.scale
         sf = formats.to_128x4(zero_pad(linear, m, layout.kp // NVFP4_BLOCK))
-    return _aligned(zero_pad(x.data, x.data.shape[0], layout.kp // 2)), _aligned(sf)
+    return on_bytes(zero_pad(x.data, x.data.shape[0], layout.kp // 2), _ALIGN), on_bytes(sf, _ALIGN)
 
 
 # ------------------------------------------------------------------------------------------------------------- runners

@@ -29,6 +29,7 @@ from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, Qu
 from fp4dispatch.backends.libraries import flashinfer_package as package
 from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.backends.own.tensors import quantizers
+from fp4dispatch.backends.weight_layout import on_bytes
 from fp4dispatch.errors import BackendUnsupportedError
 from fp4dispatch.formats import FP8_BLOCK, round_up, zero_pad
 from fp4dispatch.machine import capture
@@ -85,7 +86,7 @@ class FlashInferDeepGemmBackend(Backend):
         """
         w = weights
         layout = _Layout(w.n, w.k, round_up(w.n, _N_MULTIPLE), round_up(w.k, FP8_BLOCK))
-        tensors = (_aligned(zero_pad(w.weight, layout.np, layout.kp)), _aligned(w.scale))
+        tensors = (on_bytes(zero_pad(w.weight, layout.np, layout.kp), _ALIGN), on_bytes(w.scale, _ALIGN))
         return Prepared(self.name, tensors, tuple(layout))
 
     def plan(self, problem: Problem, prepared: Prepared) -> Plan:
@@ -128,10 +129,10 @@ class FlashInferDeepGemmBackend(Backend):
         direct = layout.np == layout.n and out.is_contiguous() and out.data_ptr() % _ALIGN == 0
         d = out if direct else out.new_empty(m, layout.np)
         if isinstance(x, Tensor) and x.dtype != torch.float32:
-            a, scale = _quantized(functions, _aligned(zero_pad(x, m, layout.kp)))
+            a, scale = _quantized(functions, on_bytes(zero_pad(x, m, layout.kp), _ALIGN))
         else:
             q = quantize_activation(x, "fp8", "block128") if isinstance(x, Tensor) else x
-            a = _aligned(zero_pad(q.data, m, layout.kp))
+            a = on_bytes(zero_pad(q.data, m, layout.kp), _ALIGN)
             scale = _by_token(a).copy_(q.scale)
         _launch(functions, prepared, a, scale, d)
         if not direct:
@@ -154,11 +155,6 @@ class FlashInferDeepGemmBackend(Backend):
                         "  fix: point CUDA_HOME at a CUDA toolkit with nvcc 12.8 or later"
                     ) from error
             return self._run_gemm
-
-
-def _aligned(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return x if x.data_ptr() % _ALIGN == 0 else x.clone()
 
 
 def _by_token(a: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from fp4dispatch.backends.base import LinearWeights, Plan, Prepared, QuantizedAc
 from fp4dispatch.backends.own.compiled import N_MULTIPLE, CompiledBackend, Launch, Loaded, State, Weights
 from fp4dispatch.backends.own.launch_choice import Build, Layout
 from fp4dispatch.backends.own.scratch import Part, Scratch
-from fp4dispatch.backends.own.tensors.operands import aligned, per_column
+from fp4dispatch.backends.own.tensors.operands import aligned
 from fp4dispatch.backends.own.tiling.speeds import Speeds
 from fp4dispatch.backends.own.tiling.tiles import builds_for, tile_for
+from fp4dispatch.backends.weight_layout import block_scales_128x4, global_scales, row_scales
 from fp4dispatch.formats import round_up, zero_pad
 from fp4dispatch.problem import Activation, Op, Problem
 from fp4dispatch.problem.arch import Arch
@@ -67,10 +68,10 @@ class CutlassBackend(CompiledBackend):
         np, kp = round_up(w.n, N_MULTIPLE), round_up(w.k, _K_MULTIPLE[w.op])
         layout = Layout(w.n, w.k, np, kp, w.input_scale is not None)
         if w.op == "nvfp4_gemm":
-            tensors = [zero_pad(w.weight, np, kp // 2), _sf_128x4(w.scale, w, np, kp), per_column(w, np)]
+            tensors = [zero_pad(w.weight, np, kp // 2), block_scales_128x4(w, np, kp), global_scales(w, np)]
         else:
-            scale = zero_pad(w.scale.reshape(1, -1), 1, np).reshape(np) if w.scaling == "row" else w.scale
-            tensors = [zero_pad(w.weight, np, kp), scale.contiguous()]
+            scale = row_scales(w.scale, np) if w.scaling == "row" else w.scale.contiguous()
+            tensors = [zero_pad(w.weight, np, kp), scale]
         if w.input_scale is not None:
             tensors.append(w.input_scale)
         return Prepared(self.name, tuple(tensors), tuple(layout))
@@ -115,17 +116,6 @@ class CutlassBackend(CompiledBackend):
     def _run_quantized(self, plan: Plan, w: Weights, x: QuantizedActivation, d: Tensor, bias: Tensor | None) -> None:
         """Launch on an activation that the caller has quantised."""
         (_raw_nvfp4 if plan.problem.op == "nvfp4_gemm" else _raw_fp8)(plan.state, plan.problem, w, x, d, bias)
-
-
-# ------------------------------------------------------------------------------------------------------------- prepare
-
-
-def _sf_128x4(sf: Tensor, w: LinearWeights, np: int, kp: int) -> Tensor:
-    if w.sf_layout == "128x4":
-        if (np, kp) == (w.n, w.k):
-            return sf
-        sf = formats.from_128x4(sf, w.n, w.k // formats.NVFP4_BLOCK)
-    return formats.to_128x4(zero_pad(sf, np, kp // formats.NVFP4_BLOCK))
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan

@@ -23,10 +23,11 @@ from fp4dispatch.backends.own.launch_choice import Build, Layout
 from fp4dispatch.backends.own.scratch import Part, Scratch
 from fp4dispatch.backends.own.swiglu import PRODUCT
 from fp4dispatch.backends.own.tensors.folding import FOLD
-from fp4dispatch.backends.own.tensors.operands import QUANTIZER, await_writes, packed_part, per_column
+from fp4dispatch.backends.own.tensors.operands import QUANTIZER, await_writes, packed_part
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p, unpack_w4p
 from fp4dispatch.backends.own.tiling.predict import UNFOLD
 from fp4dispatch.backends.own.weight_only import launch_weight_only
+from fp4dispatch.backends.weight_layout import global_scales
 from fp4dispatch.formats import round_up
 from fp4dispatch.problem import Activation, Op, Problem
 
@@ -58,7 +59,7 @@ class _W4Backend(TableBackend):
         w = weights
         scale = formats.from_128x4(w.scale, w.n, w.k // formats.NVFP4_BLOCK) if w.sf_layout == "128x4" else w.scale
         np = round_up(w.n, N_MULTIPLE)
-        tensors = [pack_w4p(w.weight, scale), per_column(w, np)]
+        tensors = [pack_w4p(w.weight, scale), global_scales(w, np)]
         if w.n % _UNFOLD_N_MULTIPLE == 0:
             tensors.append((tensors[1] * FOLD).expand(w.n).reshape(1, -1).contiguous())
         await_writes(tensors[0])

@@ -25,8 +25,9 @@ from fp4dispatch.backends.libraries import cublaslt, cublaslt_weights
 from fp4dispatch.backends.own import w8a8
 from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
-from fp4dispatch.backends.own.tensors.operands import await_writes, per_column
+from fp4dispatch.backends.own.tensors.operands import await_writes
 from fp4dispatch.backends.predictions import predictions
+from fp4dispatch.backends.weight_layout import global_scales
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture, gpu_models
 from fp4dispatch.machine import system as _system
@@ -86,7 +87,7 @@ class W4A8ExpandedBackend(Backend):
             As :func:`~fp4dispatch.backends.own.tensors.folding.fold_e4m3`.
         """
         w = weights
-        scale = (per_column(w, w.n) * FOLD).expand(w.n)
+        scale = (global_scales(w, w.n) * FOLD).expand(w.n)
         tensors, layout = cublaslt_weights.prepare(LinearWeights("fp8_gemm", "row", w.n, w.k, _folded(w), scale))
         await_writes(tensors[0])
         return Prepared(self.name, tuple(tensors), tuple(layout))

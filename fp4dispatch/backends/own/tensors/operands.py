@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats
-from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.scratch import Part
 from fp4dispatch.backends.own.tiling import speeds
 from fp4dispatch.backends.own.tiling.speeds import Speeds
@@ -81,14 +80,6 @@ def await_writes(weight: Tensor) -> None:
     """Wait until a prepared weight is written: with PDL a GEMM reads weights before the kernel ahead has finished."""
     if weight.is_cuda:
         torch.cuda.current_stream(weight.device).synchronize()
-
-
-def per_column(w: LinearWeights, np: int) -> Tensor:
-    """Return the global scale of each output column: f32 [np], zero-padded, for fused shards; else f32 [1]."""
-    assert w.global_scale is not None
-    if len(w.shard_rows) <= 1:
-        return w.global_scale.reshape(1)
-    return zero_pad(formats.expand_shards(w.global_scale, w.shard_rows).reshape(1, -1), 1, np).reshape(np).contiguous()
 
 
 def bias_row(bias: Tensor | None, dtype: torch.dtype, np: int) -> Tensor | None:
