@@ -11,9 +11,9 @@ from fp4dispatch.backends.base import Backend
 from fp4dispatch.backends.registry import instance
 from fp4dispatch.dispatch import here, launches, predicted, tuned
 from fp4dispatch.dispatch.report import capture_refusal, refusal, report
-from fp4dispatch.dispatch.report import reset as forget_reports
 from fp4dispatch.dispatch.request import Request, requested
 from fp4dispatch.machine import capture as _capture
+from fp4dispatch.machine import log
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.machine.system import System
@@ -161,11 +161,7 @@ def not_for_capture(decision: Decision, gpu: int | None) -> str:
     bucket = m_bucket(problem.m, problem.op, system.arch)
     hits = resolve.denials(decision.backend, replace(problem, m=bucket, capture="full"), system)
     known = {hit.id for verdict in decision.verdicts if verdict.backend == decision.backend for hit in verdict.denied}
-    return "; ".join(
-        f"{hit.code} {hit.because} [{hit.id}; {hit.source}]" + (f" (fix: {hit.fix})" if hit.fix else "")
-        for hit in hits
-        if hit.id not in known
-    )
+    return "; ".join(hit.sentence(fix=True) for hit in hits if hit.id not in known)
 
 
 def denied_in_graph(decision: Decision, system: System) -> tuple[RuleHit, ...]:
@@ -203,7 +199,7 @@ def reset() -> None:
         _decided.clear()
         _elsewhere.clear()
     predicted.reset()
-    forget_reports()
+    log.reset()
 
 
 def _decide(problem: Problem, request: Request, gpu: int | None) -> tuple[System, Decision, bool]:

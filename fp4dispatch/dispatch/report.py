@@ -9,21 +9,13 @@ from dataclasses import replace
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch.whatif import reproduce
 from fp4dispatch.errors import BackendUnsupportedError, CaptureDeniedError, NoBackendError
-from fp4dispatch.machine import capture as _capture
-from fp4dispatch.machine.locks import ForkSafeLock
+from fp4dispatch.machine import log
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem.decision import Decision, RuleHit
 from fp4dispatch.settings import settings
 
-logger = logging.getLogger("fp4dispatch")
-logger.addHandler(logging.NullHandler())
-logger.addFilter(_capture.may_log)
-
 ARGUMENT = "argument"
 """``Decision.requested_by`` where the caller named the backend."""
-
-_lock = ForkSafeLock()
-_said: set[object] = set()
 
 
 def report(decision: Decision, tokens: str = "") -> None:
@@ -40,15 +32,15 @@ def report(decision: Decision, tokens: str = "") -> None:
     rule = decision.rule.id if decision.rule else ""
     chosen = (decision.backend, decision.activation, rule, decision.requested_by)
     key = (p.op, decision.arch, p.n, p.k, p.scaling, p.capture, p.raw, *chosen)
-    if (*key, tokens) not in _said:
-        once((*key, tokens), logging.INFO, decision.line(tokens))
-        if tokens and (*key, tokens) in _said:
-            _said.add((*key, ""))  # a single M of that range is not logged again
+    if not log.said((*key, tokens)):
+        log.once((*key, tokens), logging.INFO, decision.line(tokens))
+        if tokens and log.said((*key, tokens)):
+            log.count((*key, ""))  # a single M of that range is not logged again
         for sentence in settings.unknown():
-            once(("unknown", sentence), logging.WARNING, sentence)
+            log.once(("unknown", sentence), logging.WARNING, sentence)
     for warning in decision.warnings:
-        if ("warning", warning) not in _said:
-            once(("warning", warning), logging.WARNING, warning)
+        if not log.said(("warning", warning)):
+            log.once(("warning", warning), logging.WARNING, warning)
 
 
 def report_ranges(decided: Iterable[tuple[int, Decision]]) -> None:
@@ -62,7 +54,7 @@ def report_ranges(decided: Iterable[tuple[int, Decision]]) -> None:
     spans: list[tuple[int, Decision]] = []
     for m, decision in decided:
         for warning in decision.warnings:
-            once(("warning", warning), logging.WARNING, warning)
+            log.once(("warning", warning), logging.WARNING, warning)
         if spans and _alike(spans[-1][1], decision):
             spans.pop()
         spans.append((m, decision))
@@ -86,7 +78,7 @@ def warn_of_capture(decision: Decision, why: str) -> None:
         f"{decision.backend} was named by {decision.requested_by} and runs, though auto would not choose it "
         f"in a CUDA graph: {why}"
     )
-    once(("warning", text), logging.WARNING, text)
+    log.once(("warning", text), logging.WARNING, text)
 
 
 def refusal(decision: Decision, layer: str, system: System, disabled: Iterable[str]) -> Exception:
@@ -96,7 +88,7 @@ def refusal(decision: Decision, layer: str, system: System, disabled: Iterable[s
         asked = decision.verdicts[0]
         who = "" if decision.requested_by == ARGUMENT else f" by {decision.requested_by}"
         where = f' for layer "{layer}"' if layer else ""
-        why = "; ".join(f"{r.code} {r.text}" + (f" (fix: {r.fix})" if r.fix else "") for r in asked.reasons)
+        why = "; ".join(reason.sentence(fix=True) for reason in asked.reasons)
         others = ", ".join(v.backend for v in decision.verdicts[1:] if v.accepted) or "nothing"
         text = (
             f'backend="{asked.backend}" was requested{who}{where} and cannot run {decision.problem} on '
@@ -111,44 +103,10 @@ def capture_refusal(decision: Decision, hits: Iterable[RuleHit], layer: str) -> 
     """Return the error for a named backend that must not run in a CUDA graph, with the rules that say so."""
     who = "" if decision.requested_by == ARGUMENT else f" by {decision.requested_by}"
     where = f' for layer "{layer}"' if layer else ""
-    why = "; ".join(
-        f"{hit.code} {hit.because} [{hit.id}; {hit.source}]" + (f" (fix: {hit.fix})" if hit.fix else "") for hit in hits
-    )
+    why = "; ".join(hit.sentence(fix=True) for hit in hits)
     others = ", ".join(v.backend for v in decision.verdicts if v.accepted) or "nothing"
     return CaptureDeniedError(
         f'backend="{decision.backend}" was requested{who}{where} and must not run {decision.problem} in a CUDA graph: '
         f"{why}.\n  Run it without graphs, or name another backend for them. Could run it there: {others}",
         decision,
     )
-
-
-def once(key: object, level: int, text: str) -> None:
-    """Log a text once per process. During a capture it is not logged; the next call after the capture logs it."""
-    with _lock:
-        if key in _said or _capture.is_capturing():
-            return
-        if not _said:
-            _set_up_logging()
-        _said.add(key)
-    logger.log(level, "%s", text)
-
-
-def _set_up_logging() -> None:
-    """Apply FP4DISPATCH_LOG. Without it, the application configures logging."""
-    level = settings.log
-    if level is None:
-        return
-    if level == "off":
-        logger.setLevel(logging.CRITICAL + 1)
-        return
-    logger.setLevel(level.upper())
-    if all(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fp4dispatch %(levelname)s: %(message)s"))
-        logger.addHandler(handler)
-
-
-def reset() -> None:
-    """Forget what has been logged."""
-    with _lock:
-        _said.clear()

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterable
 
 from fp4dispatch.backends import registry
-from fp4dispatch.dispatch.report import ARGUMENT, once
+from fp4dispatch.dispatch.report import ARGUMENT
 from fp4dispatch.dispatch.whatif import default_scaling
 from fp4dispatch.errors import BackendUnsupportedError, SettingsError, UnknownBackendError
+from fp4dispatch.machine import log
 from fp4dispatch.policy import resolve
 from fp4dispatch.policy.catalogue import Alias
 from fp4dispatch.problem import OPS, Op, Problem
@@ -41,7 +42,7 @@ def requested(op: Op, backend: object) -> Request:
         requested_by = SETTINGS[SETTING[op]].name
         name, alias = _named_by(requested_by, getattr(settings, SETTING[op]))
     if alias is not None:
-        once(("alias", alias.name), logging.INFO, f"{alias.name} means {alias.backend} here: {alias.note}")
+        log.once(("alias", alias.name), logging.INFO, f"{alias.name} means {alias.backend} here: {alias.note}")
     return (name, requested_by if name != registry.AUTO else registry.AUTO, disabled)
 
 

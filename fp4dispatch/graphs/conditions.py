@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fp4dispatch import strict_toml
-from fp4dispatch.dispatch.report import once
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.graphs.batch import PREDICATES, Batch
+from fp4dispatch.machine.log import once
 from fp4dispatch.problem.decision import Reason
 
 FILE = Path(__file__).with_name("conditions.toml")

@@ -274,7 +274,7 @@ def _tuned(
 def _named_anyway(asked: Verdict, requested_by: str) -> str:
     if not asked.denied:
         return ""
-    why = "; ".join(_short(hit) for hit in asked.denied)
+    why = "; ".join(hit.sentence() for hit in asked.denied)
     return f"{asked.backend} was named by {requested_by} and runs, though auto would not choose it here: {why}"
 
 
@@ -334,13 +334,12 @@ def _hopeless(verdict: Verdict) -> bool:
 
 
 def _fixes(verdict: Verdict) -> list[str]:
-    both: tuple[Reason | RuleHit, ...] = (*verdict.reasons, *verdict.denied)
-    return list(dict.fromkeys(item.fix for item in both if item.fix))
+    return list(dict.fromkeys(each.fix for each in _against(verdict) if each.fix))
 
 
 def _why(verdict: Verdict) -> str:
-    return ", ".join([*(f"{r.code} {r.text}" for r in verdict.reasons), *(_short(hit) for hit in verdict.denied)])
+    return ", ".join(each.sentence() for each in _against(verdict))
 
 
-def _short(hit: RuleHit) -> str:
-    return f"{hit.code} {hit.because} [{hit.id}; {hit.source}]"
+def _against(verdict: Verdict) -> tuple[Reason | RuleHit, ...]:
+    return *verdict.reasons, *verdict.denied

@@ -46,6 +46,10 @@ class Reason:
         fix = f"   -> {self.fix}" if self.fix else ""
         return f"{self.code:<11} {self.text}{fix}"
 
+    def sentence(self, *, fix: bool = False) -> str:
+        """Return code and text for use inside a sentence; with ``fix``, also what to do."""
+        return f"{self.code} {self.text}" + (f" (fix: {self.fix})" if fix and self.fix else "")
+
 
 @dataclass(frozen=True)
 class RuleHit:
@@ -67,6 +71,11 @@ class RuleHit:
     def __str__(self) -> str:
         fix = f"   -> {self.fix}" if self.fix else ""
         return f"{self.code:<11} {self.because} [{self.id}; {self.source}, checked {self.checked}]{fix}"
+
+    def sentence(self, *, fix: bool = False) -> str:
+        """Return code, cause and source for use inside a sentence; with ``fix``, also what to do."""
+        end = f" (fix: {self.fix})" if fix and self.fix else ""
+        return f"{self.code} {self.because} [{self.id}; {self.source}]{end}"
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class _Check:
             problem = replace(self.subject.problem, m=m)
             with outcome.of(name):
                 if reasons := reasons_of(backend, problem, self.system):
-                    outcome.notes.append(f"{name}: {'; '.join(f'{r.code} {r.text}' for r in reasons)}")
+                    outcome.notes.append(f"{name}: {'; '.join(reason.sentence() for reason in reasons)}")
                     continue
                 with outcome.building():
                     plan = planned(backend, problem, prepared)

@@ -155,7 +155,7 @@ def _lay_out(
             break
         with outcome.of(canary):
             if reasons := reasons_of(backend, canary.problem, system):
-                outcome.notes.append(f"{canary}: {'; '.join(f'{r.code} {r.text}' for r in reasons)}")
+                outcome.notes.append(f"{canary}: {'; '.join(reason.sentence() for reason in reasons)}")
             else:
                 prepared = backend.prepare(_weights(canary.weights, device))
                 if not isinstance(prepared, Prepared):

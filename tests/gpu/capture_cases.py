@@ -36,12 +36,12 @@ from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.libraries import cudnn as cudnn_backend
 from fp4dispatch.backends.libraries import flashinfer
 from fp4dispatch.backends.own import cutlass, scratch
-from fp4dispatch.dispatch import choose, report
+from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.store.cache import Cache
-from fp4dispatch.machine import capture
+from fp4dispatch.machine import capture, log
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replace import warmup
@@ -358,11 +358,11 @@ def a_warning_in_capture():
 
 def say_at_once():
     def once(key, level, text):
-        if key not in report._said:
-            report._said.add(key)
+        if not log.said(key):
+            log.count(key)
             LOG.log(level, "%s", text)
 
-    report.once = once
+    log.once = once
 
 
 @case(say_at_once, "was never said")

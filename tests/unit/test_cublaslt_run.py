@@ -15,6 +15,7 @@ from fp4dispatch.backends.libraries import cublaslt, cublaslt_gemms
 from fp4dispatch.backends.own import scratch
 from fp4dispatch.backends.own.tensors import quantizers
 from fp4dispatch.errors import CaptureError, CompileError, FlagsError, ToolchainError
+from fp4dispatch.machine import log
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import SM90
@@ -287,7 +288,7 @@ def test_scratch_is_kept_for_a_bounded_number_of_m(kernels, monkeypatch):
 def machine(monkeypatch):
     """Let ``jit.load`` answer for a GPU; return what to set it to."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(quantizers, "_said", set())
+    log.reset()
     pdl_fake.passes(monkeypatch)
 
     def answers(result, pdl="auto"):

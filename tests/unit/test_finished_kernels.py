@@ -15,7 +15,7 @@ from fp4dispatch.backends.own import cutlass, finished, w4, w8a8
 from fp4dispatch.backends.own.launch_choice import Layout
 from fp4dispatch.backends.own.tiling import launches, speeds
 from fp4dispatch.dispatch import choose, here, whatif
-from fp4dispatch.machine import gpu_models
+from fp4dispatch.machine import gpu_models, log
 from fp4dispatch.machine.nvml import Gpu
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy import resolve
@@ -182,7 +182,7 @@ def test_of_several_finished_builds_the_fastest_runs(seen):
 
 def test_a_warning_says_which_build_is_missing_once(seen, caplog):
     seen(ONE, QUANTIZER)
-    finished.say.cache_clear()
+    log.reset()
     backend, cpu = w4.W4A8Backend(), torch.device("cpu")
     for _ in range(2):
         backend.builds(nvfp4(1), cpu)
@@ -199,7 +199,7 @@ def test_a_warning_says_which_build_is_missing_once(seen, caplog):
 
 def test_timed_launches_of_builds_that_are_missing_are_passed_over(seen, monkeypatch, caplog):
     seen(ONE, QUANTIZER)
-    finished.say.cache_clear()
+    log.reset()
     fast = LaunchConfig("w4a8_small", "bf16", None)
     slow = LaunchConfig(*ONE, (1, 1, 8, 1, 0, 32))
     monkeypatch.setattr(launches, "tuned", lambda *_: launches.Tuned(300, ((fast, 1.0), (slow, 2.0))))

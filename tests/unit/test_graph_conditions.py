@@ -9,11 +9,10 @@ import logging
 import pytest
 
 from fp4dispatch import strict_toml
-from fp4dispatch.dispatch import report
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.graphs import conditions
 from fp4dispatch.graphs.batch import PREDICATES, Batch
-from fp4dispatch.machine import capture
+from fp4dispatch.machine import capture, log
 from fp4dispatch.problem.decision import Reason
 
 GOOD = Batch(num_tokens=48, buckets=(16, 32, 64))
@@ -134,7 +133,7 @@ def test_a_predicate_without_a_condition_is_refused():
 
 
 def test_each_condition_is_said_once_a_model(caplog, monkeypatch):
-    report.reset()
+    log.reset()
     one, two = conditions.Said("LlamaForCausalLM"), conditions.Said("other")
     padded = conditions.reasons(dataclasses.replace(GOOD, num_tokens=3))
     both = conditions.reasons(dataclasses.replace(GOOD, num_tokens=5, compiled=True))
@@ -154,4 +153,4 @@ def test_each_condition_is_said_once_a_model(caplog, monkeypatch):
     ]
     for part in ("3 tokens would be padded to 16", "eager is the better choice", "https://", "Fix: capture a bucket"):
         assert part in caplog.records[0].message
-    report.reset()
+    log.reset()

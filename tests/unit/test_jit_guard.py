@@ -388,12 +388,22 @@ def test_nothing_is_said_twice_or_during_a_capture(
 ) -> None:
     with caplog.at_level(logging.WARNING, "fp4dispatch"):
         with monkeypatch.context() as patch:
-            patch.setattr(guard.capture, "is_capturing", lambda: True)
+            patch.setattr(guard.log.capture, "is_capturing", lambda: True)
             guard.warn("a fault")
         assert caplog.records == []
         guard.warn("a fault")
         guard.warn("a fault")
     assert [record.message for record in caplog.records] == ["a fault"]
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("off", ""), ("error", ""), ("warning", "fp4dispatch WARNING: a fault\n")]
+)
+def test_the_log_level_holds_for_the_first_warning_too(level: str, shown: str) -> None:
+    code = "from fp4dispatch.jit.store import guard; guard.warn('a fault')"
+    environment = os.environ | {"FP4DISPATCH_LOG": level}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stderr == shown
 
 
 # ---- doctor ----

@@ -7,21 +7,19 @@ that fits best.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
+from fp4dispatch.machine import log
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy.capability import toolchain
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Reason
 from fp4dispatch.settings import settings
-
-_log = logging.getLogger("fp4dispatch")
 
 _FORBIDDEN = Reason(
     "TOOLCHAIN",
@@ -53,13 +51,10 @@ def all_there(builds: Iterable[tuple[str, str]], system: System) -> bool:
     return system.finished is not None and all((*build, sm) in system.finished for build in builds)
 
 
-@functools.cache
 def say(backend: str, wanted: tuple[str, str], used: tuple[str, str]) -> None:
     """Warn, once a process, that a finished build takes the place of a better one."""
-    _log.warning(
-        "%s: %s/%s fits best, is not finished and cannot be compiled here; %s/%s runs in its place and may be slower\n"
-        "  fix: make it with `fp4dispatch build` where nvcc is, and carry it here",
-        backend,
-        *wanted,
-        *used,
+    text = (
+        f"{backend}: {'/'.join(wanted)} fits best, is not finished and cannot be compiled here; {'/'.join(used)} runs "
+        "in its place and may be slower\n  fix: make it with `fp4dispatch build` where nvcc is, and carry it here"
     )
+    log.once(text, logging.WARNING, text)

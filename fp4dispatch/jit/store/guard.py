@@ -21,15 +21,13 @@ from pathlib import Path
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit.store import private
-from fp4dispatch.machine import capture
+from fp4dispatch.machine import log
 from fp4dispatch.machine.locks import ForkSafeLock
 
 UNREADABLE = (CacheError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """All that reading a damaged file of a store can raise; deeply nested JSON raises RecursionError."""
 
-_log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()
-_said: set[str] = set()
 _temporary: Path | None = None
 
 
@@ -58,19 +56,15 @@ def fault(what: str, error: BaseException) -> None:
 
 
 def warn(text: str, key: str | None = None) -> None:
-    """Log a warning once per process. During a capture it is neither logged nor marked as logged."""
-    with _lock:
-        if (key or text) in _said or capture.is_capturing():
-            return
-        _said.add(key or text)
-    _log.warning("%s", text)
+    """Log a warning once per process, as :func:`fp4dispatch.machine.log.once` does. ``key``: the text by default."""
+    log.once(key or text, logging.WARNING, text)
 
 
 def reset() -> None:
     """Forget warnings and the temporary folder; the folder is still removed when the process ends."""
     global _temporary
+    log.reset()
     with _lock:
-        _said.clear()
         _temporary = None
 
 

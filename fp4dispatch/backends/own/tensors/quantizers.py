@@ -23,12 +23,10 @@ from fp4dispatch.backends.own.tensors.operands import aligned, arch_of
 from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError, ToolchainError
 from fp4dispatch.formats import NVFP4_BLOCK, round_up, zero_pad
 from fp4dispatch.jit.kernels import LoadedKernel
+from fp4dispatch.machine import log
 from fp4dispatch.problem import Problem, Scaling
 
 Memory = Callable[[], tuple[Tensor, ...]]
-
-_log = logging.getLogger("fp4dispatch")
-_said: set[str] = set()
 
 
 class Quantizers(NamedTuple):
@@ -90,9 +88,7 @@ def _loaded(name: str, label: str, device: torch.device) -> tuple[LoadedKernel |
         return jit.load(name, "any", arch_of(device)), ""
     except (CacheError, CompileError, FlagsError, ProofError, ToolchainError) as error:
         why = f"{label} activations are quantised by torch's operations, which can take longer than the GEMM: {error}"
-        if why not in _said:
-            _said.add(why)
-            _log.warning("%s", why)
+        log.once(why, logging.WARNING, why)
         return None, why
 
 
