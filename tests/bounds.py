@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp4dispatch.backends.own import w4a8_expanded
+from fp4dispatch.backends import w4a8_expanded
 from fp4dispatch.dispatch import choose, predicted
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.prediction import PredictedTime, Predictions

@@ -32,7 +32,7 @@ BUILTINS: dict[str, str] = {
     "cudnn": "fp4dispatch.backends.libraries.cudnn:CudnnBackend",
     "w4a16": "fp4dispatch.backends.own.w4:W4A16Backend",
     "w4a8": "fp4dispatch.backends.own.w4:W4A8Backend",
-    "w4a8_expanded": "fp4dispatch.backends.own.w4a8_expanded:W4A8ExpandedBackend",
+    "w4a8_expanded": "fp4dispatch.backends.w4a8_expanded:W4A8ExpandedBackend",
     "w8a16": "fp4dispatch.backends.own.w8a16:W8A16Backend",
     "w8a8": "fp4dispatch.backends.own.w8a8:W8A8Backend",
     "flashinfer_cudnn": "fp4dispatch.backends.libraries.flashinfer:FlashInferCudnnBackend",

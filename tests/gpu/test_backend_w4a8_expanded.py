@@ -16,7 +16,7 @@ from fp4dispatch import formats, warmup
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.own.tensors.folding import fold_e4m3
-from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.errors import CaptureError
 from fp4dispatch.machine import system
@@ -74,7 +74,7 @@ def test_k_tails(k):
 
 
 def test_the_copy_holds_the_bits_of_the_definition_also_in_steps(monkeypatch):
-    from fp4dispatch.backends.own import w4a8_expanded
+    from fp4dispatch.backends import w4a8_expanded
 
     w = layer(4096, 1000, bias=False).weights()
     want = fold_e4m3(w.weight, w.scale).view(torch.uint8)

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from fp4dispatch import cli, formats
+from fp4dispatch.backends import w4a8_expanded
 from fp4dispatch.backends.base import LinearWeights, QuantizedActivation
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_gemms
-from fp4dispatch.backends.own import compiled, w4, w4a8_expanded
+from fp4dispatch.backends.own import compiled, w4
 from fp4dispatch.backends.own.tensors.folding import fold_e4m3
-from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.backends.own.w8a8 import W8A8Backend
+from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.dispatch import choose
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.errors import BackendUnsupportedError, CaptureError, InputError, SettingsError

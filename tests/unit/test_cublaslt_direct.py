@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from fp4dispatch import formats
+from fp4dispatch.backends import w4a8_expanded
 from fp4dispatch.backends.activations import swiglu
 from fp4dispatch.backends.base import QuantizedActivation
 from fp4dispatch.backends.libraries import cublaslt, cublaslt_direct, cublaslt_gemms
-from fp4dispatch.backends.own import scratch, w4a8_expanded
+from fp4dispatch.backends.own import scratch
 from fp4dispatch.backends.own import swiglu as front
 from fp4dispatch.backends.own.tensors import quantizers
-from fp4dispatch.backends.own.w4a8_expanded import W4A8ExpandedBackend
+from fp4dispatch.backends.w4a8_expanded import W4A8ExpandedBackend
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.system import System
 from fp4dispatch.problem import Problem

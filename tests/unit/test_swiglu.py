@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import fp4dispatch
 from fp4dispatch import formats
+from fp4dispatch.backends import w4a8_expanded
 from fp4dispatch.backends.activations import swiglu
-from fp4dispatch.backends.own import compiled, launch_choice, w4, w4a8_expanded, w8a8, w8a16
+from fp4dispatch.backends.own import compiled, launch_choice, w4, w8a8, w8a16
 from fp4dispatch.backends.own import swiglu as front
 from fp4dispatch.errors import BackwardError, CaptureError, InputError, ToolchainError
 from fp4dispatch.jit.catalog.manifest import installed
