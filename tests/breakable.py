@@ -23,7 +23,8 @@ def model(family="Llama", device="cpu", dtype=torch.float32, seed=0, **options):
     import transformers
 
     options = OPTIONS.get(family, {}) | options
-    config = getattr(transformers, f"{family}Config")(**SIZES | options, attn_implementation="sdpa", pad_token_id=0)
+    options = {"attn_implementation": "sdpa", "pad_token_id": 0} | options
+    config = getattr(transformers, f"{family}Config")(**SIZES | options)
     torch.manual_seed(seed)
     made = getattr(transformers, f"{CAUSAL.get(family, family)}ForCausalLM")(config)
     return made.to(device, dtype).eval().requires_grad_(False)

@@ -313,11 +313,12 @@ class Graphs:
         if not self.disabled and self._watch is not None and (name := self._watch.moved()):
             self._drop(f"{name} moved or was replaced after the capture")
             _log.warning("%s runs without CUDA graphs: %s", type(self.spec.inner).__name__, self.disabled)
+        config = getattr(self.spec.inner, "config", None)  # Transformers takes from it what the call does not say
         return {
             "training": self.spec.inner.training,
             "grad_enabled": torch.is_grad_enabled(),
             "extra_inputs": tuple(name for name in _EXTRA if kwargs.get(name) is not None),
-            "intermediates": tuple(name for name in _INTERMEDIATES if kwargs.get(name)),
+            "intermediates": tuple(name for name in _INTERMEDIATES if kwargs.get(name, getattr(config, name, False))),
             "autocast": torch.is_autocast_enabled("cuda"),
             "capturing": capture.is_capturing(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),

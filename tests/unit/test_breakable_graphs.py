@@ -123,6 +123,22 @@ def test_a_call_that_does_not_fit_runs_eagerly_and_is_counted():
     assert not breakable.replays(graphs)
 
 
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_the_config_asks_for_are_those_of_eager(name):
+    model = breakable.model(attn_implementation="eager")
+    x, key = ids(1, 8), name.removeprefix("output_")
+    setattr(model.config, name, True)
+    want = model(x, use_cache=False)[key]
+    model = breakable.model(attn_implementation="eager")
+    graphs = captured(model)
+    setattr(model.config, name, True)
+    for mine, other in zip(model(x, use_cache=False)[key], want, strict=True):
+        assert torch.equal(mine, other)
+    assert breakable.rejects(graphs) == {"intermediates": 1}
+    logits(model, x, **{name: False})
+    assert breakable.replays(graphs) == {"8": 1}
+
+
 class Stack(torch.nn.Module):
     """Layers that get nothing but hidden states and a cache, and take any dtype and width."""
 
