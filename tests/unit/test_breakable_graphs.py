@@ -243,7 +243,9 @@ def test_an_error_in_a_break_reaches_the_caller_and_the_next_call_is_right(monke
 
 def test_what_changes_from_call_to_call_cannot_be_captured():
     later = program.Later("attention_mask")
-    for use in (bool, len, lambda x: x.shape, lambda x: x[0], lambda x: torch.relu(x), lambda x: x + 1):
+    uses = [bool, len, lambda x: x.shape, lambda x: x[0], lambda x: torch.relu(x), lambda x: x + 1]
+    uses += [lambda x: x == "causal", lambda x: x != 0, lambda x: x in ("a", "b"), lambda x: {"a": 1}.get(x)]
+    for use in uses:
         with pytest.raises(CaptureError, match="reads attention_mask"):
             use(later)
 

@@ -36,6 +36,7 @@ class Later:
         raise _refusal(self)
 
     __getattr__ = __bool__ = __len__ = __iter__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __eq__ = __ne__ = __hash__ = _refuse  # what Python answers by itself would choose a branch
 
     @classmethod
     def __torch_function__(cls, _: object, __: object, args: Sequence[object] = (), ___: object = None) -> NoReturn:
