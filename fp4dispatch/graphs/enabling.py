@@ -82,8 +82,9 @@ def enable(
         step is captured the first time that such a batch size runs with a cache. Other decode steps run in buckets.
     inner, layers, breaks
         As in :func:`~fp4dispatch.graphs.finder.find_inner`. ``inner`` calls each layer once, in order, with hidden
-        states [sequences, length, hidden] first and all else by name; a layer returns hidden states. A break gets and
-        returns tensors with one row for each token: [tokens, ...] or [sequences, length, ...].
+        states [sequences, length, hidden] first and all else by name; a layer returns hidden states, which the next one
+        gets as they are. A break gets and returns tensors with one row for each token: [tokens, ...] or
+        [sequences, length, ...].
     per_token
         Names of further arguments of layers that captured code reads: tensors [sequences or 1, length, ...], also in
         tuples. By default ``position_embeddings`` for Hugging Face, and none for others.

@@ -22,7 +22,7 @@ from fp4dispatch.graphs.segments import decode
 from fp4dispatch.graphs.segments.decode import DecodeStep
 from fp4dispatch.graphs.segments.forwards import replace_forward, replaced_forward
 from fp4dispatch.graphs.segments.hf_attention import CACHE, VARLEN
-from fp4dispatch.graphs.segments.layers import Bucket, CapturedLayers, Spec
+from fp4dispatch.graphs.segments.layers import Bucket, CapturedLayers, Passed, Spec, between
 from fp4dispatch.graphs.segments.program import Batch
 from fp4dispatch.graphs.segments.verify import Verification
 from fp4dispatch.graphs.stats import Stats
@@ -55,6 +55,9 @@ class _Call:
     checks: Verification | None = None
     step: DecodeStep | None = None
     hidden: Tensor | None = None
+    """Of a decode step."""
+    passed: Passed | None = None
+    """What each layer but the last returns where the call is replayed: the hidden states of the first."""
     arguments: list[Mapping[str, Any]] = field(default_factory=list)
     loaded: dict[str, Any] = field(default_factory=dict)
 
@@ -252,6 +255,9 @@ class Graphs:
                 self._begin(call, hidden, args, kwargs)
                 if call.eager:
                     return forward(hidden, *args, **kwargs)
+                call.passed = Passed(hidden)
+            elif (call.step or call.bucket) and not (call.passed and call.passed.arrived(hidden)):
+                raise between(index)  # layers have run and written their cache, so the call cannot run eagerly
             if call.step is not None and call.hidden is not None:
                 call.step.load(index, kwargs, call.loaded)
                 return call.step.replay(call.hidden) if index == last else hidden

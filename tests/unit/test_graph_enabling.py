@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fp4dispatch import graphs
-from fp4dispatch.errors import InnerNotFoundError, InputError
+from fp4dispatch.errors import CaptureError, InnerNotFoundError, InputError
 from fp4dispatch.graphs import enabling
 from fp4dispatch.graphs.finder import Inner, find_inner
 from fp4dispatch.graphs.model import Graphs
@@ -90,6 +90,44 @@ def test_an_argument_that_changes_and_is_not_declared_stops_the_capture():
     held.capture()
     assert "reads angles, which changes from call to call" in held.disabled
     assert "per_token" in held.disabled
+
+
+class Between(Own):
+    """Does something with hidden states between two blocks, always or only where it is told to."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.on = change, True
+
+    def forward(self, x):
+        angles = self.body.table[: x.shape[1]].unsqueeze(0)
+        for i, block in enumerate(self.body.blocks):
+            x = block(x, angles=angles)
+            x = self.change(x) if self.on and i == 1 else x
+        return x
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 0.5, lambda x: x.mul_(0.5)])
+@torch.no_grad()
+def test_what_happens_between_layers_is_refused_and_never_left_out(change):
+    model = Between(change).eval()
+    x = torch.randn(2, 4, 16)
+    inner = find_inner(model, inner=model, layers=list(model.body.blocks), breaks=[Mix])
+    spec = enabling.spec_of(inner, ["angles"], lambda n: model(torch.zeros(1, n, 16)))
+    held = Graphs(spec, [8], tapes=FakeTape)
+    held.capture()
+    assert "hidden states change between layer 1 and layer 2" in held.disabled
+    model.on = False
+    want = model(x.clone())
+    held = Graphs(spec, [8], tapes=FakeTape)
+    held.capture()
+    torch.testing.assert_close(model(x.clone()), want)
+    model.on = True
+    with pytest.raises(CaptureError, match="between layer 1 and layer 2"):
+        model(x.clone())
+    model.on = False
+    torch.testing.assert_close(model(x.clone()), want)
+    assert breakable.replays(held) == {"8": 3}
 
 
 def test_an_example_is_asked_for_where_none_is_known():

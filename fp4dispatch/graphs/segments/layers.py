@@ -159,6 +159,7 @@ class CapturedLayers:
         """Run the inner module eagerly. Return what each layer got by name; width and dtype of hidden states."""
         found: dict[int, dict[str, Any]] = {}
         states: list[Tensor] = []
+        passed: list[Passed] = []
 
         def watching(index: int) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -169,9 +170,13 @@ class CapturedLayers:
                     )
                 if hidden.ndim != 3 or tuple(hidden.shape[:2]) != (1, rows):
                     raise CaptureError(f"layer {index} gets {list(hidden.shape)}; need [1, {rows}, hidden]")
+                if passed and not passed[-1].arrived(hidden):
+                    raise between(index)
                 found[index] = kwargs
                 states[:] = [hidden]
-                return self.forwards[index](hidden, **kwargs)
+                out = self.forwards[index](hidden, **kwargs)
+                passed[:] = [Passed(out)]
+                return out
 
             return forward
 
@@ -308,6 +313,30 @@ class CapturedLayers:
                 if not isinstance(leaf, Tensor) or tuple(leaf.shape) not in (need, one) or leaf.dtype != bridge.dtype:
                     return f"{name} is {_text(leaf)}, needs {list(need)} of {bridge.dtype}"
         return ""
+
+
+class Passed:
+    """Hidden states on their way from one layer to the next. Graphs carry them past the code in between."""
+
+    def __init__(self, states: Any) -> None:
+        self._states, self._version = states, _version(states)
+
+    def arrived(self, states: object) -> bool:
+        """Whether these are the same hidden states, and not written since."""
+        return states is self._states and _version(states) == self._version
+
+
+def _version(states: object) -> int:
+    return states._version if isinstance(states, Tensor) and not states.is_inference() else 0
+
+
+def between(index: int) -> CaptureError:
+    """Return the error for hidden states that change on their way to a layer."""
+    return CaptureError(
+        f"hidden states change between layer {index - 1} and layer {index}: the module that runs the layers, or a "
+        "hook, does something with them there, which a replay would leave out: do it inside a layer, or capture only "
+        "layers between which nothing happens"
+    )
 
 
 def _text(value: object) -> str:
