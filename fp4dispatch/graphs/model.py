@@ -21,7 +21,7 @@ from fp4dispatch.graphs.conditions import GraphReason, Said, reasons
 from fp4dispatch.graphs.segments import decode
 from fp4dispatch.graphs.segments.decode import DecodeStep
 from fp4dispatch.graphs.segments.forwards import replace_forward, replaced_forward
-from fp4dispatch.graphs.segments.hf_attention import CACHE, VARLEN
+from fp4dispatch.graphs.segments.hf_attention import CACHE
 from fp4dispatch.graphs.segments.layers import Bucket, CapturedLayers, Passed, Spec, between
 from fp4dispatch.graphs.segments.program import Batch
 from fp4dispatch.graphs.segments.verify import Verification
@@ -37,8 +37,6 @@ _log = logging.getLogger("fp4dispatch")
 
 _INTERMEDIATES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _EXTRA = ("pixel_values", "pixel_values_videos", "input_features", "encoder_hidden_states", "encoder_attention_mask")
-_NEUTRAL = {"attention_mask", "position_ids", "cache_position", "use_cache", CACHE, *VARLEN}
-"""Arguments of layers that may differ from call to call: only breaks use them."""
 
 
 @dataclass
@@ -305,14 +303,7 @@ class Graphs:
 
     def _misfit(self, bucket: Bucket, batch: Batch, hidden: Tensor, kwargs: Mapping[str, Any]) -> str:
         assert self.layers is not None
-        known = bucket.given[0].keys()
-        for name in kwargs.keys() - known - _NEUTRAL:
-            if kwargs[name] is None or kwargs[name] is False:
-                continue
-            return f"the layers get {name}, which was not captured"
-        for name in known - kwargs.keys() - _NEUTRAL:
-            return f"the layers do not get {name}, which was captured"
-        return self.layers.fits(bucket, 0, batch, hidden, kwargs)
+        return self.layers.misnamed(bucket, 0, kwargs) or self.layers.fits(bucket, 0, batch, hidden, kwargs)
 
     def _facts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the inner module's arguments and the process tell about a call."""

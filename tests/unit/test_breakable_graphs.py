@@ -143,18 +143,18 @@ class Stack(torch.nn.Module):
     """Layers that get nothing but hidden states and a cache, and take any dtype and width."""
 
     class Layer(torch.nn.Module):
-        def forward(self, hidden, past_key_values=None):
+        def forward(self, hidden, past_key_values=None, boost=None):
             return hidden * 1.5 + 1 / 3
 
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList([self.Layer(), self.Layer()])
         self.head = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.late = {}
 
     def forward(self, hidden, cache=None):
-        for layer in self.layers:
-            hidden = layer(hidden, past_key_values=cache)
-        return hidden
+        hidden = self.layers[0](hidden, past_key_values=cache)
+        return self.layers[1](hidden, **({"past_key_values": cache} | self.late))
 
 
 def captured_stack(**options):
@@ -196,6 +196,22 @@ def test_a_decode_step_of_another_dtype_or_width_runs_eagerly():
         assert breakable.rejects(graphs) == {"other-arguments": number}
     assert breakable.steps(graphs) == (1, 1)
     assert not breakable.replays(graphs)
+
+
+def test_a_decode_step_whose_later_layers_get_other_arguments_is_refused():
+    llama = breakable.model()
+    cache = StaticCache(config=llama.config, max_cache_len=16)
+    llama(ids(2, 8), past_key_values=cache, use_cache=True)
+    model, graphs = captured_stack(decode_batches=[2])
+    x = torch.randn(2, 1, 64).bfloat16()
+    model(x, cache)
+    for late in ({"past_key_values": None}, {"boost": 1}):
+        model.late = late
+        with pytest.raises(CaptureError, match=f"decode step, layer 1: .*{next(iter(late))}"):
+            model(x, cache)
+    model.late = {}
+    assert torch.equal(model(x, cache), Stack()(x))
+    assert breakable.steps(graphs) == (1, 3)
 
 
 @pytest.mark.parametrize("fail_at", [0, 2, 5])

@@ -130,6 +130,44 @@ def test_what_happens_between_layers_is_refused_and_never_left_out(change):
     assert breakable.replays(held) == {"8": 3}
 
 
+class Extra(Own):
+    """Gives its last block another argument where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = {}
+
+    def forward(self, x):
+        angles = self.body.table[: x.shape[1]].unsqueeze(0)
+        for i, block in enumerate(self.body.blocks):
+            x = block(x, **({"angles": angles} | self.options if i == 2 else {"angles": angles}))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"boost": torch.ones(1)}, "layer 2: the layers get boost, which was not captured"),
+        ({"angles": torch.ones(1, 4, 1)}, r"layer 2: angles is \[1, 4, 1\]"),
+        ({"angles": None}, "layer 2: angles has 1 tensors|layer 2: angles is NoneType"),
+    ],
+)
+@torch.no_grad()
+def test_a_later_layer_with_other_arguments_is_refused(options, says):
+    model = Extra().eval()
+    x = torch.randn(2, 4, 16)
+    inner = find_inner(model, inner=model, layers=list(model.body.blocks), breaks=[Mix])
+    spec = enabling.spec_of(inner, ["angles"], lambda n: model(torch.zeros(1, n, 16)))
+    want = model(x)
+    held = Graphs(spec, [8], tapes=FakeTape)
+    held.capture()
+    model.options = options
+    with pytest.raises(CaptureError, match=says):
+        model(x)
+    model.options = {}
+    torch.testing.assert_close(model(x), want)
+
+
 def test_an_example_is_asked_for_where_none_is_known():
     with pytest.raises(InputError, match=r"does not take inputs_embeds: pass example="):
         enabling.spec_of(found(Own()))

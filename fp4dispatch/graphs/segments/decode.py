@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fp4dispatch.errors import CaptureError
 from fp4dispatch.graphs.segments.capturing import CudaTape, Segment, Tape
 from fp4dispatch.graphs.segments.hf_attention import CACHE
 
@@ -47,6 +48,11 @@ class _Argument:
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value has the form of the captured one: shapes and dtypes of tensors, and all else alike."""
+        leaves, tree = _flat(value)
+        return tree == self.tree and all(map(_alike, leaves, self.leaves))
 
 
 class DecodeStep:
@@ -121,19 +127,26 @@ class DecodeStep:
         known = self._arguments[index]
         if arguments.keys() != known.keys():
             return f"other arguments: {', '.join(sorted(arguments.keys() ^ known.keys()))}"
-        for name, value in arguments.items():
-            leaves, tree = _flat(value)
-            if tree != known[name].tree or not all(map(_alike, leaves, known[name].leaves)):
-                return f"{name} is not what was captured"
-        return ""
+        return next((f"{name} is not what was captured" for name in arguments if not known[name].fits(arguments[name])), "")
 
     def load(self, index: int, arguments: Mapping[str, Any], loaded: dict[str, Any]) -> None:
-        """Load a layer's arguments. ``loaded``: those of the layers before, by name; most get the same objects."""
+        """Load a layer's arguments. ``loaded``: those of the layers before, by name; most get the same objects.
+
+        Raises
+        ------
+        CaptureError
+            If they are not what was captured. Nothing has run then: the graph runs at the last layer.
+        """
+        known = self._arguments[index]
+        if arguments.keys() != known.keys():
+            raise _misfit(index, self.fits(index, self._hidden, arguments))
         for name, value in arguments.items():
             if name in loaded and loaded[name] is value and self._as_before[index][name]:
                 continue
+            if index and not known[name].fits(value):
+                raise _misfit(index, f"{name} is not what was captured")
             loaded[name] = value
-            for leaf, static in zip(_flat(value)[0], self._arguments[index][name].leaves, strict=True):
+            for leaf, static in zip(_flat(value)[0], known[name].leaves, strict=True):
                 if isinstance(leaf, Tensor):
                     static.copy_(leaf)
 
@@ -146,6 +159,13 @@ class DecodeStep:
     def reset(self) -> None:
         """Free the graph."""
         self._segment.reset()
+
+
+def _misfit(index: int, fault: str) -> CaptureError:
+    return CaptureError(
+        f"decode step, layer {index}: {fault}: pass each layer the kinds of arguments that the captured step had, or "
+        "disable the graphs for such calls"
+    )
 
 
 def _static(value: Any, cache: object, sources: list[tuple[Tensor, Tensor]]) -> _Argument:

@@ -29,6 +29,18 @@ _WITHHELD = {hf_attention.CACHE: None, "use_cache": False}
 """What captured code gets for these arguments. Breaks get the real ones."""
 
 
+_NEUTRAL = {
+    *("attention_mask", "position_ids", "cache_position", "use_cache"),
+    *(hf_attention.CACHE, *hf_attention.VARLEN),
+}
+"""Arguments of layers that may differ from call to call: only breaks use them."""
+
+_LATER = (
+    "layer {index}: {fault}. Layers before it have run in this call, so it cannot run eagerly: pass each layer the "
+    "kinds of arguments that the example of the capture had, or disable the graphs for such calls"
+)
+
+
 @dataclass(frozen=True)
 class Spec:
     """What to capture.
@@ -270,11 +282,21 @@ class CapturedLayers:
         self.bridges.fill(bucket.hidden, hidden.reshape(-1, hidden.shape[-1]))
 
     def load(self, bucket: Bucket, index: int, batch: Batch, arguments: Mapping[str, Any]) -> None:
-        """Load the per-token arguments of one layer, unless the layer before has the same ones."""
+        """Load the per-token arguments of one layer, unless the layer before has the same ones.
+
+        Raises
+        ------
+        CaptureError
+            If the layer's arguments are not what was captured. Those of the first layer are known to fit before.
+        """
+        if arguments.keys() != bucket.given[index].keys() and (fault := self.misnamed(bucket, index, arguments)):
+            raise CaptureError(_LATER.format(index=index, fault=fault))
         for name, bridges in bucket.per_token[index].items():
             value = arguments[name]
             if bucket.loaded.get(name) is value and all(map(operator.is_, bridges, bucket.per_token[index - 1][name])):
                 continue
+            if fault := self._unlike(name, bridges, batch, value):
+                raise CaptureError(_LATER.format(index=index, fault=fault))
             bucket.loaded[name] = value
             for bridge, leaf in zip(bridges, pytree.tree_leaves(value), strict=True):
                 self._load(bridge, leaf, batch)
@@ -304,14 +326,32 @@ class CapturedLayers:
         if tuple(hidden.shape) != need or hidden.dtype != bucket.hidden.dtype:
             return f"hidden states are {_text(hidden)}, need {list(need)} of {bucket.hidden.dtype}"
         for name, bridges in bucket.per_token[index].items():
-            leaves = pytree.tree_leaves(arguments.get(name))
-            if len(leaves) != len(bridges):
-                return f"{name} has {len(leaves)} tensors, {len(bridges)} were captured"
-            for leaf, bridge in zip(leaves, bridges, strict=True):
-                need = (batch.sequences, batch.length, *bridge.shape[1:])
-                one = (1, *need[1:])
-                if not isinstance(leaf, Tensor) or tuple(leaf.shape) not in (need, one) or leaf.dtype != bridge.dtype:
-                    return f"{name} is {_text(leaf)}, needs {list(need)} of {bridge.dtype}"
+            if fault := self._unlike(name, bridges, batch, arguments.get(name)):
+                return fault
+        return ""
+
+    def misnamed(self, bucket: Bucket, index: int, arguments: Mapping[str, Any]) -> str:
+        """Return which of a layer's arguments was not captured, or is missing; empty if there is none."""
+        known = bucket.given[index].keys()
+        for name in arguments.keys() - known - _NEUTRAL:
+            if arguments[name] is None or arguments[name] is False:
+                continue
+            return f"the layers get {name}, which was not captured"
+        for name in known - arguments.keys() - _NEUTRAL:
+            return f"the layers do not get {name}, which was captured"
+        return ""
+
+    @staticmethod
+    def _unlike(name: str, bridges: Sequence[Tensor], batch: Batch, value: Any) -> str:
+        """Return why a per-token argument is not what was captured; empty if it is."""
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != len(bridges):
+            return f"{name} has {len(leaves)} tensors, {len(bridges)} were captured"
+        for leaf, bridge in zip(leaves, bridges, strict=True):
+            need = (batch.sequences, batch.length, *bridge.shape[1:])
+            one = (1, *need[1:])
+            if not isinstance(leaf, Tensor) or tuple(leaf.shape) not in (need, one) or leaf.dtype != bridge.dtype:
+                return f"{name} is {_text(leaf)}, needs {list(need)} of {bridge.dtype}"
         return ""
 
 
