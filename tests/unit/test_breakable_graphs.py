@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import StaticCache
@@ -92,6 +95,23 @@ def test_graphs_of_one_grad_mode_serve_the_other():
             torch.testing.assert_close(
                 model(x[:, :1], past_key_values=eager, use_cache=True).logits, step, rtol=1e-4, atol=1e-5
             )
+
+
+def test_a_decode_step_does_not_keep_its_cache_alive():
+    model = breakable.model()
+    graphs = captured(model, decode_batches=[2])
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    for x in (ids(2, 8), *[ids(2, 1)] * 3):
+        model(x, past_key_values=cache, use_cache=True)
+    assert breakable.steps(graphs) == (1, 2)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    for x in (ids(2, 8), *[ids(2, 1)] * 3):
+        model(x, past_key_values=cache, use_cache=True)
+    assert breakable.steps(graphs) == (2, 4)
 
 
 def test_a_call_that_does_not_fit_runs_eagerly_and_is_counted():

@@ -1,7 +1,8 @@
 """Decode steps as one CUDA graph: attention and cache update included, for a static cache.
 
-A graph holds the addresses of one cache, so there is one graph for each cache and batch size. It is captured at the
-first step of a batch size that ``enable(decode=...)`` names, and dropped when its cache is.
+A graph reads the addresses of one cache, so there is one graph for each cache and batch size. It is captured at the
+first step of a batch size that ``enable(decode=...)`` names, and freed when one for another cache takes its place. It
+does not keep its cache alive.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class DecodeStep:
             sources: list[tuple[Tensor, Tensor]] = []
             self._arguments = [{name: _static(value, cache, sources) for name, value in a.items()} for a in arguments]
         given = [
-            {name: pytree.tree_unflatten(list(a.leaves), a.tree) for name, a in layer.items()}
+            {name: cache if a is _CACHE else pytree.tree_unflatten(list(a.leaves), a.tree) for name, a in layer.items()}
             for layer in self._arguments
         ]
         self._as_before = [
@@ -127,7 +128,11 @@ class DecodeStep:
         known = self._arguments[index]
         if arguments.keys() != known.keys():
             return f"other arguments: {', '.join(sorted(arguments.keys() ^ known.keys()))}"
-        return next((f"{name} is not what was captured" for name in arguments if not known[name].fits(arguments[name])), "")
+        odd = (name for name, value in arguments.items() if not self._alike(known[name], value))
+        return next((f"{name} is not what was captured" for name in odd), "")
+
+    def _alike(self, known: _Argument, value: Any) -> bool:
+        return value is self.cache() if known is _CACHE else known.fits(value)
 
     def load(self, index: int, arguments: Mapping[str, Any], loaded: dict[str, Any]) -> None:
         """Load a layer's arguments. ``loaded``: those of the layers before, by name; most get the same objects.
@@ -143,7 +148,7 @@ class DecodeStep:
         for name, value in arguments.items():
             if name in loaded and loaded[name] is value and self._as_before[index][name]:
                 continue
-            if index and not known[name].fits(value):
+            if index and not self._alike(known[name], value):
                 raise _misfit(index, f"{name} is not what was captured")
             loaded[name] = value
             for leaf, static in zip(_flat(value)[0], known[name].leaves, strict=True):
@@ -171,7 +176,7 @@ def _misfit(index: int, fault: str) -> CaptureError:
 def _static(value: Any, cache: object, sources: list[tuple[Tensor, Tensor]]) -> _Argument:
     """Replace the tensors of an argument by copies at fixed addresses. One tensor has one copy in all layers."""
     if value is cache:
-        return _Argument(_LEAF, (cache,))
+        return _CACHE
     leaves, tree = _flat(value)
     found = []
     for leaf in leaves:
@@ -195,6 +200,8 @@ def _flat(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 _LEAF = pytree.tree_structure(0)
+_CACHE = _Argument(_LEAF, (None,))
+"""Stands for the cache itself, which the step does not hold."""
 
 
 def _alike(value: object, known: object) -> bool:
