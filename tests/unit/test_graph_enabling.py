@@ -92,6 +92,41 @@ def test_an_argument_that_changes_and_is_not_declared_stops_the_capture():
     assert "per_token" in held.disabled
 
 
+class Scaled(nn.Module):
+    """Adds an argument with one row for each token, and scales by the largest value of all tokens."""
+
+    class Layer(nn.Module):
+        def forward(self, x, extra=None):
+            x = x + extra
+            return x / x.abs().amax()
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(), self.Layer()])
+        self.one = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x, extra):
+        for layer in self.layers:
+            x = layer(x, extra=extra)
+        return x
+
+
+@torch.no_grad()
+def test_arguments_of_an_earlier_call_leave_nothing_in_the_padding():
+    model, zeros = Scaled().eval(), torch.zeros(1, 16, 4)
+    inner = find_inner(model, inner=model, layers=list(model.layers), breaks=())
+    spec = enabling.spec_of(inner, ["extra"], lambda n: model(zeros[:, :n], torch.full((1, n, 4), 9.0)))
+    x, extra = torch.randn(1, 5, 4), torch.randn(1, 5, 4)
+    want = model(x, extra)
+    held = Graphs(spec, [8, 16], tapes=FakeTape)
+    held.capture()
+    torch.testing.assert_close(model(x, extra), want)
+    for n in (8, 16, 9):
+        model(torch.randn(1, n, 4), torch.full((1, n, 4), 1e3))
+        torch.testing.assert_close(model(x, extra), want)
+    assert breakable.replays(held) == {"8": 5, "16": 2}
+
+
 class Between(Own):
     """Does something with hidden states between two blocks, always or only where it is told to."""
 

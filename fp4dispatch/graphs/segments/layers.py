@@ -237,7 +237,7 @@ class CapturedLayers:
             if other is leaf:
                 return bridge
         bridge = self.bridges.take(f"argument {len(sources)}", rows, tuple(leaf.shape[2:]), leaf.dtype)
-        bridge.copy_(leaf[0])
+        self.bridges.fill(bridge, leaf[0])
         sources.append((leaf, bridge))
         return bridge
 
@@ -313,6 +313,7 @@ class CapturedLayers:
     def _load(self, bridge: Tensor, leaf: Tensor, batch: Batch) -> None:
         rows = bridge[: batch.tokens].view(batch.sequences, batch.length, *bridge.shape[1:])
         rows.copy_(leaf)  # one row of angles may serve all sequences
+        self.bridges.rest(bridge, batch.tokens)
 
     def result(self, bucket: Bucket, batch: Batch) -> Tensor:
         """Return a copy of what the layers computed, [sequences, length, hidden]: the next replay overwrites it."""
