@@ -88,7 +88,7 @@ class Graphs:
         self.disabled = ""
         """Why every call runs eagerly; empty while graphs are in use."""
         self.vetoes: tuple[str, ...] = ()
-        self.declared: dict[str, Any] = {}
+        self._declared: list[dict[str, Any]] = []
         self._verify, self._checked = verify_replays, Counter[int]()
         self._group, self._agree, self._tapes = group, agree, tapes
         self._clock = clock
@@ -323,7 +323,7 @@ class Graphs:
             "captured_adapters": self._adapters,
             "disabled": self.disabled,
             "vetoes": self.vetoes,
-            **self.declared,
+            **{name: value for declared in self._declared for name, value in declared.items()},
         }
 
     def _captured(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -342,12 +342,14 @@ class Graphs:
     def declare(self, facts: Mapping[str, Any]) -> Iterator[None]:
         """Add facts to all calls of the ``with`` block."""
         _batch.check_facts(facts)
-        before = self.declared
-        self.declared = before | dict(facts)
+        mine = dict(facts)
+        with self._lock:
+            self._declared = [*self._declared, mine]
         try:
             yield
-        finally:
-            self.declared = before
+        finally:  # blocks of several threads or tasks may end in any order
+            with self._lock:
+                self._declared = [each for each in self._declared if each is not mine]
 
     def _after(self, call: _Call) -> None:
         """Do what must wait until the call is over: compare, or capture a decode step."""

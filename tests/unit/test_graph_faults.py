@@ -111,6 +111,18 @@ def test_a_named_backend_that_must_not_be_captured_is_the_reason(monkeypatch):
     assert [r.condition for r in held.why_not(8, {})] == ["backend-veto", "disabled"]
 
 
+def test_declared_facts_end_with_their_block_in_whatever_order_blocks_end():
+    model = breakable.model()
+    held = made(model)
+    first, second = held.declare({"decode_verify": True}), held.declare({"idle_ranks": (1,)})
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [r.condition for r in held.why_not(8, {})] == ["idle-ranks"]
+    second.__exit__(None, None, None)
+    assert not held.why_not(8, {})
+
+
 def test_a_second_thread_runs_eagerly_and_right():
     model = breakable.model()
     x = torch.ones(1, 8, dtype=torch.long)
