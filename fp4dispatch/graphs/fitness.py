@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from fp4dispatch.graphs.batch import Batch
 from fp4dispatch.graphs.conditions import reasons
 from fp4dispatch.graphs.segments.layers import Spec
@@ -12,7 +14,7 @@ from fp4dispatch.graphs.segments.layers import Spec
 
 def unfit(spec: Spec, rows: Sequence[int]) -> str:
     """Return why the layers cannot be captured; empty if they can. ``rows``: the buckets, ascending."""
-    facts = Batch(rows[0], tuple(rows), offloaded=_offloaded(spec), compiled=_compiled(spec))
+    facts = Batch(rows[0], tuple(rows), training=_trains(spec), offloaded=_offloaded(spec), compiled=_compiled(spec))
     if found := reasons(facts):
         return "; ".join(map(str, found))
     hooked = [
@@ -24,6 +26,13 @@ def unfit(spec: Spec, rows: Sequence[int]) -> str:
     if hooked:
         return f"hooks of {', '.join(sorted(set(hooked))[:4])} would not run at replay: remove them, or break there"
     return ""
+
+
+def _trains(spec: Spec) -> bool:
+    """Whether layers drop values or count them. Other modules that were put in later may say so without effect."""
+    acting = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+    inside = [module for layer in spec.layers for module in layer.modules() if isinstance(module, acting)]
+    return any(module.training for module in (spec.inner, *spec.layers, *inside))
 
 
 def _offloaded(spec: Spec) -> tuple[str, ...]:

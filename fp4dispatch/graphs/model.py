@@ -88,6 +88,7 @@ class Graphs:
         self.disabled = ""
         """Why every call runs eagerly; empty while graphs are in use."""
         self.vetoes: tuple[str, ...] = ()
+        self._device_type = next(spec.inner.parameters()).device.type
         self._declared: list[dict[str, Any]] = []
         self._verify, self._checked = verify_replays, Counter[int]()
         self._group, self._agree, self._tapes = group, agree, tapes
@@ -119,7 +120,9 @@ class Graphs:
         try:
             if fault:
                 raise InputError(fault)
-            with capture.mode("piecewise", smallest_m=self.rows[0]):
+            # Autocast around this call says nothing about later ones: calls under it run eagerly.
+            plain = torch.autocast(layers.device.type, enabled=False)
+            with plain, capture.mode("piecewise", smallest_m=self.rows[0]):
                 if any(isinstance(m, QuantizedLinear) for layer in self.spec.layers for m in layer.modules()):
                     warmup(self.spec.inner, self.rows, agree=False)
                 layers.capture()
@@ -162,7 +165,7 @@ class Graphs:
                 raise CaptureError(f"it ran eagerly: {self.disabled or self.stats.as_dict()['reasons']}")
 
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(self.layers.device.type, enabled=False):
                 self.measured = measuring.measure(sorted(self.layers.buckets), eager, replay, clock, ranks)
         except CaptureError as error:  # the graphs are right; only their speed is not known
             _log.warning("%s uses all its CUDA graphs, unmeasured: %s", type(self.spec.inner).__name__, error)
@@ -316,7 +319,7 @@ class Graphs:
             "grad_enabled": torch.is_grad_enabled(),
             "extra_inputs": tuple(name for name in _EXTRA if kwargs.get(name) is not None),
             "intermediates": tuple(name for name in _INTERMEDIATES if kwargs.get(name, getattr(config, name, False))),
-            "autocast": torch.is_autocast_enabled("cuda"),
+            "autocast": torch.is_autocast_enabled(self._device_type),
             "capturing": capture.is_capturing(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "adapters": fitness.active_adapters(self._lora) if self._lora else (),

@@ -12,7 +12,7 @@ from fp4dispatch.errors import CaptureDeniedError, CaptureError
 from fp4dispatch.graphs import model as graphs_model
 from fp4dispatch.graphs.model import Graphs
 from tests import breakable
-from tests.graph_fake import FakeTape
+from tests.graph_fake import FakeClock, FakeTape
 from tests.unit.test_ranks import together
 
 
@@ -99,6 +99,35 @@ def test_weights_elsewhere_and_compiled_modules_are_not_captured():
     model = breakable.model()
     model.model.layers[0].mlp.compile()
     assert "wrapped by torch.compile" in made(model).disabled
+
+
+def test_dropout_is_never_captured():
+    model = breakable.model("Phi3", resid_pdrop=0.5)
+    want = call(model, 1, 8)
+    model.train()
+    held = made(model)
+    assert "training mode is True" in held.disabled
+    assert "model.eval()" in held.disabled
+    model.eval()
+    model.model.layers[1].resid_mlp_dropout.train()
+    assert "training mode is True" in made(model).disabled
+    model.eval()
+    held = made(model)
+    torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    assert breakable.replays(held) == {"8": 1}
+
+
+def test_autocast_around_the_capture_is_not_captured():
+    model = breakable.model()
+    want = call(model, 1, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        casted = call(model, 1, 8)
+        held = made(model, clock=FakeClock())
+        assert torch.equal(call(model, 1, 8), casted)
+    assert held.measured
+    assert breakable.rejects(held) == {"autocast": 1}
+    torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    assert breakable.replays(held) == {"8": 1}
 
 
 def test_a_named_backend_that_must_not_be_captured_is_the_reason(monkeypatch):

@@ -183,15 +183,6 @@ def test_a_rank_that_dies_meanwhile_leaves_the_model_as_it_was(monkeypatch):
     assert torch.equal(model(x), want)
 
 
-def test_a_model_in_training_mode_is_not_measured_against_itself(caplog):
-    model = Own().train()
-    spec = spec_of(found(model), ["angles"], lambda n: model.body(torch.zeros(1, n, 16)))
-    held = Graphs(spec, [8], clock=FakeClock(), tapes=FakeTape)
-    held.capture()
-    assert not held.measured
-    assert "it ran eagerly: {'training': 1}" in caplog.text
-
-
 def test_all_ranks_keep_to_the_slowest():
     def on_a_rank(rank):
         clock = FakeClock()
