@@ -52,6 +52,8 @@ class Batch:
         Names of outputs inside of the layers that are wanted, e.g. ``output_hidden_states``.
     autocast
         Whether autocast is on.
+    hooked
+        Names of captured modules that have forward hooks.
     busy
         Whether another thread runs the model in its graphs.
     capturing
@@ -82,6 +84,7 @@ class Batch:
     deterministic: bool = False
     intermediates: tuple[str, ...] = ()
     autocast: bool = False
+    hooked: tuple[str, ...] = ()
     busy: bool = False
     capturing: bool = False
     misfit: str = ""
@@ -132,6 +135,7 @@ PREDICATES: dict[str, Predicate] = {
     "backend_vetoed": lambda batch: bool(batch.vetoes),
     "wants_intermediates": lambda batch: bool(batch.intermediates),
     "autocasts": lambda batch: batch.autocast,
+    "has_hooks": lambda batch: bool(batch.hooked),
     "is_busy": lambda batch: batch.busy,
     "is_captured_by_caller": lambda batch: batch.capturing,
     "layers_get_other_arguments": lambda batch: bool(batch.misfit),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,20 +13,49 @@ from fp4dispatch.graphs.conditions import reasons
 from fp4dispatch.graphs.segments.layers import Spec
 
 
-def unfit(spec: Spec, rows: Sequence[int]) -> str:
+class Hooks:
+    """The forward hooks of captured modules. A replay calls no module, so it would run none of them.
+
+    Those of modules inside a break run, as it is called. So do those that Transformers installs to record hidden states
+    and attentions: they do nothing in calls that ask for none, and others run eagerly.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        called = {inside for each in spec.breaks for inside in each.modules() if inside is not each}
+        named = [(name, module) for layer in spec.layers for name, module in layer.named_modules()]
+        self._names = [name or "a layer" for name, module in named if module not in called]
+        self._modules = [module for _, module in named if module not in called]
+
+    def found(self) -> tuple[str, ...]:
+        """Return the names of modules that have hooks now, in their layer."""
+        found: dict[str, None] = {}
+        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+            found["all modules"] = None
+        if any(map(_AFTER, self._modules)) or any(map(_BEFORE, self._modules)):
+            for name, module in zip(self._names, self._modules, strict=True):
+                if any(map(_acts, (*_AFTER(module).values(), *_BEFORE(module).values()))):
+                    found[name] = None
+        return tuple(found)
+
+
+_AFTER, _BEFORE = operator.attrgetter("_forward_hooks"), operator.attrgetter("_forward_pre_hooks")
+
+
+def _acts(hook: object) -> bool:
+    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+
+
+def unfit(spec: Spec, rows: Sequence[int], hooks: Hooks) -> str:
     """Return why the layers cannot be captured; empty if they can. ``rows``: the buckets, ascending."""
-    facts = Batch(rows[0], tuple(rows), training=_trains(spec), offloaded=_offloaded(spec), compiled=_compiled(spec))
-    if found := reasons(facts):
-        return "; ".join(map(str, found))
-    hooked = [
-        name
-        for layer in spec.layers
-        for name, module in layer.named_modules()
-        if module is not layer and (module._forward_hooks or module._forward_pre_hooks)
-    ]
-    if hooked:
-        return f"hooks of {', '.join(sorted(set(hooked))[:4])} would not run at replay: remove them, or break there"
-    return ""
+    facts = Batch(
+        rows[0],
+        tuple(rows),
+        training=_trains(spec),
+        offloaded=_offloaded(spec),
+        compiled=_compiled(spec),
+        hooked=hooks.found(),
+    )
+    return "; ".join(map(str, reasons(facts)))
 
 
 def _trains(spec: Spec) -> bool:

@@ -101,7 +101,7 @@ class Graphs:
         """``_runs``: the thread that runs the model in its graphs, 0 if none does."""
         self._call: _Call | None = None
         self._said = Said(name)
-        self._lora = fitness.adapters(spec)
+        self._lora, self._hooks = fitness.adapters(spec), fitness.Hooks(spec)
         self._adapters: tuple[str, ...] = ()
         self._undo: list[Callable[[], None]] = []
         self._watch: Watch | None = None
@@ -116,7 +116,7 @@ class Graphs:
         """
         ranks = Ranks(self._group, alone=not self._agree)
         layers = CapturedLayers(self.spec, self.rows, self._tapes and self._tapes())
-        fault = fitness.unfit(self.spec, self.rows)
+        fault = fitness.unfit(self.spec, self.rows, self._hooks)
         try:
             if fault:
                 raise InputError(fault)
@@ -140,11 +140,12 @@ class Graphs:
         for rows, bucket in layers.buckets.items():
             self.stats.captured(rows, bucket.seconds, bucket.nbytes)
         self._adapters = fitness.active_adapters(self._lora)
-        self.layers, self._watch = layers, Watch(self.spec.layers)
+        self.layers = layers
         for index, layer in enumerate(self.spec.layers):
             self._undo.append(replace_forward(layer, self._layer(index, layers.forwards[index])))
         own = self.spec.inner.forward
         self._undo.append(replace_forward(self.spec.inner, self._inner(own)))  # may be a layer too
+        self._watch = Watch(self.spec.layers)  # knows these forwards
         if self._clock is not None:
             self._measure(self._clock, own, ranks)
 
@@ -320,6 +321,7 @@ class Graphs:
             "extra_inputs": tuple(name for name in _EXTRA if kwargs.get(name) is not None),
             "intermediates": tuple(name for name in _INTERMEDIATES if kwargs.get(name, getattr(config, name, False))),
             "autocast": torch.is_autocast_enabled(self._device_type),
+            "hooked": self._hooks.found(),
             "capturing": capture.is_capturing(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "adapters": fitness.active_adapters(self._lora) if self._lora else (),

@@ -13,7 +13,7 @@ _Layout = tuple[nn.Module, str, Tensor, int]
 
 
 class Watch:
-    """The submodules and tensors of captured modules, with the addresses of tensors.
+    """The submodules and tensors of captured modules, with the addresses of tensors, and how modules are called.
 
     Values written in place to plain weights need nothing: segments read them where they are. The same holds for other
     memory at the address of the old, as the allocator may hand it out again. Quantised weights that were written, or
@@ -25,12 +25,15 @@ class Watch:
         self._held: list[_Held] = []
         self._layouts: list[_Layout] = []
         self._children: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+        self._calls: list[tuple[nn.Module, object, object]] = []
         done: set[int] = set()
         for module in modules:
             for child in module.modules():
                 if id(child) in done:
                     continue
                 done.add(id(child))
+                own = child.__dict__
+                self._calls.append((child, own.get("forward"), own.get("_compiled_call_impl")))
                 self._children += [(child._modules, name, each) for name, each in child._modules.items() if each]
                 if isinstance(child, QuantizedLinear):
                     self._quantized.append(child)
@@ -67,6 +70,10 @@ class Watch:
             if not each._unchanged(each._buffers):
                 each._update_layouts()
                 each._hold_once()
+        for module, forward, compiled in self._calls:
+            held = module.__dict__
+            if held.get("forward") is not forward or held.get("_compiled_call_impl") is not compiled:
+                return f"forward of {type(module).__name__}"
         for modules, name, child in self._children:
             if modules.get(name) is not child:
                 return name

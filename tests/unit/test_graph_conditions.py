@@ -60,6 +60,7 @@ CASES: dict[str, list[tuple[dict, str, dict]]] = {
     "backend-veto": [({"vetoes": ("cudnn {must} not",)}, "cudnn {must} not", {"vetoes": ()})],
     "intermediates": [({"intermediates": ("output_attentions",)}, "output_attentions", {"intermediates": ()})],
     "autocast": [({"autocast": True}, "autocast is on", {"autocast": False})],
+    "hooks": [({"hooked": ("mlp", "a layer")}, "hooks of mlp, a layer would not run", {"hooked": ()})],
     "busy": [({"busy": True}, "another thread", {"busy": False})],
     "captured-by-caller": [({"capturing": True}, "captures a CUDA graph around", {"capturing": False})],
     "other-arguments": [({"misfit": "mask is new"}, "mask is new", {"misfit": ""})],

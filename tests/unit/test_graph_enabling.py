@@ -296,6 +296,32 @@ def test_hooks_inside_a_layer_are_found_before_a_capture():
 
 
 @torch.no_grad()
+def test_hooks_inside_of_a_break_run():
+    class Inside(Mix):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Identity()
+
+        def forward(self, x):
+            return self.gain(super().forward(x))
+
+    model = Own().eval()
+    for block in model.body.blocks:
+        block.mix = Inside()
+        block.mix.gain.register_forward_hook(lambda _, __, out: out * 2)
+    x = torch.randn(2, 4, 16)
+    want = model(x)
+    inner = find_inner(model, inner="body", layers=[f"blocks.{i}" for i in range(3)], breaks=[Inside])
+    spec = enabling.spec_of(inner, ["angles"], lambda n: model.body(torch.zeros(1, n, 16)))
+    held = Graphs(spec, [8], tapes=FakeTape)
+    held.capture()
+    torch.testing.assert_close(model(x), want)
+    assert breakable.replays(held) == {"8": 1}
+    model.body.blocks[0].mix.register_forward_hook(lambda *_: None)
+    assert [r.condition for r in held.why_not(8, {})] == ["hooks"]
+
+
+@torch.no_grad()
 def test_a_break_of_another_form_is_refused_at_capture():
     class Two(Mix):
         def forward(self, x):

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from fp4dispatch.errors import CaptureDeniedError, CaptureError
 from fp4dispatch.graphs import model as graphs_model
@@ -89,6 +90,51 @@ def test_a_layer_that_is_wrapped_after_the_capture_ends_the_graphs():
     mlp.up_proj = Lora(mlp.up_proj)
     call(model, 1, 8)
     assert held.disabled == "up_proj moved or was replaced after the capture"
+
+
+@pytest.mark.parametrize("place", ["model.layers.1", "model.layers.1.mlp", "model.layers.0.self_attn.q_proj", ""])
+def test_hooks_run_also_where_they_come_after_the_capture(place):
+    model = breakable.model()
+    held = made(model)
+    want = call(model, 1, 8)
+    seen = []
+
+    def hook(module, args, out):
+        if not isinstance(out, torch.Tensor):
+            return None
+        seen.append(out.clone())
+        return out * 2
+
+    on = model.get_submodule(place).register_forward_hook if place else register_module_forward_hook
+    with on(hook):
+        got = call(model, 1, 8)
+    assert breakable.rejects(held) == {"hooks": 1}
+    plain, steps = breakable.model(), seen.copy()
+    on = plain.get_submodule(place).register_forward_hook if place else register_module_forward_hook
+    with on(hook):
+        assert torch.equal(call(plain, 1, 8), got)
+    assert all(map(torch.equal, steps, seen[len(steps) :]))
+    torch.testing.assert_close(call(model, 1, 8), want)
+    assert breakable.replays(held) == {"8": 2}
+
+
+def test_hooks_of_transformers_that_record_nothing_keep_no_call_from_its_graphs():
+    model = breakable.model()
+    want = model(torch.ones(1, 8, dtype=torch.long), use_cache=False, output_hidden_states=True).logits
+    held = made(model)
+    torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    assert breakable.replays(held) == {"8": 1}
+
+
+@pytest.mark.parametrize(
+    "change", [lambda mlp: setattr(mlp, "forward", torch.zeros_like), lambda mlp: mlp.compile(backend="eager")]
+)
+def test_a_module_that_is_called_otherwise_after_the_capture_ends_the_graphs(change):
+    model = breakable.model()
+    held = made(model)
+    change(model.model.layers[1].mlp)
+    call(model, 1, 8)
+    assert held.disabled == "forward of LlamaMLP moved or was replaced after the capture"
 
 
 def test_weights_elsewhere_and_compiled_modules_are_not_captured():
