@@ -209,7 +209,7 @@ class Graphs:
     def _inner(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the inner module's forward: it decides what the layers' forwards do."""
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if not self._start():
                 self._reject(None, reasons(_batch.Batch(1, (), busy=True)))
                 return self._without(forward, args, kwargs)
@@ -223,6 +223,12 @@ class Graphs:
                 return found
             finally:
                 self._runs = 0
+
+        why = "CUDA graphs of fp4dispatch are replayed here"
+        untraced = torch.compiler.disable(run, reason=why)  # type: ignore[no-untyped-call]
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs) if _recorded() else untraced(*args, **kwargs)
 
         return inner
 
@@ -390,3 +396,10 @@ class Graphs:
     def _reject(self, bucket: int | None, found: tuple[GraphReason, ...]) -> None:
         self.stats.rejected(bucket, [reason.condition for reason in found])
         self._said.say(found)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _recorded() -> bool:
+    """Whether something records each operation, e.g. ``torch.export``: a replay has none to show."""
+    tracing = torch.compiler.is_exporting() or torch._C._is_tracing()
+    return bool(tracing or torch._C._len_torch_dispatch_stack())
