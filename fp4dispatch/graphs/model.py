@@ -214,6 +214,7 @@ class Graphs:
                 self._reject(None, reasons(_batch.Batch(1, (), busy=True)))
                 return self._without(forward, args, kwargs)
             try:
+                self._drop_if_moved()
                 call = self._call = _Call(threading.get_ident(), self._facts(kwargs))
                 try:
                     found = forward(*args, **kwargs)
@@ -315,11 +316,14 @@ class Graphs:
         assert self.layers is not None
         return self.layers.misnamed(bucket, 0, kwargs) or self.layers.fits(bucket, 0, batch, hidden, kwargs)
 
-    def _facts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the inner module's arguments and the process tell about a call."""
+    def _drop_if_moved(self) -> None:
+        """Give the graphs up if they would read old addresses. Only while no other thread runs them."""
         if not self.disabled and self._watch is not None and (name := self._watch.moved()):
             self._drop(f"{name} moved or was replaced after the capture")
             _log.warning("%s runs without CUDA graphs: %s", type(self.spec.inner).__name__, self.disabled)
+
+    def _facts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the inner module's arguments and the process tell about a call."""
         config = getattr(self.spec.inner, "config", None)  # Transformers takes from it what the call does not say
         return {
             "training": self.spec.inner.training,
@@ -346,6 +350,9 @@ class Graphs:
     def why_not(self, num_tokens: int, facts: Mapping[str, Any]) -> tuple[GraphReason, ...]:
         """Return the reasons why a call of so many tokens would run eagerly now."""
         _batch.check_facts(facts)
+        with self._lock:
+            if not self._runs:
+                self._drop_if_moved()
         now = {name: value for name, value in self._facts({}).items() if name not in ("training", "grad_enabled")}
         return reasons(_batch.Batch(num_tokens, *self._captured(), **(now | dict(facts))))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp4dispatch.errors import CaptureDeniedError, CaptureError
 from fp4dispatch.graphs import model as graphs_model
@@ -231,6 +232,31 @@ def test_a_second_thread_runs_eagerly_and_right():
     assert len(answers) == 2
     assert breakable.rejects(held) == {"busy": 1}
     assert breakable.replays(held) == {"8": 1}
+
+
+def test_a_question_during_a_call_frees_nothing_that_it_replays():
+    model = breakable.model()
+    want = call(model, 1, 8)
+    held = made(model)
+    weight = model.model.layers[2].mlp.up_proj.weight
+    asked = []
+
+    def asks(*_):
+        if not asked:
+            weight.data = weight.data.clone()
+            thread = threading.Thread(target=lambda: asked.append(held.why_not(8, {})))
+            thread.start()
+            thread.join(20)
+
+    function = model.model.layers[1].self_attn.config._attn_implementation
+    before = ALL_ATTENTION_FUNCTIONS[function]
+    ALL_ATTENTION_FUNCTIONS[function] = lambda *args, **options: (asks(), before(*args, **options))[1]
+    try:
+        torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    finally:
+        ALL_ATTENTION_FUNCTIONS[function] = before
+    assert asked == [()]
+    assert "moved" in str(held.why_not(8, {}))
 
 
 def test_graphs_cannot_be_freed_inside_a_call_that_they_run():
