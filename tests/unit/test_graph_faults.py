@@ -234,6 +234,33 @@ def test_a_second_thread_runs_eagerly_and_right():
     assert breakable.replays(held) == {"8": 1}
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text"])
+def test_padded_requests_of_a_second_thread_are_right_during_a_capture(family, attention):
+    model = breakable.model(family, attn_implementation=attention, num_hidden_layers=2)
+    mask = torch.ones(3, 8, dtype=torch.long)
+    mask[1, :5] = 0
+    x = torch.arange(1, 25).view(3, 8)
+
+    @torch.no_grad()
+    def run():
+        return model(x, attention_mask=mask, use_cache=False).logits[mask.bool()]
+
+    want, found = run(), []
+
+    class Tape(FakeTape):
+        def begin(self):
+            thread = threading.Thread(target=lambda: found.append(run()))
+            thread.start()
+            thread.join(20)
+            super().begin()
+
+    Graphs(breakable.spec(model), [8], tapes=Tape).capture()
+    assert len(found) == 3
+    for each in found:
+        torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_question_during_a_call_frees_nothing_that_it_replays():
     model = breakable.model()
     want = call(model, 1, 8)

@@ -33,9 +33,10 @@ _original: dict[int, str] = {}
 @contextmanager
 def breaking(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Make the attention modules break for the ``with`` block, in the thread that records."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _at_break)
+    AttentionMaskInterface.register(NAME, _mask)
     configs: dict[int, Any] = {id(module.config): module.config for module in modules}
     with ExitStack() as undo:
         for key, config in configs.items():
@@ -49,13 +50,27 @@ def breaking(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
+def _own(config: Any) -> str:
+    """Return the name of a model's own attention function, inside of a block or not: in another thread it may end."""
+    found: str = _original.get(id(config)) or config._attn_implementation_internal
+    return found
+
+
+def _mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+    """Make the mask of the model's own attention: another thread runs the model meanwhile."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(_own(config))
+    return None if make is None or make is _mask else make(*args, config=config, **kwargs)
+
+
 def _at_break(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Stand in for the attention function: [1, heads, rows, head_dim] each -> [1, rows, heads, value_dim]."""
     recorder = program.current()
     if recorder is None:  # another thread runs the model meanwhile
-        return _function(module, _original[id(module.config)])(module, query, key, value, attention_mask, **kwargs)
+        return _function(module, _own(module.config))(module, query, key, value, attention_mask, **kwargs)
     rows = query.shape[2]
     if query.shape[0] != 1 or key.shape[2] != rows:
         raise CaptureError(
@@ -97,8 +112,7 @@ class _Attention:
         mask = arguments.get(self._mask_name) if self._mask_name else self._mask
         later = {name: arguments.get(source) for name, source in self._later.items()}
         extra = {name: arguments[name] for name in VARLEN if name in arguments}
-        name = module.config._attn_implementation_internal
-        function = _function(module, _original[id(module.config)] if name == NAME else name)
+        function = _function(module, _own(module.config))
         out, _ = function(module, query, key, value, mask, **(self._fixed | later | extra))
         return out.reshape(batch.tokens, *out.shape[2:])
 
