@@ -433,6 +433,11 @@ def check_other_weights_are_refused():
     layer.register_parameter("weight", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
     with raises(IntegrationError, "loading other weights into a running engine is not supported"):
         finish(layer)
+    layer, _ = loaded_qkv(compressed())
+    del layer.weight  # as a reload of vLLM does, where the stored weight has another name
+    layer.register_parameter("weight_packed", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    with raises(IntegrationError, "loading other weights into a running engine is not supported"):
+        finish(layer)
 
 
 def check_the_operator():

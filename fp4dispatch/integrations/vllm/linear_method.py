@@ -101,7 +101,8 @@ class EngineLinearMethod(LinearMethodBase):  # type: ignore[misc,unused-ignore]
         inner = getattr(layer, "fp4dispatch", None)
         if inner is None:
             return False
-        if not operator.names(layer.weight, inner):
+        key = getattr(layer, "weight", None)  # a reload has removed it where the checkpoint has another name for it
+        if key is None or not operator.names(key, inner):
             raise other_weights(self.prefix)
         return True
 
