@@ -45,7 +45,7 @@ class Batch:
     compiled
         Whether the model, or a module around it, is wrapped by ``torch.compile``.
     adapters, captured_adapters
-        Names of the LoRA adapters that are active now, and of those that were at capture.
+        The LoRA adapters that are active or merged now, with their scales, and those that were at capture.
     deterministic
         Whether the request must give the same bits however many tokens share its batch.
     intermediates

@@ -88,9 +88,14 @@ def adapters(spec: Spec) -> list[Any]:
 
 
 def active_adapters(modules: Iterable[Any]) -> tuple[str, ...]:
-    """Return the names of the active adapters of modules that :func:`adapters` found."""
-    found: dict[str, None] = {}
+    """Return the adapters of modules that :func:`adapters` found: active with their scales, and merged into weights.
+
+    A merge writes to weights in place and a scale is a number of Python, so a graph follows neither.
+    """
+    found: dict[tuple[str, Any], None] = {}
     for module in modules:
+        found |= dict.fromkeys((name, "merged") for name in getattr(module, "merged_adapters", ()))
         if not module.disable_adapters:
-            found |= dict.fromkeys(module.active_adapters)
-    return tuple(found)
+            scales = getattr(module, "scaling", {})
+            found |= dict.fromkeys((name, scales.get(name)) for name in module.active_adapters)
+    return tuple(name if scale is None else f"{name} ({scale})" for name, scale in found)

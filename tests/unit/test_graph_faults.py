@@ -63,9 +63,16 @@ class Lora(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base, self.active_adapters, self.disable_adapters = base, ["a"], False
+        self.scaling, self.merged_adapters = {"a": 1.0, "b": 1.0}, []
 
     def forward(self, x):
-        return self.base(x)
+        if self.merged_adapters:
+            return self.base(x)
+        return self.base(x) + self.scaling["a"] * x.mean(-1, keepdim=True)
+
+    def merge(self):
+        self.merged_adapters.append("a")
+        self.base.weight += self.scaling["a"] / self.base.in_features
 
 
 def test_another_adapter_runs_eagerly_until_the_captured_one_is_back():
@@ -82,6 +89,21 @@ def test_another_adapter_runs_eagerly_until_the_captured_one_is_back():
     mlp.up_proj.active_adapters, mlp.up_proj.disable_adapters = ["a"], False
     call(model, 1, 8)
     assert breakable.replays(held) == {"8": 2}
+
+
+def test_an_adapter_that_is_scaled_or_merged_after_the_capture_runs_eagerly():
+    model = breakable.model()
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = Lora(mlp.up_proj)
+    want, held = call(model, 1, 8), made(model)
+    torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    mlp.up_proj.scaling["a"] = 3.0
+    assert not torch.allclose(call(model, 1, 8), want, rtol=1e-2)
+    mlp.up_proj.scaling["a"] = 1.0
+    mlp.up_proj.merge()
+    torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    assert breakable.rejects(held) == {"lora-swap": 2}
+    assert "adapters are a (merged), a (1.0); captured with a (1.0)" in str(held.why_not(8, {}))
 
 
 def test_a_layer_that_is_wrapped_after_the_capture_ends_the_graphs():
