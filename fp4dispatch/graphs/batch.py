@@ -145,14 +145,14 @@ PREDICATES: dict[str, Predicate] = {
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Refuse a fact that is not of a batch.
+    """Refuse a fact that is not of a batch, or that only the call itself and its graphs say.
 
     Raises
     ------
     InputError
         With the names that are known.
     """
-    known = {field.name for field in fields(Batch)}
+    known = {field.name for field in fields(Batch)} - {"num_tokens", "buckets", "pays_from"}
     if unknown := sorted(facts.keys() - known):
         raise InputError(f"{unknown[0]!r} is no fact of a batch; known: {', '.join(sorted(known))}")
 

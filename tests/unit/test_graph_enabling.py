@@ -252,6 +252,9 @@ def test_can_run_says_what_a_call_would_be_told():
     assert [r.condition for r in held.why_not(17, {"idle_ranks": (1,)})] == ["too-many-tokens", "idle-ranks"]
     with pytest.raises(InputError, match="'colour' is no fact of a batch"):
         held.why_not(8, {"colour": 1})
+    for name in ("num_tokens", "buckets", "pays_from"):
+        with pytest.raises(InputError, match=f"'{name}' is no fact of a batch"), held.declare({name: 1}):
+            pass
 
 
 @torch.no_grad()
