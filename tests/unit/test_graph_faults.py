@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -158,6 +159,30 @@ def test_a_module_that_is_called_otherwise_after_the_capture_ends_the_graphs(cha
     change(model.model.layers[1].mlp)
     call(model, 1, 8)
     assert held.disabled == "forward of LlamaMLP moved or was replaced after the capture"
+
+
+@pytest.mark.parametrize("place", ["layers.1", ""])
+def test_a_wrapper_that_came_after_the_capture_stays(place):
+    model = breakable.model()
+    want, held = call(model, 1, 8), made(model)
+    module = model.model.get_submodule(place)
+    wrapped = module.forward
+
+    @functools.wraps(wrapped)
+    def wrapper(*args, **kwargs):
+        return wrapped(*args, **kwargs)
+
+    module.forward = wrapper
+    torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    held.release()
+    assert module.forward is wrapper
+    assert torch.equal(call(model, 1, 8), want)
+    again = made(model)
+    torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
+    assert not again.disabled
+    assert breakable.replays(again) == {"8": 1}
+    again.release()
+    assert module.forward is wrapper
 
 
 def test_weights_elsewhere_and_compiled_modules_are_not_captured():

@@ -50,11 +50,16 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the ``forward`` of one module. Return what undoes it."""
+    """Replace the ``forward`` of one module. Return what undoes it.
+
+    A wrapper that came after stays, and what it wraps: that is the replacement, which has to pass calls on then.
+    """
     own = module.__dict__.get("forward")
-    module.forward = Replaced(module, forward)
+    placed = module.forward = Replaced(module, forward)
 
     def undo() -> None:
+        if module.__dict__.get("forward") is not placed:
+            return
         if own is None:
             module.__dict__.pop("forward", None)
         else:
