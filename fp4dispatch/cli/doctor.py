@@ -24,11 +24,15 @@ from fp4dispatch.trust import quarantine
 if TYPE_CHECKING:
     from fp4dispatch.cli import Subparsers
 
-# Code of the child process. Its last line is JSON. Plug-ins are loaded there too, because they may import anything.
+_ANSWER = "fp4dispatch doctor: "
+# Code of the child process. It tells all that it knows whenever that is more, as JSON on a line that starts with
+# _ANSWER. Plug-ins are loaded there too: they may import anything, print anything, and end the process.
 _CHILD = """
 import importlib.metadata, json, sys
 sys.path[:] = json.loads(sys.argv[1])
 out = {"plugins": {}}
+def tell():
+    print("\\n" + sys.argv[2] + json.dumps(out), flush=True)
 import torch
 out["cuda"] = torch.version.cuda
 out["archs"] = torch.cuda.get_arch_list() if torch.version.cuda else []
@@ -40,9 +44,14 @@ if torch.version.cuda:
     except Exception as error:
         out["cuda_error"] = str(error).strip().splitlines()[0]
 from fp4dispatch.backends import registry
-for name, backend in registry.plugins(importlib.metadata.entry_points(group=registry.GROUP)).items():
+points = importlib.metadata.entry_points(group=registry.GROUP)
+out["loading"] = sorted({point.name for point in points})
+tell()
+for name, backend in registry.plugins(points).items():
     broken = isinstance(backend, registry.BrokenBackend)
     out["plugins"][name] = backend.reason.text if broken else None
+out["loading"] = []
+tell()
 try:
     import fp4dispatch.dispatch.here  # tells system.current() what is proven, on which verdicts depend
     from fp4dispatch.machine import system
@@ -51,8 +60,7 @@ try:
                        for v in selfcheck.results(system.current())]
 except Exception as error:
     out["verdicts_error"] = f"{type(error).__name__}: {error}"
-print()
-print(json.dumps(out))
+tell()
 """
 
 
@@ -112,28 +120,42 @@ def ask_child(timeout: float = 180) -> Child:
     """Import torch and load the plug-ins in a child process, which may crash. ``timeout`` in seconds."""
     try:
         child = subprocess.run(
-            [sys.executable, "-c", _CHILD, json.dumps(sys.path)],
+            [sys.executable, "-c", _CHILD, json.dumps(sys.path), _ANSWER],
             env=settings.environment(),
             capture_output=True,
-            text=True,
             timeout=timeout,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return Child(error=f"importing torch did not finish within {timeout:.0f} s")
-    if child.returncode != 0:
-        lines = child.stderr.strip().splitlines()
-        return Child(error=lines[-1] if lines else f"the process ended with status {child.returncode}")
-    said: dict[str, Any] = json.loads(child.stdout.strip().splitlines()[-1])
+    except OSError as error:
+        return Child(error=f"the process that would do so cannot be started ({error})")
+    except subprocess.TimeoutExpired as late:
+        said, ended = _said(late.stdout or b""), f"did not finish within {timeout:.0f} s"
+        if said is None:
+            return Child(error=f"importing torch {ended}")
+    else:
+        said, ended = _said(child.stdout), f"ended the process with status {child.returncode}"
+        if said is None:
+            lines = child.stderr.decode(errors="replace").strip().splitlines()
+            return Child(error=lines[-1] if lines and child.returncode else f"it {ended}")
+    unloaded = f"{', '.join(said['loading'])}: loading them {ended}" if said["loading"] else ""
+    unread = "" if unloaded or "verdicts" in said else f"reading them {ended}"
     return Child(
         cuda=said["cuda"],
         archs=tuple(said["archs"]),
         gpus=tuple(said["gpus"]),
         cuda_error=said.get("cuda_error", ""),
         plugins=said["plugins"],
+        plugins_error=unloaded,
         verdicts=tuple(Kept(**{**kept, "findings": tuple(kept["findings"])}) for kept in said.get("verdicts", ())),
-        verdicts_error=said.get("verdicts_error", ""),
+        verdicts_error=said.get("verdicts_error", unread),
     )
+
+
+def _said(output: bytes) -> dict[str, Any] | None:
+    """Return the last answer in what the child process printed; None where there is none."""
+    lines = output.decode(errors="replace").splitlines()
+    told = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
+    return json.loads(told[-1]) if told else None
 
 
 def _show(checks: Iterable[Check]) -> None:

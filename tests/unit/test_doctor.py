@@ -447,6 +447,30 @@ class TestForReal:
         assert checks["plug-ins"]["status"] == "fail"
         assert "FP4DISPATCH_BACKND" in checks["settings"]["text"]  # the later of two findings of one name
 
+    @pytest.mark.parametrize(
+        ("source", "words"),
+        [
+            ("import atexit\natexit.register(print, 'bye')\n", ""),
+            ("import sys\nsys.stdout.buffer.write(bytes([255]))\n", ""),
+            ("import os\nos._exit(0)\n", "ended the process with status 0"),
+            ("import os\nos.abort()\n", "ended the process with status -6"),
+            ("raise KeyboardInterrupt\n", "ended the process with status"),
+        ],
+    )
+    def test_a_plugin_that_prints_or_ends_the_process(self, tmp_path: Path, source: str, words: str) -> None:
+        info = tmp_path / "fake" / "someone-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: someone\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[fp4dispatch.backends]\ntheirs = someone_backend:Backend\n")
+        (tmp_path / "fake" / "someone_backend.py").write_text(source)
+        code, checks = self.doctor(tmp_path, None)
+        assert code == 1
+        assert checks["torch"]["status"] == "ok"
+        assert checks["plug-ins"]["status"] == "fail"
+        assert "theirs" in checks["plug-ins"]["text"]
+        assert words in checks["plug-ins"]["text"]
+        assert checks["self-check"]["status"] == ("skip" if words else checks["self-check"]["status"])
+
     @pytest.mark.parametrize("variable", ["FP4DISPATCH_NVCC", "CUDA_HOME", "CUTLASS_PATH", "FP4DISPATCH_SELFCHECK"])
     def test_a_value_that_cannot_be_parsed_ends_no_other_check(self, tmp_path: Path, variable: str) -> None:
         code, checks = self.doctor(tmp_path, None, **{variable: "~no_such_user_here/x"})
@@ -464,3 +488,16 @@ class TestForReal:
         (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")
         monkeypatch.syspath_prepend(str(tmp_path))
         assert doctor.ask_child(timeout=3).error == "importing torch did not finish within 3 s"
+
+    def test_a_plugin_that_hangs_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told = json.dumps({"cuda": None, "archs": [], "gpus": [], "plugins": {}, "loading": ["theirs"]})
+        monkeypatch.setattr(
+            doctor, "_CHILD", f"import sys, time; print(sys.argv[2] + {told!r}, flush=True); time.sleep(60)"
+        )
+        found = doctor.ask_child(timeout=3)
+        assert found.error is None
+        assert found.plugins_error == "theirs: loading them did not finish within 3 s"
+
+    def test_a_python_that_cannot_be_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        assert "cannot be started" in str(doctor.ask_child().error)

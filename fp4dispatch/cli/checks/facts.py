@@ -35,7 +35,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Child:
-    """Answer of the child process. ``error`` says why torch could not be imported, else None."""
+    """Answer of the child process. ``error`` says why torch could not be imported, else None.
+
+    ``plugins_error`` says which plug-ins it was loading when it ended or hung, else it is empty.
+    """
 
     error: str | None = None
     cuda: str | None = None
@@ -43,6 +46,7 @@ class Child:
     gpus: tuple[str, ...] = ()
     cuda_error: str = ""
     plugins: dict[str, str | None] = field(default_factory=dict)
+    plugins_error: str = ""
     verdicts: tuple[Kept, ...] = ()
     verdicts_error: str = ""
 

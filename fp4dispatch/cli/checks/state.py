@@ -62,6 +62,8 @@ def check_plugins(facts: Facts) -> Iterable[Check]:
     """Whether every plug-in can be imported."""
     if facts.child.error is not None:
         yield Check("plug-ins", "skip", "not tried: they need torch")
+    elif facts.child.plugins_error:
+        yield Check("plug-ins", "fail", facts.child.plugins_error, "uninstall the one that does so")
     elif not facts.child.plugins:
         yield Check("plug-ins", "skip", "none installed")
     for name, error in facts.child.plugins.items():
@@ -75,6 +77,8 @@ def check_selfcheck(facts: Facts) -> Iterable[Check]:
     """Which verdicts of the self-check hold here."""
     if facts.child.error is not None:
         yield Check("self-check", "skip", "verdicts not read: they need torch")
+    elif facts.child.plugins_error:
+        yield Check("self-check", "skip", "verdicts not read: they need the plug-ins")
     elif facts.child.verdicts_error:
         text = f"its verdicts cannot be read: {facts.child.verdicts_error}"
         yield Check("self-check", "fail", text, f"remove {facts.selfcheck_folder}: backends are then checked again")
