@@ -36,11 +36,12 @@ def _text(name: str, value: str) -> str:
 
 
 def _path(name: str, value: str) -> Path:
+    """Return an absolute path: compilers run in another folder, and every folder above a cache is checked."""
     if "\0" in value:
         raise SettingsError(f"{name}={value!r} is not a path: it contains a NUL byte")
     try:
-        return Path(value).expanduser()
-    except RuntimeError as error:
+        return Path(value).expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # OSError: a relative path, and the current folder is gone
         raise SettingsError(f"{name}={value!r} is not a path: {error}") from None
 
 

@@ -133,7 +133,7 @@ def nvcc() -> tuple[Library | None, tuple[str, ...]]:
             return _nvcc_at(path, f"{name} leads to {path}, ")
     on_path = shutil.which("nvcc")
     if on_path:
-        return _nvcc_at(Path(on_path), f"{on_path} on PATH ")
+        return _nvcc_at(Path(on_path).absolute(), f"{on_path} on PATH ")
     nvidia = package_folder("nvidia")
     for place in _WHEEL_NVCC if nvidia else ():
         if (nvidia / place).is_file():  # type: ignore[operator]

@@ -247,6 +247,29 @@ def test_a_compiler_sees_the_environment_that_is_listed(
     assert set(json.loads(seen.read_text())) <= {"PATH", "LD_LIBRARY_PATH", "TMPDIR", "LC_ALL", "LC_CTYPE", "PWD"}
 
 
+def test_a_toolchain_may_be_named_by_a_relative_path(
+    fake: Fake, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(fake.folder.parent)
+    monkeypatch.setenv("FP4DISPATCH_NVCC", "toolchain/bin/nvcc")
+    assert build(catalog).proven
+    assert fake.calls() == 1
+
+
+def test_every_folder_above_a_relative_cache_counts(
+    fake: Fake, catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fp4dispatch.jit.store import records
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FP4DISPATCH_CACHE_DIR", "open/cache")
+    path = cache_module.default_folder() / "tuning" / "0.json"
+    records.write(path, {"kept": True})
+    assert records.read(path) == {"kept": True}
+    (tmp_path / "open").chmod(0o777)
+    assert records.read(path) is None
+
+
 def test_the_host_compiler_is_the_one_that_was_asked_for_its_version(fake: Fake, catalog: Catalog) -> None:
     build(catalog)
     (arguments,) = [json.loads(line) for line in (fake.folder / "calls").read_text().splitlines()]

@@ -69,6 +69,7 @@ def test_every_setting_has_its_default_tested() -> None:
         ("disable", "cutlass, CUDNN,,", ("cutlass", "cudnn")),
         ("cache_dir", "/a b/c", Path("/a b/c")),
         ("cache_dir", "~/x", Path.home() / "x"),
+        ("cache_dir", "some/cache", Path.cwd() / "some/cache"),
         ("cuda_visible_devices", "", ""),
         ("cuda_device_order", "", ""),
         ("fp4_gemm_backend", "cudnn", "cudnn"),

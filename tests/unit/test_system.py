@@ -356,6 +356,18 @@ class TestNvcc:
         assert found is None
         assert notes[0].startswith(f"nvcc: {name} leads to ")
 
+    @pytest.mark.parametrize(
+        ("name", "value"), [("FP4DISPATCH_NVCC", "cuda/bin/nvcc"), ("CUDA_HOME", "cuda"), ("PATH", "cuda/bin")]
+    )
+    def test_a_relative_path_is_made_whole(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    ) -> None:
+        """Compilers are started in another folder."""
+        file = self.compiler(tmp_path / "cuda" / "bin", "13.0.88")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv(name, value)
+        assert libraries.nvcc() == (Library("13.0.88", str(file)), ())
+
     def test_a_compiler_that_says_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = tmp_path / "nvcc"
         file.write_text("#!/bin/sh\nexit 3\n")

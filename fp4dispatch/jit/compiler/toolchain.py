@@ -220,6 +220,7 @@ def _ninja() -> Library | Missing:
         except ImportError:
             return Missing("ninja was not found", "pip install ninja")
         path = str(Path(ninja.BIN_DIR) / "ninja")
+    path = str(Path(path).absolute())
     return Library(_says(Path(path), "--version").strip(), path)
 
 
@@ -245,7 +246,7 @@ def _utility(name: str) -> Path | None:
         found = find_nvidia_binary_utility(name)
     found = found or shutil.which(name)
     if found:
-        return Path(found)
+        return Path(found).absolute()
     triton = libraries.package_folder("triton")
     bundled = triton / "backends" / "nvidia" / "bin" / name if triton else None
     return bundled if bundled and bundled.is_file() else None
