@@ -23,6 +23,7 @@ from fp4dispatch.settings import settings
 
 _CUDNN = re.compile(r"/\S.*/libcudnn\.so\.\d+(?:\.\d+)*$")
 _NVCC_RELEASE = re.compile(r"release \d+\.\d+, V(\d+\.\d+\.\d+)")
+_VERSION = re.compile(r"\d+(\.\d+)+")
 _WHEEL_NVCC = ("cu13/bin/nvcc", "cu12/bin/nvcc", "cuda_nvcc/bin/nvcc")
 _SYSTEM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/cuda/lib64")
 
@@ -151,16 +152,19 @@ def _nvcc_at(path: Path, label: str) -> tuple[Library | None, tuple[str, ...]]:
 
 
 def _toolkit_version(file: Path) -> str | None:
-    """Version of the compiler in a toolkit's own inventory."""
+    """Version of the compiler in a toolkit's own inventory; None where that is not there, or says no version."""
     try:
-        return str(json.loads(file.read_text())["cuda_nvcc"]["version"])
+        version = json.loads(file.read_text())["cuda_nvcc"]["version"]
+        return version if _VERSION.fullmatch(version) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _nvcc_says(path: Path) -> str | None:
     try:
-        answer = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(
+            [str(path), "--version"], capture_output=True, text=True, errors="replace", timeout=20, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     match = _NVCC_RELEASE.search(answer.stdout)

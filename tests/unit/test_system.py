@@ -378,6 +378,17 @@ class TestNvcc:
         assert "does not tell its version" in notes[0]
         file.write_text("not a program")
         assert libraries.nvcc()[0] is None
+        file.write_bytes(b"#!/bin/sh\necho '\xff release 13.0, V13.0'\n")
+        assert libraries.nvcc()[0] is None
+
+    @pytest.mark.parametrize("version", ['"unknown"', "null", "13", "[]"])
+    def test_an_inventory_without_a_version(
+        self, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = self.compiler(tmp_path / "cuda" / "bin", "13.0.88")
+        (tmp_path / "cuda" / "version.json").write_text(f'{{"cuda_nvcc": {{"version": {version}}}}}')
+        monkeypatch.setenv("FP4DISPATCH_NVCC", str(file))
+        assert libraries.nvcc()[0] == Library("13.0.88", str(file))
 
     def test_the_toolkits_inventory_needs_no_process(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         file = self.compiler(tmp_path / "cuda" / "bin", "1.2.3")

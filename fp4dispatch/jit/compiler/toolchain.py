@@ -257,7 +257,13 @@ def _says(tool: Path, argument: str) -> str:
     """Return the output of a tool, run once per process; empty if it cannot be run."""
     try:
         answer = subprocess.run(
-            [str(tool), argument], capture_output=True, text=True, timeout=30, check=False, env=settings.environment()
+            [str(tool), argument],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=30,
+            check=False,
+            env=settings.environment(),
         )
     except (OSError, subprocess.SubprocessError):
         return ""
