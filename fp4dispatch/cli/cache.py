@@ -11,8 +11,10 @@ import argparse
 import json
 import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch.errors import CacheError
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.kernels import caches
 from fp4dispatch.jit.store import evict
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         freed = evict.clear(Cache(default_folder()))
         print(json.dumps({"freed_bytes": freed}) if args.json else f"{freed / 1e6:.1f} MB freed in {default_folder()}")
         return 0
-    rows = [_row(entry) for cache in caches() for entry in cache.entries()]
+    rows = [row for cache in caches() for entry in cache.entries() if (row := _row(entry))]
     if args.json:
         print(json.dumps({"path": str(default_folder()), "entries": rows}, indent=2))
     else:
@@ -80,15 +82,35 @@ def _amount(text: str, units: dict[str, float], what: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def _row(entry: Entry) -> dict[str, Any]:
-    proof = prove.read(entry)
-    state = "proven" if proof and not proof.faults(entry.request) else "unproven"
-    if damage(entry):
-        state = "damaged"
+def _row(entry: Entry) -> dict[str, Any] | None:
+    """Return what is shown of an entry; None where another process has removed it meanwhile."""
+    state = _state(entry)
+    try:
+        changed = entry.folder.stat().st_mtime
+        size = sum(map(_size_of, entry.folder.iterdir()))
+    except FileNotFoundError:
+        return None
     return {
         "name": entry.name,
         "state": state,
-        "bytes": sum(path.stat().st_size for path in entry.folder.iterdir()),
-        "age_days": int((time.time() - entry.folder.stat().st_mtime) // 86400),
+        "bytes": size,
+        "age_days": int((time.time() - changed) // 86400),
         "folder": str(entry.folder),
     }
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except FileNotFoundError:  # a proof that is being replaced, for example
+        return 0
+
+
+def _state(entry: Entry) -> str:
+    try:
+        proof = prove.read(entry)
+    except (CacheError, OSError):
+        return "damaged"
+    if damage(entry):
+        return "damaged"
+    return "proven" if proof and not proof.faults(entry.request) else "unproven"

@@ -464,3 +464,32 @@ def test_limits_on_the_command_line(words: tuple[str, ...], code: int, tmp_path:
         assert caught.value.code == 2
     else:
         assert cli.main(("cache", *words)) == 0
+
+
+# ---- fp4dispatch cache list ----
+
+
+def listed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Return the exit code, and the state of each entry."""
+    code = cli.main(["cache", "list", "--json"])
+    return code, [row["state"] for row in json.loads(capsys.readouterr().out)["entries"]]
+
+
+def test_an_odd_entry_is_listed_and_hides_no_other(
+    fake: Fake, catalog: Catalog, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = build(catalog), kernels.build("tiny", "two", "120f", catalog=catalog)
+    (first.entry.folder / ".nfs0001").symlink_to("nowhere")  # as a file that another process has just removed
+    assert listed(capsys) == (0, ["proven", "proven"])
+    (first.entry.folder / "proof.json").chmod(0o660)
+    code, states = listed(capsys)
+    assert (code, sorted(states)) == (1, ["damaged", "proven"])
+
+    def pruned(entry: Entry) -> str:
+        shutil.rmtree(entry.folder)
+        return ""
+
+    (first.entry.folder / "proof.json").chmod(0o600)
+    monkeypatch.setattr("fp4dispatch.cli.cache.damage", pruned)  # by another process, while it is being listed
+    assert listed(capsys) == (0, [])
+    assert not second.entry.folder.exists()
