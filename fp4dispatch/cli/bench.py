@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import bench_random
-from fp4dispatch.cli.output import STDOUT, formats_to_print, write, write_file
+from fp4dispatch.cli.output import STDOUT, check_files, formats_to_print, write, write_file
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.progress import Progress
 
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         from fp4dispatch.benchmark.reports import plot
 
         plot.check(args.plot)
+    check_files(args)
     streams = formats_to_print(args)
     bench_random.check(args)
     if args.suite == bench_random.SUITE:

@@ -110,6 +110,21 @@ def formats_to_print(args: Namespace, names: tuple[str, ...] = ("json", "csv", "
     return streams
 
 
+def check_files(args: Namespace, names: tuple[str, ...] = ("json", "csv", "md")) -> None:
+    """Refuse a file of an option that could not be written; InputError. Call it before measuring."""
+    for name in names:
+        target = getattr(args, name)
+        if target in (None, STDOUT):
+            continue
+        path = Path(target).absolute()
+        if not path.parent.is_dir():
+            raise InputError(f"--{name} {target}: cannot be written: there is no folder {Path(target).parent}")
+        if path.is_dir():
+            raise InputError(f"--{name} {target}: cannot be written: it is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InputError(f"--{name} {target}: cannot be written: permission denied")
+
+
 def write(args: Namespace, renderers: Mapping[str, Callable[[Any], str]], document: Any) -> None:
     """Write a document in each format that was asked for: to its file, or to standard output."""
     for name, render in renderers.items():

@@ -46,6 +46,14 @@ def test_the_table_is_the_default(planted, capsys):
     assert out.count("tardy") == 1
 
 
+@pytest.mark.parametrize("name", ["json", "csv", "md"])
+def test_a_file_that_cannot_be_written_wastes_no_run(name, planted, capsys, tmp_path):
+    for target, words in ((tmp_path / "nowhere" / "out", "no folder"), (tmp_path, "it is a folder")):
+        assert cli.main([*SMALL, f"--{name}", str(target)]) == 1
+        assert words in capsys.readouterr().err
+    assert planted[2].calls == 0, "nothing was measured"
+
+
 def test_every_format_at_once(planted, capsys, tmp_path):
     files = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "md")}
     words = [word for name, path in files.items() for word in (f"--{name}", str(path))]
