@@ -136,8 +136,21 @@ def write(args: Namespace, renderers: Mapping[str, Callable[[Any], str]], docume
 
 
 def write_file(name: str, target: str, text: str) -> None:
-    """Write the file of an option; InputError where it cannot be written."""
+    """Write the file of an option; InputError where it cannot be written.
+
+    A regular file is replaced by a rename: who ends the process, or fills the disk, leaves the old one whole.
+    """
+    path = Path(target).resolve()
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        Path(target).write_text(text)
+        if path.exists() and not path.is_file():  # a pipe or a device
+            path.write_text(text, "utf-8")
+            return
+        try:
+            partial.write_text(text, "utf-8")
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise InputError(f"--{name} {target}: cannot be written: {error}") from error

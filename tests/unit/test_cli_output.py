@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from fp4dispatch import cli
+from fp4dispatch.cli.output import write_file
+from fp4dispatch.errors import InputError
 from tests.checkpoint_cases import K, N, write
 
 EXPLAIN = ["explain", "nvfp4_gemm", "-m", "16", "-n", "4096", "-k", "4096", "--arch", "12.0"]
@@ -136,6 +139,27 @@ def test_no_file_becomes_standard_output(tmp_path):
 
 
 @needs_full
+def test_a_file_that_is_there_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    file, link = tmp_path / "bench.json", tmp_path / "link.json"
+    link.symlink_to(file.name)
+    write_file("json", str(link), "old")
+    assert link.is_symlink()
+
+    def full(path, text, encoding="utf-8"):
+        with path.open("w", encoding=encoding) as half:
+            half.write(text[:2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(InputError, match=r"--json .*No space left"):
+            write_file("json", str(link), "new and longer")
+    assert file.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "link.json"]
+    write_file("json", os.devnull, "gone")
+    assert not Path(os.devnull).is_file()
+
+
 @pytest.mark.parametrize("redirection", [">&-", ">/dev/full", "| head -1"])
 def test_by_a_shell(redirection):
     command = f"set -o pipefail; {sys.executable} -m fp4dispatch env {redirection}"
