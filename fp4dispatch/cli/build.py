@@ -79,7 +79,12 @@ def run(args: argparse.Namespace) -> int:
         for job, built in zip(jobs, done, strict=True)
     ]
     ok = failure is None and all(row["built"] and row["proven"] for row in rows)
-    wheel = packing.pack([built for built in done if built], archs, args.wheel) if ok and args.wheel else None
+    wheel: Path | None = None
+    if ok and args.wheel:
+        try:
+            wheel = packing.pack([built for built in done if built], archs, args.wheel)
+        except Fp4DispatchError as error:
+            failure, ok = error, False
     if args.json:
         error_text = str(failure) if failure else None
         made = {"wheel": str(wheel)} if wheel else {}

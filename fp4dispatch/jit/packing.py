@@ -94,9 +94,14 @@ def pack(builts: Sequence[Built], archs: Sequence[Arch], out: Path) -> Path:
         _write_project(project, name, [built.entry for built in builts], tvm_ffi)
         _run_pip(project, made)
         (wheel,) = made.glob("*.whl")
-        with private.explained(out):
+        try:
             out.mkdir(parents=True, exist_ok=True)
             return Path(shutil.copy(wheel, out / wheel.name))
+        except OSError as error:
+            raise CacheError(
+                f"the wheel cannot be put into {out} ({error.strerror or error})\n"
+                "  fix: name another folder: --wheel DIST"
+            ) from error
 
 
 def _write_project(project: Path, name: str, entries: Sequence[Entry], tvm_ffi: Version) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fp4dispatch import cli
 from fp4dispatch.cli.checks.kernels import check_kernels
 from fp4dispatch.errors import CacheError, CompileError
 from fp4dispatch.jit import kernels, packages, packing
@@ -259,3 +260,17 @@ def test_a_wheel_is_refused_for_what_nothing_could_load(tmp_path, changes, damag
     with pytest.raises(CacheError, match=words):
         packing.pack([Built(entry, read(entry), cached=True)], [SM90], tmp_path / "dist")
     assert not (tmp_path / "dist").exists()
+
+
+def test_a_wheel_that_cannot_be_put_there_hides_no_kernel(tmp_path, capsys, monkeypatch):
+    ahead = tmp_path / "ahead"
+    publish(ahead)
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(kernels, "build_all", lambda *_, **__: [])  # it is built already
+    words = ["build", "--arch", "9.0", "--ops", "fp8_quantize", "--variant", VARIANT, "--out", str(ahead)]
+    monkeypatch.setattr("fp4dispatch.cli.build._jobs", lambda *_: [kernels.job(installed(), KERNEL, VARIANT, TARGET)])
+    code = cli.main([*words, "--wheel", str(tmp_path / "file"), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["ok"], report["kernels"][0]["proven"]) == (1, False, True)
+    assert "the wheel cannot be put into" in report["error"]
+    assert "wheel" not in report
