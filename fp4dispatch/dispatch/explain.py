@@ -87,7 +87,7 @@ def explain(
         Whether NVFP4 layers may hold an FP8 copy of their weights; ``FP4DISPATCH_FP8_COPY`` for this machine, not
         otherwise.
     system
-        All facts of the machine; then no single fact may be given.
+        All facts of the machine; then no single fact may be given. Its GPU is known where ``gpu`` could name it.
     gpu
         GPU model of another machine, as NVML or ``gpu_models.toml`` names it, e.g. ``H100 SXM``. It says the arch, and
         what launch models need for their predictions. By default this machine's GPU.
@@ -112,6 +112,8 @@ def explain(
     problem = Problem(op, m, n, k, activation, scaling, out_dtype, bias, capture, m_min, sf_layout, raw)
     versions = dict(zip(FACTS, (cuda, torch, cudnn, cudnn_frontend, flashinfer, cutlass, nvcc), strict=True))
     asked = requested(op, None)[0]  # refuses what the environment misspells, for any machine
+    if system is not None and system.gpus:
+        model = gpu_models.listed(system.gpus[0])
     system, this, measurable, notes = _machine(op, arch, versions, proven, tuple(quarantined), system)
     if fp8_copy is not None:
         system = replace(system, fp8_copy=fp8_copy)

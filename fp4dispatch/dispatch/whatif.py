@@ -73,8 +73,8 @@ def reproduce(decision: Decision, system: System, disabled: Iterable[str] = ()) 
             words += [_flag(name), version]
         elif version is None and name in _COMPANIONS and getattr(system, _COMPANIONS[name]) is not None:
             words += [_flag(name), ABSENT]
-    model = gpu_models.named(system.gpus[0].name) if system.gpus else None
-    if model is not None and model.arch == system.arch:
+    model = gpu_models.listed(system.gpus[0]) if system.gpus else None
+    if model is not None:
         words += ["--gpu", model.name]
     sm = system.arch.sm if system.arch else ""
     proven = [name for name in kernel_ops(p.op) if (name, sm) in system.proven]

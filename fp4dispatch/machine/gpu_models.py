@@ -99,10 +99,15 @@ def of(gpu: Gpu) -> GpuModel | None:
 
     A part of a GPU (MIG) has no model.
     """
-    found = named(gpu.name)
-    if found is not None:
-        return found if found.arch == gpu.arch else None
+    if named(gpu.name) is not None:
+        return listed(gpu)
     return _asked(gpu) if gpu.uuid.startswith("GPU-") else None
+
+
+def listed(gpu: Gpu) -> GpuModel | None:
+    """Return the model of any machine's GPU, from the table alone; None for an unknown name, or one of another arch."""
+    found = named(gpu.name)
+    return found if found is not None and found.arch == gpu.arch else None
 
 
 def named(name: str) -> GpuModel | None:

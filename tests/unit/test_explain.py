@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -291,3 +292,16 @@ def test_the_reason_is_that_of_the_backend_that_was_chosen():
     first = explain("nvfp4_gemm", 16, 4096, 4096, arch="12.0", cuda="13.0", cudnn="9.23.1")
     assert first.backend == "cudnn"
     assert "cuDNN was clean over 3,200 requests" in first.line()
+
+
+def test_the_gpu_of_given_facts_is_known_by_its_name():
+    """As ``gpu=`` would name it: with its predicted times, which may decide."""
+    named = explain("nvfp4_gemm", 17, 4096, 128, gpu="H200 NVL", cuda="13.0", nvcc="13.0.88", proven=("w4_gemm",))
+    (gpu,) = System.fake("9.0").gpus
+    system = System.fake("9.0", torch="", cuda="13.0", nvcc="13.0.88", cutlass="", proven=[("w4_gemm", "sm_90")])
+    given = explain("nvfp4_gemm", 17, 4096, 128, system=replace(system, gpus=(replace(gpu, name="NVIDIA H200 NVL"),)))
+    assert any(verdict.predicted for verdict in named.verdicts)
+    assert given.verdicts == named.verdicts
+    assert (given.backend, given.activation, given.rule) == (named.backend, named.activation, named.rule)
+    other = explain("nvfp4_gemm", 17, 4096, 128, system=replace(system, gpus=(replace(gpu, name="NVIDIA L4"),)))
+    assert not any(verdict.predicted for verdict in other.verdicts), "an L4 is no sm_90"
