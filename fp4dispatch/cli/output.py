@@ -64,7 +64,10 @@ class _Stream:
     def write(self, text: str) -> int:
         """Write, as a text stream does."""
         try:
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:  # letters that this locale lacks, or a path that is no text
+                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError) as error:  # ValueError: it was closed in this process
             self._failed(error)
         return len(text)

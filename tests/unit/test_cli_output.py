@@ -139,6 +139,20 @@ def test_no_file_becomes_standard_output(tmp_path):
 
 
 @needs_full
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "utf-16"])
+@pytest.mark.parametrize("name", ["\u0142\u00fc".encode(), b"no \xfc text"])
+def test_a_path_that_the_terminal_cannot_spell_loses_no_output(name, encoding, tmp_path):
+    folder = os.fsencode(tmp_path) + b"/" + name
+    environment = {**os.environb, b"FP4DISPATCH_CACHE_DIR": folder, b"PYTHONIOENCODING": f"{encoding}:strict".encode()}
+    done = subprocess.run(
+        [sys.executable, "-m", "fp4dispatch", "cache", "path"], env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    said = done.stdout.decode(encoding)
+    assert said.startswith(f"{tmp_path}/")
+    assert said.count("\n") == 1
+
+
 def test_a_file_that_is_there_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     file, link = tmp_path / "bench.json", tmp_path / "link.json"
     link.symlink_to(file.name)
