@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     card = machine.card(args.device)
     suite, methods, budget = plan(args, card)
     if args.list:
-        print(listing(methods, card))
+        bench_random.write_listing(args, listing(methods, card), listing_text)
         return 0
     if card.arch is None and not streams:
         print(CPU_NOTE, "\n", flush=True)
@@ -199,12 +199,18 @@ def _write(args: argparse.Namespace, doc: dict[str, Any], streams: Sequence[str]
         plot.draw(doc, args.plot)
 
 
-def listing(methods: Sequence[Method], card: Card) -> str:
+def listing(methods: Sequence[Method], card: Card) -> dict[str, Any]:
     """Return the suites, and the methods with what each one lacks on this GPU."""
     from fp4dispatch.benchmark.problems import shapes
 
-    lines = [f"{s.name:<24}{len(s.shapes)} shapes, {len(s.m)} M: {s.why}" for s in shapes.catalogue().suites.values()]
-    for method in methods:
-        lacks = method.lacks(card)
-        lines.append(f"{method.name:<24}{method.what}" + (f"; not here: {lacks}" if lacks else ""))
-    return "\n".join(lines)
+    suites = [
+        {"name": s.name, "shapes": len(s.shapes), "m": len(s.m), "why": s.why}
+        for s in shapes.catalogue().suites.values()
+    ]
+    return {"suites": suites, "methods": bench_random.listed(methods, card)}
+
+
+def listing_text(found: dict[str, Any]) -> str:
+    """Return a listing as lines."""
+    lines = [f"{s['name']:<24}{s['shapes']} shapes, {s['m']} M: {s['why']}" for s in found["suites"]]
+    return "\n".join([*lines, *bench_random.listed_text(found)])

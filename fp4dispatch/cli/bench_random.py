@@ -6,8 +6,9 @@ What is drawn depends on the seed only. A new seed each time shows speed on prob
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli.output import STDOUT, write, write_file
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace, streams: Sequence[str]) -> int:
     card = machine.card(args.device)
     sample, methods, families = plan(args, card)
     if args.list:
-        print(listing(sample, methods, card))
+        write_listing(args, listing(sample, methods, card), listing_text)
         return 0
     doc = measure(args, card, sample, methods, families, quiet=bool(streams))
     write(args, {"json": records.text, "md": random_report.markdown}, doc)
@@ -102,13 +103,44 @@ def plan(args: argparse.Namespace, card: Card) -> tuple[Sample, Sequence[Method]
     return sample, methods, tuple(f for f in launches.FAMILIES if timed and f.format in formats)
 
 
-def listing(sample: Sample, methods: Sequence[Method], card: Card) -> str:
+def listing(sample: Sample, methods: Sequence[Method], card: Card) -> dict[str, Any]:
     """Return the problems of a seed, and the methods with what each one lacks on this GPU."""
-    lines = [f"{layer.n}x{layer.k} M={','.join(map(str, ms))}: {layer.owner}" for layer, ms in sample.shapes]
-    for method in methods:
-        lacks = method.lacks(card)
-        lines.append(f"{method.name:<24}{method.what}" + (f"; not here: {lacks}" if lacks else ""))
-    return "\n".join(lines)
+    problems = [{"n": layer.n, "k": layer.k, "m": list(ms), "owner": layer.owner} for layer, ms in sample.shapes]
+    return {"problems": problems, "methods": listed(methods, card)}
+
+
+def listing_text(found: dict[str, Any]) -> str:
+    """Return a listing as lines."""
+    lines = [f"{p['n']}x{p['k']} M={','.join(map(str, p['m']))}: {p['owner']}" for p in found["problems"]]
+    return "\n".join([*lines, *listed_text(found)])
+
+
+def listed(methods: Sequence[Method], card: Card) -> list[dict[str, str]]:
+    """Return the methods with what each one lacks on this GPU."""
+    return [{"name": method.name, "what": method.what, "lacks": method.lacks(card)} for method in methods]
+
+
+def listed_text(found: dict[str, Any]) -> list[str]:
+    """Return the methods of a listing as lines."""
+    return [
+        f"{m['name']:<24}{m['what']}" + (f"; not here: {m['lacks']}" if m["lacks"] else "") for m in found["methods"]
+    ]
+
+
+def write_listing(args: argparse.Namespace, found: dict[str, Any], text: Callable[[dict[str, Any]], str]) -> None:
+    """Print what ``--list`` found, or write it as ``--json`` says.
+
+    Raises
+    ------
+    InputError
+        For another format.
+    """
+    if args.csv is not None or args.md is not None:
+        raise InputError("--list goes with --json alone: there are no rows for --csv and --md")
+    if args.json is None:
+        print(text(found))
+    else:
+        write(args, {"json": lambda document: json.dumps(document, indent=2) + "\n"}, found)
 
 
 def measure(

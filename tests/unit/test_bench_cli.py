@@ -184,6 +184,21 @@ def test_listing(planted, capsys):
     assert "planted FP4Linear" in out
 
 
+def test_a_listing_as_json(planted, capsys, tmp_path):
+    assert cli.main(["bench", "--list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "targets" in [suite["name"] for suite in found["suites"]]
+    assert found["methods"][0] == {"name": BASELINE, "what": f"planted {BASELINE}", "lacks": ""}
+    random = ["bench", "--list", "--suite", "random", "--seed", "1", "--problems", "6"]
+    assert cli.main([*random, "--json", str(tmp_path / "list.json")]) == 0
+    assert capsys.readouterr().out == ""
+    found = json.loads((tmp_path / "list.json").read_text())
+    assert [len(problem["m"]) for problem in found["problems"]] == [4, 2]
+    assert found["methods"]
+    assert cli.main(["bench", "--list", "--csv"]) == 1
+    assert "--list goes with --json alone" in capsys.readouterr().err
+
+
 def test_what_is_measured(planted):
     def planned(*words):
         import argparse
