@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -464,6 +465,42 @@ def test_limits_on_the_command_line(words: tuple[str, ...], code: int, tmp_path:
         assert caught.value.code == 2
     else:
         assert cli.main(("cache", *words)) == 0
+
+
+# ---- entries of a container's image ----
+
+
+@pytest.fixture
+def image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse to rename entries, as overlayfs does for folders of the image."""
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.parents[2].name == "kernels":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+
+
+def test_an_entry_of_an_image_is_pruned(fake: Fake, catalog: Catalog, image: None) -> None:
+    built = build(catalog)
+    cache = Cache(cache_module.default_folder())
+    removed, freed = evict.prune(cache, max_size=0)
+    assert removed == 1
+    assert freed > 0
+    assert not built.entry.folder.exists()
+    assert evict.prune(cache, max_size=0) == (0, 0)
+
+
+def test_a_damaged_entry_of_an_image_is_replaced(fake: Fake, catalog: Catalog, image: None) -> None:
+    first = build(catalog)
+    first.entry.library.write_bytes(b"damaged")
+    second = build(catalog)
+    assert second.entry.folder == first.entry.folder
+    assert not second.cached
+    assert build(catalog).cached
+    assert fake.calls() == 2
 
 
 # ---- fp4dispatch cache list ----

@@ -224,7 +224,9 @@ class Cache:
                     if not damage(read_entry(final)):
                         return
                 with suppress(OSError):  # damaged: move it away; a process that has it mapped keeps its inode
-                    final.rename(self.root / BUILDING / f"old-{secrets.token_hex(8)}")
+                    left = taken_away(final, self.root / BUILDING / f"old-{secrets.token_hex(8)}")
+                    if left == final:
+                        shutil.rmtree(final, ignore_errors=True)
             else:
                 return
         raise CacheError(f"{final} cannot be replaced\n  fix: remove it")
@@ -319,6 +321,23 @@ def _unless_lockless(error: OSError | NotImplementedError) -> None:
     """Re-raise an error unless it means that the file system has no locks."""
     if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
         raise error
+
+
+def taken_away(folder: Path, away: Path) -> Path:
+    """Take an entry out of its place by a rename, and return where its files are now.
+
+    In a container, a folder of the image cannot be renamed (EXDEV,
+    https://docs.kernel.org/filesystems/overlayfs.html#renaming-directories). Its files then stay where they are, but
+    without the record, so that they are no entry any more.
+    """
+    try:
+        folder.rename(away)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        (folder / MANIFEST).unlink(missing_ok=True)
+        return folder
+    return away
 
 
 def sweep(parent: Path) -> int:

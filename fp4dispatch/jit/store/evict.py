@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit.store import private
-from fp4dispatch.jit.store.cache import BUILDING, KERNELS, LOCKS, LOGS, MARKER, SIGNATURE, Cache, sweep
+from fp4dispatch.jit.store.cache import BUILDING, KERNELS, LOCKS, LOGS, MARKER, SIGNATURE, Cache, sweep, taken_away
 from fp4dispatch.jit.store.entries import LIBRARY, LOG, MANIFEST, PROOF
 
 _KERNEL = r"[a-z0-9][a-z0-9_]*"
@@ -183,8 +183,7 @@ def _evict(cache: Cache, folder: Path) -> bool:
             os.close(descriptor)
     away = cache.made(BUILDING) / f"old-{secrets.token_hex(8)}"
     with suppress(FileNotFoundError):  # another process removed it
-        folder.rename(away)
-        _drop(away)
+        _drop(taken_away(folder, away))
     return True
 
 
