@@ -43,11 +43,6 @@ class Inner:
     layers: tuple[nn.Module, ...]
     breaks: tuple[nn.Module, ...]
 
-    def breaks_of(self, layer: nn.Module) -> tuple[nn.Module, ...]:
-        """Return the breaks inside one layer."""
-        held = set(layer.modules())
-        return tuple(each for each in self.breaks if each in held)
-
 
 Finder = Callable[[nn.Module], Inner]
 

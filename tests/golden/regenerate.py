@@ -22,13 +22,13 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue, kernel_ops
 from fp4dispatch.policy.resolve import SupportsProblem, resolve
 from fp4dispatch.policy.rules import Rule, rules
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.arch import KNOWN_ARCHS
 from fp4dispatch.problem.decision import Decision
+from tests.declared import DeclaredBackend
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -386,8 +386,8 @@ def test_a_buffer_that_nobody_can_fill_is_refused(tmp_path):
 def test_configurations_are_understood(tmp_path, row):
     with open_checkpoint(write(tmp_path, tensors_of(row), CONFIGS[row])) as checkpoint:
         config = read_quant_config(checkpoint)
-    assert row in config.schemes_for("up_proj")
-    assert config.schemes_for("head") == ()
+    assert row in config.group_for("up_proj").schemes
+    assert config.group_for("head") is None
 
 
 @pytest.mark.parametrize(("row", "other"), [(r, o) for r in ROWS for o in ROWS if r != o])

@@ -20,10 +20,10 @@ from fp4dispatch.dispatch.whatif import reproduce
 from fp4dispatch.errors import BackendUnsupportedError, InputError, NoBackendError, SettingsError, UnknownBackendError
 from fp4dispatch.machine.system import System
 from fp4dispatch.policy import resolve
-from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Decision
+from tests.declared import DeclaredBackend
 
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)
 FP8 = Problem("fp8_gemm", 16, 4096, 4096, scaling="tensor")
@@ -226,7 +226,7 @@ def test_importing_sets_up_no_logging_and_the_variable_does():
         "assert [type(h) for h in log.handlers] == [logging.NullHandler] and log.level == 0\n"
         "from fp4dispatch import Problem, System\n"
         "d._system.current = lambda: System.fake()\n"
-        "from fp4dispatch.policy.capability import DeclaredBackend\n"
+        "from tests.declared import DeclaredBackend\n"
         "d.registry.backends = lambda: {'reference': DeclaredBackend('reference')}\n"
         "d.select(Problem('nvfp4_gemm', 1, 16, 16))\n"
         "d.reset(); d.select(Problem('nvfp4_gemm', 1, 16, 16))\n"

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.policy.rules import Rule, When
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Reason
 from fp4dispatch.problem.measurement import FLOOR, Measurement, Timing, name_of
+from tests.declared import DeclaredBackend
 
 ALL = {name: DeclaredBackend(name) for name in catalogue().backends}
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.policy.rules import rules
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Reason, RuleHit, Verdict
+from tests.declared import DeclaredBackend
 
 ALL = {name: DeclaredBackend(name) for name in catalogue().backends}
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)

@@ -7,7 +7,6 @@ import pytest
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch import predicted
 from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.policy.rules import m_bucket
@@ -15,6 +14,7 @@ from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Decision
 from fp4dispatch.problem.prediction import PredictedTime, Predictions
 from tests import bounds
+from tests.declared import DeclaredBackend
 from tests.hopper import H200
 
 CUDA = {"cuda": "13.0", "torch": "2.11"}

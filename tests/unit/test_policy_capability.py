@@ -10,9 +10,10 @@ import pytest
 
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine.system import Library, System
-from fp4dispatch.policy.capability import DeclaredBackend, check
+from fp4dispatch.policy.capability import check
 from fp4dispatch.policy.catalogue import catalogue, load, parse_version
 from fp4dispatch.problem import Problem
+from tests.declared import DeclaredBackend
 
 NVFP4 = Problem("nvfp4_gemm", 16, 4096, 4096)
 FP8 = Problem("fp8_gemm", 16, 4096, 4096, scaling="tensor")

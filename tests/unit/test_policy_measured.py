@@ -9,13 +9,13 @@ import pytest
 
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.measured import Speedup, load
 from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.policy.rules import rules
 from fp4dispatch.problem import Problem
 from tests import figures as recorded
+from tests.declared import DeclaredBackend
 
 FIGURES = [(rule, figures) for rule in rules() for figures in rule.measured]
 ROW = {

@@ -13,11 +13,12 @@ from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import PluginError, UnknownBackendError
 from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import DeclaredBackend, offered
+from fp4dispatch.policy.capability import offered
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.policy.resolve import resolve
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.decision import Reason
+from tests.declared import DeclaredBackend
 
 
 class Toy(Backend):

@@ -222,14 +222,14 @@ def test_ctas_of_clusters_of_three_and_five_gather_where_an_sm_has_room_for_two(
 def least_us(table, asked, gpu, takes=lambda _: True):
     """Return the lowest predicted time of the tiles of a table that are taken."""
     some = [tile for tile in tiles.tiles(table) if tile.runs(asked, gpu.arch) and takes(tile)]
-    return min(us for tile in some if (us := tile.predicted_us(asked, speeds.of(gpu))) is not None)
+    return min(us for tile in some if (us := search.gemm(*tile.gemm, asked, speeds.of(gpu))) is not None)
 
 
 def test_few_or_many_tokens_is_a_question_of_predicted_times():
     def chosen(m, activation):
         asked = Problem("nvfp4_gemm", m, 8192, 4096, activation)
         tile = tiles.tile_for(asked, H200.arch, H200.sms, "w4", lambda t: t.kernel != UNFOLD, speeds.of(H200))
-        assert tile.predicted_us(asked, speeds.of(H200)) == least_us("w4", asked, H200)
+        assert search.gemm(*tile.gemm, asked, speeds.of(H200)) == least_us("w4", asked, H200)
         return tile.kernel
 
     asked = [(33, "fp8"), (72, "fp8"), (200, "fp8"), (513, "fp8"), (33, "bf16"), (300, "bf16")]
@@ -257,7 +257,7 @@ def test_small_weights_take_kernels_for_few_tokens_also_of_many(n, k, m, op, act
     few = chosen(asked)
     many = least_us(table, asked, H200, lambda tile: tile.speed is not None)
     assert few.kernel in KERNELS
-    assert few.predicted_us(asked, known) + added == pytest.approx(few_us, rel=0.1)
+    assert search.gemm(*few.gemm, asked, known) + added == pytest.approx(few_us, rel=0.1)
     assert many + added == pytest.approx(many_us, rel=0.12)
     assert chosen(replace(asked, n=8 * n)).kernel not in KERNELS, "of larger weights they would need many waves"
 
@@ -610,8 +610,8 @@ def test_constants_for_many_tokens_are_scaled_by_the_facts_of_a_gpu_and_else_kep
 def test_bounds_do_not_keep_a_tile_that_is_predicted_to_be_slower(n, k, m, near):
     """At 744 and 612 tokens the tile of the bounds took 1.15 and 1.11 times as long (H100; seeds 185 and 184)."""
     asked, known = Problem("fp8_gemm", m, n, k, "fp8", scaling="row"), speeds.of(H100)
-    by_bounds = tiles.tile_for(asked, H100.arch, H100.sms, "w8").predicted_us(asked, known)
-    chosen = tiles.tile_for(asked, H100.arch, H100.sms, "w8", speeds=known).predicted_us(asked, known)
+    by_bounds = search.gemm(*tiles.tile_for(asked, H100.arch, H100.sms, "w8").gemm, asked, known)
+    chosen = search.gemm(*tiles.tile_for(asked, H100.arch, H100.sms, "w8", speeds=known).gemm, asked, known)
     assert chosen == least_us("w8", asked, H100)
     assert chosen < by_bounds
     assert (0.97 * by_bounds < chosen) == near, "so near that a margin would keep the tile of the bounds"

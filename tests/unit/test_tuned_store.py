@@ -16,11 +16,11 @@ from fp4dispatch.dispatch import choose, tuned
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.jit.store import records
 from fp4dispatch.machine.system import System
-from fp4dispatch.policy.capability import DeclaredBackend
 from fp4dispatch.policy.catalogue import catalogue
 from fp4dispatch.problem import Problem
 from fp4dispatch.problem.measurement import Measurement, Timing
 from fp4dispatch.trust import facts, quarantine
+from tests.declared import DeclaredBackend
 from tests.planted import Honest
 
 FACTS = {"cuda": "13.0", "torch": "2.11", "nvcc": "13.0", "cutlass": "4.5", "cudnn": "9.19.0", "cudnn_frontend": "1.14"}

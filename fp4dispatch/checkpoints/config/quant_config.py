@@ -95,11 +95,6 @@ class QuantConfig:
                 return group
         return None
 
-    def schemes_for(self, name: str) -> tuple[str, ...]:
-        """Return the possible schemes of the module with this name; empty if the configuration does not quantise it."""
-        group = self.group_for(name)
-        return group.schemes if group else ()
-
     def _by_precedence(self, name: str, classes: Sequence[str]) -> Group | None:
         """Match as compressed-tensors does (``match_targets``): exact names first, then ``re:``, then class names.
 

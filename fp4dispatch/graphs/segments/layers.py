@@ -271,11 +271,6 @@ class CapturedLayers:
 
     # ---------------------------------------------------------------------------------------------------------- replay
 
-    def bucket_of(self, tokens: int) -> Bucket | None:
-        """Return the smallest captured bucket that holds so many tokens."""
-        fits = [rows for rows in self.buckets if rows >= tokens]
-        return self.buckets[min(fits)] if fits else None
-
     def start(self, bucket: Bucket, hidden: Tensor) -> None:
         """Load hidden states [sequences, length, hidden]."""
         bucket.loaded.clear()

@@ -70,10 +70,6 @@ class Tile:
         """What its times are predicted by."""
         return self.kernel, self.builds["bfloat16"], self.speed
 
-    def predicted_us(self, problem: Problem, speeds: Speeds) -> float | None:
-        """Return the predicted microseconds of the GEMM; None where the models do not cover it."""
-        return search.gemm(*self.gemm, problem, speeds)
-
     def fits(self, problem: Problem, arch: Arch | None, sms: int) -> bool:
         """Whether the row serves a problem on a GPU with ``sms`` SMs."""
         if not self.runs(problem, arch) or problem.m < self.m_min:
