@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fp4dispatch.benchmark import run as runs
-from fp4dispatch.benchmark.background import Background
+from fp4dispatch.benchmark.methods.background import Background
 from fp4dispatch.benchmark.methods.base import Launch, Method, Prepared, Problems
 from fp4dispatch.benchmark.methods.launches import FAMILIES, FIRST, Family, Launcher, OwnLaunch
 from fp4dispatch.benchmark.problems.operands import Format, Operands, Truth

@@ -15,6 +15,7 @@ from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan
 from fp4dispatch.checkpoints.schemes import Scheme, fuse_shards, to_linear
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.collectives import Team, team
+from fp4dispatch.models.fusing.parents import refuse_fused
 from fp4dispatch.models.parallel.cut import Cut, Range, assemble, scale_entries, unit
 from fp4dispatch.models.parallel.layers import ParallelLinear, Part, cut_layer, fill_plain
 from fp4dispatch.models.parallel.plan import Column, TensorParallel, cut_for, dim_of, fused_rows, planned
@@ -45,6 +46,7 @@ def parts_for(model: nn.Module, plan: Plan, tp: TensorParallel | None, members: 
         return {}
     stored = {layer.names[0]: layer for layer in plan.layers}
     parts = {}
+    refuse_fused(model)
     for name, kind in planned(model, tp.plan, members.size).items():
         module: Any = model.get_submodule(name)
         if isinstance(module, ParallelLinear):

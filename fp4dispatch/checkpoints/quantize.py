@@ -12,10 +12,11 @@ import torch
 
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.config.patterns import matches
-from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE, read_quant_config
+from fp4dispatch.checkpoints.config.quant_config import read_quant_config
 from fp4dispatch.checkpoints.config.write_config import Stated, write_quant_config
 from fp4dispatch.checkpoints.files.companions import copy_companions, write_configs
 from fp4dispatch.checkpoints.files.finite import check_finite
+from fp4dispatch.checkpoints.files.paths import CONFIG_FILE
 from fp4dispatch.checkpoints.files.publish import atomic_directory
 from fp4dispatch.checkpoints.files.reader import Checkpoint, TensorInfo, open_checkpoint
 from fp4dispatch.checkpoints.files.writer import Entry, write_tensors

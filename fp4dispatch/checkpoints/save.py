@@ -16,13 +16,13 @@ from torch import nn
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.checkpoints.carried import all_carried
 from fp4dispatch.checkpoints.config.patterns import shard_names
-from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE
-from fp4dispatch.checkpoints.config.strict_json import read_object
 from fp4dispatch.checkpoints.config.write_config import Stated, write_quant_config
 from fp4dispatch.checkpoints.files.companions import copy_companions, write_configs
 from fp4dispatch.checkpoints.files.finite import check_finite
+from fp4dispatch.checkpoints.files.paths import CONFIG_FILE
 from fp4dispatch.checkpoints.files.publish import atomic_directory
 from fp4dispatch.checkpoints.files.reader import MAX_CONFIG_BYTES
+from fp4dispatch.checkpoints.files.strict_json import read_object
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, written_shape
 from fp4dispatch.errors import CheckpointError

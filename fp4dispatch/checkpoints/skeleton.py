@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE
+from fp4dispatch.checkpoints.files.paths import CONFIG_FILE
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.errors import CheckpointError
 

@@ -20,8 +20,8 @@ from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer
 from fp4dispatch.models.fusing.fuse import fuse as _fuse
 from fp4dispatch.models.model_report import decision_text
 from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.replace_report import LayerReport, LeftParameter, ReplaceReport
 from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
-from fp4dispatch.models.replacing.replace_report import LayerReport, LeftParameter, ReplaceReport
 from fp4dispatch.models.replacing.replaceable import (
     carry_over,
     leftover,

@@ -9,8 +9,8 @@ from collections import Counter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp4dispatch.checkpoints.config.strict_json import parse_object
 from fp4dispatch.checkpoints.files.reader import DTYPE_BITS, read_header
+from fp4dispatch.checkpoints.files.strict_json import parse_object
 from fp4dispatch.errors import CheckpointError
 from tests.fuzz.damage import corpus, feed
 

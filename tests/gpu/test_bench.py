@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import background, machine, roofline, run
-from fp4dispatch.benchmark.methods import peers, roster
+from fp4dispatch.benchmark import machine, roofline, run
+from fp4dispatch.benchmark.methods import background, peers, roster
 from fp4dispatch.benchmark.methods.base import BASELINE
 from fp4dispatch.benchmark.problems.operands import Operands
 from fp4dispatch.benchmark.reports import records

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fp4dispatch.benchmark import background
-from fp4dispatch.benchmark.background import Background, Job
+from fp4dispatch.benchmark.methods import background
+from fp4dispatch.benchmark.methods.background import Background, Job
 
 SLEEPS = """
 import os, pathlib, subprocess, sys, time
@@ -175,13 +175,14 @@ def test_an_interrupt_while_one_ends_leaves_none(module, tmp_path, monkeypatch):
 
 def test_it_ends_when_the_run_is_killed(module, tmp_path):
     job = module(
-        "import sys\nfrom fp4dispatch.benchmark import background\nbackground.end_with(int(sys.argv[1]))\n" + SLEEPS,
+        "import sys\nfrom fp4dispatch.benchmark.methods import background\nbackground.end_with(int(sys.argv[1]))\n"
+        + SLEEPS,
         str(tmp_path / "pids"),
     )
     run = f"""
 import sys, time
 sys.path[:] = {sys.path!r}
-from fp4dispatch.benchmark.background import Background, Job
+from fp4dispatch.benchmark.methods.background import Background, Job
 with Background([Job("working", {job.module!r}, {job.task!r})]):
     time.sleep(120)
 """

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fp4dispatch import cli
-from fp4dispatch.benchmark import background, roofline
-from fp4dispatch.benchmark.methods import humming_ahead, peers, roster
+from fp4dispatch.benchmark import roofline
+from fp4dispatch.benchmark.methods import background, humming_ahead, peers, roster
 from fp4dispatch.benchmark.methods.base import BASELINE
 from fp4dispatch.benchmark.problems import sampling
 from fp4dispatch.jit.compiler import limits

@@ -127,6 +127,27 @@ def test_imports_have_no_cycle():
     assert in_a_cycle(MODULES) == set()
 
 
+def both_ways(known: dict[str, ast.Module]) -> list[str]:
+    """Folders of one package of which each imports the other."""
+    folders = {".".join(name.split(".")[:2]) for name in known if (ROOT / Path(*name.split(".")[:2])).is_dir()}
+    pairs = set()
+    for name, tree in known.items():
+        for target in imports(tree):
+            a, b = (".".join((each or "").split(".")[:2]) for each in (name, own(target, known)))
+            if a != b and {a, b} <= folders and a.split(".")[0] == b.split(".")[0]:
+                pairs.add((a, b))
+    return sorted(f"{a} and {b}" for a, b in pairs if (b, a) in pairs and a < b)
+
+
+def test_folders_of_a_package_import_one_way():
+    assert both_ways(MODULES) == []
+
+
+def test_folders_that_import_each_other_are_noticed():
+    back = ast.parse("def later():\n    from fp4dispatch.models.fusing import fuse")
+    assert both_ways(MODULES | {"models.replacing.fusion": back}) == ["models.fusing and models.replacing"]
+
+
 def test_a_cycle_of_types_is_noticed():
     typed = ast.parse("if TYPE_CHECKING:\n    from fp4dispatch.problem.decision import Decision\n")
     assert {"errors", "problem.decision", "problem.arch"} <= in_a_cycle(MODULES | {"errors": typed})

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4dispatch.benchmark.background import Job
+from fp4dispatch.benchmark.methods.background import Job
 from fp4dispatch.benchmark.problems.operands import Entering, Format, Operands
 from fp4dispatch.errors import InputError
 from fp4dispatch.problem.arch import Arch

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from fp4dispatch.benchmark import background
-from fp4dispatch.benchmark.methods import humming_kernels
+from fp4dispatch.benchmark.methods import background, humming_kernels
 from fp4dispatch.benchmark.methods.base import Problems
 from fp4dispatch.jit.compiler.limits import limits
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch import formats, jit
-from fp4dispatch.benchmark.background import Job
 from fp4dispatch.benchmark.methods import humming_ahead, humming_kernels
+from fp4dispatch.benchmark.methods.background import Job
 from fp4dispatch.benchmark.methods.base import BASELINE, Card, Launch, Method, Prepared, Problems
 from fp4dispatch.benchmark.problems.operands import Format, Operands
 from fp4dispatch.problem.arch import SM90, Arch

@@ -22,12 +22,10 @@ from fp4dispatch.checkpoints.config.readers import (
     read_modelopt,
     read_own,
 )
+from fp4dispatch.checkpoints.files.paths import CONFIG_FILE, HF_QUANT_FILE
 from fp4dispatch.checkpoints.files.reader import Checkpoint
 from fp4dispatch.checkpoints.kv_cache import KvCache, read_kv_cache
 from fp4dispatch.errors import CheckpointError
-
-HF_QUANT_FILE = "hf_quant_config.json"
-CONFIG_FILE = "config.json"
 
 LINEAR = ("Linear", "Module")
 """Names of ``nn.Linear`` and its bases: what compressed-tensors matches a ``targets`` class name with."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE, HF_QUANT_FILE
 from fp4dispatch.checkpoints.config.readers import CT_STRATEGIES
+from fp4dispatch.checkpoints.files.paths import CONFIG_FILE, HF_QUANT_FILE
 from fp4dispatch.checkpoints.kv_cache import KvCache
 from fp4dispatch.errors import CheckpointError
 

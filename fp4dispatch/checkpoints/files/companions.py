@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE, HF_QUANT_FILE
-from fp4dispatch.checkpoints.files.paths import PICKLE_SUFFIXES, checked_file
+from fp4dispatch.checkpoints.files.paths import CONFIG_FILE, HF_QUANT_FILE, PICKLE_SUFFIXES, checked_file
 from fp4dispatch.errors import CheckpointError
 
 WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".tflite", ".ot")

@@ -6,9 +6,11 @@ import glob
 import stat
 from pathlib import Path
 
-from fp4dispatch.checkpoints.config.strict_json import read_object
+from fp4dispatch.checkpoints.files.strict_json import read_object
 from fp4dispatch.errors import CheckpointError
 
+CONFIG_FILE = "config.json"
+HF_QUANT_FILE = "hf_quant_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

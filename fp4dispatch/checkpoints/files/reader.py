@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fp4dispatch.checkpoints.config.strict_json import parse_object, read_object
 from fp4dispatch.checkpoints.files.paths import checked_file, weight_files
+from fp4dispatch.checkpoints.files.strict_json import parse_object, read_object
 from fp4dispatch.errors import CheckpointError
 
 _DAMAGED = "the file is damaged, fetch or export it again"

@@ -10,6 +10,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.collectives import Team, team
 from fp4dispatch.machine.ranks import Ranks
+from fp4dispatch.models.fusing.parents import refuse_fused
 from fp4dispatch.models.parallel.layers import Part, cut_layer, part_of
 from fp4dispatch.models.parallel.plan import Kind, Plan, planned
 
@@ -62,5 +63,6 @@ def parallelize(model: nn.Module, group: Any = None, plan: Plan | str = "auto") 
 def _parts(model: nn.Module, members: Team, plan: Plan | str) -> dict[str, Part]:
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    refuse_fused(model)
     found = planned(model, plan, members.size)
     return {name: part_of(model.get_submodule(name), kind, members, name) for name, kind in found.items()}

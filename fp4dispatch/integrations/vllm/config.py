@@ -17,8 +17,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from fp4dispatch.checkpoints.config.quant_config import HF_QUANT_FILE, QuantConfig, read_block
+from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
+from fp4dispatch.checkpoints.files.paths import HF_QUANT_FILE
 from fp4dispatch.errors import CheckpointUnsupportedError
 from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
 from fp4dispatch.integrations.engines.refusals import Host, check_readable

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch.errors import FormatError
+from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.models.fusing.rewrite import Gated, fused_forward
 from fp4dispatch.models.fusing.rows import join_tensors, split_tensors
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -203,6 +203,21 @@ def shards_in(model: nn.Module) -> dict[str, dict[str, int]]:
         if isinstance(module, FusedProjections)
         for fused, shards in module.fused_groups
     }
+
+
+def refuse_fused(model: nn.Module) -> None:
+    """Refuse to cut a model with fused layers among ranks.
+
+    Raises
+    ------
+    InputError
+        If there is one.
+    """
+    if (fused := next(iter(shards_in(model)), None)) is not None:
+        raise InputError(
+            f"{fused} was fused by fp4dispatch.fuse, and plans name the layers that it replaced: cut the model among "
+            "ranks without fusing it (fuse=False)"
+        )
 
 
 def empty_module(base: type[nn.Module], groups: Groups) -> nn.Module:

@@ -10,7 +10,6 @@ from torch import nn
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.collectives import Team
-from fp4dispatch.models.fusing.parents import shards_in
 from fp4dispatch.models.name_patterns import NamePatterns
 from fp4dispatch.models.parallel.cut import Cut, Dim, cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -121,15 +120,9 @@ def planned(model: nn.Module, plan: Plan | str, ranks: int) -> dict[str, Kind]:
     Raises
     ------
     InputError
-        A plan or a style that does not exist, a pattern that names no linear layer, heads of attention that the ranks
-        cannot share, or a model with fused layers.
+        A plan or a style that does not exist, a pattern that names no linear layer, or heads of attention that the
+        ranks cannot share.
     """
-    fused = next(iter(shards_in(model)), None)
-    if fused is not None:
-        raise InputError(
-            f"{fused} was fused by fp4dispatch.fuse, and plans name the layers that it replaced: cut the model among "
-            "ranks without fusing it (fuse=False)"
-        )
     automatic = isinstance(plan, str)
     entries = _of_model(model, str(plan)) if isinstance(plan, str) else _entries(plan)
     found: dict[str, Kind] = {}
