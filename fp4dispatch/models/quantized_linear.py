@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fp4dispatch.backends import activations
 from fp4dispatch.backends.own import swiglu
@@ -23,6 +24,7 @@ from fp4dispatch.machine import capture
 from fp4dispatch.models.backend_binding import BackendBinding
 from fp4dispatch.problem import ACTIVATIONS, Activation
 from fp4dispatch.run import ops, routes
+from fp4dispatch.run.register import gradient_error
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
 
@@ -150,6 +152,7 @@ class QuantizedLinear(BackendBinding):
         """Whether a ready launch takes a plain tensor and the bias as they are, and nothing has changed since."""
         return (
             not _any_autocast()
+            and not _transforms()  # before the rest: tensors may have no address
             and not _wants_grad(x)
             and bias is bound.bias
             and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
@@ -194,7 +197,7 @@ class QuantizedLinear(BackendBinding):
             k = 2 * self.in_features
             if bound is not None and shape[-1:] == (k,):  # host time decides the speed of few tokens
                 m = gate_up.numel() // k
-                if m in bound.apart:
+                if m in bound.apart and not self._followed(gate_up):
                     return self.forward(swiglu.product(gate_up))
                 gated, bias = bound.gated.get(m), self._parameters["bias"]
                 plain = type(self).forward is QuantizedLinear.forward
@@ -215,7 +218,7 @@ class QuantizedLinear(BackendBinding):
         bound = self.bound_to(gate_up.dtype)
         if self._due:
             self._hold_once()
-        if type(gate_up) is not Tensor or self._trains(gate_up):
+        if self._followed(gate_up):
             return ops.swiglu_linear(gate_up, bound.tensors, self._stored(), self.bias, bound.spec.text)
         m = gate_up.shape[:-1].numel()
         if m and bound.swiglu(m, self.bias is not None) is None:
@@ -231,14 +234,17 @@ class QuantizedLinear(BackendBinding):
         bound = self.bound_to(x.dtype)
         if self._due:
             self._hold_once()
-        if type(x) is Tensor and not self._trains(x):
-            return ops.run_bound(x, bound, self.bias)
-        return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
+        if self._followed(x):
+            return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
+        return ops.run_bound(x, bound, self.bias)
 
-    def _trains(self, x: Tensor) -> bool:
-        """Whether a gradient may be asked for: the operator refuses it, with a reason."""
+    def _followed(self, x: Tensor) -> bool:
+        """Whether torch follows what is done with a tensor. It sees the operator, and would not see a bare launch.
+
+        A gradient is refused by the operator, with a reason.
+        """
         bias = self._parameters["bias"]
-        return _wants_grad(x) or (bias is not None and _wants_grad(bias))
+        return type(x) is not Tensor or _transforms() or _wants_grad(x) or (bias is not None and _wants_grad(bias))
 
     def _traced(self, x: Tensor, *, swiglu: bool = False) -> Tensor:
         """Run under ``torch.compile`` and ``torch.export``: all tensors are inputs of the graph.
@@ -262,8 +268,11 @@ class QuantizedLinear(BackendBinding):
     def _ensure(self, dtype: torch.dtype) -> bool:
         """Bind outside the trace of ``torch.compile``. Attributes that are read after this call get guards as usual.
 
-        A compiled call passes the tensors of the layer's own mode. Its operator asks which mode is declared.
+        A compiled call passes the tensors of the layer's own mode. Its operator asks which mode is declared. Torch
+        would drop forward gradients there, so they are refused here, where their level is known.
         """
+        if forward_ad._current_level >= 0:
+            raise gradient_error()
         with capture.mode("none"):
             return bool(self._bind(dtype))  # drops no tensor that the trace may have seen
 
@@ -405,6 +414,18 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
     if eligible and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def _transforms() -> bool:
+    """Whether torch follows each call: transforms of ``torch.func``, forward gradients, dispatch modes (``make_fx``).
+
+    In some of these new tensors hold no memory of their own, and a launch would be missing in what they make.
+    """
+    return _interpreter() is not None or _dispatch_modes() > 0 or forward_ad._current_level >= 0
+
+
+_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _wants_grad(x: Tensor) -> bool:

@@ -14,8 +14,8 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
 from fp4dispatch.run import owners, routes
-from fp4dispatch.run.operands import check_bias, check_types
-from fp4dispatch.run.register import define
+from fp4dispatch.run.operands import check_bias, check_types, refuse_gradients
+from fp4dispatch.run.register import batch_rows, define
 from fp4dispatch.run.routes import OUT_DTYPE, Bound, LayerSpec
 
 
@@ -72,6 +72,7 @@ def linear_stored(
     CaptureError
         As :func:`linear`, and if weights were written and a CUDA graph is being captured.
     """
+    refuse_gradients((x, bias))
     result: Tensor = torch.ops.fp4dispatch.linear_stored.default(x, list(tensors), list(stored), bias, spec)
     return result
 
@@ -258,3 +259,6 @@ define(
     _swiglu_linear_impl,
     _swiglu_linear_fake,
 )
+
+for _name in ("linear", "linear_stored", "swiglu_linear"):
+    batch_rows(_name)

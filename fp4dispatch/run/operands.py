@@ -1,14 +1,16 @@
-"""Checks on operands that the operators share."""
+"""Checks on operands that the operators share, and what torch does with operands besides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
+from fp4dispatch.run.register import gradient_error
 from fp4dispatch.run.routes import OUT_DTYPE
 
 
@@ -29,6 +31,8 @@ def check_types(
         check_tensor(f"{what}: bias", bias)
     if not isinstance(out_dtype, torch.dtype):
         raise InputError(f"{what}: out_dtype={out_dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
+    if not torch.compiler.is_dynamo_compiling():
+        refuse_gradients((*operands.values(), bias))
 
 
 def check_bias(what: str, bias: Tensor | None, n: int, device: torch.device) -> None:
@@ -37,3 +41,28 @@ def check_bias(what: str, bias: Tensor | None, n: int, device: torch.device) -> 
         raise InputError(
             f"{what}: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; need a floating-point [{n}] on {device}"
         )
+
+
+def refuse_gradients(operands: Iterable[object]) -> None:
+    """Refuse operands of ``torch.func.grad``, ``jvp`` and the like, and those with tangents.
+
+    The backward of an operator does not see them. Torch would drop the tangents, so that a derivative would be zero.
+
+    Raises
+    ------
+    BackwardError
+        If there is one.
+    """
+    if any(isinstance(operand, Tensor) and _differentiated(operand) for operand in operands):
+        raise gradient_error()
+
+
+def _differentiated(tensor: Tensor) -> bool:
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    if _functorch.is_gradtrackingtensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+_functorch = torch._C._functorch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4dispatch.errors import BackwardError
+from fp4dispatch.errors import BackwardError, InputError
 
 _library = torch.library.Library("fp4dispatch", "DEF")  # type: ignore[no-untyped-call]
 
@@ -30,11 +30,16 @@ def _backward(ctx: Any, *grads: Any) -> Any:
     )
 
 
-def _refuse_backward(grad: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    raise BackwardError(
+def gradient_error() -> BackwardError:
+    """Return the error for code that asks for a gradient."""
+    return BackwardError(
         "a gradient was asked for through fp4dispatch, which is for inference: run the model under "
         "torch.inference_mode() or torch.no_grad(), or keep this layer unquantised for training"
     )
+
+
+def _refuse_backward(grad: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    raise gradient_error()
 
 
 def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any], *, autograd: bool = True) -> None:
@@ -45,6 +50,21 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any], *, a
     torch.library.register_fake(f"fp4dispatch::{name}", fake, lib=_library)
     if autograd:
         torch.library.register_autograd(f"fp4dispatch::{name}", _backward, setup_context=_save_shapes, lib=_library)
+
+
+def batch_rows(name: str) -> None:
+    """Let ``torch.vmap`` batch the first operand of an operator: all but its last dimension are rows anyway.
+
+    A call in which other operands are batched raises InputError: each layer would need a launch of its own.
+    """
+
+    def batched(info: Any, in_dims: tuple[Any, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
+        dims = [dim for dim in in_dims[1:] if dim is not None]
+        if any(dim is not None for each in dims for dim in (each if isinstance(each, (list, tuple)) else [each])):
+            raise InputError(f"{name}: under vmap only the input may be batched, not weights or bias: call each layer")
+        return getattr(torch.ops.fp4dispatch, name).default(x.movedim(in_dims[0], 0), *others), 0
+
+    torch.library.register_vmap(f"fp4dispatch::{name}", batched, lib=_library)
 
 
 define(
