@@ -813,12 +813,12 @@ def test_threads_that_make_the_first_call_bind_once(hopper):
     made(tokens())
     alone, fresh = made.nbytes(), make("w4a16")
     fresh._forget()
-    start, wrong = threading.Barrier(8), []
+    start, wrong, x = threading.Barrier(8), [], tokens()
 
     def work():
         start.wait()
         try:
-            wrong.append(not torch.equal(fresh(tokens()), made(tokens())))
+            wrong.append(not torch.equal(fresh(x), made(x)))
         except RuntimeError as error:
             wrong.append(error)
 
