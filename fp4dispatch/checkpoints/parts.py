@@ -19,6 +19,7 @@ from fp4dispatch.models.fusing.parents import refuse_fused
 from fp4dispatch.models.parallel.cut import Cut, Range, assemble, scale_entries, unit
 from fp4dispatch.models.parallel.layers import ParallelLinear, Part, cut_layer, fill_plain
 from fp4dispatch.models.parallel.plan import Column, TensorParallel, cut_for, dim_of, fused_rows, planned
+from fp4dispatch.models.replacing.replaceable import sizes
 
 Stored = list[tuple[TensorInfo, torch.Tensor, bool]]
 """Tensors read for a layer, each with whether it is the weight."""
@@ -51,7 +52,7 @@ def parts_for(model: nn.Module, plan: Plan, tp: TensorParallel | None, members: 
         module: Any = model.get_submodule(name)
         if isinstance(module, ParallelLinear):
             raise InputError(f"{name} is cut already ({module.part.label}): load into a model whose layers are whole")
-        n, k, dim = module.out_features, module.in_features, dim_of(kind)
+        (n, k), dim = sizes(module), dim_of(kind)
         layer = stored.get(name)
         if layer is not None and layer.keep:
             raise InputError(f"{name} {layer.keep}, so it is dequantised, whole: leave it out of the plan")

@@ -21,7 +21,7 @@ from fp4dispatch.checkpoints.plan import ConversionPlan, LayerPlan, Plan, Shard,
 from fp4dispatch.checkpoints.schemes import Scheme, detect
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import why_left
+from fp4dispatch.models.replacing.replaceable import sizes, why_left
 from fp4dispatch.problem import Activation
 from fp4dispatch.problem.measurement import EXACTNESS
 
@@ -198,7 +198,7 @@ class _Planner:
         stored: tuple[str, ...],
         groups: dict[str, Group | None],
     ) -> None:
-        n, k = module.out_features, module.in_features
+        n, k = sizes(module)
         shards = tuple(self._shard(name, scheme, n if len(stored) == 1 else None, k, groups[name]) for name in stored)
         total = sum(shard.rows for shard in shards)
         if total != n:

@@ -14,7 +14,7 @@ from fp4dispatch.formats import NVFP4_BLOCK
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.name_patterns import NamePatterns
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import HEAD, leftover, output_heads, ties, why_left
+from fp4dispatch.models.replacing.replaceable import HEAD, leftover, output_heads, sizes, ties, why_left
 from fp4dispatch.problem import Op, Scaling
 from fp4dispatch.run import routes
 from fp4dispatch.settings import did_you_mean
@@ -258,8 +258,9 @@ def picker(config: str | Mapping[str, str | None], include: Patterns, exclude: P
 
 def _unfit(linear: nn.Linear, fmt: str, tied: Mapping[int, str]) -> str:
     """Return why a linear layer cannot have this format; empty if it can."""
-    if fmt == "nvfp4" and linear.in_features % NVFP4_BLOCK:
-        return f"in_features={linear.in_features} is not a multiple of {NVFP4_BLOCK}, the NVFP4 block"
+    _, k = sizes(linear)
+    if fmt == "nvfp4" and k % NVFP4_BLOCK:
+        return f"in_features={k} is not a multiple of {NVFP4_BLOCK}, the NVFP4 block"
     if linear.weight.dtype not in routes.OUT_DTYPE:
         return f"weight is {linear.weight.dtype}"
     if linear.bias is not None and linear.bias.dtype not in routes.OUT_DTYPE:

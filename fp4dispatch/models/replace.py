@@ -27,6 +27,7 @@ from fp4dispatch.models.replacing.replaceable import (
     leftover,
     model_bytes,
     models_with_ties,
+    sizes,
     untie,
     why_no_linear,
 )
@@ -233,7 +234,7 @@ def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str
     """Return the shared scales of layers that engines fuse: the model may be saved for such an engine."""
     linears = {name: (linear, fmt) for name, linear, fmt in plan if not linear.weight.is_meta}
     shared: dict[str, dict[str, Any]] = {}
-    for names in fusion_groups({name: (fmt, linear.in_features) for name, (linear, fmt) in linears.items()}):
+    for names in fusion_groups({name: (fmt, sizes(linear)[1]) for name, (linear, fmt) in linears.items()}):
         scaling = PROBLEM[linears[names[0]][1]][1]
         scale = shared_scale((linears[name][0].weight for name in names), scaling)
         if scale is not None:

@@ -288,3 +288,31 @@ def test_extra_state_that_is_no_tensor_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="'_extra_state' of the model is a dict"):
         save_quantized(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_sizes_that_are_tensors_are_numbers(tmp_path):
+    """Inkling of transformers computes sizes of layers with torch, and gives them to ``nn.Linear`` as they are."""
+
+    class Odd(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            up = self.model.layers[0].mlp.up_proj
+            up.in_features, up.out_features = torch.tensor(up.in_features, device="cpu"), torch.tensor(96, device="cpu")
+
+    def odd():
+        torch.manual_seed(0)
+        return Odd(transformers.LlamaConfig(**tiny_models._text(num_hidden_layers=1))).eval()
+
+    from fp4dispatch.integrations.transformers import Fp4DispatchConfig
+
+    odd().save_pretrained(tmp_path / "plain")
+    replaced, loaded = odd(), odd()
+    fp4dispatch.replace_linears(replaced)
+    save_quantized(replaced, tmp_path / "stored")
+    load_quantized(loaded, tmp_path / "stored")
+    on_the_fly = Odd.from_pretrained(tmp_path / "plain", quantization_config=Fp4DispatchConfig("nvfp4"))
+    with torch.no_grad():
+        want = replaced(IDS).logits
+        for model in (loaded, Odd.from_pretrained(tmp_path / "stored"), on_the_fly):
+            assert len(quantised_modules(model)) == 7
+            assert torch.equal(model(IDS).logits, want)

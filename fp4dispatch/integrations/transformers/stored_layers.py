@@ -38,7 +38,7 @@ from fp4dispatch.errors import CheckpointError, CheckpointUnsupportedError, Form
 from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.models.replacing.replaceable import Tied, carry_over, model_bytes, models_with_ties, untie
+from fp4dispatch.models.replacing.replaceable import Tied, carry_over, model_bytes, models_with_ties, sizes, untie
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
 
@@ -237,7 +237,8 @@ def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig, tied: Ti
     options = {**layer_options(planned, config.activation, None), "name": planned.names[0], "device": "meta"}
     if config.backend is not None:
         options["backend"] = config.backend
-    size = (old.in_features, old.out_features, old.bias is not None)
+    n, k = sizes(old)
+    size = (k, n, old.bias is not None)
     new: QuantizedLinear
     new = (
         FP4Linear(*size, **options)
@@ -254,7 +255,7 @@ def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig, tied: Ti
     if scheme.weight != "weight":
         # The initialisers of T5, SigLIP and others read the weights of their children. Nothing else sees this one: it
         # is no parameter, and _settle removes it.
-        stand_in: Any = torch.empty(size[1], size[0], dtype=old.weight.dtype, device="meta")
+        stand_in: Any = torch.empty(n, k, dtype=old.weight.dtype, device="meta")
         stand_in._is_hf_initialized = True
         object.__setattr__(new, "weight", stand_in)
     return new

@@ -23,6 +23,7 @@ from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.parallel.cut import Cut, cut_weights, take, unit
 from fp4dispatch.models.parallel.plan import Column, Kind, Row, cut_for, dim_of, fused_rows
 from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.replacing.replaceable import sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +172,7 @@ def part_of(layer: nn.Module, kind: Kind, members: Team, what: str) -> Part:
         raise InputError(f"{what} is a {type(layer).__name__}; need an FP4Linear, FP8Linear or nn.Linear")
     assert isinstance(layer, (FP4Linear, FP8Linear, nn.Linear))
     dim = dim_of(kind)
-    n, k = layer.out_features, layer.in_features
+    n, k = sizes(layer)
     rows = layer.shard_rows if isinstance(layer, FP4Linear) else ()
     shards = fused_rows(kind, rows, what)
     # A padded column layer ends where a scale block of the row layer behind it can end.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.weight_reads import weight_reads
 
 HEAD = "is the output head, which stays as it is by default"
@@ -65,6 +66,11 @@ def output_heads(model: nn.Module) -> frozenset[int]:
         elif head is not None:
             found.add(id(head))
     return frozenset(found)
+
+
+def sizes(layer: nn.Linear | QuantizedLinear) -> tuple[int, int]:
+    """Return N and K of a linear layer. ``nn.Linear`` keeps what a model gave it, also tensors (Inkling)."""
+    return int(layer.out_features), int(layer.in_features)
 
 
 def _shape(module: nn.Module) -> tuple[Any, Any]:
