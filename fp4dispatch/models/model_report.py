@@ -193,6 +193,8 @@ def _left(model: nn.Module) -> list[LeftAlone]:
     seen: set[int] = set()
     found = []
     for name, module in model.named_modules():
+        if isinstance(module, nn.LazyLinear):
+            continue  # has no size yet
         if isinstance(module, nn.Linear) and id(module.weight) not in seen:
             seen.add(id(module.weight))
             shared = f"its weight is tied to {tied[id(module)]}" if id(module) in tied else ""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import fp4dispatch
 from fp4dispatch.checkpoints import load_quantized, open_checkpoint, quantize_checkpoint, save_quantized
 from fp4dispatch.cli import main
 from fp4dispatch.errors import CheckpointError, InputError
@@ -163,11 +164,24 @@ def odd(kind: str) -> nn.Linear:
         linear.register_state_dict_post_hook(lambda *a: None)
     if kind == "load hook":
         linear.register_load_state_dict_pre_hook(lambda *a: None)
+    if kind == "sparse":
+        linear.weight = nn.Parameter(linear.weight.detach().to_sparse_csr(), requires_grad=False)
+    if kind == "empty":
+        linear.weight = nn.Parameter(torch.empty(0))  # as DeepSpeed leaves the weight of another rank
+    if kind == "no outputs":
+        return nn.Linear(32, 0)
+    if kind == "no inputs":
+        return nn.Linear(0, 32)
+    if kind == "lazy":
+        return nn.LazyLinear(32)
+    if kind == "torchao":
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
     return linear
 
 
 KINDS = ["subclass", "child", "weight_norm", "parametrize", "forward", "backward hook", "backward pre hook"]
-KINDS += ["state_dict hook", "load hook"]
+KINDS += ["state_dict hook", "load hook", "sparse", "empty", "no outputs", "no inputs", "lazy", "torchao"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,6 +192,18 @@ def test_odd_layers_stay_as_they_are(kind):
     assert m["odd"] is layer
     assert "odd" in dict(report.skipped)
     assert isinstance(m["plain"], FP4Linear)
+    fp4dispatch.report(m)
+
+
+def test_tensors_without_plain_memory_do_not_matter():
+    m = nn.Sequential(nn.Linear(32, 32), nn.LazyConv2d(3, 3))
+    dense = torch.eye(8)
+    for name, sparse in {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "csc": dense.to_sparse_csc()}.items():
+        m.register_buffer(name, sparse)
+    report = replace_linears(m)
+    assert len(report.layers) == 1
+    held = 8 * 4 + 2 * 8 * 8, 8 * 4 + (8 + 9) * 8, 8 * 4 + (8 + 9) * 8  # values, and indices of 8 bytes
+    assert report.model_bytes_after == report.bytes_after + sum(held)
 
 
 class Reader(nn.Module):

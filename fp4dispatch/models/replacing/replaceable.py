@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -107,8 +107,15 @@ def _own_reason(linear: nn.Linear) -> str:
     if kind is not nn.Linear and f"{kind.__module__}.{kind.__qualname__}" not in _PLAIN:
         return f"is a {kind.__name__}, not a plain nn.Linear"
     extra = {*linear._parameters, *linear._buffers, *linear._modules} - {"weight", "bias"}
-    if extra or not isinstance(linear._parameters.get("weight"), nn.Parameter):
+    weight = linear._parameters.get("weight")
+    if extra or not isinstance(weight, nn.Parameter):
         return f"holds {', '.join(sorted(extra)) or 'no weight'} besides weight and bias"
+    if type(weight) is not nn.Parameter:  # quantised by torchao, distributed, ...
+        return f"its weight is a {type(weight).__name__}, not a plain tensor"
+    if weight.layout is not torch.strided:
+        return f"its weight is {weight.layout}"
+    if weight.dim() != 2 or not weight.numel():
+        return f"its weight has the shape {list(weight.shape)}"
     if "forward" in vars(linear):
         return "its forward was replaced on the module (accelerate does so for offloaded models)"
     return next((f"has {why}" for hooks, why in _OTHER_HOOKS.items() if getattr(linear, hooks, None)), "")
@@ -207,7 +214,9 @@ def leftover(model: nn.Module) -> list[tuple[str, nn.Module, nn.Parameter]]:
             seen.update(id(p) for p in module.parameters(recurse=False))
             continue
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.dim() >= 2 and id(parameter) not in seen:
+            if parameter is None or nn.parameter.is_lazy(parameter):  # type: ignore[no-untyped-call]
+                continue  # has no size yet
+            if parameter.dim() >= 2 and id(parameter) not in seen:
                 seen.add(id(parameter))
                 found.append((f"{prefix}.{key}" if prefix else key, module, parameter))
     return found
@@ -216,6 +225,26 @@ def leftover(model: nn.Module) -> list[tuple[str, nn.Module, nn.Parameter]]:
 def model_bytes(model: nn.Module) -> int:
     """Return the bytes of all parameters and buffers. Shared memory counts once."""
     tensors = [t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    return sum(
-        {(id(t) if t.is_meta else t.data_ptr() or id(t)): t.numel() * t.element_size() for t in tensors}.values()
-    )
+    return sum(dict(part for tensor in tensors for part in _memory(tensor)).values())
+
+
+def _memory(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the key and the bytes of each piece of memory of a tensor. A sparse one has several."""
+    if nn.parameter.is_lazy(tensor):  # type: ignore[no-untyped-call]
+        return
+    if tensor.layout is not torch.strided:
+        for part in _parts(tensor):
+            yield from _memory(part)
+        return
+    yield id(tensor) if tensor.is_meta else tensor.data_ptr() or id(tensor), tensor.numel() * tensor.element_size()
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
