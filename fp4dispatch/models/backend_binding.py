@@ -12,6 +12,7 @@ from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine import system as _system
+from fp4dispatch.machine import transforms
 from fp4dispatch.models.offloading import Offload
 from fp4dispatch.models.state_loading import StateLoading
 from fp4dispatch.models.stored_weights import lock, never
@@ -65,13 +66,14 @@ class BackendBinding(StateLoading):
 
     def _bind(self, dtype: torch.dtype, *, checked: bool = False) -> routes.Bound:
         """Bind as :meth:`bind`, and keep the stored tensors. ``checked``: the caller has checked them."""
-        self._update_layouts()
-        declared = _capture.declared()
-        found = self._bounds(declared).get(dtype)
-        if found is not None:
-            return found
-        own = self._bound.get(dtype) or self._bind_own(dtype, checked)
-        return own if declared is None else self._bind_declared(declared, own)
+        with transforms.left():
+            self._update_layouts()
+            declared = _capture.declared()
+            found = self._bounds(declared).get(dtype)
+            if found is not None:
+                return found
+            own = self._bound.get(dtype) or self._bind_own(dtype, checked)
+            return own if declared is None else self._bind_declared(declared, own)
 
     def _bind_own(self, dtype: torch.dtype, checked: bool) -> routes.Bound:
         if dtype not in routes.OUT_DTYPE:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import InputError
-from fp4dispatch.machine import capture
+from fp4dispatch.machine import capture, transforms
 from fp4dispatch.models.stored_weights import (
     CANONICAL,
     Seen,
@@ -120,7 +120,7 @@ class CompactWeights(StoredWeights):
             return
         if not all(map(plain, self._stored())):
             return  # the buffers hold tensors of a tracer
-        with lock:
+        with lock, transforms.left():
             if not self._can_drop():
                 self._due = False
             elif self._matches(self._buffers) and not self._held_by_others():
@@ -212,7 +212,7 @@ class CompactWeights(StoredWeights):
         capture.forbid_in_capture(
             "unpacking weights that the layer dropped", "read them before capturing, or make it with keep_stored=True"
         )
-        with lock, torch.inference_mode(mode=False), torch.no_grad():
+        with lock, transforms.left(), torch.inference_mode(mode=False), torch.no_grad():
             if not self._dropped:  # another thread was faster
                 return
             held = self._lent or self._unpacked()

@@ -13,14 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from fp4dispatch.backends import activations
 from fp4dispatch.backends.own import swiglu
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats.checks import check_tensor
-from fp4dispatch.machine import capture
+from fp4dispatch.machine import capture, transforms
 from fp4dispatch.models.backend_binding import BackendBinding
 from fp4dispatch.problem import ACTIVATIONS, Activation
 from fp4dispatch.run import ops, routes
@@ -152,7 +151,7 @@ class QuantizedLinear(BackendBinding):
         """Whether a ready launch takes a plain tensor and the bias as they are, and nothing has changed since."""
         return (
             not _any_autocast()
-            and not _transforms()  # before the rest: tensors may have no address
+            and not _transforms_active()  # before the rest: tensors may have no address
             and not _wants_grad(x)
             and bias is bound.bias
             and (x.is_cuda and x.get_device() == bound.index if bound.cuda else x.is_cpu)
@@ -244,7 +243,9 @@ class QuantizedLinear(BackendBinding):
         A gradient is refused by the operator, with a reason.
         """
         bias = self._parameters["bias"]
-        return type(x) is not Tensor or _transforms() or _wants_grad(x) or (bias is not None and _wants_grad(bias))
+        return (
+            type(x) is not Tensor or _transforms_active() or _wants_grad(x) or (bias is not None and _wants_grad(bias))
+        )
 
     def _traced(self, x: Tensor, *, swiglu: bool = False) -> Tensor:
         """Run under ``torch.compile`` and ``torch.export``: all tensors are inputs of the graph.
@@ -271,7 +272,7 @@ class QuantizedLinear(BackendBinding):
         A compiled call passes the tensors of the layer's own mode. Its operator asks which mode is declared. Torch
         would drop forward gradients there, so they are refused here, where their level is known.
         """
-        if forward_ad._current_level >= 0:
+        if transforms.forward_gradients():
             raise gradient_error()
         with capture.mode("none"):
             return bool(self._bind(dtype))  # drops no tensor that the trace may have seen
@@ -399,6 +400,7 @@ def _exporting() -> bool:
     return bool(torch.compiler.is_exporting())
 
 
+_transforms_active = transforms.active
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
@@ -414,18 +416,6 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
     if eligible and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def _transforms() -> bool:
-    """Whether torch follows each call: transforms of ``torch.func``, forward gradients, dispatch modes (``make_fx``).
-
-    In some of these new tensors hold no memory of their own, and a launch would be missing in what they make.
-    """
-    return _interpreter() is not None or _dispatch_modes() > 0 or forward_ad._current_level >= 0
-
-
-_interpreter: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _wants_grad(x: Tensor) -> bool:

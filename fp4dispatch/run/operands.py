@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
+from fp4dispatch.machine import transforms
 from fp4dispatch.run.register import gradient_error
 from fp4dispatch.run.routes import OUT_DTYPE
 
@@ -62,7 +63,8 @@ def _differentiated(tensor: Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
     if _functorch.is_gradtrackingtensor(tensor):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return transforms.forward_gradients() and _unpack_dual(tensor).tangent is not None
 
 
 _functorch = torch._C._functorch
+_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual

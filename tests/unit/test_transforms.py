@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp4dispatch.errors import BackwardError, InputError
 from fp4dispatch.formats import fp8_quantize
 from fp4dispatch.models.linear import FP4Linear
+from fp4dispatch.models.stored_weights import plain
 from fp4dispatch.run import ops
 from tests import w4_fake
 from tests.hopper import seems_to_be_here
@@ -43,19 +45,23 @@ def rows(*shape, k=K):
     return torch.randn(*shape, k, dtype=torch.bfloat16)
 
 
-def forms(layer):
-    """The layer, and its two forwards; each with the number of inputs that it takes."""
-    return [(layer, K), (layer.swiglu, 2 * K)]
+@pytest.fixture(params=["forward", "swiglu"])
+def form(layer, request):
+    """One of the two forwards of the layer."""
+    return layer if request.param == "forward" else layer.swiglu
 
 
-def test_vmap_computes_what_the_layer_does(layer):
-    for form, k in forms(layer):
-        x = rows(3, 4, k=k)
-        want = form(x)
-        assert torch.equal(torch.vmap(form)(x), want)
-        assert torch.equal(torch.vmap(form, in_dims=2)(x.movedim(0, 2)), want)
-        assert torch.equal(torch.vmap(torch.vmap(form))(x), want)
-        assert torch.equal(torch.func.functionalize(form)(x), want)
+def inputs(form, *shape):
+    return rows(*shape, k=K if isinstance(form, FP4Linear) else 2 * K)
+
+
+def test_vmap_computes_what_the_layer_does(form):
+    x = inputs(form, 3, 4)
+    want = form(x)
+    assert torch.equal(torch.vmap(form)(x), want)
+    assert torch.equal(torch.vmap(form, in_dims=2)(x.movedim(0, 2)), want)
+    assert torch.equal(torch.vmap(torch.vmap(form))(x), want)
+    assert torch.equal(torch.func.functionalize(form)(x), want)
 
 
 def test_vmap_over_layers_is_refused(layer):
@@ -71,38 +77,35 @@ def test_vmap_over_layers_is_refused(layer):
         torch.vmap(call, in_dims=(None, 0))(rows(4), biases)
 
 
-@pytest.mark.parametrize("how", ["grad", "vjp", "jvp", "jacfwd", "hessian", "per sample", "dual"])
-def test_no_gradient_is_zero_in_silence(layer, how):
-    for form, k in forms(layer):
-        x = rows(4, k=k)
-
-        def scalar(x, form=form):
-            return form(x).sum()
-
-        calls = {
-            "grad": lambda: torch.func.grad(scalar)(x),
-            "vjp": lambda: torch.func.vjp(form, x),
-            "jvp": lambda: torch.func.jvp(form, (x,), (x,)),
-            "jacfwd": lambda: torch.func.jacfwd(form)(x[:1]),
-            "hessian": lambda: torch.func.hessian(scalar)(x[:1]),
-            "per sample": lambda: torch.vmap(torch.func.grad(scalar))(x),
-        }
-        with pytest.raises(BackwardError, match="inference"):
-            if how == "dual":
-                with forward_ad.dual_level():
-                    form(forward_ad.make_dual(x, x))
-            else:
-                calls[how]()
+def dual(form, x):
+    with forward_ad.dual_level():
+        return form(forward_ad.make_dual(x, x))
 
 
-def test_compiled_code_refuses_forward_gradients_too(layer):
+DERIVATIVES = {
+    "grad": lambda form, x: torch.func.grad(lambda x: form(x).sum())(x),
+    "vjp": torch.func.vjp,
+    "jvp": lambda form, x: torch.func.jvp(form, (x,), (x,)),
+    "jacfwd": lambda form, x: torch.func.jacfwd(form)(x[:1]),
+    "hessian": lambda form, x: torch.func.hessian(lambda x: form(x).sum())(x[:1]),
+    "per sample": lambda form, x: torch.vmap(torch.func.grad(lambda x: form(x).sum()))(x),
+    "dual": dual,
+}
+
+
+@pytest.mark.parametrize("how", DERIVATIVES)
+def test_no_derivative_is_zero_in_silence(form, how):
+    with pytest.raises(BackwardError, match="inference"):
+        DERIVATIVES[how](form, inputs(form, 4))
+
+
+def test_compiled_code_refuses_forward_gradients_too(form):
     torch._dynamo.reset()
-    for form, k in forms(layer):
-        tangent = torch.compile(lambda x: torch.func.jvp(form, (x,), (x,)), backend="eager")  # noqa: B023
-        with pytest.raises(Exception, match="BackwardError: a gradient was asked for"):
-            tangent(rows(4, k=k))
-        batched = torch.compile(torch.vmap(form), backend="aot_eager")
-        assert torch.equal(batched(rows(3, 4, k=k)), form(rows(3, 4, k=k)))
+    tangent = torch.compile(lambda x: torch.func.jvp(form, (x,), (x,)), backend="eager")
+    with pytest.raises(Exception, match="BackwardError: a gradient was asked for"):
+        tangent(inputs(form, 4))
+    batched, x = torch.compile(torch.vmap(form), backend="aot_eager"), inputs(form, 3, 4)
+    assert torch.equal(batched(x), form(x))
 
 
 def test_operators_refuse_tangents_too():
@@ -125,6 +128,45 @@ def test_what_is_not_differentiated_runs(layer):
     assert torch.equal(grad, torch.ones(2))
 
 
+@pytest.mark.parametrize("how", ["grad", "jvp", "vmap", "functionalize", "make_fx", "fake"])
+@pytest.mark.parametrize("state", ["not bound", "written", "read"])
+def test_what_a_layer_makes_inside_lasts(layer, how, state):
+    """It is bound, or prepares a write, in the first call; its layouts are plain tensors, and not of a level."""
+    x = rows(4)
+    want = layer(x)
+    if state == "not bound":
+        layer._forget()
+    elif state == "written":
+        layer.weight.add_(0)
+    else:
+        assert layer.weight.numel()
+    one = torch.ones(2)
+    if how == "grad":
+        torch.func.grad(lambda y: (y.sum(), layer(x)), has_aux=True)(one)
+    elif how == "jvp":
+        torch.func.jvp(lambda y: (y.sum(), layer(x)), (one,), (one,))
+    elif how == "vmap":
+        assert torch.equal(torch.vmap(layer)(x), want)
+    elif how == "functionalize":
+        assert torch.equal(torch.func.functionalize(layer)(x), want)
+    elif how == "make_fx":
+        assert torch.equal(make_fx(layer)(x)(x), want)
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert layer(torch.empty(4, K, dtype=torch.bfloat16)).shape == want.shape
+    assert all(plain(tensor) for tensor in layer._buffers.values() if tensor is not None)
+    assert torch.equal(layer(x), want)
+    assert torch.equal(layer(x), want)
+
+
+def test_weights_that_are_read_inside_last(layer):
+    x = rows(4)
+    want = layer(x)
+    torch.func.grad(lambda y: y.sum() + layer.weight.sum())(torch.ones(2))
+    assert all(plain(tensor) for tensor in layer._buffers.values() if tensor is not None)
+    assert torch.equal(layer(x), want)
+
+
 class Seen(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -135,16 +177,14 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_the_operator(layer):
-    for form, k in forms(layer):
-        with Seen() as seen:
-            form(rows(4, k=k))
-        assert sum("fp4dispatch" in name for name in seen.names) == 1, seen.names
+def test_a_dispatch_mode_sees_the_operator(form):
+    with Seen() as seen:
+        form(inputs(form, 4))
+    assert sum("fp4dispatch" in name for name in seen.names) == 1, seen.names
 
 
-def test_a_traced_graph_holds_the_operator(layer):
-    for form, k in forms(layer):
-        graph = make_fx(lambda x: form(x) + 0)(rows(4, k=k))  # noqa: B023
-        other = rows(4, k=k) * 2
-        assert torch.equal(graph(other), form(other) + 0)
-        assert "fp4dispatch" in graph.code
+def test_a_traced_graph_holds_the_operator(form):
+    x = inputs(form, 4)
+    graph = make_fx(lambda x: form(x) + 0)(x)
+    assert torch.equal(graph(2 * x), form(2 * x))
+    assert "fp4dispatch" in graph.code

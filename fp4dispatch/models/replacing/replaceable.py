@@ -214,7 +214,7 @@ def leftover(model: nn.Module) -> list[tuple[str, nn.Module, nn.Parameter]]:
             seen.update(id(p) for p in module.parameters(recurse=False))
             continue
         for key, parameter in module._parameters.items():
-            if parameter is None or nn.parameter.is_lazy(parameter):  # type: ignore[no-untyped-call]
+            if parameter is None or nn.parameter.is_lazy(parameter):
                 continue  # has no size yet
             if parameter.dim() >= 2 and id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -230,7 +230,7 @@ def model_bytes(model: nn.Module) -> int:
 
 def _memory(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield the key and the bytes of each piece of memory of a tensor. A sparse one has several."""
-    if nn.parameter.is_lazy(tensor):  # type: ignore[no-untyped-call]
+    if nn.parameter.is_lazy(tensor):
         return
     if tensor.layout is not torch.strided:
         for part in _parts(tensor):
