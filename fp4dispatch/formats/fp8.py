@@ -67,7 +67,7 @@ def fp8_quantize(x: Tensor, scaling: FP8Scaling, scale: Tensor | None = None) ->
     -----
     The same bytes as compressed-tensors in float32. Kernels that multiply by ``1 / scale`` may differ at ties.
     """
-    check_matrix("fp8_quantize", x)
+    check_fp8_input(x, scaling)
     parts = _Parts("fp8_quantize", x, scaling)
     if scale is not None:
         parts.check_scale(scale, x)
@@ -78,6 +78,12 @@ def fp8_quantize(x: Tensor, scaling: FP8Scaling, scale: Tensor | None = None) ->
     quotient = (tiled / parts.grid(divisor)).clamp(-E4M3_MAX, E4M3_MAX)
     quotient = quotient.masked_fill(~(tiled.abs() < torch.inf), torch.nan)
     return FP8Tensor(parts.join(quotient).to(torch.float8_e4m3fn), scale)
+
+
+def check_fp8_input(x: Tensor, scaling: str) -> None:
+    """Check the matrix and the scaling for :func:`fp8_quantize`. Reads no values, and asks nothing of M."""
+    check_matrix("fp8_quantize", x)
+    _check_scaling("fp8_quantize", scaling)
 
 
 def fp8_dequantize(data: Tensor, scale: Tensor, scaling: FP8Scaling, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -130,14 +136,16 @@ def check_fp8_meta(what: str, data: Tensor, scale: Tensor, scaling: FP8Scaling) 
     return parts
 
 
+def _check_scaling(what: str, scaling: str) -> None:
+    if scaling not in FP8_SCALINGS:
+        raise InputError(f"{what}: scaling={scaling!r} is not known; use one of {', '.join(map(repr, FP8_SCALINGS))}")
+
+
 class _Parts:
     """The parts of [M, K] that have one scale each, as a view [rows, bm, cols, bk] of the zero-padded matrix."""
 
     def __init__(self, what: str, x: Tensor, scaling: FP8Scaling) -> None:
-        if scaling not in FP8_SCALINGS:
-            raise InputError(
-                f"{what}: scaling={scaling!r} is not known; use one of {', '.join(map(repr, FP8_SCALINGS))}"
-            )
+        _check_scaling(what, scaling)
         self.what, self.scaling = what, scaling
         self.m, self.k = x.shape
         self.bm = {"tensor": self.m, "block128": FP8_BLOCK}.get(scaling, 1)

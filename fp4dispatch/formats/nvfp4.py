@@ -104,22 +104,8 @@ def nvfp4_quantize(x: Tensor, global_scale: Tensor | None = None, *, sf_layout: 
     InputError
         For another dtype, shape or device. No sync; safe to capture and to compile.
     """
-    check_matrix("nvfp4_quantize", x)
-    _check_layout("nvfp4_quantize", sf_layout)
-    if x.shape[1] % NVFP4_BLOCK:
-        raise InputError(
-            f"nvfp4_quantize: K={x.shape[1]} is not a multiple of {NVFP4_BLOCK}, so the last block is not full: "
-            "pad x with zero_pad first"
-        )
-    if global_scale is None:
-        global_scale = nvfp4_global_scale(x)
-    check_tensor("nvfp4_quantize: global_scale", global_scale)
-    if global_scale.dtype != torch.float32 or global_scale.numel() != 1 or global_scale.device != x.device:
-        raise InputError(
-            f"nvfp4_quantize: global_scale is {global_scale.dtype} {list(global_scale.shape)} on "
-            f"{global_scale.device}; need torch.float32 with one element on {x.device}"
-        )
-    global_scale = global_scale.reshape(())
+    check_nvfp4_input(x, global_scale, sf_layout)
+    global_scale = nvfp4_global_scale(x) if global_scale is None else global_scale.reshape(())
     blocks = x.float().reshape(x.shape[0], x.shape[1] // NVFP4_BLOCK, NVFP4_BLOCK)
     amax = blocks.abs().amax(dim=-1)
     raw = amax / (global_scale * E2M1_MAX)
@@ -128,6 +114,25 @@ def nvfp4_quantize(x: Tensor, global_scale: Tensor | None = None, *, sf_layout: 
     sf = scale.masked_fill(~usable, torch.nan).to(torch.float8_e4m3fn)
     codes = encode_e2m1(blocks / (sf.float() * global_scale).unsqueeze(-1))
     return NVFP4Tensor(pack_e2m1(codes.flatten(1)), to_128x4(sf) if sf_layout == "128x4" else sf, global_scale)
+
+
+def check_nvfp4_input(x: Tensor, global_scale: Tensor | None, sf_layout: str) -> None:
+    """Check the arguments of :func:`nvfp4_quantize`, which has the errors. Reads no values, and asks nothing of M."""
+    check_matrix("nvfp4_quantize", x)
+    _check_layout("nvfp4_quantize", sf_layout)
+    if x.shape[1] % NVFP4_BLOCK:
+        raise InputError(
+            f"nvfp4_quantize: K={x.shape[1]} is not a multiple of {NVFP4_BLOCK}, so the last block is not full: "
+            "pad x with zero_pad first"
+        )
+    if global_scale is None:
+        return
+    check_tensor("nvfp4_quantize: global_scale", global_scale)
+    if global_scale.dtype != torch.float32 or global_scale.numel() != 1 or global_scale.device != x.device:
+        raise InputError(
+            f"nvfp4_quantize: global_scale is {global_scale.dtype} {list(global_scale.shape)} on "
+            f"{global_scale.device}; need torch.float32 with one element on {x.device}"
+        )
 
 
 def nvfp4_dequantize(

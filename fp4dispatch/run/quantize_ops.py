@@ -67,6 +67,7 @@ def _nvfp4_quantize_impl(x: Tensor, global_scale: Tensor, sf_layout: SfLayout) -
 
 def _nvfp4_quantize_fake(x: Tensor, global_scale: Tensor, sf_layout: SfLayout) -> tuple[Tensor, Tensor]:
     """Return empty outputs. The real function on fake tensors would add guards on M."""
+    formats.check_nvfp4_input(x, global_scale, sf_layout)
     m, k = x.shape
     swizzled = sf_layout == "128x4"
     sf = ((m + 127) // 128 * 128, (k // 16 + 3) // 4 * 4) if swizzled else (m, k // 16)
@@ -99,6 +100,7 @@ def _fp8_quantize_impl(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | N
 
 
 def _fp8_quantize_fake(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    formats.check_fp8_input(x, scaling)
     m, k = x.shape
     blocks = ((m + 127) // 128, (k + 127) // 128)
     shape = {"tensor": (), "row": (m,), "block128": blocks, "1x128": (m, blocks[1])}[scaling]

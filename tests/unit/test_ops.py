@@ -438,3 +438,22 @@ def test_words_of_a_wrong_type_are_refused(call, says):
     x = torch.ones(16, 16, dtype=torch.bfloat16)
     with pytest.raises(InputError, match=says):
         call(x, torch.ones(()), x.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_wrong_operands_of_quantisers_are_refused_without_values_too(device):
+    x, scale = torch.zeros(4, 32, device=device), torch.ones((), device=device)
+    wrong = [
+        (lambda: ops.nvfp4_quantize(x, scale, "128x5"), "sf_layout='128x5'"),
+        (lambda: ops.nvfp4_quantize(x[:, :20], scale), "K=20"),
+        (lambda: ops.nvfp4_quantize(x[None], scale), r"need \[M, K\]"),
+        (lambda: ops.nvfp4_quantize(x.double(), scale), "float64"),
+        (lambda: ops.nvfp4_quantize(x, torch.ones(2, device=device)), "one element"),
+        (lambda: ops.nvfp4_quantize(x, scale.bfloat16()), "bfloat16"),
+        (lambda: ops.fp8_quantize(x, "rows"), "scaling='rows'"),
+        (lambda: ops.fp8_quantize(x[0], "row"), r"need \[M, K\]"),
+        (lambda: ops.fp8_quantize(x[:, :0], "row"), "K > 0"),
+    ]
+    for call, says in wrong:
+        with pytest.raises(InputError, match=says):
+            call()
