@@ -21,9 +21,9 @@ from fp4dispatch.checkpoints.parts import PlainParts, Stored, asked, members_of,
 from fp4dispatch.checkpoints.plan import LayerPlan, Plan, SlotPlan
 from fp4dispatch.checkpoints.planner import plan_load
 from fp4dispatch.checkpoints.schemes import Scheme
-from fp4dispatch.errors import CheckpointError, FormatError, InputError
+from fp4dispatch.errors import CheckpointError, FormatError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
-from fp4dispatch.formats.checks import check_content
+from fp4dispatch.formats.checks import check_content, check_module
 from fp4dispatch.machine.collectives import Team
 from fp4dispatch.machine.ranks import Ranks
 from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer, FuseReport
@@ -34,7 +34,7 @@ from fp4dispatch.models.parallel.layers import Part, become, cut_bias
 from fp4dispatch.models.parallel.plan import TensorParallel
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes, models_with_ties, untie
-from fp4dispatch.problem import ACTIVATIONS, Activation
+from fp4dispatch.problem import ACTIVATIONS, Activation, one_of
 
 _log = logging.getLogger("fp4dispatch")
 
@@ -163,10 +163,9 @@ def load_quantized(
     CheckpointError
         Anything wrong with the checkpoint; the text names file, tensor, what was found and what was expected.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
+    check_module("model", model)
+    if activation is not None:
+        one_of("activation", activation, ACTIVATIONS)
     wanted = asked(tp)
     members = members_of(wanted)
     ranks = Ranks(members.group if members else None, alone=members is None)

@@ -1,9 +1,9 @@
-"""Checks on tensors that the formats share."""
+"""Checks on arguments that are shared."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp4dispatch.errors import FormatError, InputError
 
@@ -14,6 +14,12 @@ def check_tensor(what: str, x: object) -> None:
         raise InputError(f"{what} is {'None' if x is None else f'a {type(x).__name__}'}; need a torch.Tensor")
     if x.layout is not torch.strided:
         raise InputError(f"{what} is {x.layout}; need torch.strided: call .to_dense()")
+
+
+def check_module(what: str, model: object) -> None:
+    """Require a ``torch.nn.Module``."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{what} is a {type(model).__name__}; need a torch.nn.Module")
 
 
 def check_float(what: str, x: Tensor) -> None:

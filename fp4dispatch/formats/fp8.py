@@ -24,6 +24,7 @@ from fp4dispatch.formats.checks import (
     check_tensor,
 )
 from fp4dispatch.formats.sf_layout import zero_pad
+from fp4dispatch.problem import one_of
 
 FP8_BLOCK = 128
 
@@ -137,8 +138,7 @@ def check_fp8_meta(what: str, data: Tensor, scale: Tensor, scaling: FP8Scaling) 
 
 
 def _check_scaling(what: str, scaling: str) -> None:
-    if scaling not in FP8_SCALINGS:
-        raise InputError(f"{what}: scaling={scaling!r} is not known; use one of {', '.join(map(repr, FP8_SCALINGS))}")
+    one_of(f"{what}: scaling", scaling, FP8_SCALINGS)
 
 
 class _Parts:

@@ -44,7 +44,7 @@ from fp4dispatch.formats.checks import (
 )
 from fp4dispatch.formats.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
 from fp4dispatch.formats.sf_layout import from_128x4, to_128x4
-from fp4dispatch.problem import NVFP4_BLOCK, SF_LAYOUTS, SfLayout
+from fp4dispatch.problem import NVFP4_BLOCK, SF_LAYOUTS, SfLayout, one_of
 from fp4dispatch.problem.integers import round_up
 
 NVFP4_MAX = E2M1_MAX * E4M3_MAX
@@ -250,5 +250,4 @@ def check_nvfp4_meta(what: str, data: Tensor, sf: Tensor, global_scale: Tensor, 
 
 
 def _check_layout(what: str, sf_layout: str) -> None:
-    if sf_layout not in SF_LAYOUTS:
-        raise InputError(f"{what}: sf_layout={sf_layout!r} is not known; use one of {', '.join(map(repr, SF_LAYOUTS))}")
+    one_of(f"{what}: sf_layout", sf_layout, SF_LAYOUTS)

@@ -25,7 +25,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.formats.e2m1 import decode_e2m1, encode_e2m1, pack_e2m1
 from fp4dispatch.formats.nvfp4 import NVFP4Tensor, nvfp4_quantize
 from fp4dispatch.formats.sf_layout import to_128x4
-from fp4dispatch.problem import NVFP4_BLOCK, SfLayout
+from fp4dispatch.problem import NVFP4_BLOCK, SfLayout, one_of
 
 Calibration = Literal["max", "mse"]
 CALIBRATIONS: tuple[Calibration, ...] = get_args(Calibration)
@@ -85,8 +85,7 @@ def check_calibration(calibrate: object, nvfp4: bool) -> None:
     InputError
         If so.
     """
-    if calibrate not in CALIBRATIONS:
-        raise InputError(f"calibrate={calibrate!r} is not known; use one of {', '.join(map(repr, CALIBRATIONS))}")
+    one_of("calibrate", calibrate, CALIBRATIONS)
     if calibrate == "mse" and not nvfp4:
         raise InputError("calibrate='mse' searches the block scales of NVFP4, and no layer becomes NVFP4: drop it")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fp4dispatch.errors import InnerNotFoundError, InputError
+from fp4dispatch.formats.checks import check_module
 
 ATTRIBUTE = "__fp4dispatch_inner__"
 """A model may have a method of this name, which takes nothing and returns an :class:`Inner`."""
@@ -140,8 +141,7 @@ def find_inner(
     InputError
         If an argument names nothing, lies outside of the inner module, or breaks lie inside one another.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("model", model)
     if inner is not None:
         if breaks is None:
             raise InputError("inner= without breaks=: say what runs eagerly between graphs; breaks=[] for one graph")

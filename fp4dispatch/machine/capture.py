@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.machine.locks import ForkSafeLock
-from fp4dispatch.problem import CAPTURE_MODES, CaptureMode
+from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, one_of
 
 _query: Callable[[], bool] | None = None
 
@@ -70,8 +70,7 @@ def mode(capture: CaptureMode, smallest_m: int = 1) -> Iterator[None]:
     Capture-safe to enter and to leave. Costs an eager call outside of all blocks nothing.
     """
     global modes_open
-    if capture not in CAPTURE_MODES:
-        raise InputError(f"capture={capture!r} is not known; use one of {', '.join(map(repr, CAPTURE_MODES))}")
+    one_of("capture", capture, CAPTURE_MODES)
     if type(smallest_m) is not int or smallest_m < 0:
         raise InputError(f"smallest_m={smallest_m!r} is not a number of tokens: need an integer of at least 0")
     token = _declared.set(None if capture == "none" else Declared(capture, smallest_m))

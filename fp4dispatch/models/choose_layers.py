@@ -11,6 +11,7 @@ from torch import nn
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats import NVFP4_BLOCK
+from fp4dispatch.formats.checks import check_module
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
 from fp4dispatch.models.name_patterns import NamePatterns
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -184,8 +185,7 @@ def _is_head(name: str) -> bool:
 
 
 def _check_types(model: object, config: object, include: object, exclude: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("model", model)
     if not isinstance(config, (str, Mapping)):
         raise InputError(f"config is a {type(config).__name__}; need one of {', '.join(FORMATS)}, or a mapping to them")
     if isinstance(config, Mapping) and not all(isinstance(pattern, str) for pattern in config):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.dispatch import choose
-from fp4dispatch.errors import InputError
+from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture, transforms
 from fp4dispatch.models.stored_weights import (
     CANONICAL,
@@ -303,6 +303,5 @@ def compact(model: nn.Module) -> int:
     CaptureError
         During CUDA graph capture.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"compact: model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("compact: model", model)
     return sum(module.compact() for module in model.modules() if isinstance(module, CompactWeights))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4dispatch.errors import Fp4DispatchError, InputError
+from fp4dispatch.errors import Fp4DispatchError
+from fp4dispatch.formats.checks import check_module
 from fp4dispatch.models.fusing.parents import shards_in
 from fp4dispatch.models.linear import FP8Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
@@ -152,8 +153,7 @@ def report(model: nn.Module, *, large: int = LARGE) -> ModelReport:
     CaptureError
         During CUDA graph capture, if a layer is not bound.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("model", model)
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, QuantizedLinear)]
     fused = {name: tuple(shard.rpartition(".")[2] for shard in shards) for name, shards in shards_in(model).items()}
     groups = grouped([_layer(name, layer, fused.get(name, ())) for name, layer in layers], ("nbytes", "dropped_bytes"))

@@ -21,7 +21,7 @@ from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture, transforms
 from fp4dispatch.models.backend_binding import BackendBinding
-from fp4dispatch.problem import ACTIVATIONS, Activation
+from fp4dispatch.problem import ACTIVATIONS, Activation, one_of
 from fp4dispatch.run import ops, routes
 from fp4dispatch.run.register import gradient_error
 
@@ -77,8 +77,7 @@ class QuantizedLinear(BackendBinding):
         keep_stored: bool = False,
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
+        one_of("activation", activation, ACTIVATIONS)
         if dtype not in routes.OUT_DTYPE:
             raise InputError(f"dtype={dtype}; need torch.bfloat16, torch.float16 or torch.float32")
         if not all(isinstance(size, int) and not isinstance(size, bool) for size in (in_features, out_features)):

@@ -30,6 +30,7 @@ from torch import Tensor, UntypedStorage, nn
 from fp4dispatch.backends.base import LinearWeights, Prepared
 from fp4dispatch.dispatch import choose
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.run import owners
@@ -294,8 +295,7 @@ def refresh(model: nn.Module) -> int:
     CaptureError
         During CUDA graph capture.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"refresh: model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("refresh: model", model)
     layers = [module for module in model.modules() if isinstance(module, StoredWeights) and module._bound]
     for layer in layers:
         layer.refresh()

@@ -13,11 +13,12 @@ from torch import nn
 from fp4dispatch.backends import registry
 from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import InputError
+from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture as _capture
 from fp4dispatch.models.fusing.parents import downs, parents
 from fp4dispatch.models.parallel.layers import group_of
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, Problem
+from fp4dispatch.problem import CAPTURE_MODES, CaptureMode, Problem, one_of
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
 from fp4dispatch.tune import agreement, tuning
@@ -111,8 +112,7 @@ def _group(model: Any, group: Group) -> Group:
 
 
 def _subjects(model: nn.Module, tokens: Iterable[int] | int, dtype: torch.dtype | None) -> tuple[_Subjects, list[int]]:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("model", model)
     if dtype is not None and dtype not in routes.OUT_DTYPE:
         raise InputError(f"dtype={dtype!r}; need torch.bfloat16, torch.float16 or torch.float32")
     found = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
@@ -135,8 +135,8 @@ def _subjects(model: nn.Module, tokens: Iterable[int] | int, dtype: torch.dtype 
 
 def _modes(subjects: _Subjects, capture: CaptureMode | None, m_min: int | None) -> list[tuple[CaptureMode, int]]:
     """Check the requests of all layers. Return the capture mode and smallest M of each."""
-    if capture is not None and capture not in CAPTURE_MODES:
-        raise InputError(f"capture={capture!r} is not known; use one of {', '.join(map(repr, CAPTURE_MODES))}")
+    if capture is not None:
+        one_of("capture", capture, CAPTURE_MODES)
     if m_min is not None and (type(m_min) is not int or m_min < 0):
         raise InputError(f"m_min={m_min!r} is not a number of tokens: need an integer of at least 0")
     declared = _capture.declared()

@@ -19,6 +19,7 @@ from fp4dispatch.problem.problem import (
     SfLayout,
     m_before,
     m_bucket,
+    one_of,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "SfLayout",
     "m_before",
     "m_bucket",
+    "one_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -72,12 +73,12 @@ class Problem:
     raw: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("op", self.op, OPS)
-        _one_of("activation", self.activation, ACTIVATIONS)
-        _one_of("scaling", self.scaling, SCALINGS)
-        _one_of("out_dtype", self.out_dtype, OUT_DTYPES)
-        _one_of("capture", self.capture, CAPTURE_MODES)
-        _one_of("sf_layout", self.sf_layout, (None, *SF_LAYOUTS))
+        one_of("op", self.op, OPS)
+        one_of("activation", self.activation, ACTIVATIONS)
+        one_of("scaling", self.scaling, SCALINGS)
+        one_of("out_dtype", self.out_dtype, OUT_DTYPES)
+        one_of("capture", self.capture, CAPTURE_MODES)
+        one_of("sf_layout", self.sf_layout, (None, *SF_LAYOUTS))
         if (self.op == "nvfp4_gemm") != (self.scaling == "nvfp4"):
             raise InputError(
                 f"op={self.op!r} does not go with scaling={self.scaling!r}: nvfp4_gemm takes 'nvfp4', fp8_gemm takes "
@@ -133,6 +134,8 @@ def m_before(m: int) -> int:
     return last * 3 // 4 if last > HALVES_FROM else last // 2
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Require one of some values; InputError lists them."""
+    allowed = tuple(allowed)
     if value not in allowed:
         raise InputError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, allowed))}")

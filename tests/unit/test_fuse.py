@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp4dispatch
-from fp4dispatch.checkpoints.config import patterns
 from fp4dispatch.errors import CaptureError, InputError
 from fp4dispatch.machine import capture
 from fp4dispatch.models.fusing import fuse as fusing
 from fp4dispatch.models.fusing.parents import FusedProjections
 from fp4dispatch.models.parallel.plan import Column, planned
+from fp4dispatch.models.projections import FUSED
 from tests import breakable, tiny_models, w4_fake
 from tests.graph_fake import FakeTape
 from tests.hopper import seems_to_be_here
@@ -67,7 +67,7 @@ def close(a, b):
 
 
 def fused_layers(made):
-    return {name: m for name, m in made.named_modules() if name.rpartition(".")[2] in fusing.GROUPS}
+    return {name: m for name, m in made.named_modules() if name.rpartition(".")[2] in FUSED}
 
 
 # --------------------------------------------------------------------------------------------------------- equality
@@ -490,7 +490,6 @@ def test_reports_name_what_was_fused():
     apart = fp4dispatch.replace_linears(tiny_models.build("Llama", transformers))
     assert apart.fusing == fusing.NOTHING_FUSED
     assert "fused" not in str(apart)
-    assert all(patterns.FUSED[name] == shards for name, shards in fusing.GROUPS.items())
 
 
 def test_an_interrupt_leaves_each_module_whole(monkeypatch):

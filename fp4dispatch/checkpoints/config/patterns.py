@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from fp4dispatch.errors import CheckpointError, InputError
+from fp4dispatch.models import projections
 from fp4dispatch.models.name_patterns import compile_pattern, is_name
 
 FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
+    **projections.FUSED,
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Last component of a fused layer's name -> those of its shards, in row order, as vLLM and SGLang have them."""

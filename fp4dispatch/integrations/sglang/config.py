@@ -20,6 +20,7 @@ from fp4dispatch.errors import CheckpointUnsupportedError
 from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
 from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.sglang.linear_method import Fp4DispatchLinearMethod
+from fp4dispatch.models.projections import FUSED
 from fp4dispatch.run import routes
 
 _log = logging.getLogger("fp4dispatch")
@@ -27,7 +28,7 @@ _HOST = Host("SGLang", f"leave --quantization {OWN_METHOD} out, so that SGLang r
 _ADDED = ("packed_modules_mapping", "hf_config")
 """What SGLang adds to the configuration of a checkpoint."""
 
-_PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+_PACKED = {name: list(shards) for name, shards in FUSED.items()}
 """Fused layers of models that do not say (``packed_modules_mapping``), e.g. Llama and Qwen3 of SGLang."""
 
 _THEIRS = {"FP8": "modelopt_fp8", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt_fp8", "MIXED_PRECISION": "modelopt_mixed"}

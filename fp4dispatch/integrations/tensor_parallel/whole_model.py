@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fp4dispatch.errors import InputError
+from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.collectives import Team, team
 from fp4dispatch.machine.ranks import Ranks
@@ -61,8 +61,7 @@ def parallelize(model: nn.Module, group: Any = None, plan: Plan | str = "auto") 
 
 
 def _parts(model: nn.Module, members: Team, plan: Plan | str) -> dict[str, Part]:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("model", model)
     refuse_fused(model)
     found = planned(model, plan, members.size)
     return {name: part_of(model.get_submodule(name), kind, members, name) for name, kind in found.items()}

@@ -12,7 +12,7 @@ from fp4dispatch.checkpoints.config.quant_config import QuantConfig, read_block
 from fp4dispatch.checkpoints.config.readers import OWN_METHOD
 from fp4dispatch.errors import InputError
 from fp4dispatch.models.choose_layers import EXCLUDE
-from fp4dispatch.problem import ACTIVATIONS, Activation
+from fp4dispatch.problem import ACTIVATIONS, Activation, one_of
 
 _FIELDS = ("format", "include", "exclude", "activation", "backend")
 _SOURCE = "quantization_config of the model's configuration"
@@ -53,8 +53,8 @@ class Fp4DispatchConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ig
         backend: str | None = None,
         fuse: bool = False,
     ) -> None:
-        if activation is not None and activation not in ACTIVATIONS:
-            raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
+        if activation is not None:
+            one_of("activation", activation, ACTIVATIONS)
         self.quant_method: Any = OWN_METHOD
         self.format, self.include, self.exclude = format, include, exclude
         self.activation: Activation | None = activation

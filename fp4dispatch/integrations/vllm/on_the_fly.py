@@ -17,7 +17,7 @@ from fp4dispatch.integrations.vllm.engine import Engine
 from fp4dispatch.integrations.vllm.linear_method import EngineLinearMethod
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, picker
 from fp4dispatch.models.quantized_linear import QuantizedLinear
-from fp4dispatch.problem import ACTIVATIONS, Activation
+from fp4dispatch.problem import ACTIVATIONS, Activation, one_of
 
 _FIELDS = ("format", "include", "exclude", "activation")
 
@@ -46,8 +46,7 @@ class Request:
         exclude: Sequence[str] | str = EXCLUDE,
         activation: Activation = "any",
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise InputError(f"activation={activation!r} is not known; use one of {', '.join(map(repr, ACTIVATIONS))}")
+        one_of("activation", activation, ACTIVATIONS)
         self.format, self.include, self.exclude, self.activation = format, include, exclude, activation
         picker(format, include, exclude)  # raises for what is wrong
 

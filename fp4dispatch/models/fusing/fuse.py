@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from fp4dispatch.errors import FormatError, Fp4DispatchError, InputError
+from fp4dispatch.errors import FormatError, Fp4DispatchError
+from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture
 from fp4dispatch.models.fusing.parents import FusedProjections, Groups, downs, fused_class
 from fp4dispatch.models.fusing.rewrite import CannotFuse, uses_of_others, uses_outside_forward
@@ -19,15 +20,10 @@ from fp4dispatch.models.fusing.rows import join
 from fp4dispatch.models.linear import FP4Linear, FP8Linear, layer_of
 from fp4dispatch.models.model_report import pattern_of
 from fp4dispatch.models.parallel.layers import ParallelLinear
+from fp4dispatch.models.projections import FUSED
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.run import prebuild, routes
 from fp4dispatch.run.prebuild import Ask
-
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Name of the fused layer -> those of the layers that it replaces, in the order of its rows, as vLLM names them."""
 
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -172,8 +168,7 @@ def fuse(model: nn.Module) -> FuseReport:
     CaptureError
         During CUDA graph capture.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; need a torch.nn.Module")
+    check_module("model", model)
     capture.forbid_in_capture("fusing layers", "fp4dispatch.fuse(model)")
     places = Counter(id(child) for module in model.modules() for child in module._modules.values() if child is not None)
     foreign = _named_elsewhere(model)
@@ -198,7 +193,7 @@ def fuse(model: nn.Module) -> FuseReport:
 def _candidates(model: nn.Module) -> Iterator[_Candidate]:
     """Yield groups of which at least one layer is quantised."""
     for path, module in model.named_modules():
-        for fused, shards in GROUPS.items():
+        for fused, shards in FUSED.items():
             here = [module._modules.get(shard) for shard in shards]
             quantised = sum(isinstance(layer, QuantizedLinear) for layer in here)
             if quantised and sum(isinstance(layer, nn.Module) for layer in here) > 1:
@@ -207,7 +202,7 @@ def _candidates(model: nn.Module) -> Iterator[_Candidate]:
 
 def _named_elsewhere(model: nn.Module) -> dict[str, str]:
     """Return which code of the model reaches for these layers of another module, by the last part of their names."""
-    names = {shard for shards in GROUPS.values() for shard in shards}
+    names = {shard for shards in FUSED.values() for shard in shards}
     found: dict[str, str] = {}
     for cls in dict.fromkeys(_base(module) for module in model.modules()):
         for where, name in uses_of_others(cls, names):

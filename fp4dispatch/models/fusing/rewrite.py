@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fp4dispatch.models.projections import GATE_UP
 from fp4dispatch.models.replacing.source_scan import definition_of, functions_of, mentioned
 from fp4dispatch.models.replacing.weight_reads import FOREIGN, NEVER
 
@@ -40,9 +41,6 @@ ROWS = "_fused_rows"
 """Attribute of the module: rows of the shards of each fused layer, by its name."""
 DOWN = "_fused_down"
 """Method of the module that computes ``down(act(gate) * up)``."""
-GATED = ("gate_proj", "up_proj")
-"""The shards of a fused layer that may be followed by a product and a down projection."""
-
 _BRANCHES = (
     *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
     *(ast.Await, ast.Yield, ast.YieldFrom),
@@ -164,7 +162,7 @@ def _replace_calls(function: ast.FunctionDef, cls: type, fused: str, shards: Seq
         raise CannotFuse(f"{label} {why} between its calls of {', '.join(shards)}")
     whole = f"{me}.{fused}({argument})"
     rows = f"{me}.{ROWS}[{fused!r}]"
-    gated = _gated(function, me, [calls[shard][2] for shard in shards]) if tuple(shards) == GATED else None
+    gated = _gated(function, me, [calls[shard][2] for shard in shards]) if tuple(shards) == GATE_UP else None
     if gated is not None:
         call, names = gated
         _put_text(function, call, f"{me}.{DOWN}({me}.{names.down}, {me}.{names.act}, {whole}, {rows})")

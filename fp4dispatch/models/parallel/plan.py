@@ -12,6 +12,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.machine.collectives import Team
 from fp4dispatch.models.name_patterns import NamePatterns
 from fp4dispatch.models.parallel.cut import Cut, Dim, cut
+from fp4dispatch.models.projections import QKV
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 
 
@@ -65,8 +66,6 @@ STYLES: dict[str, Kind] = {
     "rowwise_rep": Row(split_input=True),
 }
 """Names of Transformers (``distributed/tensor_parallel.py``) for the kinds."""
-
-_HEADS = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _of_model(model: nn.Module, plan: str) -> list[tuple[str, NamePatterns, Kind
 
 def _check_heads(model: nn.Module, found: Mapping[str, Kind], ranks: int) -> None:
     """Refuse ranks that would get a part of a head: the model would compute garbage, or fail on a shape."""
-    if not any(name.rpartition(".")[2] in _HEADS for name, kind in found.items() if kind == Column()):
+    if not any(name.rpartition(".")[2] in QKV for name, kind in found.items() if kind == Column()):
         return
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
