@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def _packaged(gpu: str, folder: Path) -> Table | None:
     path = folder / file_name(gpu)
     if not path.is_file():
         return None
-    table = load(path)
+    table = read(path)
     if table.gpu != gpu:
         raise SettingsError(f"{path}: is the table of {table.gpu}, not of {gpu}: reinstall fp4dispatch")
     return table
@@ -117,13 +118,47 @@ def file_name(gpu: str) -> str:
 
 
 def load(path: Path) -> Table:
-    """Read a table.
+    """Read a table and check all of it.
+
+    Raises
+    ------
+    SettingsError
+        As :func:`read`, and for an unknown activation format, or a time or a launch that is none.
+    """
+    table = read(path)
+    for by_m in table.layers.values():
+        deque(by_m.values(), maxlen=0)
+    return table
+
+
+class _ByM(Mapping[int, tuple[Timing, ...]]):
+    """Timings of a layer by M. Each is checked when it is first read: a process needs few of some thousands."""
+
+    def __init__(self, where: str, rows: Mapping[str, Any]) -> None:
+        self._where = where
+        self._rows = {_size(where, m): timings for m, timings in rows.items()}
+        self._checked: dict[int, tuple[Timing, ...]] = {}
+
+    def __getitem__(self, m: int) -> tuple[Timing, ...]:
+        if m not in self._checked:
+            self._checked[m] = _timings(f"{self._where}, M={m}", self._rows[m])
+        return self._checked[m]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def read(path: Path) -> Table:
+    """Read a table. Its timings are checked when they are first looked up, with the errors of :func:`load`.
 
     Raises
     ------
     SettingsError
         If it cannot be read, is of another schema, or has a key that is missing, unknown or of the wrong type, a size
-        that is none, an unknown op, scaling or activation format, a time or a launch that is none, or a layer twice.
+        that is none, an unknown op or scaling, or a layer twice.
     """
     try:
         data = json.loads(path.read_text("utf-8"))
@@ -133,13 +168,13 @@ def load(path: Path) -> Table:
     if data["schema"] != SCHEMA:
         raise SettingsError(f"{path}: is of schema {data['schema']}, this fp4dispatch reads {SCHEMA}")
     strict_toml.check(f"{path}: facts", data["facts"], dict.fromkeys(data["facts"], str), error=SettingsError)
-    layers: dict[Layer, dict[int, tuple[Timing, ...]]] = {}
+    layers: dict[Layer, Mapping[int, tuple[Timing, ...]]] = {}
     for i, row in enumerate(data["layers"]):
         where = f"{path}: layer {i}"
         key = _layer(where, row)
         if key in layers:
             raise SettingsError(f"{where}: {key} is there twice")
-        layers[key] = {_size(where, m): _timings(f"{where}, M={m}", rows) for m, rows in row["m"].items()}
+        layers[key] = _ByM(where, row["m"])
     return Table(data["gpu"], data["kernels"], data["date"], data["method"], data["facts"], layers)
 
 

@@ -14,11 +14,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp4dispatch
+from fp4dispatch.checkpoints.parts import parts_for
+from fp4dispatch.checkpoints.plan import Plan
 from fp4dispatch.errors import CaptureError, InputError
+from fp4dispatch.integrations.tensor_parallel import whole_model
 from fp4dispatch.machine import capture
+from fp4dispatch.machine.collectives import Team
 from fp4dispatch.models.fusing import fuse as fusing
 from fp4dispatch.models.fusing.parents import FusedProjections
-from fp4dispatch.models.parallel.plan import Column, planned
+from fp4dispatch.models.parallel.plan import Column, TensorParallel
 from fp4dispatch.models.projections import FUSED
 from tests import breakable, tiny_models, w4_fake
 from tests.graph_fake import FakeTape
@@ -28,6 +32,7 @@ from tests.tiny_models import logits
 transformers = pytest.importorskip("transformers", reason="transformers (extra `demo`) is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = torch.arange(1, 17).view(1, 16)
+TWO_RANKS = Team(group=None, name="", rank=0, size=2)
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -528,7 +533,9 @@ def test_it_is_refused_in_captures_for_other_things_and_before_cutting(monkeypat
             fp4dispatch.fuse(wrong)
     made = model(fuse=True)
     with pytest.raises(InputError, match=r"self_attn\.qkv_proj was fused by fp4dispatch\.fuse, and plans name"):
-        planned(made, {"*.q_proj": Column()}, 2)
+        whole_model._parts(made, TWO_RANKS, {"*.q_proj": Column()})
+    with pytest.raises(InputError, match=r"self_attn\.qkv_proj was fused"):
+        parts_for(made, Plan(), TensorParallel(plan={"*.q_proj": Column()}), TWO_RANKS)
     monkeypatch.setattr(capture, "is_capturing", lambda: True)
     with pytest.raises(CaptureError, match=r"fp4dispatch\.fuse\(model\)"):
         fp4dispatch.fuse(made)

@@ -203,6 +203,17 @@ def test_a_wrong_file_is_refused(folder, change, said):
         shipped.load(path)
 
 
+def test_timings_are_checked_when_they_are_looked_up(folder):
+    _, found = good_table()
+    data = json.loads(shipped.to_json(found))
+    data["layers"][0]["m"]["16"].reverse()
+    path = folder / "t.json"
+    path.write_text(json.dumps(data))
+    (by_m,) = shipped.read(path).layers.values()
+    with pytest.raises(SettingsError, match=r"layer 0, M=16: need timings, fastest first"):
+        by_m[16]
+
+
 def test_what_is_no_json_is_refused(folder):
     (folder / "t.json").write_text("{")
     with pytest.raises(SettingsError, match="cannot be read as JSON"):

@@ -202,6 +202,6 @@ def _tree(name: str, row: Any) -> Tree:
     names = FEW if name.partition(" ")[0] in KERNELS else LT if name == CUBLASLT else MANY
     if (len(features), len(bounds), len(leaves)) != (DEPTH, DEPTH, 1 << DEPTH):
         raise FlagsError(f"{FILE.name}, {name}: a tree needs {DEPTH} questions and {1 << DEPTH} leaves")
-    if not all(0 <= each < len(names) for each in features):
+    if min(features) < 0 or max(features) >= len(names):
         raise FlagsError(f"{FILE.name}, {name}: a tree asks for a feature that is not there: {features}")
     return Tree(features, bounds, leaves)
