@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import bench_random
+from fp4dispatch.cli.numbers import seconds, share
 from fp4dispatch.cli.output import STDOUT, check_files, formats_to_print, write, write_file
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine.progress import Progress
@@ -62,7 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--budget-s",
         "--seconds",
-        type=float,
+        type=seconds,
         metavar="S",
         help=f"start no new problem after S seconds (--quick: {QUICK_S:.0f})",
     )
@@ -74,7 +75,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--compare", type=Path, metavar="OLD.json", help="exit with 1 if ours is slower than in OLD.json"
     )
     parser.add_argument(
-        "--threshold", type=float, metavar="SHARE", help="noise of --compare beside the spreads (default: 0.05)"
+        "--threshold", type=share, metavar="SHARE", help="noise of --compare beside the spreads (default: 0.05)"
     )
     parser.add_argument("--commit", default="", help="recorded in the result")
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import FAILED, HELP, OK
+from fp4dispatch.cli.numbers import seconds
 from fp4dispatch.dispatch.launches import MOST_TOKENS
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.problem import ACTIVATIONS, OPS, OUT_DTYPES, SCALINGS, Problem
@@ -67,7 +68,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="FOLDER",
         help="of the table; one that is there is continued, by several processes at once if each has a GPU of its own",
     )
-    parser.add_argument("--seconds", type=float, default=math.inf, help="with --model-shapes: start no layer after")
+    parser.add_argument("--seconds", type=seconds, default=math.inf, help="with --model-shapes: start no layer after")
     parser.add_argument("--commit", default="", help="with --model-shapes: what the table says was measured")
     parser.add_argument("--force", action="store_true", help="measure again, even if times are stored")
     parser.add_argument("--list", action="store_true", help="print the stored times that are valid on this machine")

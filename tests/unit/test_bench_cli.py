@@ -239,6 +239,16 @@ def test_wrong_usage_is_2(planted, capsys):
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize("option", ["--budget-s", "--threshold"])
+@pytest.mark.parametrize("number", ["nan", "inf", "-1", "1e999", "", "ten"])
+def test_a_number_that_means_nothing_costs_no_run(option, number, planted, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "measure", lambda *a, **k: pytest.fail("measured before looking at the number"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*SMALL, f"{option}={number}"])
+    assert ended.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_said(planted, tmp_path, capsys):
     assert cli.main([*SMALL, "--csv", str(tmp_path / "no" / "x.csv")]) == 1
     assert "cannot be written" in capsys.readouterr().err

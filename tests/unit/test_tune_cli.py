@@ -103,6 +103,9 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         ["fp8_gemm", "--nk", "64x64", "--list"],
         ["--list", "--clear"],
         ["int4_gemm", "--nk", "64x64"],
+        ["--model-shapes", "--out", "tables", "--seconds=nan"],
+        ["--model-shapes", "--out", "tables", "--seconds=inf"],
+        ["--model-shapes", "--out", "tables", "--seconds=-1"],
     ],
 )
 def test_wrong_usage(words, capsys):
