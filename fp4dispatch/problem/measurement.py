@@ -269,10 +269,10 @@ class Measurement:
         TypeError, ValueError, KeyError
             If it is not that.
         """
-        timings = tuple(checked(**row) for row in data["timings"])
+        timings = fastest_first(checked(**row) for row in data["timings"])
         texts = (data["date"], data["method"], data["table"], *data["facts"], *data["facts"].values())
         left_out = tuple((str(backend), str(why)) for backend, why in data["left_out"])
-        if not all(isinstance(text, str) for text in texts) or not isinstance(data["ranks"], int):
+        if not all(isinstance(text, str) for text in texts) or not _is_count(data["ranks"]):
             raise ValueError("not a measurement")
         problem = Problem(**data["problem"])
         where = data["date"], data["method"], data["ranks"], dict(data["facts"]), data["table"]
@@ -288,9 +288,27 @@ def checked(backend: Any, activation: Any, us: Any, noise_us: Any, repeats: Any,
         If it is none.
     """
     numbers = (us, noise_us)
-    if not all(isinstance(v, int | float) and 0 <= v < 1e12 for v in numbers) or us <= 0:
+    if not all(type(v) in (int, float) and 0 <= v < 1e12 for v in numbers) or us <= 0:  # a bool is an int too
         raise ValueError(f"{backend}: {numbers} are no times")
-    if activation not in EXACTNESS or not isinstance(backend, str) or not isinstance(repeats, int):
+    if activation not in EXACTNESS or not isinstance(backend, str) or not _is_count(repeats):
         raise ValueError(f"{backend} ({activation}), {repeats} repeats: is no timing")
     how = None if launch is None else LaunchConfig.from_list(launch)
     return Timing(backend, activation, us, noise_us, repeats, how)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def fastest_first(timings: Iterable[Timing]) -> tuple[Timing, ...]:
+    """Return the timings of a problem that were read from a file.
+
+    Raises
+    ------
+    ValueError
+        If there are none, or a faster one follows a slower one: the first of a candidate stands for it.
+    """
+    found = tuple(timings)
+    if not found or list(found) != sorted(found, key=lambda t: t.us):
+        raise ValueError("need timings, fastest first")
+    return found

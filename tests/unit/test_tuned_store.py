@@ -194,6 +194,12 @@ def test_ignored_is_ignored_until_it_is_measured_anew():
     assert choose.select(PROBLEM).backend == "cudnn"
 
 
+def rewritten(data, **parts):
+    held = json.loads(data)
+    held["record"] |= parts
+    return json.dumps(held).encode()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -202,6 +208,14 @@ def test_ignored_is_ignored_until_it_is_measured_anew():
         lambda data: b"[1, 2]",
         lambda data: b"\xff\xfe",
         lambda data: data.replace(b'"us": 10.0', b'"us": 0'),
+        lambda data: data.replace(b'"us": 10.0', b'"us": true'),
+        lambda data: data.replace(b'"noise_us": 0.1', b'"noise_us": false'),
+        lambda data: data.replace(b'"repeats": 15', b'"repeats": true'),
+        lambda data: data.replace(b'"repeats": 15', b'"repeats": -1'),
+        lambda data: data.replace(b'"ranks": 1', b'"ranks": true'),
+        lambda data: data.replace(b'"ranks": 1', b'"ranks": 0'),
+        lambda data: data.replace(b'"us": 10.0', b'"us": 30.0'),  # not fastest first
+        lambda data: rewritten(data, timings=[]),
         lambda data: data.replace(b'"m": 16', b'"m": 32'),  # its name is another problem's
         lambda data: data.replace(b'"torch": "2.11"', b'"torch": "2.10"'),
     ],
