@@ -202,10 +202,23 @@ def test_runs_of_one_gpu_model_are_one_table():
     assert mine["tried"] == [[*BIG, 16, 3], [*LESS, 1, 7]]
     text = random_report.text(mine)
     assert f"commit {FACTS['commit']}, bbb" in text
-    assert "PARTIAL: 3 of 8 random problems of seeds 1, 12, 3 s" in text
+    assert "PARTIAL: 3 of 4 random problems of seeds 1, 12, 3 s" in text
     assert "10 launches of ours were checked and timed" in text
     found = standing.standing(mine, "FP4Linear")
     assert (found.problems, found.small, found.compared) == (1, 1, 1)
     assert [each.ratio for each in found.regrets] == [2.0]
     with pytest.raises(ValueError, match=r"runs are of \['.*another.*'\], needed one GPU model"):
         random_runs.together([old, other])
+
+
+def test_what_a_newer_run_replaces_is_neither_drawn_nor_left():
+    """Each run has measured all that it drew, or its rest is replaced too: the whole is not short of anything."""
+    old = document(row(BASELINE, 10.0, 8), row(BASELINE, 4.0, 1, LESS), problems=3, left=[[*BIG, 77]])
+    new = document(row(BASELINE, 9.0, 16), problems=1) | {"seed": 12}
+    whole = random_runs.together([old, new])
+    assert (whole["problems"], whole["left"]) == (2, [])
+    assert "\n2 of 2 random problems of seeds 1, 12" in random_report.text(whole)
+    new["left"] = [[*LESS, 1], [*LESS, 5]]  # the first of them the old run has measured
+    whole = random_runs.together([old, new])
+    assert (whole["problems"], whole["left"]) == (3, [[*LESS, 5]])
+    assert "PARTIAL: 2 of 3 random problems" in random_report.text(whole)

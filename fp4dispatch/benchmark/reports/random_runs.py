@@ -23,8 +23,8 @@ def by_model(docs: Iterable[Document]) -> list[Document]:
 def together(docs: Sequence[Document]) -> Document:
     """Return runs on one GPU model as one; a single run as it is.
 
-    Of an (N, K) that several runs have drawn only the newest run counts: times of one size are compared with each
-    other, and must be of one machine.
+    Of an (N, K) that several runs have measured only the newest run counts: times of one size are compared with each
+    other, and must be of one machine. What an older run has drawn of it is no problem of the whole, nor left.
 
     Raises
     ------
@@ -39,8 +39,12 @@ def together(docs: Sequence[Document]) -> Document:
     taken: set[Size] = set()
     for doc in sorted(docs, key=lambda doc: (doc["facts"]["date"], doc["seed"]), reverse=True):
         sizes = {_size(row) for row in doc["measured"]} - taken
+        left = [each for each in doc["left"] if (each[0], each[1]) not in taken]
         taken |= sizes
-        parts += [_only(doc, sizes)] if sizes else []
+        parts += [_only(doc, sizes) | {"left": left}] if sizes or left else []
+    done = {(row["n"], row["k"], row["m"]) for doc in parts for row in doc["measured"]}
+    left = [list(each) for each in dict.fromkeys(tuple(each) for doc in parts for each in doc["left"])]
+    left = [each for each in left if tuple(each) not in done]
     in_order = sorted(parts, key=operator.itemgetter("seed"))
     commits = dict.fromkeys(doc["facts"]["commit"] for doc in in_order)
     return parts[0] | {
@@ -48,8 +52,10 @@ def together(docs: Sequence[Document]) -> Document:
         "facts": parts[0]["facts"] | {"commit": ", ".join(commits)},
         "seed": ", ".join(str(doc["seed"]) for doc in in_order),
         "stopped": "; ".join(dict.fromkeys(doc["stopped"] for doc in parts if doc["stopped"])),
-        **{key: sum(doc[key] for doc in parts) for key in ("problems", "seconds")},
-        **{key: [each for doc in parts for each in doc[key]] for key in ("left", "tried", "measured", "launches")},
+        "problems": len(done) + len(left),
+        "left": left,
+        "seconds": sum(doc["seconds"] for doc in parts),
+        **{key: [each for doc in parts for each in doc[key]] for key in ("tried", "measured", "launches")},
         **{
             key: {name: value for doc in reversed(parts) for name, value in doc[key].items()}
             for key in ("owners", "methods", "absent", "refused")
