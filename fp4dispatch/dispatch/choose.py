@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from fp4dispatch.backends import registry
@@ -27,7 +27,7 @@ from fp4dispatch.trust.verdict import CheckResult
 __all__ = ["decide_anew", "exclude", "instance", "reset", "select"]
 
 _lock = ForkSafeLock()
-_decided: dict[tuple[Problem, Request, int | None, str, bool, bool], tuple[System, Decision]] = {}
+_decided: dict[tuple[Problem, Request, int | None, Hashable], tuple[System, Decision]] = {}
 _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 
 launches.serve()
@@ -83,7 +83,7 @@ def select(
     request = requested(problem.op, backend)
     machine = _system.current()
     bucket = replace(problem, m=m_bucket(problem.m, problem.op, here.arch_on(machine, gpu)))
-    key = (bucket, request, gpu, settings.tuned, settings.fp8_copy, settings.jit)
+    key = (bucket, request, gpu, _settings())
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
         machine, decided, lasting = _decide(bucket, request, gpu)
@@ -98,6 +98,11 @@ def select(
     if say:
         report(decision)
     return decision
+
+
+def _settings() -> Hashable:
+    """Return the settings that a choice depends on, beside those of the request: a change is a new choice."""
+    return settings.tuned, settings.fp8_copy, settings.jit, settings.selfcheck, settings.pdl
 
 
 def prospect(problem: Problem, *, backend: str | None = None, gpu: int | None = 0) -> tuple[Decision, bool]:

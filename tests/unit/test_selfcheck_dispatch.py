@@ -96,6 +96,13 @@ def test_it_happens_once(machine):
     assert machine == asked
 
 
+def test_what_was_chosen_unchecked_is_checked_once_checks_are_on(machine, monkeypatch):
+    monkeypatch.setenv("FP4DISPATCH_SELFCHECK", "off")
+    assert choose.select(FP8).backend == "wrong"
+    monkeypatch.delenv("FP4DISPATCH_SELFCHECK")
+    assert choose.select(FP8).backend == "fine"
+
+
 def test_a_named_backend_is_refused_once_it_is_quarantined(machine, monkeypatch):
     assert choose.select(FP8, backend="wrong").backend == "wrong"
     assert machine == []

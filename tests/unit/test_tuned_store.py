@@ -130,6 +130,15 @@ def test_it_is_switched_off_at_once(monkeypatch):
     assert choose.select(PROBLEM).backend == "cudnn"
 
 
+def test_times_with_pdl_move_nothing_once_pdl_is_off(monkeypatch):
+    store()
+    assert choose.select(PROBLEM).backend == "cudnn"
+    monkeypatch.setenv("FP4DISPATCH_PDL", "off")
+    assert choose.select(PROBLEM).backend == "cutlass"
+    monkeypatch.delenv("FP4DISPATCH_PDL")
+    assert choose.select(PROBLEM).backend == "cudnn"
+
+
 @pytest.mark.parametrize(
     "other",
     [
