@@ -258,7 +258,7 @@ def kill_everywhere(tmp_path: Path, way: str, overwrite: bool) -> None:
         elif overwrite and not out.exists():
             assert way != "renameat2"
             (aside,) = root.glob("out.old-*")
-            with pytest.raises(CheckpointError, match=rf"{aside} is what an interrupted overwrite moved aside"):
+            with pytest.raises(CheckpointError, match=rf"{aside} is what an interrupted overwrite left whole"):
                 open_checkpoint(out)
             assert content(aside) == "old"
             outcomes.append("aside")
@@ -323,6 +323,68 @@ def test_an_error_of_the_rename_changes_nothing(tmp_path, monkeypatch, number):
             put(target, "new", overwrite=overwrite)
     assert content(out) == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def image(monkeypatch):
+    """Refuse to rename ``out``, as overlayfs does for a directory of a container's image."""
+
+    def refused(source, target):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(publish, "exchange", refused)
+
+
+def test_a_checkpoint_of_an_image_is_overwritten(tmp_path, image):
+    out = tmp_path / "out"
+    put(out, "old")
+    (out / "1_Pooling").mkdir()
+    (out / "1_Pooling" / "config.json").write_text("old")
+    (out / "latest").symlink_to(tmp_path)
+    put(out, "new", overwrite=True)
+    assert content(out) == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_kill_while_a_checkpoint_of_an_image_is_overwritten_leaves_the_old_or_the_new_one_whole(tmp_path, image):
+    outcomes = set()
+    for number in range(200):
+        root = tmp_path / str(number)
+        out = root / "out"
+        root.mkdir()
+        put(out, "old")
+
+        def save(number=number, root=root, out=out):
+            _kill_before(number, root)
+            put(out, "new", overwrite=True)
+
+        if (ended := code(forked(save))) == 0:
+            break
+        assert ended == -signal.SIGKILL
+        found = list(root.glob("out.new-*"))
+        if found and not out.exists():
+            with pytest.raises(CheckpointError, match=rf"{found[0]} is what an interrupted overwrite left whole"):
+                open_checkpoint(out)
+        outcomes.add(content(found[0]) if found else content(out))
+        put(out, "again", overwrite=True)
+        assert content(out) == "again"
+    assert ended == 0
+    assert outcomes == {"old", "new"}
+
+
+def test_a_checkpoint_of_an_image_that_cannot_be_removed_costs_no_work(tmp_path, image, monkeypatch):
+    out = tmp_path / "out"
+    put(out, "old")
+
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(publish, "_remove_weights_last", refused)
+    with pytest.raises(CheckpointError, match=r"Permission denied: the new checkpoint lies whole in ") as said:
+        put(out, "new", overwrite=True)
+    (new,) = tmp_path.glob("out.new-*")
+    assert str(new) in str(said.value)
+    assert (content(out), content(new)) == ("old", "new")
 
 
 def test_links_and_mount_points_are_refused_before_anything_is_written(tmp_path, monkeypatch):

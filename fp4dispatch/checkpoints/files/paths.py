@@ -43,8 +43,9 @@ def weight_files(path: Path) -> tuple[Path, tuple[Path, ...], dict[str, str] | N
         directory = path.parent.resolve()
         return directory, (checked_file(directory, path.name),), None
     if not path.is_dir():
-        old = sorted(path.parent.glob(f"{glob.escape(path.name)}.old-*"))
-        aside = f"; {old[0]} is what an interrupted overwrite moved aside: rename it back" if old else ""
+        left = sorted(path.parent.glob(f"{glob.escape(path.name)}.new-*"))
+        left += sorted(path.parent.glob(f"{glob.escape(path.name)}.old-*"))
+        aside = f"; {left[0]} is what an interrupted overwrite left whole: rename it" if left else ""
         raise CheckpointError(
             f"{path}: no such directory or .safetensors file{aside}. A model of the Hugging Face hub must be here "
             "first: hf download NAME --local-dir DIR"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE
 from fp4dispatch.checkpoints.files.rename import exchange, rename_new
 from fp4dispatch.errors import CheckpointError
 
@@ -28,7 +30,8 @@ def atomic_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     A file system without ``renameat2`` (NFS) gives less, and loses nothing either: a kill in the middle of the exchange
     leaves the old directory whole as ``<name>.old-*``, and a kill before a new name is taken may leave it as an empty
-    directory, see :mod:`fp4dispatch.checkpoints.files.rename`.
+    directory, see :mod:`fp4dispatch.checkpoints.files.rename`. A directory of a container's image cannot be renamed:
+    it is removed first, and a kill before the new one has its name leaves that whole as ``<name>.new-*``.
 
     Raises
     ------
@@ -108,11 +111,46 @@ def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
             old = exchange(temporary, out)
         except FileNotFoundError:
             continue  # it has gone since
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            _replace_unmovable(temporary, out)
+            return
         if _replaceable(old):
             shutil.rmtree(old, ignore_errors=True)
             return
         _put_back(old, out, temporary)
     raise CheckpointError(f"{out}: appears and disappears while it is to be written: nothing was changed there")
+
+
+def _replace_unmovable(temporary: Path, out: Path) -> None:
+    """Remove a checkpoint that cannot be renamed, and give its name to the finished directory.
+
+    As overlayfs has it for directories of a container's image
+    (https://docs.kernel.org/filesystems/overlayfs.html#renaming-directories). The finished one gets a name that says
+    what it is first, which also shows that it can be renamed.
+    """
+    new = out.with_name(f"{out.name}.new-{secrets.token_hex(4)}")
+    rename_new(temporary, new)
+    try:
+        _remove_weights_last(out)
+        rename_new(new, out)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out}: cannot be replaced: {error}: the new checkpoint lies whole in {new}: remove what is left of the "
+            "old one and rename it"
+        ) from error
+
+
+def _remove_weights_last(out: Path) -> None:
+    """Remove a checkpoint; what a kill leaves has no configuration to be loaded with, and may be overwritten again."""
+    files = sorted(out.iterdir(), key=lambda path: (path.name.endswith(".safetensors"), path.name != CONFIG_FILE))
+    for path in files:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)  # another saver may remove it too
+    out.rmdir()
 
 
 def _put_back(other: Path, out: Path, temporary: Path) -> None:
