@@ -25,7 +25,7 @@ from fp4dispatch.errors import CacheError, CompileError
 from fp4dispatch.jit import kernels, proven
 from fp4dispatch.jit.catalog.manifest import Catalog
 from fp4dispatch.jit.store import cache as cache_module
-from fp4dispatch.jit.store import guard, loading, private, records
+from fp4dispatch.jit.store import guard, loading, private, records, temporary
 from fp4dispatch.jit.store.cache import Cache
 from fp4dispatch.machine.system import System
 from fp4dispatch.trust import quarantine
@@ -378,9 +378,37 @@ def test_no_place_at_all_is_an_error_that_says_so(
     def nowhere(**_: object) -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(guard.tempfile, "mkdtemp", nowhere)
+    monkeypatch.setattr(temporary.tempfile, "mkdtemp", nowhere)
     with pytest.raises(CacheError, match=r"no folder for temporary files can be made .*\n  fix: set TMPDIR"):
         build(catalog)
+
+
+_FOLDER = (
+    "import os, sys, time; from fp4dispatch.jit.store import guard; print(guard.temporary(), flush=True); "
+    "(guard.temporary() / 'kernel').mkdir(); {then}"
+)
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    other = tmp_path / "fp4dispatch-cache-link"
+    other.symlink_to(tmp_path)
+
+    def start(then: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", _FOLDER.format(then=then)]
+        return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+
+    with start("sys.stdin.read()") as killed, start("sys.stdin.read()") as alive:
+        folders = [Path(str(each.stdout and each.stdout.readline()).strip()) for each in (killed, alive)]
+        killed.kill()
+        killed.wait()
+        assert all(folder.is_dir() for folder in folders)
+        with start("") as third:
+            third.communicate()
+        assert [folder.is_dir() for folder in folders] == [False, True]
+        alive.communicate("")
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_nothing_is_said_twice_or_during_a_capture(

@@ -10,17 +10,15 @@ This policy is implemented only here: stores raise CacheError, callers wrap them
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit.store import private
+from fp4dispatch.jit.store import temporary as temporary_folder
 from fp4dispatch.machine import log
 from fp4dispatch.machine.locks import ForkSafeLock
 
@@ -82,14 +80,12 @@ def temporary() -> Path:
     with _lock:
         if _temporary is None or not _temporary.is_dir():
             try:
-                made = Path(tempfile.mkdtemp(prefix="fp4dispatch-")).resolve()
+                _temporary = temporary_folder.make()
             except OSError as error:
                 raise CacheError(
                     f"no folder for temporary files can be made ({error.strerror or error})\n"
                     f"  fix: set TMPDIR to a folder with some space, {private.ELSEWHERE}"
                 ) from error
-            atexit.register(_remove, made, os.getpid())
-            _temporary = made
     with private.explained(_temporary):
         private.check_place(_temporary)
     return _temporary
@@ -131,8 +127,3 @@ def faults(folder: Path, stores: Iterable[str]) -> list[str]:
         if name in there:
             look(folder / name, store=True)
     return found
-
-
-def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
