@@ -227,6 +227,41 @@ def test_companions_are_copied_and_weights_are_not(tmp_path):
     assert found == expected
 
 
+def test_folders_of_a_hugging_face_cache_are_copied(tmp_path):
+    """A snapshot is links into ``blobs``, in its folders too; a link to another place is refused there as well."""
+    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "rev", tmp_path / "models--org--name" / "blobs"
+    source, _ = float_checkpoint(tmp_path / "in")
+    (source / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text("pooling")
+    blobs.mkdir(parents=True)
+    for number, file in enumerate(path for path in source.rglob("*") if path.is_file()):
+        file.rename(blobs / str(number))
+        link = snapshot / file.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    quantize_checkpoint(snapshot, tmp_path / "out", "fp8", LINEARS)
+    copied = tmp_path / "out" / "1_Pooling" / "config.json"
+    assert (copied.read_text(), copied.is_symlink()) == ("pooling", False)
+    (tmp_path / "secret").write_text("x")
+    (snapshot / "1_Pooling" / "secret").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        quantize_checkpoint(snapshot, tmp_path / "again", "fp8", LINEARS)
+
+
+def test_every_chat_template_of_a_tokenizer_is_copied(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    source, _ = float_checkpoint(tmp_path / "in")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    quantize_checkpoint(source, tmp_path / "out", "fp8", LINEARS)
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert read.chat_template == tokenizer.chat_template
+
+
 def test_a_changed_format_leaves_no_old_configuration_behind(tmp_path):
     model = loaded("modelopt-nvfp4", tmp_path)
     save_quantized(model, tmp_path / "a", "modelopt", source_dir=tmp_path / "in-modelopt-nvfp4")

@@ -12,14 +12,16 @@ from fp4dispatch.errors import CheckpointError
 
 WEIGHT_SUFFIXES = (*PICKLE_SUFFIXES, ".safetensors", ".h5", ".msgpack", ".onnx", ".gguf", ".tflite", ".ot")
 MODULES_FILE = "modules.json"
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Where transformers keeps the chat templates of a tokenizer beside its default, such as the one for tools."""
 
 
 def copy_companions(source: Path, out: Path) -> list[str]:
     """Copy the files that a checkpoint needs besides its weights; return their names.
 
-    Copied: files of the top directory without weights and configuration (which is rewritten), and the folders that
-    ``modules.json`` of sentence-transformers names. Hidden files and other folders are not copied. Links that leave the
-    directory are refused.
+    Copied: files of the top directory without weights and configuration (which is rewritten), the folder of chat
+    templates, and the folders that ``modules.json`` of sentence-transformers names. Hidden files and other folders are
+    not copied. Links that leave the directory are refused.
     """
     copied = []
     for file in sorted(source.iterdir()):
@@ -27,11 +29,11 @@ def copy_companions(source: Path, out: Path) -> list[str]:
         if file.is_file() and not file.name.startswith(".") and not left:
             shutil.copyfile(checked_file(source, file.name), out / file.name)
             copied.append(file.name)
-    for name in _module_folders(source):
+    for name in _own_folders(source, [TEMPLATES_FOLDER, *_module_folders(source)]):
         (out / name).mkdir()
         for file in sorted((source / name).iterdir()):
             if file.is_file() and not file.name.endswith(PICKLE_SUFFIXES):
-                shutil.copyfile(checked_file(source / name, file.name), out / name / file.name)
+                shutil.copyfile(checked_file(source / name, file.name, within=source), out / name / file.name)
                 copied.append(f"{name}/{file.name}")
     return copied
 
@@ -42,8 +44,12 @@ def _module_folders(source: Path) -> list[str]:
         names = [module["path"] for module in modules]
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # not a sentence-transformers model
-    plain = [n for n in names if isinstance(n, str) and n and Path(n).name == n and n not in (".", "..")]
-    return [name for name in plain if (source / name).is_dir() and not (source / name).is_symlink()]
+    return [n for n in names if isinstance(n, str) and n and Path(n).name == n and n not in (".", "..")]
+
+
+def _own_folders(source: Path, names: list[str]) -> list[str]:
+    found = dict.fromkeys(names)
+    return [name for name in found if (source / name).is_dir() and not (source / name).is_symlink()]
 
 
 def write_configs(out: Path, base: dict[str, Any], configs: dict[str, dict[str, Any]]) -> None:

@@ -65,11 +65,12 @@ def weight_files(path: Path) -> tuple[Path, tuple[Path, ...], dict[str, str] | N
     return directory, (checked_file(directory, _only_safetensors(directory).name),), None
 
 
-def checked_file(directory: Path, name: str) -> Path:
+def checked_file(directory: Path, name: str, *, within: Path | None = None) -> Path:
     """Return ``directory / name`` after checking that it is a regular file that lies within the directory.
 
     A symbolic link may point within the directory, or into the ``blobs`` folder of a Hugging Face cache, whose
-    ``snapshots/<revision>`` folders hold nothing but such links.
+    ``snapshots/<revision>`` folders hold nothing but such links. ``within``: the directory of the checkpoint, where
+    ``directory`` is a folder in it.
 
     Raises
     ------
@@ -84,7 +85,7 @@ def checked_file(directory: Path, name: str) -> Path:
         mode = target.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise CheckpointError(f"{file}: missing or unreadable: {getattr(error, 'strerror', None) or error}") from error
-    if not any(target.is_relative_to(root) for root in _roots(directory)):
+    if not any(target.is_relative_to(root) for root in _roots(within or directory)):
         raise CheckpointError(f"{file}: a link to {target}, which is outside its directory: copy the file there")
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{file}: not a regular file: put the file itself there")
