@@ -325,6 +325,16 @@ def test_an_error_of_the_rename_changes_nothing(tmp_path, monkeypatch, number):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127])
+def test_a_name_as_long_as_names_may_be(tmp_path, way, name):
+    out = tmp_path / name
+    put(out, "old")
+    put(out, "new", overwrite=True)
+    assert content(out) == "new"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 @pytest.fixture
 def image(monkeypatch):
     """Refuse to rename ``out``, as overlayfs does for a directory of a container's image."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE
-from fp4dispatch.checkpoints.files.rename import exchange, rename_new
+from fp4dispatch.checkpoints.files.rename import beside, exchange, rename_new
 from fp4dispatch.errors import CheckpointError
 
 _ATTEMPTS = 8
@@ -40,7 +39,7 @@ def atomic_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     out = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link that is to be replaced
     _check_target(out, overwrite)
-    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = beside(out.with_name(f".{out.name}"), f"tmp-{os.getpid()}")
     own = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ def _replace_unmovable(temporary: Path, out: Path) -> None:
     (https://docs.kernel.org/filesystems/overlayfs.html#renaming-directories). The finished one gets a name that says
     what it is first, which also shows that it can be renamed.
     """
-    new = out.with_name(f"{out.name}.new-{secrets.token_hex(4)}")
+    new = beside(out, "new")
     rename_new(temporary, new)
     try:
         _remove_weights_last(out)

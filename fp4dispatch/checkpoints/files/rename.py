@@ -19,8 +19,16 @@ from typing import Any
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
+_LONGEST = 255
+"""Bytes of a name on Linux's file systems (NAME_MAX)."""
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 """What old kernels, file systems without the flags, and sandboxes that filter system calls answer."""
+
+
+def beside(path: Path, kind: str) -> Path:
+    """Return a new name beside a path: its own and ``.<kind>-*``; its own is cut where it would be too long."""
+    tail = f".{kind}-{secrets.token_hex(4)}"
+    return path.with_name(os.fsencode(path.name)[: _LONGEST - len(tail)].decode(errors="ignore") + tail)
 
 
 def rename_new(source: Path, target: Path) -> None:
@@ -62,7 +70,7 @@ def exchange(source: Path, target: Path) -> Path:
     """
     if _renameat2(source, target, _EXCHANGE):
         return source
-    aside = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
+    aside = beside(target, "old")
     rename_new(target, aside)
     try:
         rename_new(source, target)
