@@ -244,7 +244,7 @@ def _ignore(method: str, layers: Collection[str], left: Collection[str], known: 
     for name in left:
         patterns.append(name)
         if method == "compressed-tensors":
-            patterns += [known.in_memory[name]] if name in known.in_memory else []
+            patterns += known.in_memory.get(name, ())
             if name.endswith(".experts"):
                 tail = re.sub(r".*\.\d+\.", "", name)
                 patterns.append(f"re:.*{re.escape(tail)}\\..*" if tail == name else f"re:.*\\.{re.escape(tail)}\\..*")
@@ -252,7 +252,7 @@ def _ignore(method: str, layers: Collection[str], left: Collection[str], known: 
             patterns.append(f"{name}*")
     # Some readers match a name with all modules below it, or with all names that end with it. Drop names that would
     # exclude a quantised layer.
-    quantised = [*layers, *(known.in_memory[layer] for layer in layers if layer in known.in_memory)]
+    quantised = [*layers, *(module for layer in layers for module in known.in_memory.get(layer, ()))]
     return [p for p in sorted(set(patterns)) if not any(_would_exclude(p, layer, method) for layer in quantised)]
 
 

@@ -41,7 +41,7 @@ class Survey:
     others
         Why weights outside ``nn.Linear`` are not quantised: embeddings, experts, convolutions, routers.
     in_memory
-        Names of the modules in transformers, where these differ.
+        Names of the modules in transformers, where these differ. Several where it makes modules out of one weight.
     harmless
         Entries of ``others`` that no reader treats as a linear layer.
     """
@@ -50,7 +50,7 @@ class Survey:
     left: Mapping[str, str] = field(default_factory=dict)
     by_default: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
-    in_memory: Mapping[str, str] = field(default_factory=dict)
+    in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,14 +60,16 @@ class Survey:
             "left": dict(self.left),
             "by_default": dict(self.by_default),
             "others": dict(self.others),
-            "in_memory": dict(self.in_memory),
+            "in_memory": {name: list(modules) for name, modules in self.in_memory.items()},
             "harmless": sorted(self.harmless),
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Survey:
         """Read :meth:`to_dict` back."""
-        return cls(**{**data, "harmless": frozenset(data["harmless"]), "linears": tuple(data["linears"])})
+        in_memory = {name: tuple(modules) for name, modules in data["in_memory"].items()}
+        parts = {"harmless": frozenset(data["harmless"]), "linears": tuple(data["linears"]), "in_memory": in_memory}
+        return cls(**{**data, **parts})
 
 
 def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
@@ -75,7 +77,7 @@ def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
     names = names_in(model, checkpoint)
     sources = {target: conversion for conversion in names.conversions for target in _targets(conversion, checkpoint)}
     left, tied, outside, heads = why_left(model), ties(model), _outside(model), output_heads(model)
-    linears: dict[str, str] = {}
+    linears: dict[str, tuple[str, ...]] = {}
     reasons: dict[str, str] = {}
     by_default: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -83,10 +85,11 @@ def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
             continue
         conversion = sources.get(f"{name}.weight")
         file_name = names.module_in_file(name) if conversion is None else container(conversion)
-        linears[file_name] = name
+        linears[file_name] = (*linears.get(file_name, ()), name)
         why = left.get(id(module), "")
         if conversion is not None:
-            why = f"transformers makes {name} out of {conversion.sources[0]}, which is not stored as the layer has it"
+            made = ", ".join(linears[file_name])
+            why = f"transformers makes {made} out of {conversion.sources[0]}, which is not stored as the layer has it"
         elif not why and id(module) in tied and f"{file_name}.weight" in checkpoint:
             why = f"its weight is tied to {tied[id(module)]}"
         if why:
@@ -96,7 +99,7 @@ def survey(model: nn.Module, checkpoint: Checkpoint) -> Survey:
         elif id(module) in heads:
             by_default[file_name] = HEAD
     others, harmless, in_memory = _others(model, names, sources)
-    in_memory |= {stored: name for stored, name in linears.items() if stored != name}
+    in_memory |= {stored: names for stored, names in linears.items() if names != (stored,)}
     return Survey(tuple(linears), reasons, by_default, others, in_memory, harmless)
 
 
@@ -123,10 +126,10 @@ def module_of(name: str) -> str:
 
 def _others(
     model: nn.Module, names: Names, sources: Mapping[str, Conversion]
-) -> tuple[dict[str, str], frozenset[str], dict[str, str]]:
+) -> tuple[dict[str, str], frozenset[str], dict[str, tuple[str, ...]]]:
     others: dict[str, str] = {}
     harmless: set[str] = set()
-    in_memory: dict[str, str] = {}
+    in_memory: dict[str, tuple[str, ...]] = {}
     for name, owner, parameter in leftover(model):
         conversion = sources.get(name)
         stored = names.stored.get(name)
@@ -136,8 +139,8 @@ def _others(
         others.setdefault(module, why_no_linear(name, owner, parameter))
         if isinstance(owner, nn.modules.conv._ConvNd) or "Embedding" in type(owner).__name__:
             harmless.add(module)
-        if module_of(name) != module:
-            in_memory[module] = module_of(name)
+        if (loaded := module_of(name)) != module:
+            in_memory[module] = tuple(dict.fromkeys((*in_memory.get(module, ()), loaded)))
     return others, frozenset(harmless), in_memory
 
 

@@ -120,7 +120,7 @@ def _gigabytes(text: str) -> int:
 
 def _names(known: Survey, pattern: str, name: str) -> bool:
     """Whether a pattern names a module, by its name in the checkpoint or by that in transformers."""
-    return matches(pattern, name, "") or matches(pattern, known.in_memory.get(name, name), "")
+    return any(matches(pattern, each, "") for each in (name, *known.in_memory.get(name, ())))
 
 
 def _survey(checkpoint: Checkpoint, include: list[str]) -> Survey:

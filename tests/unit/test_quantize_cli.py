@@ -216,3 +216,23 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, capsys, m
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
     assert main([*command, str(tmp_path / "c")]) == 0
     assert "━" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "fp8-channel"])
+def test_every_module_that_is_made_of_a_weight_that_stays_is_excluded(format, tmp_path):
+    """transformers splits a stored Wqkv into q_proj, k_proj and v_proj, which its own reader looks up one by one."""
+    pytest.importorskip("compressed_tensors")
+    if not hasattr(transformers, "NomicBertConfig"):
+        pytest.skip("this transformers has no NomicBert")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.NomicBertConfig(**sizes, vocab_size=32, max_position_embeddings=32, pad_token_id=0)
+    torch.manual_seed(0)
+    model = transformers.NomicBertForMaskedLM(config).to(torch.bfloat16).eval()
+    model.save_pretrained(tmp_path / "in")
+    assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", format]) == 0
+    stored = [f"nomic_bert.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    assert set(stored) <= set(read_ignore(tmp_path / "out"))
+    theirs = transformers.NomicBertForMaskedLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
+    for name in stored:
+        assert torch.equal(theirs.get_submodule(name).weight, model.get_submodule(name).weight)
+    assert torch.isfinite(theirs(torch.tensor([[3, 4, 5]])).logits).all()
