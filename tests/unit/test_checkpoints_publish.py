@@ -335,6 +335,18 @@ def test_a_name_as_long_as_names_may_be(tmp_path, way, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@both_ways
+def test_an_old_checkpoint_that_cannot_be_removed_is_named(tmp_path, way, monkeypatch, caplog):
+    """As in a shared folder, where the files in it are another user's."""
+    out = tmp_path / "out"
+    put(out, "old")
+    monkeypatch.setattr(publish.shutil, "rmtree", lambda path, ignore_errors=False: None)
+    put(out, "new", overwrite=True)
+    (left,) = [path for path in tmp_path.iterdir() if path != out]
+    assert (content(out), content(left)) == ("new", "old")
+    assert str(left) in caplog.text
+
+
 @pytest.fixture
 def image(monkeypatch):
     """Refuse to rename ``out``, as overlayfs does for a directory of a container's image."""

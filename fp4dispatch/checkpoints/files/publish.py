@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE
 from fp4dispatch.checkpoints.files.rename import beside, exchange, rename_new
 from fp4dispatch.errors import CheckpointError
 
+_log = logging.getLogger("fp4dispatch")
 _ATTEMPTS = 8
 """Number of tries if other processes create and remove the target."""
 
@@ -117,6 +119,8 @@ def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
             return
         if _replaceable(old):
             shutil.rmtree(old, ignore_errors=True)
+            if old.exists():
+                _log.warning("%s is written, and what it replaces lies in %s, as it cannot be removed", out, old)
             return
         _put_back(old, out, temporary)
     raise CheckpointError(f"{out}: appears and disappears while it is to be written: nothing was changed there")
