@@ -22,8 +22,11 @@ _layers: WeakValueDictionary[int, QuantizedLinear] = WeakValueDictionary()
 
 
 def make_key(layer: QuantizedLinear) -> nn.Parameter:
-    """Return a parameter that names a layer for as long as both exist: uint8 [1] on its device."""
-    key = nn.Parameter(torch.zeros(1, dtype=torch.uint8, device=layer.device), requires_grad=False)
+    """Return a parameter that names a layer for as long as both exist: [1] on its device, in the layer's dtype.
+
+    Models cast what they compute to the dtype of a layer's weight (Gemma 4, Isaac), or of a module's first parameter.
+    """
+    key = nn.Parameter(torch.zeros(1, dtype=layer.dtype, device=layer.device), requires_grad=False)
     _layers[key.data_ptr()] = layer
     return key
 
