@@ -22,6 +22,7 @@ from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.model_loader import reload
 from vllm.model_executor.models.utils import WeightsMapper
 
 from fp4dispatch import formats
@@ -439,6 +440,34 @@ def check_other_weights_are_refused():
     layer.register_parameter("weight_packed", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
     with raises(IntegrationError, "loading other weights into a running engine is not supported"):
         finish(layer)
+
+
+def check_a_reload_is_refused_before_it_changes_anything():
+    """So that the engine goes on with the weights that it has, also in CUDA graphs, which nothing can stop."""
+    for block in (MODELOPT, compressed(), None):
+        layer = qkv(config_of(block), bias=True)
+        model = torch.nn.Sequential(torch.nn.LayerNorm(K), torch.nn.ModuleList([layer]), torch.nn.LayerNorm(256))
+        reload.record_metadata_for_reloading(model)
+        for shard, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            weight = random(rows * HEAD, K)
+            divides = block is not None and block["quant_method"] != "modelopt"
+            load(layer, {"weight": weight} if block is None else stored(weight, divides)[0], shard)
+            load(layer, {"bias": random(1, rows * HEAD)[0]}, shard)
+        finish(layer)
+        before, key = layer(random(3, K))[0], layer.weight
+        tensors = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
+        for _ in range(2):
+            with raises(IntegrationError, "qkv_proj: loading other weights into a running engine is not supported"):
+                reload.initialize_layerwise_reload(model)
+            now = model.state_dict()
+            assert now.keys() == tensors.keys()
+            assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+            assert all(now[name].data_ptr() == place for name, (place, _) in tensors.items())
+            assert all(torch.equal(now[name], was) for name, (_, was) in tensors.items())
+            assert layer.weight is key
+            assert torch.equal(layer(random(3, K))[0], before)
+        with raises(IntegrationError, "qkv_proj: loading other weights into a running engine is not supported"):
+            layer.weight.weight_loader(layer.weight, random(128, K), "q")
 
 
 def check_the_operator():

@@ -38,7 +38,8 @@ USED = {
         *("BasevLLMParameter.__init__", "_ColumnvLLMParameter.__init__", "RowvLLMParameter.__init__"),
         *("_ColumnvLLMParameter.load_qkv_weight", "PerTensorScaleParameter._load_into_shard_id"),
     ),
-    "model_executor/model_loader/reload/layerwise.py": ("initialize_online_processing",),
+    "model_executor/model_loader/reload/layerwise.py": ("initialize_online_processing", "_place_kernel_tensors"),
+    "model_executor/model_loader/reload/types.py": ("LayerReloadingInfo.can_load", "LayerReloadingInfo.reset"),
     "model_executor/models/utils.py": ("WeightsMapper.apply_list",),
     "transformers_utils/repo_utils.py": ("get_hf_file_to_dict",),
     "transformers_utils/config.py": ("get_safetensors_params_metadata",),
@@ -64,7 +65,11 @@ TEXTS = {
     ),
     f"{_LAYERS}/fused_moe/__init__.py": ('"RoutedExperts"',),
     f"{_QUANT}/modelopt.py": ('return "modelopt_fp4"', 'return "modelopt_mixed"', 'return "modelopt"'),
-    "model_executor/model_loader/reload/layerwise.py": ("quant_method.process_weights_after_loading(layer)",),
+    "model_executor/model_loader/reload/layerwise.py": (
+        *("quant_method.process_weights_after_loading(layer)", "LAYERWISE_INFO: WeakKeyDictionary["),
+        *("info.kernel_tensors = get_layer_params_buffers(layer)", "restore_layer_on_meta(layer, info)"),
+    ),
+    "model_executor/model_loader/reload/meta.py": ("delattr(layer, name)",),
     "distributed/parallel_state.py": ("self.cpu_group",),
 }
 """What else must be in the sources, by file."""

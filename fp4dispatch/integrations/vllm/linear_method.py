@@ -13,6 +13,7 @@ from fp4dispatch.integrations.engines.refusals import other_weights
 from fp4dispatch.integrations.engines.shards import check_split
 from fp4dispatch.integrations.vllm import operator
 from fp4dispatch.integrations.vllm.engine import Engine, graphs, log_through_vllm
+from fp4dispatch.integrations.vllm.reloading import seal
 from fp4dispatch.models.linear import FP4Linear
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.problem import Activation
@@ -73,6 +74,7 @@ class EngineLinearMethod(LinearMethodBase):  # type: ignore[misc,unused-ignore]
             inner.compact()
         layer.fp4dispatch = inner
         layer.register_parameter("weight", operator.make_key(inner))
+        seal(layer.weight, layer, self.prefix)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x @ W^T + bias``. Safe to capture for numbers of tokens that have plans."""
