@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
@@ -23,6 +24,7 @@ from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader import reload
+from vllm.model_executor.models import deepseek_v2
 from vllm.model_executor.models.utils import WeightsMapper
 
 from fp4dispatch import formats
@@ -571,6 +573,34 @@ def check_on_the_fly():
     expected = FP4Linear.from_linear(whole)
     assert torch.equal(layer.fp4dispatch.weight, expected.weight)
     assert torch.equal(layer.fp4dispatch.weight_scale_2, expected.weight_scale_2)
+
+
+def check_layers_with_kernels_of_their_own_stay_in_16_bits():
+    """DeepSeek's decides by the dtype and the shape that its weight has before it is loaded."""
+    size, request = (7168, [1536, 576]), config_of(None)
+    before, deepseek_v2.current_platform = (
+        deepseek_v2.current_platform,
+        SimpleNamespace(is_cuda=lambda: True, is_device_capability=lambda _: True),
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = deepseek_v2.DeepSeekV2FusedQkvAProjLinear(*size, quant_config=request, prefix="m.fused_qkv_a_proj")
+        stored_ = deepseek_v2.DeepSeekV2FusedQkvAProjLinear(*size, quant_config=config_of(MODELOPT), prefix="m.a")
+    finally:
+        deepseek_v2.current_platform = before
+        torch.set_default_dtype(torch.float32)
+    assert layer._use_min_latency_gemm
+    assert isinstance(layer.quant_method, linear.UnquantizedLinearMethod)
+    assert not stored_._use_min_latency_gemm
+    assert isinstance(stored_.quant_method, Fp4DispatchLinearMethod)
+    for kind, sizes in (
+        (linear.ReplicatedLinear, (K, K)),
+        (linear.ColumnParallelLinear, (K, K)),
+        (linear.MergedColumnParallelLinear, (K, [K, K])),
+        (linear.RowParallelLinear, (K, K)),
+    ):
+        method = make(kind, request, *sizes, prefix="m.x").quant_method
+        assert isinstance(method, Fp4DispatchOnlineLinearMethod), kind
 
 
 def main() -> None:

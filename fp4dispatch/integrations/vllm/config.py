@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -141,7 +142,7 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         names = shard_names(prefix, self.packed_modules_mapping)
         if self.request is not None:
             fmt = self.request.format_of(names, prefix)
-            if fmt is None or isinstance(layer, ParallelLMHead):
+            if fmt is None or isinstance(layer, ParallelLMHead) or _reads_weight(layer):
                 return UnquantizedLinearMethod()
             return Fp4DispatchOnlineLinearMethod(self.engine, prefix, fmt, self.request.activation)
         assert self.stored is not None
@@ -177,6 +178,18 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
         """Return plain data: vLLM sends its configuration to its processes."""
         stored = None if self.stored is None else replace(self.stored)  # without what it has compiled
         return self.__dict__ | {"stored": stored, "engine": Engine()}
+
+
+def _reads_weight(layer: torch.nn.Module) -> bool:
+    """Whether vLLM multiplies the weight of a layer past its method, as it decides before one of 16 bits is quantised.
+
+    DeepSeek's fused_qkv_a_proj has a kernel of its own on some GPUs.
+    """
+    found = "weight" in inspect.unwrap(type(layer).forward).__code__.co_names
+    if found:
+        kind = type(layer).__name__
+        _log.info_once("fp4dispatch leaves %s in 16 bits: vLLM multiplies its weight in code of its own", kind)
+    return found
 
 
 def _check_plain(tensors: Iterable[str], model: str) -> None:
