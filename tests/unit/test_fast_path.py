@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.reference import ReferenceBackend
@@ -192,6 +193,25 @@ def test_a_gradient_is_still_refused_by_a_layer_that_is_warm():
     y = layer(x.clone().requires_grad_())
     with pytest.raises(BackwardError):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_forward_mode_differentiation_is_refused(warm):
+    """A kernel writes into an output of its own: the tangent would be gone, which means zero."""
+    layer, x = make(), rows(4)
+    if warm:
+        layer(x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(BackwardError, match="inference"):
+            layer(dual)
+        gate_up = forward_ad.make_dual(torch.cat([x, x], -1), torch.ones(4, 2 * x.shape[1]).to(x.dtype))
+        with pytest.raises(BackwardError, match="inference"):
+            layer.swiglu(gate_up)
+        assert torch.equal(layer(x), layer(x)), "a plain tensor is served"
+    with pytest.raises(BackwardError, match="inference"):
+        torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    assert torch.equal(layer(x), layer(x))
 
 
 def test_a_bias_that_is_exchanged_is_seen():

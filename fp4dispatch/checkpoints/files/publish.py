@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fp4dispatch.checkpoints.config.quant_config import CONFIG_FILE
+from fp4dispatch.checkpoints.files.paths import CONFIG_FILE
 from fp4dispatch.checkpoints.files.rename import beside, exchange, rename_new
 from fp4dispatch.errors import CheckpointError
 
