@@ -215,6 +215,10 @@ class Settings:
         """Whether the variable is present and not empty."""
         return bool(os.environ.get(SETTINGS[key].name))
 
+    def texts(self, keys: Iterable[str]) -> tuple[str | None, ...]:
+        """Return the texts of settings, not parsed. What was made under them holds until one is another text."""
+        return tuple(None if key in _ignored else os.environ.get(SETTINGS[key].name) for key in keys)
+
     def environment(self) -> dict[str, str]:
         """Return a copy of the environment for child processes, without the ignored settings."""
         ignored = {SETTINGS[key].name for key in _ignored}

@@ -28,6 +28,8 @@ __all__ = ["decide_anew", "exclude", "instance", "reset", "select"]
 
 _lock = ForkSafeLock()
 _decided: dict[tuple[Problem, Request, int | None, Hashable], tuple[System, Decision]] = {}
+_DECIDING = ("tuned", "fp8_copy", "jit", "selfcheck", "pdl")
+"""Settings that a choice depends on, beside those of the request: a change is a new choice."""
 _elsewhere: dict[tuple[str, Scaling], dict[str, Reason]] = {}
 
 launches.serve()
@@ -83,9 +85,11 @@ def select(
     request = requested(problem.op, backend)
     machine = _system.current()
     bucket = replace(problem, m=m_bucket(problem.m, problem.op, here.arch_on(machine, gpu)))
-    key = (bucket, request, gpu, _settings())
+    key = (bucket, request, gpu, settings.texts(_DECIDING))
     cached = _decided.get(key)
     if cached is None or cached[0] is not machine:
+        for each in _DECIDING:
+            getattr(settings, each)  # raises for a wrong one
         machine, decided, lasting = _decide(bucket, request, gpu)
         cached = machine, decided
         if lasting:
@@ -98,11 +102,6 @@ def select(
     if say:
         report(decision)
     return decision
-
-
-def _settings() -> Hashable:
-    """Return the settings that a choice depends on, beside those of the request: a change is a new choice."""
-    return settings.tuned, settings.fp8_copy, settings.jit, settings.selfcheck, settings.pdl
 
 
 def prospect(problem: Problem, *, backend: str | None = None, gpu: int | None = 0) -> tuple[Decision, bool]:

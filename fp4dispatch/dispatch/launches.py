@@ -109,7 +109,7 @@ class _Launches:
 
     def version(self) -> Hashable:
         """Return a value that changes where any timed launches do."""
-        return tuned.changes(), settings.tuned, settings.pdl  # times with PDL are none without it
+        return tuned.changes(), settings.texts(("tuned", "pdl"))  # times with PDL are none without it
 
 
 def serve() -> None:
