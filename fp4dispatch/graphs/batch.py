@@ -45,7 +45,9 @@ class Batch:
     compiled
         Whether the model, or a module around it, is wrapped by ``torch.compile``.
     adapters, captured_adapters
-        The LoRA adapters that are active or merged now, with their scales, and those that were at capture.
+        Names of the LoRA adapters that are active now, and of those that were at capture.
+    adapters_changed
+        Whether a module has other active or merged adapters, or other scales, than at capture.
     deterministic
         Whether the request must give the same bits however many tokens share its batch.
     intermediates
@@ -54,6 +56,8 @@ class Batch:
         Whether autocast is on.
     hooked
         Names of captured modules that have forward hooks.
+    recorded
+        Whether a mode of PyTorch sees each operation, e.g. ``FlopCounterMode``.
     busy
         Whether another thread runs the model in its graphs.
     capturing
@@ -81,10 +85,12 @@ class Batch:
     compiled: bool = False
     adapters: tuple[str, ...] = ()
     captured_adapters: tuple[str, ...] = ()
+    adapters_changed: bool = False
     deterministic: bool = False
     intermediates: tuple[str, ...] = ()
     autocast: bool = False
     hooked: tuple[str, ...] = ()
+    recorded: bool = False
     busy: bool = False
     capturing: bool = False
     misfit: str = ""
@@ -130,12 +136,13 @@ PREDICATES: dict[str, Predicate] = {
     "offloads_weights": lambda batch: bool(batch.offloaded),
     "has_idle_ranks": lambda batch: bool(batch.idle_ranks),
     "is_compiled": lambda batch: batch.compiled,
-    "adapters_swapped": lambda batch: batch.adapters != batch.captured_adapters,
+    "adapters_swapped": lambda batch: batch.adapters_changed or batch.adapters != batch.captured_adapters,
     "must_be_deterministic": lambda batch: batch.deterministic,
     "backend_vetoed": lambda batch: bool(batch.vetoes),
     "wants_intermediates": lambda batch: bool(batch.intermediates),
     "autocasts": lambda batch: batch.autocast,
     "has_hooks": lambda batch: bool(batch.hooked),
+    "is_recorded": lambda batch: batch.recorded,
     "is_busy": lambda batch: batch.busy,
     "is_captured_by_caller": lambda batch: batch.capturing,
     "layers_get_other_arguments": lambda batch: bool(batch.misfit),
@@ -145,14 +152,19 @@ PREDICATES: dict[str, Predicate] = {
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Refuse a fact that is not of a batch, or that only the call itself and its graphs say.
+    """Refuse a fact that is not of a batch, or that cannot be told as it comes from the call and its graphs.
 
     Raises
     ------
     InputError
         With the names that are known.
     """
-    known = {field.name for field in fields(Batch)} - {"num_tokens", "buckets", "pays_from"}
+    own = {"num_tokens", "buckets", "pays_from"}
+    known = {field.name for field in fields(Batch)} - own
+    if told := sorted(facts.keys() & own):
+        raise InputError(
+            f"{told[0]!r} comes from the call and its graphs and cannot be told; known: {', '.join(sorted(known))}"
+        )
     if unknown := sorted(facts.keys() - known):
         raise InputError(f"{unknown[0]!r} is no fact of a batch; known: {', '.join(sorted(known))}")
 

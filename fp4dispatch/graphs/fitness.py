@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,22 +22,18 @@ class Hooks:
     def __init__(self, spec: Spec) -> None:
         called = {inside for each in spec.breaks for inside in each.modules() if inside is not each}
         named = [(name, module) for layer in spec.layers for name, module in layer.named_modules()]
-        self._names = [name or "a layer" for name, module in named if module not in called]
-        self._modules = [module for _, module in named if module not in called]
+        self._modules = [(name or "a layer", module) for name, module in named if module not in called]
 
     def found(self) -> tuple[str, ...]:
         """Return the names of modules that have hooks now, in their layer."""
         found: dict[str, None] = {}
         if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
             found["all modules"] = None
-        if any(map(_AFTER, self._modules)) or any(map(_BEFORE, self._modules)):
-            for name, module in zip(self._names, self._modules, strict=True):
-                if any(map(_acts, (*_AFTER(module).values(), *_BEFORE(module).values()))):
-                    found[name] = None
+        for name, module in self._modules:
+            after, before = module._forward_hooks, module._forward_pre_hooks
+            if (after or before) and any(map(_acts, (*after.values(), *before.values()))):
+                found[name] = None
         return tuple(found)
-
-
-_AFTER, _BEFORE = operator.attrgetter("_forward_hooks"), operator.attrgetter("_forward_pre_hooks")
 
 
 def _acts(hook: object) -> bool:
@@ -59,10 +54,13 @@ def unfit(spec: Spec, rows: Sequence[int], hooks: Hooks) -> str:
 
 
 def _trains(spec: Spec) -> bool:
-    """Whether layers drop values or count them. Other modules that were put in later may say so without effect."""
+    """Whether the layers, their attention, dropout or norms are in training mode.
+
+    Other modules are in training mode when new, e.g. our quantised layers; that has no effect.
+    """
     acting = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
     inside = [module for layer in spec.layers for module in layer.modules() if isinstance(module, acting)]
-    return any(module.training for module in (spec.inner, *spec.layers, *inside))
+    return any(module.training for module in (spec.inner, *spec.layers, *spec.attention, *inside))
 
 
 def _offloaded(spec: Spec) -> tuple[str, ...]:
@@ -83,19 +81,28 @@ def _compiled(spec: Spec) -> bool:
 
 
 def adapters(spec: Spec) -> list[Any]:
-    """Return the modules with LoRA adapters, as peft makes them."""
-    return [module for module in spec.inner.modules() if hasattr(module, "active_adapters")]
+    """Return the modules with LoRA adapters, as peft makes them. Models of Transformers have methods of the names."""
+    return [module for module in spec.inner.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
 
 
 def active_adapters(modules: Iterable[Any]) -> tuple[str, ...]:
-    """Return the adapters of modules that :func:`adapters` found: active with their scales, and merged into weights.
-
-    A merge writes to weights in place and a scale is a number of Python, so a graph follows neither.
-    """
-    found: dict[tuple[str, Any], None] = {}
+    """Return the names of the active adapters of modules that :func:`adapters` found."""
+    found: dict[str, None] = {}
     for module in modules:
-        found |= dict.fromkeys((name, "merged") for name in getattr(module, "merged_adapters", ()))
         if not module.disable_adapters:
-            scales = getattr(module, "scaling", {})
-            found |= dict.fromkeys((name, scales.get(name)) for name in module.active_adapters)
-    return tuple(name if scale is None else f"{name} ({scale})" for name, scale in found)
+            found |= dict.fromkeys(module.active_adapters)
+    return tuple(found)
+
+
+def adapter_state(modules: Iterable[Any]) -> list[Any]:
+    """Return what a graph follows of no module's adapters: which are active, which are merged, and their scales.
+
+    A merge writes to weights in place, and a scale is a number of Python.
+    """
+    return [
+        (
+            *(module.disable_adapters, tuple(module.active_adapters)),
+            *(tuple(getattr(module, "merged_adapters", ())), tuple(getattr(module, "scaling", {}).items())),
+        )
+        for module in modules
+    ]

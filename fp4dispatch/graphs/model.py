@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -22,18 +21,17 @@ from fp4dispatch.graphs.segments import decode
 from fp4dispatch.graphs.segments.decode import DecodeStep
 from fp4dispatch.graphs.segments.forwards import replace_forward, replaced_forward
 from fp4dispatch.graphs.segments.hf_attention import CACHE
-from fp4dispatch.graphs.segments.layers import Bucket, CapturedLayers, Passed, Spec, between
+from fp4dispatch.graphs.segments.layers import Bucket, CapturedLayers, Passed, Spec, changed_between
 from fp4dispatch.graphs.segments.program import Batch
 from fp4dispatch.graphs.segments.verify import Verification
 from fp4dispatch.graphs.stats import Stats
 from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.warming import warmup
 from fp4dispatch.tune.agreement import Group, Ranks
-
-_log = logging.getLogger("fp4dispatch")
 
 _INTERMEDIATES = ("output_hidden_states", "output_attentions", "output_router_logits")
 _EXTRA = ("pixel_values", "pixel_values_videos", "input_features", "encoder_hidden_states", "encoder_attention_mask")
@@ -53,9 +51,9 @@ class _Call:
     checks: Verification | None = None
     step: DecodeStep | None = None
     hidden: Tensor | None = None
-    """Of a decode step."""
+    """Hidden states of a decode step that is captured or replayed."""
     passed: Passed | None = None
-    """What each layer but the last returns where the call is replayed: the hidden states of the first."""
+    """In a replayed call all layers but the last return the hidden states of the first: whether these are unchanged."""
     arguments: list[Mapping[str, Any]] = field(default_factory=list)
     loaded: dict[str, Any] = field(default_factory=dict)
 
@@ -103,6 +101,7 @@ class Graphs:
         self._said = Said(name)
         self._lora, self._hooks = fitness.adapters(spec), fitness.Hooks(spec)
         self._adapters: tuple[str, ...] = ()
+        self._adapter_state: object = None
         self._undo: list[Callable[[], None]] = []
         self._watch: Watch | None = None
 
@@ -139,7 +138,7 @@ class Graphs:
             return
         for rows, bucket in layers.buckets.items():
             self.stats.captured(rows, bucket.seconds, bucket.nbytes)
-        self._adapters = fitness.active_adapters(self._lora)
+        self._adapters, self._adapter_state = fitness.active_adapters(self._lora), fitness.adapter_state(self._lora)
         self.layers = layers
         for index, layer in enumerate(self.spec.layers):
             self._undo.append(replace_forward(layer, self._layer(index, layers.forwards[index])))
@@ -229,7 +228,12 @@ class Graphs:
         untraced = torch.compiler.disable(run, reason=why)  # type: ignore[no-untyped-call]
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs) if _recorded() else untraced(*args, **kwargs)
+            if _traced():
+                return forward(*args, **kwargs)
+            if _in_a_mode():
+                self._reject(None, reasons(_batch.Batch(1, (), recorded=True)))
+                return self._without(forward, args, kwargs)
+            return untraced(*args, **kwargs)
 
         return inner
 
@@ -266,7 +270,7 @@ class Graphs:
                     return forward(hidden, *args, **kwargs)
                 call.passed = Passed(hidden)
             elif (call.step or call.bucket) and not (call.passed and call.passed.arrived(hidden)):
-                raise between(index)  # layers have run and written their cache, so the call cannot run eagerly
+                raise changed_between(index)  # layers have run and written their cache, so the call cannot run eagerly
             if call.step is not None and call.hidden is not None:
                 call.step.load(index, kwargs, call.loaded)
                 return call.step.replay(call.hidden) if index == last else hidden
@@ -336,6 +340,7 @@ class Graphs:
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "adapters": fitness.active_adapters(self._lora) if self._lora else (),
             "captured_adapters": self._adapters,
+            "adapters_changed": bool(self._lora) and fitness.adapter_state(self._lora) != self._adapter_state,
             "disabled": self.disabled,
             "vetoes": self.vetoes,
             **{name: value for declared in self._declared for name, value in declared.items()},
@@ -406,7 +411,12 @@ class Graphs:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _recorded() -> bool:
-    """Whether something records each operation, e.g. ``torch.export``: a replay has none to show."""
-    tracing = torch.compiler.is_exporting() or torch._C._is_tracing()
-    return bool(tracing or torch._C._len_torch_dispatch_stack())
+def _traced() -> bool:
+    """Whether ``torch.export`` or ``torch.jit.trace`` records each operation: a replay has none to show."""
+    return bool(torch.compiler.is_exporting() or torch._C._is_tracing())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _in_a_mode() -> bool:
+    """Whether a mode of PyTorch sees each operation."""
+    return bool(torch._C._len_torch_dispatch_stack())

@@ -53,7 +53,7 @@ CASES: dict[str, list[tuple[dict, str, dict]]] = {
     "idle-ranks": [({"idle_ranks": (1, 3)}, "1, 3", {"idle_ranks": ()})],
     "torch-compile": [({"compiled": True}, "wrapped by torch.compile", {"compiled": False})],
     "lora-swap": [
-        ({"adapters": ("b",), "captured_adapters": ("a",)}, "adapters are b; captured with a", {"adapters": ()}),
+        ({"adapters": ("b",), "captured_adapters": ("a",)}, "active are b, then a", {"adapters": ()}),
         ({"captured_adapters": ("a",)}, "are none", {"adapters": ("a",), "captured_adapters": ("a",)}),
     ],
     "deterministic": [({"deterministic": True}, "same bits", {"deterministic": False})],
@@ -61,6 +61,7 @@ CASES: dict[str, list[tuple[dict, str, dict]]] = {
     "intermediates": [({"intermediates": ("output_attentions",)}, "output_attentions", {"intermediates": ()})],
     "autocast": [({"autocast": True}, "autocast is on", {"autocast": False})],
     "hooks": [({"hooked": ("mlp", "a layer")}, "hooks of mlp, a layer would not run", {"hooked": ()})],
+    "recorded": [({"recorded": True}, "a mode of PyTorch sees each operation", {"recorded": False})],
     "busy": [({"busy": True}, "another thread", {"busy": False})],
     "captured-by-caller": [({"capturing": True}, "captures a CUDA graph around", {"capturing": False})],
     "other-arguments": [({"misfit": "mask is new"}, "mask is new", {"misfit": ""})],

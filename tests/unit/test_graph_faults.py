@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp4dispatch.errors import CaptureDeniedError, CaptureError
@@ -104,7 +104,26 @@ def test_an_adapter_that_is_scaled_or_merged_after_the_capture_runs_eagerly():
     mlp.up_proj.merge()
     torch.testing.assert_close(call(model, 1, 8), want, rtol=1e-4, atol=1e-5)
     assert breakable.rejects(held) == {"lora-swap": 2}
-    assert "adapters are a (merged), a (1.0); captured with a (1.0)" in str(held.why_not(8, {}))
+    assert "adapters, scales or merges are not those of the capture: active are a, then a" in str(held.why_not(8, {}))
+
+
+def test_one_module_whose_scale_is_another_runs_eagerly():
+    model = breakable.model()
+    for layer, scale in zip(model.model.layers, (1.0, 2.0), strict=False):
+        layer.mlp.up_proj = Lora(layer.mlp.up_proj)
+        layer.mlp.up_proj.scaling["a"] = scale
+    held = made(model)
+    assert held.why_not(8, {"adapters": ("a",)}) == ()
+    assert [reason.condition for reason in held.why_not(8, {"adapters": ("b",)})] == ["lora-swap"]
+    model.model.layers[0].mlp.up_proj.scaling["a"] = 2.0
+    call(model, 1, 8)
+    assert breakable.rejects(held) == {"lora-swap": 1}
+
+
+def test_attention_in_training_mode_is_not_captured():
+    model = breakable.model()
+    model.model.layers[1].self_attn.train()
+    assert "training" in made(model).disabled
 
 
 def test_a_layer_that_is_wrapped_after_the_capture_ends_the_graphs():
@@ -114,6 +133,18 @@ def test_a_layer_that_is_wrapped_after_the_capture_ends_the_graphs():
     mlp.up_proj = Lora(mlp.up_proj)
     call(model, 1, 8)
     assert held.disabled == "up_proj moved or was replaced after the capture"
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.mlp", ""])
+def test_hooks_before_a_forward_run_too(place):
+    model = breakable.model()
+    held = made(model)
+    seen = []
+    on = model.get_submodule(place).register_forward_pre_hook if place else register_module_forward_pre_hook
+    with on(lambda module, args: seen.append(module)):
+        call(model, 1, 8)
+    assert seen
+    assert breakable.rejects(held) == {"hooks": 1}
 
 
 @pytest.mark.parametrize("place", ["model.layers.1", "model.layers.1.mlp", "model.layers.0.self_attn.q_proj", ""])

@@ -95,3 +95,4 @@ def test_a_mode_that_looks_at_operations_sees_those_of_the_layers():
     with Seen():
         assert torch.equal(Logits(model)(ids(1, 8)), want)
     assert not breakable.replays(graphs)
+    assert breakable.rejects(graphs) == {"recorded": 1}

@@ -183,10 +183,10 @@ class CapturedLayers:
                 if hidden.ndim != 3 or tuple(hidden.shape[:2]) != (1, rows):
                     raise CaptureError(f"layer {index} gets {list(hidden.shape)}; need [1, {rows}, hidden]")
                 if passed and not passed[-1].arrived(hidden):
-                    raise between(index)
+                    raise changed_between(index)
                 found[index] = kwargs
                 states[:] = [hidden]
-                out = self.forwards[index](hidden, **kwargs)
+                out = _like(hidden, index, self.forwards[index](hidden, **kwargs))
                 passed[:] = [Passed(out)]
                 return out
 
@@ -197,7 +197,8 @@ class CapturedLayers:
                 undo.enter_context(replaced_forward(module, module_break.watching(module, self._forms, rows)))
             for i, layer in enumerate(self.spec.layers):
                 undo.enter_context(replaced_forward(layer, watching(i)))
-            self.spec.example(rows)
+            with torch.inference_mode(mode=False), torch.no_grad():  # so that writes to hidden states are seen
+                self.spec.example(rows)
         if len(found) != len(self.forwards):
             raise CaptureError(
                 f"the inner module called {len(found)} of {len(self.forwards)} layers; need all of them: "
@@ -264,10 +265,7 @@ class CapturedLayers:
 
     def _layer(self, recorder: Recorder, index: int, states: Tensor, given: Mapping[str, Any]) -> Tensor:
         recorder.enter(index)
-        found = self.forwards[index](states, **given)
-        if not isinstance(found, Tensor) or found.shape != states.shape:
-            raise CaptureError(f"layer {index} returns {_text(found)}; need hidden states {list(states.shape)}")
-        return found
+        return _like(states, index, self.forwards[index](states, **given))
 
     # ---------------------------------------------------------------------------------------------------------- replay
 
@@ -282,7 +280,7 @@ class CapturedLayers:
         Raises
         ------
         CaptureError
-            If the layer's arguments are not what was captured. Those of the first layer are known to fit before.
+            If the layer's arguments are not what was captured. Layer 0 was checked when the call began.
         """
         if arguments.keys() != bucket.given[index].keys() and (fault := self.misnamed(bucket, index, arguments)):
             raise CaptureError(_LATER.format(index=index, fault=fault))
@@ -352,27 +350,37 @@ class CapturedLayers:
 
 
 class Passed:
-    """Hidden states on their way from one layer to the next. Graphs carry them past the code in between."""
+    """Remembers hidden states that one layer returned, to see whether the next one gets them unchanged.
 
-    def __init__(self, states: Any) -> None:
+    It cannot see writes to inference tensors, which count none.
+    """
+
+    def __init__(self, states: Tensor) -> None:
         self._states, self._version = states, _version(states)
 
-    def arrived(self, states: object) -> bool:
-        """Whether these are the same hidden states, and not written since."""
-        return states is self._states and _version(states) == self._version
+    def arrived(self, states: Tensor) -> bool:
+        """Whether these are the same hidden states, or a view of all of them, and not written since."""
+        return (states is self._states or states.is_set_to(self._states)) and _version(states) == self._version
 
 
-def _version(states: object) -> int:
-    return states._version if isinstance(states, Tensor) and not states.is_inference() else 0
+def _version(states: Tensor) -> int:
+    return 0 if states.is_inference() else states._version
 
 
-def between(index: int) -> CaptureError:
+def changed_between(index: int) -> CaptureError:
     """Return the error for hidden states that change on their way to a layer."""
     return CaptureError(
         f"hidden states change between layer {index - 1} and layer {index}: the module that runs the layers, or a "
         "hook, does something with them there, which a replay would leave out: do it inside a layer, or capture only "
         "layers between which nothing happens"
     )
+
+
+def _like(states: Tensor, index: int, found: object) -> Tensor:
+    """Return what a layer gave; CaptureError if these are no hidden states."""
+    if not isinstance(found, Tensor) or found.shape != states.shape:
+        raise CaptureError(f"layer {index} returns {_text(found)}; need hidden states {list(states.shape)}")
+    return found
 
 
 def _text(value: object) -> str:
