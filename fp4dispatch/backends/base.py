@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import abc
 import functools
-import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from fp4dispatch.machine import log as _log
 from fp4dispatch.problem import Activation, Op, Problem, Scaling, SfLayout
 from fp4dispatch.problem.decision import Reason
 from fp4dispatch.problem.measurement import LaunchConfig
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from fp4dispatch.machine.gpu_models import GpuModel
     from fp4dispatch.machine.system import System
-
-_log = logging.getLogger("fp4dispatch")
 
 
 @dataclass(frozen=True, eq=False)

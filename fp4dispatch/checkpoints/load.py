@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +23,7 @@ from fp4dispatch.checkpoints.schemes import Scheme
 from fp4dispatch.errors import CheckpointError, FormatError
 from fp4dispatch.formats import fp8_dequantize, nvfp4_dequantize
 from fp4dispatch.formats.checks import check_content, check_module
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.collectives import Team
 from fp4dispatch.machine.ranks import Ranks
 from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer, FuseReport
@@ -35,8 +35,6 @@ from fp4dispatch.models.parallel.plan import TensorParallel
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes, models_with_ties, untie
 from fp4dispatch.problem import ACTIVATIONS, Activation, one_of
-
-_log = logging.getLogger("fp4dispatch")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +25,7 @@ from fp4dispatch.checkpoints.files.strict_json import read_object
 from fp4dispatch.checkpoints.files.writer import SAFETENSORS_DTYPES, Entry, write_tensors
 from fp4dispatch.checkpoints.schemes import SCHEMES, Scheme, from_linear, written_shape
 from fp4dispatch.errors import CheckpointError
+from fp4dispatch.machine import log as _log
 from fp4dispatch.models.compact_weights import without_dropped
 from fp4dispatch.models.fusing.parents import shards_in
 from fp4dispatch.models.fusing.rows import split
@@ -37,7 +37,6 @@ from fp4dispatch.problem import Activation, Scaling
 SaveFormat = Literal["modelopt", "compressed-tensors", "fp8", "fp8-transformers"]
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
-logger = logging.getLogger("fp4dispatch")
 
 METHOD_SCHEMES: dict[str, dict[Scaling, str]] = {
     "modelopt": {"nvfp4": "modelopt-nvfp4", "tensor": "fp8-tensor", "row": "fp8-channel"},
@@ -266,7 +265,7 @@ def _warn_of_separate_scales(layers: list[_Layer]) -> None:
     groups = fusion_groups({layer.name: layer.weights.k for layer in layers if layer.name in scales})
     apart = [group for group in groups if len({float(scales[name]) for name in group}) > 1]
     if apart:
-        logger.warning(
+        _log.warning(
             "%s (and %d more groups) have different global scales. Engines that fuse them keep only one: vLLM takes "
             "the largest and does not rescale, so its weights will be wrong. Quantise them together: `fp4dispatch "
             "quantize`, or fp4dispatch.replace_linears on the whole model",

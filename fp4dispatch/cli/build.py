@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from fp4dispatch.jit.catalog.manifest import CHECK_OPS, OPS, Catalog, installed
 from fp4dispatch.jit.compiler.compile import Job
 from fp4dispatch.jit.compiler.toolchain import disassembler, locate
 from fp4dispatch.jit.store.cache import Cache, default_folder
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine import system as machine
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.settings import settings
@@ -150,7 +150,7 @@ def _jobs(catalog: Catalog, archs: tuple[Arch, ...], ops: tuple[str, ...], varia
         raise FlagsError(f"no kernel matches {asked}. {_there_are(catalog, ops)}")
     for arch in archs:
         if not any(arch in job.record.archs for job in jobs):
-            logging.getLogger("fp4dispatch").warning("no kernel of these ops is for %s", arch)
+            _log.warning("no kernel of these ops is for %s", arch)
     return jobs
 
 

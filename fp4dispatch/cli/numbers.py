@@ -14,7 +14,7 @@ def seconds(text: str) -> float:
 
 def share(text: str) -> float:
     """Return a share of a time: from 0, below 10."""
-    return _number(text, math.nextafter(10, 0), "a share from 0, such as 0.05 for 5 %")
+    return _number(text, math.nextafter(10, 0), "a share: need at least 0 and less than 10, such as 0.05 for 5 %")
 
 
 def _number(text: str, most: float, what: str) -> float:

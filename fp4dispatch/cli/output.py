@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -141,19 +142,35 @@ def write(args: Namespace, renderers: Mapping[str, Callable[[Any], str]], docume
 def write_file(name: str, target: str, text: str) -> None:
     """Write the file of an option; InputError where it cannot be written.
 
-    A regular file is replaced by a rename: who ends the process, or fills the disk, leaves the old one whole.
+    A regular file is replaced by a rename: who ends the process, or fills the disk, leaves the old one whole. Pipes,
+    devices, and files in folders that forbid a rename are written in place.
     """
-    path = Path(target).resolve()
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    path = Path(target)
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device
+        in_place = (path.exists() and not path.is_file()) or str(path.absolute()).startswith(("/dev/", "/proc/"))
+        if in_place or not _replaced(path.resolve(), text):
             path.write_text(text, "utf-8")
-            return
-        try:
-            partial.write_text(text, "utf-8")
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise InputError(f"--{name} {target}: cannot be written: {error}") from error
+
+
+_NO_RENAME = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV, errno.ENAMETOOLONG)
+
+
+def _replaced(path: Path, text: str) -> bool:
+    """Replace a file by a rename. Return False, and change nothing, where its folder has no room for that."""
+    from fp4dispatch.checkpoints.files.rename import beside  # brings torch
+
+    partial = beside(path.with_name(f".{path.name}"), "partial")
+    try:
+        partial.write_text(text, "utf-8")
+        if path.exists():
+            shutil.copymode(path, partial)
+        partial.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _NO_RENAME:
+            return False
+        raise
+    return True

@@ -18,6 +18,7 @@ from fp4dispatch.checkpoints.survey import Survey, survey
 from fp4dispatch.cli import HELP, OK
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import CALIBRATIONS
+from fp4dispatch.machine import log
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE
 
@@ -74,6 +75,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantise, and print the report."""
+    log.show()
     with open_checkpoint(args.model_dir) as checkpoint:
         known = _survey(checkpoint, args.include)
     linears = known.linears

@@ -68,10 +68,8 @@ def fp8_quantize(x: Tensor, scaling: FP8Scaling, scale: Tensor | None = None) ->
     -----
     The same bytes as compressed-tensors in float32. Kernels that multiply by ``1 / scale`` may differ at ties.
     """
-    check_fp8_input(x, scaling)
+    check_fp8_input(x, scaling, scale)
     parts = _Parts("fp8_quantize", x, scaling)
-    if scale is not None:
-        parts.check_scale(scale, x)
     tiled = parts.split(x.float())
     if scale is None:
         scale = amax_scale(finite_amax(tiled, dim=(1, 3)), E4M3_MAX).reshape(parts.scale_shape)
@@ -81,10 +79,12 @@ def fp8_quantize(x: Tensor, scaling: FP8Scaling, scale: Tensor | None = None) ->
     return FP8Tensor(parts.join(quotient).to(torch.float8_e4m3fn), scale)
 
 
-def check_fp8_input(x: Tensor, scaling: str) -> None:
-    """Check the matrix and the scaling for :func:`fp8_quantize`. Reads no values, and asks nothing of M."""
+def check_fp8_input(x: Tensor, scaling: FP8Scaling, scale: Tensor | None = None) -> None:
+    """Check what :func:`fp8_quantize` gets. Reads no values; without a scale it asks nothing of M."""
     check_matrix("fp8_quantize", x)
     _check_scaling("fp8_quantize", scaling)
+    if scale is not None:
+        _Parts("fp8_quantize", x, scaling).check_scale(scale, x)
 
 
 def fp8_dequantize(data: Tensor, scale: Tensor, scaling: FP8Scaling, dtype: torch.dtype = torch.float32) -> Tensor:

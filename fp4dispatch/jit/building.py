@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -26,10 +25,10 @@ from fp4dispatch.jit.store.cache import Cache
 from fp4dispatch.jit.store.digests import Identity, digest, identity, snapshot
 from fp4dispatch.jit.store.entries import LOG, OWN, PROOF, SYSTEM, Entry
 from fp4dispatch.machine import capture
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.settings import settings
 
-_log = logging.getLogger("fp4dispatch")
 _SMALL = 1 << 20
 _compiled: list[tuple[str, float]] = []
 

@@ -7,7 +7,6 @@ PDL only if ``pdl_allowed`` is true. All of this is host work: never do it while
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from fp4dispatch.jit.store import guard
 from fp4dispatch.jit.store.cache import Cache, default_folder
 from fp4dispatch.jit.store.loading import module
 from fp4dispatch.machine import capture, libraries
+from fp4dispatch.machine import log as _log
 from fp4dispatch.problem.arch import Arch
 from fp4dispatch.settings import settings
 
@@ -48,7 +48,6 @@ __all__ = [
 CHAIN = ("race_chain", "any")
 """Kernel and variant that PDL trials launch before and after the kernel under test."""
 
-_log = logging.getLogger("fp4dispatch")
 _loaded: dict[tuple[object, ...], LoadedKernel] = {}
 _asked: set[tuple[object, ...]] = set()
 

@@ -5,7 +5,6 @@ Eager and captured calls use ``torch.distributed``. Compiled calls use the funct
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fp4dispatch.errors import InputError, RankError
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.ranks import Group, Ranks
-
-_log = logging.getLogger("fp4dispatch")
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,11 @@ A text that comes during a capture is logged by the next call after it.
 
 from __future__ import annotations
 
+import functools
 import logging
+from contextlib import suppress
 
+from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.settings import settings
@@ -19,15 +22,35 @@ _lock = ForkSafeLock()
 _said: set[object] = set()
 
 
+def debug(text: str, *args: object) -> None:
+    """Log for whoever looks for a fault of this package."""
+    _log(logging.DEBUG, text, args)
+
+
+def info(text: str, *args: object) -> None:
+    """Log what may be of interest."""
+    _log(logging.INFO, text, args)
+
+
+def warning(text: str, *args: object) -> None:
+    """Log what a user should know."""
+    _log(logging.WARNING, text, args)
+
+
+def _log(level: int, text: str, args: tuple[object, ...]) -> None:
+    with suppress(SettingsError):  # of a wrong FP4DISPATCH_LOG the next choice says so
+        _ready()
+    logger.log(level, text, *args, stacklevel=3)
+
+
 def once(key: object, level: int, text: str) -> None:
     """Log a text once per process. ``key`` stands for it; during a capture it is neither logged nor counted."""
     with _lock:
         if key in _said or capture.is_capturing():
             return
-        if not _said:
-            _set_up()
         _said.add(key)
-    logger.log(level, "%s", text)
+    _ready()
+    logger.log(level, "%s", text, stacklevel=2)
 
 
 def said(key: object) -> bool:
@@ -42,21 +65,32 @@ def count(key: object) -> None:
 
 
 def reset() -> None:
-    """Forget what has been logged."""
+    """Forget what has been logged, and read FP4DISPATCH_LOG again."""
     with _lock:
         _said.clear()
+    _ready.cache_clear()
 
 
-def _set_up() -> None:
+def show() -> None:
+    """Show warnings on stderr unless FP4DISPATCH_LOG or the application says what to show. For commands."""
+    _ready()
+    if settings.log is None:
+        _to_stderr("warning")
+
+
+@functools.cache
+def _ready() -> None:
     """Apply FP4DISPATCH_LOG. Without it, the application configures logging."""
     level = settings.log
-    if level is None:
-        return
     if level == "off":
         logger.setLevel(logging.CRITICAL + 1)
-        return
-    logger.setLevel(level.upper())
+    elif level is not None:
+        _to_stderr(level)
+
+
+def _to_stderr(level: str) -> None:
     if all(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("fp4dispatch %(levelname)s: %(message)s"))
         logger.addHandler(handler)
+    logger.setLevel(level.upper())

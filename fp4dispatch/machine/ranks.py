@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import pickle
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from fp4dispatch.errors import RankError
+from fp4dispatch.machine import log as _log
 
 PROTOCOL = 1
 """Version of the messages between ranks."""
@@ -37,7 +37,6 @@ LATE_AFTER = 1800.0
 BEAT_EVERY = 5.0
 WARN_AFTER = 60.0
 
-_log = logging.getLogger("fp4dispatch")
 _T = TypeVar("_T")
 
 Group = Any

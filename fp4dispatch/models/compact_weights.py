@@ -15,7 +15,6 @@ A write to a stored tensor must never be lost:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,6 +27,7 @@ from fp4dispatch.backends.base import Backend, Prepared
 from fp4dispatch.dispatch import choose
 from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture, transforms
+from fp4dispatch.machine import log as _log
 from fp4dispatch.models.stored_weights import (
     CANONICAL,
     Seen,
@@ -38,9 +38,6 @@ from fp4dispatch.models.stored_weights import (
     plain,
     same_bytes,
 )
-
-_log = logging.getLogger("fp4dispatch")
-
 
 _only_held: ContextVar[bool] = ContextVar("only_held", default=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +13,7 @@ from fp4dispatch.dispatch.request import check_request
 from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats import Calibration, check_calibration
 from fp4dispatch.formats.amax import largest
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.progress import Progress
 from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns, choose_layers
 from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer
@@ -39,7 +39,6 @@ from fp4dispatch.run.prebuild import Ask
 __all__ = ["FORMATS", "LayerReport", "ReplaceReport", "replace_linears", "warmup"]
 
 _DEFAULT = "nvfp4"
-_log = logging.getLogger("fp4dispatch")
 
 _Planned = tuple[str, nn.Linear, str]
 """Name, layer and format."""

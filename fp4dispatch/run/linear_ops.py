@@ -14,8 +14,8 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture
 from fp4dispatch.run import owners, routes
-from fp4dispatch.run.operands import check_bias, check_types, refuse_gradients
-from fp4dispatch.run.register import batch_rows, define
+from fp4dispatch.run.operands import check_bias, check_types
+from fp4dispatch.run.register import batch_rows, define, refuse_gradients
 from fp4dispatch.run.routes import OUT_DTYPE, Bound, LayerSpec
 
 

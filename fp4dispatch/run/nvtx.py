@@ -7,21 +7,19 @@ without this module. Replays of CUDA graphs run no host code, so they have no ra
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp4dispatch.backends.base import Backend, LinearWeights, Plan, Prepared, QuantizedActivation, Ready
+from fp4dispatch.machine import log as _log
 from fp4dispatch.settings import settings
 
 if TYPE_CHECKING:
     from fp4dispatch.machine.system import System
     from fp4dispatch.problem import Problem
     from fp4dispatch.problem.decision import Reason
-
-_log = logging.getLogger("fp4dispatch")
 
 
 def _push(name: str) -> None:

@@ -1,17 +1,15 @@
-"""Checks on operands that the operators share, and what torch does with operands besides."""
+"""Checks on operands that the operators share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_tensor
-from fp4dispatch.machine import transforms
-from fp4dispatch.run.register import gradient_error
+from fp4dispatch.run.register import refuse_gradients
 from fp4dispatch.run.routes import OUT_DTYPE
 
 
@@ -42,29 +40,3 @@ def check_bias(what: str, bias: Tensor | None, n: int, device: torch.device) -> 
         raise InputError(
             f"{what}: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; need a floating-point [{n}] on {device}"
         )
-
-
-def refuse_gradients(operands: Iterable[object]) -> None:
-    """Refuse operands of ``torch.func.grad``, ``jvp`` and the like, and those with tangents.
-
-    The backward of an operator does not see them. Torch would drop the tangents, so that a derivative would be zero.
-
-    Raises
-    ------
-    BackwardError
-        If there is one.
-    """
-    if any(isinstance(operand, Tensor) and _differentiated(operand) for operand in operands):
-        raise gradient_error()
-
-
-def _differentiated(tensor: Tensor) -> bool:
-    while _functorch.is_batchedtensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    if _functorch.is_gradtrackingtensor(tensor):
-        return True
-    return transforms.forward_gradients() and _unpack_dual(tensor).tangent is not None
-
-
-_functorch = torch._C._functorch
-_unpack_dual: Callable[[Tensor], forward_ad.UnpackedDualTensor] = forward_ad.unpack_dual

@@ -100,7 +100,7 @@ def _fp8_quantize_impl(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | N
 
 
 def _fp8_quantize_fake(x: Tensor, scaling: formats.FP8Scaling, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    formats.check_fp8_input(x, scaling)
+    formats.check_fp8_input(x, scaling, scale)
     m, k = x.shape
     blocks = ((m + 127) // 128, (k + 127) // 128)
     shape = {"tensor": (), "row": (m,), "block128": blocks, "1x128": (m, blocks[1])}[scaling]

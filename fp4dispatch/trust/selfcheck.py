@@ -8,7 +8,6 @@ another. :mod:`fp4dispatch.trust.trial` runs and judges the canaries. This modul
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from fp4dispatch.backends.base import Backend
 from fp4dispatch.errors import InputError
 from fp4dispatch.jit.store import guard
 from fp4dispatch.machine import capture
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.machine.ranks import Group, Ranks
 from fp4dispatch.machine.system import System
@@ -33,7 +33,6 @@ from fp4dispatch.trust.verdict import CheckResult
 
 __all__ = ["CheckResult", "Subject", "agree", "check", "condemn", "results", "trusted", "trusted_layer"]
 
-_log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()
 
 _GRAVITY = (

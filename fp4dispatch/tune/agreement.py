@@ -7,7 +7,6 @@ name it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.dispatch import choose, launches, predicted, tuned
 from fp4dispatch.errors import RankError
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.ranks import Group as Group
 from fp4dispatch.machine.ranks import Ranks as Ranks
 from fp4dispatch.policy.resolve import PREDICTED, TUNED
@@ -24,7 +24,6 @@ from fp4dispatch.problem.decision import Decision, Reason, ReasonCode
 from fp4dispatch.trust import facts, quarantine, selfcheck
 from fp4dispatch.trust.verdict import CheckResult
 
-_log = logging.getLogger("fp4dispatch")
 Decisions = tuple[tuple[int, Decision], ...]
 """The largest M and the Decision of each range of M, as :attr:`fp4dispatch.run.routes.Bound.decisions`."""
 

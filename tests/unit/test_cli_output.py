@@ -138,7 +138,6 @@ def test_no_file_becomes_standard_output(tmp_path):
         assert b"printed below" not in file.read_bytes()
 
 
-@needs_full
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "utf-16"])
 @pytest.mark.parametrize("name", ["\u0142\u00fc".encode(), b"no \xfc text"])
 def test_a_path_that_the_terminal_cannot_spell_loses_no_output(name, encoding, tmp_path):
@@ -174,6 +173,32 @@ def test_a_file_that_is_there_is_replaced_whole_or_not_at_all(tmp_path, monkeypa
     assert not Path(os.devnull).is_file()
 
 
+def test_what_no_rename_can_replace_is_written_in_place(tmp_path, monkeypatch):
+    read, written = os.pipe()
+    write_file("json", f"/dev/fd/{written}", "text")
+    assert os.read(read, 9) == b"text"
+    long = tmp_path / ("x" * 250 + ".json")
+    write_file("json", str(long), "long")
+    assert long.read_text() == "long"
+    file = tmp_path / "bench.json"
+    file.write_text("old")
+    file.chmod(0o664)
+    write_file("json", str(file), "new")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o664)
+
+    def forbidden(path, target):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))  # a file that is mounted
+
+    monkeypatch.setattr(Path, "replace", forbidden)
+    write_file("json", str(file), "newer")
+    assert file.read_text() == "newer"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", long.name]
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_file("json", str(tmp_path / "loop"), "text")
+
+
+@needs_full
 @pytest.mark.parametrize("redirection", [">&-", ">/dev/full", "| head -1"])
 def test_by_a_shell(redirection):
     command = f"set -o pipefail; {sys.executable} -m fp4dispatch env {redirection}"

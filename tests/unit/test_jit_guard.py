@@ -392,7 +392,7 @@ _FOLDER = (
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    other = tmp_path / "fp4dispatch-cache-link"
+    other = tmp_path / f"{temporary._prefix()}link"
     other.symlink_to(tmp_path)
 
     def start(then: str) -> subprocess.Popen[str]:

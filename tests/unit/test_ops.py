@@ -453,6 +453,8 @@ def test_wrong_operands_of_quantisers_are_refused_without_values_too(device):
         (lambda: ops.fp8_quantize(x, "rows"), "scaling='rows'"),
         (lambda: ops.fp8_quantize(x[0], "row"), r"need \[M, K\]"),
         (lambda: ops.fp8_quantize(x[:, :0], "row"), "K > 0"),
+        (lambda: ops.fp8_quantize(x, "row", torch.ones(3, device=device)), r"needs torch\.float32 \[4\]"),
+        (lambda: ops.fp8_quantize(x, "tensor", torch.ones((), device=device).half()), "float16"),
     ]
     for call, says in wrong:
         with pytest.raises(InputError, match=says):

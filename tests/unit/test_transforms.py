@@ -108,6 +108,21 @@ def test_compiled_code_refuses_forward_gradients_too(form):
     assert torch.equal(batched(x), form(x))
 
 
+def test_programs_that_were_made_before_refuse_tangents_too(form):
+    torch._dynamo.reset()
+    x = inputs(form, 4)
+    compiled = torch.compile(lambda x: form(x) * 2, backend="aot_eager")
+    compiled(x)
+    with pytest.raises(BackwardError, match="inference"):
+        dual(compiled, x)
+
+
+def test_an_exported_layer_refuses_tangents(layer):
+    program = torch.export.export(layer, (rows(4),)).module()
+    with pytest.raises(BackwardError, match="inference"):
+        dual(program, rows(4))
+
+
 def test_operators_refuse_tangents_too():
     x = torch.randn(4, 32)
     q = fp8_quantize(torch.randn(16, 32), "row")

@@ -12,7 +12,6 @@ result differs, or a kernel cannot be compiled, torch's operations run instead.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from fp4dispatch.errors import CacheError, CompileError, FlagsError, ProofError,
 from fp4dispatch.formats import round_up
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.machine import capture
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.problem.arch import Arch
 
@@ -36,7 +36,6 @@ PRODUCT = "swiglu_product"
 """The function that does not quantise."""
 _K_MULTIPLE = 16
 
-_log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()
 _known: dict[tuple[torch.device, str], _Loaded | None] = {}
 

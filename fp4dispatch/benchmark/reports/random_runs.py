@@ -45,7 +45,7 @@ def together(docs: Sequence[Document]) -> Document:
     done = {(row["n"], row["k"], row["m"]) for doc in parts for row in doc["measured"]}
     left = [list(each) for each in dict.fromkeys(tuple(each) for doc in parts for each in doc["left"])]
     left = [each for each in left if tuple(each) not in done]
-    in_order = sorted(parts, key=operator.itemgetter("seed"))
+    in_order = sorted((doc for doc in parts if doc["measured"]), key=operator.itemgetter("seed")) or parts
     commits = dict.fromkeys(doc["facts"]["commit"] for doc in in_order)
     return parts[0] | {
         "subject": "several seeds",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ from pathlib import Path
 from fp4dispatch.checkpoints.files.paths import CONFIG_FILE
 from fp4dispatch.checkpoints.files.rename import beside, exchange, rename_new
 from fp4dispatch.errors import CheckpointError
+from fp4dispatch.machine import log as _log
 
-_log = logging.getLogger("fp4dispatch")
 _ATTEMPTS = 8
 """Number of tries if other processes create and remove the target."""
 
@@ -120,7 +119,7 @@ def _publish(temporary: Path, out: Path, overwrite: bool) -> None:
         if _replaceable(old):
             shutil.rmtree(old, ignore_errors=True)
             if old.exists():
-                _log.warning("%s is written, and what it replaces lies in %s, as it cannot be removed", out, old)
+                _log.warning("%s is written; what it replaces cannot be removed and lies in %s: remove it", out, old)
             return
         _put_back(old, out, temporary)
     raise CheckpointError(f"{out}: appears and disappears while it is to be written: nothing was changed there")
@@ -147,13 +146,14 @@ def _replace_unmovable(temporary: Path, out: Path) -> None:
 
 def _remove_weights_last(out: Path) -> None:
     """Remove a checkpoint; what a kill leaves has no configuration to be loaded with, and may be overwritten again."""
-    files = sorted(out.iterdir(), key=lambda path: (path.name.endswith(".safetensors"), path.name != CONFIG_FILE))
-    for path in files:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)  # another saver may remove it too
-    out.rmdir()
+    with suppress(FileNotFoundError):  # another saver may remove it too
+        files = sorted(out.iterdir(), key=lambda path: (path.name.endswith(".safetensors"), path.name != CONFIG_FILE))
+        for path in files:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        out.rmdir()
 
 
 def _put_back(other: Path, out: Path, temporary: Path) -> None:

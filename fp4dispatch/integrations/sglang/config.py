@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +19,10 @@ from fp4dispatch.errors import CheckpointUnsupportedError
 from fp4dispatch.integrations.engines.fused import group_of, renamed, scheme_of, shard_names
 from fp4dispatch.integrations.engines.refusals import Host, check_readable
 from fp4dispatch.integrations.sglang.linear_method import Fp4DispatchLinearMethod
+from fp4dispatch.machine import log as _log
 from fp4dispatch.models.projections import FUSED
 from fp4dispatch.run import routes
 
-_log = logging.getLogger("fp4dispatch")
 _HOST = Host("SGLang", f"leave --quantization {OWN_METHOD} out, so that SGLang runs the model by itself")
 _ADDED = ("packed_modules_mapping", "hf_config")
 """What SGLang adds to the configuration of a checkpoint."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from fp4dispatch.integrations.transformers.config import Fp4DispatchConfig
 from fp4dispatch.integrations.transformers.on_the_fly import NewLayers, Quantise, expect_plain
 from fp4dispatch.integrations.transformers.stored_layers import StoredLayers, expect_stored, tensors_as_stored
 from fp4dispatch.integrations.transformers.supported import check_version
+from fp4dispatch.machine import log as _log
 from fp4dispatch.models.compact_weights import without_dropped
 from fp4dispatch.models.fusing.fuse import fuse
 from fp4dispatch.models.fusing.parents import shards_in
@@ -32,8 +32,6 @@ from fp4dispatch.models.parallel.layers import refuse_cut
 from fp4dispatch.models.quantized_linear import QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import leftover, model_bytes, why_no_linear
 from fp4dispatch.run import routes
-
-_log = logging.getLogger("fp4dispatch")
 
 _OWN_SCHEMES = {"nvfp4": "modelopt-nvfp4", "tensor": "fp8-tensor", "row": "fp8-channel", "block128": "fp8-block"}
 """How layers are saved that no checkpoint has stored in another way: under the names that they have."""

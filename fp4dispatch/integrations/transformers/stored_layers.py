@@ -6,7 +6,6 @@ with the names, dtypes and shapes of the checkpoint. When Transformers has fille
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,6 @@ from fp4dispatch.run.prebuild import Ask
 if TYPE_CHECKING:
     from fp4dispatch.integrations.transformers.offloaded import Offloaded
 
-_log = logging.getLogger("fp4dispatch")
 
 _TOLD_BY = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv")
 """Tensors that tell how a layer is stored."""

@@ -181,14 +181,15 @@ class Fp4DispatchConfig(QuantizationConfig):  # type: ignore[misc,unused-ignore]
 
 
 def _reads_weight(layer: torch.nn.Module) -> bool:
-    """Whether vLLM multiplies the weight of a layer past its method, as it decides before one of 16 bits is quantised.
+    """Whether the layer's own forward reads the weight, e.g. DeepSeek's fused_qkv_a_proj with a kernel of its own.
 
-    DeepSeek's fused_qkv_a_proj has a kernel of its own on some GPUs.
+    It decides that when it is made, while the weight still has 16 bits, and our method would never run.
     """
-    found = "weight" in inspect.unwrap(type(layer).forward).__code__.co_names
+    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    found = code is not None and "weight" in code.co_names
     if found:
         kind = type(layer).__name__
-        _log.info_once("fp4dispatch leaves %s in 16 bits: vLLM multiplies its weight in code of its own", kind)
+        _log.info_once("fp4dispatch leaves %s in 16 bits: its own forward reads the weight", kind)
     return found
 
 

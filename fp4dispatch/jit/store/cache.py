@@ -27,7 +27,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -55,6 +54,7 @@ from fp4dispatch.jit.store.entries import (
     slot,
     stale,
 )
+from fp4dispatch.machine import log as _log
 from fp4dispatch.settings import settings
 
 KERNELS, BUILDING, LOCKS, LOGS = "kernels", "building", "locks", "logs"
@@ -66,7 +66,6 @@ SIGNATURE = b"""Signature: 8a477f597d28d172789f06886806bc55
 _NOTE_EVERY = 10.0
 _LEFT = re.compile(r"(build|old)-[0-9a-f]{16}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_log = logging.getLogger("fp4dispatch")
 
 
 def default_folder() -> Path:

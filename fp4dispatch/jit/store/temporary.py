@@ -2,7 +2,7 @@
 
 A process that ends removes its own folder. One that is killed cannot: the next one that makes such a folder removes
 those whose lock is free. The lock is on the folder itself, so that there is none without it. Forked children hold it
-too.
+too. Other machines may not see it: names have the machine's boot in them, and only folders of this boot are removed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "fp4dispatch-cache-"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _held: list[int] = []
 """Descriptors of the folders that this process has locked; they stay open until it ends."""
 
@@ -24,7 +25,7 @@ _held: list[int] = []
 def make() -> Path:
     """Make a folder, and remove those of processes that were killed; OSError where none can be made."""
     while True:
-        made = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+        made = Path(tempfile.mkdtemp(prefix=_prefix())).resolve()
         with suppress(OSError):  # a file system without locks: nobody takes it for one that was left
             _held.append(_locked(made))
         if made.exists():  # else another process has found it before it was locked
@@ -32,6 +33,15 @@ def make() -> Path:
     atexit.register(_remove, made, os.getpid())
     _sweep(made)
     return made
+
+
+def _prefix() -> str:
+    """Return how the names of folders of this boot begin; a folder is nobody else's where the boot is not known."""
+    try:
+        boot = _BOOT.read_text("ascii").strip()
+    except (OSError, ValueError):
+        boot = secrets.token_hex(8)
+    return f"fp4dispatch-cache-{boot}-"
 
 
 def _locked(folder: Path, *, wait: bool = True) -> int:
@@ -46,7 +56,7 @@ def _locked(folder: Path, *, wait: bool = True) -> int:
 
 
 def _sweep(own: Path) -> None:
-    for folder in own.parent.glob(f"{_PREFIX}*"):
+    for folder in own.parent.glob(f"{_prefix()}*"):
         with suppress(OSError):  # it has gone, or is in use
             status = folder.lstat()
             if folder == own or status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):

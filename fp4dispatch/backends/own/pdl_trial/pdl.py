@@ -13,7 +13,6 @@ in each process.
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from fp4dispatch.jit.kernels import CHAIN
 from fp4dispatch.jit.store import records
 from fp4dispatch.jit.store.digests import sources_sha256
 from fp4dispatch.machine import capture
+from fp4dispatch.machine import log as _log
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine.locks import ForkSafeLock
 from fp4dispatch.settings import settings
@@ -43,7 +43,6 @@ _SIZES = ((1, 520, 2080), (12, 4096, 1056), (24, 2056, 4128), (200, 1544, 2080))
 _DELAYS = (0, 20_000, 200_000)
 """Cycles that the producer spins; 200,000 are about 0.1 ms, longer than any of these launches takes."""
 
-_log = logging.getLogger("fp4dispatch")
 _lock = ForkSafeLock()
 _known: dict[tuple[str, str, str], PdlVerdict] = {}
 
