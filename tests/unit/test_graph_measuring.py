@@ -183,6 +183,20 @@ def test_a_rank_that_dies_meanwhile_leaves_the_model_as_it_was(monkeypatch):
     assert torch.equal(model(x), want)
 
 
+def test_a_model_that_runs_eagerly_is_not_measured_against_itself(caplog):
+    model = Own().eval()
+    spec = spec_of(found(model), ["angles"], lambda n: model.body(torch.zeros(1, n, 16)))
+    held = Graphs(spec, [8], clock=FakeClock(), tapes=FakeTape)
+    torch.use_deterministic_algorithms(True)
+    try:
+        held.capture()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not held.measured
+    assert "uses all its CUDA graphs, unmeasured" in caplog.text
+    assert "it ran eagerly: {'deterministic': 1}" in caplog.text
+
+
 def test_all_ranks_keep_to_the_slowest():
     def on_a_rank(rank):
         clock = FakeClock()
