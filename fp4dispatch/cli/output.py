@@ -101,9 +101,12 @@ def _reserve_descriptors() -> None:
 def _discard(stream: Any) -> None:
     """Discard buffered output; otherwise the interpreter fails again when it exits."""
     with suppress(OSError, ValueError, AttributeError):
+        number = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+        try:
+            os.dup2(null, number)
+        finally:
+            os.close(null)
 
 
 def formats_to_print(args: Namespace, names: tuple[str, ...] = ("json", "csv", "md")) -> list[str]:

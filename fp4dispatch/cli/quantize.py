@@ -75,7 +75,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantise, and print the report."""
-    log.show()
     with open_checkpoint(args.model_dir) as checkpoint:
         known = _survey(checkpoint, args.include)
     linears = known.linears
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not args.include:
         excluded |= known.by_default.keys()
-    with Progress("quantize", 0, unit="bytes", quiet=args.json) as shown:
+    with log.shown(), Progress("quantize", 0, unit="bytes", quiet=args.json) as shown:
         report = quantize_checkpoint(
             args.model_dir,
             args.out,

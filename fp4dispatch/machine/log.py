@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from fp4dispatch.errors import SettingsError
 from fp4dispatch.machine import capture
@@ -71,11 +74,19 @@ def reset() -> None:
     _ready.cache_clear()
 
 
-def show() -> None:
-    """Show warnings on stderr unless FP4DISPATCH_LOG or the application says what to show. For commands."""
+@contextmanager
+def shown() -> Iterator[None]:
+    """Show warnings on stderr in the body, unless FP4DISPATCH_LOG or the application says what to show."""
     _ready()
-    if settings.log is None:
-        _to_stderr("warning")
+    if settings.log is not None or not _silent():
+        yield
+        return
+    level, handler = logger.level, _to_stderr("warning")
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @functools.cache
@@ -84,13 +95,31 @@ def _ready() -> None:
     level = settings.log
     if level == "off":
         logger.setLevel(logging.CRITICAL + 1)
-    elif level is not None:
+    elif level is not None and _silent():
         _to_stderr(level)
+    elif level is not None:
+        logger.setLevel(level.upper())
 
 
-def _to_stderr(level: str) -> None:
-    if all(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fp4dispatch %(levelname)s: %(message)s"))
-        logger.addHandler(handler)
+def _silent() -> bool:
+    return all(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what ``sys.stderr`` is at that time."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        """The stream of now."""
+        return sys.stderr
+
+
+def _to_stderr(level: str) -> logging.Handler:
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("fp4dispatch %(levelname)s: %(message)s"))
+    logger.addHandler(handler)
     logger.setLevel(level.upper())
+    return handler

@@ -27,6 +27,7 @@ from fp4dispatch.jit.catalog.manifest import Catalog
 from fp4dispatch.jit.store import cache as cache_module
 from fp4dispatch.jit.store import guard, loading, private, records, temporary
 from fp4dispatch.jit.store.cache import Cache
+from fp4dispatch.machine import log
 from fp4dispatch.machine.system import System
 from fp4dispatch.trust import quarantine
 from tests.jit_cases import JIT_FLAGS, REPOSITORY, Fake, fake_toolchain, tiny_sources
@@ -422,6 +423,15 @@ def test_nothing_is_said_twice_or_during_a_capture(
         guard.warn("a fault")
         guard.warn("a fault")
     assert [record.message for record in caplog.records] == ["a fault"]
+
+
+def test_commands_show_warnings_and_leave_no_handler_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    log.warning("before")
+    for round_ in ("first", "second"):
+        with log.shown():
+            log.warning("in the %s", round_)
+        assert capsys.readouterr().err == f"fp4dispatch WARNING: in the {round_}\n"
+    assert [type(handler) for handler in log.logger.handlers] == [logging.NullHandler]
 
 
 @pytest.mark.parametrize(
