@@ -244,7 +244,7 @@ def test_importing_sets_up_no_logging_and_the_variable_does():
         return done.stdout.strip(), done.stderr
 
     out, err = run({"FP4DISPATCH_LOG": "info"})
-    assert out == "['NullHandler', 'StreamHandler'] 20"
+    assert out == "['NullHandler', '_Stderr'] 20"
     assert "fp4dispatch INFO: nvfp4_gemm" in err
     assert "fp4dispatch WARNING: nvfp4_gemm" in err
     out, err = run({"FP4DISPATCH_LOG": "off"})
