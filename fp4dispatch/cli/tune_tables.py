@@ -22,6 +22,7 @@ import torch
 
 from fp4dispatch.benchmark.problems import shapes
 from fp4dispatch.cli import FAILED, OK
+from fp4dispatch.cli.output import write_file
 from fp4dispatch.dispatch import choose, shipped
 from fp4dispatch.dispatch.launches import MOST_TOKENS
 from fp4dispatch.dispatch.shipped import Layer, Table
@@ -199,6 +200,4 @@ def write(path: Path, table: Table, found: list[Measurement]) -> None:
     """Publish the table by a rename, so that a run that is stopped leaves a whole one."""
     method = next((each.method for each in found if each.method), table.method)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(shipped.to_json(replace(table, method=method)), "utf-8")
-    partial.replace(path)
+    write_file("out", str(path), shipped.to_json(replace(table, method=method)))

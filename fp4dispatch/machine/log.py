@@ -51,8 +51,8 @@ def once(key: object, level: int, text: str) -> None:
     with _lock:
         if key in _said or capture.is_capturing():
             return
+        _ready()
         _said.add(key)
-    _ready()
     logger.log(level, "%s", text, stacklevel=2)
 
 

@@ -80,8 +80,7 @@ def define(schema: str, impl: Callable[..., Any], fake: Callable[..., Any], *, a
     name = schema[: schema.index("(")]
 
     def checked(*operands: Any) -> Any:
-        if transforms.forward_gradients():
-            refuse_gradients(operands)
+        refuse_gradients(operands)
         return impl(*operands)
 
     _library.impl(name, checked, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

@@ -166,6 +166,14 @@ def test_what_happens_between_layers_is_refused_and_never_left_out(change):
     assert breakable.replays(held) == {"8": 3}
 
 
+@torch.no_grad()
+def test_hidden_states_that_become_no_tensor_are_refused_by_name():
+    model, _ = between(lambda x: x)
+    model.change = lambda x: (x,)
+    with pytest.raises(CaptureError, match="between layer 1 and layer 2"):
+        model(torch.randn(1, 8, 16))
+
+
 def between(change):
     model = Between(change).eval()
     inner = find_inner(model, inner=model, layers=list(model.body.blocks), breaks=[Mix])

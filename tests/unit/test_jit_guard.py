@@ -21,7 +21,7 @@ import torch
 import fp4dispatch
 from fp4dispatch.cli import checks
 from fp4dispatch.dispatch import choose, tuned
-from fp4dispatch.errors import CacheError, CompileError
+from fp4dispatch.errors import CacheError, CompileError, SettingsError
 from fp4dispatch.jit import kernels, proven
 from fp4dispatch.jit.catalog.manifest import Catalog
 from fp4dispatch.jit.store import cache as cache_module
@@ -423,6 +423,18 @@ def test_nothing_is_said_twice_or_during_a_capture(
         guard.warn("a fault")
         guard.warn("a fault")
     assert [record.message for record in caplog.records] == ["a fault"]
+
+
+def test_what_a_wrong_log_level_kept_back_is_logged_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.reset()
+    monkeypatch.setenv("FP4DISPATCH_LOG", "loud")
+    with pytest.raises(SettingsError, match="FP4DISPATCH_LOG"):
+        guard.warn("a fault")
+    monkeypatch.delenv("FP4DISPATCH_LOG")
+    guard.warn("a fault")
+    assert caplog.messages == ["a fault"]
 
 
 def test_commands_show_warnings_and_leave_no_handler_behind(capsys: pytest.CaptureFixture[str]) -> None:

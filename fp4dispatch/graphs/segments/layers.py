@@ -358,8 +358,10 @@ class Passed:
     def __init__(self, states: Tensor) -> None:
         self._states, self._version = states, _version(states)
 
-    def arrived(self, states: Tensor) -> bool:
+    def arrived(self, states: object) -> bool:
         """Whether these are the same hidden states, or a view of all of them, and not written since."""
+        if not isinstance(states, Tensor):
+            return False
         return (states is self._states or states.is_set_to(self._states)) and _version(states) == self._version
 
 

@@ -113,9 +113,9 @@ def _own_reason(linear: nn.Linear) -> str:
     if type(weight) is not nn.Parameter:  # quantised by torchao, distributed, ...
         return f"its weight is a {type(weight).__name__}, not a plain tensor"
     if weight.layout is not torch.strided:
-        return f"its weight is {weight.layout}"
+        return f"its weight is {weight.layout}, not torch.strided"
     if weight.dim() != 2 or not weight.numel():
-        return f"its weight has the shape {list(weight.shape)}"
+        return f"its weight has the shape {list(weight.shape)}, not [N, K] with elements"
     if "forward" in vars(linear):
         return "its forward was replaced on the module (accelerate does so for offloaded models)"
     return next((f"has {why}" for hooks, why in _OTHER_HOOKS.items() if getattr(linear, hooks, None)), "")
