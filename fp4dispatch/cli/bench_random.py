@@ -128,19 +128,21 @@ def listed_text(found: dict[str, Any]) -> list[str]:
 
 
 def write_listing(args: argparse.Namespace, found: dict[str, Any], text: Callable[[dict[str, Any]], str]) -> None:
-    """Print what ``--list`` found, or write it as ``--json`` says.
+    """Print what ``--list`` found, and write it as ``--json`` says. Nothing is measured, so no other file is written.
 
     Raises
     ------
     InputError
-        For another format.
+        Where another format is to be printed.
     """
-    if args.csv is not None or args.md is not None:
+    if STDOUT in (args.csv, args.md):
         raise InputError("--list goes with --json alone: there are no rows for --csv and --md")
-    if args.json is None:
+    if args.json != STDOUT:
         print(text(found))
-    else:
-        write(args, {"json": lambda document: json.dumps(document, indent=2) + "\n"}, found)
+    write(args, {"json": lambda document: json.dumps(document, indent=2) + "\n"}, found)
+    for name in ("csv", "md", "plot"):
+        if (target := getattr(args, name)) is not None:
+            print(f"--{name} {target}: not written, as --list measures nothing", file=sys.stderr)
 
 
 def measure(

@@ -191,12 +191,15 @@ def test_a_listing_as_json(planted, capsys, tmp_path):
     assert found["methods"][0] == {"name": BASELINE, "what": f"planted {BASELINE}", "lacks": ""}
     random = ["bench", "--list", "--suite", "random", "--seed", "1", "--problems", "6"]
     assert cli.main([*random, "--json", str(tmp_path / "list.json")]) == 0
-    assert capsys.readouterr().out == ""
+    assert BASELINE in capsys.readouterr().out
     found = json.loads((tmp_path / "list.json").read_text())
     assert [len(problem["m"]) for problem in found["problems"]] == [4, 2]
     assert found["methods"]
     assert cli.main(["bench", "--list", "--csv"]) == 1
     assert "--list goes with --json alone" in capsys.readouterr().err
+    assert cli.main(["bench", "--list", "--csv", str(tmp_path / "list.csv")]) == 0
+    assert "list.csv: not written, as --list measures nothing" in capsys.readouterr().err
+    assert not (tmp_path / "list.csv").exists()
 
 
 def test_what_is_measured(planted):
