@@ -10,9 +10,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fp4dispatch.machine import transforms
+
 
 class Alive(TorchDispatchMode):
-    """Count the storages of a model's tensors and those beside, and of all that operators return inside the block."""
+    """Count the storages of a model's tensors and those beside, and of all that operators return inside the block.
+
+    Host work of layers leaves dispatch modes, whose tensors may have no memory. It must not leave this one, which only
+    looks on: so it does not count as a mode there.
+    """
 
     def __init__(self, model: nn.Module, *beside: torch.Tensor) -> None:
         super().__init__()
@@ -21,6 +27,16 @@ class Alive(TorchDispatchMode):
         for tensor in (*model.parameters(), *model.buffers(), *beside):
             self._add(tensor)
         self.before = self.peak = self.now()
+
+    def __enter__(self) -> Alive:
+        self._modes = transforms._dispatch_modes
+        transforms._dispatch_modes = lambda: self._modes() - 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        transforms._dispatch_modes = self._modes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
