@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from fp4dispatch.backends.own import compiled
 from fp4dispatch.backends.own.tensors import operands
 from fp4dispatch.benchmark import machine, roofline
-from fp4dispatch.benchmark.problems import sampling
+from fp4dispatch.benchmark.problems import models, sampling
 from fp4dispatch.tune.timing import Recording
 from tests import w4_fake, w8_fake
 from tests.bench_cases import FACTS, HOPPER_ON_PAPER, PEAKS, ToldEngine
 
-TINY = sampling.Dense("Tiny", "https://example.com/tiny", 64, 128, 4, 2, 16, 1, 1024, 1e-6)
+TINY = models.Dense("Tiny", "https://example.com/tiny", 64, 128, 4, 2, 16, 1, 1024, 1e-6)
 
 
 class OneTime(ToldEngine):

@@ -7,21 +7,22 @@ import math
 
 import pytest
 
-from fp4dispatch.benchmark.problems import sampling, shapes
-from fp4dispatch.benchmark.problems.sampling import Dense, Drawn, sample
+from fp4dispatch.benchmark.problems import models, sampling, shapes
+from fp4dispatch.benchmark.problems.models import Dense, Drawn
+from fp4dispatch.benchmark.problems.sampling import sample
 from fp4dispatch.errors import FlagsError, InputError
 
-LLAMA = next(model for model in sampling.models() if model.name == "Llama-3.1-8B")
+LLAMA = next(model for model in models.models() if model.name == "Llama-3.1-8B")
 
 
-@pytest.mark.parametrize("model", sampling.models(), ids=lambda m: m.name)
+@pytest.mark.parametrize("model", models.models(), ids=lambda m: m.name)
 def test_layers_add_up_to_the_published_number_of_parameters(model):
     assert model.total() / 1e9 == pytest.approx(model.parameters, rel=0.005)
 
 
 def test_there_are_enough_models_and_they_agree_with_those_of_the_other_suites():
-    assert sum(model.intermediate > 0 for model in sampling.models()) >= 25
-    here = {model.name: model for model in sampling.models()}
+    assert sum(model.intermediate > 0 for model in models.models()) >= 25
+    here = {model.name: model for model in models.models()}
     both = [model for model in shapes.catalogue().models if model.name in here]
     assert len(both) >= 3
     for model in both:
@@ -62,7 +63,7 @@ def test_draws():
     drawn = sample(1, 800)
     nk = [(layer.n, layer.k) for layer, _ in drawn.shapes]
     assert len(set(nk)) == len(nk)
-    assert all(k % 16 == 0 and n % 8 == 0 and n * k <= sampling.LARGEST for n, k in nk)
+    assert all(k % 16 == 0 and n % 8 == 0 and n * k <= models.LARGEST for n, k in nk)
     assert all(list(ms) == sorted(set(ms)) and len(ms) == 4 for _, ms in drawn.shapes)
     octaves = collections.Counter(int(math.log2(m)) for _, ms in drawn.shapes for m in ms)
     assert set(octaves) <= set(range(14))
@@ -119,8 +120,8 @@ parameters = 0.001
 def test_a_wrong_file_is_refused(tmp_path, old, new, said):
     path = tmp_path / "models.toml"
     path.write_text(GOOD)
-    assert sampling.load(path) == (Dense("A", "https://example.com/a", 64, 128, 4, 2, 16, 1, 1024, 0.001),)
+    assert models.load(path) == (Dense("A", "https://example.com/a", 64, 128, 4, 2, 16, 1, 1024, 0.001),)
     assert old in GOOD
     path.write_text(GOOD.replace(old, new, 1))
     with pytest.raises(FlagsError, match=said):
-        sampling.load(path)
+        models.load(path)

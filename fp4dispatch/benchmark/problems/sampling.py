@@ -8,120 +8,17 @@ The same seed gives the same problems, in the same order; fewer problems are the
 from __future__ import annotations
 
 import functools
-import math
 import random
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from fp4dispatch import strict_toml
-from fp4dispatch.errors import FlagsError, InputError
+from fp4dispatch.benchmark.problems.models import Dense, Drawn, models
+from fp4dispatch.errors import InputError
 
-FILE = Path(__file__).with_name("models.toml")
 TP = (1, 2, 4, 8)
 MOST_TOKENS = 8192
 TOKENS_EACH = 4
-K_MULTIPLE = 16
-"""The NVFP4 block."""
 SMALL = 8_000_000
 """Weights with fewer elements are listed apart."""
-LARGEST = 512 << 20
-"""Elements of the largest weight that is drawn: exact products of larger ones would take most of a run."""
-
-
-class Drawn(NamedTuple):
-    """A layer of a model, or of one of its tensor-parallel shards: N output and K input features."""
-
-    n: int
-    k: int
-    owner: str
-
-
-@dataclass(frozen=True)
-class Dense:
-    """The sizes of a decoder model. ``intermediate`` is 0 where all its MLPs are experts, which are not drawn."""
-
-    name: str
-    source: str
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    depth: int
-    embedding: int
-    parameters: float
-    experts: tuple[int, ...] = ()
-
-    def layers(self, tp: int) -> tuple[Drawn, ...]:
-        """Return the fused linear layers of one of ``tp`` shards; empty if the model cannot be cut so.
-
-        Key and value heads that are fewer than the shards are copied, as engines do.
-        """
-        shared = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
-        if self.heads % tp or self.intermediate % tp or not shared:
-            return ()
-        heads, kv, inner = self.heads // tp, max(self.kv_heads // tp, 1), self.intermediate // tp
-        suffix = f" TP {tp}" if tp > 1 else ""
-        sizes = {"qkv": ((heads + 2 * kv) * self.head_dim, self.hidden), "o": (self.hidden, heads * self.head_dim)}
-        if inner:
-            sizes |= {"gate_up": (2 * inner, self.hidden), "down": (self.hidden, inner)}
-        return tuple(Drawn(n, k, f"{self.name} {what}{suffix}") for what, (n, k) in sizes.items() if _fits(n, k))
-
-    def total(self) -> int:
-        """Return the number of weights: embeddings and the matrices of all layers."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.hidden * (self.intermediate + math.prod(self.experts) * bool(self.experts))
-        return self.embedding + self.depth * (attention + mlp)
-
-
-def _fits(n: int, k: int) -> bool:
-    return k % K_MULTIPLE == 0 and n % 8 == 0 and n * k <= LARGEST
-
-
-@functools.cache
-def models() -> tuple[Dense, ...]:
-    """Return the models that ship with the package."""
-    return load(FILE)
-
-
-def load(path: Path) -> tuple[Dense, ...]:
-    """Read a file like ``models.toml``.
-
-    Raises
-    ------
-    FlagsError
-        For a key that is missing, unknown or of the wrong type, a size that is not positive, a source that is no
-        address, or a name that is there twice.
-    """
-    table = strict_toml.load(path)
-    strict_toml.check(str(path), table, {"model": list})
-    found = tuple(_model(f"{path}: model {i}", row) for i, row in enumerate(table["model"]))
-    names = [model.name for model in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise FlagsError(f"{path}: model {', '.join(twice)} is there twice")
-    return found
-
-
-_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "depth", "embedding")
-
-
-def _model(where: str, row: Any) -> Dense:
-    required = {"name": str, "source": str, "parameters": float} | dict.fromkeys(_SIZES, int)
-    strict_toml.check(where, row, required, {"intermediate": int, "experts": list})
-    where = f"{where} ({row['name']})"
-    if not row["source"].startswith("https://"):
-        raise FlagsError(f"{where}: source is {row['source']!r}, need the address of its configuration")
-    experts = tuple(row.get("experts", ()))
-    if not experts and "intermediate" not in row:
-        raise FlagsError(f"{where}: has neither intermediate nor experts")
-    if experts and (len(experts) != 2 or not all(type(size) is int and size > 0 for size in experts)):
-        raise FlagsError(f"{where}: experts is {list(experts)}, need [intermediate size, number]")
-    for key in (*_SIZES, *({"intermediate"} & set(row))):
-        if row[key] < 1:
-            raise FlagsError(f"{where}: {key} is {row[key]}, need at least 1")
-    more = {"intermediate": row.get("intermediate", 0), "experts": experts, "parameters": float(row["parameters"])}
-    return Dense(**(row | more))
 
 
 @dataclass(frozen=True)
