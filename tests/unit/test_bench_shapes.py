@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp4dispatch.benchmark.problems import shapes
+from fp4dispatch import strict_toml
+from fp4dispatch.benchmark.problems import models, shapes
 from fp4dispatch.errors import FlagsError, InputError
 
 TARGETS = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672))
@@ -22,6 +23,33 @@ def test_the_models_of_the_contract_are_there():
     assert {"Qwen3-8B", "Qwen3-32B", "DeepSeek-V3, dense layer", "all-MiniLM-L6-v2"} < set(models)
     minilm = {(layer.n, layer.k) for layer in models["all-MiniLM-L6-v2"].layers}
     assert minilm == {(384, 384), (1536, 384), (384, 1536)}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "qkv", "o", "gate_up", "down"),
+    [
+        ("Llama-3.1-8B", (1, 2, 4, 8), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+        ("Llama-3.1-70B", (1, 2, 4, 8), (10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+        ("Qwen3-8B", (1,), (6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
+        ("Qwen3-32B", (1, 2), (10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)),
+    ],
+)
+def test_layers_that_follow_from_the_sizes_of_a_model(name, tp, qkv, o, gate_up, down):
+    (model,) = (model for model in shapes.catalogue().models if model.name == name)
+    assert model.tp == tp
+    assert model.layers == (
+        shapes.Layer("qkv", *qkv, "n"),
+        shapes.Layer("o", *o, "k"),
+        shapes.Layer("gate_up", *gate_up, "n"),
+        shapes.Layer("down", *down, "k"),
+    )
+
+
+def test_no_model_is_typed_twice():
+    rows = strict_toml.load(shapes.FILE)["model"]
+    known = {model.name for model in models.models()}
+    assert [row["name"] for row in rows if "layers" in row and row["name"] in known] == []
+    assert len([row for row in rows if "layers" not in row]) >= 4
 
 
 def test_suites():
@@ -104,12 +132,35 @@ def test_without_nk_a_suite_takes_every_layer(tmp_path):
         ('name = "one"', "name = 1", "name must be str"),
         ("[[suite]]", "[[suites]]", "unknown key 'suites'"),
         ("why", "why not", "not TOML"),
+        ("[[model]]\n" + GOOD.partition("[[model]]\n")[2].partition("\n\n")[0], "model = [1]", "model 0"),
     ],
 )
 def test_anything_else_is_refused(tmp_path, old, new, said):
     assert old in GOOD
     with pytest.raises(FlagsError, match=said):
         load(tmp_path, GOOD.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('name = "Qwen3-9B"\ntp = [1]', r"\(Qwen3-9B\): has no layers, and is not in models.toml; add the layers"),
+        ('name = "Mixtral-8x7B"\ntp = [1]', "has experts in models.toml"),
+        ('name = "Qwen2.5-7B"\ntp = [1, 2, 8]', r"\(Qwen2.5-7B\): cannot be cut into 8 equal parts; leave 8 out"),
+        ('name = "GLM-4-9B"\ntp = [1, 4]', "cannot be cut into 4 equal parts"),  # 2 heads of keys, each there twice
+        ('name = "Qwen3-8B"\ntp = [1]\ndepth = 36', "unknown key 'depth'"),
+        ('name = "Qwen3-8B"', "'tp' is missing"),
+    ],
+)
+def test_a_model_without_layers_is_one_of_the_published(tmp_path, row, said):
+    with pytest.raises(FlagsError, match=said):
+        load(tmp_path, f"[[model]]\n{row}\n{GOOD}")
+    found = load(tmp_path, f'[[model]]\nname = "Qwen3-8B"\ntp = [1, 8]\n{GOOD}').models[0]
+    (same,) = (model for model in models.models() if model.name == "Qwen3-8B")
+    assert (found.source, found.depth, found.embedding, found.parameters) == (
+        *(same.source, same.depth, same.embedding, same.parameters),
+    )
+    assert found.layers[3].shard(8) == (4096, 1536)
 
 
 @pytest.mark.parametrize("part", ["model", "suite"])

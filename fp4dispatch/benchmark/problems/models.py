@@ -42,20 +42,25 @@ class Dense:
     parameters: float
     experts: tuple[int, ...] = ()
 
-    def layers(self, tp: int) -> tuple[Drawn, ...]:
-        """Return the fused linear layers of one of ``tp`` shards; empty if the model cannot be cut so.
+    def sizes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
+        """Return (N, K) of each fused linear layer of one of ``tp`` shards; empty if the model cannot be cut so.
 
         Key and value heads that are fewer than the shards are copied, as engines do.
         """
         shared = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
         if self.heads % tp or self.intermediate % tp or not shared:
-            return ()
+            return {}
         heads, kv, inner = self.heads // tp, max(self.kv_heads // tp, 1), self.intermediate // tp
-        suffix = f" TP {tp}" if tp > 1 else ""
-        sizes = {"qkv": ((heads + 2 * kv) * self.head_dim, self.hidden), "o": (self.hidden, heads * self.head_dim)}
+        found = {"qkv": ((heads + 2 * kv) * self.head_dim, self.hidden), "o": (self.hidden, heads * self.head_dim)}
         if inner:
-            sizes |= {"gate_up": (2 * inner, self.hidden), "down": (self.hidden, inner)}
-        return tuple(Drawn(n, k, f"{self.name} {what}{suffix}") for what, (n, k) in sizes.items() if _fits(n, k))
+            found |= {"gate_up": (2 * inner, self.hidden), "down": (self.hidden, inner)}
+        return found
+
+    def layers(self, tp: int) -> tuple[Drawn, ...]:
+        """Return those of :meth:`sizes` that the random suite may draw."""
+        suffix = f" TP {tp}" if tp > 1 else ""
+        sizes = self.sizes(tp).items()
+        return tuple(Drawn(n, k, f"{self.name} {what}{suffix}") for what, (n, k) in sizes if _fits(n, k))
 
     def total(self) -> int:
         """Return the number of weights: embeddings and the matrices of all layers."""

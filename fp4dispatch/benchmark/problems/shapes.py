@@ -1,4 +1,7 @@
-"""The benchmark problems from ``shapes.toml``: layers of real models, and suites that select from them."""
+"""The benchmark problems from ``shapes.toml``: layers of real models, and suites that select from them.
+
+A model that is in ``models.toml`` too has its layers from there.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from fp4dispatch import strict_toml
+from fp4dispatch.benchmark.problems import models as published
 from fp4dispatch.errors import FlagsError, InputError
 from fp4dispatch.settings import did_you_mean
 
 FILE = Path(__file__).with_name("shapes.toml")
 SPLITS = ("n", "k", "none")
+DECODER_SPLITS = {"qkv": "n", "o": "k", "gate_up": "n", "down": "k"}
+"""How engines cut the layers of a model of ``models.toml``."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,8 @@ def load(path: Path) -> Catalogue:
     ------
     FlagsError
         For a key that is missing, unknown or of the wrong type, a duplicate name, a size that is not positive, a layer
-        that cannot be split evenly, or a suite without shapes.
+        that cannot be split evenly, a model without layers that is not in ``models.toml`` or is there with experts, or
+        a suite without shapes.
     """
     table = strict_toml.load(path)
     strict_toml.check(str(path), table, {"model": list, "suite": list})
@@ -106,6 +113,8 @@ def load(path: Path) -> Catalogue:
 
 
 def _model(where: str, row: Any) -> Model:
+    if isinstance(row, dict) and "layers" not in row:
+        return _published(where, row)
     required = {"name": str, "source": str, "tp": list, "layers": list}
     strict_toml.check(where, row, required, {"depth": int, "embedding": int, "parameters": float})
     where = f"{where} ({row['name']})"
@@ -118,6 +127,23 @@ def _model(where: str, row: Any) -> Model:
     _unique(where, "layer", [layer.name for layer in layers])
     depth, embedding, parameters = row.get("depth", 0), row.get("embedding", 0), row.get("parameters", 0.0)
     return Model(row["name"], row["source"], tp, layers, depth, embedding, float(parameters))
+
+
+def _published(where: str, row: Any) -> Model:
+    """Return a model of which the row has but the name and ``tp``."""
+    strict_toml.check(where, row, {"name": str, "tp": list})
+    where = f"{where} ({row['name']})"
+    found = next((model for model in published.models() if model.name == row["name"]), None)
+    if found is None:
+        raise FlagsError(f"{where}: has no layers, and is not in models.toml; add the layers here, or the model there")
+    if found.experts:
+        raise FlagsError(f"{where}: has experts in models.toml, whose layers are not known; write all its layers here")
+    tp = _sizes(f"{where}: tp", row["tp"])
+    layers = tuple(Layer(name, *nk, DECODER_SPLITS[name]) for name, nk in found.sizes().items())
+    for parts in tp:
+        if found.sizes(parts) != {layer.name: layer.shard(parts) for layer in layers}:
+            raise FlagsError(f"{where}: cannot be cut into {parts} equal parts; leave {parts} out of tp")
+    return Model(found.name, found.source, tp, layers, found.depth, found.embedding, found.parameters)
 
 
 def _layer(where: str, row: Any, tp: tuple[int, ...]) -> Layer:
