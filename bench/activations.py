@@ -6,7 +6,7 @@ memory), with and without PDL, kernels in turn, medians; "floor" is their bytes 
 is one input and output, PDL: what a layer sees whose input was just written. "apart": torch's two operations of SwiGLU,
 then the quantiser.
 
-    python bench/activations.py --out activations.json [--no-check] [--old DIRECTORY]
+    python -m bench.activations --out activations.json [--no-check] [--old DIRECTORY]
 
 --old: another csrc/ (kernels.toml and all), timed beside this one; its bits must be the same.
 """
@@ -22,13 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from graphs import capture, microseconds, watched
-from kernels_w4 import COPY_BYTES_PER_US, METHOD
 from torch import Tensor
 
+from bench.graphs import capture, microseconds, watched
+from bench.kernels_w4 import COPY_BYTES_PER_US, METHOD
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.activations import swiglu
 from fp4dispatch.backends.own.swiglu import kernel_of

@@ -1,6 +1,6 @@
 """Breakable CUDA graphs around whole decoders: eager against graphs, capture time, memory, and torch.compile beside it.
 
-    python bench/breakable.py --json bench/results --commit HASH
+    python -m bench.breakable --json bench/results --commit HASH
 
 Models have the layer sizes of Llama-3.1-8B and Qwen3-8B and random weights. A prefill is a batch of requests of one
 length, without a cache; its logits are compared with those of the model without graphs before any time counts. Calls
@@ -19,10 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import decoder
 import torch
 from torch import Tensor, nn
 
+from bench import decoder
 from fp4dispatch import graphs as breakable_graphs
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import relative_error

@@ -1,6 +1,6 @@
 """Which backends there are for FP8 and NVFP4 on this GPU, what the self-check says of each, and what tuning chooses.
 
-    python bench/candidates.py --commit HASH --json bench/results/candidates-CARD.json
+    python -m bench.candidates --commit HASH --json bench/results/candidates-CARD.json
 
 For each op and scaling: every backend with its reasons or its self-check (first in this process and again, building
 and checking apart), and the choice of the rules for a few tokens; the tuned choice for a few weights; how many faults
@@ -13,7 +13,6 @@ made before the first self-check: it is no backend's.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +21,17 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # tests.planted
-
-from fp4dispatch.backends import registry  # noqa: E402
-from fp4dispatch.backends.base import Backend  # noqa: E402
-from fp4dispatch.benchmark import machine  # noqa: E402
-from fp4dispatch.benchmark.reports import records  # noqa: E402
-from fp4dispatch.dispatch import choose, tuned  # noqa: E402
-from fp4dispatch.dispatch.explain import explain  # noqa: E402
-from fp4dispatch.problem import Problem  # noqa: E402
-from fp4dispatch.trust import canary, quarantine, selfcheck  # noqa: E402
-from fp4dispatch.trust.verdict import CheckResult  # noqa: E402
-from fp4dispatch.tune import tuning  # noqa: E402
-from tests.planted import FAULTS, HONEST, ONLY_WITH  # noqa: E402
+from fp4dispatch.backends import registry
+from fp4dispatch.backends.base import Backend
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
+from fp4dispatch.dispatch import choose, tuned
+from fp4dispatch.dispatch.explain import explain
+from fp4dispatch.problem import Problem
+from fp4dispatch.trust import canary, quarantine, selfcheck
+from fp4dispatch.trust.verdict import CheckResult
+from fp4dispatch.tune import tuning
+from tests.planted import FAULTS, HONEST, ONLY_WITH
 
 KINDS = (("fp8_gemm", "tensor"), ("fp8_gemm", "row"), ("fp8_gemm", "block128"), ("nvfp4_gemm", "nvfp4"))
 NK = ((4096, 4096), (6144, 4096), (4096, 14336))

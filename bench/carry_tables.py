@@ -6,7 +6,7 @@ was there (comments, names, new builds), its times are still true, and no GPU is
     git worktree add /tmp/old COMMIT                                        # where the tables hold
     fp4dispatch build --arch 9.0 --ops w4_gemm,w8_gemm,w4_activations,w4_weights,fp8_quantize --out /tmp/before  # there
     fp4dispatch build --arch 9.0 --ops w4_gemm,w8_gemm,w4_activations,w4_weights,fp8_quantize --out /tmp/after   # here
-    python bench/carry_tables.py /tmp/old /tmp/before /tmp/after
+    python -m bench.carry_tables /tmp/old /tmp/before /tmp/after
 
 Every build in BEFORE must have the same machine code in AFTER, under whatever symbols, but for those of SwiGLU, which
 no timing runs; and BEFORE must have every build that a table names. Else nothing is written: measure again
@@ -15,7 +15,7 @@ no timing runs; and BEFORE must have every build that a table names. Else nothin
 Where kernels of one format changed, or there are new builds of it, measure its layers alone, and give the folder:
 
     fp4dispatch tune fp8_gemm --scaling row --model-shapes --out FOLDER --commit HASH   # on each GPU that has a table
-    python bench/carry_tables.py /tmp/old /tmp/before /tmp/after --measured FOLDER
+    python -m bench.carry_tables /tmp/old /tmp/before /tmp/after --measured FOLDER
 
 Its layers replace those of the same op and scaling. The others are carried over, and only kernels that they do not
 name, and that new layers do, may have changed. The table then names both commits. Where no source has changed, OLD is
@@ -30,8 +30,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fp4dispatch.backends.own import swiglu
 from fp4dispatch.cli import tune_tables

@@ -4,7 +4,7 @@ No GPU takes part: both builds end with a library on disk. Ours is what the firs
 activation quantiser; FlashInfer's is the module that its `cutlass` backend compiles before its first call, through
 its own `JitSpec.build`.
 
-    python bench/cold_jit.py --jobs 2 --out bench/results/cold-jit-x86_64.json
+    python -m bench.cold_jit --jobs 2 --out bench/results/cold-jit-x86_64.json
 
 FlashInfer's module includes a header of cuRAND and links the driver: where they are not beside nvcc, say so with
 `CPATH` and `FLASHINFER_EXTRA_LDFLAGS`.
@@ -26,6 +26,7 @@ from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 
 ROOT = Path(__file__).resolve().parent.parent
+
 
 OURS = """
 from pathlib import Path

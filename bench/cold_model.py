@@ -1,7 +1,7 @@
 """Time from an empty kernel cache to a model that is warmed up, and of the slowest kernel file alone on two cores.
 
-    python bench/cold_model.py --commit HASH --json bench/results/cold-model-CARD.json
-    python bench/cold_model.py --commit HASH --json FILE --wheel --kernels-in build/kernels --wheel-limit 5
+    python -m bench.cold_model --commit HASH --json bench/results/cold-model-CARD.json
+    python -m bench.cold_model --commit HASH --json FILE --wheel --kernels-in build/kernels --wheel-limit 5
 
 A model of nn.Linear in bfloat16, with the sizes of Llama-3.1-8B's layers, is quantised by ``replace_linears`` and
 warmed up for the numbers of tokens that a server captures, 1 to 4096: in a fresh process with an empty cache, then in
@@ -32,10 +32,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from bench import finished_kernels
 
-from bench import finished_kernels  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+AGAIN = ("-m", "bench.cold_model")
+"""What runs this script once more, in a process of its own."""
 
 FORMATS = ("nvfp4", "fp8_row", "fp8_block")
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -135,7 +136,7 @@ def fresh(
     base = os.environ if environment is None else environment
     path = os.pathsep.join(filter(None, (str(ROOT), base.get("PYTHONPATH"))))
     env = dict(base, FP4DISPATCH_CACHE_DIR=folder, PYTHONPATH=path)
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    command = [sys.executable, *AGAIN, *arguments]
     allowed = sorted(os.sched_getaffinity(0))
     few = None if cores is None else set(allowed[:cores])
     if cores is not None:

@@ -8,14 +8,14 @@ decoder layer after the other; attention, norms, embedding and the head stay bfl
 Face's static cache, one CUDA graph a step, timed if its logits have the bits of the same steps without a graph. Prefill
 runs without one. Attention is PyTorch's without cuDNN's, whose decode steps have other bits each time.
 
-    python bench/decoder.py --json out.json --commit HASH
-    python bench/decoder.py --tiny --device cpu            # a small model, no graph: that the script works
+    python -m bench.decoder --json out.json --commit HASH
+    python -m bench.decoder --tiny --device cpu            # a small model, no graph: that the script works
 
 ``--compile`` compiles the steps with ``torch.compile`` (:mod:`bench.compiled_step`) for every format, bf16 too. Their
 logits are compared with those of eager steps, and a step in a graph must have the bits of a compiled one without.
 Prefill stays eager. ``--fuse`` and ``--head`` then add up: fused, then the same model with its head quantised.
 
-    python bench/decoder.py --compile --fuse --head --batches 1 16 --json out.json --commit HASH
+    python -m bench.decoder --compile --fuse --head --batches 1 16 --json out.json --commit HASH
 
 A format is a name that ``replace_linears`` takes, with ``:bf16`` or ``:fp8`` to pin the activation, and ``+fuse`` for
 one layer in place of q, k and v and one in place of gate and up, and ``+head`` to quantise the head too. ``--fuse`` and
@@ -31,7 +31,6 @@ import argparse
 import gc
 import math
 import statistics
-import sys
 import time
 import traceback
 from collections import Counter
@@ -43,16 +42,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench
-
-import fp4dispatch  # noqa: E402
-from bench import compiled_step  # noqa: E402
-from fp4dispatch.benchmark import machine  # noqa: E402
-from fp4dispatch.benchmark.check import relative_error  # noqa: E402
-from fp4dispatch.benchmark.reports import records  # noqa: E402
-from fp4dispatch.models.quantized_linear import QuantizedLinear  # noqa: E402
-from fp4dispatch.tune.timing import Sample, summarise  # noqa: E402
+import fp4dispatch
+from bench import compiled_step
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.check import relative_error
+from fp4dispatch.benchmark.reports import records
+from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.tune.timing import Sample, summarise
 
 SIZES = {
     "vocab_size": 128256,

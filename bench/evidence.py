@@ -1,6 +1,6 @@
 """Run what needs a GPU and keep the outcome: the GPU tests and the demo, with commit, card, driver and versions.
 
-    python bench/evidence.py --commit HASH --out bench/results
+    python -m bench.evidence --commit HASH --out bench/results
 
 Exits with 1 if a test or the demo failed, or time ran out before all tests had run: what had is kept, and the file says
 so. The matrix of docs/reference/support.md is generated from the files this writes.

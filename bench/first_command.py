@@ -1,6 +1,6 @@
 """The first command of the README on a fresh machine: time, peak memory, and what it prints.
 
-    python bench/first_command.py --commit HASH --json bench/results
+    python -m bench.first_command --commit HASH --json bench/results
 
 Clones the repository, and runs the command there as it stands in the README, one part after the other, with empty
 caches. Downloads are part of the time, so the record depends on how far the package index is.
@@ -12,17 +12,14 @@ import argparse
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.readme import commands
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.readme import commands  # noqa: E402
-
 WIDTH = 100
 
 

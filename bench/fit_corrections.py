@@ -4,7 +4,7 @@ Samples come from bench/launch_samples.py, of all GPUs that speeds.toml has cons
 group of builds, boosted trees learn the logarithm of the measured over the predicted time. All nodes of a level ask the
 same question, so a tree is six questions and 64 numbers.
 
-    python bench/fit_corrections.py --few FILES --many FILES [--suites FILES] [--only GROUP ...]
+    python -m bench.fit_corrections --few FILES --many FILES [--suites FILES] [--only GROUP ...]
         [--judge FILES] [--write]
 
 ``--suites``: records of ``fp4dispatch bench --suite random``. They timed, for each problem, the launches that the
@@ -26,13 +26,10 @@ import hashlib
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 

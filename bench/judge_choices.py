@@ -5,7 +5,7 @@ For each problem of the samples and each format of weights: the time of the back
 this M, quantiser included. cuBLASLt counts as ours for FP8 by row. Times of parts are added. ``as run`` is the whole
 layer as it was timed, by the code that took the samples. Judge on samples that nothing was fitted to.
 
-    python bench/judge_choices.py samples/launch-samples-seed-12-h200.json ... [--speeds FILE] [--worst 5]
+    python -m bench.judge_choices samples/launch-samples-seed-12-h200.json ... [--speeds FILE] [--worst 5]
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry

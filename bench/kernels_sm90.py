@@ -4,7 +4,7 @@ Every method is checked before it is timed; a wrong one prints WRONG and no time
 graph that holds calls on rotating copies of the weights (more than three L2 caches), so weights come from memory; the
 methods take turns, and the median is reported.
 
-    python bench/kernels_sm90.py --json out.json [--commit HASH]
+    python -m bench.kernels_sm90 --json out.json [--commit HASH]
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graphs import capture, microseconds
 from torch import Tensor
 
+from bench.graphs import capture, microseconds
 from fp4dispatch import formats, jit
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records

@@ -5,7 +5,7 @@ bias, vector alpha, an output full of NaN between guards, the same bits in repet
 each read what the one before wrote. Then times: a CUDA graph of launches on rotating copies of the weights (more than
 256 MB, so they come from memory), the launches chained by PDL, all methods in turn, medians.
 
-    python bench/kernels_w4.py --out w4.json [--sweep] [--ptx80] [--commit HASH]
+    python -m bench.kernels_w4 --out w4.json [--sweep] [--ptx80] [--commit HASH]
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 import tvm_ffi
-from graphs import capture, microseconds, watched
 from torch import Tensor
 
+from bench.graphs import capture, microseconds, watched
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.backends.own.tiling import few_tokens

@@ -8,7 +8,7 @@ rotating copies of the weights (more than 256 MB, so they come from memory), met
 quantising the activations, "gemm" is without it; "a16" reads them as they are. "small" among the tiles is w4a8_small,
 for few tokens, and "w4a16" w4a16_small, which kernels_w4.py checks.
 
-    python bench/kernels_w4_large.py --out w4_large.json [--tune] [--no-check] [--no-time] [--m 64 128 ...]
+    python -m bench.kernels_w4_large --out w4_large.json [--tune] [--no-check] [--no-time] [--m 64 128 ...]
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ import functools
 import itertools
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import tvm_ffi
-from graphs import capture, microseconds, watched
-from kernels_w4 import COLD_BYTES, METHOD, NK, Weight
-from kernels_w4_large_check import ONE_SIGN_ERROR, FewTokens, Operand, check_everything
 from torch import Tensor
 
+from bench.graphs import capture, microseconds, watched
+from bench.kernels_w4 import COLD_BYTES, METHOD, NK, Weight
+from bench.kernels_w4_large_check import ONE_SIGN_ERROR, FewTokens, Operand, check_everything
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.tiling import few_tokens, launch_model

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from graphs import watched
-from kernels_w4 import DTYPES, Weight
 from torch import Tensor
 
+from bench.graphs import watched
+from bench.kernels_w4 import DTYPES, Weight
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p

@@ -5,7 +5,7 @@ and with scales per token and column (row), row with our quantiser of activation
 cutlass with that quantiser, and the kernel of the backend w8a8 for so many tokens, alone and with its quantiser, each
 reading the same rotating copies of the weight.
 
-    python bench/kernels_w8.py --out w8.json [--sweep] [--ptx80] [--m 1 8 16 32 64 128 256] [--commit HASH]
+    python -m bench.kernels_w8 --out w8.json [--sweep] [--ptx80] [--m 1 8 16 32 64 128 256] [--commit HASH]
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import functools
 from typing import Any
 
 import torch
-from kernels_w4 import Kernel, Peer, Timed, run
 from torch import Tensor
 
+from bench.kernels_w4 import Kernel, Peer, Timed, run
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_numbers
 from fp4dispatch.backends.own.tiling import launch_model

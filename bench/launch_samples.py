@@ -5,7 +5,7 @@ quantiser, cuBLASLt's FP8 GEMM alone, bf16 cuBLAS, and the layers as the policy 
 its activations quantised before; with ``--whole`` it is the quantiser and the GEMM, as layers run them. Every launch is
 checked tile by tile first. Cold weights, CUDA graphs, methods in turns, medians.
 
-    python bench/launch_samples.py --seed 1 --commit HASH --out FOLDER [--problems 100] [--m 17 1024] [--seconds 280]
+    python -m bench.launch_samples --seed 1 --commit HASH --out FOLDER [--problems 100] [--m 17 1024] [--seconds 280]
 
 The same command again goes on where the last one ended. Fit on some seeds, judge on others.
 """
@@ -16,14 +16,11 @@ import argparse
 import contextlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Try the proof of the barriers on every shipped kernel and every mutant, and keep what it says. No GPU is needed.
 
-    python bench/mutants.py --commit HASH                      # all that the record does not hold yet
-    python bench/mutants.py --commit HASH --only sources --seconds 600
+    python -m bench.mutants --commit HASH                      # all that the record does not hold yet
+    python -m bench.mutants --commit HASH --only sources --seconds 600
 
 Three parts: ``small`` (small kernels with one fault each), ``builds`` (every library of the manifest with barriers, and
 faults in its machine code), ``sources`` (faults in the sources of shipped kernels). All of it takes two hours on two
@@ -25,17 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.jit.prove import prover_sha256
+from fp4dispatch.jit.store.digests import sources_sha256
+from tests.proof import cases
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # tests.proof
-
-from fp4dispatch.benchmark import machine  # noqa: E402
-from fp4dispatch.benchmark.reports import records  # noqa: E402
-from fp4dispatch.jit import kernels  # noqa: E402
-from fp4dispatch.jit.catalog.manifest import installed  # noqa: E402
-from fp4dispatch.jit.prove import prover_sha256  # noqa: E402
-from fp4dispatch.jit.store.digests import sources_sha256  # noqa: E402
-from tests.proof import cases  # noqa: E402
-
 RESULTS = ROOT / "bench" / "results" / "mutants-x86_64.json"
 PARTS = ("small", "builds", "sources")
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """What Nsight Compute sees of the final kernels: memory, tensor pipe and issue, and the bytes each can have in flight.
 
-    python bench/ncu.py --commit HASH --out bench/results/ncu-CARD.json
+    python -m bench.ncu --commit HASH --out bench/results/ncu-CARD.json
 
 One process runs below ncu. For each case it makes a layer on one backend, compares an output tile by tile with the
 exact product, and lets ncu see one more call: cold caches, clocks as they are, no other grid beside it (so nothing is
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+
 
 FIELDS = {
     "us": "gpu__time_duration.sum",
@@ -144,7 +144,7 @@ def command(numbers: Sequence[int], log: Path, limit_s: float, *, full: bool = F
     else:
         words += [word for section in SECTIONS for word in ("--section", section)]
         words += ["--metrics", ",".join((*FIELDS.values(), *LIMITS))]
-    words += [sys.executable, str(Path(__file__).resolve()), "--log", str(log), "--limit-s", str(limit_s)]
+    words += [sys.executable, "-m", "bench.ncu", "--log", str(log), "--limit-s", str(limit_s)]
     return [*words, "--cases", *map(str, numbers)]
 
 

@@ -1,6 +1,6 @@
 """What the first call for a number of tokens costs the host: a launch is chosen and a plan made for each.
 
-    python bench/new_tokens.py --commit HASH --json bench/results/new-tokens-CARD.json
+    python -m bench.new_tokens --commit HASH --json bench/results/new-tokens-CARD.json
 
 Serving engines call layers with other numbers of tokens all the time, so a prompt of a length that has not been seen
 waits for this. The layers are those of one block of a decoder: of Llama-3.1-8B, for which tables of timed launches

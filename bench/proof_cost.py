@@ -1,7 +1,7 @@
 """What the proof and the strict checks add to a build: CPU seconds of each family of kernels, cold. No GPU is needed.
 
-    python bench/proof_cost.py --commit HASH                        # all that the record does not hold yet
-    python bench/proof_cost.py --commit HASH --only w4a16_small     # ids that start with this, again
+    python -m bench.proof_cost --commit HASH                        # all that the record does not hold yet
+    python -m bench.proof_cost --commit HASH --only w4a16_small     # ids that start with this, again
 
 Each build runs in a process of its own, into an empty cache. Counted are CPU seconds of it and of all that it starts:
 other work on the machine matters little. ``compile``: the compiler, and nothing else. ``proof``: disassembly and
@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
+from fp4dispatch.jit import building, kernels, prove
+from fp4dispatch.jit.catalog.manifest import installed
+from fp4dispatch.jit.store.cache import Cache
+
 ROOT = Path(__file__).resolve().parent.parent
-
-from fp4dispatch.benchmark import machine  # noqa: E402
-from fp4dispatch.benchmark.reports import records  # noqa: E402
-from fp4dispatch.jit import building, kernels, prove  # noqa: E402
-from fp4dispatch.jit.catalog.manifest import installed  # noqa: E402
-from fp4dispatch.jit.store.cache import Cache  # noqa: E402
-
 RESULTS = ROOT / "bench" / "results" / "proof-cost-x86_64.json"
 TARGETS = ("90a", "120f")
 
@@ -93,8 +92,9 @@ def run(only: str, commit: str, folder: Path, out: Path) -> None:
         key = "/".join(build)
         if not key.startswith(only) or (not only and key in rows):
             continue
-        command = [sys.executable, __file__, "--facts", *build, str(folder / key.replace("/", "-"))]
-        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        command = [sys.executable, "-m", "bench.proof_cost", "--facts", *build]
+        command.append(str(folder.resolve() / key.replace("/", "-")))
+        answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
         rows[key] = json.loads(answer.stdout.splitlines()[-1])
         print(json.dumps(rows[key]), flush=True)
         ordered = [rows[name] for name in sorted(rows)]

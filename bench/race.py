@@ -1,6 +1,6 @@
 """The launch race of every kernel family: our builds, builds without barriers, and the PDL trial of each. Needs SM90.
 
-    python bench/race.py --commit REVISION --out bench/results/race-CARD.json
+    python -m bench.race --commit REVISION --out bench/results/race-CARD.json
 
 A wrong launch of ours, or a control that is not caught, by the race or by the trial, ends with exit code 1.
 """

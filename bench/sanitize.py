@@ -1,6 +1,6 @@
 """Run GPU tests under compute-sanitizer and keep what it found.
 
-    python bench/sanitize.py --commit HASH --out bench/results/sanitizer-CARD.json
+    python -m bench.sanitize --commit HASH --out bench/results/sanitizer-CARD.json
 
 memcheck looks for accesses out of bounds, with torch's caching allocator off, because the tool sees only what
 cudaMalloc returned; racecheck looks for hazards in shared memory. Each tool is first shown a program that has the fault

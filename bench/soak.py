@@ -1,6 +1,6 @@
 """Launch layers of random sizes for a while, eager and in CUDA graphs, beside other work, and compare every output.
 
-    python bench/soak.py --commit HASH --json bench/results --launches 12800
+    python -m bench.soak --commit HASH --json bench/results --launches 12800
 
 Sizes and numbers of tokens are drawn anew from ``--seed``. The first output of each layer and number of tokens is held
 to the exact product, tile by tile. Every later one must have the same bits; the comparison runs on the device, so that

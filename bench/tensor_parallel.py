@@ -1,7 +1,7 @@
 """Tensor parallel on 1, 2 and 4 GPUs: one GPU against N in one run, with CUDA graphs and without, and the error.
 
-    python bench/tensor_parallel.py --json bench/results --commit HASH
-    python bench/tensor_parallel.py --tiny --device cpu            # gloo, a small stack: that the script works
+    python -m bench.tensor_parallel --json bench/results --commit HASH
+    python -m bench.tensor_parallel --tiny --device cpu            # gloo, a small stack: that the script works
 
 The layers have the sizes of Llama-3.1-8B and random weights: fused q, k and v, output, fused gate and up, down. A stack
 of ``DEPTH`` such layers, with norms, an activation and a stand-in for attention (each token sees itself), is built on

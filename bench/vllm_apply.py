@@ -4,8 +4,8 @@ The layer is vLLM's own where vLLM is installed. Elsewhere stand-ins take the pl
 method imports (base classes, parameters without sharding, no tensor parallelism); the record says which. The method,
 its loading and ``apply`` are ours either way. This measures layers, not an engine: no tokens per second.
 
-    python bench/vllm_apply.py --json out.json --commit HASH
-    python bench/vllm_apply.py --device cpu --shape 256x128 -m 4      # that the script works
+    python -m bench.vllm_apply --json out.json --commit HASH
+    python -m bench.vllm_apply --device cpu --shape 256x128 -m 4      # that the script works
 """
 
 from __future__ import annotations

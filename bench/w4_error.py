@@ -1,6 +1,6 @@
 """What w4a16, w4a8 and w4a4 lose against the exact product of the same NVFP4 weights. Numbers only, on a CPU.
 
-    python bench/w4_error.py --out bench/results/w4-error-x86_64.json
+    python -m bench.w4_error --out bench/results/w4-error-x86_64.json
 
 The weights are quantised once; every format multiplies these same weights. "Exact" is the float64 product of the
 bfloat16 activations and the dequantised weights, so w4a16 shows what one rounding to bfloat16 costs. The formats are
@@ -17,26 +17,23 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from fp4dispatch import formats
+from fp4dispatch.backends.base import LinearWeights
+from fp4dispatch.backends.reference import ReferenceBackend
+from fp4dispatch.benchmark import machine
+from fp4dispatch.benchmark.reports import records
+from fp4dispatch.cli.demos import minilm as demo
+from fp4dispatch.models.replace import replace_linears
+from fp4dispatch.problem import Problem
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from fp4dispatch import formats  # noqa: E402
-from fp4dispatch.backends.base import LinearWeights  # noqa: E402
-from fp4dispatch.backends.reference import ReferenceBackend  # noqa: E402
-from fp4dispatch.benchmark import machine  # noqa: E402
-from fp4dispatch.benchmark.reports import records  # noqa: E402
-from fp4dispatch.cli.demos import minilm as demo  # noqa: E402
-from fp4dispatch.models.replace import replace_linears  # noqa: E402
-from fp4dispatch.problem import Problem  # noqa: E402
-
 FORMATS = {"w4a16": "bf16", "w4a8": "fp8", "w4a4": "nvfp4"}
 SIZES = (256, 1024, 4096)
 """M, N, K of the drawn problems."""

@@ -57,7 +57,7 @@ def test_the_cache_is_empty_and_the_cores_are_few(tmp_path, monkeypatch):
         "'jobs': os.environ.get('MAX_JOBS')}))\n"
         "pathlib.Path(folder, 'kernel').write_text('')\n"
     )
-    monkeypatch.setattr(cold_model, "__file__", str(script))
+    monkeypatch.setattr(cold_model, "AGAIN", (str(script),))
     monkeypatch.delenv("MAX_JOBS", raising=False)
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -117,7 +117,7 @@ def test_what_hangs_is_ended_with_its_compilers(tmp_path, monkeypatch):
         f"pathlib.Path({str(pid)!r}).write_text(str(child.pid))\n"
         "child.wait()\n"
     )
-    monkeypatch.setattr(cold_model, "__file__", str(script))
+    monkeypatch.setattr(cold_model, "AGAIN", (str(script),))
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="ended after 2 s"):
         cold_model.fresh(str(tmp_path), [], limit_s=2)
@@ -129,7 +129,7 @@ def test_what_hangs_is_ended_with_its_compilers(tmp_path, monkeypatch):
 def test_packages_that_are_found_by_pythonpath_are_found_by_the_process_too(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text("import json, os; print(json.dumps({'path': os.environ['PYTHONPATH']}))")
-    monkeypatch.setattr(cold_model, "__file__", str(script))
+    monkeypatch.setattr(cold_model, "AGAIN", (str(script),))
     for before, after in (("/somewhere", f"{cold_model.ROOT}{os.pathsep}/somewhere"), ("", str(cold_model.ROOT))):
         monkeypatch.setenv("PYTHONPATH", before)
         assert cold_model.fresh(str(tmp_path), []) == {"path": after}

@@ -73,7 +73,7 @@ def test_the_process_finds_the_wheel_and_no_compiler(tmp_path, monkeypatch):
         "print(json.dumps({'nvcc': nvcc and nvcc.path, 'jit': settings.jit,"
         " 'packages': [str(p.folder) for p in packages.packages()]}))\n"
     )
-    monkeypatch.setattr(cold_model, "__file__", str(script))
+    monkeypatch.setattr(cold_model, "AGAIN", (str(script),))
     monkeypatch.setenv("FP4DISPATCH_JIT", "0")
     compiler = tmp_path / "bin" / "nvcc"
     compiler.parent.mkdir()

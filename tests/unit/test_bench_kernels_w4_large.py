@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,12 +26,11 @@ class OnCpu(TorchFunctionMode):
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    import kernels_w4_large
+    from bench import kernels_w4_large, kernels_w4_large_check
 
     monkeypatch.setattr(torch, "Generator", lambda device, real=torch.Generator: real("cpu"))
     with OnCpu():
-        yield SimpleNamespace(run=kernels_w4_large, check=sys.modules["kernels_w4_large_check"])
+        yield SimpleNamespace(run=kernels_w4_large, check=kernels_w4_large_check)
 
 
 def module(bench, change=lambda out: None):

@@ -197,7 +197,8 @@ def test_the_command_and_the_record(fake, tmp_path, monkeypatch, capsys):
     assert "--profile-from-start off --clock-control none --cache-control all" in text
     assert f"--kernel-name regex:{ncu.KERNELS} --page raw --csv --print-units base --section SpeedOfLight" in text
     assert ncu.FIELDS["tensor_percent"] in words[words.index("--metrics") + 1].split(",")
-    assert words[words.index(sys.executable) + 1].endswith("bench/ncu.py")
+    after = words.index(sys.executable) + 1
+    assert words[after : after + 2] == ["-m", "bench.ncu"]
     record = json.loads(out.read_text())
     assert [row["m"] for row in record["profiles"]] == [1, 32]
     assert record["failed"] == [f"{ncu.CASES[1]}: no kernel"]

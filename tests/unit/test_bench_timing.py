@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import graphs
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.timing import calls_for, copies_for, is_cold, summarise, take_turns
 
@@ -149,10 +149,7 @@ def test_other_data_fills_the_cache_before_the_head_start_of_timed_work(monkeypa
     assert timing.CALL_HEAD_START > 2 * timing.HEAD_START
 
 
-def test_the_kernel_scripts_time_by_the_same_harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
-    import graphs
-
+def test_the_kernel_scripts_time_by_the_same_harness():
     order = []
 
     def captured(name, times, calls):

@@ -149,7 +149,7 @@ def test_the_tune_command_is_understood_and_refused_without_a_gpu(monkeypatch, c
 
 def test_the_decoder_command_of_the_readme(tmp_path):
     pytest.importorskip("transformers", reason="transformers (extra `demo`) is not installed")
-    (line,) = [line for line in COMMANDS if "bench/decoder.py" in line]
+    (line,) = [line for line in COMMANDS if "bench.decoder" in line]
     words = shlex.split(line.replace("decoder.json", str(tmp_path / "decoder.json")))
     small = ["--tiny", "--device", "cpu", "--prefill", "16", "--steps", "1", "--batches", "1", "--formats", "nvfp4"]
     command = [sys.executable, *words[1:], *small]

@@ -1,6 +1,6 @@
 """The constants of all time models on a GPU: its own of ``speeds.toml``, or those of another one, scaled. No torch.
 
-``bench/fit_speeds.py --write`` makes the file from records of bench/launch_samples.py.
+``python -m bench.fit_speeds --write`` makes the file from records of bench/launch_samples.py.
 """
 
 from __future__ import annotations
