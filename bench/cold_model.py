@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import finished_kernels
+from bench.shared import finished_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 AGAIN = ("-m", "bench.cold_model")

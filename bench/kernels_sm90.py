@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.graphs import capture, microseconds
+from bench.shared.graphs import capture, microseconds
 from fp4dispatch import formats, jit
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records

@@ -25,7 +25,7 @@ import torch
 import tvm_ffi
 from torch import Tensor
 
-from bench.graphs import capture, microseconds, watched
+from bench.shared.graphs import capture, microseconds, watched
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.backends.own.tiling import few_tokens

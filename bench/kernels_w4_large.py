@@ -27,7 +27,7 @@ import torch
 import tvm_ffi
 from torch import Tensor
 
-from bench.graphs import capture, microseconds, watched
+from bench.shared.graphs import capture, microseconds, watched
 from bench.kernels_w4 import COLD_BYTES, METHOD, NK, Weight
 from bench.kernels_w4_large_check import ONE_SIGN_ERROR, FewTokens, Operand, check_everything
 from fp4dispatch import formats

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.graphs import watched
+from bench.shared.graphs import watched
 from bench.kernels_w4 import DTYPES, Weight
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3

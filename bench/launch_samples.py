@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.graphs import watched
+from bench.shared.graphs import watched
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Prepared
 from fp4dispatch.backends.own.compiled import State

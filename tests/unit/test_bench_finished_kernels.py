@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import cold_model, finished_kernels
+from bench import cold_model
+from bench.shared import finished_kernels
 from fp4dispatch.jit import kernels, packages
 from fp4dispatch.machine import libraries
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import graphs
+from bench.shared import graphs
 from fp4dispatch.tune import timing
 from fp4dispatch.tune.timing import calls_for, copies_for, is_cold, summarise, take_turns
 
