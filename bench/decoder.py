@@ -11,7 +11,7 @@ runs without one. Attention is PyTorch's without cuDNN's, whose decode steps hav
     python -m bench.decoder --json out.json --commit HASH
     python -m bench.decoder --tiny --device cpu            # a small model, no graph: that the script works
 
-``--compile`` compiles the steps with ``torch.compile`` (:mod:`bench.shared.compiled_step`) for every format, bf16 too. Their
+``--compile`` compiles the steps with ``torch.compile`` (``shared/compiled_step.py``) for every format, bf16 too. Their
 logits are compared with those of eager steps, and a step in a graph must have the bits of a compiled one without.
 Prefill stays eager. ``--fuse`` and ``--head`` then add up: fused, then the same model with its head quantised.
 

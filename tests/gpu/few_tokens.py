@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +15,8 @@ from fp4dispatch import formats, jit
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
 from fp4dispatch.backends.own.tiling import few_tokens
 from fp4dispatch.backends.own.tiling.few_tokens import FewTokensShape
+from fp4dispatch.jit import kernels
+from fp4dispatch.jit.catalog.manifest import Catalog, installed
 from fp4dispatch.problem.arch import Arch
 from tests.gpu import tiles
 
@@ -32,6 +35,24 @@ E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 @functools.cache
 def kernel(name: str, variant: str) -> Any:
     return jit.load(name, variant, Arch(*torch.cuda.get_device_capability()))
+
+
+def with_ptx80() -> Catalog:
+    """The catalog with PTX of compute_80 in its builds for SM80, which a later GPU compiles and runs."""
+    catalog = installed()
+    record = catalog.record("80")
+    both = replace(record, nvcc=(*record.nvcc, "-gencode=arch=compute_80,code=compute_80"))
+    return replace(catalog, records={**catalog.records, "80": both})
+
+
+@functools.cache
+def ptx80(name: str) -> Any:
+    """Return the bfloat16 build for SM80 of a kernel, as PTX that this GPU runs."""
+    tvm_ffi = pytest.importorskip("tvm_ffi")
+    catalog = with_ptx80()
+    (built,) = kernels.build_all([kernels.job(catalog, name, "bf16", "80")], catalog)
+    assert built.proven, built.proof
+    return tvm_ffi.load_module(str(built.entry.library))
 
 
 def clusters() -> tuple[int, ...]:
@@ -168,6 +189,28 @@ def check_launch_shapes(
                 problem.check()
                 ran += 1
             assert ran >= 2, f"{tile}, clusters of {cluster}: {ran} launch shapes fit"
+
+
+def check_what_sm80_runs(kind: type[Problem]) -> None:
+    """The build for SM80, without clusters and PDL: every M in the launch that it chooses, then every tile."""
+    about, room = few_tokens.KERNELS[kind.name], torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    built = [tile for tile in (*about.instances, *few_tokens.WITHOUT_WGMMA.get(kind.name, ())) if tile[3] > 1]
+    for nk in NK:
+        for m in RAGGED_M:
+            problem = kind("bf16", m, *nk, bias=m % 2 == 1, vector=m % 3 == 1)
+            problem.module = ptx80(kind.name)
+            problem.run()
+            problem.check()
+    for tile in built:
+        for m, (n, k) in ((33, (264, 144)), (33, (136, 2064)), (tile[0] + 1, (72, 528))):
+            problem = kind("bf16", m, n, k, bias=True, vector=True)
+            problem.module = ptx80(kind.name)
+            for stages, trigger in ((2, 1), (3, 100)):
+                shape = FewTokensShape(*tile, 1, stages, trigger)
+                if about.shared_bytes(shape) <= room:
+                    problem.out.fill_(torch.nan)
+                    problem.run(shape)
+                    problem.check()
 
 
 def check_repeats(kind: type[Problem], variant: str) -> None:

@@ -34,6 +34,13 @@ def test_every_launch_shape_is_right(variant: str, tile: tuple[int, ...]) -> Non
     few_tokens.check_launch_shapes(Problem, variant, tile, ((2 if wgmma else 1, 0), (2, 1), (3, 100)))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not SM90, reason="from SM80 to SM89 the other tests run this build")
+def test_what_sm80_runs_is_right_too() -> None:
+    """A build of its own, from its PTX."""
+    few_tokens.check_what_sm80_runs(Problem)
+
+
 @pytest.mark.parametrize("variant", DTYPES)
 def test_repeats_bit_for_bit(variant: str) -> None:
     few_tokens.check_repeats(Problem, variant)
@@ -47,10 +54,11 @@ def test_not_finite_activations_stay_with_their_token() -> None:
     few_tokens.check_not_finite_stays_alone(Problem)
 
 
+@pytest.mark.parametrize("variant", DTYPES)
 @pytest.mark.parametrize("m", [1, 16, 32, 48, 64, 96, 700])
-def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
+def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, variant: str) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
-    few_tokens.check_pdl_chain([Problem("bf16", 1, 2048, 2048) for _ in range(3)], m)
+    few_tokens.check_pdl_chain([Problem(variant, 1, 2048, 2048) for _ in range(3)], m)
 
 
 def test_no_tokens_is_no_launch() -> None:

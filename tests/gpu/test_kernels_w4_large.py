@@ -22,6 +22,7 @@ from tests.gpu.w4_packed import (
     check_nothing_around_enters,
     check_pdl_chain,
     check_scales,
+    check_sums_of_one_sign,
     dense,
     empty_packed,
     packer,
@@ -49,7 +50,7 @@ SHAPES = (
 FEW = ((7, 200, 144), (16, 136, 528), (17, 264, 1040), (32, 520, 2064), (33, 264, 400), (64, 136, 1040))
 AT_ENDS = {"32": FEW} | {
     str(t): ((t - 1, 136, 208), (t, 264, 400), (t + 1, 72, 1040), (2 * t + 9, 136, 528))
-    for t in (96, 160, 176, 192, 208)
+    for t in (96, 112, 144, 160, 176, 192, 208)
 }
 """Around the ends of a tile, which is written in pieces of tokens; the last M ends in a piece of 9."""
 
@@ -112,6 +113,7 @@ def test_every_tile_and_the_same_bits_twice(variant, launch):
         else:
             problem.run(gemm(variant).shaped, list(launch))
         problem.check(f"{variant} {launch}")
+        problem.check_norms(f"{variant} {launch}")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,7 @@ def test_whole_tiles_and_then_parts_of_k_and_the_same_bits_twice(variant, launch
     problem = Problem(is_fp8(variant), dtype_of(variant), (m, n, k))
     problem.run(gemm(variant).shaped, list(launch), times=3)
     problem.check(f"{variant} {launch} {rounds} rounds, {parts} parts")
+    problem.check_norms(f"{variant} {launch} {rounds} rounds, {parts} parts")
 
 
 @pytest.mark.parametrize(
@@ -153,23 +156,15 @@ def test_one_static_scale_and_scales_that_are_subnormal_or_zero(variant):
     check_scales(gemm(variant).planned, dtype_of(variant), (16, 33, 100), variant)
 
 
-@pytest.mark.parametrize(
-    ("variant", "m"),
-    [
-        *(
-            ("a8_bf16_32", 1),
-            ("a8_bf16_32", 32),
-            ("a8_bf16_64", 64),
-            ("a8_bf16_128", 200),
-            ("a8_bf16_176", 300),
-            ("a8_bf16_208", 300),
-        ),
-        *(("a8_bf16_96", 65), ("a8_bf16_96", 200), ("a8_bf16_112", 130), ("a8_bf16_144", 200), ("a8_bf16_160", 300)),
-        *(("a16_bf16_64x128", 40), ("a16_bf16_128x128", 200), ("a16_bf16_176", 300), ("a16_bf16_240", 300)),
-    ],
-)
-def test_a_chain_under_pdl_has_the_bits_of_one_without(variant, m):
-    check_pdl_chain(gemm(variant).planned, is_fp8(variant), m)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_chain_under_pdl_has_the_bits_of_one_without(variant):
+    for m in (1, 16, 32, 64) if variant.endswith("_32") else (40, 65, 130, 200, 300):
+        check_pdl_chain(gemm(variant).planned, is_fp8(variant), m, dtype_of(variant))
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith("a8_fp16")])
+def test_truncation_takes_little_off_sums_of_one_sign(variant):
+    check_sums_of_one_sign(gemm(variant).shaped, (1, 1, 1), variant)
 
 
 def test_long_k_and_many_tiles():

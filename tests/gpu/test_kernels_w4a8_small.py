@@ -22,6 +22,7 @@ from tests.gpu.w4_packed import (
     check_pdl_chain,
     check_scales,
     check_shape_refused,
+    check_sums_of_one_sign,
     check_tokens_stay_alone,
     weight,
 )
@@ -42,6 +43,7 @@ def test_every_tile_is_right_for_every_m(variant: str, nk: tuple[int, int]) -> N
         problem = Problem(True, OUT_DTYPES[variant], (m, *nk))
         problem.run(module(variant).w4a8_small)
         problem.check(variant)
+        problem.check_norms(variant)
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=str)
@@ -56,6 +58,7 @@ def test_every_launch_shape_is_right(variant: str, instance: tuple[int, ...]) ->
             for trigger in (shape[6], 0, 100):
                 problem.run(module(variant).w4a8_small_shaped, [*shape[:6], trigger])
                 problem.check(f"{variant} {shape} {trigger}")
+            problem.check_norms(f"{variant} {shape}")
 
 
 @pytest.mark.parametrize("variant", OUT_DTYPES)
@@ -84,10 +87,16 @@ def test_tokens_that_are_not_there_and_tokens_that_are_not_finite_stay_alone() -
     check_tokens_stay_alone(module().w4a8_small, weight(136, 400)[2], functools.partial(activations, True))
 
 
+@pytest.mark.parametrize("variant", OUT_DTYPES)
 @pytest.mark.parametrize("m", [1, 16, 24, 32, 48, 64, 80, 96, 112, 128, 700])
-def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
+def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, variant: str) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
-    check_pdl_chain(module().w4a8_small, True, m)
+    check_pdl_chain(module(variant).w4a8_small, True, m, OUT_DTYPES[variant])
+
+
+def test_truncation_takes_little_off_sums_of_one_sign() -> None:
+    fewest = min(INSTANCES, key=lambda instance: instance[2])  # groups: each adds up a part of K
+    check_sums_of_one_sign(module("fp16").w4a8_small_shaped, (*fewest, 1, 2, 2))
 
 
 def test_capture_and_no_tokens() -> None:

@@ -14,6 +14,7 @@ from tests.gpu.few_tokens import E4m3 as Problem
 
 pytestmark = [pytest.mark.gpu, needs_sm80]
 
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 TILES = tuple(KERNELS[Problem.name].instances)
 
 
@@ -54,6 +55,13 @@ def test_rows_that_a_weight_lacks_are_zeros(missing: int) -> None:
     problem.check()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not SM90, reason="from SM80 to SM89 the other tests run this build")
+def test_what_sm80_runs_is_right_too() -> None:
+    """A build of its own, from its PTX."""
+    few_tokens.check_what_sm80_runs(Problem)
+
+
 @pytest.mark.parametrize("variant", DTYPES)
 def test_repeats_bit_for_bit(variant: str) -> None:
     few_tokens.check_repeats(Problem, variant)
@@ -67,10 +75,11 @@ def test_not_finite_activations_stay_with_their_token() -> None:
     few_tokens.check_not_finite_stays_alone(Problem)
 
 
+@pytest.mark.parametrize("variant", DTYPES)
 @pytest.mark.parametrize("m", [1, 16, 32])
-def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int) -> None:
+def test_a_chain_under_pdl_has_the_bits_of_one_without(m: int, variant: str) -> None:
     """Each layer reads what the one before wrote, while its weights were already on their way."""
-    few_tokens.check_pdl_chain([Problem("bf16", seed, 2048, 2048) for seed in (1, 2, 3)], m)
+    few_tokens.check_pdl_chain([Problem(variant, seed, 2048, 2048) for seed in (1, 2, 3)], m)
 
 
 def test_no_tokens_is_no_launch() -> None:

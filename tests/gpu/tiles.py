@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -38,6 +39,30 @@ def beyond_rounding(d: Tensor, reference: Tensor, magnitude: Tensor) -> Tensor:
     unit = torch.finfo(d.dtype).eps
     error = (d.double() - reference).abs()
     return ~(error <= unit * reference.abs() + 2.0**-11 * magnitude)  # NaN is beyond too
+
+
+def by_tile(x: Tensor) -> Tensor:
+    """Sums of a matrix over its tiles."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % TILE, 0, -x.shape[0] % TILE))
+    return padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).sum(dim=(1, 3))
+
+
+def norm_limits(exact: Tensor, dtype: torch.dtype, base: float) -> Tensor:
+    """Largest relative error of the norm of each tile of a result that is rounded to ``dtype``.
+
+    Rounding alone gives one value a relative error of up to eps / 2, and a full tile a norm of 0.22 eps. The square of
+    a norm over n normal values scatters around that like one over n / 3 equal values: four standard deviations, about
+    sqrt(3 / n) each, are allowed. Only below some 40 elements that is more than ``base``.
+    """
+    count = by_tile(torch.ones_like(exact))
+    rounding = 0.22 * torch.finfo(dtype).eps * (1 + 4 * (3 / count).sqrt()).sqrt()
+    return rounding.clamp(min=base)
+
+
+def norm_errors(got: Tensor, exact: Tensor) -> Tensor:
+    """Relative error of the norm of each tile; what is not finite is infinitely wrong."""
+    off, size = by_tile((got.double() - exact).square()).sqrt(), by_tile(exact.square()).sqrt()
+    return torch.where(off == 0, 0.0, off / size).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def bits(x: Tensor) -> Tensor:
