@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels_w4 import COPY_BYTES_PER_US, METHOD
-from bench.shared.graphs import capture, microseconds, watched
+from bench.shared.graphs import COPY_BYTES_PER_US, METHOD, capture, microseconds, watched
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.activations import swiglu
 from fp4dispatch.backends.own.swiglu import kernel_of

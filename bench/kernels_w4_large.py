@@ -24,8 +24,8 @@ import torch
 import tvm_ffi
 from torch import Tensor
 
-from bench.kernels_w4 import COLD_BYTES, METHOD, NK, Weight
-from bench.shared.graphs import capture, microseconds, watched
+from bench.shared.few_tokens import NK, Nvfp4Weight
+from bench.shared.graphs import COLD_BYTES, METHOD, capture, microseconds, watched
 from fp4dispatch import formats
 from fp4dispatch.backends.own.tensors.folding import FOLD, fold_e4m3
 from fp4dispatch.backends.own.tiling import few_tokens, launch_model
@@ -89,7 +89,7 @@ class Timed:
 
     def __init__(self, n: int, k: int) -> None:
         self.n, self.k = n, k
-        self.weight = Weight(n, k)
+        self.weight = Nvfp4Weight(n, k)
         self.dense_first = self.weight.dense(torch.bfloat16)
         fold = fold_e4m3(self.weight.codes, self.weight.scale)
         self.packed = self._copies(self.weight.packed)

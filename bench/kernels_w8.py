@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels_w4 import Kernel, Peer, Timed, run
+from bench.shared.few_tokens import Kernel, Peer, Timed, run
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.own.tensors.operands import gpu_of, launch_numbers
 from fp4dispatch.backends.own.tiling import launch_model
