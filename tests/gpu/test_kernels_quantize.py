@@ -41,12 +41,24 @@ def every_finite_pattern(dtype):
     return torch.where(x.isfinite(), x, torch.zeros_like(x)).view(256, 256)
 
 
+def near_ties(dtype):
+    """Rows of one exponent and one amax each: near-ties of every significand against every scale of a row."""
+    exponent, mantissa = (7, 7) if dtype == torch.bfloat16 else (4, 10)
+    rows = torch.arange(2**mantissa)[:: max(1, 2**mantissa // 256), None]
+    top = (1 + rows / 2**mantissa) * 2**exponent
+    below = (1 + torch.arange(2**mantissa) / 2**mantissa)[None]
+    x = torch.cat([torch.where(below * 2**e <= top, below * 2**e, 0.0) for e in range(exponent - 11, exponent)], 1)
+    x[:, -1:] = top
+    return x.to(dtype)
+
+
 def inputs():
     for dtype in DTYPES:
         for m, k in SHAPES:
             yield ordinary(m, k, dtype)
             yield any_bits(m, k, dtype)
         yield every_finite_pattern(dtype)
+        yield near_ties(dtype)
 
 
 def poisoned(*shape, dtype):

@@ -12,6 +12,7 @@ from fp4dispatch import formats, jit
 from fp4dispatch.jit.catalog.manifest import installed
 from tests import many_tokens
 from tests.gpu.sm90 import OUT_DTYPES, SM90, needs_sm90
+from tests.gpu.test_kernels_quantize import any_bits, every_finite_pattern, near_ties
 from tests.gpu.tiles import bits, sees_one_wrong_element
 from tests.gpu.w4_packed import (
     MANY_TO_PACK,
@@ -81,24 +82,49 @@ def most_split(variant, k):
     return min(tile.most_split, -(-k // tile.stage_k))
 
 
+SIZES_TO_PACK = (
+    *((1, 16), (13, 208), (65, 144), (40, 2064), (3, 8208), (9, 16_400), (3, 40_000), (1, 140_000), (110, 40_000)),
+    *((300, 4096), (600, 4096), (1500, 4112), (90, 28_672), *MANY_TO_PACK),
+)
+"""Every number of words in registers, of blocks that share a token, and rows that do not fit the registers."""
+NEAR_TIES = (0.013, 2.0**-30, 2.0**-20 * (2 - 2.0**-23), 2.0**-7 * (1 + 2.0**-23), (1.5 - 2.0**-23) / 8, 2.0**70)
+"""Static scales; of the middle ones quotients lie right beside ties."""
+
+
+def check_packing(x, scales):
+    """Bits of a tensor on the GPU, packed by row and with each of some static scales."""
+    on_cpu = x.cpu()
+    packed, scale, _ = activations(True, x)
+    expected = formats.fp8_quantize(on_cpu, "row")
+    assert torch.equal(packed.cpu(), pack_activations(expected.data))
+    assert torch.equal(bits(scale.cpu()), bits(expected.scale))
+    for static in scales:
+        packed = empty_packed(*x.shape)
+        packer().w4_quantize_tensor(x, packed, torch.full((1,), static, device="cuda"), False)
+        exact = formats.fp8_quantize(on_cpu, "tensor", torch.tensor(static)).data
+        assert torch.equal(packed.cpu(), pack_activations(exact)), f"static scale {static}"
+
+
 @pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
-@pytest.mark.parametrize(("m", "k"), [(1, 16), (13, 208), (65, 144), (40, 2064), (3, 40_000), *MANY_TO_PACK])
+@pytest.mark.parametrize("make", [any_bits, every_finite_pattern, near_ties], ids=lambda make: make.__name__)
+def test_packing_any_bits_and_near_ties(dtype, make):
+    x = make(64, 1040, dtype) if make is any_bits else make(dtype)
+    check_packing(x.cuda(), (*NEAR_TIES, torch.inf))
+
+
+@pytest.mark.parametrize("dtype", OUT_DTYPES.values(), ids=str)
+@pytest.mark.parametrize(("m", "k"), SIZES_TO_PACK)
 def test_packing_bit_for_bit(dtype, m, k):
     draw = torch.Generator().manual_seed(m + k)
     wide = torch.full((m, k + 24), torch.nan, dtype=dtype)
     x = wide[:, 8 : 8 + k]
     x.copy_(torch.randn(m, k, generator=draw) * 3)
     x[m // 2] = 0
+    x[m // 2, 0] = -0.0
     x[-1, k // 2] = torch.inf
-    on_gpu = wide.cuda()[:, 8 : 8 + k]
-    packed, scale, _ = activations(True, on_gpu)
-    expected = formats.fp8_quantize(x, "row")
-    assert torch.equal(packed.cpu(), pack_activations(expected.data))
-    assert torch.equal(bits(scale.cpu()), bits(expected.scale))
-    for static in (torch.tensor(0.013), torch.tensor(2.0**-30)):
-        packed = empty_packed(m, k)
-        packer().w4_quantize_tensor(on_gpu, packed, static.cuda().view(1), False)
-        assert torch.equal(packed.cpu(), pack_activations(formats.fp8_quantize(x, "tensor", static).data))
+    if m > 2:
+        x[0, k - 1], x[0, 3] = torch.nan, -torch.inf
+    check_packing(wide.cuda()[:, 8 : 8 + k], (0.013, 2.0**-30))
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
