@@ -8,21 +8,20 @@ reference backend; each row says what ran. ModelOpt's rows need nvidia-modelopt,
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import platform
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import fp4dispatch
+from bench.shared import commandline
 from fp4dispatch import formats
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
@@ -171,16 +170,15 @@ class Measurement:
         print(f"{by:<11} {weights:<10} {activation:<18} {short}  {backends}", flush=True)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure every format, print, and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="folder of the record")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each text at most")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--no-modelopt", action="store_true", help="measure ours alone")
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     warnings.simplefilter("ignore")
     card = machine.card(arguments.device)
     versions = {

@@ -6,25 +6,25 @@ memory), with and without PDL, kernels in turn, medians; "floor" is their bytes 
 is one input and output, PDL: what a layer sees whose input was just written. "apart": torch's two operations of SwiGLU,
 then the quantiser.
 
-    python -m bench.activations --out activations.json [--old DIRECTORY]
+    python -m bench.activations --json activations.json [--old DIRECTORY]
 
 --old: another csrc/ (kernels.toml and all), timed beside this one; its bits must be the same.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.shared import commandline
 from bench.shared.graphs import COLD_BYTES, COPY_BYTES_PER_US, METHOD, capture, microseconds, watched
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.activations import swiglu
@@ -152,14 +152,13 @@ def graphs(kernel: Kernel, modules: dict[str, Any], x: Tensor) -> dict[str, Any]
     return made
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Compare and time; the JSON file is written at the end."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--old", type=Path, help="another csrc/ to time beside this one")
-    parser.add_argument("--commit", default="unknown")
     parser.add_argument("--seconds", type=float, default=60, help="start no new problem after this")
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     begin = time.perf_counter()
     torch.manual_seed(0)
     arch = Arch(*torch.cuda.get_device_capability())
@@ -187,7 +186,7 @@ def main() -> int:
         texts = ", ".join(f"{what} {us:.1f}" for what, us in times.items())
         print(f"{name} M={m} K={k}: {texts}; floor {floor:.1f}", flush=True)
         torch.cuda.empty_cache() if m * k > 5e7 else None
-    records.write(arguments.out, "activations", facts, result)
+    records.write(arguments.json, "activations", facts, result)
     return 1 if faults else 0
 
 

@@ -15,14 +15,14 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bench import decoder
+from bench.shared import commandline
 from fp4dispatch import graphs as breakable_graphs
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import relative_error
@@ -229,11 +229,10 @@ def _speed(row: dict[str, Any]) -> str:
     return f"{row['eager_ms']:8.2f} -> {row['graph_ms']:8.2f} ms, {ratio:.2f}x, error {row['error']:.1e}{eagerly}"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure every model and format."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="folder of the record")
-    parser.add_argument("--commit", default="unknown")
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
@@ -242,7 +241,7 @@ def main() -> int:
         "--no-measure", action="store_true", help="replay all calls that fit, also where eager is faster"
     )
     parser.add_argument("--compile", nargs="*", default=[], help="formats for which torch.compile is measured too")
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     facts = machine.facts(machine.card("cuda"), arguments.commit)
     results = []
     with torch.inference_mode(), decoder.repeatable_attention():

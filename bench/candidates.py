@@ -12,15 +12,15 @@ made before the first self-check: it is no backend's.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.shared import commandline
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.base import Backend
 from fp4dispatch.benchmark import machine
@@ -231,16 +231,15 @@ def planted_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run everything, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--device")
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--nk", nargs="*", default=[f"{n}x{k}" for n, k in NK], metavar="NxK")
     parser.add_argument("--all-planted", action="store_true", help="plant faults for every kind of problem")
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     card = machine.card(arguments.device)
     nk = [tuple(map(int, text.split("x"))) for text in arguments.nk]
     everything = tuple(canary.kinds({"nvfp4_gemm": ("nvfp4", "fp8", "bf16"), "fp8_gemm": ("fp8", "bf16")}))

@@ -24,13 +24,13 @@ this checkout, and BEFORE and AFTER are one folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bench.shared import commandline
 from fp4dispatch.backends.own import swiglu
 from fp4dispatch.cli import tune_tables
 from fp4dispatch.dispatch import shipped
@@ -168,14 +168,14 @@ def carry(old: Path, before: Path, after: Path, folder: Path, here: Path, fresh:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Carry over and print; 1 where that is refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
     parser.add_argument("old", type=Path, metavar="OLD", help="checkout of a commit where the tables hold")
     parser.add_argument("before", type=Path, metavar="BEFORE", help="finished kernels of that checkout")
     parser.add_argument("after", type=Path, metavar="AFTER", help="finished kernels of this one")
     parser.add_argument(
         "--measured", type=Path, metavar="FOLDER", help="tables of some formats, measured with these sources"
     )
-    args = parser.parse_args(words)
+    args = commandline.parse(parser, words)
     here = manifest.installed().csrc.parent
     try:
         print("\n".join(carry(args.old, args.before, args.after, shipped.FOLDER, here, args.measured)))

@@ -4,7 +4,7 @@ No GPU takes part: both builds end with a library on disk. Ours is what the firs
 activation quantiser; FlashInfer's is the module that its `cutlass` backend compiles before its first call, through
 its own `JitSpec.build`.
 
-    python -m bench.cold_jit --jobs 2 --out bench/results/cold-jit-x86_64.json
+    python -m bench.cold_jit --jobs 2 --json bench/results/cold-jit-x86_64.json
 
 FlashInfer's module includes a header of cuRAND and links the driver: where they are not beside nvcc, say so with
 `CPATH` and `FLASHINFER_EXTRA_LDFLAGS`.
@@ -12,21 +12,20 @@ FlashInfer's module includes a header of cuRAND and links the driver: where they
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
-
-ROOT = Path(__file__).resolve().parent.parent
-
 
 OURS = """
 from pathlib import Path
@@ -70,27 +69,24 @@ def timed(code: str, folder: str, jobs: int) -> dict[str, Any]:
     return {"wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "libraries": len(built), "objects_left": objects}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure both and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = commandline.parse(parser, words)
     record: dict[str, Any] = {
         "what": "cold JIT of the first NVFP4 GEMM for sm_120",
         "jobs": args.jobs,
         "cores": os.cpu_count(),
     }
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
     builds: dict[str, dict[str, Any]] = {}
     for name, code in (("fp4dispatch", OURS), ("flashinfer", THEIRS)):
         with tempfile.TemporaryDirectory() as folder:
             builds[name] = timed(code, folder, args.jobs)
         print(name, builds[name], flush=True)
     record["cold_jit"] = builds
-    records.write(args.out, "cold jit", machine.facts(machine.card("cpu"), commit), record)
+    records.write(args.json, "cold jit", machine.facts(machine.card("cpu"), args.commit), record)
     print(
         f"ours takes {builds['fp4dispatch']['wall_s'] / builds['flashinfer']['wall_s']:.3f} of FlashInfer's wall time"
     )

@@ -32,9 +32,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.shared import finished_kernels
+from bench.shared import commandline, finished_kernels
+from bench.shared.commandline import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 AGAIN = ("-m", "bench.cold_model")
 """What runs this script once more, in a process of its own."""
 
@@ -304,11 +304,10 @@ def measure(arguments: argparse.Namespace, gpu: str | None, keep: Callable[[dict
     return result
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit")
-    parser.add_argument("--json", type=Path)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=("nvfp4", "fp8", "fp8_row", "fp8_block"))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--shapes", nargs="+", default=[f"{n}x{k}" for n, k in SHAPES], help="NxK")
@@ -326,7 +325,7 @@ def main() -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--site", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda")
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     shapes = [(int(n), int(k)) for n, _, k in (text.partition("x") for text in arguments.shapes)]
     if arguments.warm:
         found = warm(arguments.warm, shapes, arguments.tokens, arguments.device, arguments.blocks)
@@ -335,8 +334,8 @@ def main() -> int:
     if arguments.one:
         print(json.dumps(one(arguments.one)))
         return 0
-    if not arguments.commit or not arguments.json:
-        parser.error("--commit and --json are needed")
+    if not arguments.json:
+        parser.error("--json is needed")
     if arguments.wheel is None and (arguments.wheel_limit is not None or arguments.kernels_in):
         parser.error("--wheel-limit and --kernels-in need --wheel")
     if arguments.wheel and (arguments.kernels_in or not Path(arguments.wheel).is_file()):

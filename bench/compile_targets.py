@@ -19,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import Built, kernels
@@ -31,7 +33,6 @@ from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.store.cache import Cache
 from fp4dispatch.machine import libraries
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "compiled-targets-x86_64.json"
 TABLE = ROOT / "docs" / "compiled-targets.md"
 
@@ -182,24 +183,23 @@ def write_table() -> None:
     TABLE.write_text("\n".join(table(records.read(RESULTS))) + "\n")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
+    commandline.takes_commit(parser)
     parser.add_argument("--only", help="build ids that start with this, measured again")
     parser.add_argument("--keep", type=Path, help="folder for the caches, one a build (default: a temporary one)")
-    parser.add_argument("--commit", help="what is built")
     parser.add_argument("--table", action="store_true", help="write docs/compiled-targets.md and stop")
     parser.add_argument("--facts", nargs=3, metavar=("ID", "CACHE", "JSON"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     if arguments.facts:
         build_id, cache, answer = arguments.facts
         Path(answer).write_text(json.dumps(facts(Build(*build_id.split("/")), Path(cache))))
         return
     if arguments.table:
         write_table()
-    elif not arguments.commit:
-        parser.error("--commit is needed")
     else:
+        commandline.needs_commit(parser, arguments)
         with tempfile.TemporaryDirectory() as folder:
             run(arguments.only, arguments.keep or Path(folder), arguments.commit)
 

@@ -36,14 +36,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fp4dispatch
-from bench.shared import compiled_step
+from bench.shared import commandline, compiled_step
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import relative_error
 from fp4dispatch.benchmark.reports import records
@@ -461,8 +460,8 @@ def _speed(mine: dict[str, Any], base: dict[str, Any]) -> str:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "nvfp4"], help="the first is the reference")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--steps", type=int, default=64, help="decode steps that are timed")
@@ -473,8 +472,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compact", action="store_true", help="hold weights twice first, and drop them before timing")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--device", help="cuda or cpu; the GPU where torch sees one, by default")
-    parser.add_argument("--commit", default="unknown")
-    return parser.parse_args(words)
+    return commandline.parse(parser, words)
 
 
 def main(words: Sequence[str] | None = None) -> int:

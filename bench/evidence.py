@@ -1,6 +1,6 @@
 """Run what needs a GPU and keep the outcome: the GPU tests and the demo, with commit, card, driver and versions.
 
-    python -m bench.evidence --commit HASH --out bench/results
+    python -m bench.evidence --commit HASH --json bench/results
 
 Exits with 1 if a test or the demo failed, or time ran out before all tests had run: what had is kept, and the file says
 so. The matrix of docs/reference/support.md is generated from the files this writes.
@@ -8,7 +8,6 @@ so. The matrix of docs/reference/support.md is generated from the files this wri
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -17,10 +16,13 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
+
 ALONE = (
     *("test_race.py", "test_selfcheck.py", "test_graphs.py", "test_system_gpu.py"),
     *("test_capture_guards.py", "test_tuning.py", "test_bench.py", "test_swiglu_room.py"),
@@ -135,20 +137,19 @@ def run_demo(fmt: str) -> dict[str, Any]:
     return result | {"backends": backends, "bytes_before": layers["bytes_before"], "bytes_after": layers["bytes_after"]}
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run everything and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the two records")
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True, folder=True)
     parser.add_argument("--demo", nargs="*", default=["nvfp4", "fp8", "fp8_row", "fp8_block"])
-    parser.add_argument("--add", action="store_true", help="join the record of the same card in --out")
+    parser.add_argument("--add", action="store_true", help="join the record of the same card in --json")
     parser.add_argument("--workers", type=int, default=1, help="processes for the tests that share the card")
     parser.add_argument(
         "--limit-s", type=float, default=86400.0, help="seconds after which no test goes on; the demo comes first"
     )
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
     parser.add_argument("pytest", nargs="*", default=[*files, "tests/unit/test_formats_cuda.py"])
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     from fp4dispatch.benchmark import machine
     from fp4dispatch.benchmark.reports import records
 
@@ -168,11 +169,11 @@ def main() -> int:
     result["skipped"] = [f"{file}::{test}" for file, test, outcome in rows if outcome == "skipped"]
     result["ran"] = ran(rows, facts["device"])
     result["ended_by_limit"] = INTERRUPTED in (code, other_code)
-    path = arguments.out / records.name({"kind": "gpu tests", "facts": facts})
+    path = arguments.json / records.name({"kind": "gpu tests", "facts": facts})
     result = joined(records.read(path) if arguments.add and path.exists() else None, result, facts)
-    records.write(arguments.out, "gpu tests", facts, result)
+    records.write(arguments.json, "gpu tests", facts, result)
     if demos:
-        records.write(arguments.out, "demo", facts, {"demo": demos})
+        records.write(arguments.json, "demo", facts, {"demo": demos})
     for file, counts in result["tests"].items():
         print(f"{file:<28} {counts}")
     for demo in demos:

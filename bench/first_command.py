@@ -8,18 +8,19 @@ caches. Downloads are part of the time, so the record depends on how far the pac
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
 from tests.readme import commands
 
-ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 100
 
 
@@ -74,12 +75,11 @@ def faults(found: dict[str, Any]) -> list[str]:
     return bad if any(line.startswith("ok:") for line in found["output"]) else [*bad, "the demo did not print ok"]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure, write the record, print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--json", type=Path, required=True)
-    arguments = parser.parse_args()
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
+    arguments = commandline.parse(parser, words)
     if shutil.which("git") is None:
         parser.error("git, which clones the repository, is not on PATH")
     found = measure(commands()["demo"], ROOT, arguments.commit)

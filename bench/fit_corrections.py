@@ -21,7 +21,6 @@ of :data:`SINCE` and later are fitted to.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import fit_speeds
+from bench.shared import commandline
 from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import corrections, predict, speeds
 from fp4dispatch.backends.own.tiling.corrections import Tree
@@ -373,9 +373,9 @@ def as_samples(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "problems": list(problems.values())}
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Fit, judge, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
     for name, about in (
         ("few", "samples of kernels for few tokens"),
         ("many", "samples of kernels for many tokens"),
@@ -385,7 +385,7 @@ def main() -> None:
     parser.add_argument("--judge", type=Path, nargs="+", default=[], help="samples that are not fitted to")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="fit these; the others stay as the file has them")
     parser.add_argument("--write", action="store_true", help=f"into {corrections.FILE.name}")
-    args = parser.parse_args()
+    args = commandline.parse(parser, words)
     if not args.only and not (args.few and args.many):
         parser.error("needs --few and --many, or --only")
     if twice := set(args.judge) & {*args.few, *args.many, *args.suites}:

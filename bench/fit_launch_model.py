@@ -10,7 +10,6 @@ the measured times.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
+from bench.shared import commandline
 from fp4dispatch.backends.own.tiling import launch_model
 from fp4dispatch.backends.own.tiling.launch_model import Gpu, LaunchShape, TileSpeed
 from fp4dispatch.backends.own.tiling.speeds import GPU_CONSTANTS
@@ -195,12 +195,12 @@ def gpu_of(record: dict[str, Any]) -> Gpu:
     return launch_model.gpu_with(record["gpu"]["sms"])
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Fit and judge; print everything."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
     parser.add_argument("--fit", type=Path, nargs="+", required=True)
     parser.add_argument("--judge", type=Path, nargs="+", required=True)
-    args = parser.parse_args()
+    args = commandline.parse(parser, words)
     fit, judge = ([json.loads(records.unpacked(path)) for path in paths] for paths in (args.fit, args.judge))
     seeds = [{(record["facts"]["device"], record["seed"]) for record in some} for some in (fit, judge)]
     if seeds[0] & seeds[1] or len({device for device, _ in seeds[0] | seeds[1]}) != 1:

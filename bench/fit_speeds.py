@@ -20,7 +20,6 @@ near what the older ones say.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -34,6 +33,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from bench import fit_launch_model
+from bench.shared import commandline
 from fp4dispatch import strict_toml
 from fp4dispatch.backends.own.tiling import few_tokens_model, launch_model, other_models, predict, speeds
 from fp4dispatch.backends.own.tiling.few_tokens import KERNELS, SM90, FewTokensKernel, FewTokensShape
@@ -620,9 +620,9 @@ def written(path: Path, row: dict[str, Any]) -> None:
     path.write_text(text([*rows[:at], row, *rows[at + 1 :]]), "utf-8")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Fit, and print or write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
     parser.add_argument("--fit", type=Path, nargs="+", default=[])
     parser.add_argument("--many", type=Path, nargs="+", default=[], help="samples of kernels for many tokens")
     parser.add_argument("--few", type=Path, nargs="+", default=[], help="samples of kernels for few tokens")
@@ -643,7 +643,7 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help=f"into {speeds.FILE.name}")
     parser.add_argument("--to", type=Path, default=speeds.FILE, help="another file to write")
-    args = parser.parse_args()
+    args = commandline.parse(parser, words)
     others = args.fit, args.few, args.few_of, args.few_before, args.near_scaled
     if args.block and (args.many or args.young or any(others)):
         parser.error("--block leaves all else as it is: it takes no other samples")

@@ -8,9 +8,8 @@ left-padded batch, one by one, and some with a static cache, whose steps are one
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp4dispatch
 from bench.decoder import repeatable_attention
+from bench.shared import commandline
 from fp4dispatch import graphs
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
@@ -86,15 +86,14 @@ def compare(load: Any, tokenizer: Any, fmt: str) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Compare every format and keep what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--folder", required=True)
     parser.add_argument("--gguf", required=True, help="file in the folder")
-    parser.add_argument("--json", type=Path, help="folder of the record")
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_row", "nvfp4"])
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder, gguf_file=arguments.gguf)
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
 

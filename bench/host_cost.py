@@ -19,15 +19,14 @@ only allocates: the least that any layer can cost.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.shared import commandline
 from fp4dispatch import formats
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import QUANTISED_TILE_ERROR, worst_tile
@@ -268,11 +267,10 @@ def lacking(result: dict[str, Any], peers: str) -> list[str]:
     return lines
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--device")
     parser.add_argument("-n", type=int, default=4096)
     parser.add_argument("-k", type=int, default=4096)
@@ -286,7 +284,7 @@ def main() -> int:
         help="FlashInfer's functions; deepgemm: its block-scale GEMM, which compiles for minutes; slow: bmm_fp8 too",
     )
     parser.add_argument("--limit", type=float, default=1.2)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     try:
         card = machine.card(arguments.device)
     except Fp4DispatchError as error:

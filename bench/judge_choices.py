@@ -10,7 +10,6 @@ layer as it was timed, by the code that took the samples. Judge on samples that 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -20,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.shared import commandline
 from fp4dispatch import strict_toml
 from fp4dispatch.backends import registry
 from fp4dispatch.backends.own.compiled import CompiledBackend
@@ -234,13 +234,13 @@ def inversions(judge: Judge, shapes: Sequence[tuple[int, int]], fmt: Scaling) ->
     return bad, pairs
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Judge and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
     parser.add_argument("samples", type=Path, nargs="+")
     parser.add_argument("--speeds", type=Path, help="constants in place of the packaged ones")
     parser.add_argument("--worst", type=int, default=5)
-    args = parser.parse_args()
+    args = commandline.parse(parser, words)
     kept = [json.loads(records.unpacked(path)) for path in args.samples]
     devices = {record["facts"]["device"] for record in kept}
     model = gpu_models.named(next(iter(devices)))

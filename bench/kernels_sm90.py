@@ -9,15 +9,14 @@ methods take turns, and the median is reported.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.shared import commandline
 from bench.shared.graphs import capture, microseconds
 from fp4dispatch import formats, jit
 from fp4dispatch.benchmark import machine
@@ -165,12 +164,11 @@ def bench_quantizers() -> list[dict[str, Any]]:
 METHOD = f"CUDA graph replay, cold weights (> {COLD_BYTES / 1e6:.0f} MB rotated), median of {ROUNDS}, us"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run everything and write the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args()
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
+    arguments = commandline.parse(parser, words)
     torch.manual_seed(0)
     facts = machine.facts(machine.card("cuda"), arguments.commit)
     result = {"method": METHOD, "gemm": bench_gemms(), "quantise": bench_quantizers()}

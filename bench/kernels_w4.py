@@ -4,7 +4,7 @@ Each launch is compared tile by tile with the exact product before it is timed (
 measurement is a CUDA graph of launches on rotating copies of the weights (more than 256 MB, so they come from memory),
 the launches chained by PDL; all methods in turn, medians.
 
-    python -m bench.kernels_w4 --out w4.json [--sweep] [--commit HASH]
+    python -m bench.kernels_w4 --json w4.json [--sweep] [--commit HASH]
 """
 
 from __future__ import annotations

@@ -5,25 +5,24 @@ measurement is a CUDA graph of calls on rotating copies of the weights (more tha
 methods in turn, medians. "a8" includes quantising the activations, "gemm" is without it; "a16" reads them as they are.
 "small" among the tiles is w4a8_small, for few tokens, and "w4a16" w4a16_small, which kernels_w4.py times.
 
-    python -m bench.kernels_w4_large --out w4_large.json [--tune] [--no-time] [--m 64 128 ...]
+    python -m bench.kernels_w4_large --json w4_large.json [--tune] [--no-time] [--m 64 128 ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import tvm_ffi
 from torch import Tensor
 
+from bench.shared import commandline
 from bench.shared.few_tokens import NK, Nvfp4Weight
 from bench.shared.graphs import COLD_BYTES, METHOD, capture, microseconds, watched
 from fp4dispatch import formats
@@ -306,15 +305,14 @@ def build_all() -> dict[str, Any]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run everything; the JSON file is written after every problem, so that a time limit loses nothing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--tune", action="store_true", help="time every launch shape too")
     parser.add_argument("--no-time", action="store_true", help="with --tune: that alone")
     parser.add_argument("--tune-acts", nargs="*", default=("a8", "a16"), help="formats that --tune takes")
     parser.add_argument("--m", type=int, nargs="*", default=M)
     parser.add_argument("--seconds", type=float, default=140, help="start no new weight after this")
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args(words)
+    arguments = commandline.parse(parser, words)
     if arguments.no_time and not arguments.tune:
         parser.error("--no-time leaves nothing to do without --tune")
     begin = time.perf_counter()
@@ -324,7 +322,7 @@ def main(words: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"method": METHOD, "problems": [], "tune": []}
 
     def save() -> None:
-        records.write(arguments.out, "many tokens", facts, result, "w4_gemm_sm90")
+        records.write(arguments.json, "many tokens", facts, result, "w4_gemm_sm90")
 
     for n, k in NK:
         if time.perf_counter() - begin > arguments.seconds:

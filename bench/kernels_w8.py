@@ -5,7 +5,7 @@ and with scales per token and column (row), row with our quantiser of activation
 cutlass with that quantiser, and the kernel of the backend w8a8 for so many tokens, alone and with its quantiser, each
 reading the same rotating copies of the weight.
 
-    python -m bench.kernels_w8 --out w8.json [--sweep] [--m 1 8 16 32 64 128 256] [--commit HASH]
+    python -m bench.kernels_w8 --json w8.json [--sweep] [--m 1 8 16 32 64 128 256] [--commit HASH]
 """
 
 from __future__ import annotations

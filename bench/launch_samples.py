@@ -5,14 +5,13 @@ quantiser, cuBLASLt's FP8 GEMM alone, bf16 cuBLAS, and the layers as the policy 
 its activations quantised before; with ``--whole`` it is the quantiser and the GEMM, as layers run them. Every launch is
 checked tile by tile first. Cold weights, CUDA graphs, methods in turns, medians.
 
-    python -m bench.launch_samples --seed 1 --commit HASH --out FOLDER [--problems 100] [--m 17 1024] [--seconds 280]
+    python -m bench.launch_samples --seed 1 --commit HASH --json FOLDER [--problems 100] [--m 17 1024] [--seconds 280]
 
 The same command again goes on where the last one ended. Fit on some seeds, judge on others.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.shared import commandline
 from bench.shared.graphs import watched
 from fp4dispatch import jit
 from fp4dispatch.backends.base import Prepared
@@ -372,17 +372,16 @@ def before(path: Path, seed: int, commit: str, device: str, method: str) -> list
     old = json.loads(records.unpacked(path))
     same = (old.get("kind"), old.get("seed"), old["facts"]["commit"], old["facts"]["device"], old.get("method"))
     if same != (KIND, seed, commit, device, method):
-        raise SystemExit(f"{path} holds {same}, not what this run would add to: name another --out")
+        raise SystemExit(f"{path} holds {same}, not what this run would add to: name another --json")
     found: list[dict[str, Any]] = old["problems"]
     return found
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure what is missing, writing after every shape; print the table. 1 if a launch was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True, folder=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--m", type=int, nargs=2, default=(17, 1024), metavar=("LEAST", "MOST"))
     parser.add_argument("--seconds", type=float, default=280.0)
@@ -398,12 +397,12 @@ def main() -> int:
     )
     parser.add_argument("--rows", type=int, nargs=2, metavar=("LEAST", "MOST"), help="only weights of so many rows")
     parser.add_argument("--device")
-    args = parser.parse_args()
+    args = commandline.parse(parser, words)
     if unknown := {*(args.families or ())} - {name_of(f) for f in FAMILIES}:
         parser.error(f"--families {', '.join(sorted(unknown))}: needs some of {', '.join(map(name_of, FAMILIES))}")
     families = [f for f in FAMILIES if args.families is None or name_of(f) in args.families]
     ends = time.monotonic() + args.seconds
-    args.out.mkdir(parents=True, exist_ok=True)
+    args.json.mkdir(parents=True, exist_ok=True)
     card = machine.card(args.device)
     engine = machine.engine_for(card)
     if card.device.type == "cuda" and card.arch is not None:
@@ -424,7 +423,7 @@ def main() -> int:
         subject = f"rows {least} to {most} {subject}"
     if not drawn.shapes:
         parser.error(f"none of the {args.problems} problems drawn is left for {subject}: draw more, or ask for others")
-    path = args.out / records.name({"kind": KIND, "subject": subject, "facts": facts})
+    path = args.json / records.name({"kind": KIND, "subject": subject, "facts": facts})
     method = METHOD.format(what=WHAT[args.whole])
     found = before(path, args.seed, args.commit, facts["device"], method)
     done = {(p["n"], p["k"], p["m"]) for p in found}

@@ -13,18 +13,19 @@ docs/proof.md shows the tables: ``python -m tests.docs``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import kernels
@@ -33,7 +34,6 @@ from fp4dispatch.jit.prove import prover_sha256
 from fp4dispatch.jit.store.digests import sources_sha256
 from tests.proof import cases
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "mutants-x86_64.json"
 PARTS = ("small", "builds", "sources")
 Row = dict[str, Any]
@@ -124,24 +124,23 @@ def run(
             records.write(path, "mutants", facts, {**made_from(), **body})
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True, help="what is judged")
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, default=RESULTS)
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
     parser.add_argument("--cached", action="store_true", help="of the libraries, those alone that a cache holds")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing new after this time")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    rows = stored(arguments.out)
+    arguments = commandline.parse(parser, words)
+    rows = stored(arguments.json)
     todo = [
         (part, make)
         for part in arguments.only or PARTS
         for key, make in wanted(part, arguments.cached).items()
         if key not in rows[part]
     ]
-    run(todo, rows, arguments.commit, arguments.out, arguments.seconds, arguments.jobs)
+    run(todo, rows, arguments.commit, arguments.json, arguments.seconds, arguments.jobs)
     wrong = [name for found in rows.values() for row in found.values() for name in row["wrong"]]
     sys.exit("judged wrongly:\n" + "\n".join(wrong) if wrong else 0)
 

@@ -1,6 +1,6 @@
 """What Nsight Compute sees of the final kernels: memory, tensor pipe and issue, and the bytes each can have in flight.
 
-    python -m bench.ncu --commit HASH --out bench/results/ncu-CARD.json
+    python -m bench.ncu --commit HASH --json bench/results/ncu-CARD.json
 
 One process runs below ncu. For each case it makes a layer on one backend, compares an output tile by tile with the
 exact product, and lets ncu see one more call: cold caches, clocks as they are, no other grid beside it (so nothing is
@@ -26,8 +26,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
 
 FIELDS = {
     "us": "gpu__time_duration.sum",
@@ -274,20 +274,19 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Profile the cases and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--out", type=Path)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--limit-s", type=float, default=80, help="seconds after which no further case is begun")
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))), choices=range(len(CASES)))
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     if arguments.log is not None:
         launch_all(arguments.cases, arguments.log, arguments.limit_s)
         return 0
-    if arguments.out is None:
-        parser.error("--out is needed")
+    if arguments.json is None:
+        parser.error("--json is needed")
     if shutil.which("ncu") is None:
         parser.error("ncu is not on the PATH; it comes with the CUDA toolkit")
     from fp4dispatch.benchmark import machine
@@ -295,7 +294,7 @@ def main() -> int:
 
     rows, failed = run(arguments.cases, arguments.limit_s)
     record = {"failed": failed, "profiles": rows}
-    records.write(arguments.out, "ncu", machine.facts(machine.card(), arguments.commit), record)
+    records.write(arguments.json, "ncu", machine.facts(machine.card(), arguments.commit), record)
     print(table(record))
     print("\n".join(failed), file=sys.stderr)
     return 1 if failed else 0

@@ -12,17 +12,16 @@ milliseconds, beside ``nn.Linear``, which asks cuBLAS.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.shared import commandline
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.methods.base import Card
 from fp4dispatch.benchmark.reports import records
@@ -105,15 +104,14 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--device")
     parser.add_argument("--count", type=int, default=12, help="numbers of tokens of a range")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     try:
         card = machine.card(arguments.device)
     except Fp4DispatchError as error:

@@ -18,18 +18,19 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.reports import records
 from fp4dispatch.jit import building, kernels, prove
 from fp4dispatch.jit.catalog.manifest import installed
 from fp4dispatch.jit.store.cache import Cache
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "proof-cost-x86_64.json"
 TARGETS = ("90a", "120f")
 
@@ -92,7 +93,7 @@ def run(only: str, commit: str, folder: Path, out: Path) -> None:
         key = "/".join(build)
         if not key.startswith(only) or (not only and key in rows):
             continue
-        command = [sys.executable, "-m", "bench.proof_cost", "--facts", *build]
+        command = [sys.executable, "-m", "bench.proof_cost", "--commit", commit, "--facts", *build]
         command.append(str(folder.resolve() / key.replace("/", "-")))
         answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
         rows[key] = json.loads(answer.stdout.splitlines()[-1])
@@ -101,23 +102,20 @@ def run(only: str, commit: str, folder: Path, out: Path) -> None:
         records.write(out, "proof cost", machine.facts(machine.card("cpu"), commit), {"rows": ordered})
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", help="what is built")
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, default=RESULTS)
     parser.add_argument("--only", default="", help="ids that start with this, measured again")
     parser.add_argument("--keep", type=Path, help="folder for the caches, one a build (default: a temporary one)")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--facts", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     if arguments.facts:
         kernel, variant, target, cache = arguments.facts
         print(json.dumps(facts(kernel, variant, target, Path(cache))))
-    elif not arguments.commit:
-        parser.error("--commit is needed")
     else:
         with tempfile.TemporaryDirectory() as folder:
-            run(arguments.only, arguments.commit, arguments.keep or Path(folder), arguments.out)
+            run(arguments.only, arguments.commit, arguments.keep or Path(folder), arguments.json)
 
 
 if __name__ == "__main__":

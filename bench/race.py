@@ -1,18 +1,18 @@
 """The launch race of every kernel family: our builds, builds without barriers, and the PDL trial of each. Needs SM90.
 
-    python -m bench.race --commit REVISION --out bench/results/race-CARD.json
+    python -m bench.race --commit REVISION --json bench/results/race-CARD.json
 
 A wrong launch of ours, or a control that is not caught, by the race or by the trial, ends with exit code 1.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from bench.shared import commandline
 from fp4dispatch import jit
 from fp4dispatch.backends.own.pdl_trial import pdl
 from fp4dispatch.benchmark import machine
@@ -47,20 +47,19 @@ def trials() -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run all three, write the record, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--requests", type=int, default=84)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     facts = machine.facts(machine.card("cuda"), arguments.commit)
     ours = race.run_race(arguments.rounds, arguments.requests)
     control = race.run_race(max(arguments.rounds // 5, 1), arguments.requests, control=True)
     rows = trials()
     result = {"ours": ours.to_dict(), "control": control.to_dict(), "trials": rows}
-    records.write(arguments.out, "race", facts, result)
+    records.write(arguments.json, "race", facts, result)
     by_name = {row["build"]: row for row in rows}
     for mine, bare in zip(ours.cases, control.cases, strict=True):
         row = by_name[mine.name.split()[0]]

@@ -1,6 +1,6 @@
 """Run GPU tests under compute-sanitizer and keep what it found.
 
-    python -m bench.sanitize --commit HASH --out bench/results/sanitizer-CARD.json
+    python -m bench.sanitize --commit HASH --json bench/results/sanitizer-CARD.json
 
 memcheck looks for accesses out of bounds, with torch's caching allocator off, because the tool sees only what
 cudaMalloc returned; racecheck looks for hazards in shared memory. Each tool is first shown a program that has the fault
@@ -9,7 +9,6 @@ it looks for. Exits with 1 if it misses that, if it reports an error in ours, if
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -17,10 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from bench.shared import commandline
+from bench.shared.commandline import ROOT
+
 SUMMARY = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
     "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
@@ -79,15 +81,14 @@ def check(tool: str, tests: list[str], limit_s: float) -> dict[str, Any]:
     return row
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run both tools and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--memcheck", action="append", default=[], help="pytest arguments of one run, space separated")
     parser.add_argument("--racecheck", action="append", default=[])
     parser.add_argument("--limit-s", type=float, default=200)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     from fp4dispatch.benchmark import machine
@@ -96,7 +97,7 @@ def main() -> int:
     controls = {tool: sees_a_fault(tool) for tool in SUMMARY if getattr(arguments, tool)}
     rows = [check(tool, tests.split(), arguments.limit_s) for tool in SUMMARY for tests in getattr(arguments, tool)]
     record = {"controls": controls, "sanitizer": [{"commit": arguments.commit, **row} for row in rows]}
-    records.write(arguments.out, "sanitizer", machine.facts(machine.card("cuda"), arguments.commit), record)
+    records.write(arguments.json, "sanitizer", machine.facts(machine.card("cuda"), arguments.commit), record)
     for row in rows:
         outcome = f"{row['passed']:>4} passed  found {row['found']}  {row['seconds']} s"
         print(f"{row['tool']:<10} {outcome}  {' '.join(row['tests'])}")

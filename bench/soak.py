@@ -10,17 +10,16 @@ multiplies matrices all the time. Exits with 1 if an output differs, or a first 
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.shared import commandline
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import QUANTISED_TILE_ERROR, worst_tile
 from fp4dispatch.benchmark.reports import records
@@ -120,18 +119,17 @@ def soak(cases: list[Case], launches: int, draw: random.Random) -> dict[str, int
 
 
 @torch.inference_mode()
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run every format and keep what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", required=True)
-    parser.add_argument("--json", type=Path, help="folder of the record")
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--device")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--launches", type=int, default=12800, help="of each format")
     parser.add_argument("--largest", type=int, default=8192, help="N and K")
     parser.add_argument("--tokens", type=int, default=2048, help="at most")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
-    arguments = parser.parse_args()
+    arguments = commandline.parse(parser, words)
     card = machine.card(arguments.device)
     rows: list[dict[str, Any]] = []
     faults: list[str] = []

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp4dispatch
+from bench.shared import commandline
 from fp4dispatch import formats
 from fp4dispatch.benchmark import machine
 from fp4dispatch.benchmark.check import relative_error
@@ -324,8 +325,8 @@ def _pair(one: float | None, many: float | None, depth: int) -> list[str]:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file or folder of the record")
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="more than there are GPUs are left out")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="FORMAT or FORMAT:ACTIVATION")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
@@ -333,8 +334,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=220, help="of the whole run; no format starts after 2/3 of it")
     parser.add_argument("--tiny", action="store_true", help="small layers, to try the script")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="the GPUs where torch sees one, by default")
-    parser.add_argument("--commit", default="unknown")
-    return parser.parse_args(words)
+    return commandline.parse(parser, words)
 
 
 def main(words: Sequence[str] | None = None) -> int:

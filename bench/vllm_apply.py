@@ -16,13 +16,14 @@ import logging
 import sys
 import tempfile
 import types
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.shared import commandline
 from fp4dispatch.benchmark import machine, roofline, run
 from fp4dispatch.benchmark.methods.base import Card, Launch, Method, Prepared
 from fp4dispatch.benchmark.methods.ours import Layer, chosen
@@ -153,16 +154,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return report.document(suite, machine.facts(card, args.commit), runner.peaks, methods, outcome, [])
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Run, print the table and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
     parser.add_argument("--device")
     parser.add_argument("--shape", action="append", default=[], metavar="NxK")
     parser.add_argument("-m", type=int, action="append", default=[])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="file or folder of the record")
-    parser.add_argument("--commit", default="")
-    args = parser.parse_args()
+    args = commandline.parse(parser, words)
     if not REAL:
         stand_in()
         measured = measure(args)

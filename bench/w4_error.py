@@ -1,6 +1,6 @@
 """What w4a16, w4a8 and w4a4 lose against the exact product of the same NVFP4 weights. Numbers only, on a CPU.
 
-    python -m bench.w4_error --out bench/results/w4-error-x86_64.json
+    python -m bench.w4_error --json bench/results/w4-error-x86_64.json
 
 The weights are quantised once; every format multiplies these same weights. "Exact" is the float64 product of the
 bfloat16 activations and the dequantised weights, so w4a16 shows what one rounding to bfloat16 costs. The formats are
@@ -14,16 +14,14 @@ all-MiniLM-L6-v2 on the demo's sentences, layer by layer on the inputs that they
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.shared import commandline
 from fp4dispatch import formats
 from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.backends.reference import ReferenceBackend
@@ -33,7 +31,6 @@ from fp4dispatch.cli.demos import minilm as demo
 from fp4dispatch.models.replace import replace_linears
 from fp4dispatch.problem import Problem
 
-ROOT = Path(__file__).resolve().parent.parent
 FORMATS = {"w4a16": "bf16", "w4a8": "fp8", "w4a4": "nvfp4"}
 SIZES = (256, 1024, 4096)
 """M, N, K of the drawn problems."""
@@ -131,19 +128,18 @@ def model() -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Measure, print, and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    parser = commandline.parser(__doc__)
+    commandline.takes_record(parser)
+    arguments = commandline.parse(parser, words)
     rows = [*drawn(), model()]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for row in rows:
         print(f"{row['data']:<20}", *(f"{name} {row[name]['rms']:.4f}" for name in ("weights", *FORMATS)), sep="  ")
     print(json.dumps(rows[-1]["embedding"], indent=1))
-    if arguments.out:
-        facts = machine.facts(machine.card("cpu"), commit.stdout.strip())
-        records.write(arguments.out, "w4 error", facts, {"w4_error": rows})
+    if arguments.json:
+        facts = machine.facts(machine.card("cpu"), arguments.commit)
+        records.write(arguments.json, "w4 error", facts, {"w4_error": rows})
 
 
 if __name__ == "__main__":

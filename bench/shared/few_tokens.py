@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import statistics
@@ -10,12 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.shared import commandline
 from bench.shared.graphs import COLD_BYTES, COPY_BYTES_PER_US, METHOD, capture, microseconds, watched
 from fp4dispatch import formats, jit
 from fp4dispatch.backends.own.tensors.w4_layout import pack_w4p
@@ -229,13 +228,12 @@ def run(
 
     The JSON file is written after every problem, so that a time limit loses nothing.
     """
-    parser = argparse.ArgumentParser(description=what)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = commandline.parser(what)
+    commandline.takes_record(parser, needed=True)
     parser.add_argument("--sweep", action="store_true", help="time other launch shapes too")
     parser.add_argument("--m", type=int, nargs="*", default=M)
     parser.add_argument("--seconds", type=float, default=140, help="start no new problem after this")
-    parser.add_argument("--commit", default="unknown")
-    arguments = parser.parse_args(words)
+    arguments = commandline.parse(parser, words)
     begin = time.perf_counter()
     torch.manual_seed(0)
     facts = machine.facts(machine.card("cuda"), arguments.commit)
@@ -254,10 +252,10 @@ def run(
             row = time_problem(kernel, module, timed, m, arguments.sweep, alive, others)
             result["problems"].append(row)
             print_problem(row)
-        records.write(arguments.out, "few tokens", facts, result, kernel.name)
+        records.write(arguments.json, "few tokens", facts, result, kernel.name)
         del timed, alive
     print_table(result["problems"])
     wrong = sum(len(row["wrong"]) for row in result["problems"])
     print(f"total {time.perf_counter() - begin:.1f} s; faults: {wrong}")
-    records.write(arguments.out, "few tokens", facts, result, kernel.name)
+    records.write(arguments.json, "few tokens", facts, result, kernel.name)
     return 1 if wrong else 0

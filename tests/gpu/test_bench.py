@@ -149,7 +149,7 @@ def test_the_random_suite_and_its_samples_run(card, tmp_path, monkeypatch):
     if card.arch != SM90:
         return
     assert all(count > 10 for *_, count in doc["tried"])
-    monkeypatch.setattr("sys.argv", ["x", *words, "--m", "33", "80", "--commit", "test", "--out", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["x", *words, "--m", "33", "80", "--commit", "test", "--json", str(tmp_path)])
     assert launch_samples.main() == 0
     (record,) = records.kept(tmp_path, launch_samples.KIND)
     assert len(record["problems"]) == 2

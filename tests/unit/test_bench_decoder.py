@@ -93,7 +93,7 @@ def test_fused_layers_and_the_head_are_formats_of_their_own(model):
 
 def test_fused_layers_are_measured_in_the_same_run(capsys, tmp_path):
     small = ["--tiny", "--device", "cpu", "--formats", "nvfp4", "--batches", "1", "--steps", "1", "--prefill", "8"]
-    assert decoder.main([*small, "--fuse", "--json", str(tmp_path / "out.json")]) == 0
+    assert decoder.main([*small, "--fuse", "--json", str(tmp_path / "out.json"), "--commit", "abc"]) == 0
     apart, fused = json.loads((tmp_path / "out.json").read_text())["formats"]
     assert [apart["format"], fused["format"]] == ["nvfp4", "nvfp4+fuse"]
     assert sum(fused["backends"].values()) == 4 / 7 * sum(apart["backends"].values())

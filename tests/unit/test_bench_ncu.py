@@ -190,7 +190,7 @@ def fake(tmp_path, monkeypatch):
 def test_the_command_and_the_record(fake, tmp_path, monkeypatch, capsys):
     seen = fake(table((NAME, NAME)), broken=["1"])
     out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", ["ncu.py", "--commit", "abc", "--out", str(out), "--cases", "0", "1", "2"])
+    monkeypatch.setattr(sys, "argv", ["ncu.py", "--commit", "abc", "--json", str(out), "--cases", "0", "1", "2"])
     assert ncu.main() == 1
     (words,) = seen()
     text = " ".join(words)
@@ -238,7 +238,7 @@ def test_a_run_that_hangs_is_ended(fake, monkeypatch):
 def test_it_says_what_it_needs():
     done = subprocess.run([sys.executable, ncu.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--out is needed" in done.stderr
+    assert "--json is needed" in done.stderr
 
 
 def test_the_kernels_that_ncu_looks_for_are_there():

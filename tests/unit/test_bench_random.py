@@ -212,7 +212,7 @@ def test_a_plan_of_a_given_build_and_shape(monkeypatch):
 
 
 def sampled(monkeypatch, tmp_path, *words):
-    monkeypatch.setattr("sys.argv", ["x", "--seed", "3", "--commit", "abc", "--out", str(tmp_path), *words])
+    monkeypatch.setattr("sys.argv", ["x", "--seed", "3", "--commit", "abc", "--json", str(tmp_path), *words])
     return launch_samples.main()
 
 

@@ -63,7 +63,7 @@ def test_a_wrong_stack_has_no_times():
 
 def test_a_rank_that_fails_ends_the_run(tmp_path, capfd):
     words = ["--tiny", "--device", "cpu", "--ranks", "2", "--depth", "1", "--tokens", "1", "--formats", "nothing"]
-    assert script.main([*words, "--json", str(tmp_path / "record.json")]) == 1
+    assert script.main([*words, "--json", str(tmp_path / "record.json"), "--commit", "abc"]) == 1
     assert "2 ranks: exit codes [1, 1]" in capfd.readouterr().out
     assert json.loads((tmp_path / "record.json").read_text())["ranks"] == [{"ranks": 2, "formats": []}]
 

@@ -152,6 +152,7 @@ def test_the_decoder_command_of_the_readme(tmp_path):
     (line,) = [line for line in COMMANDS if "bench.decoder" in line]
     words = shlex.split(line.replace("decoder.json", str(tmp_path / "decoder.json")))
     small = ["--tiny", "--device", "cpu", "--prefill", "16", "--steps", "1", "--batches", "1", "--formats", "nvfp4"]
+    small += ["--commit", "abc"]
     command = [sys.executable, *words[1:], *small]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=README.parent)
     assert done.returncode == 0, done.stderr
