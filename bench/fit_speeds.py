@@ -1,4 +1,4 @@
-"""Fit the constants of all time models to samples of a GPU: the [[gpu]] of tiling/speeds.toml. Needs scipy, no GPU.
+"""Fit the constants of all time models to samples of a GPU: a row of tiling/speeds.toml. Needs scipy, no GPU.
 
 Samples come from bench/launch_samples.py. Each of the GPU's facts, kernels for few tokens, quantisers, cuBLASLt and the
 writing out of weights has a few constants; all are fitted by least squares of logarithms in which outliers count less.

@@ -1,4 +1,4 @@
-"""Time the SM90 FP8 GEMMs and the quantisers beside torch._scaled_mm and bf16 cuBLAS, in one run.
+"""How long our CUTLASS FP8 GEMMs and the quantisers take on SM90, beside torch._scaled_mm and bf16 cuBLAS.
 
 Every method is checked before it is timed; a wrong one prints WRONG and no time. A measurement is one replay of a CUDA
 graph that holds calls on rotating copies of the weights (more than three L2 caches), so weights come from memory; the

@@ -580,7 +580,7 @@ def generate() -> dict[Path, str]:
     """Return each generated document as it should be."""
     from fp4dispatch import settings
     from fp4dispatch.graphs import conditions
-    from tests.site import cli, figures, first, policy, speed
+    from tests.site import cli, figures, first, policy, scripts, speed
 
     graphs = ROOT / "docs" / "graphs.md"
     measured = ROOT / "docs" / "measurements.md"
@@ -617,6 +617,7 @@ def generate() -> dict[Path, str]:
         graphs: fill(graphs.read_text(), "conditions", conditions.markdown_table()),
         ROOT / "docs" / "proof.md": proof(),
         **filled("README.md", **{"first command": first.sentence()}, headline=speed.headline()),
+        **filled("bench/README.md", scripts=scripts.table()),
         **filled("docs/accuracy.md", accuracy=accuracy()),
         **filled("docs/demo.md", **{"first command": first.first()}),
         **filled("docs/guide/benchmarks.md", speed=speed.table()),

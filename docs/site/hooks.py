@@ -28,6 +28,7 @@ PAGES = {
     "SECURITY.md": "project/security.md",
     "CHANGELOG.md": "project/changelog.md",
     "bench/NOTES.md": "project/notes.md",
+    "bench/README.md": "project/scripts.md",
     **{f"bench/notes/{path.name}": f"project/notes/{path.name}" for path in (ROOT / "bench" / "notes").glob("*.md")},
 }
 """Path in the repository -> path in the site, of pages outside of docs/."""

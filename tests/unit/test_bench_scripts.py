@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.shared import commandline
+from fp4dispatch.benchmark.reports import records
+from tests.site import scripts
 
 BENCH = Path(__file__).parents[2] / "bench"
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "__init__")
@@ -43,6 +45,20 @@ def test_every_script_says_how_to_run_it_before_it_does_anything(name, capsys):
     options = {line.split()[0] for line in said.splitlines() if line.startswith("  --")}
     assert "--out" not in options
     assert "--json" not in options or "--commit" in options
+
+
+def test_the_table_has_every_script_once_and_every_record():
+    named = [name for names in scripts.ABOUT.values() for name in names]
+    assert sorted(named) == SCRIPTS
+    found = {kind for name in SCRIPTS for kind in scripts.kinds(name)}
+    by_hand = {"sweep", "two gpus"}
+    assert found == set(records.KINDS) - by_hand - {"random suite"}, "of fp4dispatch bench, and kept by hand"
+    rows = scripts.table().splitlines()
+    assert "[race](race.py) | The launch race of every kernel family" in "\n".join(rows)
+    assert rows[-1].endswith("| `proof-cost-*` |")
+    assert "| - |" in next(row for row in rows if "[fit_speeds]" in row)
+    assert "`few-tokens-*`" in next(row for row in rows if "[kernels_w8]" in row)
+    assert all(len(row) < 240 for row in rows)
 
 
 def parser(**options):

@@ -155,7 +155,7 @@ def cited() -> list[tuple[str, str]]:
     root = RESULTS.parents[1]
     folders = (root / "bench" / "notes", root / "docs", root / "fp4dispatch", root / "csrc")
     texts = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".toml", ".py", ".h")]
-    texts += [*root.glob("*.md"), root / "bench" / "NOTES.md"]
+    texts += [*root.glob("*.md"), root / "bench" / "NOTES.md", root / "bench" / "README.md"]
     named = re.compile(r"results/([a-z0-9_-]+\.json(?:\.xz)?)")
     return [(str(path.relative_to(root)), name) for path in texts for name in named.findall(path.read_text("utf-8"))]
 
