@@ -129,7 +129,7 @@ def time_problem(
                 return
             found = worst_tile(out, exact)
         if not found.error <= limit:
-            wrong.append(f"{key}: tile {found.place}: error {found.error:.1e}")
+            wrong.append(f"{key}: tile {found.tile}: error {found.error:.1e}")
             return
         calls = copies * max(1, round(max(8, 300 / guess) / copies))
         graphs[key] = capture(call, copies, calls)

@@ -234,7 +234,7 @@ def test_samples_are_taken_once_and_kept(few, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(launch_samples.Sampler, "shape", lambda *_: pytest.fail("measured again"))
     assert sampled(monkeypatch, tmp_path, "--problems", "2") == 0
     for other in (("--commit", "def"), ("--whole",)):
-        with pytest.raises(SystemExit, match="name another --out"):
+        with pytest.raises(SystemExit, match="name another --json"):
             sampled(monkeypatch, tmp_path, "--problems", "2", *other)
 
 

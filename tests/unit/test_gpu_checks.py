@@ -6,20 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tests import w4_fake, w4a8_small
 from tests.gpu import tiles, w4_packed
-
-
-class OnCpu(TorchFunctionMode):
-    """Tensors that ask for a GPU are made on the CPU."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
+from tests.on_cpu import OnCpu, generators
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +17,7 @@ def on_cpu(monkeypatch):
     row = w4_fake.Kernels().load("w4_activations", "any", None).module.w4_quantize_row
     packer = SimpleNamespace(w4_quantize_row=row, w4_quantize_tensor=None)
     monkeypatch.setattr(w4_packed, "packer", lambda: packer)
-    monkeypatch.setattr(torch, "Generator", lambda device="cpu", real=torch.Generator: real("cpu"))
+    generators(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
     w4_packed.weight.cache_clear()
     with OnCpu():
