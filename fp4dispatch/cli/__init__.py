@@ -5,9 +5,11 @@ A subcommand is a module of this package, named like the command, with two funct
     def add_parser(subparsers) -> None:   # subparsers.add_parser("name", help=HELP["name"]) and its arguments
     def run(args: argparse.Namespace) -> int:   # the exit code: 0 ok, 1 failed check
 
-one line in ``HELP``, and examples in :mod:`fp4dispatch.cli.help_text`. Only the module of the given command is
-imported, so ``doctor`` and ``env`` work even if torch is broken. Wrong usage exits with 2 (argparse). An error of this
-package prints its text and exits with 1. If standard output cannot be written, the exit code is 1 too.
+one line in ``HELP``, and examples in :mod:`fp4dispatch.cli.help_text`. It prints JSON by
+:func:`fp4dispatch.cli.answers.answer`: with ``--json``, all else that is printed goes to standard error. Only the
+module of the given command is imported, so ``doctor`` and ``env`` work even if torch is broken. Wrong usage exits with
+2 (argparse). An error of this package prints its text and exits with 1. If standard output cannot be written, the exit
+code is 1 too.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from fp4dispatch.cli import help_text, output
+from fp4dispatch.cli import answers, help_text, output
 from fp4dispatch.errors import Fp4DispatchError
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with output.checked():
-            return _run(words)
+            return _run(words, for_good=argv is None)
     except output.OutputLost as lost:
         if not isinstance(lost.__cause__, BrokenPipeError):  # `fp4dispatch env | head` is no error
             with output.checked():
@@ -65,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], *, for_good: bool) -> int:
+    """Run a command; ``for_good``: it is the last thing that this process does."""
     if not words:
         _parser(()).print_help()
         return OK
@@ -74,7 +78,9 @@ def _run(words: list[str]) -> int:
     command = words[0] if words[0] in HELP else None
     try:
         args = _parser((command,) if command else ()).parse_args(words)
-        code = importlib.import_module(f"{__name__}.{args.command}").run(args)
+        command_module = importlib.import_module(f"{__name__}.{args.command}")
+        with answers.kept(for_good=for_good) if output.prints_data(args) else nullcontext():
+            code = command_module.run(args)
     except Fp4DispatchError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
@@ -98,7 +104,9 @@ def _parser(commands: Collection[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, line in HELP.items():
         if name in commands:
-            importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
+            with answers.kept():  # some import torch, and that what is registered with it
+                command_module = importlib.import_module(f"{__name__}.{name}")
+            command_module.add_parser(subparsers)
             help_text.complete(subparsers.choices[name], name)
         else:
             subparsers.add_parser(name, help=line)

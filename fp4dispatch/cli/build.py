@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.errors import CompileError, FlagsError, Fp4DispatchError, ToolchainError
 from fp4dispatch.jit import kernels, packing
 from fp4dispatch.jit.catalog.manifest import CHECK_OPS, OPS, Catalog, installed
@@ -88,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         error_text = str(failure) if failure else None
         made = {"wheel": str(wheel)} if wheel else {}
-        print(json.dumps({"ok": ok, "error": error_text, "folder": str(cache.root), **made, "kernels": rows}, indent=2))
+        answer(
+            json.dumps({"ok": ok, "error": error_text, "folder": str(cache.root), **made, "kernels": rows}, indent=2)
+        )
     else:
         _print(rows, cache.root, time.monotonic() - started, failure, verbose=args.verbose)
         if wheel is not None:

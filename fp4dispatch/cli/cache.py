@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.errors import CacheError
 from fp4dispatch.jit import prove
 from fp4dispatch.jit.kernels import caches
@@ -42,22 +43,22 @@ def run(args: argparse.Namespace) -> int:
         args.wrong_usage("prune needs --max-age, --max-size or both; no other action takes them")
     if args.action == "path":
         folder = str(default_folder())
-        print(json.dumps({"path": folder}) if args.json else folder)
+        answer(json.dumps({"path": folder}) if args.json else folder)
         return 0
     if args.action == "prune":
         removed, freed = evict.prune(Cache(default_folder()), max_age=args.max_age, max_size=args.max_size)
         if args.json:
-            print(json.dumps({"removed": removed, "freed_bytes": freed}))
+            answer(json.dumps({"removed": removed, "freed_bytes": freed}))
         else:
             print(f"{removed} compiled kernels removed, {freed / 1e6:.1f} MB freed in {default_folder()}")
         return 0
     if args.action == "clear":
         freed = evict.clear(Cache(default_folder()))
-        print(json.dumps({"freed_bytes": freed}) if args.json else f"{freed / 1e6:.1f} MB freed in {default_folder()}")
+        answer(json.dumps({"freed_bytes": freed}) if args.json else f"{freed / 1e6:.1f} MB freed in {default_folder()}")
         return 0
     rows = [row for cache in caches() for entry in cache.entries() if (row := _row(entry))]
     if args.json:
-        print(json.dumps({"path": str(default_folder()), "entries": rows}, indent=2))
+        answer(json.dumps({"path": str(default_folder()), "entries": rows}, indent=2))
     else:
         for row in rows:
             print(

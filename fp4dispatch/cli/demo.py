@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from fp4dispatch.cli import FAILED, HELP, OK
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         question = language_model.QUESTION if args.question is None else args.question
         result, text = language_model.run(args.format, args.calibrate, question, device, args.json)
-    print(json.dumps(result, indent=2) if args.json else text)
+    answer(json.dumps(result, indent=2) if args.json else text)
     return OK if result["ok"] else FAILED
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.cli.checks import CHECKS, Check, Child, Facts, Kept
 from fp4dispatch.jit import packages
 from fp4dispatch.jit.store.cache import default_folder
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     checks = diagnose(gather())
     failed = any(check.status == "fail" for check in checks)
     if args.json:
-        print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}, indent=2))
+        answer(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         _show(checks)
     return int(failed)

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch import __version__
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.machine import system as machine
 from fp4dispatch.machine.system import System
 from fp4dispatch.settings import SETTINGS, settings
@@ -28,7 +29,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; always 0."""
     data = collect(machine.current())
-    print(json.dumps(data, indent=2) if args.json else text(data))
+    answer(json.dumps(data, indent=2) if args.json else text(data))
     return 0
 
 

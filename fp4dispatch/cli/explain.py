@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fp4dispatch.backends import registry
 from fp4dispatch.cli import explain_text
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.dispatch.explain import explain
 from fp4dispatch.jit import packages
 from fp4dispatch.problem import ACTIVATIONS, CAPTURE_MODES, OPS, OUT_DTYPES, SCALINGS, SF_LAYOUTS
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         gpu=args.gpu,
     )
     if args.json:
-        print(json.dumps(decision.to_dict(), indent=2))
+        answer(json.dumps(decision.to_dict(), indent=2))
     else:
         here = args.gpu is None and not any(facts.values())
         notes = packages.ignored() if here else ()

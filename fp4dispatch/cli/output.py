@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.errors import InputError
 
 STDOUT = "-"
@@ -60,15 +61,15 @@ class _Stream:
     """Wraps a stream: passes errors to a handler, everything else to the stream."""
 
     def __init__(self, stream: Any, failed: Callable[[Exception], object]) -> None:
-        self._stream, self._failed = stream, failed
+        self.stream, self._failed = stream, failed
 
     def write(self, text: str) -> int:
         """Write, as a text stream does."""
         try:
             try:
-                self._stream.write(text)
+                self.stream.write(text)
             except UnicodeEncodeError as error:  # letters that this locale lacks, or a path that is no text
-                self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+                self.stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError) as error:  # ValueError: it was closed in this process
             self._failed(error)
         return len(text)
@@ -76,12 +77,12 @@ class _Stream:
     def flush(self) -> None:
         """Flush, as a text stream does."""
         try:
-            self._stream.flush()
+            self.stream.flush()
         except (OSError, ValueError) as error:
             self._failed(error)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -107,6 +108,11 @@ def _discard(stream: Any) -> None:
             os.dup2(null, number)
         finally:
             os.close(null)
+
+
+def prints_data(args: Namespace) -> bool:
+    """Whether standard output is for data that a program reads."""
+    return any(getattr(args, name, None) in (True, STDOUT) for name in ("json", "csv", "md"))
 
 
 def formats_to_print(args: Namespace, names: tuple[str, ...] = ("json", "csv", "md")) -> list[str]:
@@ -137,7 +143,7 @@ def write(args: Namespace, renderers: Mapping[str, Callable[[Any], str]], docume
     for name, render in renderers.items():
         target = getattr(args, name)
         if target == STDOUT:
-            print(render(document), end="")
+            answer(render(document), end="")
         elif target is not None:
             write_file(name, target, render(document))
 

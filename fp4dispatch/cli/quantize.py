@@ -16,6 +16,7 @@ from fp4dispatch.checkpoints import FORMATS, Checkpoint, QuantizeReport, open_ch
 from fp4dispatch.checkpoints.config.patterns import matches
 from fp4dispatch.checkpoints.survey import Survey, survey
 from fp4dispatch.cli import HELP, OK
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.errors import CheckpointError
 from fp4dispatch.formats import CALIBRATIONS
 from fp4dispatch.machine import log
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             progress=lambda name, done, total: shown.update(done, total, name),
         )
     if args.json:
-        print(json.dumps(_as_json(report), indent=2))
+        answer(json.dumps(_as_json(report), indent=2))
     else:
         _print(report)
     return OK

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import FAILED, HELP, OK
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.cli.numbers import seconds
 from fp4dispatch.dispatch.launches import MOST_TOKENS
 from fp4dispatch.machine.progress import Progress
@@ -109,7 +110,7 @@ def _clear(as_json: bool) -> int:
 
     count = tuned.clear()
     choose.decide_anew()
-    print(
+    answer(
         json.dumps({"removed": count})
         if as_json
         else f"{count} stored measurements removed from {tuned.store.folder()}"
@@ -124,7 +125,7 @@ def _list(as_json: bool) -> int:
     system = choose.facts()
     found = sorted(tuned.holding(system, registry.backends()), key=lambda m: str(m.problem))
     if as_json:
-        print(json.dumps([_plain(m, None) for m in found], indent=2))
+        answer(json.dumps([_plain(m, None) for m in found], indent=2))
     else:
         print(
             "\n".join(m.text() for m in found)
@@ -166,7 +167,7 @@ def _tune(args: argparse.Namespace) -> int:
             progress.step()
     wrong = [why for found, _ in rows for _, why in found.left_out if why.startswith(WRONG)]
     if args.json:
-        print(json.dumps({"ok": not wrong, "shapes": [_plain(*row) for row in rows]}, indent=2))
+        answer(json.dumps({"ok": not wrong, "shapes": [_plain(*row) for row in rows]}, indent=2))
     else:
         for found, decision in rows:
             print(f"{found.text()}\n  -> {_choice(decision)}")

@@ -22,6 +22,7 @@ import torch
 
 from fp4dispatch.benchmark.problems import shapes
 from fp4dispatch.cli import FAILED, OK
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.cli.output import write_file
 from fp4dispatch.dispatch import choose, shipped
 from fp4dispatch.dispatch.launches import MOST_TOKENS
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "measured": done,
         "left": len(left) - done - sum(changed(now, table, key) for key in elsewhere),
     }
-    print(json.dumps(said) if args.json else f"{path}: {done} layers measured, {said['left']} left")
+    answer(json.dumps(said) if args.json else f"{path}: {done} layers measured, {said['left']} left")
     for why in wrong:
         print(f"WRONG {why}", file=sys.stderr)
     return FAILED if wrong else OK

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp4dispatch.cli import verify_race
+from fp4dispatch.cli.answers import answer
 from fp4dispatch.cli.demangle import demangled
 from fp4dispatch.errors import Fp4DispatchError, ToolchainError
 from fp4dispatch.jit import packages, prove
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     ok = bool(checked) and not any(row.faults for row in checked) and all(verdict.usable for verdict in verdicts)
     if args.json:
         plain = {"entries": [row.to_dict() for row in checked], "selfcheck": [v.to_dict() for v in verdicts]}
-        print(json.dumps({"ok": ok, "note": note, "selfcheck_note": unread, **plain}, indent=2))
+        answer(json.dumps({"ok": ok, "note": note, "selfcheck_note": unread, **plain}, indent=2))
         return 0 if ok else 1
     if note:
         print(f"only stored proofs are shown: {note}")

@@ -11,6 +11,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from fp4dispatch.cli.answers import answer
+
 if TYPE_CHECKING:
     from fp4dispatch.trust.race import RaceReport
 
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     faults = found(ours, control)
     if args.json:
         both = {"ours": ours.to_dict(), "control": control.to_dict()}
-        print(json.dumps({"ok": not faults, "faults": faults, **both}, indent=2))
+        answer(json.dumps({"ok": not faults, "faults": faults, **both}, indent=2))
         return 1 if faults else 0
     print(f"{ours.gpu}: {ours.rounds} rounds of {ours.requests} requests on {ours.streams} streams, under PDL")
     for title, report in (("with barriers", ours), ("control, without barriers", control)):
