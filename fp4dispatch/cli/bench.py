@@ -42,23 +42,27 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Exits with 1 if a method of ours is wrong, or, with --compare, slower by more than noise.",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--quick", action="store_true", help="three shapes, in under a minute (the default)")
+    what.add_argument(
+        "--quick", action="store_true", help="three shapes, in under a minute (the default; cpu without a GPU)"
+    )
     what.add_argument(
         "--suite",
         help="quick, targets, full or cpu (fp4dispatch/benchmark/problems/shapes.toml), or random: layers of published "
-        "models (models.toml) with random numbers of tokens",
+        "models (models.toml) with random numbers of tokens; --shape and -m replace its own",
     )
     bench_random.add_arguments(parser)
     parser.add_argument("--shape", action="append", metavar="NxK", help="this shape instead; may be repeated")
     parser.add_argument("-m", action="append", type=int, metavar="M", help="these tokens instead; may be repeated")
     parser.add_argument("--methods", action="append", metavar="GLOB", help="these methods beside torch/bf16")
-    parser.add_argument("--list", action="store_true", help="list suites and methods, and what each method lacks here")
+    parser.add_argument(
+        "--list", action="store_true", help="list suites and methods, and what each method lacks here; measure nothing"
+    )
     parser.add_argument("--device", help="cuda, cuda:1 or cpu; the GPU where torch sees one, by default")
     parser.add_argument(
         "--rounds",
         type=int,
-        default=15,
-        help="timed replays of each method (default: 15); fewer, but at least 5, if they would take over 2 s",
+        default=bench_random.ROUNDS,
+        help="timed replays of each method (default: %(default)s); fewer, but at least 5, if they would take over 2 s",
     )
     parser.add_argument(
         "--budget-s",
@@ -92,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     streams = formats_to_print(args)
     bench_random.check(args)
+    if args.threshold is not None and not args.compare:
+        raise InputError("--threshold is the noise of --compare: add --compare OLD.json, or leave it out")
     if args.suite == bench_random.SUITE:
         return bench_random.run(args, streams)
     old = report.read(args.compare) if args.compare else None  # read first: a bad file must not waste a run
@@ -100,6 +106,9 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         bench_random.write_listing(args, listing(methods, card), listing_text)
         return 0
+    if old is not None:
+        problems = [(n, k, m) for n, k in suite.shapes for m in suite.m]
+        compare.check(old, machine.facts(card, args.commit)["device"], problems, methods)
     if card.arch is None and not streams:
         print(CPU_NOTE, "\n", flush=True)
     doc = measure(args, card, suite, methods, budget, quiet=bool(streams))

@@ -21,11 +21,18 @@ if TYPE_CHECKING:
     from fp4dispatch.benchmark.problems.sampling import Sample
 
 SUITE = "random"
-PROBLEMS, SECONDS = 200, 480.0
+PROBLEMS, SECONDS, ROUNDS = 200, 480.0, 15
 FORMATS = ("nvfp4", "tensor", "row", "block128")
 SLOW = "compiles for minutes on first use: ask for it with --methods, e.g. --methods '*'"
 _ONLY_HERE = ("seed", "problems", "formats")
 _NOT_HERE = ("shape", "m", "compare", "plot", "threshold", "csv")
+_OF_MEASURING = {
+    **dict.fromkeys(("shape", "m", "budget_s", "compare", "threshold")),
+    "rounds": ROUNDS,
+    "commit": "",
+    "no_regret": False,
+}
+"""Options that ``--list`` has no use for, with their defaults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +55,7 @@ def check(args: argparse.Namespace) -> None:
         For an argument of the random suite without it, or another suite's with it.
     """
     names = _NOT_HERE if args.suite == SUITE else _ONLY_HERE
-    given = [f"--{name}" if len(name) > 1 else f"-{name}" for name in names if getattr(args, name) is not None]
+    given = [_flag(name) for name in names if getattr(args, name) is not None]
     if args.suite == SUITE and given:
         raise InputError(f"{', '.join(given)}: not with --suite random, which draws its problems from --seed")
     if args.suite != SUITE and (given or args.no_regret):
@@ -143,6 +150,12 @@ def write_listing(args: argparse.Namespace, found: dict[str, Any], text: Callabl
     for name in ("csv", "md", "plot"):
         if (target := getattr(args, name)) is not None:
             print(f"--{name} {target}: not written, as --list measures nothing", file=sys.stderr)
+    if unused := [_flag(name) for name, default in _OF_MEASURING.items() if getattr(args, name) != default]:
+        print(f"{', '.join(unused)}: not used, as --list measures nothing", file=sys.stderr)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
 
 
 def measure(

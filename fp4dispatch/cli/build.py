@@ -89,13 +89,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         error_text = str(failure) if failure else None
         made = {"wheel": str(wheel)} if wheel else {}
-        answer(
-            json.dumps({"ok": ok, "error": error_text, "folder": str(cache.root), **made, "kernels": rows}, indent=2)
-        )
+        data = {"ok": ok, "error": error_text, "folder": str(cache.root), **made, "kernels": rows}
+        answer(json.dumps(data, indent=2))
     else:
-        _print(rows, cache.root, time.monotonic() - started, failure, verbose=args.verbose)
+        _print(rows, cache.root, time.monotonic() - started, failure)
         if wheel is not None:
             _print_wheel(wheel)
+    if args.verbose and isinstance(failure, CompileError) and failure.log is not None:
+        print(failure.log.read_text(errors="replace"), file=sys.stderr)
     return 0 if ok else 1
 
 
@@ -125,9 +126,7 @@ def _print_wheel(wheel: Path) -> None:
     )
 
 
-def _print(
-    rows: list[dict[str, object]], folder: Path, seconds: float, failure: Fp4DispatchError | None, *, verbose: bool
-) -> None:
+def _print(rows: list[dict[str, object]], folder: Path, seconds: float, failure: Fp4DispatchError | None) -> None:
     width = max(len(str(row["name"])) for row in rows)
     for row in rows:
         state = "proven" if row["proven"] else "NOT PROVEN" if row["built"] else "NOT BUILT"
@@ -137,8 +136,6 @@ def _print(
     if failure is not None:
         sys.stdout.flush()
         print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
-        if verbose and isinstance(failure, CompileError) and failure.log is not None:
-            print(failure.log.read_text(errors="replace"), file=sys.stderr)
 
 
 def _jobs(catalog: Catalog, archs: tuple[Arch, ...], ops: tuple[str, ...], variants: list[str] | None) -> list[Job]:
@@ -151,6 +148,12 @@ def _jobs(catalog: Catalog, archs: tuple[Arch, ...], ops: tuple[str, ...], varia
         asked = f"arch {', '.join(arch.capability for arch in archs)}, ops {', '.join(ops)}"
         asked += f", variants {', '.join(variants)}" if variants else ""
         raise FlagsError(f"no kernel matches {asked}. {_there_are(catalog, ops)}")
+    lost = [f"--variant {name}" for name in variants or () if not any(name == job.variant.id for job in jobs)]
+    lost += [f"--ops {name}" for name in ops if ops != _ALL_OPS and not any(name == job.kernel.op for job in jobs)]
+    if lost:
+        raise FlagsError(
+            f"no kernel matches {', '.join(lost)} beside the rest: leave it out. {_there_are(catalog, ops)}"
+        )
     for arch in archs:
         if not any(arch in job.record.archs for job in jobs):
             _log.warning("no kernel of these ops is for %s", arch)

@@ -10,6 +10,7 @@ from fp4dispatch.backends import registry
 from fp4dispatch.cli import explain_text
 from fp4dispatch.cli.answers import answer
 from fp4dispatch.dispatch.explain import explain
+from fp4dispatch.errors import InputError
 from fp4dispatch.jit import packages
 from fp4dispatch.problem import ACTIVATIONS, CAPTURE_MODES, OPS, OUT_DTYPES, SCALINGS, SF_LAYOUTS
 
@@ -72,7 +73,12 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--out-dtype", choices=OUT_DTYPES, default="bfloat16", help="of D (default: bfloat16)")
     parser.add_argument("--capture", choices=CAPTURE_MODES, default="none", help="CUDA graph capture mode")
-    parser.add_argument("--m-min", type=int, default=1, help="smallest M that the caller promises")
+    parser.add_argument(
+        "--m-min",
+        type=int,
+        default=1,
+        help="smallest M that the caller promises; it decides in piecewise capture, where it may be 0",
+    )
     parser.add_argument("--sf-layout", choices=SF_LAYOUTS, help="layout of block scales handed in (raw operands)")
     parser.add_argument("--raw", action="store_true", help="operands are quantised already (raw operators)")
     parser.add_argument("--bias", action="store_true", help="the layer has a bias")
@@ -90,6 +96,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the decision; 1 if no backend can run the problem."""
+    if args.fp8_copy and args.op != "nvfp4_gemm":
+        raise InputError(f"--fp8-copy: {args.op} has no NVFP4 weights, of which there could be a copy: leave it out")
+    quarantined = [registry.canonical(name)[0] for name in args.quarantined]
+    if registry.AUTO in quarantined:
+        raise InputError("--quarantined auto: auto is no backend; name those that failed their self-check")
     facts = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _FACTS}
     decision = explain(
         args.op,
@@ -98,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         args.k,
         **facts,
         proven=args.proven,
-        quarantined=[registry.canonical(name)[0] for name in args.quarantined],
+        quarantined=quarantined,
         disabled=args.disable,
         backend=args.backend,
         activation=args.activation,

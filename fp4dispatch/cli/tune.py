@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from fp4dispatch.problem.measurement import Measurement
 
 TOKENS = (1, 16, 64, 256, 1024)
+_OF_LAYERS = ("--activation", "--out-dtype", "--bias")
+_DEFAULTS = {"m": None, "scaling": None, "activation": "any", "out_dtype": "bfloat16", "bias": False, "force": False}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -88,20 +90,27 @@ def run(args: argparse.Namespace) -> int:
         args.wrong_usage("say one of: an op and --nk, --model-shapes, --list, --clear")
     if (args.op is None) != (not args.nk):
         args.wrong_usage("an op and --nk go together, e.g. fp4dispatch tune fp8_gemm --nk 4096x4096")
-    if args.clear:
-        return _clear(args.json)
-    if args.list:
-        return _list(args.json)
+    if args.op is None:
+        _refuse(args, "--list and --clear are about all stored times", "-m", "--scaling", *_OF_LAYERS, "--force")
+        return _clear(args.json) if args.clear else _list(args.json)
     return _tune(args)
+
+
+def _refuse(args: argparse.Namespace, why: str, *options: str) -> None:
+    """Refuse options that have no effect beside what was asked for."""
+    names = {option: option.lstrip("-").replace("-", "_") for option in options}
+    if given := [option for option, name in names.items() if getattr(args, name) != _DEFAULTS[name]]:
+        args.wrong_usage(f"{', '.join(given)}: no effect here, as {why}: leave it out")
 
 
 def _model_shapes(args: argparse.Namespace) -> int:
     from fp4dispatch.cli import tune_tables
 
-    if args.out is None or args.nk or args.list or args.clear or args.bias or args.activation != "any":
+    if args.out is None or args.nk or args.list or args.clear:
         args.wrong_usage(
             "--model-shapes needs --out FOLDER, and takes only an op, --scaling, -m, --force, --seconds and --commit"
         )
+    _refuse(args, "a table holds times of plain layers, with --activation any and bfloat16 outputs", *_OF_LAYERS)
     return tune_tables.run(args)
 
 

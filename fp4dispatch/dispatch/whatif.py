@@ -38,12 +38,17 @@ def what_if(
     Raises
     ------
     InputError
-        For a kernel that this op does not use, an invalid version, or an arch that no GPU has.
+        For a kernel that this op does not use, one without an arch, an invalid version, or an arch that no GPU has.
     """
     known = kernel_ops(op)
     kernels = known if proven is True else tuple(proven or ())
     if unknown := [name for name in kernels if name not in known]:
         raise InputError(f"proven={', '.join(unknown)}: no kernel of {op}; known: {', '.join(known)}")
+    if kernels and arch in (None, ABSENT):
+        raise InputError(
+            f"proven={', '.join(kernels)}: kernels are proven for an arch, and no GPU is described: add arch=, or leave"
+            " proven= out"
+        )
     given = {name: None if value == ABSENT else value for name, value in versions.items()}
     real = None if arch is None or arch == ABSENT else Arch.real(arch)
     system = System.fake(real, **given)  # type: ignore[arg-type]  # checked names

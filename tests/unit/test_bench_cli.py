@@ -153,6 +153,30 @@ def test_a_bad_old_file_costs_no_run(planted, monkeypatch, tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--methods", "peer"), "no row of ours in common"),
+        (("--shape", "256x32"), "no row of ours in common"),
+        (("--device", "cpu"), "compare runs of one kind of card"),
+    ],
+)
+def test_an_old_run_that_cannot_be_compared_costs_no_run(words, said, planted, monkeypatch, tmp_path, capsys):
+    old = tmp_path / "old.json"
+    assert cli.main([*SMALL, "--json", str(old)]) == 0
+    monkeypatch.setattr(bench, "measure", lambda *a, **k: pytest.fail("measured before comparing the runs"))
+    monkeypatch.setattr(machine, "facts", lambda card, commit: FACTS | ({"device": "a CPU"} if card is CPU else {}))
+    words = [*words, *("-m", "1")] if "--shape" in words else [*SMALL[1:], *words]
+    assert cli.main(["bench", *words, "--compare", str(old)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_threshold_of_no_comparison_is_refused(planted, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "measure", lambda *a, **k: pytest.fail("measured before looking at the options"))
+    assert cli.main([*SMALL, "--threshold", "0.2"]) == 1
+    assert "--threshold is the noise of --compare: add --compare OLD.json" in capsys.readouterr().err
+
+
 def test_the_json_is_there_before_the_run_has_ended(planted, monkeypatch, tmp_path):
     path = tmp_path / "out.json"
 
@@ -200,6 +224,9 @@ def test_a_listing_as_json(planted, capsys, tmp_path):
     assert cli.main(["bench", "--list", "--csv", str(tmp_path / "list.csv")]) == 0
     assert "list.csv: not written, as --list measures nothing" in capsys.readouterr().err
     assert not (tmp_path / "list.csv").exists()
+    capsys.readouterr()
+    assert cli.main([*SMALL, "--rounds", "7", "--commit", "abc1234", "--list"]) == 0
+    assert capsys.readouterr().err == "--shape, -m, --rounds, --commit: not used, as --list measures nothing\n"
 
 
 def test_what_is_measured(planted):

@@ -126,5 +126,13 @@ def test_two_kinds_of_card_are_not_compared():
 
 
 def test_runs_without_a_common_row_are_not_compared():
-    with pytest.raises(InputError, match="no row in common"):
+    with pytest.raises(InputError, match="no row of ours in common"):
         compare(OLD, document([row(64, 64, 7, "FP4Linear", 1.0)]))
+
+
+def test_without_a_row_of_ours_nothing_could_be_worse():
+    peers = copy.deepcopy(OLD)
+    peers["measured"] = [each for each in peers["measured"] if not peers["methods"][each["method"]]["ours"]]
+    for old, new in ((OLD, peers), (peers, OLD)):
+        with pytest.raises(InputError, match="no row of ours in common"):
+            compare(old, new)

@@ -180,6 +180,20 @@ def test_sizes_that_no_layer_takes_are_refused(words, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["fp8_gemm", "--arch", "9.0", "--fp8-copy"], "--fp8-copy: fp8_gemm has no NVFP4 weights"),
+        (["fp8_gemm", "--arch", "9.0", "--quarantined", "cutlass,auto"], "--quarantined auto: auto is no backend"),
+        (["fp8_gemm", "--cuda", "13.0", "--proven"], "proven=fp8_gemm, w8_gemm: kernels are proven for an arch"),
+        (["nvfp4_gemm", "--arch", "none", "--proven", "w4_gemm"], "proven=w4_gemm: kernels are proven for an arch"),
+    ],
+)
+def test_options_without_an_effect_are_refused(words, text, capsys):
+    assert main(["explain", words[0], "-m", "1", "-n", "64", "-k", "64", *words[1:]]) == 1
+    assert text in capsys.readouterr().err
+
+
 def test_any_k_is_fine_for_fp8():
     assert explain("fp8_gemm", 1, 7, 7, arch="12.0").backend
 

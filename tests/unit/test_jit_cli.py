@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp4dispatch import cli
+from fp4dispatch.errors import CompileError
 from fp4dispatch.jit import kernels
 from fp4dispatch.jit.store.cache import Cache
 
@@ -100,6 +101,41 @@ def test_a_wheel_needs_a_folder_of_kernels_for_any_machine(capsys: pytest.Captur
     code, _, err = run(capsys, "build", "--arch", "9.0", "--wheel", "dist")
     assert code == 2
     assert "--wheel needs --out DIR" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "lost"),
+    [
+        (("--ops", "w8_gemm", "--variant", "bf16", "--variant", "bf61"), "--variant bf61"),
+        (("--ops", "w8_gemm,race_chain", "--variant", "bf16"), "--ops race_chain"),
+        (("--ops", "w8_gemm,w4_activations", "--arch", "12.0"), "--ops w4_activations"),
+    ],
+)
+def test_a_name_that_means_no_kernel_beside_others_is_an_error(
+    words: tuple[str, ...], lost: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "build_all", lambda *_, **__: pytest.fail("it began to build"))
+    code, _, err = run(capsys, "build", "--arch", "9.0", *words)
+    assert code == 1
+    assert f"no kernel matches {lost} beside the rest: leave it out" in err
+
+
+def test_verbose_shows_the_log_beside_json_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("all that nvcc said")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise CompileError("nvcc failed", log=log)
+
+    monkeypatch.setattr("fp4dispatch.cli.build._check_tools", lambda *_: None)
+    monkeypatch.setattr(kernels, "build_all", fail)
+    words = ("build", "--arch", "12.0", "--ops", "nvfp4_gemm", "--json")
+    assert "all that nvcc said" not in run(capsys, *words)[2]
+    code, out, err = run(capsys, *words, "--verbose")
+    assert (code, json.loads(out)["error"]) == (1, "nvcc failed")
+    assert "all that nvcc said" in err
 
 
 def test_an_arch_without_kernels_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,16 +6,19 @@ by the baseline's time of the same problem in the same run, and only these ratio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp4dispatch.benchmark.methods.base import BASELINE
+from fp4dispatch.benchmark.methods.base import BASELINE, Method
 from fp4dispatch.benchmark.reports.report import Document, by_problem
 from fp4dispatch.errors import InputError
 
 THRESHOLD = 0.05
 """Noise: the share by which two runs of one commit may differ, in addition to their measured spreads."""
+
+_Key = tuple[int, int, int, str]
+_Rows = Mapping[_Key, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,35 @@ class Comparison:
         return "\n".join(lines)
 
 
+def check(old: Document, device: str, problems: Iterable[tuple[int, int, int]], methods: Sequence[Method]) -> None:
+    """Refuse, before a run of these (N, K, M) on a device, an old run that it could not be compared with.
+
+    Raises
+    ------
+    InputError
+        For another card, or where no row of ours would be in both.
+    """
+    _same_card(old["facts"]["device"], device)
+    _have_ours(by_problem(old), {(*each, method.name) for each in problems for method in methods}, _ours_of(old))
+
+
+def _same_card(old: str, new: str) -> None:
+    if old != new:
+        raise InputError(f"the old run is of {old}, this one of {new}: compare runs of one kind of card")
+
+
+def _have_ours(before: Iterable[_Key], now: Container[_Key], ours: Container[str]) -> None:
+    if not any(key in now and key[3] in ours for key in before):
+        raise InputError(
+            "the two runs have no row of ours in common, and only ours can be worse: measure the same suite, shapes "
+            "and methods"
+        )
+
+
+def _ours_of(doc: Document) -> set[str]:
+    return {name for name, about in doc["methods"].items() if about["ours"]}
+
+
 def compare(old: Document, new: Document, threshold: float = THRESHOLD) -> Comparison:
     """Compare two runs on one kind of card.
 
@@ -82,19 +114,15 @@ def compare(old: Document, new: Document, threshold: float = THRESHOLD) -> Compa
     Raises
     ------
     InputError
-        For different cards, runs that share no row, or a threshold that is negative.
+        For different cards, runs that share no row of ours, or a threshold that is negative.
     """
     if not 0 <= threshold < 10:
         raise InputError(f"threshold={threshold!r}: need a share of at least 0, e.g. 0.05 for 5 %")
-    cards = [doc["facts"]["device"] for doc in (old, new)]
-    if cards[0] != cards[1]:
-        raise InputError(f"the old run is of {cards[0]}, this one of {cards[1]}: compare runs of one kind of card")
+    _same_card(old["facts"]["device"], new["facts"]["device"])
     before, now = by_problem(old), by_problem(new)
+    ours = _ours_of(old) | _ours_of(new)
+    _have_ours(before, now, ours)
     keys = [key for key in before if key in now]
-    if not keys:
-        raise InputError("the two runs have no row in common: measure the same suite, shapes and methods")
-    ours = {name for name, about in new["methods"].items() if about["ours"]}
-    ours |= {name for name, about in old["methods"].items() if about["ours"]}
     changes = [
         (change, bad) for key in keys if (found := _change(key, before, now, threshold)) for change, bad in [found]
     ]
@@ -107,10 +135,6 @@ def compare(old: Document, new: Document, threshold: float = THRESHOLD) -> Compa
         sum(key not in now and key[3] in ours for key in before),
         threshold,
     )
-
-
-_Key = tuple[int, int, int, str]
-_Rows = Mapping[_Key, Mapping[str, Any]]
 
 
 def _change(key: _Key, before: _Rows, now: _Rows, threshold: float) -> tuple[Change, bool] | None:
