@@ -82,7 +82,7 @@ def examine(checkpoint: Checkpoint, work: Callable[[nn.Module], _T], *, advice: 
     model_class = _model_class(source, architectures[0], advice)
     try:
         config = _without_code_keys(config)
-        _check_counts(source, config, len(checkpoint), advice)
+        _check_counts(source, model_class, config, checkpoint, advice)
     except RecursionError:
         raise CheckpointError(f"{source}: nested too deeply: {advice}") from None
     answer = _in_child(lambda: work(_build(model_class, config)))
@@ -127,15 +127,24 @@ def _without_code_keys(config: Any) -> Any:
     return [_without_code_keys(value) for value in config] if isinstance(config, list) else config
 
 
-def _check_counts(source: str, config: dict[str, Any], tensors: int, advice: str) -> None:
+def _check_counts(source: str, model_class: Any, config: dict[str, Any], checkpoint: Checkpoint, advice: str) -> None:
     """Refuse to build much more than the file has tensors for."""
+    tensors = len(checkpoint)
     most = max(1024, 4 * tensors)
     for key, value in _numbers(config):
-        if _COUNT.search(key) and value > most:
+        if _COUNT.search(key) and value > most and not _needs_no_tensors(model_class, key, value, checkpoint):
             raise CheckpointError(
                 f"{source}: {key[:200]} is {value}, but the file has {tensors} tensors: expected at most {most}: the "
                 f"configuration is of another model, or damaged: {advice}"
             )
+
+
+def _needs_no_tensors(model_class: Any, key: str, value: float, checkpoint: Checkpoint) -> bool:
+    """Whether a count is no number of modules: of experts that are rows of one tensor, or that no layer has (Doge)."""
+    if not key.endswith("experts"):
+        return False
+    by_default = getattr(model_class.config_class, key, None) == value
+    return by_default or any(list(checkpoint[name].shape[:1]) == [value] for name in checkpoint)
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:

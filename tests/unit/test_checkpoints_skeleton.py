@@ -150,6 +150,37 @@ def test_hostile_and_broken_configurations_are_refused(source, capsys, calls, wh
     assert not (source.parent / "out").exists()
 
 
+DOGE = {
+    **LLAMA,
+    "architectures": ["DogeForCausalLM"],
+    "model_type": "doge",
+    "num_experts": 128**2,  # as transformers writes it, whether or not a layer has experts
+}
+
+
+def test_experts_that_no_layer_has_are_no_flood(source, capsys):
+    code, text = quantize(source, DOGE | {"is_moe": False}, capsys)
+    assert code == 0, text
+    assert len(json.loads(text)["layers"]) == len(LAYERS)
+    code, text = quantize(source, DOGE | {"num_experts": 128**2 + 1}, capsys)
+    assert code == 1
+    assert "num_experts is 16385, but the file has 7 tensors" in text
+
+
+def test_experts_that_are_rows_of_a_tensor_are_no_flood(tmp_path, capsys):
+    config = DOGE | {"is_moe": True, "num_experts": 40**2, "num_experts_per_tok": 4}
+    made = transformers.DogeForCausalLM(transformers.DogeConfig(**config))
+    source = write(tmp_path / "in", {name: each.detach().clone() for name, each in made.named_parameters()})
+    code, text = quantize(source, config, capsys)
+    assert code == 0, text
+    report = json.loads(text)
+    assert {"self_attn.dt_proj", *LAYERS} == {
+        layer["name"].removeprefix("model.layers.0.") for layer in report["layers"]
+    }
+    assert "an embedding" in report["skipped"]["model.layers.0.mlp.down_embed"]
+    assert report["skipped"]["model.layers.0.mlp.router_gate"] == "excluded"
+
+
 def test_a_billion_labels_meet_the_limit_on_memory(source, capsys, monkeypatch):
     monkeypatch.setattr(skeleton, "BYTES", 300 << 20)
     code, text = quantize(source, LLAMA | {"num_labels": 10**9}, capsys)
