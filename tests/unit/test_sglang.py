@@ -218,7 +218,9 @@ def test_bias_and_other_inputs(tmp_path):
         expected = x.double() @ _dequantised(stored).double().t() + torch.arange(64)
         for found in (layer.quant_method.apply(layer, x, layer.bias), layer(x)[0]):
             torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
-        assert layer.weight.shape[0] == 64, "for code that reads its dtype or device"
+        assert layer.weight.shape == (64, 0), "for code that reads its dtype or device"
+        cast = layer(x.float().to(layer.weight.dtype))[0]  # as models do
+        torch.testing.assert_close(cast.double(), expected, rtol=2e-2, atol=2e-2)
         with pytest.raises(InputError, match="got quantised activations"):
             layer.quant_method.apply(layer, (x, x), None)
         with pytest.raises(IntegrationError, match="start it again"):

@@ -28,7 +28,8 @@ def put(layer: Any, names: tuple[str, ...], weights: LinearWeights, activation: 
     layer
         SGLang's layer.
     names
-        Its parameters to remove. An empty ``weight`` stays for code that asks for its dtype or device.
+        Its parameters to remove. An empty ``weight`` stays for code that asks for its dtype or device: models cast what
+        they compute to it (Gemma 3n, the images of Gemma 4).
     weights, activation
         What to run.
     prefix
@@ -51,7 +52,7 @@ def put(layer: Any, names: tuple[str, ...], weights: LinearWeights, activation: 
     if isinstance(inner, FP4Linear):
         inner.compact()
     layer.fp4dispatch = inner
-    empty = torch.empty(weights.n, 0, dtype=torch.uint8, device=inner.device)
+    empty = torch.empty(weights.n, 0, dtype=inner.dtype, device=inner.device)
     layer.register_parameter("weight", nn.Parameter(empty, requires_grad=False))
 
 
