@@ -124,7 +124,8 @@ def formats_to_print(args: Namespace, names: tuple[str, ...] = ("json", "csv", "
 
 
 def check_files(args: Namespace, names: tuple[str, ...] = ("json", "csv", "md")) -> None:
-    """Refuse a file of an option that could not be written; InputError. Call it before measuring."""
+    """Refuse a file that could not be written, or that another option needs; InputError. Call it before measuring."""
+    _check_distinct(args, (*names, "plot", "compare"))
     for name in names:
         target = getattr(args, name)
         if target in (None, STDOUT):
@@ -136,6 +137,23 @@ def check_files(args: Namespace, names: tuple[str, ...] = ("json", "csv", "md"))
             raise InputError(f"--{name} {target}: cannot be written: it is a folder")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise InputError(f"--{name} {target}: cannot be written: permission denied")
+
+
+def _check_distinct(args: Namespace, names: tuple[str, ...]) -> None:
+    """Refuse two options that name one file: the second would replace what the first wrote, or reads."""
+    taken: dict[str, str] = {}
+    for name in names:
+        target = getattr(args, name, None)
+        if target in (None, STDOUT):
+            continue
+        path = os.path.realpath(target)
+        if Path(path).exists() and not Path(path).is_file():  # pipes and devices take several
+            continue
+        if path in taken:
+            raise InputError(
+                f"--{taken[path]} and --{name} name one file, {target}, which can hold one of them: name two"
+            )
+        taken[path] = name
 
 
 def write(args: Namespace, renderers: Mapping[str, Callable[[Any], str]], document: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -52,6 +53,22 @@ def test_a_file_that_cannot_be_written_wastes_no_run(name, planted, capsys, tmp_
         assert cli.main([*SMALL, f"--{name}", str(target)]) == 1
         assert words in capsys.readouterr().err
     assert planted[2].calls == 0, "nothing was measured"
+
+
+@pytest.mark.parametrize("other", ["csv", "md", "plot", "compare"])
+def test_two_results_in_one_file_are_refused_before_measuring(other, planted, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="matplotlib (extra `bench`) is not installed")
+    file, link = tmp_path / "bench.svg", tmp_path / "link.svg"
+    file.write_text(json.dumps(document()))
+    link.symlink_to(file.name)
+    monkeypatch.setattr(bench, "measure", lambda *a, **k: pytest.fail("measured before looking at the files"))
+    assert cli.main([*SMALL, "--json", str(file), f"--{other}", str(link)]) == 1
+    assert f"--json and --{other} name one file" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == document()
+
+
+def test_a_device_takes_several_results(planted, capsys):
+    assert cli.main([*SMALL, "--json", os.devnull, "--csv", os.devnull]) == 0
 
 
 def test_every_format_at_once(planted, capsys, tmp_path):
