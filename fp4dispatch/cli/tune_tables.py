@@ -162,9 +162,20 @@ def changed(now: Table, before: Table, key: Layer) -> bool:
 
 
 def locks(path: Path) -> Path:
-    """Return the folder of a table's lock files; made if it is not there."""
+    """Return the folder of a table's lock files; made if it is not there.
+
+    Raises
+    ------
+    InputError
+        If it cannot be made.
+    """
     folder = path.with_suffix(".locks")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--out {path.parent}: no table can be written there: {error}\n  fix: another --out"
+        ) from error
     return folder
 
 

@@ -283,6 +283,13 @@ def test_it_measures_each_layer_of_the_models_and_writes_the_table(gpu, capsys):
     assert "6 layers measured, 0 left" in capsys.readouterr().out
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_measuring(gpu, capsys):
+    gpu.path.parent.write_text("a file")
+    assert cli.main(gpu.command) == 1
+    assert f"InputError: --out {gpu.path.parent}: no table can be written there" in capsys.readouterr().err
+    assert gpu.asked == []
+
+
 def test_it_goes_on_where_it_ended(gpu, capsys):
     assert cli.main([*gpu.command, "nvfp4_gemm", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured"] == 2
