@@ -1,7 +1,7 @@
-"""A path that pickles of layers name. The code is in ``models/stored_weights.py``."""
+"""A path that pickles of layers name. The code is in ``models/seen_tensors.py``."""
 
 from __future__ import annotations
 
-from fp4dispatch.models.stored_weights import never
+from fp4dispatch.models.seen_tensors import never
 
 __all__ = ["never"]

@@ -14,8 +14,9 @@ from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine import transforms
 from fp4dispatch.models.offloading import Offload
+from fp4dispatch.models.seen_tensors import never
 from fp4dispatch.models.state_loading import StateLoading
-from fp4dispatch.models.stored_weights import lock, never
+from fp4dispatch.models.stored_weights import lock
 from fp4dispatch.problem import CaptureMode, Op, Problem, Scaling
 from fp4dispatch.problem.decision import Decision
 from fp4dispatch.run import binding, owners, routes

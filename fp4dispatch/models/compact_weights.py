@@ -28,16 +28,8 @@ from fp4dispatch.dispatch import choose
 from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture, transforms
 from fp4dispatch.machine import log as _log
-from fp4dispatch.models.stored_weights import (
-    CANONICAL,
-    Seen,
-    StoredWeights,
-    held_elsewhere,
-    lock,
-    never,
-    plain,
-    same_bytes,
-)
+from fp4dispatch.models.seen_tensors import CANONICAL, Seen, held_elsewhere, never, plain, same_bytes
+from fp4dispatch.models.stored_weights import StoredWeights, lock
 
 _only_held: ContextVar[bool] = ContextVar("only_held", default=False)
 

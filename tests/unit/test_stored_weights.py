@@ -18,7 +18,7 @@ from fp4dispatch.errors import CaptureError, FormatError, InputError
 from fp4dispatch.graphs.watch import Watch
 from fp4dispatch.machine import capture
 from fp4dispatch.models.linear import FP4Linear, FP8Linear
-from fp4dispatch.models.stored_weights import CANONICAL
+from fp4dispatch.models.seen_tensors import CANONICAL
 from fp4dispatch.run import owners
 from tests import w4_fake, w8_fake
 from tests.hopper import seems_to_be_here

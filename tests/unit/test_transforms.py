@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp4dispatch.errors import BackwardError, InputError
 from fp4dispatch.formats import fp8_quantize
 from fp4dispatch.models.linear import FP4Linear
-from fp4dispatch.models.stored_weights import plain
+from fp4dispatch.models.seen_tensors import plain
 from fp4dispatch.run import ops
 from tests import w4_fake
 from tests.hopper import seems_to_be_here
