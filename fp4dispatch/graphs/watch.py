@@ -67,7 +67,7 @@ class Watch:
             If the written weights do not fit the format.
         """
         for each in self._quantized:
-            if not each._unchanged(each._buffers):
+            if not each._state.unchanged(each._buffers):
                 each._update_layouts()
                 each._hold_once()
         for module, forward, compiled in self._calls:

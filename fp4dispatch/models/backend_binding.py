@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch.backends.base import LinearWeights, Prepared
+from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import Fp4DispatchError, InputError
 from fp4dispatch.machine import capture as _capture
 from fp4dispatch.machine import system as _system
 from fp4dispatch.machine import transforms
+from fp4dispatch.models.layer_state import LayerState
 from fp4dispatch.models.offloading import Offload
-from fp4dispatch.models.seen_tensors import never
 from fp4dispatch.models.state_loading import StateLoading
 from fp4dispatch.models.stored_weights import lock
 from fp4dispatch.problem import CaptureMode, Op, Problem, Scaling
@@ -42,13 +42,6 @@ class BackendBinding(StateLoading):
     """Set for a layer whose tensors wait elsewhere, and come to a device for each call."""
     m_min: int = 1
     """Smallest M that the caller guarantees in a capture. For M == 0 a layer returns before any launch."""
-    _prepared: dict[str, Prepared]
-    """Prepared weights by layout name."""
-    _bound: dict[torch.dtype, routes.Bound]
-    _graph_bound: dict[_capture.Declared, dict[torch.dtype, routes.Bound]]
-    """Bindings that were made inside :func:`fp4dispatch.machine.capture.mode`. Each dtype is in ``_bound`` too."""
-    _captured: list[routes.Bound]
-    """Bindings that were replaced. CUDA graphs may hold the addresses of their tensors, so they are kept."""
 
     def bind(self, dtype: torch.dtype | None = None) -> routes.Bound:
         """Choose a backend for each range of M and prepare the weights. Host work; idempotent.
@@ -70,10 +63,10 @@ class BackendBinding(StateLoading):
         with transforms.left():
             self._update_layouts()
             declared = _capture.declared()
-            found = self._bounds(declared).get(dtype)
+            found = self._state.bounds(declared).get(dtype)
             if found is not None:
                 return found
-            own = self._bound.get(dtype) or self._bind_own(dtype, checked)
+            own = self._state.bound.get(dtype) or self._bind_own(dtype, checked)
             return own if declared is None else self._bind_declared(declared, own)
 
     def _bind_own(self, dtype: torch.dtype, checked: bool) -> routes.Bound:
@@ -86,13 +79,13 @@ class BackendBinding(StateLoading):
             raise InputError(f"{self._label()} is on the meta device: load its weights first, e.g. load_state_dict")
         binding.refuse_in_capture(self.name)  # before the check, which synchronises
         with lock, _capture.mode("none"):
-            if (found := self._bound.get(dtype)) is not None:  # another thread was faster
+            if (found := self._state.bound.get(dtype)) is not None:  # another thread was faster
                 return found
-            if not self._bound:
+            if not self._state.bound:
                 self._record_stored()
                 if not checked:
                     self.check()
-            return self._set_bound(self._choose(dtype, (self.capture, self.m_min)), self._bound)
+            return self._set_bound(self._choose(dtype, (self.capture, self.m_min)), self._state.bound)
 
     def _bind_as(self, choices: binding.Choices) -> None:
         """Bind with the choices of an earlier binding; with none, choose. The first call raises the errors of that."""
@@ -104,21 +97,17 @@ class BackendBinding(StateLoading):
             return
         for bound in found.values():
             assert bound is not None
-            self._set_bound(bound, self._bound)
+            self._set_bound(bound, self._state.bound)
 
     def _bind_declared(self, declared: _capture.Declared, own: routes.Bound) -> routes.Bound:
         """Bind for a declared capture mode. The same choice shares spec, plans and tensors with ``own``."""
         with lock:
-            bounds = self._graph_bound.setdefault(declared, {})
+            bounds = self._state.graph_bound.setdefault(declared, {})
             if (found := bounds.get(own.dtype)) is not None:  # another thread was faster
                 return found
             problem = self.problem(1, own.dtype)
             fresh = binding.like(own, problem, self.backend, self.name) or self._choose(own.dtype, declared)
             return self._set_bound(fresh, bounds)
-
-    def _bounds(self, declared: _capture.Declared | None) -> dict[torch.dtype, routes.Bound]:
-        """Return what is bound for a declared capture mode, or for the layer's own mode."""
-        return self._bound if declared is None else self._graph_bound.get(declared, {})
 
     def rebind(self, dtype: torch.dtype | None = None) -> routes.Bound:
         """Choose backends again, e.g. after tuning or a new verdict, and bind.
@@ -128,7 +117,7 @@ class BackendBinding(StateLoading):
         dtype = self.dtype if dtype is None else dtype
         self._update_layouts()
         declared = _capture.declared()
-        bounds = self._bounds(declared)
+        bounds = self._state.bounds(declared)
         if dtype not in bounds:
             return self.bind(dtype)
         bound = self._replace_bound(self._choose(dtype, declared or (self.capture, self.m_min)), bounds)
@@ -141,7 +130,7 @@ class BackendBinding(StateLoading):
             old.decisions = fresh.decisions
             return old
         if old.captured:
-            self._captured.append(old)
+            self._state.captured.append(old)
         self._set_bound(fresh, bounds)
         self._drop_unused()
         return fresh
@@ -168,13 +157,13 @@ class BackendBinding(StateLoading):
         self.capture, self.m_min = capture, m_min
         try:
             with _capture.mode("none"):
-                changed = [d for d, bound in self._bound.items() if not self._still_chosen(d, bound)]
+                changed = [d for d, bound in self._state.bound.items() if not self._still_chosen(d, bound)]
                 fresh = [self._choose(dtype, (capture, m_min)) for dtype in changed]
         except Fp4DispatchError:
             self.capture, self.m_min = old
             raise
         for bound in fresh:
-            self._replace_bound(bound, self._bound)
+            self._replace_bound(bound, self._state.bound)
         self._hold_once()
 
     def _still_chosen(self, dtype: torch.dtype, bound: routes.Bound) -> bool:
@@ -198,30 +187,31 @@ class BackendBinding(StateLoading):
             activation=self.activation,
             backend=self.backend,
             layer=self.name,
-            prepared=self._prepared,
+            prepared=self._state.prepared,
             capture_mode=mode[0],
             m_min=mode[1],
         )
 
     def _set_bound(self, bound: routes.Bound, bounds: dict[torch.dtype, routes.Bound]) -> routes.Bound:
         names = [self._buffer_of(t) for t in bound.tensors]
-        if bounds is self._bound:  # compiled calls pass these, and their operator finds what is bound for a mode
-            self._names[bound.dtype] = (names, [], bound.spec.text)
+        if bounds is self._state.bound:  # compiled calls pass these, and their operator finds what is bound for a mode
+            self._state.names[bound.dtype] = (names, [], bound.spec.text)
         bounds[bound.dtype] = bound
-        self._record(self._seen)
+        self._record(self._state.seen)
         return bound
 
     def _drop_unused(self) -> None:
         """Drop layouts and buffers that no bound dtype uses."""
-        used = {id(tensor) for bound in self._every_bound() for tensor in bound.tensors}
-        if self._dropped and any(id(tensor) not in used for tensor in self._prepared[self._dropped].tensors):
+        state = self._state
+        used = {id(tensor) for bound in state.every_bound() for tensor in bound.tensors}
+        if state.dropped and any(id(tensor) not in used for tensor in state.prepared[state.dropped].tensors):
             self._restore()
         for name in [name for name in self._buffers if name.startswith("layout")]:
             if id(self._buffers[name]) not in used:
                 delattr(self, name)
-        self._prepared = {
+        state.prepared = {
             layout: prepared
-            for layout, prepared in self._prepared.items()
+            for layout, prepared in state.prepared.items()
             if all(id(tensor) in used for tensor in prepared.tensors)
         }
 
@@ -242,10 +232,8 @@ class BackendBinding(StateLoading):
         self._restore()
         for name in [name for name in self._buffers if name.startswith("layout")]:
             delattr(self, name)
-        owners.forget(self, self.__dict__.get("_keys", ()))
-        self._prepared, self._bound, self._graph_bound, self._names, self._captured = {}, {}, {}, {}, []
-        self._dropped, self._order, self._due, self._lent, self._keys = "", (), True, {}, []
-        self._seen, self._unchanged = {}, never
+        owners.forget(self, self._state.keys)
+        self._state = LayerState()
 
     def _refresh(self, *, checked: bool = False) -> None:
         """Bind again if the layer is on its final device: on a GPU, or on the CPU of a machine without GPU.

@@ -10,7 +10,7 @@ A write to a stored tensor must never be lost:
 * Reading ``layer.weight`` unpacks it. The next eager call uses what was written to it, and drops it again.
 * While other code holds a stored tensor, the layer does not drop it. To free it would free no memory.
 * ``state_dict()``, ``weights()`` and an explicit :func:`compact` may leave other code with a dropped tensor. The layer
-  keeps such tensors (``_lent``) and checks them at each call. It releases them when no other code holds them.
+  keeps such tensors (``lent``) and checks them at each call. It releases them when no other code holds them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4dispatch.backends.base import Backend, Prepared
+from fp4dispatch.backends.base import Backend
 from fp4dispatch.dispatch import choose
 from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture, transforms
 from fp4dispatch.machine import log as _log
+from fp4dispatch.models.layer_state import LayerState
 from fp4dispatch.models.seen_tensors import CANONICAL, Seen, held_elsewhere, never, plain, same_bytes
 from fp4dispatch.models.stored_weights import StoredWeights, lock
 
@@ -47,7 +48,7 @@ def without_dropped() -> Iterator[None]:
 class CompactWeights(StoredWeights):
     """The part of a quantised layer that can drop its canonical weights.
 
-    While they are dropped, ``_dropped`` names the layout that holds them. Reading or setting ``weight`` or
+    While they are dropped, the state names the layout that holds them (``dropped``). Reading or setting ``weight`` or
     ``weight_scale`` restores them; :meth:`_hold_once` drops them again. :meth:`_restored` restores them for one block.
     """
 
@@ -55,9 +56,6 @@ class CompactWeights(StoredWeights):
     """Whether the layer keeps its canonical weights beside a layout that holds them too."""
     in_features: int
     out_features: int
-    _due: bool
-    """Whether :meth:`_hold_once` has to look at this layer."""
-    _prepared: dict[str, Prepared]
 
     def compact(self) -> int:
         """Drop the canonical weights now if a layout holds them exactly and no bound backend reads them directly.
@@ -86,7 +84,7 @@ class CompactWeights(StoredWeights):
         """Return the bytes of the canonical weights that the layer does not hold beside their layout."""
         held = self._buffers.keys()
         n, k = self.out_features, self.in_features
-        return 0 if not self._dropped or "weight" in held else n * k // 2 + n * k // 16
+        return 0 if not self._state.dropped or "weight" in held else n * k // 2 + n * k // 16
 
     def stored_nbytes(self) -> int:
         """Return the bytes of what ``state_dict`` has: the parameters and all stored tensors, also dropped ones."""
@@ -105,29 +103,29 @@ class CompactWeights(StoredWeights):
         InputError, FormatError
             If weights that torch did not count as written do not fit the format.
         """
-        if not self._due or self.keep_stored or not self._bound or capture.is_capturing():
+        if not self._state.due or self.keep_stored or not self._state.bound or capture.is_capturing():
             return
         if not all(map(plain, self._stored())):
             return  # the buffers hold tensors of a tracer
         with lock, transforms.left():
             if not self._can_drop():
-                self._due = False
-            elif self._matches(self._buffers) and not self._held_by_others():
+                self._state.due = False
+            elif self._state.matches(self._buffers) and not self._held_by_others():
                 self._drop_exact()
-                self._due = False  # not again, if it failed
-            if not self._dropped:
-                self._record(self._seen)
+                self._state.due = False  # not again, if it failed
+            if not self._state.dropped:
+                self._record(self._state.seen)
 
     def _can_drop(self) -> bool:
         """Whether the layer holds canonical weights that no bound backend reads, and a layout may hold them."""
         held = self._canonical()
-        bounds = [*self._every_bound(), *self._captured]
+        bounds = [*self._state.every_bound(), *self._state.captured]
         read = {
             tensor.untyped_storage().data_ptr() for bound in bounds for tensor in bound.tensors if tensor is not None
         }
-        if self._dropped or len(held) < 2 or any(t.untyped_storage().data_ptr() in read for t in held.values()):
+        if self._state.dropped or len(held) < 2 or any(t.untyped_storage().data_ptr() in read for t in held.values()):
             return False
-        backends = (type(choose.instance(prepared.backend)) for prepared in self._prepared.values())
+        backends = (type(choose.instance(prepared.backend)) for prepared in self._state.prepared.values())
         return any(backend.canonical is not Backend.canonical for backend in backends)
 
     def _drop_exact(self) -> int:
@@ -147,7 +145,7 @@ class CompactWeights(StoredWeights):
         """Drop the canonical weights, return their bytes. 0: they differ from the layout. None: no layout has them."""
         differs = False
         held = self._canonical()
-        for layout, prepared in self._prepared.items():
+        for layout, prepared in self._state.prepared.items():
             found = choose.instance(prepared.backend).canonical(prepared)
             if found is None:
                 continue
@@ -161,8 +159,8 @@ class CompactWeights(StoredWeights):
 
     def _held_by_others(self) -> bool:
         """Whether other code than this layer references canonical weights."""
-        own = 1 + (self._unchanged is not never)  # the buffers, and the function that compares them
-        return any(seen is not None and held_elsewhere(seen, own) for seen in map(self._seen.get, CANONICAL))
+        own = 1 + (self._state.unchanged is not never)  # the buffers, and the function that compares them
+        return any(seen is not None and held_elsewhere(seen, own) for seen in map(self._state.seen.get, CANONICAL))
 
     def _canonical(self) -> dict[str, Tensor]:
         """Return the canonical weights that are held. No frame keeps a reference to one beside the result."""
@@ -173,20 +171,20 @@ class CompactWeights(StoredWeights):
     def device(self) -> torch.device:
         """Device of the layer. Reading ``weight.device`` would restore dropped weights; this does not."""
         held = self._buffers.get("weight")
-        found: torch.device = (self._prepared[self._dropped].tensors[0] if held is None else held).device
+        found: torch.device = (self._state.prepared[self._state.dropped].tensors[0] if held is None else held).device
         return found
 
     def _drop(self, layout: str, *, lend: bool) -> None:
         """Drop the canonical weights. ``lend``: keep those that other code holds, which may write to them."""
         with lock:
-            self._order = tuple(self._buffers)
-            self._dropped, self._due = layout, False
-            seen = {name: found for name in CANONICAL if (found := self._seen[name]) is not None}
+            state = self._state
+            state.order, state.dropped, state.due = tuple(self._buffers), layout, False
+            seen = {name: found for name in CANONICAL if (found := state.seen[name]) is not None}
             self._buffers = {name: tensor for name, tensor in self._buffers.items() if name not in CANONICAL}
-            self._record({name: found for name, found in self._seen.items() if name not in CANONICAL})
+            self._record({name: found for name, found in state.seen.items() if name not in CANONICAL})
             if lend and any(map(held_elsewhere, seen.values())):
-                self._lent = seen
-                self._record(self._seen)
+                state.lent = seen
+                self._record(state.seen)
 
     def _restore(self) -> None:
         """Restore dropped weights. The next eager call drops them again if it can, unless ``keep_stored``.
@@ -196,27 +194,28 @@ class CompactWeights(StoredWeights):
         CaptureError
             During CUDA graph capture: unpacking is host work, and its result would belong to the graph.
         """
-        if not self.__dict__.get("_dropped"):
+        if not self._is_compact():
             return
         capture.forbid_in_capture(
             "unpacking weights that the layer dropped", "read them before capturing, or make it with keep_stored=True"
         )
         with lock, transforms.left(), torch.inference_mode(mode=False), torch.no_grad():
-            if not self._dropped:  # another thread was faster
+            state = self._state
+            if not state.dropped:  # another thread was faster
                 return
-            held = self._lent or self._unpacked()
+            held = state.lent or self._unpacked()
             whole = {name: seen.tensor for name, seen in held.items()} | self._buffers  # what was put there counts
-            order = dict.fromkeys(name for name in (*self._order, *whole) if name in whole)
+            order = dict.fromkeys(name for name in (*state.order, *whole) if name in whole)
             self._buffers = {name: whole[name] for name in order}  # one assignment, for other threads
-            self._dropped, self._lent = "", {}
-            seen = self._seen | held
+            state.dropped, state.lent = "", {}
+            seen = state.seen | held
             self._record({name: seen[name] for name in order if name in seen})
             if not self.keep_stored:
-                self._due, self._unchanged = True, never
+                state.due, state.unchanged = True, never
 
     def _unpacked(self) -> dict[str, Seen]:
         """Return the weights that the layout holds, as new tensors."""
-        prepared = self._prepared[self._dropped]
+        prepared = self._state.prepared[self._state.dropped]
         found = choose.instance(prepared.backend).canonical(prepared)
         assert found is not None
         return {
@@ -232,17 +231,22 @@ class CompactWeights(StoredWeights):
         lock, so that no other thread drops the weights inside it.
         """
         with lock:
-            layout, lend = self._dropped, lend or bool(self._lent)
-            held = self._prepared.get(layout)
+            layout, lend = self._state.dropped, lend or bool(self._state.lent)
+            held = self._state.prepared.get(layout)
             self._restore()
             try:
                 yield
             finally:
-                if layout and not self._dropped and self._prepared.get(layout) is held:
+                if layout and not self._state.dropped and self._state.prepared.get(layout) is held:
                     self._drop(layout, lend=lend)
 
+    def _is_compact(self) -> bool:
+        """Whether the layer has dropped its canonical weights. Modules ask for attributes before they have a state."""
+        state: LayerState | None = self.__dict__.get("_state")
+        return state is not None and state.dropped != ""
+
     def __getattr__(self, name: str) -> Any:
-        if name in CANONICAL and self.__dict__.get("_dropped"):
+        if name in CANONICAL and self._is_compact():
             with lock:
                 self._restore()
                 return super().__getattr__(name)

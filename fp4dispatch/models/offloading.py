@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fp4dispatch.errors import InputError
 from fp4dispatch.machine import capture
+from fp4dispatch.models.layer_state import LayerState
 from fp4dispatch.problem.integers import round_up
 from fp4dispatch.run.binding import Choices
-from fp4dispatch.run.routes import Bound
 
 _ALIGNMENT = 64
 
@@ -34,7 +34,7 @@ class Layer(Protocol):
     keep_stored: bool
     offload: Offload | None
     _buffers: dict[str, Tensor | None]
-    _bound: dict[torch.dtype, Bound]
+    _state: LayerState
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +99,7 @@ class Offload:
         """Free what the call used on its device."""
         if self._waiting is None:
             return
-        self._choices = {dtype: (bound.spec, bound.decisions) for dtype, bound in layer._bound.items()}
+        self._choices = {dtype: (bound.spec, bound.decisions) for dtype, bound in layer._state.bound.items()}
         layer._forget()
         layer._buffers = self._waiting
         if layer.bias is not None and self._bias is not None:

@@ -21,19 +21,12 @@ from fp4dispatch.errors import FormatError, InputError
 from fp4dispatch.formats.checks import check_tensor
 from fp4dispatch.machine import capture, transforms
 from fp4dispatch.models.backend_binding import BackendBinding
+from fp4dispatch.models.layer_state import PICKLED_BEFORE, LayerState
 from fp4dispatch.problem import ACTIVATIONS, Activation, one_of
 from fp4dispatch.run import ops, routes
 from fp4dispatch.run.register import gradient_error
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
-
-_REBUILT = frozenset(
-    (
-        *("_prepared", "_bound", "_graph_bound", "_names", "_captured"),
-        *("_dropped", "_order", "_due", "_seen", "_lent", "_keys", "_unchanged"),
-    )
-)
-"""Attributes that :meth:`QuantizedLinear._forget` sets. A pickle does not hold them."""
 
 
 class QuantizedLinear(BackendBinding):
@@ -77,6 +70,7 @@ class QuantizedLinear(BackendBinding):
         keep_stored: bool = False,
     ) -> None:
         super().__init__()
+        self._state = LayerState()
         one_of("activation", activation, ACTIVATIONS)
         if dtype not in routes.OUT_DTYPE:
             raise InputError(f"dtype={dtype}; need torch.bfloat16, torch.float16 or torch.float32")
@@ -91,7 +85,6 @@ class QuantizedLinear(BackendBinding):
         zeros = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
         self.register_buffer("input_scale", None)
-        self._forget()
 
     # --------------------------------------------------------------------------------------------------------- forward
 
@@ -126,7 +119,7 @@ class QuantizedLinear(BackendBinding):
         # The eager fast path: a plain input with an M that ran before goes directly to its kernel. Host time decides
         # the speed of small layers. All other inputs go to _call, which also raises for wrong ones.
         try:
-            bound = self._bound.get(x.dtype)
+            bound = self._state.bound.get(x.dtype)
             if bound is not None and type(x) is Tensor:
                 shape = x.shape
                 m = shape[0] if len(shape) == 2 else shape.numel() // self.in_features
@@ -157,7 +150,7 @@ class QuantizedLinear(BackendBinding):
             and x.is_contiguous()
             and not x.data_ptr() % 16
             and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and not _wants_grad(bias)))
-            and self._unchanged(self._buffers)
+            and self._state.unchanged(self._buffers)
             and not (capture.modes_open or (bound.cuda and capture.stream_is_capturing()))
         )
 
@@ -191,7 +184,7 @@ class QuantizedLinear(BackendBinding):
             As :meth:`forward`.
         """
         if not _dynamo() and type(gate_up) is Tensor:
-            bound, shape = self._bound.get(gate_up.dtype), gate_up.shape
+            bound, shape = self._state.bound.get(gate_up.dtype), gate_up.shape
             k = 2 * self.in_features
             if bound is not None and shape[-1:] == (k,):  # host time decides the speed of few tokens
                 m = gate_up.numel() // k
@@ -214,7 +207,7 @@ class QuantizedLinear(BackendBinding):
         if _dynamo() or torch.compiler.is_compiling():
             return self._traced(gate_up, swiglu=True)
         bound = self.bound_to(gate_up.dtype)
-        if self._due:
+        if self._state.due:
             self._hold_once()
         if self._followed(gate_up):
             return ops.swiglu_linear(gate_up, bound.tensors, self._stored(), self.bias, bound.spec.text)
@@ -230,7 +223,7 @@ class QuantizedLinear(BackendBinding):
             return self._traced(x)
         x = _autocast(x)
         bound = self.bound_to(x.dtype)
-        if self._due:
+        if self._state.due:
             self._hold_once()
         if self._followed(x):
             return ops.linear_stored(x, bound.tensors, self._stored(), self.bias, bound.spec.text)
@@ -254,7 +247,7 @@ class QuantizedLinear(BackendBinding):
         """
         x = _autocast(x)
         self._ensure(x.dtype)
-        names, stored, spec = self._names[x.dtype]
+        names, stored, spec = self._state.names[x.dtype]
         tensors = [getattr(self, name) for name in names]
         if _exporting():
             x = activations.swiglu(x) if swiglu else x
@@ -349,13 +342,13 @@ class QuantizedLinear(BackendBinding):
             buffers = {k: v for k, v in self._buffers.items() if not k.startswith("layout")}
         e4m3 = [k for k, v in buffers.items() if v is not None and v.dtype == torch.float8_e4m3fn]
         buffers |= {k: buffers[k].view(torch.uint8) for k in e4m3}  # type: ignore[union-attr]
-        state = {k: v for k, v in self.__dict__.items() if k not in _REBUILT}
+        state = {k: v for k, v in self.__dict__.items() if k != "_state"}
         return state | {"_buffers": buffers, "_e4m3": e4m3, "_non_persistent_buffers_set": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffers = state["_buffers"] | {k: state["_buffers"][k].view(torch.float8_e4m3fn) for k in state["_e4m3"]}
-        kept = {k: v for k, v in state.items() if k != "_e4m3" and k not in _REBUILT}
-        super().__setstate__(kept | {"_buffers": buffers})  # type: ignore[no-untyped-call]
+        kept = {k: v for k, v in state.items() if k != "_e4m3" and k not in PICKLED_BEFORE}
+        super().__setstate__(kept | {"_buffers": buffers, "_state": LayerState()})  # type: ignore[no-untyped-call]
         self._refresh()
 
     def extra_repr(self) -> str:
@@ -376,11 +369,11 @@ class QuantizedLinear(BackendBinding):
 
         Other choices for graphs follow in brackets.
         """
-        bound = self._bound.get(self.dtype) or next(iter(self._bound.values()), None)
+        bound = self._state.bound.get(self.dtype) or next(iter(self._state.bound.values()), None)
         if bound is None:
             return "not chosen yet"
         text = _routes_text(bound)
-        for declared, bounds in self._graph_bound.items():
+        for declared, bounds in self._state.graph_bound.items():
             other = bounds.get(bound.dtype)
             if other is not None and (shown := _routes_text(other)) != text:
                 text += f" [{declared.capture} graphs from M={declared.smallest_m}: {shown}]"

@@ -155,7 +155,7 @@ class StateLoading(CompactWeights):
             else:
                 with torch.inference_mode():  # here, inference tensors can be written too
                     current.copy_(tensor)
-        if not self._bound:
+        if not self._state.bound:
             self._refresh(checked=True)
             return
         try:

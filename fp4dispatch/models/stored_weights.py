@@ -30,17 +30,14 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.formats.checks import check_module
 from fp4dispatch.machine import capture
 from fp4dispatch.machine.locks import ForkSafeLock
+from fp4dispatch.models.layer_state import LayerState
 from fp4dispatch.models.seen_tensors import (
-    CANONICAL,
-    Buffers,
     Seen,
     held_elsewhere,
     look,
-    matcher,
     plain,
     same_bytes,
     same_place,
-    unwritten,
 )
 from fp4dispatch.run import owners
 from fp4dispatch.run.routes import Bound
@@ -53,22 +50,7 @@ class StoredWeights(nn.Module):
     """The part of a quantised layer that keeps its layouts up to date with its stored tensors."""
 
     quantized: ClassVar[tuple[str, ...]]
-    _bound: dict[torch.dtype, Bound]
-    _graph_bound: dict[capture.Declared, dict[torch.dtype, Bound]]
-    _captured: list[Bound]
-    _names: dict[torch.dtype, tuple[list[str], list[str], str]]
-    """By dtype, for compiled calls: names of prepared buffers, names of stored buffers, and the spec text."""
-    _seen: dict[str, Seen | None]
-    """Stored tensors that the layouts were prepared from, by name. Without tensors that the layer dropped."""
-    _order: tuple[str, ...]
-    """Names of the buffers in their order before the last drop."""
-    _dropped: str
-    """Name of the layout that holds the dropped tensors; empty if the layer holds all itself."""
-    _lent: dict[str, Seen]
-    """Weights that the layer dropped while other code held references. That code may write to them."""
-    _unchanged: Callable[[Buffers], bool]
-    """Whether the stored tensors are unchanged since the layouts were prepared."""
-    _keys: list[owners.Key]
+    _state: LayerState
 
     # What the layer provides.
     bind: Callable[..., Bound]
@@ -98,9 +80,9 @@ class StoredWeights(nn.Module):
 
         The writes must end before the next launch: with PDL, a kernel reads weights before it waits.
         """
-        if self._lent:
+        if self._state.lent:
             self._forget_lent()
-        if not self._bound or (not force and self._current()):
+        if not self._state.bound or (not force and self._current()):
             return
         if torch.compiler.is_compiling() and not all(map(plain, self._stored())):
             return  # the buffers hold tensors of a tracer
@@ -111,7 +93,7 @@ class StoredWeights(nn.Module):
         with lock:
             if not force and self._current():  # another thread was faster
                 return
-            if self._dropped and not self._current():
+            if self._state.dropped and not self._current():
                 self._restore()
             self._require_plain_tensors()
             if check:
@@ -125,7 +107,7 @@ class StoredWeights(nn.Module):
         weights = self.weights(lend=False)
         fresh: dict[str, Prepared] = {}
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        for bound in (*self._every_bound(), *self._captured):
+        for bound in (*self._state.every_bound(), *self._state.captured):
             for route in bound.spec.routes:
                 backend = choose.instance(route.backend)
                 if backend.layout_name not in fresh:
@@ -152,18 +134,13 @@ class StoredWeights(nn.Module):
 
     def _replace(self) -> None:
         """Prepare new layouts. Keep the old ones that a CUDA graph may read."""
-        captured = [*self._captured, *(bound for bound in self._every_bound() if bound.captured)]
-        dtypes = list(self._bound)
+        captured = [*self._state.captured, *(bound for bound in self._state.every_bound() if bound.captured)]
+        dtypes = list(self._state.bound)
         self._forget()
-        self._captured = captured
+        self._state.captured = captured
         with capture.mode("none"):  # for other modes, the next call inside binds
             for dtype in dtypes:
                 self._bind(dtype, checked=True)
-
-    def _every_bound(self) -> list[Bound]:
-        """Return what is bound, for the layer's own mode and for declared ones; not what was replaced."""
-        declared = (bound for bounds in list(self._graph_bound.values()) for bound in list(bounds.values()))
-        return [*self._bound.values(), *declared]
 
     # --------------------------------------------------------------------------------------------------------- looking
 
@@ -183,25 +160,22 @@ class StoredWeights(nn.Module):
 
     def _record(self, seen: dict[str, Seen | None]) -> None:
         """Set the record of stored tensors, and register them for compiled calls."""
-        self._seen = seen
-        self._unchanged = matcher(seen, CANONICAL if self._dropped else (), tuple(self._lent.values()))
+        state = self._state
+        state.record(seen)
         stored = [name for name, found in seen.items() if found is not None]
         addresses = [found.address for found in seen.values() if found is not None]
-        owners.forget(self, self._keys)
-        self._names = {dtype: (names, stored, spec) for dtype, (names, _, spec) in self._names.items()}
+        owners.forget(self, state.keys)
+        state.names = {dtype: (names, stored, spec) for dtype, (names, _, spec) in state.names.items()}
         keys: dict[owners.Key, None] = {}
-        for bound in self._every_bound():
+        for bound in state.every_bound():
             where = (bound.tensors[0].data_ptr(), *addresses)
             keys |= {(bound.spec.text, where): None, ("", where): None}
-        self._keys = list(keys)
-        owners.register(self, self._keys)
-
-    def _matches(self, buffers: Buffers) -> bool:
-        return matcher(self._seen, CANONICAL if self._dropped else ())(buffers)
+        state.keys = list(keys)
+        owners.register(self, state.keys)
 
     def _written_in_place(self) -> bool:
         """Whether all stored tensors are the same objects at the same addresses; their values may differ."""
-        for name, seen in self._seen.items():
+        for name, seen in self._state.seen.items():
             tensor = self._buffers.get(name)
             if (seen is None) != (tensor is None) or (seen is not None and not same_place(seen, tensor)):
                 return False
@@ -209,14 +183,14 @@ class StoredWeights(nn.Module):
 
     def _current(self) -> bool:
         """Whether no stored tensor was written or replaced, also none that the layer dropped and other code holds."""
-        return self._matches(self._buffers) and all(map(unwritten, self._lent.values()))
+        return self._state.matches(self._buffers) and self._state.lent_unwritten()
 
     def _forget_lent(self) -> None:
         """Forget dropped weights that other code does not hold any more."""
         with lock:
-            if all(map(unwritten, self._lent.values())) and not any(map(held_elsewhere, self._lent.values())):
-                self._lent = {}
-                self._record(self._seen)
+            if self._state.lent_unwritten() and not any(map(held_elsewhere, self._state.lent.values())):
+                self._state.lent = {}
+                self._record(self._state.seen)
 
     def _require_plain_tensors(self) -> None:
         for name, tensor in self._stored_by_name():
@@ -230,10 +204,8 @@ class StoredWeights(nn.Module):
 
     def bound_to(self, dtype: torch.dtype) -> Bound:
         """Return the bound layer for a dtype, up to date with the stored tensors. Host work only if they changed."""
-        declared = capture.declared()
-        bounds = self._bound if declared is None else self._graph_bound.get(declared, {})
-        bound = bounds.get(dtype)
-        return bound if bound is not None and self._unchanged(self._buffers) else self.bind(dtype)
+        bound = self._state.bounds(capture.declared()).get(dtype)
+        return bound if bound is not None and self._state.unchanged(self._buffers) else self.bind(dtype)
 
     def stores(self, addresses: Sequence[int]) -> bool:
         """Whether all these addresses are addresses of stored tensors."""
@@ -241,7 +213,7 @@ class StoredWeights(nn.Module):
 
     def runs(self, dtype: torch.dtype, *, spec: str | None = None, address: int | None = None) -> bool:
         """Whether the layer is bound for a dtype with this spec, or with its first packed tensor at this address."""
-        mine = [bound for bound in self._every_bound() if bound.dtype == dtype]
+        mine = [bound for bound in self._state.every_bound() if bound.dtype == dtype]
         return any(bound.spec.text == spec or bound.tensors[0].data_ptr() == address for bound in mine)
 
     def same_content(self, stored: Sequence[Tensor]) -> bool:
@@ -281,7 +253,7 @@ def refresh(model: nn.Module) -> int:
         During CUDA graph capture.
     """
     check_module("refresh: model", model)
-    layers = [module for module in model.modules() if isinstance(module, StoredWeights) and module._bound]
+    layers = [module for module in model.modules() if isinstance(module, StoredWeights) and module._state.bound]
     for layer in layers:
         layer.refresh()
     return len(layers)

@@ -694,7 +694,7 @@ def forget_captures():
     real = QuantizedLinear.rebind
 
     def rebind(self, *args):
-        for bound in self._bound.values():
+        for bound in self._state.bound.values():
             bound.captured = False
         return real(self, *args)
 

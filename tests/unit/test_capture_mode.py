@@ -339,7 +339,7 @@ def test_what_a_graph_holds_is_kept_when_the_choice_changes(machine, capturing):
         layer.backend = "reference"
         after = layer.rebind()
     assert after is not before
-    assert before in layer._captured
+    assert before in layer._state.captured
     assert chosen(layer) == {"cutlass"}
 
 

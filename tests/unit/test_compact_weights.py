@@ -110,7 +110,7 @@ def test_what_other_code_holds_is_dropped_when_it_lets_go():
     del weights
     made(torch.randn(4, K).bfloat16())
     assert not is_dropped(made), "a view shares the memory"
-    assert made._unchanged(made._buffers), "calls take the fast path meanwhile"
+    assert made._state.unchanged(made._buffers), "calls take the fast path meanwhile"
     view.fill_(0x11)
     assert not torch.equal(made(x), want)
     del view

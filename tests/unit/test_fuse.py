@@ -418,7 +418,7 @@ def _taken(made):
 
 def _captured(made):
     layer = first(made).self_attn.q_proj
-    next(iter(layer._bound.values())).captured = True
+    next(iter(layer._state.bound.values())).captured = True
 
 
 @pytest.mark.parametrize(

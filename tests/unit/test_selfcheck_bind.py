@@ -102,7 +102,7 @@ def test_auto_takes_the_next_one_and_keeps_the_evidence(checks, monkeypatch, cap
     assert made.backend_text() == "fine (fp8)"
     assert [name for name, _ in checks] == ["narrow", "fine"]
     assert checks[0][1] == "N=64 K=1024 -> bfloat16 + bias, M=1..32768"
-    assert list(made._prepared) == ["fine"]  # nothing of the one that failed is held
+    assert list(made._state.prepared) == ["fine"]  # nothing of the one that failed is held
     assert [r.code for r in bound.decisions[0][1].verdict("narrow").reasons] == ["QUARANTINED"]
     assert "narrow fp8_gemm layer M=1 N=64 K=1024: tile (0, 0) is wrong" in caplog.text
     x = torch.randn(3, 1024).bfloat16()
@@ -124,7 +124,7 @@ def test_a_named_backend_fails_loudly_and_changes_nothing(checks):
     made = layer(backend="narrow")
     with pytest.raises(SelfCheckFailed, match=r"narrow fp8_gemm layer M=1 N=64 K=1024: tile \(0, 0\) is wrong"):
         made.bind()
-    assert (made._prepared, made._bound) == ({}, {})
+    assert (made._state.prepared, made._state.bound) == ({}, {})
     assert not any(name.startswith("layout") for name in made._buffers)
     with pytest.raises(SelfCheckFailed, match="layer M=1 N=64 K=1024"):
         made.bind()
@@ -142,7 +142,7 @@ def test_a_layer_that_binds_when_it_is_made_says_why_at_its_first_call(monkeypat
     made = layer(backend="narrow")
     monkeypatch.setattr("fp4dispatch.models.backend_binding._system.current", lambda: System.fake())
     made._refresh()
-    assert made._bound == {}
+    assert made._state.bound == {}
     with pytest.raises(SelfCheckFailed, match=r"tile \(0, 0\) is wrong"):
         made(torch.ones(1, 1024, dtype=torch.bfloat16))
 

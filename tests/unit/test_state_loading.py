@@ -84,7 +84,7 @@ def snapshot(layer, x):
     return {
         "objects": {name: id(tensor) for name, tensor in state.items()},
         "bytes": {name: bytes_of(t).tolist() for name, t in state.items() if t is not None},
-        "bound": {dtype: id(bound) for dtype, bound in layer._bound.items()},
+        "bound": {dtype: id(bound) for dtype, bound in layer._state.bound.items()},
         "y": y.tolist(),
         "names": list(layer.state_dict()),
     }

@@ -95,7 +95,7 @@ def bytes_of(tensor):
 
 
 def stored(layer):
-    dropped = CANONICAL if layer._dropped else ()
+    dropped = CANONICAL if layer._state.dropped else ()
     return [name for name in layer.quantized if name in dropped or layer._buffers.get(name) is not None]
 
 
@@ -237,25 +237,25 @@ def test_other_memory_at_the_same_address_is_noticed(kind, compiled):
         call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
         old = call(x)
         assert torch.equal(call(x), old)
-        assert layer._unchanged(layer._buffers)
+        assert layer._state.unchanged(layer._buffers)
         exchange(getattr(new, name))
         got = call(x)
         assert torch.equal(got, copy.deepcopy(layer)(x))
         assert not torch.equal(got, old), name
-        assert layer._unchanged(layer._buffers), "calls take the fast path again"
+        assert layer._state.unchanged(layer._buffers), "calls take the fast path again"
 
 
 def test_graphs_get_other_memory_at_the_same_address(few):
     layer, new = make(few, keep_stored=True), make(few, seed=7)
     exchange = at_one_address(layer, "weight")
     layer(tokens())
-    watch, held = Watch([layer]), layer._bound[torch.bfloat16].tensors
+    watch, held = Watch([layer]), layer._state.bound[torch.bfloat16].tensors
     assert not watch.moved()
     exchange(new.weight)
     assert not watch.moved()  # replays read what was packed again into the same memory
     fresh = copy.deepcopy(layer)
     fresh(tokens())
-    for mine, want in zip(held, fresh._bound[torch.bfloat16].tensors, strict=True):
+    for mine, want in zip(held, fresh._state.bound[torch.bfloat16].tensors, strict=True):
         assert torch.equal(bytes_of(mine), bytes_of(want))
 
 
@@ -264,7 +264,7 @@ def test_memory_at_the_same_address_of_a_dropped_tensor_is_noticed(hopper):
     exchange = at_one_address(layer, "weight")
     old, held = layer(x), layer.weight
     assert layer.compact()
-    assert layer._lent
+    assert layer._state.lent
     assert torch.equal(layer(x), old)
     exchange(new.weight)
     got = layer(x)
@@ -279,10 +279,10 @@ def test_a_recorded_tensor_keeps_no_memory(few):
     storage = weakref.ref(layer.weight.untyped_storage())
     gc.collect()
     assert storage() is not None
-    assert layer._unchanged(layer._buffers)
+    assert layer._state.unchanged(layer._buffers)
     layer.weight.data = torch.empty(0, dtype=layer.weight.dtype)
     assert storage() is None
-    assert not layer._unchanged(layer._buffers)
+    assert not layer._state.unchanged(layer._buffers)
 
 
 def test_a_static_input_scale_is_noticed_too(hopper):
@@ -387,7 +387,7 @@ def test_a_graph_that_was_captured_keeps_the_tensors_it_reads(kind, way):
         pytest.skip(".data exchanges the memory of the very tensor that the layout is")
     way(layer, new)
     layer(x)
-    assert layer._captured == [bound]
+    assert layer._state.captured == [bound]
     out = torch.empty(5, N, dtype=torch.bfloat16)
     bound.ready[5][0](x, out, make(kind).bias)
     assert torch.equal(out, old)
@@ -400,7 +400,7 @@ def test_a_replaced_layout_that_a_graph_reads_is_written_too(hopper):
     old.captured = True
     layer.backend = "reference"
     layer.rebind()
-    assert layer._captured == [old]
+    assert layer._state.captured == [old]
     copy_in_place(layer, new)
     layer(x)
     out = torch.empty(5, N, dtype=torch.bfloat16)
@@ -430,7 +430,7 @@ def test_warming_up_settles_every_layer_of_a_shape(hopper):
     for layer, new in zip(net, news, strict=True):
         copy_in_place(layer, new)
     warmup(net, tokens=[5])
-    assert all(layer._unchanged(layer._buffers) for layer in net)
+    assert all(layer._state.unchanged(layer._buffers) for layer in net)
 
 
 # ------------------------------------------------------------------------------------------------ what torch cannot see
@@ -582,7 +582,7 @@ def test_a_functional_call_of_a_compact_layer_uses_other_weights_or_refuses(hopp
         want = torch.func.functional_call(layer, other, (x,))
         assert not torch.equal(want, old)
         assert torch.equal(layer(x), old)
-        assert layer._dropped
+        assert layer._state.dropped
         if read:
             assert layer.weight.numel()
         try:
@@ -679,7 +679,7 @@ def test_nothing_is_kept_of_layers_that_are_gone(hopper):
 def compact_layer(**options):
     layer = make("w4a16", **options)
     layer(tokens())
-    assert layer._dropped
+    assert layer._state.dropped
     return layer
 
 
@@ -700,7 +700,7 @@ def test_a_compact_layer_multiplies_what_was_written(hopper, way, call):
             assert torch.equal(layer.weight, new.weight)
         gc.collect()
         layer(x)
-        assert layer._dropped or call == "compiled"  # Dynamo holds what it compiled with
+        assert layer._state.dropped or call == "compiled"  # Dynamo holds what it compiled with
         assert torch.equal(fn(x), new(x))
         if way is write_state:
             assert torch.equal(layer.weight, new.weight)
@@ -725,13 +725,13 @@ def test_a_compact_layer_lets_go_when_others_do(hopper):
     layer, x = compact_layer(), tokens()
     state = layer.state_dict()
     layer(x)
-    assert layer._lent
-    held = weakref.ref(layer._lent["weight"].tensor)
+    assert layer._state.lent
+    held = weakref.ref(layer._state.lent["weight"].tensor)
     del state
     layer(x)
-    assert not layer._lent
+    assert not layer._state.lent
     assert held() is None
-    assert layer._unchanged(layer._buffers)
+    assert layer._state.unchanged(layer._buffers)
 
 
 def test_weights_held_while_they_are_dropped_are_looked_after(hopper):
@@ -739,9 +739,9 @@ def test_weights_held_while_they_are_dropped_are_looked_after(hopper):
     layer(x)
     weight, scale = layer.weight, layer.weight_scale
     assert layer.compact()
-    assert layer._lent
+    assert layer._state.lent
     layer(x)
-    layer._unchanged(layer._buffers)
+    layer._state.unchanged(layer._buffers)
     weight.copy_(new.weight)
     scale.copy_(new.weight_scale)
     layer.weight_scale_2.copy_(new.weight_scale_2)

@@ -408,7 +408,7 @@ def test_other_routes_take_the_product_of_one_kernel(monkeypatch):
     x = gate_up(3)
     want = lin(swiglu(x))
     bound = lin.bind()
-    stored = [lin._buffers[name] for name in lin._names[torch.bfloat16][1]]
+    stored = [lin._buffers[name] for name in lin._state.names[torch.bfloat16][1]]
     for launches in (1, 2):
         assert torch.equal(lin.swiglu(x), want)
         assert len(made.launched) == launches
@@ -431,7 +431,7 @@ def test_a_launch_gets_the_rows_that_its_backend_asks_for(monkeypatch):
     monkeypatch.setattr(reference, "out_rows", lambda *_: 4)
     monkeypatch.setattr(reference, "swiglu", from_gate_up)
     bound = lin.bind()
-    stored = [lin._buffers[name] for name in lin._names[torch.bfloat16][1]]
+    stored = [lin._buffers[name] for name in lin._state.names[torch.bfloat16][1]]
     got = [lin.swiglu(x), lin.swiglu(x), ops.swiglu_linear(x, bound.tensors, stored, lin.bias, bound.spec.text)]
     for y in got:
         assert torch.equal(y, want)
@@ -535,7 +535,7 @@ def test_a_layer_takes_the_route_of_each_m(monkeypatch):
                 assert torch.equal(lin.swiglu(x), want)
                 names = [name.split()[0] for name, *_ in kernels.launched]
                 assert names == (["swiglu_product", "w4a16_small"] if m <= 8 else ["w4_swiglu_row", "w4_gemm"])
-        stored = [lin._buffers[name] for name in lin._names[torch.bfloat16][1]]
+        stored = [lin._buffers[name] for name in lin._state.names[torch.bfloat16][1]]
         bound = lin.bind()
         kernels.launched.clear()
         x = gate_up(100, k=256)

@@ -70,7 +70,7 @@ def check(model, path, out, place):
     assert set(away) == {name for name in quantised_modules(model) if name.startswith("model.layers.1.")}
     for layer in away.values():
         assert (layer.offload.place, layer.weight.device.type) == (place, "cpu")
-        assert not layer._bound
+        assert not layer._state.bound
         assert not [name for name in layer._buffers if name.startswith("layout")]
     model.save_pretrained(out)
     stored, saved = (load_file(p / "model.safetensors") for p in (path, out))
@@ -198,11 +198,11 @@ def test_each_format(tmp_path, scaling, bias):
         away.bring(layer)
         assert torch.equal(layer(x.to(dtype)), expected(x.to(dtype)))
         assert not set(addresses(layer)) & set(waiting)
-        choices = [bound.spec for bound in layer._bound.values()]
+        choices = [bound.spec for bound in layer._state.bound.values()]
         away.release(layer)
         assert addresses(layer) == waiting
         away.bring(layer)
-        assert [bound.spec for bound in layer._bound.values()] == choices, "the policy is asked once"
+        assert [bound.spec for bound in layer._state.bound.values()] == choices, "the policy is asked once"
         away.release(layer)
     with pytest.raises(InputError, match="waits on the CPU, this one is on meta"):
         offload(FP4Linear(64, 64, device="meta"), torch.device("cpu"))

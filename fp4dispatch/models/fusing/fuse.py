@@ -229,7 +229,7 @@ def _why_not(candidate: _Candidate, places: Mapping[int, int], foreign: Mapping[
             return f"the forward of {shard} was replaced"
         if layer.device.type == "meta":
             return f"{shard} is on the meta device"
-        if layer._captured or any(bound.captured for bound in layer._every_bound()):
+        if layer._state.captured or any(bound.captured for bound in layer._state.every_bound()):
             return f"a CUDA graph was captured with {shard}"
         if shard in foreign:
             return foreign[shard]
