@@ -29,10 +29,10 @@ from fp4dispatch.machine.ranks import Ranks
 from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer, FuseReport
 from fp4dispatch.models.fusing.fuse import fuse as _fuse
 from fp4dispatch.models.fusing.rows import split
-from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import layer_of
 from fp4dispatch.models.parallel.layers import Part, become, cut_bias
 from fp4dispatch.models.parallel.plan import TensorParallel
-from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.quantized_linear import LayerOptions, QuantizedLinear
 from fp4dispatch.models.replacing.replaceable import carry_over, model_bytes, models_with_ties, untie
 from fp4dispatch.problem import ACTIVATIONS, Activation, one_of
 
@@ -340,7 +340,7 @@ def _dense(layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, dtype
 
 
 def _build(
-    layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, options: dict[str, Any], part: Part | None
+    layer: LayerPlan, checkpoint: Checkpoint, device: torch.device, options: LayerOptions, part: Part | None
 ) -> tuple[nn.Module, int]:
     fused, stored = _read(layer, checkpoint, part)
     old = layer.module
@@ -354,9 +354,8 @@ def _build(
         stored_bias = read_bias(layer, checkpoint, part)
         each = [_finite(info, tensor) for info, tensor in zip(layer.bias, stored_bias, strict=True)]
         bias = torch.cat(each).to(target, old.bias.dtype)
-    make = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
     try:
-        module = make.from_weights(weights, bias, name=layer.names[0], **options)
+        module = layer_of(weights, bias, **options)
     except FormatError as error:  # find the bad tensor only now: the check reads all elements
         for info, tensor, is_weight in stored:
             check_e4m3(info, tensor, layer.scheme, is_weight)
@@ -369,7 +368,7 @@ def _build(
     return module, module.stored_nbytes()
 
 
-def layer_options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> dict[str, Any]:
+def layer_options(layer: LayerPlan, asked: Activation | None, stated: Activation | None) -> LayerOptions:
     """Return the options of the new layer, from the old layer, the checkpoint, or the caller.
 
     ``stated`` is the activation format of an earlier checkpoint. It is not a pin of the user.
@@ -378,10 +377,15 @@ def layer_options(layer: LayerPlan, asked: Activation | None, stated: Activation
     if isinstance(old, QuantizedLinear):
         if asked is None and old.activation not in ("any", stated):
             activation = old.activation
-        kept = {"backend": old.backend, "keep_stored": old.keep_stored}
-        return {"dtype": old.dtype, "activation": activation, **kept}
+        return LayerOptions(
+            activation=activation,
+            backend=old.backend,
+            dtype=old.dtype,
+            name=layer.names[0],
+            keep_stored=old.keep_stored,
+        )
     dtype = old.weight.dtype if old.weight.dtype in (torch.float32, torch.float16) else torch.bfloat16
-    return {"dtype": dtype, "activation": activation}
+    return LayerOptions(activation=activation, dtype=dtype, name=layer.names[0])
 
 
 def _owned(weights: LinearWeights, device: torch.device) -> LinearWeights:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from fp4dispatch.backends.base import LinearWeights
 from fp4dispatch.errors import InputError
 from fp4dispatch.formats.amax import largest
 from fp4dispatch.formats.checks import check_tensor
-from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.quantized_linear import LayerOptions, QuantizedLinear
 from fp4dispatch.problem import SF_LAYOUTS, Activation, Op, Scaling
 from fp4dispatch.run import routes
 
@@ -62,8 +61,7 @@ class FP4Linear(QuantizedLinear):
         name: str = "",
         keep_stored: bool = False,
     ) -> None:
-        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
-        options["keep_stored"] = keep_stored
+        options = LayerOptions(activation=activation, backend=backend, dtype=dtype, name=name, keep_stored=keep_stored)
         super().__init__(in_features, out_features, bias, device=device, **options)
         if in_features % formats.NVFP4_BLOCK:
             raise InputError(
@@ -108,8 +106,7 @@ class FP4Linear(QuantizedLinear):
         if weights.op != "nvfp4_gemm":
             raise InputError(f"FP4Linear takes nvfp4_gemm weights, not {weights.op}: use FP8Linear")
         shards = weights.shard_rows if len(weights.shard_rows) > 1 else ()
-        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
-        options["keep_stored"] = keep_stored
+        options = LayerOptions(activation=activation, backend=backend, dtype=dtype, name=name, keep_stored=keep_stored)
         layer = cls(weights.k, weights.n, False, shard_rows=shards, device="meta", **options)
         return layer.fill(weights, bias)
 
@@ -183,8 +180,7 @@ class FP4Linear(QuantizedLinear):
         weight = _weight_of(cls, linear)
         n, k = weight.shape
         dtype = _dtype_of(weight) if dtype is None else dtype
-        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
-        options["keep_stored"] = keep_stored
+        options = LayerOptions(activation=activation, backend=backend, dtype=dtype, name=name, keep_stored=keep_stored)
         if k % formats.NVFP4_BLOCK or weight.is_meta:
             return cls(k, n, linear.bias is not None, device=weight.device, **options)  # raises for this K
         if global_scale is not None:
@@ -272,8 +268,7 @@ class FP8Linear(QuantizedLinear):
         name: str = "",
         keep_stored: bool = False,
     ) -> None:
-        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
-        options["keep_stored"] = keep_stored
+        options = LayerOptions(activation=activation, backend=backend, dtype=dtype, name=name, keep_stored=keep_stored)
         super().__init__(in_features, out_features, bias, device=device, **options)
         if scaling not in ("tensor", "row", "block128"):
             raise InputError(f"scaling={scaling!r} is not known; use 'tensor', 'row' or 'block128'")
@@ -313,8 +308,7 @@ class FP8Linear(QuantizedLinear):
         _check_weights(weights)
         if weights.op != "fp8_gemm":
             raise InputError(f"FP8Linear takes fp8_gemm weights, not {weights.op}: use FP4Linear")
-        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
-        options["keep_stored"] = keep_stored
+        options = LayerOptions(activation=activation, backend=backend, dtype=dtype, name=name, keep_stored=keep_stored)
         layer = cls(weights.k, weights.n, False, scaling=weights.scaling, device="meta", **options)
         return layer.fill(weights, bias)
 
@@ -369,8 +363,7 @@ class FP8Linear(QuantizedLinear):
         weight = _weight_of(cls, linear)
         n, k = weight.shape
         dtype = _dtype_of(weight) if dtype is None else dtype
-        options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
-        options["keep_stored"] = keep_stored
+        options = LayerOptions(activation=activation, backend=backend, dtype=dtype, name=name, keep_stored=keep_stored)
         if scaling not in ("tensor", "row", "block128") or weight.is_meta:
             return cls(k, n, linear.bias is not None, scaling=scaling, device=weight.device, **options)
         if scale is not None:
@@ -427,8 +420,8 @@ def layer_of(
 ) -> QuantizedLinear:
     """Make the layer for canonical weights of any format; arguments and errors as those of ``from_weights``."""
     kind: type[FP4Linear] | type[FP8Linear] = FP4Linear if weights.op == "nvfp4_gemm" else FP8Linear
-    options: dict[str, Any] = {"activation": activation, "backend": backend, "dtype": dtype, "name": name}
-    return kind.from_weights(weights, bias, keep_stored=keep_stored, **options)
+    options = LayerOptions(activation=activation, backend=backend, dtype=dtype, name=name, keep_stored=keep_stored)
+    return kind.from_weights(weights, bias, **options)
 
 
 def _quantised(weight: Tensor, global_scale: Tensor | None, calibrate: formats.Calibration) -> LinearWeights:

@@ -9,7 +9,7 @@ bits of the canonical tensors, the layer drops these (:mod:`fp4dispatch.models.c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,16 @@ from fp4dispatch.run import ops, routes
 from fp4dispatch.run.register import gradient_error
 
 _Self = TypeVar("_Self", bound="QuantizedLinear")
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options that layers of all formats have, as parameters of :class:`QuantizedLinear`."""
+
+    activation: Activation
+    backend: str | None
+    dtype: torch.dtype
+    name: str
+    keep_stored: bool
 
 
 class QuantizedLinear(BackendBinding):

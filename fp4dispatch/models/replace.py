@@ -19,7 +19,7 @@ from fp4dispatch.models.choose_layers import EXCLUDE, FORMATS, PROBLEM, Patterns
 from fp4dispatch.models.fusing.fuse import NOTHING_FUSED, FusedLayer
 from fp4dispatch.models.fusing.fuse import fuse as _fuse
 from fp4dispatch.models.model_report import decision_text
-from fp4dispatch.models.quantized_linear import QuantizedLinear
+from fp4dispatch.models.quantized_linear import LayerOptions, QuantizedLinear
 from fp4dispatch.models.replace_report import LayerReport, LeftParameter, ReplaceReport
 from fp4dispatch.models.replacing.fusion import fusion_groups, shared_scale
 from fp4dispatch.models.replacing.replaceable import (
@@ -135,7 +135,7 @@ def replace_linears(
     skipped, notes, plan = chosen.skipped, chosen.notes, list(chosen.layers)
     del chosen  # each old layer is to be freed as soon as it is replaced
     before = model_bytes(model)
-    options = {"activation": activation, "backend": backend, "keep_stored": keep_stored}
+    options = LayerOptions(activation=activation, backend=backend, keep_stored=keep_stored)
     prebuild.together(_asks([(linear, fmt) for _, linear, fmt in plan], activation, backend))
     shared = _shared_scales(plan)
     if calibrate != "max":
@@ -163,7 +163,7 @@ def _bar(shown: ExitStack, total: int) -> Callable[[int, int, str], None]:
     return lambda done, total, name: bar.update(done, total, note=name)
 
 
-def _check(plan: list[_Planned], options: dict[str, Any], shared: dict[str, dict[str, Any]]) -> None:
+def _check(plan: list[_Planned], options: LayerOptions, shared: dict[str, dict[str, Any]]) -> None:
     """Raise what would stop the replacing: values that are not finite, and kinds of layers that cannot run here."""
     kinds = set()
     for name, linear, fmt in plan:
@@ -180,7 +180,7 @@ def _check(plan: list[_Planned], options: dict[str, Any], shared: dict[str, dict
 def _replace(
     model: nn.Module,
     plan: list[_Planned],
-    options: dict[str, Any],
+    options: LayerOptions,
     shared: dict[str, dict[str, Any]],
     progress: Callable[[int, int, str], None],
 ) -> list[LayerReport]:
@@ -242,7 +242,7 @@ def _shared_scales(plan: list[tuple[str, nn.Linear, str]]) -> dict[str, dict[str
 
 
 def _quantise(
-    name: str, linear: nn.Linear, fmt: str, options: dict[str, Any], shared: dict[str, dict[str, Any]]
+    name: str, linear: nn.Linear, fmt: str, options: LayerOptions, shared: dict[str, dict[str, Any]]
 ) -> QuantizedLinear:
     if linear.weight.is_meta:
         raise InputError(f"{name} is on the meta device and has no weights to quantise: load them first")

@@ -42,8 +42,7 @@ def put(layer: Any, names: tuple[str, ...], weights: LinearWeights, activation: 
     BackendUnsupportedError, NoBackendError, UnknownBackendError, SettingsError, RankError
         As :func:`fp4dispatch.warmup`.
     """
-    options = {"activation": activation, "dtype": layer.params_dtype, "name": prefix}
-    inner = layer_of(weights, _bias_to_add(layer), **options)
+    inner = layer_of(weights, _bias_to_add(layer), activation=activation, dtype=layer.params_dtype, name=prefix)
     if inner.bias is not None:
         inner.bias = layer.bias  # the same object, which is how a call knows it
     for name in names:

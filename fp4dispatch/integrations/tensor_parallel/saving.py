@@ -16,7 +16,7 @@ from fp4dispatch.errors import InputError
 from fp4dispatch.machine import collectives
 from fp4dispatch.machine.collectives import Team, team
 from fp4dispatch.machine.ranks import Ranks
-from fp4dispatch.models.linear import FP4Linear, FP8Linear
+from fp4dispatch.models.linear import layer_of
 from fp4dispatch.models.parallel.cut import join, join_weights
 from fp4dispatch.models.parallel.layers import ParallelLinear, Part, group_of, parallel_layers
 from fp4dispatch.models.parallel.plan import dim_of
@@ -97,14 +97,14 @@ def _whole(name: str, layer: ParallelLinear, part: Part) -> nn.Module:
         _on_cpu(mine, weight, scale) for weight, scale in zip(everyone(mine.weight), everyone(mine.scale), strict=True)
     ]
     rows = part.shard_rows if mine.op == "nvfp4_gemm" else ()
-    options: dict[str, Any] = {
-        "dtype": layer.dtype,
-        "activation": layer.activation,
-        "backend": layer.backend,
-        "name": layer.name,
-    }
-    make = FP4Linear if mine.op == "nvfp4_gemm" else FP8Linear
-    return make.from_weights(join_weights(weights, dim, part.cuts, rows), bias, **options)
+    return layer_of(
+        join_weights(weights, dim, part.cuts, rows),
+        bias,
+        activation=layer.activation,
+        backend=layer.backend,
+        dtype=layer.dtype,
+        name=layer.name,
+    )
 
 
 def _on_cpu(like: LinearWeights, weight: Tensor, scale: Tensor) -> LinearWeights:

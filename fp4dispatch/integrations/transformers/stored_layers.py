@@ -232,16 +232,16 @@ def _kind(name: str) -> str:
 def _replace(model: Any, planned: LayerPlan, config: Fp4DispatchConfig, tied: Tied) -> QuantizedLinear:
     """Put an empty quantised layer with the stored tensors in place of the model's."""
     old, scheme = planned.module, planned.scheme
-    options = {**layer_options(planned, config.activation, None), "name": planned.names[0], "device": "meta"}
+    options = layer_options(planned, config.activation, None)
     if config.backend is not None:
         options["backend"] = config.backend
     n, k = sizes(old)
-    size = (k, n, old.bias is not None)
+    bias = old.bias is not None
     new: QuantizedLinear
     new = (
-        FP4Linear(*size, **options)
+        FP4Linear(k, n, bias, device="meta", **options)
         if scheme.op == "nvfp4_gemm"
-        else FP8Linear(*size, scaling=scheme.scaling, **options)
+        else FP8Linear(k, n, bias, scaling=scheme.scaling, device="meta", **options)
     )
     carry_over(old, new)
     untie(tied, planned.names, new)
