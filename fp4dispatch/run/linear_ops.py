@@ -166,30 +166,28 @@ def run_swiglu(gate_up: Tensor, bound: Bound, bias: Tensor | None) -> Tensor:
 
 def _check_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
     check_tensor("linear: x", x)
-    if x.dtype not in OUT_DTYPE:
-        raise InputError(f"linear: x is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it")
-    if x.ndim == 0 or x.shape[-1] != spec.k:
-        raise InputError(f"linear: x has shape {list(x.shape)}; need [..., {spec.k}], the layer's in_features")
-    if not tensors or x.device != tensors[0].device:
-        where = tensors[0].device if tensors else "no device"
-        raise InputError(f"linear: x is on {x.device}, the weights on {where}: move one with .to(device)")
+    k = spec.k
+    if x.dtype not in OUT_DTYPE or x.ndim == 0 or x.shape[-1] != k or not tensors or x.device != tensors[0].device:
+        raise _unfit("linear: x", x, k, "the layer's in_features", tensors)
     check_bias("linear", bias, spec.n, x.device)
 
 
-def _check_swiglu(gate_up: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
-    what = "swiglu_linear: gate_up"
-    check_tensor(what, gate_up)
-    if gate_up.dtype not in OUT_DTYPE:
-        need = "torch.bfloat16, torch.float16 or torch.float32"
-        raise InputError(f"{what} is {gate_up.dtype}; need {need}: convert it")
-    if gate_up.ndim == 0 or gate_up.shape[-1] != 2 * spec.k:
-        raise InputError(
-            f"{what} has shape {list(gate_up.shape)}; need [..., {2 * spec.k}], twice the layer's in_features"
-        )
-    if not tensors or gate_up.device != tensors[0].device:
-        where = tensors[0].device if tensors else "no device"
-        raise InputError(f"{what} is on {gate_up.device}, the weights on {where}: move one with .to(device)")
-    check_bias("swiglu_linear", bias, spec.n, gate_up.device)
+def _check_swiglu(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, spec: LayerSpec) -> None:
+    check_tensor("swiglu_linear: gate_up", x)
+    k = 2 * spec.k
+    if x.dtype not in OUT_DTYPE or x.ndim == 0 or x.shape[-1] != k or not tensors or x.device != tensors[0].device:
+        raise _unfit("swiglu_linear: gate_up", x, k, "twice the layer's in_features", tensors)
+    check_bias("swiglu_linear", bias, spec.n, x.device)
+
+
+def _unfit(what: str, x: Tensor, k: int, k_is: str, tensors: Sequence[Tensor]) -> InputError:
+    """Return the error for an input whose dtype, shape or device does not fit the layer."""
+    if x.dtype not in OUT_DTYPE:
+        return InputError(f"{what} is {x.dtype}; need torch.bfloat16, torch.float16 or torch.float32: convert it")
+    if x.ndim == 0 or x.shape[-1] != k:
+        return InputError(f"{what} has shape {list(x.shape)}; need [..., {k}], {k_is}")
+    where = tensors[0].device if tensors else "no device"
+    return InputError(f"{what} is on {x.device}, the weights on {where}: move one with .to(device)")
 
 
 _awaited: WeakIdKeyDictionary = WeakIdKeyDictionary()
